@@ -1,0 +1,13 @@
+#![doc = include_str!("../README.md")]
+
+pub mod id;
+pub mod pending;
+pub mod philox;
+pub mod topology;
+pub mod unit;
+
+pub use id::{PeerId, Rank, StageId};
+pub use pending::{Pending, PendingOp};
+pub use philox::Philox;
+pub use topology::{Link, ParseLinkError, Port, Topology};
+pub use unit::{Bandwidth, Bytes, Nanos, ParseUnitError};

@@ -1,0 +1,1 @@
+//! The comm crate of farflung.

@@ -1,0 +1,1 @@
+//! The compress crate of farflung.

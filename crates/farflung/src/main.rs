@@ -1,0 +1,2 @@
+//! The farflung binary.
+fn main() {}

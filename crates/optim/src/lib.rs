@@ -1,0 +1,1 @@
+//! The optim crate of farflung.

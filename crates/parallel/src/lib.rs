@@ -1,0 +1,1 @@
+//! The parallel crate of farflung.

@@ -1,0 +1,1 @@
+//! The zoo crate of farflung.

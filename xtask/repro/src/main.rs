@@ -1,0 +1,2 @@
+//! repro.
+fn main() {}
