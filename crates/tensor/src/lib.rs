@@ -1,1 +1,3 @@
-//! The tensor crate of farflung.
+#![doc = include_str!("../README.md")]
+
+pub mod backend;

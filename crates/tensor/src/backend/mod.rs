@@ -1,0 +1,3 @@
+//! The backends. Each interprets the same closed set of ops.
+
+pub mod cpu;
