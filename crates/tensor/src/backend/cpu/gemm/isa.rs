@@ -1,0 +1,321 @@
+//! The vector instructions that the kernels are written in: AVX2, AVX-512, and plain arrays for every other CPU.
+//!
+//! Every method is inlined into a function that enables the features of its instruction set, so that generic code
+//! over [`Isa`] compiles to that set. It refuses to know matrices.
+
+use super::micro::{Kernel, Tile, micro};
+
+/// Elements moved by one [`Isa::transpose`].
+pub(super) const BLOCK: usize = 8;
+
+/// One instruction set, with the tile that suits its registers.
+///
+/// # Safety
+/// Methods may only run on a CPU that has the instructions, inlined into a function that enables them.
+pub(super) trait Isa {
+    /// A vector of `LANES` floats.
+    type V: Copy;
+    const LANES: usize;
+    /// Rows of a full tile: at most 8, and 6 or 8 because of [`Isa::transpose`].
+    const MR: usize;
+    /// Columns of a full tile: two vectors.
+    const NR: usize = 2 * Self::LANES;
+
+    unsafe fn zero() -> Self::V;
+    unsafe fn splat(p: *const f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    /// The first `n < LANES` elements; the others are not touched.
+    unsafe fn load_part(p: *const f32, n: usize) -> Self::V;
+    unsafe fn store_part(p: *mut f32, n: usize, v: Self::V);
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, fused where the CPU can.
+    unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// Asks for the cache line of `p`, to be used soon.
+    unsafe fn prefetch(p: *const f32);
+    /// Asks for the cache line of `p` without disturbing the first-level cache.
+    unsafe fn prefetch_far(p: *const f32);
+
+    /// `dst[k * pitch + i] = src[i * stride + k]` for `k < BLOCK` and `i < rows`, zero for `rows <= i < width`.
+    /// May write up to `BLOCK` elements from each `dst[k * pitch]` on, in ascending order of `k`.
+    unsafe fn transpose(
+        src: *const f32,
+        stride: usize,
+        rows: usize,
+        dst: *mut f32,
+        pitch: usize,
+        width: usize,
+    );
+
+    /// The kernel for a tile of `rows` rows and `vectors` vectors, reading `A` packed or in place.
+    fn kernel(rows: usize, vectors: usize, packed: bool) -> Kernel;
+}
+
+/// Picks the instance of a kernel function `$f` by the shape of the tile.
+macro_rules! pick_kernel {
+    ($f:ident, $rows:expr, $vectors:expr, $packed:expr, [$($r:literal)*]) => {
+        match ($rows, $vectors, $packed) {
+            $(
+                ($r, 1, true) => $f::<$r, 1, true>,
+                ($r, 1, false) => $f::<$r, 1, false>,
+                ($r, 2, true) => $f::<$r, 2, true>,
+                ($r, 2, false) => $f::<$r, 2, false>,
+            )*
+            _ => unreachable!("tiles have 1 to MR rows and 1 or 2 vectors"),
+        }
+    };
+}
+
+/// Any CPU: arrays that the compiler turns into whatever vectors the target has.
+pub(super) struct Portable;
+
+impl Isa for Portable {
+    type V = [f32; 4];
+    const LANES: usize = 4;
+    // Sixteen accumulators for the 32 registers of NEON, twelve where there may be 16.
+    const MR: usize = if cfg!(target_arch = "aarch64") { 8 } else { 6 };
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::V {
+        [0.0; 4]
+    }
+    #[inline(always)]
+    unsafe fn splat(p: *const f32) -> Self::V {
+        [*p; 4]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        p.cast::<[f32; 4]>().read_unaligned()
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        p.cast::<[f32; 4]>().write_unaligned(v);
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize) -> Self::V {
+        let mut v = [0.0; 4];
+        p.copy_to_nonoverlapping(v.as_mut_ptr(), n);
+        v
+    }
+    #[inline(always)]
+    unsafe fn store_part(p: *mut f32, n: usize, v: Self::V) {
+        p.copy_from_nonoverlapping(v.as_ptr(), n);
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        [a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]]
+    }
+    #[inline(always)]
+    unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // A fused instruction where it is in the baseline; elsewhere `mul_add` would be a slow library call.
+        if cfg!(target_arch = "aarch64") || cfg!(target_feature = "fma") {
+            [
+                a[0].mul_add(b[0], c[0]),
+                a[1].mul_add(b[1], c[1]),
+                a[2].mul_add(b[2], c[2]),
+                a[3].mul_add(b[3], c[3]),
+            ]
+        } else {
+            [a[0] * b[0] + c[0], a[1] * b[1] + c[1], a[2] * b[2] + c[2], a[3] * b[3] + c[3]]
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(_: *const f32) {}
+    #[inline(always)]
+    unsafe fn prefetch_far(_: *const f32) {}
+
+    #[inline(always)]
+    unsafe fn transpose(
+        src: *const f32,
+        stride: usize,
+        rows: usize,
+        dst: *mut f32,
+        pitch: usize,
+        width: usize,
+    ) {
+        for k in 0..BLOCK {
+            for i in 0..width {
+                *dst.add(k * pitch + i) = if i < rows { *src.add(i * stride + k) } else { 0.0 };
+            }
+        }
+    }
+
+    fn kernel(rows: usize, vectors: usize, packed: bool) -> Kernel {
+        unsafe fn portable<const R: usize, const N: usize, const P: bool>(tile: &Tile) {
+            micro::<Portable, R, N, P>(tile);
+        }
+        pick_kernel!(portable, rows, vectors, packed, [1 2 3 4 5 6 7 8])
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{BLOCK, Isa, Kernel, Tile, micro};
+    use std::arch::x86_64::*;
+
+    /// Lanes below `8 - n` of `MASK[n..]` are taken, for loads and stores of part of a vector.
+    static MASK: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
+    static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
+
+    /// 16 registers of 8 floats: 6 rows of 2 vectors, and 3 registers to load into.
+    pub(in super::super) struct Avx2;
+
+    impl Isa for Avx2 {
+        type V = __m256;
+        const LANES: usize = 8;
+        const MR: usize = 6;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m256 {
+            _mm256_setzero_ps()
+        }
+        #[inline(always)]
+        unsafe fn splat(p: *const f32) -> __m256 {
+            _mm256_broadcast_ss(&*p)
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> __m256 {
+            _mm256_loadu_ps(p)
+        }
+        #[inline(always)]
+        unsafe fn store(p: *mut f32, v: __m256) {
+            _mm256_storeu_ps(p, v);
+        }
+        #[inline(always)]
+        unsafe fn load_part(p: *const f32, n: usize) -> __m256 {
+            _mm256_maskload_ps(p, _mm256_loadu_si256(MASK.as_ptr().add(8 - n).cast()))
+        }
+        #[inline(always)]
+        unsafe fn store_part(p: *mut f32, n: usize, v: __m256) {
+            _mm256_maskstore_ps(p, _mm256_loadu_si256(MASK.as_ptr().add(8 - n).cast()), v);
+        }
+        #[inline(always)]
+        unsafe fn add(a: __m256, b: __m256) -> __m256 {
+            _mm256_add_ps(a, b)
+        }
+        #[inline(always)]
+        unsafe fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
+            _mm256_fmadd_ps(a, b, c)
+        }
+        #[inline(always)]
+        unsafe fn prefetch(p: *const f32) {
+            _mm_prefetch::<_MM_HINT_T0>(p.cast());
+        }
+        #[inline(always)]
+        unsafe fn prefetch_far(p: *const f32) {
+            _mm_prefetch::<_MM_HINT_T1>(p.cast());
+        }
+        #[inline(always)]
+        unsafe fn transpose(
+            src: *const f32,
+            stride: usize,
+            rows: usize,
+            dst: *mut f32,
+            pitch: usize,
+            _: usize,
+        ) {
+            transpose_8x8(src, stride, rows, dst, pitch);
+        }
+        fn kernel(rows: usize, vectors: usize, packed: bool) -> Kernel {
+            #[target_feature(enable = "avx2,fma")]
+            unsafe fn avx2<const R: usize, const N: usize, const P: bool>(tile: &Tile) {
+                micro::<Avx2, R, N, P>(tile);
+            }
+            pick_kernel!(avx2, rows, vectors, packed, [1 2 3 4 5 6])
+        }
+    }
+
+    /// 32 registers of 16 floats: 8 rows of 2 vectors keep both multipliers busy, and suit a transpose of 8 by 8.
+    pub(in super::super) struct Avx512;
+
+    impl Isa for Avx512 {
+        type V = __m512;
+        const LANES: usize = 16;
+        const MR: usize = 8;
+
+        #[inline(always)]
+        unsafe fn zero() -> __m512 {
+            _mm512_setzero_ps()
+        }
+        #[inline(always)]
+        unsafe fn splat(p: *const f32) -> __m512 {
+            _mm512_set1_ps(*p)
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> __m512 {
+            _mm512_loadu_ps(p)
+        }
+        #[inline(always)]
+        unsafe fn store(p: *mut f32, v: __m512) {
+            _mm512_storeu_ps(p, v);
+        }
+        #[inline(always)]
+        unsafe fn load_part(p: *const f32, n: usize) -> __m512 {
+            _mm512_maskz_loadu_ps((1 << n) - 1, p)
+        }
+        #[inline(always)]
+        unsafe fn store_part(p: *mut f32, n: usize, v: __m512) {
+            _mm512_mask_storeu_ps(p, (1 << n) - 1, v);
+        }
+        #[inline(always)]
+        unsafe fn add(a: __m512, b: __m512) -> __m512 {
+            _mm512_add_ps(a, b)
+        }
+        #[inline(always)]
+        unsafe fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 {
+            _mm512_fmadd_ps(a, b, c)
+        }
+        #[inline(always)]
+        unsafe fn prefetch(p: *const f32) {
+            _mm_prefetch::<_MM_HINT_T0>(p.cast());
+        }
+        #[inline(always)]
+        unsafe fn prefetch_far(p: *const f32) {
+            _mm_prefetch::<_MM_HINT_T1>(p.cast());
+        }
+        #[inline(always)]
+        unsafe fn transpose(
+            src: *const f32,
+            stride: usize,
+            rows: usize,
+            dst: *mut f32,
+            pitch: usize,
+            _: usize,
+        ) {
+            transpose_8x8(src, stride, rows, dst, pitch);
+        }
+        fn kernel(rows: usize, vectors: usize, packed: bool) -> Kernel {
+            #[target_feature(enable = "avx512f,avx2,fma")]
+            unsafe fn avx512<const R: usize, const N: usize, const P: bool>(tile: &Tile) {
+                micro::<Avx512, R, N, P>(tile);
+            }
+            pick_kernel!(avx512, rows, vectors, packed, [1 2 3 4 5 6 7 8])
+        }
+    }
+
+    /// [`Isa::transpose`] with AVX: half rows are loaded into place, so that only unpacks and shuffles are left.
+    #[inline(always)]
+    unsafe fn transpose_8x8(src: *const f32, stride: usize, rows: usize, dst: *mut f32, pitch: usize) {
+        let row = |i: usize| if i < rows { src.add(i * stride) } else { ZEROS.as_ptr() };
+        let pair = |lo: *const f32, hi: *const f32| {
+            _mm256_insertf128_ps::<1>(_mm256_castps128_ps256(_mm_loadu_ps(lo)), _mm_loadu_ps(hi))
+        };
+        for half in 0..2 {
+            let at = 4 * half;
+            let r0 = pair(row(0).add(at), row(4).add(at));
+            let r1 = pair(row(1).add(at), row(5).add(at));
+            let r2 = pair(row(2).add(at), row(6).add(at));
+            let r3 = pair(row(3).add(at), row(7).add(at));
+            let (lo01, hi01) = (_mm256_unpacklo_ps(r0, r1), _mm256_unpackhi_ps(r0, r1));
+            let (lo23, hi23) = (_mm256_unpacklo_ps(r2, r3), _mm256_unpackhi_ps(r2, r3));
+            let dst = dst.add(at * pitch);
+            _mm256_storeu_ps(dst, _mm256_shuffle_ps::<0x44>(lo01, lo23));
+            _mm256_storeu_ps(dst.add(pitch), _mm256_shuffle_ps::<0xEE>(lo01, lo23));
+            _mm256_storeu_ps(dst.add(2 * pitch), _mm256_shuffle_ps::<0x44>(hi01, hi23));
+            _mm256_storeu_ps(dst.add(3 * pitch), _mm256_shuffle_ps::<0xEE>(hi01, hi23));
+        }
+    }
+}

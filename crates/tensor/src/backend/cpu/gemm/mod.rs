@@ -1,0 +1,341 @@
+//! Matrix products of f32: `C = A B` or `C += A B`, any transposition, any size, with an epilogue on rows of C that
+//! are still in cache.
+//!
+//! The kernels follow BLIS: panels of A and B are packed into cache and multiplied tile by tile in registers, with
+//! AVX2 or AVX-512 where the CPU has them. Each element of C is summed in an order that depends on k alone: in blocks
+//! of at most 384, each one chain of fused multiply-adds. Hence its bits do not depend on threads, strides,
+//! transposition, or place in the matrix. It refuses to know tensors, other dtypes and activations.
+//!
+//! Source: Van Zee and van de Geijn 2015, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality". Differs:
+//! a panel of B is packed when it is first used, and the next one's memory is prefetched meanwhile.
+#![expect(unsafe_code, reason = "vector instructions, and disjoint parts of C written by several threads")]
+#![expect(unsafe_op_in_unsafe_fn, reason = "kernels are unsafe throughout; each states what it relies on")]
+#![expect(clippy::inline_always, reason = "instructions must end up inside the function that enables them")]
+
+mod isa;
+mod micro;
+mod pack;
+mod region;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+use super::pool::Pool;
+use isa::{Isa, Portable};
+use region::{Product, region};
+
+/// A matrix to read: element (i, j) at `data[i * row_stride + j * col_stride]`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mat<'a> {
+    data: &'a [f32],
+    rows: usize,
+    cols: usize,
+    row_stride: usize,
+    col_stride: usize,
+}
+
+/// Elements spanned by `count` strided steps in each dimension; `None` if that overflows.
+fn span(dims: &[(usize, usize)]) -> Option<usize> {
+    if dims.iter().any(|&(count, _)| count == 0) {
+        return Some(0);
+    }
+    dims.iter().try_fold(1_usize, |sum, &(count, stride)| sum.checked_add((count - 1).checked_mul(stride)?))
+}
+
+impl<'a> Mat<'a> {
+    /// Panics if an element would lie outside of `data`.
+    pub(crate) fn new(
+        data: &'a [f32],
+        rows: usize,
+        cols: usize,
+        row_stride: usize,
+        col_stride: usize,
+    ) -> Self {
+        let need = span(&[(rows, row_stride), (cols, col_stride)]);
+        assert!(need.is_some_and(|need| need <= data.len()), "matrix exceeds its data");
+        Self { data, rows, cols, row_stride, col_stride }
+    }
+
+    /// Rows of `cols` contiguous elements, `ld` apart.
+    pub(crate) fn row_major(data: &'a [f32], rows: usize, cols: usize, ld: usize) -> Self {
+        Self::new(data, rows, cols, ld, 1)
+    }
+
+    /// The transpose.
+    pub(crate) const fn t(self) -> Self {
+        let Self { data, rows, cols, row_stride, col_stride } = self;
+        Self { data, rows: cols, cols: rows, row_stride: col_stride, col_stride: row_stride }
+    }
+}
+
+/// A matrix to write: rows of `cols` contiguous elements, `ld` apart.
+#[derive(Debug)]
+pub(crate) struct MatMut<'a> {
+    data: &'a mut [f32],
+    rows: usize,
+    cols: usize,
+    ld: usize,
+}
+
+impl<'a> MatMut<'a> {
+    /// Panics if a row would lie outside of `data` or overlap the next.
+    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize, ld: usize) -> Self {
+        let need = span(&[(rows, ld), (cols, 1)]);
+        assert!(need.is_some_and(|need| need <= data.len()), "matrix exceeds its data");
+        assert!(rows <= 1 || ld >= cols, "rows overlap");
+        Self { data, rows, cols, ld }
+    }
+}
+
+/// What happens to what C holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Init {
+    /// `C = A B`.
+    Overwrite,
+    /// `C += A B`.
+    Accumulate,
+}
+
+/// What is done with C when its sums are complete.
+pub(crate) trait Epilogue: Sync {
+    /// Called once for each element, in segments of a row: `c[0]` is the element (`row`, `col`). Runs inside the
+    /// function that enables the CPU's vectors: mark it `#[inline(always)]` and its loops use them.
+    fn row(&self, row: usize, col: usize, c: &mut [f32]);
+}
+
+/// Leaves C as it is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NoEpilogue;
+
+impl Epilogue for NoEpilogue {
+    #[inline(always)]
+    fn row(&self, _: usize, _: usize, _: &mut [f32]) {}
+}
+
+/// Independent products of one shape, `count.0 * count.1` in all: product (i, j) starts `i * s.0 + j * s.1` elements
+/// after the first in each operand's data.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Batch {
+    pub(crate) count: (usize, usize),
+    pub(crate) a: (usize, usize),
+    pub(crate) b: (usize, usize),
+    pub(crate) c: (usize, usize),
+}
+
+/// `C = A B` or `C += A B`, then the epilogue.
+///
+/// Shapes: `a` is `[m, k]`, `b` is `[k, n]`, `c` is `[m, n]`; panics if they do not match.
+pub(crate) fn gemm<E: Epilogue>(
+    pool: &Pool,
+    a: Mat<'_>,
+    b: Mat<'_>,
+    c: MatMut<'_>,
+    init: Init,
+    epilogue: &E,
+) {
+    let one = Batch { count: (1, 1), a: (0, 0), b: (0, 0), c: (0, 0) };
+    gemm_batched(pool, one, a, b, c, init, epilogue);
+}
+
+/// A product for each member of a batch; `a`, `b` and `c` describe the first.
+///
+/// The epilogue sees rows numbered through the batch: row `i` of product (x, y) is `(x * count.1 + y) * m + i`.
+/// Panics if shapes do not match, an operand exceeds its data, or two elements of C coincide.
+pub(crate) fn gemm_batched<E: Epilogue>(
+    pool: &Pool,
+    batch: Batch,
+    a: Mat<'_>,
+    b: Mat<'_>,
+    c: MatMut<'_>,
+    init: Init,
+    epilogue: &E,
+) {
+    gemm_with(Level::detect(), pool, batch, a, b, c, init, epilogue);
+}
+
+/// The instruction sets that there are kernels for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Level {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Level {
+    fn available() -> impl Iterator<Item = Self> {
+        #[cfg(target_arch = "x86_64")]
+        let vectors = {
+            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            let avx512 = avx2 && is_x86_feature_detected!("avx512f");
+            [avx512.then_some(Self::Avx512), avx2.then_some(Self::Avx2)]
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let vectors = [None];
+        vectors.into_iter().flatten().chain([Self::Portable])
+    }
+
+    fn detect() -> Self {
+        Self::available().next().expect("the portable kernel is always there")
+    }
+
+    /// Rows and columns of a full tile.
+    const fn tile(self) -> (usize, usize) {
+        match self {
+            Self::Portable => (Portable::MR, Portable::NR),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => (isa::Avx2::MR, isa::Avx2::NR),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => (isa::Avx512::MR, isa::Avx512::NR),
+        }
+    }
+
+    /// # Safety
+    /// As for [`region`]; the level is available.
+    unsafe fn region<E: Epilogue>(
+        self,
+        p: &Product,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        epilogue: &E,
+    ) {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma")]
+        unsafe fn avx2<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
+            region::<isa::Avx2, E>(p, rows, columns, epilogue);
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx2,fma")]
+        unsafe fn avx512<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
+            region::<isa::Avx512, E>(p, rows, columns, epilogue);
+        }
+        match self {
+            Self::Portable => region::<Portable, E>(p, rows, columns, epilogue),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => avx2(p, rows, columns, epilogue),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => avx512(p, rows, columns, epilogue),
+        }
+    }
+}
+
+/// Pointers into the operands, shared by the tasks of one call.
+struct Shared(Product);
+
+// SAFETY: A and B are only read, and tasks write disjoint parts of C.
+unsafe impl Sync for Shared {}
+
+#[expect(clippy::too_many_arguments, reason = "the public call and the level, which tests choose")]
+fn gemm_with<E: Epilogue>(
+    level: Level,
+    pool: &Pool,
+    batch: Batch,
+    a: Mat<'_>,
+    b: Mat<'_>,
+    c: MatMut<'_>,
+    init: Init,
+    epilogue: &E,
+) {
+    let (m, n, k) = (c.rows, c.cols, a.cols);
+    assert!(a.rows == m && b.cols == n && b.rows == k, "shapes of a product do not match");
+    let count = batch.count.0.checked_mul(batch.count.1).expect("a batch is smaller than memory");
+    if m == 0 || n == 0 || count == 0 {
+        return;
+    }
+    check_batch(&batch, &a, &b, &c);
+    let shared = Shared(Product {
+        a: a.data.as_ptr(),
+        a_strides: (a.row_stride, a.col_stride),
+        b: b.data.as_ptr(),
+        b_strides: (b.row_stride, b.col_stride),
+        c: c.data.as_mut_ptr(),
+        c_stride: c.ld,
+        k,
+        accumulate: init == Init::Accumulate,
+        first_row: 0,
+    });
+    let (mr, nr) = level.tile();
+    let (cuts_m, cuts_n) = cuts(pool.threads(), count, (m, n, k), (mr, nr));
+    let shared = &shared;
+    pool.run(count * cuts_m * cuts_n, |task| {
+        let (index, part) = (task / (cuts_m * cuts_n), task % (cuts_m * cuts_n));
+        let (x, y) = (index / batch.count.1, index % batch.count.1);
+        let rows = share(m, mr, cuts_m, part % cuts_m);
+        let columns = share(n, nr, cuts_n, part / cuts_m);
+        // SAFETY: the operands were checked to hold every element of every member of the batch, no two elements of C
+        // coincide, tasks cover disjoint parts of it, and the level was detected.
+        unsafe {
+            let product = Product {
+                a: shared.0.a.add(x * batch.a.0 + y * batch.a.1),
+                b: shared.0.b.add(x * batch.b.0 + y * batch.b.1),
+                c: shared.0.c.add(x * batch.c.0 + y * batch.c.1),
+                first_row: index * m,
+                ..shared.0
+            };
+            level.region(&product, rows, columns, epilogue);
+        }
+    });
+}
+
+/// Panics unless every member of the batch lies within its data and no two elements of C coincide.
+fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, c: &MatMut<'_>) {
+    let (x, y) = batch.count;
+    let fits = |len: usize, strides: (usize, usize), rows: (usize, usize), cols: (usize, usize)| {
+        span(&[(x, strides.0), (y, strides.1), rows, cols]).is_some_and(|need| need <= len)
+    };
+    assert!(
+        fits(a.data.len(), batch.a, (a.rows, a.row_stride), (a.cols, a.col_stride)),
+        "batch of A exceeds its data"
+    );
+    assert!(
+        fits(b.data.len(), batch.b, (b.rows, b.row_stride), (b.cols, b.col_stride)),
+        "batch of B exceeds its data"
+    );
+    assert!(fits(c.data.len(), batch.c, (c.rows, c.ld), (c.cols, 1)), "batch of C exceeds its data");
+    // Each stride steps over all that the smaller strides reach.
+    let mut dims = [(c.cols, 1), (c.rows, c.ld), (x, batch.c.0), (y, batch.c.1)];
+    dims.sort_unstable_by_key(|&(count, stride)| (count > 1, stride));
+    for i in 0..dims.len() {
+        let (count, stride) = dims[i];
+        let inner = span(&dims[..i]).expect("it fits its data");
+        assert!(count == 1 || stride >= inner, "elements of C overlap");
+    }
+}
+
+/// Part `index` of `cuts` nearly equal parts of `0..whole`, cut at multiples of `unit`.
+fn share(whole: usize, unit: usize, cuts: usize, index: usize) -> Range<usize> {
+    let units = whole.div_ceil(unit);
+    let at = |index: usize| (units * index / cuts * unit).min(whole);
+    at(index)..at(index + 1)
+}
+
+/// Into how many parts to cut the rows and the columns of each product, so that `threads` threads end together.
+fn cuts(
+    threads: usize,
+    count: usize,
+    (m, n, k): (usize, usize, usize),
+    (mr, nr): (usize, usize),
+) -> (usize, usize) {
+    /// Multiply-adds below which a second thread costs more than it brings.
+    const SMALL: usize = 1 << 19;
+    let work = m.saturating_mul(n).saturating_mul(k);
+    if threads == 1 || count >= 4 * threads || work.saturating_mul(count) < SMALL {
+        return (1, 1);
+    }
+    let (tiles_m, tiles_n) = (m.div_ceil(mr), n.div_ceil(nr));
+    let most = threads.min(work / (SMALL / 4)).max(1);
+    // The time of the longest thread in multiply-adds of one lane: its tiles, and its packing of A and B.
+    let price = |cuts_m: usize, cuts_n: usize| {
+        let rounds = (count * cuts_m * cuts_n).div_ceil(threads);
+        let (rows, cols) = (tiles_m.div_ceil(cuts_m) * mr, tiles_n.div_ceil(cuts_n) * nr);
+        rounds * (rows * cols + 8 * rows + 5 * cols)
+    };
+    (1..=most.min(tiles_m))
+        .flat_map(|cuts_m| {
+            [(cuts_m, (most / cuts_m).min(tiles_n)), (cuts_m, most.div_ceil(cuts_m).min(tiles_n))]
+        })
+        .min_by_key(|&(cuts_m, cuts_n)| price(cuts_m, cuts_n))
+        .unwrap_or((1, 1))
+}

@@ -1,0 +1,241 @@
+//! One thread's part of a product: a rectangle of C over all of k, in blocks that fit the caches.
+//!
+//! A block of B's panel stays in the first-level cache while a block of A passes by it from the second. It refuses to
+//! know threads.
+
+use std::cell::Cell;
+use std::ops::Range;
+
+use super::Epilogue;
+use super::isa::{BLOCK, Isa};
+use super::micro::Tile;
+use super::pack::{Block, pack};
+
+/// The longest block of k: a panel of B takes 24 KiB with AVX2.
+const K_BLOCK: usize = 384;
+/// Elements of a packed block of A: 384 KiB of the second-level cache.
+const A_BLOCK: usize = 96 * 1024;
+/// Columns whose packed panels are kept while several blocks of A pass by.
+const N_BLOCK: usize = 768;
+/// Up to this many columns, rows of A that are contiguous are read in place: packing would not pay.
+const IN_PLACE_COLUMNS: usize = 256;
+
+/// A product as raw parts: element (i, k) of A at `a[i * a_strides.0 + k * a_strides.1]`, and so on.
+#[derive(Clone, Copy)]
+pub(super) struct Product {
+    pub(super) a: *const f32,
+    pub(super) a_strides: (usize, usize),
+    pub(super) b: *const f32,
+    pub(super) b_strides: (usize, usize),
+    pub(super) c: *mut f32,
+    pub(super) c_stride: usize,
+    pub(super) k: usize,
+    pub(super) accumulate: bool,
+    /// What the epilogue is told for row 0.
+    pub(super) first_row: usize,
+}
+
+/// A length of at most `most` that cuts `whole` into nearly equal blocks, rounded up to a multiple of `unit`.
+fn even_block(whole: usize, most: usize, unit: usize) -> usize {
+    whole.div_ceil(whole.div_ceil(most).max(1)).next_multiple_of(unit)
+}
+
+/// Computes the given rows and columns of C.
+///
+/// # Safety
+/// The product's pointers are valid for these rows and columns and all of k, C's for writing by this thread alone, and
+/// the CPU has the instructions of `I`, whose features the caller enables.
+#[inline(always)]
+pub(super) unsafe fn region<I: Isa, E: Epilogue>(
+    p: &Product,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    epilogue: &E,
+) {
+    if p.k == 0 {
+        return finish_empty(p, rows, columns, epilogue);
+    }
+    // The blocks of k depend on k alone: they are part of the order of a sum.
+    let k_block = even_block(p.k, K_BLOCK, BLOCK);
+    let m_block = even_block(rows.len(), (A_BLOCK / k_block).max(I::MR), I::MR);
+    let n_block =
+        if rows.len() <= m_block { columns.len() } else { even_block(columns.len(), N_BLOCK, I::NR) };
+    let in_place = p.a_strides.1 == 1 && columns.len() <= IN_PLACE_COLUMNS;
+    let a_len = if in_place { 0 } else { m_block * k_block + BLOCK };
+    let b_panel = k_block * I::NR;
+    let b_panels = if rows.len() <= m_block { 1 } else { n_block.div_ceil(I::NR) };
+    let mut scratch = Scratch::take(a_len + 2 * LINE + b_panels * b_panel + BLOCK);
+    let a_packed = scratch.lines.as_mut_ptr().cast::<f32>();
+    let b_packed = a_packed.add(a_len.next_multiple_of(LINE));
+
+    for n0 in columns.clone().step_by(n_block.max(1)) {
+        let n1 = (n0 + n_block).min(columns.end);
+        for k0 in (0..p.k).step_by(k_block) {
+            let k = (p.k - k0).min(k_block);
+            let last = k0 + k == p.k;
+            let mut tile = Tile {
+                k,
+                a: a_packed,
+                a_stride: p.a_strides.0,
+                b: b_packed,
+                c: p.c,
+                c_stride: p.c_stride,
+                columns: 0,
+                accumulate: p.accumulate || k0 > 0,
+            };
+            for m0 in rows.clone().step_by(m_block) {
+                let m1 = (m0 + m_block).min(rows.end);
+                let a = p.a.add(m0 * p.a_strides.0 + k0 * p.a_strides.1);
+                if !in_place {
+                    let (lane_stride, k_stride) = p.a_strides;
+                    pack::<I>(Block { at: a, lane_stride, k_stride, lanes: m1 - m0, k }, I::MR, a_packed);
+                }
+                for (panel, j) in (n0..n1).step_by(I::NR).enumerate() {
+                    tile.b = if b_panels == 1 { b_packed } else { b_packed.add(panel * b_panel) };
+                    tile.columns = (n1 - j).min(I::NR);
+                    let (k_stride, lane_stride) = p.b_strides;
+                    let block = |j: usize, lanes: usize| Block {
+                        at: p.b.add(k0 * k_stride + j * lane_stride),
+                        lane_stride,
+                        k_stride,
+                        lanes,
+                        k,
+                    };
+                    let mut ahead = Ahead::nothing();
+                    if m0 == rows.start {
+                        pack::<I>(block(j, tile.columns), I::NR, tile.b.cast_mut());
+                        let next = j + I::NR;
+                        if next < n1 {
+                            ahead =
+                                Ahead::new(block(next, (n1 - next).min(I::NR)), (m1 - m0).div_ceil(I::MR));
+                        }
+                    }
+                    let vectors = tile.columns.div_ceil(I::LANES);
+                    let full = I::kernel(I::MR, vectors, !in_place);
+                    for i in (m0..m1).step_by(I::MR) {
+                        ahead.some::<I>();
+                        let tile_rows = (m1 - i).min(I::MR);
+                        let kernel =
+                            if tile_rows == I::MR { full } else { I::kernel(tile_rows, vectors, !in_place) };
+                        tile.a = if in_place {
+                            a.add((i - m0) * p.a_strides.0)
+                        } else {
+                            a_packed.add((i - m0) * k)
+                        };
+                        tile.c = p.c.add(i * p.c_stride + j);
+                        kernel(&tile);
+                        if last {
+                            finish::<I, E>(&tile, tile_rows, p.first_row + i, j, epilogue);
+                        }
+                    }
+                }
+            }
+        }
+    }
+    scratch.put_back();
+}
+
+/// Calls the epilogue for the rows of a tile whose sums are complete.
+#[inline(always)]
+unsafe fn finish<I: Isa, E: Epilogue>(tile: &Tile, rows: usize, row: usize, column: usize, epilogue: &E) {
+    for i in 0..rows {
+        let c = tile.c.add(i * tile.c_stride);
+        // A full segment has a length that the compiler knows.
+        if tile.columns == I::NR {
+            epilogue.row(row + i, column, std::slice::from_raw_parts_mut(c, I::NR));
+        } else {
+            epilogue.row(row + i, column, std::slice::from_raw_parts_mut(c, tile.columns));
+        }
+    }
+}
+
+/// The product of nothing: zeros, or what C holds.
+#[inline(always)]
+unsafe fn finish_empty<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
+    for i in rows {
+        let c = std::slice::from_raw_parts_mut(p.c.add(i * p.c_stride + columns.start), columns.len());
+        if !p.accumulate {
+            c.fill(0.0);
+        }
+        if !c.is_empty() {
+            epilogue.row(p.first_row + i, columns.start, c);
+        }
+    }
+}
+
+/// Asks for the memory of the next panel of B while the kernel works on this one: a few cache lines per tile.
+struct Ahead {
+    block: Block,
+    /// The next line, as (row of memory, element in it).
+    row: usize,
+    at: usize,
+    rows: usize,
+    row_len: usize,
+    row_stride: usize,
+    lines_per_call: usize,
+}
+
+impl Ahead {
+    const fn nothing() -> Self {
+        let block = Block { at: std::ptr::null(), lane_stride: 0, k_stride: 0, lanes: 0, k: 0 };
+        Self { block, row: 0, at: 0, rows: 0, row_len: 0, row_stride: 0, lines_per_call: 0 }
+    }
+
+    /// Spreads the lines of `block` over `calls` calls of [`Ahead::some`].
+    fn new(block: Block, calls: usize) -> Self {
+        let (rows, row_len, row_stride) = if block.lane_stride == 1 {
+            (block.k, block.lanes, block.k_stride)
+        } else {
+            (block.lanes, block.k, block.lane_stride)
+        };
+        let lines_per_call = (rows * row_len.div_ceil(LINE)).div_ceil(calls);
+        Self { block, row: 0, at: 0, rows, row_len, row_stride, lines_per_call }
+    }
+
+    #[inline(always)]
+    unsafe fn some<I: Isa>(&mut self) {
+        for _ in 0..self.lines_per_call {
+            if self.row == self.rows {
+                return;
+            }
+            I::prefetch_far(self.block.at.add(self.row * self.row_stride + self.at));
+            self.at += LINE;
+            if self.at >= self.row_len {
+                self.at = 0;
+                self.row += 1;
+            }
+        }
+    }
+}
+
+/// Floats of a cache line.
+const LINE: usize = 16;
+
+/// Aligned memory for packed panels. Each thread keeps its own between calls, so that a steady state allocates nothing.
+struct Scratch {
+    lines: Vec<CacheLine>,
+}
+
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+struct CacheLine(#[expect(dead_code, reason = "read and written through a pointer")] [f32; LINE]);
+
+thread_local! {
+    static SCRATCH: Cell<Vec<CacheLine>> = const { Cell::new(Vec::new()) };
+}
+
+impl Scratch {
+    /// At least `floats` floats. A product inside an epilogue finds the cell empty and allocates.
+    fn take(floats: usize) -> Self {
+        let mut lines = SCRATCH.take();
+        let need = floats.div_ceil(LINE);
+        if lines.len() < need {
+            lines = vec![CacheLine([0.0; LINE]); need];
+        }
+        Self { lines }
+    }
+
+    fn put_back(self) {
+        SCRATCH.set(self.lines);
+    }
+}
