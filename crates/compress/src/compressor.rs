@@ -1,0 +1,113 @@
+//! What every codec is: a function from `f32` to bytes and back, with its memory beside it. Knows no transport, no
+//! tensor, no threads.
+
+use std::fmt::Debug;
+
+use farflung_base::Rank;
+
+use crate::{CompressError, Payload, PayloadRef, State};
+
+/// Which use of a codec this is, so that whatever a codec draws is a pure function of it: masks that all ranks share
+/// are keyed by (seed, round, shard), private noise by the rank as well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct RoundKey {
+    /// The run's seed.
+    pub seed: u64,
+    /// The synchronisation, counted from 0.
+    pub round: u64,
+    /// The part of the vector.
+    pub shard: u32,
+    /// Who compresses.
+    pub rank: Rank,
+}
+
+/// A codec.
+///
+/// Laws, tested over all of them: `decompress` of what `compress` made gives finite values within the codec's stated
+/// bound; the payload has exactly `max_payload` bytes for a codec of fixed rate, never more for any; the same input
+/// gives the same bytes on every machine. One codec value serves one stream of vectors (one bucket, one shard): a
+/// codec with memory remembers that stream's residual.
+pub trait Compressor: State + Debug + Send + Sync {
+    /// Encodes `x` (`[n]`) into `out`.
+    ///
+    /// Errors: [`CompressError::NonFinite`] (lossy codecs); [`CompressError::LengthChanged`] (codecs with memory).
+    /// Then `out` is empty and the codec's memory is as it was.
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError>;
+
+    /// Encodes `v = x + e` into `out` and writes what the payload lost, `v - D(C(v))`, to `next`. All are `[n]`.
+    ///
+    /// `e` is only read, so a failure leaves it as it was. The default makes three passes and a buffer; codecs fuse it
+    /// into one pass.
+    ///
+    /// Errors: those of [`Self::compress`], [`CompressError::LengthMismatch`], and [`CompressError::NonFinite`] for
+    /// any codec. Then `out` is empty and `next` is unspecified.
+    fn compress_residual(
+        &mut self,
+        x: &[f32],
+        e: &[f32],
+        next: &mut [f32],
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        check_lengths(x, e, next).inspect_err(|_| out.clear())?;
+        for ((next, x), e) in next.iter_mut().zip(x).zip(e) {
+            *next = x + e;
+        }
+        if let Some(index) = next.iter().position(|v| !v.is_finite()) {
+            out.clear();
+            return Err(CompressError::NonFinite { index, value: next[index] });
+        }
+        self.compress(next, key, out)?;
+        let mut sent = vec![0.0; next.len()];
+        self.decompress(out.view(), &mut sent).inspect_err(|_| out.clear())?;
+        for (next, sent) in next.iter_mut().zip(&sent) {
+            *next -= sent;
+        }
+        Ok(())
+    }
+
+    /// Decodes `p`, which is untrusted, into all of `out` (`[n]`).
+    ///
+    /// Errors: [`CompressError::WrongCodec`], [`CompressError::CountMismatch`], [`CompressError::BodyLength`], and
+    /// those that name a value which no encoder writes. Then `out` is unspecified.
+    fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError>;
+
+    /// The most bytes that the payload of `len` elements can have, header included (`usize::MAX` if it would not fit
+    /// in memory).
+    fn max_payload(&self, len: usize) -> usize;
+}
+
+impl<C: Compressor + ?Sized> Compressor for Box<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        (**self).compress(x, key, out)
+    }
+
+    fn compress_residual(
+        &mut self,
+        x: &[f32],
+        e: &[f32],
+        next: &mut [f32],
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        (**self).compress_residual(x, e, next, key, out)
+    }
+
+    fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
+        (**self).decompress(p, out)
+    }
+
+    fn max_payload(&self, len: usize) -> usize {
+        (**self).max_payload(len)
+    }
+}
+
+/// Refuses vectors of different lengths in one call.
+pub(crate) fn check_lengths(x: &[f32], e: &[f32], next: &[f32]) -> Result<(), CompressError> {
+    for (what, found) in [("the residual", e.len()), ("the next residual", next.len())] {
+        if found != x.len() {
+            return Err(CompressError::LengthMismatch { what, wanted: x.len(), found });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,143 @@
+//! What can go wrong, each with the field that is wrong. Knows no codec's details.
+
+use crate::wire::CodecId;
+
+/// Why a vector could not be encoded, a payload not decoded, or a state not kept.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CompressError {
+    /// A lossy codec, or any codec with feedback, was given a NaN or an infinity (or `x + e` overflowed).
+    #[error("element {index} is {value}, and only finite values can be compressed")]
+    NonFinite {
+        /// Index into the vector.
+        index: usize,
+        /// What stood there.
+        value: f32,
+    },
+    /// Two vectors of one call differ in length.
+    #[error("{what} has {found} elements, not the {wanted} of the input")]
+    LengthMismatch {
+        /// Which argument.
+        what: &'static str,
+        /// The input's length.
+        wanted: usize,
+        /// That argument's length.
+        found: usize,
+    },
+    /// A vector's length is not that of the residual that is held for it.
+    #[error("the vector has {found} elements, but the residual has {held}: reset or reshard the state first")]
+    LengthChanged {
+        /// The residual's length.
+        held: usize,
+        /// The vector's length.
+        found: usize,
+    },
+    /// The state was to be saved or resharded between a compress and its commit or rollback.
+    #[error("the state has changes that were neither committed nor rolled back")]
+    Uncommitted,
+    /// Error feedback around error feedback would count every residual twice.
+    #[error("error feedback cannot wrap error feedback")]
+    NestedFeedback,
+    /// An entry is not in the saved state.
+    #[error("the saved state has no entry {name:?}")]
+    MissingState {
+        /// The entry's full name.
+        name: String,
+    },
+    /// The bytes do not begin with the magic number.
+    #[error("the payload begins with {found:02x?}, not with the magic number {wanted:02x?}")]
+    Magic {
+        /// The first four bytes.
+        found: [u8; 4],
+        /// What they must be.
+        wanted: [u8; 4],
+    },
+    /// The payload is of another version of the wire format.
+    #[error("the payload has wire version {found}, and this build reads version {wanted}")]
+    Version {
+        /// The payload's version.
+        found: u8,
+        /// The supported version.
+        wanted: u8,
+    },
+    /// The payload sets flags that this version does not define.
+    #[error("the payload has the unknown flags {found:#06x}")]
+    Flags {
+        /// All the flags.
+        found: u16,
+    },
+    /// There are more or fewer bytes than the header (or its 28 bytes themselves) ask for.
+    #[error("the payload has {found} bytes, not {wanted}")]
+    FrameLength {
+        /// Bytes that there must be.
+        wanted: u64,
+        /// Bytes that there are.
+        found: u64,
+    },
+    /// The checksum in the header is not that of the bytes.
+    #[error("the payload's checksum is {found:#010x}, and its bytes give {wanted:#010x}")]
+    Checksum {
+        /// The checksum of the bytes.
+        wanted: u32,
+        /// The checksum in the header.
+        found: u32,
+    },
+    /// The payload is of another codec.
+    #[error("the payload is of codec {found}, not {wanted}")]
+    WrongCodec {
+        /// The codec that was asked to decode.
+        wanted: CodecId,
+        /// The payload's codec.
+        found: CodecId,
+    },
+    /// The payload does not hold as many elements as the output has room for.
+    #[error("the payload holds {found} elements, and the output has {wanted}")]
+    CountMismatch {
+        /// The output's length.
+        wanted: usize,
+        /// The payload's count.
+        found: u64,
+    },
+    /// The body is not as long as its codec makes it for that many elements.
+    #[error("the body has {found} bytes, and {codec} makes {wanted} of {count} elements")]
+    BodyLength {
+        /// The codec.
+        codec: CodecId,
+        /// The count of elements.
+        count: usize,
+        /// The bytes that the codec makes.
+        wanted: u64,
+        /// The bytes of the body.
+        found: u64,
+    },
+    /// A block size that is zero or above [`crate::int8_block::MAX_BLOCK`].
+    #[error("the block size is {found}, and must be in 1..={max}")]
+    BlockSize {
+        /// The block size.
+        found: u32,
+        /// The largest one.
+        max: u32,
+    },
+    /// A scale that no encoder writes.
+    #[error("the scale of block {block} is {found}, which no encoder writes")]
+    Scale {
+        /// The block's index.
+        block: usize,
+        /// The scale.
+        found: f32,
+    },
+    /// A code that no encoder writes.
+    #[error("element {index} of the payload has the code {code:#x}, which no encoder writes")]
+    Code {
+        /// The element's index.
+        index: usize,
+        /// Its code.
+        code: u32,
+    },
+    /// No codec has that name.
+    #[error("unknown codec {name:?}; the codecs are {}, each also with \"+ef\"", crate::spec::names().join(", "))]
+    UnknownCodec {
+        /// The name.
+        name: String,
+    },
+}

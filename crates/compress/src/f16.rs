@@ -1,0 +1,140 @@
+//! IEEE half precision: two bytes an element, eleven significant bits, magnitudes up to 65504.
+
+use crate::cast::{self, Format};
+use crate::simd::Level;
+use crate::wire::CodecId;
+use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
+
+/// IEEE 754 binary16, rounded to nearest, ties to even. `2n` bytes for `n` elements.
+///
+/// The error is at most `2^-11 |x|` for magnitudes from `2^-14`, and `2^-25` below. Magnitudes of 65520 and more, which
+/// IEEE would round to infinity, become 65504 (feedback keeps the rest). Subnormals are kept; a zero keeps its sign. NaN
+/// and infinity are refused, both when encoding and when decoding.
+#[derive(Debug, Clone)]
+pub struct F16 {
+    level: Level,
+}
+
+impl F16 {
+    /// The codec.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { level: Level::detect() }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn portable() -> Self {
+        Self { level: Level::PORTABLE }
+    }
+}
+
+impl Default for F16 {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl State for F16 {}
+
+impl Compressor for F16 {
+    fn compress(&mut self, x: &[f32], _: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        cast::compress::<Binary16>(self.level, x, out)
+    }
+
+    fn compress_residual(
+        &mut self,
+        x: &[f32],
+        e: &[f32],
+        next: &mut [f32],
+        _: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        cast::compress_residual::<Binary16>(self.level, x, e, next, out)
+    }
+
+    fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
+        cast::decompress::<Binary16>(self.level, p, out)
+    }
+
+    fn max_payload(&self, len: usize) -> usize {
+        cast::max_payload(len)
+    }
+}
+
+/// The format's arithmetic.
+#[derive(Debug, Clone, Copy)]
+struct Binary16;
+
+/// Adding this to a magnitude below `2^-14` rounds it to a multiple of `2^-24`, the spacing of f16's subnormals.
+const SUBNORMAL_MAGIC: f32 = 0.5;
+/// The smallest normal number of f16, `2^-14`, as bits of f32.
+const MIN_NORMAL: u32 = 113 << 23;
+/// The bits of 65504, the largest finite f16.
+const MAX: u32 = 0x7bff;
+
+impl Format for Binary16 {
+    const ID: CodecId = CodecId::F16;
+    const EXPONENT: u16 = 0x7c00;
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode(x: f32) -> u16 {
+        let bits = x.to_bits();
+        let magnitude = bits & 0x7fff_ffff;
+        let subnormal =
+            (f32::from_bits(magnitude) + SUBNORMAL_MAGIC).to_bits().wrapping_sub(SUBNORMAL_MAGIC.to_bits());
+        // The exponent's bias goes from 127 to 15; 13 bits of the fraction are rounded away.
+        let odd = (magnitude >> 13) & 1;
+        let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
+        let code = if magnitude < MIN_NORMAL { subnormal } else { normal };
+        (code.min(MAX) | ((bits >> 16) & 0x8000)) as u16
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode(bits: u16) -> f32 {
+        // The fields are put where f32 has them; the product with a power of two mends the exponent's bias, and
+        // normalises subnormals. It is exact.
+        let wide = u32::from(bits);
+        let magnitude = f32::from_bits((wide & 0x7fff) << 13) * f32::from_bits((254 - 15) << 23);
+        f32::from_bits(magnitude.to_bits() | (wide & 0x8000) << 16)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decodes_every_code_as_the_reference() {
+        for bits in 0..=u16::MAX {
+            if bits & Binary16::EXPONENT != Binary16::EXPONENT {
+                let reference = half::f16::from_bits(bits).to_f32();
+                assert_eq!(Binary16::decode(bits).to_bits(), reference.to_bits(), "{bits:#x}");
+                assert_eq!(Binary16::encode(reference), bits);
+            }
+        }
+    }
+
+    #[test]
+    fn encodes_as_the_reference_and_saturates() {
+        // A prime stride visits every exponent with many fractions.
+        for bits in (0..=u32::MAX).step_by(9973) {
+            let x = f32::from_bits(bits);
+            if x.is_finite() {
+                let reference = half::f16::from_f32_const(x);
+                let wanted = if reference.is_infinite() { half::f16::MAX.copysign(reference) } else { reference };
+                assert_eq!(Binary16::encode(x), wanted.to_bits(), "{x:e}");
+            }
+        }
+        // The ties: halfway between every two neighbours.
+        for bits in 0..MAX as u16 {
+            let (a, b) = (Binary16::decode(bits), Binary16::decode(bits + 1));
+            let even = if bits % 2 == 0 { bits } else { bits + 1 };
+            assert_eq!(Binary16::encode(f32::midpoint(a, b)), even);
+        }
+        assert_eq!(Binary16::encode(65519.996), 0x7bff);
+        assert_eq!(Binary16::encode(65520.0), 0x7bff);
+        assert_eq!(Binary16::encode(-f32::MAX), 0xfbff);
+    }
+}

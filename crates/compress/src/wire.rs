@@ -1,0 +1,206 @@
+//! The frame that every codec's bytes travel in: a header with lengths and a checksum, then a body. `WIRE.md` is the
+//! specification. Knows no codec: a body is bytes here.
+
+use std::fmt;
+
+use crc32fast::Hasher;
+
+use crate::CompressError;
+
+/// The first four bytes of a payload.
+pub const MAGIC: [u8; 4] = *b"ffcz";
+/// The version of the wire format that this build writes and reads.
+pub const VERSION: u8 = 1;
+/// Bytes before the body.
+pub const HEADER: usize = 28;
+/// Bytes of the header that the checksum covers: all but the checksum itself.
+const HASHED: usize = 24;
+
+/// A codec's number on the wire. Numbers are never reused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct CodecId(pub u8);
+
+impl CodecId {
+    /// [`crate::F32`].
+    pub const F32: Self = Self(1);
+    /// [`crate::F16`].
+    pub const F16: Self = Self(2);
+    /// [`crate::Bf16`].
+    pub const BF16: Self = Self(3);
+    /// [`crate::Int8Block`].
+    pub const INT8_BLOCK: Self = Self(4);
+}
+
+impl fmt::Display for CodecId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match *self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::INT8_BLOCK => "int8-block",
+            _ => "unknown",
+        };
+        write!(f, "{} ({name})", self.0)
+    }
+}
+
+/// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates nothing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Payload {
+    bytes: Vec<u8>,
+    codec: CodecId,
+    count: u64,
+}
+
+impl Payload {
+    /// An empty payload; a codec fills it.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The whole frame, ready to be sent; empty if never filled, or if the last `compress` into it failed.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The whole frame, without a copy.
+    #[must_use]
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.bytes
+    }
+
+    /// The payload as a decoder takes it. These bytes were never out of our hands: nothing is checked again.
+    #[must_use]
+    pub fn view(&self) -> PayloadRef<'_> {
+        let body = self.bytes.get(HEADER..).unwrap_or_default();
+        PayloadRef { codec: self.codec, count: self.count, body }
+    }
+
+    /// Empties the payload and keeps its memory.
+    pub fn clear(&mut self) {
+        self.bytes.clear();
+        (self.codec, self.count) = (CodecId::default(), 0);
+    }
+
+    /// Lets `write` fill a body of exactly `body` bytes and then seals the frame. `write` gives each part of the body
+    /// to the hasher, in order, while it is still in cache. If it fails, the payload is left empty.
+    pub(crate) fn fill(
+        &mut self,
+        codec: CodecId,
+        count: usize,
+        body: usize,
+        write: impl FnOnce(&mut [u8], &mut Hasher) -> Result<(), CompressError>,
+    ) -> Result<(), CompressError> {
+        // Only growth is filled with zeros; bytes of the last payload are overwritten.
+        self.bytes.resize(HEADER + body, 0);
+        (self.codec, self.count) = (codec, count as u64);
+        let (header, body) = self.bytes.split_at_mut(HEADER);
+        header[..4].copy_from_slice(&MAGIC);
+        header[4] = VERSION;
+        header[5] = codec.0;
+        header[6..8].copy_from_slice(&[0, 0]);
+        header[8..16].copy_from_slice(&self.count.to_le_bytes());
+        header[16..24].copy_from_slice(&(body.len() as u64).to_le_bytes());
+        let mut crc = Hasher::new();
+        crc.update(&header[..HASHED]);
+        let result = write(body, &mut crc);
+        header[HASHED..].copy_from_slice(&crc.finalize().to_le_bytes());
+        if result.is_err() {
+            self.clear();
+        }
+        result
+    }
+}
+
+/// A payload in someone else's bytes, its header read and checked; the body is not copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PayloadRef<'a> {
+    codec: CodecId,
+    count: u64,
+    body: &'a [u8],
+}
+
+impl<'a> PayloadRef<'a> {
+    /// Reads the header of received bytes, which must be one whole payload and nothing else.
+    ///
+    /// Errors: [`CompressError::FrameLength`], [`CompressError::Magic`], [`CompressError::Version`],
+    /// [`CompressError::Flags`], [`CompressError::Checksum`]. Allocates nothing, whatever the bytes claim.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, CompressError> {
+        let found = bytes.len() as u64;
+        let (header, body) = bytes
+            .split_first_chunk::<HEADER>()
+            .ok_or(CompressError::FrameLength { wanted: HEADER as u64, found })?;
+        let [m0, m1, m2, m3, version, codec, f0, f1, rest @ ..] = *header;
+        if [m0, m1, m2, m3] != MAGIC {
+            return Err(CompressError::Magic { found: [m0, m1, m2, m3], wanted: MAGIC });
+        }
+        if version != VERSION {
+            return Err(CompressError::Version { found: version, wanted: VERSION });
+        }
+        let flags = u16::from_le_bytes([f0, f1]);
+        if flags != 0 {
+            return Err(CompressError::Flags { found: flags });
+        }
+        let [c0, c1, c2, c3, c4, c5, c6, c7, l0, l1, l2, l3, l4, l5, l6, l7, s0, s1, s2, s3] = rest;
+        let count = u64::from_le_bytes([c0, c1, c2, c3, c4, c5, c6, c7]);
+        let length = u64::from_le_bytes([l0, l1, l2, l3, l4, l5, l6, l7]);
+        let wanted = length.saturating_add(HEADER as u64);
+        if found != wanted {
+            return Err(CompressError::FrameLength { wanted, found });
+        }
+        let mut crc = Hasher::new();
+        crc.update(&header[..HASHED]);
+        crc.update(body);
+        let (wanted, found) = (crc.finalize(), u32::from_le_bytes([s0, s1, s2, s3]));
+        if found != wanted {
+            return Err(CompressError::Checksum { wanted, found });
+        }
+        Ok(Self { codec: CodecId(codec), count, body })
+    }
+
+    /// The codec that made it; 0 if a [`Payload`] is empty.
+    #[must_use]
+    pub fn codec(&self) -> CodecId {
+        self.codec
+    }
+
+    /// How many elements it claims to hold. Untrusted: compare it with what you expect before you allocate by it.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The bytes after the header.
+    #[must_use]
+    pub fn body(&self) -> &'a [u8] {
+        self.body
+    }
+
+    /// The body, if the payload is of `codec` and holds as many elements as the output.
+    pub(crate) fn open(&self, codec: CodecId, out: usize) -> Result<&'a [u8], CompressError> {
+        if self.codec != codec {
+            return Err(CompressError::WrongCodec { wanted: codec, found: self.codec });
+        }
+        if self.count != out as u64 {
+            return Err(CompressError::CountMismatch { wanted: out, found: self.count });
+        }
+        Ok(self.body)
+    }
+
+    /// As [`Self::open`], and the body is as long as the codec makes it.
+    pub(crate) fn open_exact(&self, codec: CodecId, out: usize, body: usize) -> Result<&'a [u8], CompressError> {
+        let bytes = self.open(codec, out)?;
+        check_body(codec, out, body, bytes.len())?;
+        Ok(bytes)
+    }
+}
+
+/// Refuses a body that is not as long as its codec makes it for `count` elements.
+pub(crate) fn check_body(codec: CodecId, count: usize, wanted: usize, found: usize) -> Result<(), CompressError> {
+    if wanted == found {
+        return Ok(());
+    }
+    Err(CompressError::BodyLength { codec, count, wanted: wanted as u64, found: found as u64 })
+}
