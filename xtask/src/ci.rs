@@ -1,0 +1,154 @@
+//! `ci`: every check of the project, one step after the other.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+
+use crate::workspace::Workspace;
+use crate::{deps, examples, features, shell, test, tidy};
+
+pub(crate) const HELP: &str = "\
+Run every check of the project, in order, and stop at the first that fails.
+
+Usage: cargo xtask ci [--from STEP | --only STEP[,STEP...]]
+       cargo xtask ci --list
+
+  --from STEP    begin at this step
+  --only STEPS   only these steps
+  --list         the steps, with what each does
+
+Examples:
+  cargo xtask ci
+  cargo xtask ci --from doc
+  cargo xtask ci --only deps,tidy,fmt
+";
+
+struct Step {
+    name: &'static str,
+    what: &'static str,
+    run: fn() -> Result<()>,
+}
+
+const STEPS: &[Step] = &[
+    Step { name: "fmt", what: "the formatting of the workspace and the examples", run: fmt },
+    Step { name: "clippy", what: "every target with every light feature, warnings as errors", run: clippy },
+    Step { name: "test", what: "unit and integration tests", run: test::check_units },
+    Step { name: "doctest", what: "the examples in the documentation", run: test::check_docs },
+    Step { name: "doc", what: "the documentation, warnings as errors", run: doc },
+    Step {
+        name: "features",
+        what: "each crate with no feature and with each light one alone",
+        run: features::check,
+    },
+    Step {
+        name: "examples",
+        what: "the projects under examples/, built, run and tested",
+        run: examples::check,
+    },
+    Step { name: "deps", what: "the arrows between the crates", run: deps::check },
+    Step { name: "tidy", what: "what no compiler checks: headers, sizes, stubs, paths", run: tidy::check },
+];
+
+pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
+    if args == ["--list"] {
+        for step in STEPS {
+            println!("{:<9} {}", step.name, step.what);
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut times = Vec::new();
+    for step in choose(args)? {
+        println!("== {}: {}", step.name, step.what);
+        let start = now();
+        (step.run)().with_context(|| {
+            let name = step.name;
+            format!("step {name} failed; repeat it: cargo xtask ci --only {name}; go on: cargo xtask ci --from {name}")
+        })?;
+        let taken = now() - start;
+        println!("== {}: ok in {}\n", step.name, seconds(taken));
+        times.push((step.name, taken));
+    }
+    for (name, taken) in &times {
+        println!("{name:<9} {:>8}", seconds(*taken));
+    }
+    println!("ci: {} steps ok in {}", times.len(), seconds(times.iter().map(|(_, taken)| *taken).sum()));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The steps that the command line asks for, in the order of [`STEPS`].
+fn choose(args: &[String]) -> Result<Vec<&'static Step>> {
+    let position = |name: &str| {
+        let found = STEPS.iter().position(|step| step.name == name);
+        found.ok_or_else(|| {
+            let names: Vec<_> = STEPS.iter().map(|step| step.name).collect();
+            crate::Usage(format!("no step `{name}`; the steps are {}", names.join(", ")))
+        })
+    };
+    match args {
+        [] => Ok(STEPS.iter().collect()),
+        [flag, name] if flag == "--from" => Ok(STEPS[position(name)?..].iter().collect()),
+        [flag, names] if flag == "--only" => {
+            let mut chosen = names.split(',').map(position).collect::<Result<Vec<_>, _>>()?;
+            chosen.sort_unstable();
+            chosen.dedup();
+            Ok(chosen.into_iter().map(|i| &STEPS[i]).collect())
+        }
+        _ => Err(crate::Usage(format!("cannot make sense of `{}`", args.join(" "))).into()),
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "a binary that tells people how long its steps took")]
+fn now() -> Instant {
+    Instant::now()
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:.1} s", time.as_secs_f64())
+}
+
+fn fmt() -> Result<()> {
+    shell::run(&mut shell::cargo(&["fmt", "--all", "--check"]))?;
+    for manifest in examples::manifests(&shell::root())? {
+        let mut command = shell::cargo(&["fmt", "--check", "--manifest-path"]);
+        shell::run(command.arg(manifest))?;
+    }
+    Ok(())
+}
+
+fn clippy() -> Result<()> {
+    let mut command = shell::cargo(&["clippy", "--workspace", "--all-targets"]);
+    command.args(features::all_light(&Workspace::load()?));
+    shell::run(command.args(["--", "-D", "warnings"]))
+}
+
+fn doc() -> Result<()> {
+    let mut command = shell::cargo(&["doc", "--workspace", "--no-deps"]);
+    shell::run(command.env("RUSTDOCFLAGS", "-D warnings"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(args: &[&str]) -> Vec<&'static str> {
+        let args: Vec<String> = args.iter().map(|&a| a.to_owned()).collect();
+        choose(&args).unwrap().iter().map(|step| step.name).collect()
+    }
+
+    #[test]
+    fn steps_are_chosen_in_their_own_order() {
+        assert_eq!(names(&[]).len(), STEPS.len());
+        assert_eq!(names(&["--from", "examples"]), ["examples", "deps", "tidy"]);
+        assert_eq!(names(&["--only", "tidy,fmt,tidy"]), ["fmt", "tidy"]);
+    }
+
+    #[test]
+    fn wrong_flags_and_steps_are_usage_errors() {
+        for args in [&["--only", "fmt,nothing"][..], &["--from"], &["--from", ""], &["fmt"], &["--list", "x"]]
+        {
+            let args: Vec<String> = args.iter().map(|&a| a.to_owned()).collect();
+            assert!(choose(&args).err().unwrap().is::<crate::Usage>(), "{args:?}");
+        }
+    }
+}

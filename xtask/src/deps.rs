@@ -1,0 +1,340 @@
+//! `deps`: which crate may depend on which, checked from the manifests.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+
+use crate::workspace::{Dependency, Kind, Package, Workspace};
+
+pub(crate) const HELP: &str = "\
+Check that the crates depend on each other only along the allowed arrows, and print the graph.
+
+Usage: cargo xtask deps
+
+Checked for normal and build dependencies, also optional ones:
+  - every edge between crates of the workspace is one of the arrows;
+  - optim names comm only behind its feature `sync`;
+  - base depends on nothing but, behind a feature, serde;
+  - cubecl, cubek and wgpu are named by tensor alone, and sockets and async runtimes by comm and farflung alone.
+A dev-dependency may name any crate of a lower layer:
+  base < tensor, comm, parallel, compress < optim, zoo < farflung < farflung-repro
+
+Examples:
+  cargo xtask deps
+";
+
+/// A crate of the workspace: its layer, and the crates that it may depend on.
+struct Arrow {
+    from: &'static str,
+    layer: u8,
+    to: &'static [&'static str],
+}
+
+const ARROWS: &[Arrow] = &[
+    Arrow { from: "farflung-base", layer: 0, to: &[] },
+    Arrow { from: "farflung-tensor", layer: 1, to: &["farflung-base"] },
+    Arrow { from: "farflung-comm", layer: 1, to: &["farflung-base"] },
+    Arrow { from: "farflung-parallel", layer: 1, to: &["farflung-base"] },
+    Arrow { from: "farflung-compress", layer: 1, to: &["farflung-base"] },
+    // `base` adds nothing here that the other arrows do not already bring: its ids and units are their vocabulary.
+    Arrow {
+        from: "farflung-optim",
+        layer: 2,
+        to: &["farflung-base", "farflung-tensor", "farflung-compress", "farflung-comm"],
+    },
+    Arrow { from: "farflung-zoo", layer: 2, to: &["farflung-base", "farflung-tensor", "farflung-parallel"] },
+    Arrow {
+        from: "farflung",
+        layer: 3,
+        to: &[
+            "farflung-base",
+            "farflung-tensor",
+            "farflung-comm",
+            "farflung-parallel",
+            "farflung-compress",
+            "farflung-optim",
+            "farflung-zoo",
+        ],
+    },
+    Arrow { from: "farflung-repro", layer: 4, to: &["farflung"] },
+    Arrow { from: "xtask", layer: 0, to: &[] },
+];
+
+/// Edges that exist only behind one feature: (from, to, feature).
+const GATED: &[(&str, &str, &str)] = &[("farflung-optim", "farflung-comm", "sync")];
+
+/// Foreign crates, by the beginning of their names, and the only crates that may name them.
+const CONFINED: &[(&str, &[&str])] = &[
+    ("cubecl", &["farflung-tensor"]),
+    ("cubek", &["farflung-tensor"]),
+    ("wgpu", &["farflung-tensor"]),
+    ("tokio", &["farflung-comm", "farflung"]),
+    ("mio", &["farflung-comm", "farflung"]),
+    ("socket2", &["farflung-comm", "farflung"]),
+    ("quinn", &["farflung-comm", "farflung"]),
+    ("iroh", &["farflung-comm", "farflung"]),
+];
+
+pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
+    crate::no_arguments(args)?;
+    check()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Prints the graph, then fails with every violation.
+pub(crate) fn check() -> Result<()> {
+    let packages = Workspace::load()?.packages;
+    print!("{}", graph(&packages));
+    let violations = violations(&packages);
+    if !violations.is_empty() {
+        bail!("{} dependencies are not allowed:\n  {}", violations.len(), violations.join("\n  "));
+    }
+    println!("deps: {} packages, every arrow allowed", packages.len());
+    Ok(())
+}
+
+fn arrow(name: &str) -> Option<&'static Arrow> {
+    ARROWS.iter().find(|a| a.from == name)
+}
+
+/// One line per package: the workspace's crates that it depends on, then the foreign ones.
+fn graph(packages: &[Package]) -> String {
+    let ours = |d: &Dependency| packages.iter().any(|p| p.name == d.name);
+    let list = |package: &Package, kinds: &[Kind], inside: bool| {
+        let chosen = package.dependencies.iter().filter(|d| kinds.contains(&d.kind) && ours(d) == inside);
+        let mut names: Vec<_> =
+            chosen.map(|d| format!("{}{}", d.name, if d.optional { "?" } else { "" })).collect();
+        names.sort();
+        names.dedup();
+        names.join(" ")
+    };
+    let mut text = String::new();
+    for package in packages {
+        let _ = write!(text, "{:<18}", package.name);
+        for (label, kinds, inside) in [
+            (" -> ", &[Kind::Normal, Kind::Build][..], true),
+            (" | dev: ", &[Kind::Dev], true),
+            (" | foreign: ", &[Kind::Normal, Kind::Build], false),
+        ] {
+            let names = list(package, kinds, inside);
+            if !names.is_empty() {
+                let _ = write!(text, "{label}{names}");
+            }
+        }
+        text.push('\n');
+    }
+    text
+}
+
+/// Every rule that the packages break, as sentences.
+fn violations(packages: &[Package]) -> Vec<String> {
+    let mut found = Vec::new();
+    for package in packages {
+        let Some(arrow) = arrow(&package.name) else {
+            found.push(format!("{} has no line in ARROWS (xtask/src/deps.rs)", package.name));
+            continue;
+        };
+        for dependency in &package.dependencies {
+            let inside = packages.iter().any(|p| p.name == dependency.name);
+            if inside {
+                found.extend(edge(package, arrow, dependency));
+            } else if dependency.kind != Kind::Dev {
+                found.extend(foreign(package, dependency));
+            }
+        }
+    }
+    found
+}
+
+/// What is wrong with an edge between two crates of the workspace.
+fn edge(package: &Package, from: &Arrow, dependency: &Dependency) -> Option<String> {
+    let (name, to) = (&package.name, &dependency.name);
+    if dependency.kind == Kind::Dev {
+        let lower = arrow(to).is_some_and(|a| a.layer < from.layer);
+        return (!lower).then(|| format!("{name} -> {to} (dev): {to} is not in a lower layer"));
+    }
+    if !from.to.contains(&to.as_str()) {
+        let optional = if dependency.optional { " (optional)" } else { "" };
+        return Some(format!("{name} -> {to}{optional}: no such arrow"));
+    }
+    let (.., gate) = GATED.iter().find(|(a, b, _)| a == name && b == to)?;
+    if !dependency.optional {
+        return Some(format!("{name} -> {to}: must be optional, behind feature `{gate}`"));
+    }
+    let other = package.features.iter().find(|(feature, enables)| {
+        feature != gate && enables.iter().any(|item| turns_on(item, &dependency.alias))
+    });
+    other.map(|(feature, _)| format!("{name} -> {to}: feature `{feature}` turns it on, only `{gate}` may"))
+}
+
+/// Whether an entry of a feature turns the optional dependency on (`name?/feature` does not).
+fn turns_on(item: &str, alias: &str) -> bool {
+    let item = item.strip_prefix("dep:").unwrap_or(item);
+    item.split('/').next() == Some(alias)
+}
+
+/// What is wrong with a dependency on a crate from elsewhere.
+fn foreign(package: &Package, dependency: &Dependency) -> Option<String> {
+    let (name, to) = (&package.name, &dependency.name);
+    if name == "farflung-base" && !(to == "serde" && dependency.optional) {
+        return Some(format!("{name} -> {to}: base depends on nothing but an optional serde"));
+    }
+    let (prefix, allowed) = CONFINED.iter().find(|(prefix, _)| to.starts_with(prefix))?;
+    let confined = !allowed.contains(&name.as_str());
+    confined.then(|| format!("{name} -> {to}: `{prefix}` is for {} alone", allowed.join(" and ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `deps` are words: `name` is normal, `name?` optional, `build:name`, `dev:name`.
+    fn package(name: &str, deps: &[&str], features: &[(&str, &[&str])]) -> Package {
+        let dependency = |word: &&str| {
+            let (kind, rest) = match word.split_once(':') {
+                Some(("build", rest)) => (Kind::Build, rest),
+                Some(("dev", rest)) => (Kind::Dev, rest),
+                _ => (Kind::Normal, *word),
+            };
+            let name = rest.trim_end_matches('?').to_owned();
+            Dependency { alias: name.clone(), name, kind, optional: rest.ends_with('?') }
+        };
+        let features =
+            features.iter().map(|(f, e)| ((*f).to_owned(), e.iter().map(|s| (*s).to_owned()).collect()));
+        Package {
+            name: name.to_owned(),
+            dependencies: deps.iter().map(dependency).collect(),
+            features: features.collect(),
+            has_library: true,
+        }
+    }
+
+    /// The workspace as it should be, with one package replaced.
+    fn with(changed: Package) -> Vec<Package> {
+        let mut packages = vec![
+            package("farflung-base", &["serde?", "dev:proptest"], &[("serde", &["dep:serde"])]),
+            package("farflung-tensor", &["farflung-base", "cubecl?", "rayon"], &[]),
+            package("farflung-comm", &["farflung-base", "tokio"], &[]),
+            package("farflung-parallel", &["farflung-base"], &[]),
+            package("farflung-compress", &["farflung-base"], &[]),
+            package(
+                "farflung-optim",
+                &["farflung-base", "farflung-tensor", "farflung-compress", "farflung-comm?"],
+                &[("sync", &["dep:farflung-comm", "farflung-comm/tcp"])],
+            ),
+            package("farflung-zoo", &["farflung-tensor", "farflung-parallel", "dev:farflung-comm"], &[]),
+            package("farflung", &["farflung-optim", "farflung-zoo", "farflung-comm"], &[]),
+            package("farflung-repro", &["farflung", "anyhow"], &[]),
+            package("xtask", &["anyhow", "serde_json"], &[]),
+        ];
+        match packages.iter_mut().find(|p| p.name == changed.name) {
+            Some(place) => *place = changed,
+            None => packages.push(changed),
+        }
+        packages
+    }
+
+    #[track_caller]
+    fn refused(changed: Package, expected: &str) {
+        assert_eq!(violations(&with(changed)), [expected]);
+    }
+
+    #[test]
+    fn the_house_as_designed_passes() {
+        let base = package("farflung-base", &["serde?"], &[]);
+        assert_eq!(violations(&with(base)), Vec::<String>::new());
+    }
+
+    #[test]
+    fn an_edge_that_is_no_arrow_is_refused() {
+        refused(
+            package("farflung-compress", &["farflung-tensor"], &[]),
+            "farflung-compress -> farflung-tensor: no such arrow",
+        );
+        refused(
+            package("farflung-comm", &["farflung-compress?"], &[]),
+            "farflung-comm -> farflung-compress (optional): no such arrow",
+        );
+        refused(
+            package("farflung-zoo", &["build:farflung-optim"], &[]),
+            "farflung-zoo -> farflung-optim: no such arrow",
+        );
+        refused(
+            package("farflung-repro", &["farflung", "farflung-comm"], &[]),
+            "farflung-repro -> farflung-comm: no such arrow",
+        );
+        refused(package("xtask", &["farflung-base"], &[]), "xtask -> farflung-base: no such arrow");
+    }
+
+    #[test]
+    fn dev_dependencies_point_downward() {
+        let fine = package("farflung-optim", &["dev:farflung-comm", "dev:farflung-parallel"], &[]);
+        assert_eq!(violations(&with(fine)), Vec::<String>::new());
+        refused(
+            package("farflung-zoo", &["dev:farflung-optim"], &[]),
+            "farflung-zoo -> farflung-optim (dev): farflung-optim is not in a lower layer",
+        );
+        refused(
+            package("farflung-tensor", &["dev:farflung"], &[]),
+            "farflung-tensor -> farflung (dev): farflung is not in a lower layer",
+        );
+    }
+
+    #[test]
+    fn optim_names_comm_only_behind_sync() {
+        refused(
+            package("farflung-optim", &["farflung-comm"], &[]),
+            "farflung-optim -> farflung-comm: must be optional, behind feature `sync`",
+        );
+        for item in ["dep:farflung-comm", "farflung-comm", "farflung-comm/tcp"] {
+            refused(
+                package("farflung-optim", &["farflung-comm?"], &[("zero", &[item])]),
+                "farflung-optim -> farflung-comm: feature `zero` turns it on, only `sync` may",
+            );
+        }
+        let weak = package("farflung-optim", &["farflung-comm?"], &[("tcp", &["farflung-comm?/tcp"])]);
+        assert_eq!(violations(&with(weak)), Vec::<String>::new());
+    }
+
+    #[test]
+    fn base_stands_on_std_alone() {
+        let expected = |to| format!("farflung-base -> {to}: base depends on nothing but an optional serde");
+        refused(package("farflung-base", &["thiserror"], &[]), &expected("thiserror"));
+        refused(package("farflung-base", &["serde"], &[]), &expected("serde"));
+        refused(package("farflung-base", &["build:cc"], &[]), &expected("cc"));
+    }
+
+    #[test]
+    fn devices_and_sockets_stay_where_they_belong() {
+        refused(
+            package("farflung-zoo", &["cubecl-core?"], &[]),
+            "farflung-zoo -> cubecl-core: `cubecl` is for farflung-tensor alone",
+        );
+        refused(
+            package("farflung-tensor", &["tokio"], &[]),
+            "farflung-tensor -> tokio: `tokio` is for farflung-comm and farflung alone",
+        );
+    }
+
+    #[test]
+    fn a_new_crate_needs_a_line() {
+        refused(
+            package("farflung-extra", &[], &[]),
+            "farflung-extra has no line in ARROWS (xtask/src/deps.rs)",
+        );
+    }
+
+    #[test]
+    fn the_graph_is_text() {
+        let packages = [
+            package("farflung-base", &["serde?"], &[]),
+            package("farflung-comm", &["farflung-base", "rustix", "dev:farflung-base"], &[]),
+        ];
+        assert_eq!(
+            graph(&packages),
+            "farflung-base      | foreign: serde?\n\
+             farflung-comm      -> farflung-base | dev: farflung-base | foreign: rustix\n"
+        );
+    }
+}

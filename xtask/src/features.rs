@@ -1,0 +1,104 @@
+//! Which features are light: those that build on any machine, with no toolkit, device or long build.
+
+use anyhow::Result;
+
+use crate::shell;
+use crate::workspace::{Package, Workspace};
+
+/// Features that need a device, a system library or a long build.
+const HEAVY: &[&str] = &["wgpu", "cuda", "cube-cpu", "mpi", "nccl", "iroh", "hub"];
+
+/// The features of `package`, without `default`, that are not heavy and turn nothing heavy on.
+pub(crate) fn light<'a>(workspace: &'a Workspace, package: &'a Package) -> Vec<&'a str> {
+    let features = package.features.keys().map(String::as_str);
+    features.filter(|f| *f != "default" && !is_heavy(workspace, package, f, &mut Vec::new())).collect()
+}
+
+/// Every light feature of every crate as `--features a/x,b/y`; empty when there is none.
+pub(crate) fn all_light(workspace: &Workspace) -> Vec<String> {
+    let named = workspace.packages.iter().flat_map(|package| {
+        light(workspace, package).into_iter().map(move |feature| format!("{}/{feature}", package.name))
+    });
+    let named: Vec<String> = named.collect();
+    if named.is_empty() { named } else { vec!["--features".to_owned(), named.join(",")] }
+}
+
+fn is_heavy<'a>(
+    workspace: &'a Workspace,
+    package: &'a Package,
+    feature: &'a str,
+    seen: &mut Vec<(&'a str, &'a str)>,
+) -> bool {
+    if HEAVY.contains(&feature) {
+        return true;
+    }
+    if seen.contains(&(&package.name, feature)) {
+        return false;
+    }
+    seen.push((&package.name, feature));
+    package.features.get(feature).into_iter().flatten().any(|item| {
+        let Some((alias, feature)) = item.split_once('/') else {
+            return is_heavy(workspace, package, item.strip_prefix("dep:").unwrap_or(item), seen);
+        };
+        let alias = alias.trim_end_matches('?');
+        let ours = package.dependencies.iter().find(|d| d.alias == alias);
+        match ours.and_then(|d| workspace.package(&d.name)) {
+            Some(other) => is_heavy(workspace, other, feature, seen),
+            None => HEAVY.contains(&alias) || HEAVY.contains(&feature),
+        }
+    })
+}
+
+/// Lints every library crate without features, then with each light feature alone; warnings are errors.
+pub(crate) fn check() -> Result<()> {
+    let workspace = Workspace::load()?;
+    for package in &workspace.packages {
+        if package.has_library {
+            clippy(package, None)?;
+            for feature in light(&workspace, package) {
+                clippy(package, Some(feature))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn clippy(package: &Package, feature: Option<&str>) -> Result<()> {
+    let mut args = vec!["clippy", "--quiet", "--package", &package.name, "--no-default-features"];
+    if let Some(feature) = feature {
+        args.extend(["--features", feature]);
+    }
+    args.extend(["--", "-D", "warnings"]);
+    shell::run(&mut shell::cargo(&args))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_turns_a_heavy_feature_on_is_heavy() {
+        let json = br#"{"target_directory": "t", "packages": [
+            {"name": "farflung", "targets": [], "features": {
+                "default": ["cli"], "cli": [], "text": ["cli", "farflung-tensor/f16"],
+                "gpu": ["farflung-tensor/device"], "weak": ["farflung-tensor?/wgpu"], "mpi": [],
+                "ring": ["a"], "a": ["ring"], "net": ["dep:iroh"], "far": ["net"]},
+             "dependencies": [{"name": "farflung-tensor", "kind": null, "optional": true}]},
+            {"name": "farflung-tensor", "targets": [], "dependencies": [],
+             "features": {"device": ["wgpu"], "wgpu": [], "f16": []}}]}"#;
+        let workspace = Workspace::parse(json).unwrap();
+        let farflung = workspace.package("farflung").unwrap();
+        assert_eq!(light(&workspace, farflung), ["a", "cli", "ring", "text"]);
+        assert_eq!(
+            all_light(&workspace),
+            ["--features", "farflung/a,farflung/cli,farflung/ring,farflung/text,farflung-tensor/f16"]
+        );
+    }
+
+    #[test]
+    fn no_features_no_flag() {
+        let json = br#"{"target_directory": "t", "packages": [
+            {"name": "a", "targets": [], "features": {"default": []}, "dependencies": []}]}"#;
+        assert!(all_light(&Workspace::parse(json).unwrap()).is_empty());
+    }
+}

@@ -1,0 +1,131 @@
+//! What `cargo metadata` says about the workspace's own packages, without resolving anything.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use crate::shell;
+
+/// The workspace's packages, by name.
+#[derive(Debug, Clone)]
+pub(crate) struct Workspace {
+    pub(crate) packages: Vec<Package>,
+    pub(crate) target_directory: PathBuf,
+}
+
+/// One package of the workspace.
+#[derive(Debug, Clone)]
+pub(crate) struct Package {
+    pub(crate) name: String,
+    pub(crate) dependencies: Vec<Dependency>,
+    /// Feature to what it turns on, in Cargo's notation: `other`, `dep:name`, `name/feature`, `name?/feature`.
+    pub(crate) features: BTreeMap<String, Vec<String>>,
+    pub(crate) has_library: bool,
+}
+
+/// One line of a package's dependency tables.
+#[derive(Debug, Clone)]
+pub(crate) struct Dependency {
+    /// The package's name, also where the line renames it.
+    pub(crate) name: String,
+    /// The name by which features call it.
+    pub(crate) alias: String,
+    pub(crate) kind: Kind,
+    pub(crate) optional: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Normal,
+    Build,
+    Dev,
+}
+
+impl Workspace {
+    /// Reads the manifests through cargo; the network is not touched.
+    pub(crate) fn load() -> Result<Self> {
+        let args = ["metadata", "--offline", "--no-deps", "--format-version", "1"];
+        let json = shell::output(&mut shell::cargo(&args))?;
+        Self::parse(&json).context("failed to read the answer of `cargo metadata`")
+    }
+
+    pub(crate) fn parse(json: &[u8]) -> Result<Self> {
+        let json: Value = serde_json::from_slice(json)?;
+        let packages = json["packages"].as_array().context("no `packages`")?;
+        let mut packages = packages.iter().map(package).collect::<Result<Vec<_>>>()?;
+        packages.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(Self { packages, target_directory: PathBuf::from(text(&json, "target_directory")?) })
+    }
+
+    pub(crate) fn package(&self, name: &str) -> Option<&Package> {
+        self.packages.iter().find(|p| p.name == name)
+    }
+}
+
+fn package(json: &Value) -> Result<Package> {
+    let name = text(json, "name")?;
+    let mut features = BTreeMap::new();
+    for (feature, enables) in json["features"].as_object().into_iter().flatten() {
+        let enables = enables.as_array().into_iter().flatten().filter_map(Value::as_str).map(str::to_owned);
+        features.insert(feature.clone(), enables.collect());
+    }
+    let dependencies = json["dependencies"].as_array().into_iter().flatten();
+    let dependencies = dependencies.map(dependency).collect::<Result<Vec<_>>>();
+    let dependencies = dependencies.with_context(|| format!("package {name}"))?;
+    let mut targets = json["targets"].as_array().into_iter().flatten();
+    let has_library = targets.any(|t| t["doctest"] == Value::Bool(true));
+    Ok(Package { name, dependencies, features, has_library })
+}
+
+fn dependency(json: &Value) -> Result<Dependency> {
+    let name = text(json, "name")?;
+    let kind = match json["kind"].as_str() {
+        None => Kind::Normal,
+        Some("build") => Kind::Build,
+        Some("dev") => Kind::Dev,
+        Some(other) => anyhow::bail!("dependency {name}: unknown kind `{other}`"),
+    };
+    let alias = json["rename"].as_str().unwrap_or(&name).to_owned();
+    Ok(Dependency { name, alias, kind, optional: json["optional"] == Value::Bool(true) })
+}
+
+fn text(json: &Value, key: &str) -> Result<String> {
+    Ok(json[key].as_str().with_context(|| format!("no `{key}`"))?.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metadata_is_read() {
+        let json = br#"{"target_directory": "t", "packages": [
+            {"name": "b", "features": {"x": ["dep:serde"]}, "targets": [{"doctest": false}],
+             "dependencies": [{"name": "serde", "kind": null, "optional": true, "rename": null},
+                              {"name": "cc", "kind": "build", "optional": false, "rename": "compiler"}]},
+            {"name": "a", "features": {}, "targets": [{"doctest": true}], "dependencies": []}]}"#;
+        let workspace = Workspace::parse(json).unwrap();
+        assert_eq!(workspace.target_directory, PathBuf::from("t"));
+        assert_eq!(workspace.packages[0].name, "a");
+        assert!(workspace.packages[0].has_library);
+        let b = workspace.package("b").unwrap();
+        assert!(!b.has_library);
+        assert_eq!(b.features["x"], ["dep:serde"]);
+        assert_eq!((b.dependencies[0].kind, b.dependencies[0].optional), (Kind::Normal, true));
+        assert_eq!((b.dependencies[1].kind, b.dependencies[1].alias.as_str()), (Kind::Build, "compiler"));
+    }
+
+    #[test]
+    fn a_broken_answer_says_what_is_missing() {
+        let error = Workspace::parse(br#"{"packages": [{"features": {}}]}"#).unwrap_err();
+        assert_eq!(error.to_string(), "no `name`");
+    }
+
+    #[test]
+    fn this_workspace_loads() {
+        let workspace = Workspace::load().unwrap();
+        assert!(workspace.package("xtask").is_some());
+    }
+}
