@@ -1,2 +1,10 @@
-//! repro.
-fn main() {}
+//! Runs the reproductions; `cargo xtask bench` builds it in release and calls it.
+
+use std::io::{stderr, stdout};
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let code = farflung_repro::harness::main(farflung_repro::BENCHES, &args, &mut stdout(), &mut stderr());
+    ExitCode::from(code)
+}

@@ -1,0 +1,328 @@
+//! The frame of the reproductions: the command line, the rows with their marks, the two ways to print them.
+//!
+//! It refuses to know what is measured.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use serde_json::json;
+
+use crate::peers::Peers;
+
+const USAGE: &str = "\
+Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl] [--list]
+";
+
+/// How to get the file that `--against` wants.
+const NO_PEERS: &str = "\
+note: without --against FILE there are no ratio rows. FILE holds the JSON lines that the peers' scripts print
+note: (run_all.sh, candle_run.sh, burn_run.sh with ANCHORS_OUT=FILE, or their output): measure them on this machine.
+";
+
+/// One claim, and the code that measures it.
+#[derive(Debug, Clone, Copy)]
+pub struct Bench {
+    /// In lower case with dashes, as on the command line.
+    pub name: &'static str,
+    /// What is claimed, in one sentence.
+    pub claim: &'static str,
+    /// Where the claim or the method comes from.
+    pub source: &'static str,
+    /// The seed of everything random in it.
+    pub seed: u64,
+    /// Measures, and reports rows as it goes.
+    pub run: fn(&mut Report<'_>, &Options) -> Result<()>,
+}
+
+/// What a bench may know of the command line.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// At most 20 s on 2 cores; else at most 3 minutes.
+    pub quick: bool,
+    /// The figures of other systems; empty without `--against`.
+    pub peers: Peers,
+}
+
+/// What a row's value must be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Mark {
+    /// Fails below.
+    AtLeast(f64),
+    /// Fails above.
+    AtMost(f64),
+    /// A figure to know, not to judge.
+    None,
+}
+
+impl Mark {
+    /// Whether `value` meets the mark; `None` without one. What is not a number meets none.
+    #[must_use]
+    pub fn pass(self, value: f64) -> Option<bool> {
+        match self {
+            Self::AtLeast(bound) => Some(value >= bound),
+            Self::AtMost(bound) => Some(value <= bound),
+            Self::None => None,
+        }
+    }
+
+    fn text(self) -> String {
+        match self {
+            Self::AtLeast(bound) => format!(">= {}", figure(bound)),
+            Self::AtMost(bound) => format!("<= {}", figure(bound)),
+            Self::None => String::new(),
+        }
+    }
+}
+
+/// Takes the rows of one bench.
+pub struct Report<'a> {
+    bench: &'a Bench,
+    json: bool,
+    out: &'a mut dyn Write,
+    rows: Vec<[String; 5]>,
+    missed: usize,
+    /// Ratio rows that had no figure to compare with.
+    unmatched: Vec<String>,
+}
+
+impl std::fmt::Debug for Report<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Report")
+            .field("bench", &self.bench.name)
+            .field("rows", &self.rows)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Report<'_> {
+    /// The bench's seed.
+    #[must_use]
+    pub fn seed(&self) -> u64 {
+        self.bench.seed
+    }
+
+    /// One figure: `metric` says what was measured and in which setting (`nano tok/s, 1 thread`).
+    ///
+    /// Errors: stdout is closed.
+    pub fn row(&mut self, metric: &str, value: f64, unit: &str, mark: Mark) -> Result<()> {
+        let pass = mark.pass(value);
+        self.missed += usize::from(pass == Some(false));
+        if self.json {
+            let bench = self.bench;
+            let line = json!({
+                "bench": bench.name, "metric": metric, "value": value, "unit": unit,
+                "mark": if pass.is_some() { Some(mark.text()) } else { None },
+                "pass": pass, "claim": bench.claim, "seed": bench.seed,
+            });
+            writeln!(self.out, "{line}")?;
+            self.out.flush()?;
+        }
+        let verdict = match pass {
+            Some(true) => "ok",
+            Some(false) => "MISSED",
+            None => "",
+        };
+        self.rows.push([metric.to_owned(), figure(value), unit.to_owned(), mark.text(), verdict.to_owned()]);
+        Ok(())
+    }
+
+    /// A row of `ours / theirs`; without a figure of theirs there is no row, and a note says so.
+    ///
+    /// Errors: stdout is closed.
+    pub fn ratio(&mut self, metric: &str, ours: f64, theirs: Option<f64>, mark: Mark) -> Result<()> {
+        if let Some(theirs) = theirs {
+            return self.row(metric, ours / theirs, "x", mark);
+        }
+        self.unmatched.push(metric.to_owned());
+        Ok(())
+    }
+
+    /// The rows in aligned columns.
+    fn table(&mut self) -> std::io::Result<()> {
+        let width =
+            |column: usize| self.rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let [a, b, c, d] = [0, 1, 2, 3].map(width);
+        for [metric, value, unit, mark, verdict] in &self.rows {
+            let line = format!("  {metric:<a$}  {value:>b$} {unit:<c$}  {mark:<d$}  {verdict}");
+            writeln!(self.out, "{}", line.trim_end())?;
+        }
+        self.out.flush()
+    }
+}
+
+/// Four digits that matter, and no more than people can read.
+fn figure(value: f64) -> String {
+    let size = value.abs();
+    if value == 0.0 || !value.is_finite() || (size >= 1000.0 && size < 1e15) {
+        format!("{value:.0}")
+    } else if (1e-3..1000.0).contains(&size) {
+        let digits = (3.0 - size.log10().floor()).clamp(0.0, 6.0) as usize;
+        let text = format!("{value:.digits$}");
+        if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.').to_owned() } else { text }
+    } else {
+        format!("{value:.3e}")
+    }
+}
+
+/// What the command line asks for.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Request {
+    names: Vec<String>,
+    quick: bool,
+    json: bool,
+    list: bool,
+    help: bool,
+    against: Option<PathBuf>,
+}
+
+impl Request {
+    fn parse(args: &[String]) -> Result<Self, String> {
+        let mut request = Self::default();
+        let mut args = args.iter();
+        while let Some(arg) = args.next() {
+            match arg.as_str() {
+                "--quick" => request.quick = true,
+                "--json" => request.json = true,
+                "--list" => request.list = true,
+                "-h" | "--help" => request.help = true,
+                "--against" => request.against = Some(args.next().ok_or("--against needs a file")?.into()),
+                flag if flag.starts_with('-') => return Err(format!("unknown flag `{flag}`")),
+                name => request.names.push(name.to_owned()),
+            }
+        }
+        Ok(request)
+    }
+}
+
+/// Runs what `args` ask for. Rows go to `out`, everything else to `err`.
+///
+/// Answers with the exit code: 0; 1 when a marked row failed or a bench could not be run; 2 when the command line
+/// makes no sense, names an unknown bench or there is nothing to run.
+pub fn main(benches: &[Bench], args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    // An error means that one of the two streams is gone: there is nobody left to tell.
+    serve(benches, args, out, err).unwrap_or(1)
+}
+
+fn serve(
+    benches: &[Bench],
+    args: &[String],
+    out: &mut dyn Write,
+    err: &mut dyn Write,
+) -> std::io::Result<u8> {
+    let request = match Request::parse(args) {
+        Ok(request) => request,
+        Err(message) => {
+            write!(err, "error: {message}\n{USAGE}")?;
+            return Ok(2);
+        }
+    };
+    if request.help {
+        write!(out, "{USAGE}")?;
+        return Ok(0);
+    }
+    let known = |name: &String| benches.iter().any(|b| b.name == *name);
+    if let Some(name) = request.names.iter().find(|name| !known(name)) {
+        writeln!(err, "error: no bench `{name}`; the benches are:")?;
+        list(benches, err)?;
+        return Ok(2);
+    }
+    if request.list {
+        list(benches, out)?;
+        return Ok(0);
+    }
+    let chosen: Vec<&Bench> = benches
+        .iter()
+        .filter(|b| request.names.is_empty() || request.names.iter().any(|n| n == b.name))
+        .collect();
+    if chosen.is_empty() {
+        writeln!(err, "error: there is no bench yet")?;
+        return Ok(2);
+    }
+    let peers = match request.against.as_deref().map(Peers::load).transpose() {
+        Ok(peers) => peers.unwrap_or_default(),
+        Err(error) => {
+            writeln!(err, "error: {error:#}")?;
+            return Ok(2);
+        }
+    };
+    let options = Options { quick: request.quick, peers };
+    let (mut unmatched, mut bad) = (false, 0);
+    for bench in &chosen {
+        let outcome = run_one(bench, &options, request.json, out, err)?;
+        unmatched |= outcome.unmatched;
+        bad += usize::from(outcome.bad);
+    }
+    if unmatched && options.peers.is_empty() {
+        write!(err, "{NO_PEERS}")?;
+    }
+    writeln!(err, "{} of {} benches ok", chosen.len() - bad, chosen.len())?;
+    Ok(u8::from(bad > 0))
+}
+
+fn list(benches: &[Bench], to: &mut dyn Write) -> std::io::Result<()> {
+    let width = benches.iter().map(|b| b.name.len()).max().unwrap_or(0);
+    for bench in benches {
+        writeln!(to, "{:<width$}  {} [{}]", bench.name, bench.claim, bench.source)?;
+    }
+    Ok(())
+}
+
+struct Outcome {
+    bad: bool,
+    unmatched: bool,
+}
+
+fn run_one(
+    bench: &Bench,
+    options: &Options,
+    json: bool,
+    out: &mut dyn Write,
+    err: &mut dyn Write,
+) -> std::io::Result<Outcome> {
+    if !json {
+        writeln!(out, "{}: {} [{}; seed {}]", bench.name, bench.claim, bench.source, bench.seed)?;
+        out.flush()?;
+    }
+    let start = now();
+    let mut report = Report { bench, json, out, rows: Vec::new(), missed: 0, unmatched: Vec::new() };
+    let result = (bench.run)(&mut report, options);
+    let taken = now() - start;
+    if !json {
+        report.table()?;
+    }
+    let Report { rows, missed, unmatched, .. } = report;
+    let mut bad = missed > 0;
+    if let Err(error) = result {
+        writeln!(err, "error: {}: {error:#}", bench.name)?;
+        bad = true;
+    } else if rows.is_empty() && unmatched.is_empty() {
+        writeln!(err, "error: {}: measured nothing", bench.name)?;
+        bad = true;
+    }
+    if !options.peers.is_empty() {
+        for metric in &unmatched {
+            writeln!(err, "note: {}: the file has no figure for `{metric}`", bench.name)?;
+        }
+    }
+    let limit = if options.quick { Duration::from_secs(20) } else { Duration::from_mins(3) };
+    let slow =
+        if taken > limit { format!(", over the {} s it may take", limit.as_secs()) } else { String::new() };
+    writeln!(
+        err,
+        "{}: {} rows, {missed} missed, {:.1} s{slow}",
+        bench.name,
+        rows.len(),
+        taken.as_secs_f64()
+    )?;
+    Ok(Outcome { bad, unmatched: !unmatched.is_empty() })
+}
+
+#[expect(clippy::disallowed_methods, reason = "a bench measures real time")]
+fn now() -> Instant {
+    Instant::now()
+}
+
+#[cfg(test)]
+mod tests;

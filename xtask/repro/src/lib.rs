@@ -1,0 +1,32 @@
+//! The reproductions: one file per claim, each a [`harness::Bench`] in [`BENCHES`].
+//!
+//! A new bench is a module here with one `pub(crate) const BENCH: Bench`, and its line in the list:
+//!
+//! ```
+//! use farflung_repro::harness::{Bench, Mark, Options, Report};
+//!
+//! const BENCH: Bench = Bench {
+//!     name: "adds-up",
+//!     claim: "one and one is two",
+//!     source: "Peano 1889",
+//!     seed: 0,
+//!     run,
+//! };
+//!
+//! fn run(report: &mut Report<'_>, options: &Options) -> anyhow::Result<()> {
+//!     let terms = if options.quick { 2 } else { 4 };
+//!     report.row("sum of ones", f64::from(terms), "1", Mark::AtLeast(2.0))?;
+//!     // Present only with `--against FILE`, where the file has the figure.
+//!     let theirs = options.peers.best("adds", &[("terms", "2")], "per_s");
+//!     report.ratio("sums/s over theirs", 100.0, theirs, Mark::AtLeast(1.0))
+//! }
+//! # assert_eq!((BENCH.name, BENCH.seed), ("adds-up", 0));
+//! ```
+
+pub mod harness;
+pub mod peers;
+
+use harness::Bench;
+
+/// Every bench, in the order in which they run.
+pub const BENCHES: &[Bench] = &[];

@@ -1,0 +1,167 @@
+//! The figures of other systems on the same machine, as their scripts print them: JSON, an object a line.
+//!
+//! It refuses to know what the figures mean: which peer to compare with, and on what, is the bench's to say.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde_json::{Map, Value};
+
+/// Integer keys that say what was measured, not what came out.
+const SETTINGS: &[&str] = &["n", "threads", "thr2", "nproc", "kib", "mb", "world"];
+
+/// The lines of a peers' file; empty without one.
+#[derive(Debug, Clone, Default)]
+pub struct Peers {
+    lines: Vec<Map<String, Value>>,
+}
+
+impl Peers {
+    /// Reads a file of JSON lines. Lines that do not begin with `{` are the scripts' chatter and skipped.
+    ///
+    /// Errors: a file that cannot be read, a line that begins like an object and is none, a file without objects.
+    pub fn load(path: &Path) -> Result<Self> {
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("failed to read {}", path.display()))?;
+        Self::parse(&text).with_context(|| format!("failed to parse {}", path.display()))
+    }
+
+    /// As [`Peers::load`], from the text.
+    pub fn parse(text: &str) -> Result<Self> {
+        let mut lines = Vec::new();
+        for (number, line) in text.lines().enumerate() {
+            if line.trim_start().starts_with('{') {
+                lines.push(serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?);
+            }
+        }
+        anyhow::ensure!(!lines.is_empty(), "no JSON object in it");
+        Ok(Self { lines })
+    }
+
+    /// Whether there are no figures at all, as without `--against`.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.lines.is_empty()
+    }
+
+    /// The highest figure that a peer reached: for throughputs.
+    ///
+    /// Takes the lines of `bench` whose keys have the values of `keys` (numbers and text compare by their text, and
+    /// an empty value means that the key is absent), groups them by their settings (every text field and the counts
+    /// among `n, threads, nproc, ...`), and answers with the highest of the groups' medians. So repeated runs are
+    /// resolved by their median, and a setting left open, as `mode` is here, by its best:
+    ///
+    /// ```
+    /// # use farflung_repro::peers::Peers;
+    /// let peers = Peers::parse(
+    ///     r#"{"bench": "gpt_step", "config": "nano", "threads": 1, "mode": "eager", "tok_s": 7000}
+    ///        {"bench": "gpt_step", "config": "nano", "threads": 1, "mode": "eager", "tok_s": 7200}
+    ///        {"bench": "gpt_step", "config": "nano", "threads": 1, "mode": "compile", "tok_s": 6900}"#,
+    /// )?;
+    /// let best = peers.best("gpt_step", &[("config", "nano"), ("threads", "1")], "tok_s");
+    /// assert_eq!(best, Some(7100.0));
+    /// # Ok::<(), anyhow::Error>(())
+    /// ```
+    #[must_use]
+    pub fn best(&self, bench: &str, keys: &[(&str, &str)], field: &str) -> Option<f64> {
+        self.medians(bench, keys, field).into_iter().max_by(f64::total_cmp)
+    }
+
+    /// As [`Peers::best`], the lowest: for times and memory.
+    #[must_use]
+    pub fn least(&self, bench: &str, keys: &[(&str, &str)], field: &str) -> Option<f64> {
+        self.medians(bench, keys, field).into_iter().min_by(f64::total_cmp)
+    }
+
+    /// One median for each setting that has the figure.
+    fn medians(&self, bench: &str, keys: &[(&str, &str)], field: &str) -> Vec<f64> {
+        let mut groups: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+        for line in &self.lines {
+            let matches = as_text(line.get("bench")) == bench
+                && keys.iter().all(|(key, value)| as_text(line.get(*key)) == *value);
+            if let (true, Some(figure)) = (matches, line.get(field).and_then(Value::as_f64)) {
+                groups.entry(setting(line)).or_default().push(figure);
+            }
+        }
+        groups.into_values().map(median).collect()
+    }
+}
+
+/// Text without its quotes, numbers as written, nothing for an absent key.
+fn as_text(value: Option<&Value>) -> String {
+    match value {
+        None => String::new(),
+        Some(Value::String(text)) => text.clone(),
+        Some(other) => other.to_string(),
+    }
+}
+
+/// What a line measured, as one string.
+fn setting(line: &Map<String, Value>) -> String {
+    let fields = line.iter().filter(|(key, value)| value.is_string() || SETTINGS.contains(&key.as_str()));
+    fields.map(|(key, value)| format!("{key}={}", as_text(Some(value)))).collect::<Vec<_>>().join(" ")
+}
+
+/// The middle of at least one value; of an even number, the mean of the two in the middle.
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let half = values.len() / 2;
+    if values.len().is_multiple_of(2) { f64::midpoint(values[half - 1], values[half]) } else { values[half] }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LINES: &str = r#"bg {'cpu0': 0.0}
+{"bench": "gpt_step", "config": "nano", "threads": 1, "mode": "eager", "steps": 90, "tok_s": 7400.0, "peak_rss_mb": 740, "bg": {"cpu0": 0.1}}
+{"bench": "gpt_step", "config": "nano", "threads": 1, "mode": "eager", "steps": 80, "tok_s": 7000.0, "peak_rss_mb": 744}
+{"bench": "gpt_step", "config": "nano", "threads": 1, "mode": "eager", "steps": 85, "tok_s": 9000.0, "peak_rss_mb": 742}
+{"bench": "gpt_step", "config": "nano", "threads": 1, "mode": "compile", "steps": 85, "tok_s": 7300.0, "peak_rss_mb": 900}
+{"bench": "gpt_step", "config": "nano", "threads": 2, "mode": "eager", "tok_s": 11243.0}
+{"bench": "burn_flex_step", "config": "nano", "threads": "1", "tok_s": 3027.0}
+{"bench": "candle_gemm", "n": 512, "gflops_med": 70.0}
+{"thr2":1,"bench": "candle_gemm", "n": 512, "gflops_med": 110.0}
+{"bench": "gloo", "op": "all_reduce", "nproc": 2, "kib": 1, "ms": 1.4}
+{"bench": "gloo", "op": "all_reduce", "nproc": 2, "kib": 1, "error": "timed out"}
+"#;
+
+    #[test]
+    fn repeated_lines_give_their_median_and_open_settings_their_best() {
+        let peers = Peers::parse(LINES).unwrap();
+        let nano = [("config", "nano"), ("threads", "1")];
+        // Eager's median is 7400, not its best 9000; compiled is 7300.
+        assert_eq!(peers.best("gpt_step", &nano, "tok_s"), Some(7400.0));
+        assert_eq!(peers.least("gpt_step", &nano, "tok_s"), Some(7300.0));
+        assert_eq!(peers.least("gpt_step", &nano, "peak_rss_mb"), Some(742.0));
+        assert_eq!(peers.best("gpt_step", &[("threads", "2")], "tok_s"), Some(11243.0));
+        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]).to_string(), "2.5");
+    }
+
+    #[test]
+    fn numbers_match_as_text_and_an_empty_value_means_absent() {
+        let peers = Peers::parse(LINES).unwrap();
+        assert_eq!(peers.best("burn_flex_step", &[("threads", "1")], "tok_s"), Some(3027.0));
+        assert_eq!(peers.best("candle_gemm", &[("n", "512"), ("thr2", "")], "gflops_med"), Some(70.0));
+        assert_eq!(peers.best("candle_gemm", &[("n", "512"), ("thr2", "1")], "gflops_med"), Some(110.0));
+        assert_eq!(peers.best("gloo", &[("op", "all_reduce"), ("kib", "1")], "ms"), Some(1.4));
+    }
+
+    #[test]
+    fn what_is_not_there_is_none() {
+        let peers = Peers::parse(LINES).unwrap();
+        assert_eq!(peers.best("gpt_step", &[("config", "baby")], "tok_s"), None);
+        assert_eq!(peers.best("gpt_step", &[], "no_such_field"), None);
+        assert_eq!(Peers::default().best("gpt_step", &[], "tok_s"), None);
+    }
+
+    #[test]
+    fn broken_files_name_the_line() {
+        let error = Peers::parse("{\"a\": 1}\n{\"a\": }\n").unwrap_err();
+        assert!(format!("{error:#}").starts_with("line 2: "), "{error:#}");
+        assert_eq!(Peers::parse("nothing here\n").unwrap_err().to_string(), "no JSON object in it");
+        let error = Peers::load(Path::new("no/such/file")).unwrap_err();
+        assert!(error.to_string().contains("no/such/file"));
+    }
+}
