@@ -1,0 +1,146 @@
+//! Instruction sets, chosen at run time. A kernel is written once, generic over [`Level`], and [`simd!`] compiles it for
+//! every level; an [`Isa`] says which copy to run. It refuses to know what the kernels compute.
+
+/// The instruction set that kernels run with on this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Isa(Tag);
+
+/// Private, so that only [`Isa::detect`] can claim that the machine has AVX2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Tag {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+}
+
+impl Isa {
+    /// What the compiler assumes of every machine of this architecture.
+    pub(crate) const PORTABLE: Self = Self(Tag::Portable);
+
+    /// The best that this machine has. Cheap: the standard library keeps the answer.
+    pub(crate) fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            return Self(Tag::Avx2);
+        }
+        Self::PORTABLE
+    }
+
+    /// Whether AVX2 and FMA may be used.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn has_avx2(self) -> bool {
+        self.0 == Tag::Avx2
+    }
+}
+
+/// What a kernel may ask of the instruction set that it is compiled for. Everything else is left to the vectoriser.
+pub(crate) trait Level {
+    /// `a * b + c`, with one rounding where the hardware has it, else with two (never a call of a software `fma`).
+    fn mul_add(a: f32, b: f32, c: f32) -> f32;
+}
+
+/// Level of [`Isa::PORTABLE`].
+pub(crate) struct Portable;
+
+/// AVX2 and FMA.
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct Avx2;
+
+impl Level for Portable {
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "it is one instruction")]
+    fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+        a * b + c
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+impl Level for Avx2 {
+    #[inline(always)]
+    #[expect(clippy::inline_always, reason = "only inlined into a function with FMA is it one instruction")]
+    fn mul_add(a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
+    }
+}
+
+/// Compiles one function for every instruction set. The function gets an [`Isa`] as its first argument; its body sees the
+/// level as a type. Loops over slices in the body (and in the `#[inline(always)]` functions that it calls) are
+/// vectorised for each level.
+///
+/// ```ignore
+/// simd! {
+///     /// `y += a * x`.
+///     pub(crate) fn axpy<L: Level>(a: f32, x: &[f32], y: &mut [f32]) {
+///         for (y, &x) in y.iter_mut().zip(x) {
+///             *y = L::mul_add(a, x, *y);
+///         }
+///     }
+/// }
+/// axpy(Isa::detect(), 2.0, &x, &mut y);
+/// ```
+macro_rules! simd {
+    (
+        $(#[$meta:meta])*
+        $vis:vis fn $name:ident<$level:ident: Level>($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block
+    ) => {
+        $(#[$meta])*
+        $vis fn $name(isa: $crate::backend::cpu::simd::Isa, $($arg: $type),*) $(-> $ret)? {
+            #[inline(always)]
+            #[expect(clippy::inline_always, reason = "it must take the target features of its caller")]
+            fn kernel<$level: $crate::backend::cpu::simd::Level>($($arg: $type),*) $(-> $ret)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            fn avx2($($arg: $type),*) $(-> $ret)? {
+                kernel::<$crate::backend::cpu::simd::Avx2>($($arg),*)
+            }
+
+            #[cfg(target_arch = "x86_64")]
+            if isa.has_avx2() {
+                #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
+                // SAFETY: only `Isa::detect` makes an `Isa` with AVX2, after it has found AVX2 and FMA.
+                return unsafe { avx2($($arg),*) };
+            }
+            kernel::<$crate::backend::cpu::simd::Portable>($($arg),*)
+        }
+    };
+}
+pub(crate) use simd;
+
+#[cfg(test)]
+mod tests {
+    use super::Isa;
+
+    simd! {
+        /// `y += a * x`.
+        fn axpy<L: Level>(a: f32, x: &[f32], y: &mut [f32]) {
+            for (y, &x) in y.iter_mut().zip(x) {
+                *y = L::mul_add(a, x, *y);
+            }
+        }
+    }
+
+    #[test]
+    fn both_levels_compute_the_same() {
+        let x: Vec<f32> = (0..37).map(|i| i as f32).collect();
+        for isa in [Isa::PORTABLE, Isa::detect()] {
+            let mut y = vec![1.0; x.len()];
+            axpy(isa, 2.0, &x, &mut y);
+            for (i, y) in y.iter().enumerate() {
+                assert_eq!(*y, 1.0 + 2.0 * i as f32, "{isa:?}");
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn one_rounding_with_fma() {
+        let isa = Isa::detect();
+        if isa.has_avx2() {
+            let eps = f32::EPSILON;
+            let mut y = [-1.0];
+            axpy(isa, 1.0 + eps, &[1.0 - eps], &mut y);
+            assert_eq!(y[0], -eps * eps);
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! Elementary functions that the vectoriser can see through: straight-line f32 code without branches, calls or tables.
+//! It refuses to know about slices; the loops are the caller's (inside [`super::simd::simd`]).
+#![expect(clippy::inline_always, reason = "the loop around a call is vectorised only if the call is inlined")]
+
+use super::simd::Level;
+
+/// 1.5 * 2^23: adding it to a float below 2^22 leaves the nearest integer in the low bits of the sum.
+const ROUND: f32 = 12_582_912.0;
+/// ln 2 in two parts; the first has 10 significant bits, so its product with an exponent is exact.
+const LN2_HI: f32 = 0.693_359_375;
+const LN2_LO: f32 = -2.121_944_4e-4;
+
+/// Splits `x` into `n ln 2 + r` with `|r| <= ln 2 / 2`; returns the integer `n` and `e^r - 1`.
+/// Source: the coefficients of Cephes' `expf`.
+#[inline(always)]
+fn reduce<L: Level>(x: f32) -> (i32, f32) {
+    let t = L::mul_add(x, std::f32::consts::LOG2_E, ROUND);
+    let n = t - ROUND;
+    let r = L::mul_add(n, -LN2_LO, L::mul_add(n, -LN2_HI, x));
+    let p = L::mul_add(r, 1.987_569_1e-4, 1.398_199_9e-3);
+    let p = L::mul_add(r, p, 8.333_452e-3);
+    let p = L::mul_add(r, p, 4.166_579_6e-2);
+    let p = L::mul_add(r, p, 1.666_666_5e-1);
+    let p = L::mul_add(r, p, 0.500_000_01);
+    (t.to_bits().wrapping_sub(ROUND.to_bits()).cast_signed(), L::mul_add(r * r, p, r))
+}
+
+/// `e^x` within 1 ulp with FMA, 2 without. Results below [`f32::MIN_POSITIVE`] are 0; `e^inf = inf`; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn exp<L: Level>(x: f32) -> f32 {
+    /// The least and the greatest argument whose result is a normal number.
+    const MIN: f32 = -87.336_54;
+    const MAX: f32 = 88.722_83;
+    let (n, p) = reduce::<L>(x);
+    // Adding to the exponent's bits reaches 2^128 (1 - eps), where 2^n itself would overflow.
+    let y = f32::from_bits((1.0 + p).to_bits().wrapping_add((n << 23).cast_unsigned()));
+    let y = if x < MIN { 0.0 } else { y };
+    if x <= MAX { y } else { x * f32::INFINITY }
+}
+
+/// `tanh x` within 3 ulp; odd, exactly ±1 at and beyond ±10; NaN stays NaN.
+#[inline(always)]
+pub(crate) fn tanh<L: Level>(x: f32) -> f32 {
+    let a = x.abs();
+    // Not `min`, which would lose a NaN.
+    let a = if a > 10.0 { 10.0 } else { a };
+    let (n, p) = reduce::<L>(2.0 * a);
+    let scale = f32::from_bits((n.wrapping_add(127) << 23).cast_unsigned());
+    // e^2a - 1, accurate to the last bits near zero too.
+    let e = L::mul_add(scale, p, scale - 1.0);
+    (e / (e + 2.0)).copysign(x)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::{Isa, simd};
+
+    simd! {
+        fn exps<L: Level>(x: &mut [f32]) {
+            x.iter_mut().for_each(|x| *x = super::exp::<L>(*x));
+        }
+    }
+    simd! {
+        fn tanhs<L: Level>(x: &mut [f32]) {
+            x.iter_mut().for_each(|x| *x = super::tanh::<L>(*x));
+        }
+    }
+
+    const ISAS: [fn() -> Isa; 2] = [Isa::detect, || Isa::PORTABLE];
+
+    /// Error of `got` in units of the last place of `want`.
+    fn ulps(got: f32, want: f64) -> f64 {
+        let nearest = want as f32;
+        let ulp = f64::from(nearest.abs().next_up()) - f64::from(nearest.abs());
+        (f64::from(got) - want).abs() / ulp
+    }
+
+    /// The greatest error in ulps of `f` over every `step`th float whose magnitude lies between `lo` and `hi`.
+    fn worst(f: fn(Isa, &mut [f32]), exact: fn(f64) -> f64, isa: Isa, lo: f32, hi: f32) -> f64 {
+        let xs: Vec<f32> = (lo.to_bits()..hi.to_bits())
+            .step_by(499)
+            .map(f32::from_bits)
+            .flat_map(|x| [x, -x])
+            .filter(|&x| exact(f64::from(x)).abs() >= f64::from(f32::MIN_POSITIVE))
+            .collect();
+        let mut ys = xs.clone();
+        f(isa, &mut ys);
+        xs.iter().zip(&ys).map(|(&x, &y)| ulps(y, exact(f64::from(x)))).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn exp_is_close_everywhere() {
+        for isa in ISAS {
+            let w = worst(exps, f64::exp, isa(), 1e-8, 88.722_83);
+            println!("exp {:?} {w}", isa());
+            assert!(w <= 2.0, "{:?}: {w} ulp", isa());
+        }
+    }
+
+    #[test]
+    fn tanh_is_close_everywhere() {
+        for isa in ISAS {
+            let w = worst(tanhs, f64::tanh, isa(), 1e-30, 20.0);
+            println!("tanh {:?} {w}", isa());
+            assert!(w <= 3.0, "{:?}: {w} ulp", isa());
+        }
+    }
+
+    #[test]
+    fn limits() {
+        let inf = f32::INFINITY;
+        let payload = f32::from_bits(0xffff_ffff);
+        for isa in ISAS {
+            let mut e = [0.0, -0.0, -inf, -1e30, -104.0, -88.0, 88.73, 1e30, inf, 88.722_83, -87.336_54];
+            exps(isa(), &mut e);
+            assert_eq!(e[..9], [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, inf, inf, inf]);
+            assert!(e[9].is_finite() && e[9] > 3.4e38 && e[10].is_normal());
+            let mut t = [-0.0, 0.0, 1e-40, 10.0, -10.0, 1e30, inf, -inf];
+            tanhs(isa(), &mut t);
+            assert_eq!(t, [-0.0, 0.0, 1e-40, 1.0, -1.0, 1.0, 1.0, -1.0]);
+            assert!(t[0].is_sign_negative());
+            for f in [exps, tanhs] {
+                let mut nan = [f32::NAN, -f32::NAN, payload, 0.0];
+                f(isa(), &mut nan);
+                assert!(nan[..3].iter().all(|x| x.is_nan()));
+            }
+        }
+    }
+}
