@@ -155,7 +155,7 @@ impl Report<'_> {
 /// Four digits that matter, and no more than people can read.
 fn figure(value: f64) -> String {
     let size = value.abs();
-    if value == 0.0 || !value.is_finite() || (size >= 1000.0 && size < 1e15) {
+    if value == 0.0 || !value.is_finite() || (1000.0..1e15).contains(&size) {
         format!("{value:.0}")
     } else if (1e-3..1000.0).contains(&size) {
         let digits = (3.0 - size.log10().floor()).clamp(0.0, 6.0) as usize;
@@ -167,7 +167,8 @@ fn figure(value: f64) -> String {
 }
 
 /// What the command line asks for.
-#[derive(Debug, Default, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "one for each flag")]
+#[derive(Debug, Default)]
 struct Request {
     names: Vec<String>,
     quick: bool,
