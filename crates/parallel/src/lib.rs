@@ -1,1 +1,25 @@
-//! The parallel crate of farflung.
+#![doc = include_str!("../README.md")]
+
+pub mod cluster;
+pub mod collective;
+pub mod error;
+pub mod mesh;
+pub mod model;
+pub mod plan;
+pub mod planner;
+pub mod render;
+pub mod share;
+pub mod simulate;
+pub mod timeline;
+pub mod what_if;
+
+pub use cluster::{Between, Cluster, Device, Region, Speed};
+pub use collective::{Algorithm, Collective};
+pub use error::ParallelError;
+pub use mesh::{Axis, Mesh};
+pub use model::{Limits, ModelShape};
+pub use plan::{Codec, Overlap, Plan, Precision, Sync};
+pub use planner::{Candidate, Planned, plan, plan_with};
+pub use simulate::{Cost, RankCost, simulate};
+pub use timeline::{Kind, Lane, Span, Timeline};
+pub use what_if::{Answer, Row, WhatIf};

@@ -1,0 +1,293 @@
+//! The machines of a job and what joins them, as a topology file says it. Text in, data out: it opens no file.
+
+mod parse;
+mod quantity;
+
+use std::fmt;
+
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank, Topology};
+
+use crate::{ModelShape, ParallelError};
+
+/// What a device computes in a second of training, sustained and not the data sheet's peak.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Speed {
+    /// Floating-point operations a second.
+    Flops(u64),
+    /// Tokens a second, forward and backward, of the model at hand.
+    TokensPerSecond(u64),
+}
+
+impl Speed {
+    /// Time for the forward and backward of `tokens`, rounded up to a nanosecond.
+    #[must_use]
+    pub fn time(self, tokens: u64, shape: &ModelShape) -> Nanos {
+        let (work, rate) = match self {
+            Self::Flops(rate) => (u128::from(tokens) * u128::from(shape.flops_per_token), rate),
+            Self::TokensPerSecond(rate) => (u128::from(tokens), rate),
+        };
+        if rate == 0 {
+            return Nanos::MAX;
+        }
+        let ns = work.saturating_mul(1_000_000_000).div_ceil(u128::from(rate));
+        Nanos(u64::try_from(ns).unwrap_or(u64::MAX))
+    }
+}
+
+/// One machine, or several alike.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Device {
+    /// Unique among devices and regions.
+    pub name: String,
+    /// How many there are; each is a rank.
+    pub count: u32,
+    /// How fast each is.
+    pub speed: Speed,
+    /// What each can hold, where it is known.
+    pub memory: Option<Bytes>,
+    /// The region that they are in.
+    pub region: Option<String>,
+    /// Uplink of each, shared by everything it sends; none: as fast as its links.
+    pub up: Option<Bandwidth>,
+    /// Downlink of each, shared by everything it receives; none: as fast as its links.
+    pub down: Option<Bandwidth>,
+}
+
+/// A place: devices in it share the price of their links.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Region {
+    /// Unique among devices and regions.
+    pub name: String,
+    /// The link between two devices inside, where no closer one is given.
+    pub inside: Option<Link>,
+}
+
+/// A link in both directions between two devices, two regions, or a device and a region.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Between {
+    /// The two ends; a device twice joins its several instances.
+    pub ends: [String; 2],
+    /// What joins them.
+    pub link: Link,
+}
+
+/// Devices, regions and links. Ranks count the devices in their order, instances of one device together.
+///
+/// The link of two ranks is the closest that is given: of the two devices, of a device and the other's region, of the
+/// two regions (or inside the one that both are in), then the default.
+///
+/// ```
+/// use farflung_base::{Nanos, Rank};
+/// use farflung_parallel::Cluster;
+///
+/// let cluster: Cluster = r#"
+///     default = "20mbit,25ms"
+///     [[device]]
+///     name = "home"
+///     count = 3
+///     tokens_per_second = 4000
+/// "#.parse()?;
+/// assert_eq!(cluster.topology()?.link(Rank(0), Rank(2)).latency, Nanos::from_millis(25));
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Cluster {
+    /// What joins ranks that nothing else does.
+    pub default: Option<Link>,
+    /// The places.
+    pub regions: Vec<Region>,
+    /// The machines, in rank order.
+    pub devices: Vec<Device>,
+    /// The links that are not inside one region.
+    pub links: Vec<Between>,
+}
+
+impl Cluster {
+    /// The most ranks a cluster may have: a topology holds a link per pair.
+    pub const MAX_RANKS: u64 = 2048;
+
+    /// `count` equal devices on equal access links, as [`Topology::uniform`] has them.
+    #[must_use]
+    pub fn uniform(count: u32, speed: Speed, link: Link) -> Self {
+        let access = Some(link.bandwidth);
+        let name = "worker".to_owned();
+        let device = Device { name, count, speed, memory: None, region: None, up: access, down: access };
+        Self { default: Some(link), devices: vec![device], ..Self::default() }
+    }
+
+    /// The device of each rank.
+    pub fn ranks(&self) -> impl Iterator<Item = &Device> {
+        self.devices.iter().flat_map(|device| (0..device.count).map(move |_| device))
+    }
+
+    /// The name of each rank: the device's, with `.0`, `.1` and so on where it has several instances.
+    #[must_use]
+    pub fn rank_names(&self) -> Vec<String> {
+        let names = |d: &Device| match d.count {
+            1 => vec![d.name.clone()],
+            n => (0..n).map(|i| format!("{}.{i}", d.name)).collect(),
+        };
+        self.devices.iter().flat_map(names).collect()
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.devices.iter().map(|d| u64::from(d.count)).sum()
+    }
+
+    /// Looks at everything but whether all pairs are joined; gives the offending name with the reason.
+    ///
+    /// Errors: names that are empty, odd, double or unknown; zero counts, speeds or access links; no devices or too many.
+    pub fn check(&self) -> Result<(), ParallelError> {
+        if self.size() > Self::MAX_RANKS {
+            return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_RANKS });
+        }
+        if self.devices.is_empty() {
+            return Err(ParallelError::NoDevices);
+        }
+        let mut names: Vec<&str> = Vec::new();
+        for region in &self.regions {
+            check_name(&mut names, &region.name)?;
+        }
+        for device in &self.devices {
+            check_name(&mut names, &device.name)?;
+            self.check_device(device)?;
+        }
+        for (i, link) in self.links.iter().enumerate() {
+            self.check_link(link, &self.links[..i])?;
+        }
+        Ok(())
+    }
+
+    fn check_device(&self, device: &Device) -> Result<(), ParallelError> {
+        let zero = |field| Err(ParallelError::Zero { of: format!("device `{}`", device.name), field });
+        match device {
+            Device { count: 0, .. } => zero("count"),
+            Device { speed: Speed::Flops(0), .. } => zero("flops"),
+            Device { speed: Speed::TokensPerSecond(0), .. } => zero("tokens_per_second"),
+            Device { up: Some(Bandwidth(0)), .. } => zero("up"),
+            Device { down: Some(Bandwidth(0)), .. } => zero("down"),
+            Device { region: Some(name), .. } if !self.regions.iter().any(|r| r.name == *name) => {
+                let known = self.regions.iter().map(|r| r.name.clone()).collect();
+                Err(ParallelError::UnknownName { kind: "region", name: name.clone(), known })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_link(&self, link: &Between, before: &[Between]) -> Result<(), ParallelError> {
+        let names = || self.regions.iter().map(|r| &r.name).chain(self.devices.iter().map(|d| &d.name));
+        for end in &link.ends {
+            if !names().any(|name| name == end) {
+                let known = names().cloned().collect();
+                return Err(ParallelError::UnknownName {
+                    kind: "device or region",
+                    name: end.clone(),
+                    known,
+                });
+            }
+        }
+        let [a, b] = &link.ends;
+        let inside = self.regions.iter().any(|r| a == b && r.name == *a && r.inside.is_some());
+        if inside || before.iter().any(|other| other.joins(a, b)) {
+            return Err(ParallelError::Duplicate { name: format!("{a} - {b}") });
+        }
+        Ok(())
+    }
+
+    /// The link between two devices, by the order of closeness that [`Cluster`] states.
+    fn link(&self, a: &Device, b: &Device) -> Option<Link> {
+        let given = |x: &str, y: &str| self.links.iter().find(|l| l.joins(x, y)).map(|l| l.link);
+        let (ra, rb) = (a.region.as_deref(), b.region.as_deref());
+        let inside = |region: &str| self.regions.iter().find(|r| r.name == region)?.inside;
+        given(&a.name, &b.name)
+            .or_else(|| given(&a.name, rb?))
+            .or_else(|| given(ra?, &b.name))
+            .or_else(|| given(ra?, rb?))
+            .or_else(|| if ra == rb { inside(ra?) } else { None })
+            .or(self.default)
+    }
+
+    /// The link of every pair of ranks and the port of every rank.
+    ///
+    /// Errors: as [`Cluster::check`], and [`ParallelError::MissingLink`] for a pair that nothing joins.
+    pub fn topology(&self) -> Result<Topology, ParallelError> {
+        self.check()?;
+        let mut topology = Topology::uniform(self.size() as usize, self.default.unwrap_or(Link::FREE));
+        let names = self.rank_names();
+        for (i, a) in self.ranks().enumerate() {
+            let from = Rank(i as u32);
+            let up = a.up.unwrap_or(Bandwidth::UNLIMITED);
+            topology.set_port(from, Port { up, down: a.down.unwrap_or(Bandwidth::UNLIMITED) });
+            for (j, b) in self.ranks().enumerate() {
+                if i != j {
+                    let missing =
+                        || ParallelError::MissingLink { from: names[i].clone(), to: names[j].clone() };
+                    topology.set_link(from, Rank(j as u32), self.link(a, b).ok_or_else(missing)?);
+                }
+            }
+        }
+        Ok(topology)
+    }
+}
+
+impl Between {
+    fn joins(&self, a: &str, b: &str) -> bool {
+        let [x, y] = &self.ends;
+        (x == a && y == b) || (x == b && y == a)
+    }
+}
+
+fn check_name<'a>(names: &mut Vec<&'a str>, name: &'a str) -> Result<(), ParallelError> {
+    if name.is_empty() || !name.chars().all(|c| c.is_alphanumeric() || "-_.".contains(c)) {
+        return Err(ParallelError::BadName { name: name.to_owned() });
+    }
+    if names.contains(&name) {
+        return Err(ParallelError::Duplicate { name: name.to_owned() });
+    }
+    names.push(name);
+    Ok(())
+}
+
+impl fmt::Display for Cluster {
+    /// Prints the topology file that reads back as this value; every quantity is exact.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use quantity::{bandwidth, bytes, flops, link};
+        if let Some(default) = self.default {
+            writeln!(f, "default = \"{}\"", link(default))?;
+        }
+        for region in &self.regions {
+            writeln!(f, "\n[[region]]\nname = \"{}\"", region.name)?;
+            if let Some(inside) = region.inside {
+                writeln!(f, "inside = \"{}\"", link(inside))?;
+            }
+        }
+        for device in &self.devices {
+            writeln!(f, "\n[[device]]\nname = \"{}\"", device.name)?;
+            if device.count != 1 {
+                writeln!(f, "count = {}", device.count)?;
+            }
+            match device.speed {
+                Speed::Flops(rate) => writeln!(f, "flops = \"{}\"", flops(rate))?,
+                Speed::TokensPerSecond(rate) => writeln!(f, "tokens_per_second = {rate}")?,
+            }
+            if let Some(memory) = device.memory {
+                writeln!(f, "memory = \"{}\"", bytes(memory))?;
+            }
+            if let Some(region) = &device.region {
+                writeln!(f, "region = \"{region}\"")?;
+            }
+            for (key, rate) in [("up", device.up), ("down", device.down)] {
+                if let Some(rate) = rate {
+                    writeln!(f, "{key} = \"{}\"", bandwidth(rate))?;
+                }
+            }
+        }
+        for between in &self.links {
+            let [a, b] = &between.ends;
+            writeln!(f, "\n[[link]]\nbetween = [\"{a}\", \"{b}\"]\nlink = \"{}\"", link(between.link))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,135 @@
+//! The topology file: TOML to a [`Cluster`], with the line in every error.
+
+use std::fmt::Display;
+use std::ops::Range;
+use std::str::FromStr;
+
+use farflung_base::{Bandwidth, Link};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
+use toml::Spanned;
+
+use super::quantity::{FlopsText, MemoryText};
+use super::{Between, Cluster, Device, Region, Speed};
+use crate::ParallelError;
+
+/// A quantity that is written as text, so that its errors carry the place in the file.
+struct Text<T>(T);
+
+impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?.parse().map(Self).map_err(D::Error::custom)
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    default: Option<Text<Link>>,
+    #[serde(default)]
+    region: Vec<RegionEntry>,
+    #[serde(default)]
+    device: Vec<DeviceEntry>,
+    #[serde(default)]
+    link: Vec<LinkEntry>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RegionEntry {
+    name: Spanned<String>,
+    inside: Option<Text<Link>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct DeviceEntry {
+    name: Spanned<String>,
+    count: Option<u32>,
+    flops: Option<Text<FlopsText>>,
+    tokens_per_second: Option<u64>,
+    memory: Option<Text<MemoryText>>,
+    region: Option<Spanned<String>>,
+    up: Option<Text<Bandwidth>>,
+    down: Option<Text<Bandwidth>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LinkEntry {
+    between: Spanned<[String; 2]>,
+    link: Text<Link>,
+}
+
+/// The line of an offset, from 1, and its text.
+fn line(file: &str, offset: usize) -> (usize, String) {
+    let offset = offset.min(file.len());
+    let number = file.get(..offset).unwrap_or_default().matches('\n').count();
+    (number + 1, file.lines().nth(number).unwrap_or_default().trim().to_owned())
+}
+
+fn at(file: &str, span: &Range<usize>, cause: ParallelError) -> ParallelError {
+    let (line, text) = line(file, span.start);
+    ParallelError::TopologyLine { line, text, cause: Box::new(cause) }
+}
+
+impl FromStr for Cluster {
+    type Err = ParallelError;
+
+    /// Reads a topology file (the README has one with every key).
+    ///
+    /// Errors: text that is not TOML, keys that are not known, quantities without their unit, and all that
+    /// [`Cluster::check`] refuses, each with the line; pairs of devices that nothing joins, by name.
+    fn from_str(text: &str) -> Result<Self, ParallelError> {
+        let file: File = toml::from_str(text).map_err(|error| {
+            let (line, shown) = line(text, error.span().map_or(0, |span| span.start));
+            ParallelError::TopologyFile { line, text: shown, problem: error.message().to_owned() }
+        })?;
+        let mut cluster = Self { default: file.default.map(|d| d.0), ..Self::default() };
+        let mut names = Vec::new();
+        for entry in &file.region {
+            let name = entry.name.get_ref();
+            super::check_name(&mut names, name).map_err(|e| at(text, &entry.name.span(), e))?;
+            let inside = entry.inside.as_ref().map(|link| link.0);
+            cluster.regions.push(Region { name: name.clone(), inside });
+        }
+        for entry in &file.device {
+            let span = entry.name.span();
+            super::check_name(&mut names, entry.name.get_ref()).map_err(|e| at(text, &span, e))?;
+            let device = entry.device().map_err(|e| at(text, &span, e))?;
+            cluster.check_device(&device).map_err(|error| match (&error, &entry.region) {
+                (ParallelError::UnknownName { .. }, Some(region)) => at(text, &region.span(), error),
+                _ => at(text, &span, error),
+            })?;
+            cluster.devices.push(device);
+        }
+        for entry in file.link {
+            let span = entry.between.span();
+            let link = Between { ends: entry.between.into_inner(), link: entry.link.0 };
+            cluster.check_link(&link, &cluster.links).map_err(|e| at(text, &span, e))?;
+            cluster.links.push(link);
+        }
+        cluster.topology()?;
+        Ok(cluster)
+    }
+}
+
+impl DeviceEntry {
+    fn device(&self) -> Result<Device, ParallelError> {
+        let name = self.name.get_ref().clone();
+        let speed = match (&self.flops, self.tokens_per_second) {
+            (Some(flops), None) => Speed::Flops(flops.0.0),
+            (None, Some(rate)) => Speed::TokensPerSecond(rate),
+            _ => return Err(ParallelError::NeedsOneSpeed { name }),
+        };
+        Ok(Device {
+            name,
+            count: self.count.unwrap_or(1),
+            speed,
+            memory: self.memory.as_ref().map(|m| m.0.0),
+            region: self.region.as_ref().map(|r| r.get_ref().clone()),
+            up: self.up.as_ref().map(|b| b.0),
+            down: self.down.as_ref().map(|b| b.0),
+        })
+    }
+}

@@ -1,0 +1,92 @@
+//! Quantities of a topology file that `base` does not read, and an exact way to print all of them.
+//! (`base` prints for the eye, with two decimals.)
+
+use std::str::FromStr;
+
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, ParseUnitError};
+
+const BYTE_UNITS: [(&str, u64); 8] = [
+    ("TB", 1_000_000_000_000),
+    ("GB", 1_000_000_000),
+    ("MB", 1_000_000),
+    ("kB", 1_000),
+    ("GiB", 1 << 30),
+    ("MiB", 1 << 20),
+    ("KiB", 1 << 10),
+    ("B", 1),
+];
+const FLOPS_UNITS: [(&str, u64); 5] = [
+    ("PFLOPS", 1_000_000_000_000_000),
+    ("TFLOPS", 1_000_000_000_000),
+    ("GFLOPS", 1_000_000_000),
+    ("MFLOPS", 1_000_000),
+    ("FLOPS", 1),
+];
+
+/// Memory as it is written: `8GB`, `512MiB`.
+pub(super) struct MemoryText(pub(super) Bytes);
+
+/// Speed as it is written: `40 TFLOPS`.
+pub(super) struct FlopsText(pub(super) u64);
+
+fn read(text: &str, units: &[(&str, u64)]) -> Option<u64> {
+    let text = text.trim();
+    let end = text.find(|c: char| !(c.is_ascii_digit() || c == '.'))?;
+    let unit = text[end..].trim();
+    let &(_, factor) = units.iter().find(|(name, _)| name.eq_ignore_ascii_case(unit))?;
+    if let Ok(whole) = text[..end].parse::<u64>() {
+        return whole.checked_mul(factor);
+    }
+    let value = (text[..end].parse::<f64>().ok()? * factor as f64).round();
+    (value.is_finite() && value < u64::MAX as f64).then_some(value as u64)
+}
+
+impl FromStr for MemoryText {
+    type Err = ParseUnitError;
+
+    fn from_str(text: &str) -> Result<Self, ParseUnitError> {
+        let expected = "an amount of memory such as `8GB` (units: B, kB, MB, GB, TB, KiB, MiB, GiB)";
+        let value = read(text, &BYTE_UNITS);
+        value.map(|v| Self(Bytes(v))).ok_or_else(|| ParseUnitError { text: text.to_owned(), expected })
+    }
+}
+
+impl FromStr for FlopsText {
+    type Err = ParseUnitError;
+
+    fn from_str(text: &str) -> Result<Self, ParseUnitError> {
+        let expected = "a speed such as `40 TFLOPS` (units: FLOPS, MFLOPS, GFLOPS, TFLOPS, PFLOPS)";
+        let value = read(text, &FLOPS_UNITS);
+        value.map(Self).ok_or_else(|| ParseUnitError { text: text.to_owned(), expected })
+    }
+}
+
+/// The first unit in which the value is whole.
+fn exact(value: u64, units: &[(&str, u64)]) -> String {
+    let divides = |&&(_, factor): &&(&str, u64)| value != 0 && value.is_multiple_of(factor);
+    let (name, factor) = units.iter().find(divides).or(units.last()).expect("every list has a unit");
+    format!("{}{name}", value / factor)
+}
+
+pub(super) fn bytes(value: Bytes) -> String {
+    exact(value.0, &BYTE_UNITS)
+}
+
+pub(super) fn flops(value: u64) -> String {
+    exact(value, &FLOPS_UNITS)
+}
+
+pub(super) fn bandwidth(value: Bandwidth) -> String {
+    match value {
+        Bandwidth::UNLIMITED => "unlimited".to_owned(),
+        Bandwidth(bits) => {
+            exact(bits, &[("gbit", 1_000_000_000), ("mbit", 1_000_000), ("kbit", 1_000), ("bit", 1)])
+        }
+    }
+}
+
+pub(super) fn link(value: Link) -> String {
+    let Nanos(ns) = value.latency;
+    let latency = exact(ns, &[("s", 1_000_000_000), ("ms", 1_000_000), ("us", 1_000), ("ns", 1)]);
+    format!("{},{latency}", bandwidth(value.bandwidth))
+}

@@ -1,0 +1,174 @@
+//! What can go wrong in this crate: input that cannot be read, or asks for what cannot be done. No I/O happens here.
+
+use farflung_base::{Bytes, Rank};
+
+use crate::Axis;
+
+/// Every way in which a mesh, a topology file, a shape or a plan is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ParallelError {
+    /// The name of a mesh axis that does not exist.
+    #[error("`{text}` is not a mesh axis (known: {})", Axis::names())]
+    UnknownAxis {
+        /// What was given.
+        text: String,
+    },
+    /// A mesh that is not written `axis=size,axis=size`.
+    #[error("`{text}` is not a mesh such as `pipeline=2,data=4`")]
+    MeshForm {
+        /// The part that could not be read.
+        text: String,
+    },
+    /// An axis that a mesh names twice.
+    #[error("mesh axis {axis} is given twice")]
+    DuplicateAxis {
+        /// The axis.
+        axis: Axis,
+    },
+    /// An axis without ranks.
+    #[error("mesh axis {axis} has size 0")]
+    EmptyAxis {
+        /// The axis.
+        axis: Axis,
+    },
+    /// More ranks than this crate lays out.
+    #[error("{ranks} ranks are more than the {limit} that are supported")]
+    TooManyRanks {
+        /// The number asked for.
+        ranks: u64,
+        /// The most that is allowed here.
+        limit: u64,
+    },
+    /// A rank that is not on the mesh.
+    #[error("{rank} is not on a mesh of {size}")]
+    OffMesh {
+        /// The rank.
+        rank: Rank,
+        /// Ranks on the mesh.
+        size: u32,
+    },
+    /// Coordinates that are too many, too few, or too large.
+    #[error("coordinates {given:?} are not on a mesh of sizes {sizes:?}")]
+    Coordinates {
+        /// What was given.
+        given: Vec<u32>,
+        /// The sizes of the axes.
+        sizes: Vec<u32>,
+    },
+    /// A topology file that is not TOML, has a key that is not known, or a value of the wrong kind.
+    #[error("topology file, line {line}, `{text}`: {problem}")]
+    TopologyFile {
+        /// The line, from 1.
+        line: usize,
+        /// The line as it stands in the file.
+        text: String,
+        /// What the TOML reader says, with the key.
+        problem: String,
+    },
+    /// A topology file that reads well and asks for something impossible.
+    #[error("topology file, line {line}, `{text}`: {cause}")]
+    TopologyLine {
+        /// The line, from 1.
+        line: usize,
+        /// The line as it stands in the file.
+        text: String,
+        /// What is wrong there.
+        cause: Box<ParallelError>,
+    },
+    /// A name that is empty or has other characters than letters, digits, `-`, `_` and `.`.
+    #[error("name `{name}` is not of letters, digits, `-`, `_` and `.`")]
+    BadName {
+        /// The name.
+        name: String,
+    },
+    /// A name that two regions or devices have, or a pair that two links join.
+    #[error("`{name}` is given twice")]
+    Duplicate {
+        /// The name, or `a - b` for a pair.
+        name: String,
+    },
+    /// A name that no device and no region has.
+    #[error("there is no {kind} `{name}` (known: {})", known.join(", "))]
+    UnknownName {
+        /// What the name should be of.
+        kind: &'static str,
+        /// The name.
+        name: String,
+        /// The names that exist.
+        known: Vec<String>,
+    },
+    /// Two devices that nothing joins.
+    #[error("no link between `{from}` and `{to}`, and no default")]
+    MissingLink {
+        /// One device.
+        from: String,
+        /// The other.
+        to: String,
+    },
+    /// A cluster without devices.
+    #[error("there are no devices")]
+    NoDevices,
+    /// A quantity that must not be zero.
+    #[error("{field} of {of} is zero")]
+    Zero {
+        /// What has the quantity.
+        of: String,
+        /// The quantity.
+        field: &'static str,
+    },
+    /// A device without a speed, or with two.
+    #[error("device `{name}` needs one of `flops` and `tokens_per_second`")]
+    NeedsOneSpeed {
+        /// The device.
+        name: String,
+    },
+    /// A step that is not a whole number of microbatches.
+    #[error("{tokens_per_step} tokens a step are not a multiple of the {microbatch_tokens} of a microbatch")]
+    NotWhole {
+        /// Tokens of all ranks in one optimizer step.
+        tokens_per_step: u64,
+        /// Tokens of one microbatch.
+        microbatch_tokens: u64,
+    },
+    /// More microbatches for one rank than a plan counts.
+    #[error("{microbatches} microbatches a step are more than a plan counts")]
+    TooManyMicrobatches {
+        /// Microbatches of all ranks.
+        microbatches: u64,
+    },
+    /// Tensor sizes that do not add up to the model.
+    #[error("the tensors have {tensors} parameters and the model {parameters}")]
+    TensorsDiffer {
+        /// Sum over the tensors.
+        tensors: u64,
+        /// What the shape says.
+        parameters: u64,
+    },
+    /// A list with one entry per rank that has another length.
+    #[error("{what} has {given} entries for {ranks} ranks")]
+    PerRank {
+        /// The list.
+        what: &'static str,
+        /// Its length.
+        given: usize,
+        /// Ranks of the mesh.
+        ranks: usize,
+    },
+    /// A device that cannot hold its replica.
+    #[error("device `{device}` has {has} and a replica needs {needs}; sharded state is not built yet")]
+    Memory {
+        /// The device.
+        device: String,
+        /// What parameters, gradients and optimizer state take.
+        needs: Bytes,
+        /// What the device has.
+        has: Bytes,
+    },
+    /// A part of a plan that nothing here can carry out yet.
+    #[error("{what} is not built yet")]
+    NotBuilt {
+        /// The part.
+        what: String,
+    },
+}

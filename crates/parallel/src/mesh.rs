@@ -1,0 +1,301 @@
+//! Ranks on a grid with named axes: which replica, which pipeline stage, which tensor shard a rank is.
+//! It knows nothing of what runs along an axis.
+
+use std::fmt;
+use std::str::FromStr;
+
+use farflung_base::Rank;
+
+use crate::ParallelError;
+
+/// What a direction of a [`Mesh`] divides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Axis {
+    /// The layers, in stages.
+    Pipeline,
+    /// The batch: every rank of the axis has the same parameters.
+    Data,
+    /// The experts of mixture layers.
+    Expert,
+    /// The positions of a sequence.
+    Context,
+    /// The width of each layer.
+    Tensor,
+}
+
+impl Axis {
+    /// All axes, in the usual order: the one that tolerates the slowest links first.
+    pub const ALL: [Self; 5] = [Self::Pipeline, Self::Data, Self::Expert, Self::Context, Self::Tensor];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Pipeline => "pipeline",
+            Self::Data => "data",
+            Self::Expert => "expert",
+            Self::Context => "context",
+            Self::Tensor => "tensor",
+        }
+    }
+
+    pub(crate) fn names() -> String {
+        Self::ALL.map(Self::name).join(", ")
+    }
+}
+
+impl fmt::Display for Axis {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Axis {
+    type Err = ParallelError;
+
+    fn from_str(text: &str) -> Result<Self, ParallelError> {
+        let known = Self::ALL.into_iter().find(|axis| axis.name() == text);
+        known.ok_or_else(|| ParallelError::UnknownAxis { text: text.to_owned() })
+    }
+}
+
+/// A grid of ranks, row-major: ranks count along the last axis first, so neighbours on it are neighbours by number.
+///
+/// Put the axis that talks most last: `pipeline=4,data=2,tensor=2` is Megatron's order, in which the ranks of a
+/// tensor group are adjacent and so in one machine.
+///
+/// ```
+/// use farflung_base::Rank;
+/// use farflung_parallel::{Axis, Mesh};
+///
+/// let mesh: Mesh = "pipeline=2,data=3".parse()?;
+/// assert_eq!(mesh.coordinates(Rank(4))?, [1, 1]);
+/// assert_eq!(mesh.group(Rank(4), Axis::Data)?, [Rank(3), Rank(4), Rank(5)]);
+/// assert_eq!(mesh.group(Rank(4), Axis::Pipeline)?, [Rank(1), Rank(4)]);
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Mesh {
+    axes: Vec<(Axis, u32)>,
+}
+
+impl Mesh {
+    /// The most ranks a mesh may have.
+    pub const MAX_RANKS: u32 = 1 << 20;
+
+    /// A mesh of `axes` with their sizes, slowest first.
+    ///
+    /// Errors: an axis given twice or of size 0; more than [`Mesh::MAX_RANKS`] ranks.
+    pub fn new(axes: &[(Axis, u32)]) -> Result<Self, ParallelError> {
+        let mut ranks = 1_u64;
+        for (i, &(axis, size)) in axes.iter().enumerate() {
+            if axes[..i].iter().any(|&(other, _)| other == axis) {
+                return Err(ParallelError::DuplicateAxis { axis });
+            }
+            if size == 0 {
+                return Err(ParallelError::EmptyAxis { axis });
+            }
+            ranks = ranks.saturating_mul(u64::from(size));
+        }
+        if ranks > u64::from(Self::MAX_RANKS) {
+            return Err(ParallelError::TooManyRanks { ranks, limit: u64::from(Self::MAX_RANKS) });
+        }
+        Ok(Self { axes: axes.to_vec() })
+    }
+
+    /// `ranks` replicas.
+    ///
+    /// Errors: as [`Mesh::new`].
+    pub fn data(ranks: u32) -> Result<Self, ParallelError> {
+        Self::new(&[(Axis::Data, ranks)])
+    }
+
+    /// The axes and their sizes, slowest first.
+    #[must_use]
+    pub fn axes(&self) -> &[(Axis, u32)] {
+        &self.axes
+    }
+
+    /// Number of ranks; 1 for a mesh without axes.
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        self.axes.iter().map(|&(_, size)| size).product()
+    }
+
+    /// Ranks along `axis`; 1 where the mesh does not have it.
+    #[must_use]
+    pub fn along(&self, axis: Axis) -> u32 {
+        self.axes.iter().find(|&&(a, _)| a == axis).map_or(1, |&(_, size)| size)
+    }
+
+    /// How far apart in rank two neighbours on `axis` are.
+    fn stride(&self, axis: Axis) -> u32 {
+        let after = self.axes.iter().rev().take_while(|&&(a, _)| a != axis);
+        after.map(|&(_, size)| size).product()
+    }
+
+    fn check(&self, rank: Rank) -> Result<(), ParallelError> {
+        let size = self.size();
+        if rank.0 < size { Ok(()) } else { Err(ParallelError::OffMesh { rank, size }) }
+    }
+
+    /// Where a rank is, one coordinate per axis of [`Mesh::axes`].
+    ///
+    /// Errors: a rank that is not on the mesh.
+    pub fn coordinates(&self, rank: Rank) -> Result<Vec<u32>, ParallelError> {
+        self.check(rank)?;
+        Ok(self.axes.iter().map(|&(axis, size)| rank.0 / self.stride(axis) % size).collect())
+    }
+
+    /// Where a rank is on one axis; 0 where the mesh does not have it.
+    ///
+    /// Errors: a rank that is not on the mesh.
+    pub fn coordinate(&self, rank: Rank, axis: Axis) -> Result<u32, ParallelError> {
+        self.check(rank)?;
+        let size = self.along(axis);
+        Ok(if size == 1 { 0 } else { rank.0 / self.stride(axis) % size })
+    }
+
+    /// The rank at `coordinates`: the inverse of [`Mesh::coordinates`].
+    ///
+    /// Errors: another number of coordinates than axes, or one that is not below its axis' size.
+    pub fn rank(&self, coordinates: &[u32]) -> Result<Rank, ParallelError> {
+        let fits = coordinates.len() == self.axes.len()
+            && coordinates.iter().zip(&self.axes).all(|(&c, &(_, size))| c < size);
+        if !fits {
+            let sizes = self.axes.iter().map(|&(_, size)| size).collect();
+            return Err(ParallelError::Coordinates { given: coordinates.to_vec(), sizes });
+        }
+        Ok(Rank(coordinates.iter().zip(&self.axes).fold(0, |rank, (&c, &(_, size))| rank * size + c)))
+    }
+
+    /// The ranks that differ from `rank` on `axis` alone, with `rank` itself, in the order of the axis.
+    ///
+    /// Errors: a rank that is not on the mesh.
+    pub fn group(&self, rank: Rank, axis: Axis) -> Result<Vec<Rank>, ParallelError> {
+        let own = self.coordinate(rank, axis)?;
+        let size = self.along(axis);
+        if size == 1 {
+            return Ok(vec![rank]);
+        }
+        let stride = self.stride(axis);
+        let first = rank.0 - own * stride;
+        Ok((0..size).map(|i| Rank(first + i * stride)).collect())
+    }
+
+    /// All groups along `axis`, by their first rank: every rank is in exactly one.
+    #[must_use]
+    pub fn groups(&self, axis: Axis) -> Vec<Vec<Rank>> {
+        let ranks = (0..self.size()).map(Rank);
+        ranks
+            .filter(|&rank| self.coordinate(rank, axis) == Ok(0))
+            .map(|rank| self.group(rank, axis).expect("the rank is below the size"))
+            .collect()
+    }
+}
+
+impl fmt::Display for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (axis, size)) in self.axes.iter().enumerate() {
+            write!(f, "{}{axis}={size}", if i == 0 { "" } else { "," })?;
+        }
+        if self.axes.is_empty() { f.write_str("single") } else { Ok(()) }
+    }
+}
+
+impl FromStr for Mesh {
+    type Err = ParallelError;
+
+    /// Reads `pipeline=2,data=4`, slowest axis first, or `single` for one rank without axes.
+    fn from_str(text: &str) -> Result<Self, ParallelError> {
+        if text.trim() == "single" {
+            return Self::new(&[]);
+        }
+        let axis = |part: &str| {
+            let form = || ParallelError::MeshForm { text: part.trim().to_owned() };
+            let (name, size) = part.split_once('=').ok_or_else(form)?;
+            Ok((name.trim().parse()?, size.trim().parse().map_err(|_| form())?))
+        };
+        Self::new(&text.split(',').map(axis).collect::<Result<Vec<_>, _>>()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn ranks(list: &[u32]) -> Vec<Rank> {
+        list.iter().copied().map(Rank).collect()
+    }
+
+    /// The groups that the docstring of Megatron's `initialize_model_parallel` lists for 16 GPUs.
+    #[test]
+    fn megatrons_groups() {
+        let mesh: Mesh = "pipeline=4,data=2,tensor=2".parse().unwrap();
+        assert_eq!(mesh.groups(Axis::Tensor)[..2], [ranks(&[0, 1]), ranks(&[2, 3])]);
+        assert_eq!(
+            mesh.groups(Axis::Data)[..4],
+            [ranks(&[0, 2]), ranks(&[1, 3]), ranks(&[4, 6]), ranks(&[5, 7])]
+        );
+        assert_eq!(
+            mesh.groups(Axis::Pipeline),
+            [ranks(&[0, 4, 8, 12]), ranks(&[1, 5, 9, 13]), ranks(&[2, 6, 10, 14]), ranks(&[3, 7, 11, 15])]
+        );
+        assert_eq!(mesh.groups(Axis::Expert).len(), 16);
+    }
+
+    #[test]
+    fn bad_meshes_say_what_is_wrong() {
+        let refused = |text: &str| text.parse::<Mesh>().unwrap_err().to_string();
+        assert!(refused("data=2,row=3").contains("`row`"));
+        assert!(refused("data").contains("`data`"));
+        assert!(refused("data=x").contains("`data=x`"));
+        assert!(refused("data=2,data=2").contains("data is given twice"));
+        assert!(refused("tensor=0").contains("tensor has size 0"));
+        assert!(refused("data=4294967295,tensor=4294967295,expert=4294967295").contains("ranks are more"));
+        assert!(refused("").contains("not a mesh"));
+        let mesh = Mesh::data(3).unwrap();
+        assert!(
+            mesh.coordinates(Rank(3)).is_err() && mesh.rank(&[3]).is_err() && mesh.rank(&[0, 0]).is_err()
+        );
+    }
+
+    fn any_mesh() -> impl Strategy<Value = Mesh> {
+        (Just(Axis::ALL.to_vec()).prop_shuffle(), prop::collection::vec(1_u32..5, 0..=5))
+            .prop_map(|(axes, sizes)| Mesh::new(&axes.into_iter().zip(sizes).collect::<Vec<_>>()).unwrap())
+    }
+
+    proptest! {
+        #[test]
+        fn ranks_and_coordinates_are_one_to_one(mesh in any_mesh()) {
+            for rank in (0..mesh.size()).map(Rank) {
+                let at = mesh.coordinates(rank).unwrap();
+                prop_assert_eq!(mesh.rank(&at), Ok(rank));
+                for (&(axis, _), &c) in mesh.axes().iter().zip(&at) {
+                    prop_assert_eq!(mesh.coordinate(rank, axis), Ok(c));
+                }
+            }
+        }
+
+        #[test]
+        fn groups_cut_the_mesh_into_parts(mesh in any_mesh(), i in 0..5_usize) {
+            let axis = Axis::ALL[i];
+            let groups = mesh.groups(axis);
+            let mut all = groups.concat();
+            all.sort();
+            prop_assert_eq!(all, (0..mesh.size()).map(Rank).collect::<Vec<_>>());
+            for group in groups {
+                prop_assert_eq!(group.len(), mesh.along(axis) as usize);
+                for (c, &rank) in group.iter().enumerate() {
+                    prop_assert_eq!(mesh.coordinate(rank, axis), Ok(c as u32));
+                    prop_assert_eq!(&mesh.group(rank, axis).unwrap(), &group);
+                }
+            }
+        }
+
+        #[test]
+        fn prints_and_parses_back(mesh in any_mesh()) {
+            prop_assert_eq!(mesh.to_string().parse(), Ok(mesh));
+        }
+    }
+}

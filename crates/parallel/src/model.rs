@@ -1,0 +1,135 @@
+//! What a planner needs to know of a model and of what its user allows. No layers, no tensors: counts.
+
+use farflung_base::Bytes;
+
+use crate::{Codec, ParallelError, Precision};
+
+/// A model and its batch, as counts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelShape {
+    /// Trainable parameters.
+    pub parameters: u64,
+    /// Parameters of each tensor in forward order, so that buckets end where tensors do; empty: buckets of equal size.
+    pub tensors: Vec<u64>,
+    /// Tokens of all ranks in one step.
+    pub tokens_per_step: u64,
+    /// Tokens of one sequence.
+    pub context: u64,
+    /// Sequences of one microbatch: the unit in which ranks share a step.
+    pub sequences_per_microbatch: u64,
+    /// Floating-point operations per token, forward and backward; about 6 per parameter.
+    pub flops_per_token: u64,
+}
+
+impl ModelShape {
+    /// A dense model with 6 operations per parameter and token (2 forward, 4 backward), microbatches of one sequence.
+    #[must_use]
+    pub const fn dense(parameters: u64, context: u64, tokens_per_step: u64) -> Self {
+        Self {
+            parameters,
+            tensors: Vec::new(),
+            tokens_per_step,
+            context,
+            sequences_per_microbatch: 1,
+            flops_per_token: parameters.saturating_mul(6),
+        }
+    }
+
+    /// Tokens of one microbatch.
+    #[must_use]
+    pub const fn microbatch_tokens(&self) -> u64 {
+        self.context.saturating_mul(self.sequences_per_microbatch)
+    }
+
+    /// Microbatches of all ranks in one step.
+    ///
+    /// Errors: a count that is zero; a step that is not a whole number of microbatches; tensors that do not add up.
+    pub fn microbatches(&self) -> Result<u64, ParallelError> {
+        for (field, value) in [
+            ("parameters", self.parameters),
+            ("tokens_per_step", self.tokens_per_step),
+            ("context", self.context),
+            ("sequences_per_microbatch", self.sequences_per_microbatch),
+            ("flops_per_token", self.flops_per_token),
+        ] {
+            if value == 0 {
+                return Err(ParallelError::Zero { of: "the model".to_owned(), field });
+            }
+        }
+        let tensors = self.tensors.iter().fold(0_u64, |sum, &t| sum.saturating_add(t));
+        if !self.tensors.is_empty() && tensors != self.parameters {
+            return Err(ParallelError::TensorsDiffer { tensors, parameters: self.parameters });
+        }
+        let microbatch_tokens = self.microbatch_tokens();
+        if !self.tokens_per_step.is_multiple_of(microbatch_tokens) {
+            return Err(ParallelError::NotWhole { tokens_per_step: self.tokens_per_step, microbatch_tokens });
+        }
+        Ok(self.tokens_per_step / microbatch_tokens)
+    }
+
+    /// Parameters of each of at most `count` buckets in backward order: the last tensor's gradient is ready first.
+    ///
+    /// Buckets are as equal as the tensors allow; without tensors they differ by at most one.
+    #[must_use]
+    pub fn buckets(&self, count: u32) -> Vec<u64> {
+        let count = u64::from(count).clamp(1, self.parameters.max(1));
+        if self.tensors.is_empty() {
+            return (0..count)
+                .map(|i| self.parameters / count + u64::from(i < self.parameters % count))
+                .collect();
+        }
+        let target = self.parameters.div_ceil(count);
+        let mut buckets: Vec<u64> = Vec::new();
+        let mut open = 0;
+        for &tensor in self.tensors.iter().rev() {
+            open += tensor;
+            if open >= target {
+                buckets.push(open);
+                open = 0;
+            }
+        }
+        if open > 0 {
+            buckets.push(open);
+        }
+        buckets
+    }
+}
+
+/// What a plan may do, and what it should reach.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Limits {
+    /// Time that communication may add to a step, in percent of its compute.
+    pub overhead_percent: u32,
+    /// The most local steps between two synchronisations; 1 allows only `ddp`.
+    pub max_every: u32,
+    /// The most buckets that gradients are cut into.
+    pub max_buckets: u32,
+    /// What synchronised values are sent as.
+    pub codec: Codec,
+    /// What is computed in.
+    pub precision: Precision,
+    /// Memory per parameter of a replica: weights, gradient and two moments in f32 are 16.
+    pub state_bytes_per_parameter: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            overhead_percent: 20,
+            max_every: 500,
+            max_buckets: 64,
+            codec: Codec::F32,
+            precision: Precision::F32,
+            state_bytes_per_parameter: 16,
+        }
+    }
+}
+
+impl Limits {
+    /// What a replica takes on each rank; local steps hold an anchor and an outer momentum in f32 besides.
+    #[must_use]
+    pub const fn replica(&self, parameters: u64, every: u32) -> Bytes {
+        let outer = if every > 1 { 8 } else { 0 };
+        Bytes(parameters.saturating_mul(self.state_bytes_per_parameter.saturating_add(outer)))
+    }
+}

@@ -1,0 +1,254 @@
+//! Chooses between synchronous and local-step training for a cluster, by simulating both. Says why.
+
+use std::fmt;
+
+use farflung_base::{Bytes, Nanos, Rank, Topology};
+
+use crate::collective::{all_reduce_bytes, all_reduce_over, cheapest};
+use crate::share::largest_remainder;
+use crate::{
+    Algorithm, Cluster, Cost, Device, Limits, Mesh, ModelShape, Overlap, ParallelError, Plan, Sync, Timeline,
+    simulate,
+};
+
+/// One way that was considered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Candidate {
+    /// The way.
+    pub sync: Sync,
+    /// How it averages.
+    pub algorithm: Algorithm,
+    /// Simulated time per step, over one period.
+    pub step: Nanos,
+    /// What a rank sends per step, rounded up.
+    pub sent_per_step: Bytes,
+    /// Time that communication adds to the compute of a step, in hundredths of a percent of it.
+    pub overhead: u64,
+}
+
+/// A plan, and the report on how it was found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct Planned {
+    /// The choice.
+    pub plan: Plan,
+    /// What was compared, the choice among them.
+    pub candidates: Vec<Candidate>,
+    /// Compute of the slowest rank in a step.
+    pub compute: Nanos,
+    /// What one rank has to do with a step, by name: microbatches and their compute.
+    pub ranks: Vec<(String, u32, Nanos)>,
+    /// The limit that decided.
+    pub overhead_percent: u32,
+    /// Whether the choice stays within the limit.
+    pub within: bool,
+}
+
+/// Plans data-parallel training of `shape` on `cluster` within `limits`, with the crate's own prices.
+///
+/// Shares are proportional to speed (largest remainder). Synchronous training with overlap is chosen, at the number of
+/// buckets that is fastest, where it stays within the overhead; otherwise `DiLoCo` with the fewest local steps that do,
+/// because each more costs quality; where none does, the faster of the two at the limit of local steps.
+///
+/// Errors: what [`Cluster::topology`], [`ModelShape::microbatches`] and [`Plan::check`] refuse, and a device whose memory
+/// does not hold a replica.
+pub fn plan(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Planned, ParallelError> {
+    let topology = cluster.topology()?;
+    let order: Vec<Rank> = (0..topology.size() as u32).map(Rank).collect();
+    plan_with(shape, cluster, limits, &|algorithm, bytes| {
+        all_reduce_over(algorithm, &order, bytes, &topology)
+    })
+}
+
+/// [`plan`] with the prices of whoever carries the plan out: the time of an all-reduce of so many bytes.
+///
+/// Errors: as [`plan`].
+pub fn plan_with(
+    shape: &ModelShape,
+    cluster: &Cluster,
+    limits: &Limits,
+    price: &dyn Fn(Algorithm, Bytes) -> Nanos,
+) -> Result<Planned, ParallelError> {
+    let topology = cluster.topology()?;
+    let base = skeleton(shape, cluster, limits, &topology)?;
+    let cost = Cost::of(shape, cluster);
+    let search = Search { shape, limits, price, cost: &cost, base: &base };
+    let compute = search.compute();
+    for device in &cluster.devices {
+        search.memory(device, 1)?;
+    }
+
+    let mut candidates = vec![search.price(ddp(Overlap::None, 1))?];
+    let mut overlapped = Vec::new();
+    for buckets in (0..32).map(|i| 1 << i).take_while(|&b| b <= limits.max_buckets.max(1)) {
+        overlapped.push(search.price(ddp(Overlap::WithBackward, buckets))?);
+    }
+    candidates.extend(overlapped.into_iter().min_by_key(|c| c.step));
+    let target = u64::from(limits.overhead_percent) * 100;
+    let fits = |c: &Candidate| c.overhead <= target;
+    // Local steps need memory for an anchor: a cluster without it plans ddp alone.
+    let local = limits.max_every > 1 && cluster.devices.iter().all(|d| search.memory(d, 2).is_ok());
+    if local {
+        let every = search.fewest_local_steps(compute);
+        candidates.push(search.price(Sync::DiLoCo { every })?);
+    }
+    let chosen = candidates
+        .iter()
+        .find(|c| fits(c) && matches!(c.sync, Sync::Ddp { overlap: Overlap::WithBackward, .. }))
+        .or_else(|| candidates.iter().find(|c| fits(c) && matches!(c.sync, Sync::DiLoCo { .. })))
+        .or_else(|| candidates.iter().min_by_key(|c| c.step))
+        .expect("ddp is always considered");
+
+    let plan = Plan { sync: chosen.sync, algorithm: chosen.algorithm, ..base.clone() };
+    let within = fits(chosen);
+    let names = cluster.rank_names().into_iter().zip(&plan.share_per_rank);
+    let ranks = names.zip(0..).map(|((n, &share), r)| (n, share, cost.step(Rank(r), share))).collect();
+    Ok(Planned { plan, candidates, compute, ranks, overhead_percent: limits.overhead_percent, within })
+}
+
+const fn ddp(overlap: Overlap, buckets: u32) -> Sync {
+    Sync::Ddp { overlap, buckets }
+}
+
+/// All of the plan but what the search decides.
+fn skeleton(
+    shape: &ModelShape,
+    cluster: &Cluster,
+    limits: &Limits,
+    topology: &Topology,
+) -> Result<Plan, ParallelError> {
+    let microbatches = shape.microbatches()?;
+    // In proportion to speed: the inverse of a microbatch's time, in units that keep nine digits.
+    let speed = |d: &Device| u64::MAX / 4 / d.speed.time(shape.microbatch_tokens(), shape).0.max(1);
+    let shares = largest_remainder(microbatches, &cluster.ranks().map(speed).collect::<Vec<_>>());
+    let too_many = |_| ParallelError::TooManyMicrobatches { microbatches };
+    let plan = Plan {
+        mesh: Mesh::data(topology.size() as u32)?,
+        sync: ddp(Overlap::None, 1),
+        algorithm: cheapest(&[limits.codec.bytes(shape.parameters)], topology),
+        sync_codec: limits.codec.clone(),
+        precision: limits.precision,
+        share_per_rank: shares.into_iter().map(u32::try_from).collect::<Result<_, _>>().map_err(too_many)?,
+    };
+    plan.check()?;
+    Ok(plan)
+}
+
+struct Search<'a> {
+    shape: &'a ModelShape,
+    limits: &'a Limits,
+    price: &'a dyn Fn(Algorithm, Bytes) -> Nanos,
+    cost: &'a Cost,
+    base: &'a Plan,
+}
+
+impl Search<'_> {
+    fn compute(&self) -> Nanos {
+        let steps = self.base.share_per_rank.iter().zip(0..).map(|(&s, r)| self.cost.step(Rank(r), s));
+        steps.max().unwrap_or_default()
+    }
+
+    fn memory(&self, device: &Device, every: u32) -> Result<(), ParallelError> {
+        let needs = self.limits.replica(self.shape.parameters, every);
+        match device.memory {
+            Some(has) if has < needs => {
+                Err(ParallelError::Memory { device: device.name.clone(), needs, has })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Bytes of each message of a period.
+    fn messages(&self, sync: Sync) -> Vec<Bytes> {
+        let parts = match sync {
+            Sync::Ddp { buckets, .. } => self.shape.buckets(buckets),
+            Sync::DiLoCo { .. } => vec![self.shape.parameters],
+        };
+        parts.into_iter().map(|values| self.limits.codec.bytes(values)).collect()
+    }
+
+    fn algorithm(&self, messages: &[Bytes]) -> Algorithm {
+        let total =
+            |a: &Algorithm| messages.iter().fold(Nanos::ZERO, |t, &m| t.saturating_add((self.price)(*a, m)));
+        Algorithm::ALL.into_iter().min_by_key(total).expect("there are algorithms")
+    }
+
+    /// Simulates one period.
+    fn price(&self, sync: Sync) -> Result<Candidate, ParallelError> {
+        let messages = self.messages(sync);
+        let algorithm = self.algorithm(&messages);
+        let plan = Plan { sync, algorithm, ..self.base.clone() };
+        let period = sync.period();
+        let timeline: Timeline =
+            simulate(&plan, self.shape, self.cost, period, &|bytes| (self.price)(algorithm, bytes))?;
+        let makespan = timeline.makespan();
+        let compute = Nanos(self.compute().0.saturating_mul(u64::from(period)));
+        let extra = u128::from(makespan.saturating_sub(compute).0);
+        let overhead = (extra * 10_000).div_ceil(u128::from(compute.0.max(1)));
+        let n = self.base.mesh.size();
+        let sent: Bytes = messages.iter().map(|&m| all_reduce_bytes(n, m)).sum();
+        Ok(Candidate {
+            sync,
+            algorithm,
+            step: Nanos(makespan.0.div_ceil(u64::from(period))),
+            sent_per_step: Bytes(sent.0.div_ceil(u64::from(period))),
+            overhead: u64::try_from(overhead).unwrap_or(u64::MAX),
+        })
+    }
+
+    /// The least H for which sync / (H * compute) is within the overhead, or the limit where there is none.
+    fn fewest_local_steps(&self, compute: Nanos) -> u32 {
+        let message = self.limits.codec.bytes(self.shape.parameters);
+        let sync = (self.price)(self.algorithm(&[message]), message);
+        let outer = self.cost.ranks.iter().map(|c| c.outer).max().unwrap_or_default();
+        let extra = u128::from(sync.saturating_add(outer).0) * 100;
+        let allowed = u128::from(compute.0) * u128::from(self.limits.overhead_percent);
+        let every = if allowed == 0 { u128::MAX } else { extra.div_ceil(allowed) };
+        u32::try_from(every).unwrap_or(u32::MAX).clamp(2, self.limits.max_every)
+    }
+}
+
+impl fmt::Display for Planned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.plan)?;
+        writeln!(f, "\n{:>16} {:>12} {:>12}", "rank", "microbatches", "compute")?;
+        for (name, share, compute) in &self.ranks {
+            writeln!(f, "{name:>16} {share:>12} {compute:>12}")?;
+        }
+        writeln!(
+            f,
+            "\n  {:<26} {:<17} {:>12} {:>14} {:>10}",
+            "sync", "all-reduce", "time a step", "sent a step", "overhead"
+        )?;
+        for c in &self.candidates {
+            let mark = if c.sync == self.plan.sync { '>' } else { ' ' };
+            writeln!(
+                f,
+                "{mark} {:<26} {:<17} {:>12} {:>14} {:>9.1}%",
+                c.sync.to_string(),
+                c.algorithm,
+                c.step,
+                c.sent_per_step,
+                c.overhead as f64 / 100.0
+            )?;
+        }
+        let limit = self.overhead_percent;
+        let why = match (self.plan.sync, self.within) {
+            (Sync::Ddp { .. }, true) => {
+                format!("synchronous training stays within {limit}% of compute, and it is the exact method")
+            }
+            (Sync::DiLoCo { every }, true) => format!(
+                "synchronous training exceeds {limit}% of compute; {every} is the fewest local steps that do not"
+            ),
+            (_, false) => {
+                format!(
+                    "nothing allowed stays within {limit}% of compute; this is the fastest of what is allowed"
+                )
+            }
+        };
+        writeln!(f, "\n{}: {why}.", self.plan.sync)
+    }
+}
+
+#[cfg(test)]
+mod tests;

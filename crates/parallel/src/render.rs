@@ -1,0 +1,13 @@
+//! Draws a [`Timeline`](crate::Timeline): a text grid for terminals and snapshots, an SVG, and a trace for Perfetto.
+//! Strings out; it writes no file and asks no terminal for its width.
+
+mod svg;
+mod text;
+mod trace;
+
+pub use svg::svg;
+pub use text::grid;
+pub use trace::trace;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,50 @@
+//! The Chrome trace-event format (JSON), which Perfetto and Chrome's own tracing page load.
+
+use std::fmt::Write as _;
+
+use farflung_base::Rank;
+
+use crate::{Kind, Lane, Timeline};
+
+/// Writes a timeline as a JSON object of complete (`X`) events: pid is the rank, tid 0 its processor and 1 its link;
+/// times are microseconds with three decimals, so nothing is rounded.
+#[must_use]
+pub fn trace(timeline: &Timeline) -> String {
+    let mut events = Vec::new();
+    for rank in (0..timeline.ranks).map(Rank) {
+        let pid = rank.0;
+        events.push(format!(
+            "{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":{pid},\"args\":{{\"name\":\"{rank}\"}}}}"
+        ));
+        for (tid, name) in [(0, "compute"), (1, "link")] {
+            events.push(format!(
+                "{{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":{pid},\"tid\":{tid},\"args\":{{\"name\":\"{name}\"}}}}"
+            ));
+        }
+    }
+    for span in &timeline.spans {
+        let kind = span.kind;
+        let name = match kind {
+            Kind::Forward | Kind::Backward | Kind::AllReduce => format!("{kind} {}", span.part),
+            _ => kind.to_string(),
+        };
+        let tid = u32::from(kind.lane() == Lane::Link);
+        events.push(format!(
+            "{{\"name\":\"{name}\",\"cat\":\"{kind}\",\"ph\":\"X\",\"pid\":{},\"tid\":{tid},\"ts\":{},\"dur\":{},\
+             \"args\":{{\"step\":{},\"part\":{},\"bytes_sent\":{}}}}}",
+            span.rank.0,
+            micros(span.start.0),
+            micros(span.time().0),
+            span.step,
+            span.part,
+            span.sent.0
+        ));
+    }
+    let mut out = String::from("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
+    let _ = writeln!(out, "{}\n]}}", events.join(",\n"));
+    out
+}
+
+fn micros(ns: u64) -> String {
+    format!("{}.{:03}", ns / 1000, ns % 1000)
+}

@@ -1,0 +1,198 @@
+//! What a simulation found: who did what from when to when, and figures drawn from it.
+
+use std::fmt;
+
+use farflung_base::{Bytes, Nanos, Rank};
+
+/// What a span of time was spent on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// Forward of a microbatch.
+    Forward,
+    /// Backward of a microbatch, or of one bucket's part of it.
+    Backward,
+    /// Average of a bucket of gradients.
+    AllReduce,
+    /// Step of the (inner) optimizer.
+    Optimizer,
+    /// Average of the distances that replicas went since they last met.
+    OuterSync,
+    /// Step of the outer optimizer.
+    OuterStep,
+}
+
+impl Kind {
+    /// All kinds, in the order of legends.
+    pub const ALL: [Self; 6] =
+        [Self::Forward, Self::Backward, Self::Optimizer, Self::AllReduce, Self::OuterSync, Self::OuterStep];
+
+    /// The letter of the kind in a text grid.
+    #[must_use]
+    pub const fn letter(self) -> char {
+        match self {
+            Self::Forward => 'F',
+            Self::Backward => 'B',
+            Self::AllReduce => '=',
+            Self::Optimizer => 'O',
+            Self::OuterSync => '#',
+            Self::OuterStep => 'U',
+        }
+    }
+
+    /// What the kind occupies.
+    #[must_use]
+    pub const fn lane(self) -> Lane {
+        match self {
+            Self::Forward | Self::Backward | Self::Optimizer | Self::OuterStep => Lane::Compute,
+            Self::AllReduce | Self::OuterSync => Lane::Link,
+        }
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::AllReduce => "all-reduce",
+            Self::Optimizer => "optimizer",
+            Self::OuterSync => "outer sync",
+            Self::OuterStep => "outer step",
+        })
+    }
+}
+
+/// The two things of a rank that are busy one span at a time, and independently of each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Lane {
+    /// Its processor.
+    Compute,
+    /// Its access link.
+    Link,
+}
+
+/// One rank busy with one thing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Who.
+    pub rank: Rank,
+    /// With what.
+    pub kind: Kind,
+    /// In which step, from 0.
+    pub step: u32,
+    /// Which microbatch (forward, backward) or bucket (all-reduce), from 0.
+    pub part: u32,
+    /// From when.
+    pub start: Nanos,
+    /// Until when.
+    pub end: Nanos,
+    /// What the rank sends meanwhile.
+    pub sent: Bytes,
+}
+
+impl Span {
+    /// How long it lasts.
+    #[must_use]
+    pub const fn time(&self) -> Nanos {
+        self.end.saturating_sub(self.start)
+    }
+}
+
+/// The spans of a simulated run. Spans of one rank and lane do not overlap and stand in the order of time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Timeline {
+    /// Number of ranks, also of those that did nothing.
+    pub ranks: u32,
+    /// Steps that were simulated.
+    pub steps: u32,
+    /// All spans that last longer than nothing.
+    pub spans: Vec<Span>,
+}
+
+impl Timeline {
+    /// When the last rank is done.
+    #[must_use]
+    pub fn makespan(&self) -> Nanos {
+        self.spans.iter().map(|s| s.end).max().unwrap_or_default()
+    }
+
+    /// The spans of one rank and lane.
+    pub fn lane(&self, rank: Rank, lane: Lane) -> impl Iterator<Item = &Span> {
+        self.spans.iter().filter(move |s| s.rank == rank && s.kind.lane() == lane)
+    }
+
+    /// How long a rank's lane was busy.
+    #[must_use]
+    pub fn busy(&self, rank: Rank, lane: Lane) -> Nanos {
+        self.lane(rank, lane).map(Span::time).sum()
+    }
+
+    /// How long a rank computed and communicated at once.
+    #[must_use]
+    pub fn overlapped(&self, rank: Rank) -> Nanos {
+        let compute: Vec<&Span> = self.lane(rank, Lane::Compute).collect();
+        let mut total = Nanos::ZERO;
+        let mut first = 0;
+        for link in self.lane(rank, Lane::Link) {
+            while compute.get(first).is_some_and(|c| c.end <= link.start) {
+                first += 1;
+            }
+            for c in compute[first..].iter().take_while(|c| c.start < link.end) {
+                total += c.end.min(link.end).saturating_sub(c.start.max(link.start));
+            }
+        }
+        total
+    }
+
+    /// How long a rank's processor stood still while its link was busy: the communication that costs time.
+    #[must_use]
+    pub fn exposed(&self, rank: Rank) -> Nanos {
+        self.busy(rank, Lane::Link).saturating_sub(self.overlapped(rank))
+    }
+
+    /// How long a rank neither computed nor communicated: it waited for slower ones.
+    #[must_use]
+    pub fn waited(&self, rank: Rank) -> Nanos {
+        self.makespan().saturating_sub(self.busy(rank, Lane::Compute)).saturating_sub(self.exposed(rank))
+    }
+
+    /// What a rank sent.
+    #[must_use]
+    pub fn sent(&self, rank: Rank) -> Bytes {
+        self.lane(rank, Lane::Link).map(|s| s.sent).sum()
+    }
+
+    /// Part of the makespan in which a rank's link was busy, from 0 to 1.
+    #[must_use]
+    pub fn link_use(&self, rank: Rank) -> f64 {
+        self.busy(rank, Lane::Link).0 as f64 / self.makespan().0.max(1) as f64
+    }
+}
+
+impl fmt::Display for Timeline {
+    /// A table: a line per rank.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let s = if self.steps == 1 { "" } else { "s" };
+        writeln!(f, "{} step{s}, {} ranks, makespan {}", self.steps, self.ranks, self.makespan())?;
+        writeln!(
+            f,
+            "{:>5} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10} {:>5}",
+            "rank", "compute", "link", "overlap", "exposed", "waited", "sent", "use"
+        )?;
+        for rank in (0..self.ranks).map(Rank) {
+            writeln!(
+                f,
+                "{:>5} {:>10} {:>10} {:>10} {:>10} {:>10} {:>10} {:>4.0}%",
+                rank.0,
+                self.busy(rank, Lane::Compute),
+                self.busy(rank, Lane::Link),
+                self.overlapped(rank),
+                self.exposed(rank),
+                self.waited(rank),
+                self.sent(rank).to_string(),
+                self.link_use(rank) * 100.0
+            )?;
+        }
+        Ok(())
+    }
+}

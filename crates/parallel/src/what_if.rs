@@ -1,0 +1,235 @@
+//! What a run would have taken with another way to synchronise: the table at the end of a training run.
+//! It is arithmetic on the run's figures; it measures nothing.
+
+use std::fmt;
+
+use farflung_base::{Bytes, Link, Nanos, Rank};
+
+use crate::collective::price;
+use crate::{
+    Algorithm, Codec, Collective, Cost, Mesh, ModelShape, Overlap, ParallelError, Plan, Precision, RankCost,
+    Sync, Timeline, simulate,
+};
+
+/// The run in question: equal ranks, every pair joined by one kind of link.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WhatIf {
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// Ranks.
+    pub ranks: u32,
+    /// What joins them.
+    pub link: Link,
+    /// Optimizer steps of the run.
+    pub steps: u32,
+    /// Forward and backward of one rank in one step, taken as one microbatch.
+    pub compute: Nanos,
+    /// Optimizer of one rank in one step.
+    pub optimizer: Nanos,
+    /// The most buckets of the overlapped rows: the fastest power of two up to it is taken.
+    pub buckets: u32,
+    /// The run's codec; f32 is compared besides.
+    pub codec: Codec,
+    /// Local steps of the `DiLoCo` rows; 1 or less: no such rows.
+    pub every: u32,
+}
+
+/// One way to have run it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Row {
+    /// How replicas are kept one model.
+    pub sync: Sync,
+    /// How averages travel.
+    pub algorithm: Algorithm,
+    /// What is sent.
+    pub codec: Codec,
+    /// The whole run.
+    pub time: Nanos,
+    /// What a rank sends in the whole run.
+    pub sent: Bytes,
+}
+
+/// The rows, slowest first in principle: plain synchronous f32 comes first and is what the others are compared with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// The question.
+    pub run: WhatIf,
+    /// At least the plain one.
+    pub rows: Vec<Row>,
+}
+
+impl WhatIf {
+    /// Prices the run with the closed forms of [`crate::collective`].
+    ///
+    /// The plain row is a ring all-reduce of f32 gradients after each backward. The others take the cheaper algorithm
+    /// for their messages: ddp with overlap and `DiLoCo`, each in f32 and in the run's codec.
+    ///
+    /// Errors: no parameters, ranks or steps; more ranks than [`Mesh::MAX_RANKS`].
+    pub fn answer(&self) -> Result<Answer, ParallelError> {
+        self.answer_with(&|algorithm, bytes| {
+            price(Collective::AllReduce, algorithm, self.ranks, bytes, self.link)
+        })
+    }
+
+    /// [`WhatIf::answer`] with the all-reduce prices of whoever carried the run out.
+    ///
+    /// Errors: as [`WhatIf::answer`].
+    pub fn answer_with(&self, price: &dyn Fn(Algorithm, Bytes) -> Nanos) -> Result<Answer, ParallelError> {
+        if self.steps == 0 {
+            return Err(ParallelError::Zero { of: "the run".to_owned(), field: "steps" });
+        }
+        let plain = Sync::Ddp { overlap: Overlap::None, buckets: 1 };
+        let overlapped = (0..32).map(|i| 1 << i).take_while(|&b| b <= self.buckets.max(1));
+        let overlapped = overlapped.map(|buckets| Sync::Ddp { overlap: Overlap::WithBackward, buckets });
+        let mut rows = vec![self.row(&[plain], &Codec::F32, &[Algorithm::Ring], price)?];
+        let mut codecs = vec![Codec::F32];
+        if self.codec != Codec::F32 {
+            codecs.push(self.codec.clone());
+        }
+        let mut ways = vec![overlapped.collect::<Vec<_>>()];
+        if self.every > 1 {
+            ways.push(vec![Sync::DiLoCo { every: self.every }]);
+        }
+        for syncs in ways {
+            for codec in &codecs {
+                rows.push(self.row(&syncs, codec, &Algorithm::ALL, price)?);
+            }
+        }
+        Ok(Answer { run: self.clone(), rows })
+    }
+
+    fn row(
+        &self,
+        syncs: &[Sync],
+        codec: &Codec,
+        algorithms: &[Algorithm],
+        price: &dyn Fn(Algorithm, Bytes) -> Nanos,
+    ) -> Result<Row, ParallelError> {
+        let ways = syncs.iter().flat_map(|&s| algorithms.iter().map(move |&a| (s, a)));
+        let rows = ways
+            .map(|(sync, algorithm)| self.run(sync, codec, algorithm, price))
+            .collect::<Result<Vec<_>, _>>()?;
+        Ok(rows.into_iter().min_by_key(|row| row.time).expect("there are algorithms"))
+    }
+
+    /// Simulates one period and, where the steps do not divide, the shorter last one.
+    fn run(
+        &self,
+        sync: Sync,
+        codec: &Codec,
+        algorithm: Algorithm,
+        price: &dyn Fn(Algorithm, Bytes) -> Nanos,
+    ) -> Result<Row, ParallelError> {
+        let plan = Plan {
+            mesh: Mesh::data(self.ranks)?,
+            sync,
+            algorithm,
+            sync_codec: codec.clone(),
+            precision: Precision::F32,
+            share_per_rank: vec![1; self.ranks as usize],
+        };
+        let shape = ModelShape::dense(self.parameters, 1, u64::from(self.ranks));
+        let forward = Nanos(self.compute.0 / 3);
+        let rank = RankCost {
+            forward,
+            backward: self.compute.saturating_sub(forward),
+            optimizer: self.optimizer,
+            outer: Nanos::ZERO,
+        };
+        let cost = Cost { ranks: vec![rank; self.ranks as usize] };
+        let simulated = |steps| simulate(&plan, &shape, &cost, steps, &|bytes| price(algorithm, bytes));
+        let period = sync.period().min(self.steps);
+        let (periods, rest) = (u64::from(self.steps / period), self.steps % period);
+        let parts = [(simulated(period)?, periods), (simulated(rest)?, 1)];
+        let total = |part: &dyn Fn(&Timeline) -> u64| {
+            parts.iter().fold(0_u64, |sum, (t, n)| sum.saturating_add(part(t).saturating_mul(*n)))
+        };
+        let time = Nanos(total(&|t| t.makespan().0));
+        let sent = Bytes(total(&|t| t.sent(Rank(0)).0));
+        Ok(Row { sync, algorithm, codec: codec.clone(), time, sent })
+    }
+}
+
+impl Answer {
+    /// What plain synchronous f32 training would have taken.
+    ///
+    /// # Panics
+    /// If the rows were taken out.
+    #[must_use]
+    pub fn plain(&self) -> &Row {
+        self.rows.first().expect("the plain row is always there")
+    }
+}
+
+impl fmt::Display for Answer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let run = &self.run;
+        writeln!(f, "{} steps on {} ranks over {}:", run.steps, run.ranks, run.link)?;
+        writeln!(
+            f,
+            "{:<26} {:<17} {:<6} {:>10} {:>10} {:>9} {:>9}",
+            "sync", "all-reduce", "codec", "time", "sent", "x faster", "x fewer"
+        )?;
+        let plain = self.plain();
+        for row in &self.rows {
+            let ratio = |a: u64, b: u64| a as f64 / b.max(1) as f64;
+            writeln!(
+                f,
+                "{:<26} {:<17} {:<6} {:>10} {:>10} {:>9.2} {:>9.2}",
+                row.sync.to_string(),
+                row.algorithm,
+                row.codec,
+                row.time,
+                row.sent,
+                ratio(plain.time.0, row.time.0),
+                ratio(plain.sent.0, row.sent.0)
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run() -> WhatIf {
+        WhatIf {
+            parameters: 1_000_000,
+            ranks: 4,
+            link: "20mbit,25ms".parse().unwrap(),
+            steps: 105,
+            compute: Nanos::from_millis(300),
+            optimizer: Nanos::from_millis(10),
+            buckets: 4,
+            codec: Codec::INT8,
+            every: 50,
+        }
+    }
+
+    #[test]
+    fn plain_is_the_closed_form_and_diloco_sends_less_by_the_periods() {
+        let answer = run().answer().unwrap();
+        // 2*3*25 ms + 1.5 * 4 MB at 20 Mbit/s = 2.55 s, after 310 ms of compute.
+        assert_eq!(answer.plain().time, Nanos::from_millis(105 * (310 + 2_550)));
+        assert_eq!(answer.plain().sent, Bytes(105 * 6_000_000));
+        let diloco = &answer.rows[3];
+        assert_eq!(diloco.sync, Sync::DiLoCo { every: 50 });
+        // Two whole periods and one of 5 steps; halving-doubling saves two latencies of six.
+        assert_eq!(diloco.algorithm, Algorithm::HalvingDoubling);
+        assert_eq!(diloco.time, Nanos::from_millis(105 * 310 + 3 * 2_500));
+        assert_eq!(diloco.sent, Bytes(3 * 6_000_000));
+        insta::assert_snapshot!(answer.to_string());
+    }
+
+    #[test]
+    fn no_rows_that_say_the_same() {
+        let answer = WhatIf { codec: Codec::F32, every: 1, ..run() }.answer().unwrap();
+        assert_eq!(answer.rows.len(), 2);
+        let zero = WhatIf { steps: 0, ..run() }.answer();
+        assert!(zero.unwrap_err().to_string().contains("steps"));
+        assert!(WhatIf { ranks: 0, ..run() }.answer().is_err());
+        let short = WhatIf { steps: 3, ..run() }.answer().unwrap();
+        assert_eq!(short.rows[3].sent, Bytes(6_000_000));
+    }
+}

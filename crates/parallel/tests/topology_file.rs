@@ -1,0 +1,143 @@
+//! The topology file through the public API: what it means, what it refuses, and that it prints back.
+
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank};
+use farflung_parallel::{Between, Cluster, Device, ParallelError, Region, Speed};
+use proptest::prelude::*;
+
+const CONTINENTS: &str = include_str!("../examples/continents.toml");
+const HOMES: &str = include_str!("../examples/homes.toml");
+
+#[test]
+fn the_closest_link_counts() {
+    let cluster: Cluster = CONTINENTS.parse().unwrap();
+    let names = cluster.rank_names();
+    assert_eq!(names, ["anna", "bert.0", "bert.1", "rented.0", "rented.1", "rented.2", "rented.3"]);
+    let t = cluster.topology().unwrap();
+    let link = |a, b| t.link(Rank(a), Rank(b)).to_string();
+    assert_eq!(link(0, 1), "100mbit,15ms");
+    assert_eq!(link(1, 2), "1gbit,200us");
+    assert_eq!(link(1, 3), "400mbit,75ms");
+    assert_eq!(link(0, 3), "100mbit,80ms");
+    assert_eq!(link(6, 0), "100mbit,80ms");
+    assert_eq!(link(3, 4), "100gbit,10us");
+    assert_eq!(t.port(Rank(0)), Port { up: Bandwidth(20_000_000), down: Bandwidth(200_000_000) });
+    assert_eq!(t.port(Rank(3)).up, Bandwidth::UNLIMITED);
+    assert_eq!(t.rate(Rank(3), Rank(1)), Bandwidth(40_000_000));
+    assert_eq!(cluster.devices[0].memory, Some(Bytes(12_000_000_000)));
+    assert_eq!(cluster.devices[1].speed, Speed::Flops(9_500_000_000_000));
+}
+
+#[test]
+fn uniform_is_the_topology_of_that_name() {
+    let link: Link = "20mbit,25ms".parse().unwrap();
+    let cluster = Cluster::uniform(4, Speed::TokensPerSecond(1), link);
+    assert_eq!(cluster.topology().unwrap(), farflung_base::Topology::uniform(4, link));
+    assert_eq!(cluster.to_string().parse(), Ok(cluster));
+}
+
+/// The example with one line changed is refused with that line and the words.
+fn refused(from: &str, to: &str, line: usize, words: &[&str]) {
+    assert!(CONTINENTS.contains(from), "{from}");
+    let error = CONTINENTS.replacen(from, to, 1).parse::<Cluster>().expect_err(to);
+    let text = error.to_string();
+    let found = match &error {
+        ParallelError::TopologyFile { line, .. } | ParallelError::TopologyLine { line, .. } => *line,
+        _ => 0,
+    };
+    assert_eq!(found, line, "{text}");
+    for word in words {
+        assert!(text.contains(word), "`{word}` is not in: {text}");
+    }
+}
+
+#[test]
+fn what_is_wrong_is_named_with_its_line() {
+    refused("up = \"20mbit\"", "upload = \"20mbit\"", 22, &["upload", "`up`"]);
+    refused("[[link]]", "[[links]]", 40, &["links", "device"]);
+    refused("up = \"20mbit\"", "up = \"20\"", 22, &["`20`", "bandwidth", "mbit"]);
+    refused("up = \"20mbit\"", "up = 20", 22, &["up = 20"]);
+    refused("memory = \"12GB\"", "memory = \"12\"", 20, &["`12`", "GiB"]);
+    refused("\"9.5 TFLOPS\"", "\"9.5 tokens\"", 28, &["9.5 tokens", "TFLOPS"]);
+    refused("\"100mbit,15ms\"", "\"100mbit\"", 10, &["`100mbit`", "LATENCY"]);
+    refused("\"100mbit,15ms\"", "\"0bit,15ms\"", 10, &["no bandwidth"]);
+    refused("up = \"20mbit\"", "up = \"0mbit\"", 18, &["anna", "up", "zero"]);
+    refused("region = \"europe\"", "region = \"asia\"", 21, &["no region `asia`", "oregon"]);
+    refused("[\"europe\", \"oregon\"]", "[\"europe\", \"utah\"]", 41, &["`utah`", "rented"]);
+    refused("[\"bert\", \"bert\"]", "[\"oregon\", \"europe\"]", 45, &["oregon - europe", "twice"]);
+    refused("[\"bert\", \"bert\"]", "[\"europe\", \"europe\"]", 45, &["twice"]);
+    refused("name = \"bert\"", "name = \"anna\"", 26, &["`anna`", "twice"]);
+    refused("name = \"bert\"", "name = \"b ert\"", 26, &["`b ert`"]);
+    refused("tokens_per_second = 12000", "count = 1", 18, &["anna", "flops", "tokens_per_second"]);
+    refused("count = 4", "count = 0", 34, &["rented", "count", "zero"]);
+    refused("count = 4", "count = -4", 35, &["count = -4"]);
+    refused("name = \"anna\"", "name = ", 18, &["name ="]);
+}
+
+#[test]
+fn a_missing_link_is_named_and_counts_are_bounded() {
+    let text = CONTINENTS.replace("default = \"50mbit,90ms\"", "");
+    assert!(text.parse::<Cluster>().is_ok(), "all pairs are given without the default");
+    let text = text.replace("between = [\"europe\", \"oregon\"]", "between = [\"bert\", \"anna\"]");
+    let error = text.parse::<Cluster>().unwrap_err();
+    let missing = ParallelError::MissingLink { from: "bert.0".to_owned(), to: "rented.0".to_owned() };
+    assert_eq!(error, missing);
+    let many = HOMES.replace("count = 4", "count = 4294967295").parse::<Cluster>().unwrap_err();
+    assert!(matches!(many, ParallelError::TooManyRanks { ranks: 4_294_967_295, .. }), "{many}");
+    assert_eq!("default = \"home\"".parse::<Cluster>(), Err(ParallelError::NoDevices));
+}
+
+fn any_link() -> impl Strategy<Value = Link> {
+    (1_u64..1 << 50, 0_u64..1 << 50).prop_map(|(b, ns)| Link { bandwidth: Bandwidth(b), latency: Nanos(ns) })
+}
+
+fn any_device() -> impl Strategy<Value = Device> {
+    let speed = prop_oneof![
+        (1_u64..i64::MAX as u64).prop_map(Speed::TokensPerSecond),
+        (1_u64..u64::MAX).prop_map(Speed::Flops)
+    ];
+    let port = || prop::option::of((1_u64..1 << 50).prop_map(Bandwidth));
+    let memory = prop::option::of(any::<u64>().prop_map(Bytes));
+    (1_u32..4, speed, memory, prop::option::of(0_usize..3), port(), port()).prop_map(
+        |(count, speed, memory, region, up, down)| Device {
+            name: String::new(),
+            count,
+            speed,
+            memory,
+            region: region.map(|r| format!("region-{r}")),
+            up,
+            down,
+        },
+    )
+}
+
+fn any_cluster() -> impl Strategy<Value = Cluster> {
+    let regions = prop::collection::vec(prop::option::of(any_link()), 3);
+    let links = prop::option::of(any_link());
+    (any_link(), regions, prop::collection::vec(any_device(), 1..6), links).prop_map(
+        |(default, insides, mut devices, between)| {
+            for (i, device) in devices.iter_mut().enumerate() {
+                device.name = format!("d{i}");
+            }
+            let name = |i| format!("region-{i}");
+            let regions = insides.into_iter().zip(0..);
+            let regions = regions.map(|(inside, i)| Region { name: name(i), inside }).collect();
+            let ends = ["d0".to_owned(), name(2)];
+            let links = between.map(|link| Between { ends, link }).into_iter().collect();
+            Cluster { default: Some(default), regions, devices, links }
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn prints_and_parses_back(cluster in any_cluster()) {
+        prop_assert_eq!(cluster.to_string().parse(), Ok(cluster));
+    }
+
+    #[test]
+    fn no_text_panics(text in "[\\PC\n]{0,200}", cut in 0_usize..CONTINENTS.len()) {
+        let _ = text.parse::<Cluster>();
+        let cut = (0..=cut).rev().find(|&i| CONTINENTS.is_char_boundary(i)).unwrap();
+        let _ = CONTINENTS[..cut].parse::<Cluster>();
+    }
+}
