@@ -103,7 +103,8 @@ mod tests {
             let x = f32::from_bits(bits);
             if x.is_finite() {
                 let reference = half::bf16::from_f32_const(x);
-                let wanted = if reference.is_infinite() { half::bf16::MAX.copysign(reference) } else { reference };
+                let wanted =
+                    if reference.is_infinite() { half::bf16::MAX.copysign(reference) } else { reference };
                 assert_eq!(Brain16::encode(x), wanted.to_bits(), "{x:e}");
             }
         }

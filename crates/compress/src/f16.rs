@@ -123,7 +123,8 @@ mod tests {
             let x = f32::from_bits(bits);
             if x.is_finite() {
                 let reference = half::f16::from_f32_const(x);
-                let wanted = if reference.is_infinite() { half::f16::MAX.copysign(reference) } else { reference };
+                let wanted =
+                    if reference.is_infinite() { half::f16::MAX.copysign(reference) } else { reference };
                 assert_eq!(Binary16::encode(x), wanted.to_bits(), "{x:e}");
             }
         }

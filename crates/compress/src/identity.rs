@@ -86,6 +86,10 @@ impl Compressor for F32 {
 }
 
 fn write(x: &[f32], out: &mut [u8]) {
+    if cfg!(target_endian = "little") {
+        out.copy_from_slice(bytemuck::cast_slice(x));
+        return;
+    }
     for (out, x) in out.as_chunks_mut().0.iter_mut().zip(x) {
         *out = x.to_le_bytes();
     }

@@ -45,3 +45,42 @@ impl Level {
 fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
 }
+
+#[cfg(test)]
+mod tests {
+    use farflung_base::Philox;
+
+    use crate::{Bf16, Compressor, F16, F32, Int8Block, Payload, RoundKey};
+
+    #[test]
+    fn every_version_gives_the_same_bytes_and_residuals() {
+        let int8 = |block| Int8Block::new(block).unwrap();
+        let table: [(Box<dyn Compressor>, Box<dyn Compressor>); 6] = [
+            (Box::new(F32::new()), Box::new(F32::portable())),
+            (Box::new(F16::new()), Box::new(F16::portable())),
+            (Box::new(Bf16::new()), Box::new(Bf16::portable())),
+            (Box::new(int8(256)), Box::new(int8(256).portable())),
+            (Box::new(int8(9)), Box::new(int8(9).portable())),
+            (Box::new(int8(5000)), Box::new(int8(5000).portable())),
+        ];
+        for (mut fast, mut portable) in table {
+            for n in [0, 1, 15, 33, 2048, 20_011] {
+                for std in [1e-41, 1e-6, 1.0, 3e4, 1e37] {
+                    let (mut x, mut e) = (vec![0.0; n], vec![0.0; n]);
+                    Philox::new(1, n as u64).fill_normal(std, &mut x);
+                    Philox::new(2, n as u64).fill_normal(std / 100.0, &mut e);
+                    let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+                    let run = |codec: &mut Box<dyn Compressor>| {
+                        let (mut p, mut q) = (Payload::new(), Payload::new());
+                        let (mut next, mut out) = (vec![0.0; n], vec![0.0; n]);
+                        codec.compress(&x, RoundKey::default(), &mut p).unwrap();
+                        codec.compress_residual(&x, &e, &mut next, RoundKey::default(), &mut q).unwrap();
+                        codec.decompress(q.view(), &mut out).unwrap();
+                        (p, q, bits(&next), bits(&out))
+                    };
+                    assert_eq!(run(&mut fast), run(&mut portable), "{fast:?} n {n} std {std}");
+                }
+            }
+        }
+    }
+}

@@ -57,7 +57,9 @@ impl CodecSpec {
             Codec::F32 => self.wrap(F32::new()),
             Codec::F16 => self.wrap(F16::new()),
             Codec::Bf16 => self.wrap(Bf16::new()),
-            Codec::Int8 { block } => self.wrap(Int8Block::new(block).expect("parsing checked the block size")),
+            Codec::Int8 { block } => {
+                self.wrap(Int8Block::new(block).expect("parsing checked the block size"))
+            }
         }
     }
 
@@ -112,7 +114,8 @@ mod tests {
 
     #[test]
     fn names_print_as_they_parse() {
-        for name in ["none", "f16", "bf16", "int8", "int8:1", "int8:4096", "none+ef", "bf16+ef", "int8:64+ef"] {
+        for name in ["none", "f16", "bf16", "int8", "int8:1", "int8:4096", "none+ef", "bf16+ef", "int8:64+ef"]
+        {
             assert_eq!(name.parse::<CodecSpec>().unwrap().to_string(), name);
         }
         assert_eq!("int8:256".parse::<CodecSpec>().unwrap().to_string(), "int8");

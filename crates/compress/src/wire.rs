@@ -190,7 +190,12 @@ impl<'a> PayloadRef<'a> {
     }
 
     /// As [`Self::open`], and the body is as long as the codec makes it.
-    pub(crate) fn open_exact(&self, codec: CodecId, out: usize, body: usize) -> Result<&'a [u8], CompressError> {
+    pub(crate) fn open_exact(
+        &self,
+        codec: CodecId,
+        out: usize,
+        body: usize,
+    ) -> Result<&'a [u8], CompressError> {
         let bytes = self.open(codec, out)?;
         check_body(codec, out, body, bytes.len())?;
         Ok(bytes)
@@ -198,7 +203,12 @@ impl<'a> PayloadRef<'a> {
 }
 
 /// Refuses a body that is not as long as its codec makes it for `count` elements.
-pub(crate) fn check_body(codec: CodecId, count: usize, wanted: usize, found: usize) -> Result<(), CompressError> {
+pub(crate) fn check_body(
+    codec: CodecId,
+    count: usize,
+    wanted: usize,
+    found: usize,
+) -> Result<(), CompressError> {
     if wanted == found {
         return Ok(());
     }
