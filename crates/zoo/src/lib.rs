@@ -1,1 +1,19 @@
-//! The zoo crate of farflung.
+#![doc = include_str!("../README.md")]
+
+pub mod config;
+pub mod tokenizer;
+
+pub mod data;
+
+pub mod block;
+pub mod generate;
+pub mod stage;
+
+mod error;
+
+pub use config::{GptConfig, Init, TensorSpec};
+pub use data::{Corpus, HoldOut, Offsets, Sampler, Shard, Split};
+pub use error::ZooError;
+pub use generate::{Sampling, generate};
+pub use stage::{Cache, Input, Output, Saved, Stage};
+pub use tokenizer::Tokenizer;

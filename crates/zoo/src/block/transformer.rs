@@ -1,0 +1,263 @@
+//! One pre-norm transformer block of GPT-2: `x + proj(attention(ln_1 x))`, then `x + proj(gelu(fc(ln_2 x)))`.
+
+use farflung_tensor::{Fuse, Op, Result, Tensor};
+
+use super::{Cx, Grads};
+
+/// A transformer block whose twelve parameters start at `first` in the layout, in Hugging Face's order.
+#[derive(Debug, Clone, Copy)]
+pub struct Transformer {
+    /// Place of `ln_1.weight` in the layout.
+    pub first: usize,
+    /// Number of heads.
+    pub heads: usize,
+}
+
+/// What a forward pass keeps for the backward pass.
+#[derive(Debug)]
+pub struct TransformerSaved {
+    x: Tensor,
+    stats_1: Tensor,
+    norm_1: Tensor,
+    qkv: Tensor,
+    lse: Tensor,
+    attended: Tensor,
+    middle: Tensor,
+    stats_2: Tensor,
+    norm_2: Tensor,
+    pre: Tensor,
+    act: Tensor,
+    back: Option<Back>,
+}
+
+/// What the input half of the backward pass leaves for the weight half.
+#[derive(Debug)]
+struct Back {
+    dy: Tensor,
+    d_pre: Tensor,
+    d_norm_2: Tensor,
+    d_middle: Tensor,
+    d_qkv: Tensor,
+    d_norm_1: Tensor,
+}
+
+/// Parameters of a block in layout order.
+const PARAMS: usize = 12;
+
+impl Transformer {
+    /// Number of parameter tensors.
+    pub const PARAMS: usize = PARAMS;
+
+    /// `[B, T, C]` to `[B, T, C]`.
+    pub fn forward(&self, cx: &Cx<'_>, x: Tensor) -> Result<(Tensor, TransformerSaved)> {
+        let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
+            cx.layout.views::<PARAMS>(cx.params, self.first)?;
+        let [b, t, c] = dims(&x);
+        let run = |op: Op<'_>| cx.device.run(op);
+
+        let (mut norm_1, mut stats_1) = (cx.empty([b, t, c])?, cx.empty([b * t, 2])?);
+        run(Op::LayerNorm {
+            x: x.view(),
+            gain: ln_1,
+            bias: ln_1_b,
+            y: norm_1.view_mut(),
+            stats: stats_1.view_mut(),
+        })?;
+        let mut qkv = cx.empty([b, t, 3 * c])?;
+        run(linear(&norm_1, w_qkv, &mut qkv, Fuse::Bias(b_qkv)))?;
+        let (mut attended, mut lse) = (cx.empty([b, t, c])?, cx.empty([b, self.heads, t])?);
+        run(Op::Attention {
+            heads: self.heads,
+            qkv: qkv.view(),
+            y: attended.view_mut(),
+            lse: lse.view_mut(),
+        })?;
+        let mut middle = cx.empty([b, t, c])?;
+        let fuse = Fuse::BiasAdd { bias: b_proj, residual: x.view() };
+        run(linear(&attended, w_proj, &mut middle, fuse))?;
+
+        let (mut norm_2, mut stats_2) = (cx.empty([b, t, c])?, cx.empty([b * t, 2])?);
+        run(Op::LayerNorm {
+            x: middle.view(),
+            gain: ln_2,
+            bias: ln_2_b,
+            y: norm_2.view_mut(),
+            stats: stats_2.view_mut(),
+        })?;
+        let (mut pre, mut act) = (cx.empty([b, t, 4 * c])?, cx.empty([b, t, 4 * c])?);
+        run(linear(&norm_2, w_fc, &mut act, Fuse::BiasGelu { bias: b_fc, pre: pre.view_mut() }))?;
+        let mut y = cx.empty([b, t, c])?;
+        let fuse = Fuse::BiasAdd { bias: b_out, residual: middle.view() };
+        run(linear(&act, w_out, &mut y, fuse))?;
+
+        let saved = TransformerSaved {
+            x,
+            stats_1,
+            norm_1,
+            qkv,
+            lse,
+            attended,
+            middle,
+            stats_2,
+            norm_2,
+            pre,
+            act,
+            back: None,
+        };
+        Ok((y, saved))
+    }
+
+    /// The gradient of the input from that of the output; what the weights need is kept in `saved`.
+    pub fn backward_input(&self, cx: &Cx<'_>, saved: &mut TransformerSaved, dy: Tensor) -> Result<Tensor> {
+        let [ln_1, _, w_qkv, _, w_proj, _, ln_2, _, w_fc, _, w_out, _] =
+            cx.layout.views::<PARAMS>(cx.params, self.first)?;
+        let [b, t, c] = dims(&dy);
+        let run = |op: Op<'_>| cx.device.run(op);
+        let s = &*saved;
+
+        let mut d_pre = cx.empty([b, t, 4 * c])?;
+        run(linear_t(&dy, w_out, &mut d_pre, Fuse::GeluGrad { pre: s.pre.view() }))?;
+        let mut d_norm_2 = cx.empty([b, t, c])?;
+        run(linear_t(&d_pre, w_fc, &mut d_norm_2, Fuse::None))?;
+        let mut d_middle = cx.empty([b, t, c])?;
+        run(Op::LayerNormInput {
+            x: s.middle.view(),
+            gain: ln_2,
+            stats: s.stats_2.view(),
+            dy: d_norm_2.view(),
+            residual: Some(dy.view()),
+            dx: d_middle.view_mut(),
+        })?;
+        let mut d_attended = cx.empty([b, t, c])?;
+        run(linear_t(&d_middle, w_proj, &mut d_attended, Fuse::None))?;
+        let mut d_qkv = cx.empty([b, t, 3 * c])?;
+        run(Op::AttentionGrad {
+            heads: self.heads,
+            qkv: s.qkv.view(),
+            y: s.attended.view(),
+            lse: s.lse.view(),
+            dy: d_attended.view(),
+            d_qkv: d_qkv.view_mut(),
+        })?;
+        drop(d_attended);
+        let mut d_norm_1 = cx.empty([b, t, c])?;
+        run(linear_t(&d_qkv, w_qkv, &mut d_norm_1, Fuse::None))?;
+        let mut dx = cx.empty([b, t, c])?;
+        run(Op::LayerNormInput {
+            x: s.x.view(),
+            gain: ln_1,
+            stats: s.stats_1.view(),
+            dy: d_norm_1.view(),
+            residual: Some(d_middle.view()),
+            dx: dx.view_mut(),
+        })?;
+        saved.back = Some(Back { dy, d_pre, d_norm_2, d_middle, d_qkv, d_norm_1 });
+        Ok(dx)
+    }
+
+    /// The gradients of the weights.
+    ///
+    /// # Panics
+    /// If [`Transformer::backward_input`] did not run before.
+    pub fn backward_weight(&self, cx: &Cx<'_>, saved: TransformerSaved, grads: &mut Grads<'_>) -> Result<()> {
+        let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
+            cx.layout.views_mut::<PARAMS>(grads.flat, self.first)?;
+        let accumulate = grads.accumulate;
+        let run = |op: Op<'_>| cx.device.run(op);
+        let s = saved;
+        let back = s.back.expect("backward_input runs before backward_weight");
+
+        for (x, dy, dw, db) in [
+            (&s.act, &back.dy, w_out, b_out),
+            (&s.norm_2, &back.d_pre, w_fc, b_fc),
+            (&s.attended, &back.d_middle, w_proj, b_proj),
+            (&s.norm_1, &back.d_qkv, w_qkv, b_qkv),
+        ] {
+            run(Op::MatMul {
+                a: x.view(),
+                a_t: true,
+                b: dy.view(),
+                b_t: false,
+                c: dw,
+                accumulate,
+                fuse: Fuse::None,
+            })?;
+            run(Op::SumRows { x: dy.view(), y: db, accumulate })?;
+        }
+        for (x, stats, dy, d_gain, d_bias) in [
+            (&s.middle, &s.stats_2, &back.d_norm_2, ln_2, ln_2_b),
+            (&s.x, &s.stats_1, &back.d_norm_1, ln_1, ln_1_b),
+        ] {
+            let (x, stats, dy) = (x.view(), stats.view(), dy.view());
+            run(Op::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate })?;
+        }
+        Ok(())
+    }
+
+    /// The block on new tokens alone, with the keys and values of the `past` tokens before them in a cache, to which
+    /// those of the new ones are added.
+    pub fn decode(
+        &self,
+        cx: &Cx<'_>,
+        x: Tensor,
+        past: usize,
+        keys: &mut Tensor,
+        values: &mut Tensor,
+    ) -> Result<Tensor> {
+        let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
+            cx.layout.views::<PARAMS>(cx.params, self.first)?;
+        let [b, t, c] = dims(&x);
+        let run = |op: Op<'_>| cx.device.run(op);
+        let mut stats = cx.empty([b * t, 2])?;
+        let mut norm = cx.empty([b, t, c])?;
+        let (y, s) = (norm.view_mut(), stats.view_mut());
+        run(Op::LayerNorm { x: x.view(), gain: ln_1, bias: ln_1_b, y, stats: s })?;
+        let mut qkv = cx.empty([b, t, 3 * c])?;
+        run(linear(&norm, w_qkv, &mut qkv, Fuse::Bias(b_qkv)))?;
+        let mut attended = cx.empty([b, t, c])?;
+        run(Op::AttentionCached {
+            heads: self.heads,
+            past,
+            qkv: qkv.view(),
+            keys: keys.view_mut(),
+            values: values.view_mut(),
+            y: attended.view_mut(),
+        })?;
+        let mut middle = cx.empty([b, t, c])?;
+        let fuse = Fuse::BiasAdd { bias: b_proj, residual: x.view() };
+        run(linear(&attended, w_proj, &mut middle, fuse))?;
+        let (y, s) = (norm.view_mut(), stats.view_mut());
+        run(Op::LayerNorm { x: middle.view(), gain: ln_2, bias: ln_2_b, y, stats: s })?;
+        let (mut pre, mut act) = (cx.empty([b, t, 4 * c])?, cx.empty([b, t, 4 * c])?);
+        run(linear(&norm, w_fc, &mut act, Fuse::BiasGelu { bias: b_fc, pre: pre.view_mut() }))?;
+        let mut y = cx.empty([b, t, c])?;
+        let fuse = Fuse::BiasAdd { bias: b_out, residual: middle.view() };
+        run(linear(&act, w_out, &mut y, fuse))?;
+        Ok(y)
+    }
+}
+
+/// The three dimensions of hidden states.
+pub(crate) fn dims(x: &Tensor) -> [usize; 3] {
+    x.shape().dims().try_into().expect("hidden states are [B, T, C]")
+}
+
+/// `y = x w`, then `fuse`.
+fn linear<'a>(
+    x: &'a Tensor,
+    w: farflung_tensor::View<'a>,
+    y: &'a mut Tensor,
+    fuse: Fuse<'a>,
+) -> Op<'a> {
+    Op::MatMul { a: x.view(), a_t: false, b: w, b_t: false, c: y.view_mut(), accumulate: false, fuse }
+}
+
+/// `dx = dy w^T`, then `fuse`.
+fn linear_t<'a>(
+    dy: &'a Tensor,
+    w: farflung_tensor::View<'a>,
+    dx: &'a mut Tensor,
+    fuse: Fuse<'a>,
+) -> Op<'a> {
+    Op::MatMul { a: dy.view(), a_t: false, b: w, b_t: true, c: dx.view_mut(), accumulate: false, fuse }
+}

@@ -1,0 +1,14 @@
+//! From files to batches: a corpus of tokens, its training and held-out splits, and a sampler whose batch is a pure
+//! function of (seed, step, rank).
+//!
+//! It refuses to know models, and it never shuffles on disk: windows are drawn at random offsets, as in nanoGPT.
+
+mod corpus;
+mod sampler;
+mod token_file;
+mod tokens;
+
+pub use corpus::{Corpus, HoldOut};
+pub use sampler::{Offsets, Sampler, Shard};
+
+pub use tokens::{Split, Tokens};

@@ -1,0 +1,254 @@
+//! Which sequences a rank trains on at a step: a pure function of (seed, step, rank), so that a run resumes from its
+//! step counter alone, and any number of workers sees what one worker with the whole batch would see.
+
+use std::fs;
+use std::path::Path;
+
+use farflung_base::Philox;
+
+use super::tokens::Split;
+use crate::ZooError;
+
+/// A rank's share of each step's batch: sequences `rank * batch .. (rank + 1) * batch` of `world * batch`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    /// This worker.
+    pub rank: usize,
+    /// All workers.
+    pub world: usize,
+    /// Sequences per worker and step.
+    pub batch: usize,
+}
+
+impl Shard {
+    /// One worker that takes the whole batch.
+    #[must_use]
+    pub const fn whole(batch: usize) -> Self {
+        Self { rank: 0, world: 1, batch }
+    }
+
+    fn validate(self) -> Result<(), ZooError> {
+        let wrong = |field, value, expected: &str| {
+            Err(ZooError::Sampler { field, value, expected: expected.to_owned() })
+        };
+        match self {
+            Self { world: 0, .. } => wrong("world", 0, "at least 1"),
+            Self { rank, world, .. } if rank >= world => {
+                wrong("rank", rank, &format!("below the world size of {world}"))
+            }
+            Self { batch: 0, .. } => wrong("batch", 0, "at least 1"),
+            Self { batch, world, .. } if batch.checked_mul(world).is_none() => {
+                wrong("batch", batch, "a product with `world` that fits the machine's words")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    const fn global_batch(self) -> usize {
+        self.world * self.batch
+    }
+}
+
+/// A recorded list of offsets, one row of `columns` sequences per step, to replay the batches of another program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Offsets {
+    columns: usize,
+    values: Vec<i64>,
+}
+
+impl Offsets {
+    /// Reads a file of little-endian `i64`, `[steps, columns]`, as numpy's `tofile` writes it.
+    ///
+    /// Errors: [`ZooError::Io`]; [`ZooError::TokenFile`] if the length is not a whole number of rows.
+    pub fn read(path: &Path, columns: usize) -> Result<Self, ZooError> {
+        let bytes = fs::read(path).map_err(ZooError::io("read", path))?;
+        let (values, _) = bytes.as_chunks();
+        let offsets = Self::new(columns, values.iter().map(|&b| i64::from_le_bytes(b)).collect());
+        let row = columns as u64 * 8;
+        let rest = bytes.len() as u64 % row.max(1);
+        if rest != 0 {
+            let (path, field) = (path.to_owned(), "length in bytes, modulo a row");
+            return Err(ZooError::TokenFile { path, field, found: rest, expected: 0 });
+        }
+        offsets
+    }
+
+    /// Offsets from memory, row after row.
+    ///
+    /// Errors: [`ZooError::Sampler`] if there is not a whole number of rows.
+    pub fn new(columns: usize, values: Vec<i64>) -> Result<Self, ZooError> {
+        if columns == 0 || !values.len().is_multiple_of(columns) {
+            let expected = format!("a divisor of the {} offsets", values.len());
+            return Err(ZooError::Sampler { field: "columns", value: columns, expected });
+        }
+        Ok(Self { columns, values })
+    }
+
+    /// Number of steps.
+    #[must_use]
+    pub const fn steps(&self) -> usize {
+        self.values.len() / self.columns
+    }
+
+    /// Cuts after `steps` rows (or at the end, if there are fewer): first those, then the rest.
+    #[must_use]
+    pub fn split_at(mut self, steps: usize) -> (Self, Self) {
+        let at = steps.min(self.steps()) * self.columns;
+        let rest = self.values.split_off(at);
+        let columns = self.columns;
+        (self, Self { columns, values: rest })
+    }
+}
+
+/// Where the offsets of a step come from.
+#[derive(Debug, Clone)]
+enum Source {
+    Random(Philox),
+    Recorded(Offsets),
+}
+
+/// Draws batches from a split.
+///
+/// ```
+/// use farflung_zoo::data::{Corpus, HoldOut, Sampler, Shard};
+/// use farflung_zoo::tokenizer::Byte;
+///
+/// let corpus = Corpus::from_bytes("fox", b"the quick brown fox jumps over the lazy dog", &Byte)?;
+/// let (training, _) = corpus.split(HoldOut::Standard)?;
+/// let sampler = Sampler::random(training, 7, Shard::whole(2), 8)?;
+/// let (mut inputs, mut targets) = (Vec::new(), Vec::new());
+/// sampler.batch(0, &mut inputs, &mut targets)?;
+/// assert_eq!(inputs[1..8], targets[..7]);
+/// # Ok::<(), farflung_zoo::ZooError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    split: Split,
+    shard: Shard,
+    context: usize,
+    source: Source,
+}
+
+impl Sampler {
+    /// Windows of `context` tokens (and the token after them) at offsets uniform in `0..=len - context - 1`.
+    ///
+    /// Sequence `i` of the global batch of step `s` is drawn at position `s * world * batch + i` of the seed's Philox
+    /// stream, so the union over the ranks is what one worker with `world * batch` sequences draws.
+    ///
+    /// Errors: [`ZooError::TooShort`] if the split has fewer than `context + 1` tokens; [`ZooError::Sampler`].
+    pub fn random(split: Split, seed: u64, shard: Shard, context: usize) -> Result<Self, ZooError> {
+        let source = Source::Random(Philox::new(seed, STREAM));
+        Self::new(split, shard, context, source)
+    }
+
+    /// Replays recorded offsets; a row has `world * batch` of them.
+    ///
+    /// Errors: as [`Sampler::random`], and [`ZooError::OffsetOutOfRange`].
+    pub fn recorded(split: Split, offsets: Offsets, shard: Shard, context: usize) -> Result<Self, ZooError> {
+        let sampler = Self::new(split, shard, context, Source::Recorded(offsets))?;
+        let Source::Recorded(offsets) = &sampler.source else { return Ok(sampler) };
+        if offsets.columns != shard.global_batch() {
+            let expected = format!("{}, the offsets in a row", offsets.columns);
+            let value = shard.global_batch();
+            return Err(ZooError::Sampler { field: "world x batch", value, expected });
+        }
+        let last = sampler.last_offset();
+        let wrong = |&offset: &i64| usize::try_from(offset).map_or(true, |o| o > last);
+        if let Some(index) = offsets.values.iter().position(wrong) {
+            let offset = offsets.values[index];
+            return Err(ZooError::OffsetOutOfRange { index, offset, last });
+        }
+        Ok(sampler)
+    }
+
+    /// `steps` batches of windows spread evenly over the split from its first to its last, the same at every call:
+    /// what a validation loss is measured on.
+    ///
+    /// Errors: as [`Sampler::random`].
+    pub fn evaluation(split: Split, shard: Shard, context: usize, steps: usize) -> Result<Self, ZooError> {
+        let columns = shard.global_batch();
+        let empty = Source::Recorded(Offsets { columns: columns.max(1), values: Vec::new() });
+        let mut sampler = Self::new(split, shard, context, empty)?;
+        let last = sampler.last_offset() as u128;
+        let count = columns * steps;
+        let spread = |i: usize| (i as u128 * last / (count as u128 - 1).max(1)) as i64;
+        sampler.source = Source::Recorded(Offsets { columns, values: (0..count).map(spread).collect() });
+        Ok(sampler)
+    }
+
+    fn new(split: Split, shard: Shard, context: usize, source: Source) -> Result<Self, ZooError> {
+        shard.validate()?;
+        if context == 0 {
+            let expected = "at least 1".to_owned();
+            return Err(ZooError::Sampler { field: "context", value: 0, expected });
+        }
+        if split.len() <= context {
+            let (tokens, needed) = (split.len(), context.saturating_add(1));
+            return Err(ZooError::TooShort { split: split.name, tokens, needed });
+        }
+        Ok(Self { split, shard, context, source })
+    }
+
+    /// The greatest offset that leaves room for a sequence and its targets.
+    fn last_offset(&self) -> usize {
+        self.split.len() - self.context - 1
+    }
+
+    /// This worker's share of each batch.
+    #[must_use]
+    pub const fn shard(&self) -> Shard {
+        self.shard
+    }
+
+    /// Tokens in a sequence.
+    #[must_use]
+    pub const fn context(&self) -> usize {
+        self.context
+    }
+
+    /// Steps that can be asked for; `None` if there is no end.
+    #[must_use]
+    pub const fn steps(&self) -> Option<usize> {
+        match &self.source {
+            Source::Random(_) => None,
+            Source::Recorded(offsets) => Some(offsets.steps()),
+        }
+    }
+
+    /// The offset of sequence `index` of this worker's batch at `step`.
+    fn offset(&self, step: u64, index: usize) -> Result<usize, ZooError> {
+        let columns = self.shard.global_batch();
+        let column = self.shard.rank * self.shard.batch + index;
+        match &self.source {
+            Source::Random(philox) => {
+                let position = step.wrapping_mul(columns as u64).wrapping_add(column as u64);
+                Ok(philox.below(position, self.last_offset() as u64 + 1) as usize)
+            }
+            Source::Recorded(offsets) => {
+                let steps = offsets.steps() as u64;
+                if step >= steps {
+                    return Err(ZooError::StepNotRecorded { step, steps });
+                }
+                Ok(offsets.values[step as usize * columns + column] as usize)
+            }
+        }
+    }
+
+    /// This worker's batch of a step: `inputs` and `targets` become `[batch, context]` tokens, row after row, the
+    /// targets one token ahead.
+    ///
+    /// Errors: [`ZooError::StepNotRecorded`] for a step past the end of recorded or evaluation offsets.
+    pub fn batch(&self, step: u64, inputs: &mut Vec<u32>, targets: &mut Vec<u32>) -> Result<(), ZooError> {
+        inputs.clear();
+        targets.clear();
+        for index in 0..self.shard.batch {
+            let offset = self.offset(step, index)?;
+            self.split.append_to(offset, self.context, inputs);
+            self.split.append_to(offset + 1, self.context, targets);
+        }
+        Ok(())
+    }
+}
+
+/// The sampler's stream of a seed; tensors of a model start from streams counted from 0.
+const STREAM: u64 = u64::from_le_bytes(*b"sampler\0");

@@ -1,0 +1,103 @@
+//! Tokens in memory, in the narrowest integer that holds them, and ranges of them.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A list of tokens, one, two or four bytes each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Tokens {
+    /// Vocabularies of at most 256.
+    U8(Vec<u8>),
+    /// Vocabularies of at most 65536.
+    U16(Vec<u16>),
+    /// Any other vocabulary.
+    U32(Vec<u32>),
+}
+
+impl Tokens {
+    /// An empty list for ids below `vocab`.
+    #[must_use]
+    pub const fn for_vocab(vocab: usize) -> Self {
+        match vocab {
+            0..=0x100 => Self::U8(Vec::new()),
+            0x101..=0x1_0000 => Self::U16(Vec::new()),
+            _ => Self::U32(Vec::new()),
+        }
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        match self {
+            Self::U8(t) => t.len(),
+            Self::U16(t) => t.len(),
+            Self::U32(t) => t.len(),
+        }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Appends ids, which the caller has checked to be below the vocabulary.
+    pub(super) fn extend(&mut self, ids: impl IntoIterator<Item = u32>) {
+        match self {
+            Self::U8(t) => t.extend(ids.into_iter().map(|id| id as u8)),
+            Self::U16(t) => t.extend(ids.into_iter().map(|id| id as u16)),
+            Self::U32(t) => t.extend(ids),
+        }
+    }
+
+    /// Appends the tokens of a range to `out`.
+    fn append_to(&self, range: Range<usize>, out: &mut Vec<u32>) {
+        match self {
+            Self::U8(t) => out.extend(t[range].iter().map(|&id| u32::from(id))),
+            Self::U16(t) => out.extend(t[range].iter().map(|&id| u32::from(id))),
+            Self::U32(t) => out.extend_from_slice(&t[range]),
+        }
+    }
+}
+
+/// A range of a corpus; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Split {
+    pub(super) name: &'static str,
+    pub(super) tokens: Arc<Tokens>,
+    pub(super) range: Range<usize>,
+}
+
+impl Split {
+    /// `training` or `held-out`.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Number of tokens.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    /// Appends `count` tokens from `offset` on to `out`.
+    ///
+    /// # Panics
+    /// If the split has no such tokens.
+    pub fn append_to(&self, offset: usize, count: usize, out: &mut Vec<u32>) {
+        assert!(
+            offset <= self.len() && count <= self.len() - offset,
+            "{count} tokens at {offset} of {}",
+            self.len()
+        );
+        let start = self.range.start + offset;
+        self.tokens.append_to(start..start + count, out);
+    }
+}

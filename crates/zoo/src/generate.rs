@@ -1,0 +1,180 @@
+//! Text from a model: one token at a time through a cache of keys and values, drawn by temperature, top-k and top-p.
+
+use farflung_base::Philox;
+use farflung_tensor::Tensor;
+
+use crate::{Stage, ZooError};
+
+/// How the next token is drawn.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
+    /// Logits are divided by this; 0 takes the likeliest token.
+    pub temperature: f32,
+    /// Only the k likeliest tokens; 0 for all.
+    pub top_k: usize,
+    /// Only the likeliest tokens that together have this probability (Holtzman et al. 2020); 1 for all.
+    pub top_p: f32,
+    /// The same seed gives the same text.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self { temperature: 0.8, top_k: 50, top_p: 1.0, seed: 1337 }
+    }
+}
+
+impl Sampling {
+    /// Errors: [`ZooError::Sampling`] for a setting outside its domain.
+    pub fn validate(&self) -> Result<(), ZooError> {
+        let bad = |field, value| Err(ZooError::Sampling { field, value });
+        if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
+            return bad("temperature", self.temperature);
+        }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return bad("top_p", self.top_p);
+        }
+        Ok(())
+    }
+
+    /// Draws from `logits` (one row, `[V]`) with the random number at `position`.
+    ///
+    /// Ties go to the lower token. A logit that is not a number is never drawn unless all are.
+    #[must_use]
+    pub fn draw(&self, logits: &[f32], position: u64) -> u32 {
+        let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+        let at = |t: u32| {
+            let l = logits[t as usize];
+            if l.is_nan() { f32::NEG_INFINITY } else { l }
+        };
+        let likelier = |a: &u32, b: &u32| at(*b).total_cmp(&at(*a)).then(a.cmp(b));
+        if self.temperature == 0.0 {
+            return order.into_iter().min_by(|a, b| likelier(a, b)).unwrap_or(0);
+        }
+        if self.top_k > 0 && self.top_k < order.len() {
+            order.select_nth_unstable_by(self.top_k - 1, likelier);
+            order.truncate(self.top_k);
+        }
+        order.sort_unstable_by(likelier);
+        let top = order.first().map_or(0.0, |&t| f64::from(at(t)));
+        let weights: Vec<f64> = order
+            .iter()
+            .map(|&t| ((f64::from(at(t)) - top) / f64::from(self.temperature)).exp())
+            .collect();
+        let total: f64 = weights.iter().sum();
+        let mut kept = 0;
+        let mut sum = 0.0;
+        for w in &weights {
+            kept += 1;
+            sum += w;
+            if sum >= f64::from(self.top_p) * total {
+                break;
+            }
+        }
+        let mut left = f64::from(Philox::new(self.seed, STREAM).uniform(position)) * sum;
+        for (t, w) in order.iter().zip(&weights).take(kept) {
+            left -= w;
+            if left < 0.0 {
+                return *t;
+            }
+        }
+        order.get(kept.saturating_sub(1)).copied().unwrap_or(0)
+    }
+}
+
+/// Sampling's stream of a seed.
+const STREAM: u64 = u64::from_le_bytes(*b"generate");
+
+/// Continues `prompt` by `count` tokens and calls `emit` with each as it is drawn; stops early when `emit` says `false`.
+///
+/// When the context is full, generation goes on from its last half, computed anew. An empty prompt starts from token 0.
+///
+/// Errors: [`ZooError::TokenOutOfRange`] for a prompt token outside the vocabulary; [`ZooError::Sampling`].
+pub fn generate(
+    stage: &Stage,
+    params: &Tensor,
+    prompt: &[u32],
+    count: usize,
+    sampling: &Sampling,
+    mut emit: impl FnMut(u32) -> bool,
+) -> Result<(), ZooError> {
+    sampling.validate()?;
+    let (context, vocab) = (stage.config().context, stage.config().vocab);
+    if let Some(position) = prompt.iter().position(|&t| t as usize >= vocab) {
+        return Err(ZooError::TokenOutOfRange { path: None, position, token: prompt[position], vocab });
+    }
+    let mut seen: Vec<u32> = if prompt.is_empty() { vec![0] } else { prompt.to_vec() };
+    let mut cache = stage.cache(1)?;
+    let mut new: Vec<u32> = seen[seen.len().saturating_sub(context)..].to_vec();
+    for i in 0..count {
+        if cache.len() + new.len() > context {
+            cache.clear();
+            new = seen[seen.len() - (context / 2).max(1)..].to_vec();
+        }
+        let logits = stage.decode(params, &mut cache, stage.tokens(&new, new.len())?)?.to_vec::<f32>()?;
+        let token = sampling.draw(&logits[logits.len() - vocab..], i as u64);
+        if !emit(token) {
+            break;
+        }
+        seen.push(token);
+        new = vec![token];
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::GptConfig;
+    use farflung_tensor::Device;
+
+    #[test]
+    fn draws_follow_the_settings() {
+        let logits = [0.0, 3.0, 3.0, f32::NAN, 1.0];
+        let greedy = Sampling { temperature: 0.0, ..Sampling::default() };
+        assert_eq!(greedy.draw(&logits, 0), 1);
+        let two = Sampling { temperature: 1.0, top_k: 2, ..Sampling::default() };
+        let drawn: Vec<u32> = (0..200).map(|i| two.draw(&logits, i)).collect();
+        assert!(drawn.iter().all(|t| [1, 2].contains(t)));
+        let ones = drawn.iter().filter(|t| **t == 1).count();
+        assert!((70..130).contains(&ones), "{ones}");
+        let nucleus = Sampling { temperature: 1.0, top_k: 0, top_p: 0.4, ..Sampling::default() };
+        assert!((0..100).all(|i| nucleus.draw(&logits, i) == 1));
+        let all = Sampling { temperature: 1.0, top_k: 0, ..Sampling::default() };
+        let p = (0..20_000).filter(|&i| all.draw(&logits, i) == 4).count() as f64 / 20_000.0;
+        let exact = 1.0_f64.exp() / (2.0 * 3.0_f64.exp() + 1.0_f64.exp() + 1.0);
+        assert!((p - exact).abs() < 0.01, "{p} {exact}");
+        assert!(Sampling { top_p: 0.0, ..all }.validate().is_err());
+        assert!(Sampling { temperature: f32::NAN, ..all }.validate().is_err());
+    }
+
+    #[test]
+    fn the_cache_gives_what_the_whole_pass_gives_and_goes_on_past_the_context() {
+        let cpu = Device::cpu(1).unwrap();
+        let stage = Stage::whole(GptConfig::new(2, 2, 16, 12, 11).unwrap(), &cpu).unwrap();
+        let params = stage.init(3).unwrap();
+        let ids = [1, 5, 9, 2, 0, 10, 3];
+        let whole = stage.logits(&params, stage.tokens(&ids, 7).unwrap()).unwrap().to_vec::<f32>().unwrap();
+        let mut cache = stage.cache(1).unwrap();
+        let mut parts = Vec::new();
+        for part in [&ids[..3], &ids[3..4], &ids[4..]] {
+            let tokens = stage.tokens(part, part.len()).unwrap();
+            parts.extend(stage.decode(&params, &mut cache, tokens).unwrap().to_vec::<f32>().unwrap());
+        }
+        for (a, b) in whole.iter().zip(&parts) {
+            assert!((a - b).abs() < 1e-5, "{a} {b}");
+        }
+        let mut out = Vec::new();
+        let mut again = Vec::new();
+        for to in [&mut out, &mut again] {
+            generate(&stage, &params, &ids, 30, &Sampling::default(), |t| {
+                to.push(t);
+                true
+            })
+            .unwrap();
+        }
+        assert_eq!(out.len(), 30);
+        assert_eq!(out, again);
+        assert!(generate(&stage, &params, &[11], 1, &Sampling::default(), |_| true).is_err());
+    }
+}

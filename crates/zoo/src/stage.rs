@@ -1,0 +1,324 @@
+//! A stage: a range of a model's blocks with flat parameters and gradients. The whole model is the stage of all blocks.
+
+use std::ops::Range;
+
+use farflung_tensor::{DType, Device, Op, ParamLayout, Shape, Tensor};
+
+use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, Transformer, TransformerSaved};
+use crate::{GptConfig, TensorSpec, ZooError};
+
+/// A range of a model's layers; the first stage has the embeddings, the last the head.
+#[derive(Debug, Clone)]
+pub struct Stage {
+    config: GptConfig,
+    device: Device,
+    layout: ParamLayout,
+    /// Place of each of this stage's tensors among those of the whole model, and how it starts.
+    specs: Vec<(usize, TensorSpec)>,
+    embedding: Option<Embedding>,
+    blocks: Vec<Transformer>,
+    head: Option<Head>,
+}
+
+/// What a stage takes: tokens `[B, T]` (u32) on the first, hidden states `[B, T, C]` on the others.
+#[derive(Debug)]
+pub enum Input {
+    /// Token ids.
+    Tokens(Tensor),
+    /// Hidden states.
+    Hidden(Tensor),
+}
+
+/// What a stage gives: hidden states for the next stage, or the losses `[B T]` of each token on the last.
+#[derive(Debug)]
+pub enum Output {
+    /// Hidden states.
+    Hidden(Tensor),
+    /// Losses in nats.
+    Losses(Tensor),
+}
+
+/// What a forward pass keeps for the backward pass.
+#[derive(Debug)]
+pub struct Saved {
+    tokens: Option<Tensor>,
+    blocks: Vec<TransformerSaved>,
+    head: Option<HeadSaved>,
+}
+
+impl Stage {
+    /// All of a model.
+    pub fn whole(config: GptConfig, device: &Device) -> Result<Self, ZooError> {
+        Self::new(config, 0..config.layers, device)
+    }
+
+    /// The given layers of a model.
+    ///
+    /// Errors: [`ZooError::Config`] for a bad config or a range outside it.
+    pub fn new(config: GptConfig, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
+        config.validate()?;
+        if layers.start > layers.end || layers.end > config.layers {
+            return Err(ZooError::Config {
+                field: "layers",
+                value: layers.end,
+                expected: "a range within the model's layers",
+            });
+        }
+        let (first, last) = (layers.start == 0, layers.end == config.layers);
+        let per_block = Transformer::PARAMS;
+        let wanted = |i: usize| match i {
+            0 => first || last,
+            1 => first,
+            i if i >= 2 + per_block * config.layers => last,
+            i => layers.contains(&((i - 2) / per_block)),
+        };
+        let specs: Vec<_> = config.tensors().into_iter().enumerate().filter(|(i, _)| wanted(*i)).collect();
+        let layout = ParamLayout::new(specs.iter().map(|(_, s)| (s.name.clone(), Shape::new(&s.shape))));
+        let place = |name: &str| layout.find(name);
+        let embedding = first.then_some(Embedding { first: 0, dim: config.dim });
+        let blocks = layers
+            .map(|l| Ok(Transformer { first: place(&format!("h.{l}.ln_1.weight"))?, heads: config.heads }))
+            .collect::<farflung_tensor::Result<_>>()?;
+        let head = if last {
+            Some(Head { norm: place("ln_f.weight")?, table: 0, vocab: config.vocab })
+        } else {
+            None
+        };
+        Ok(Self { config, device: device.clone(), layout, specs, embedding, blocks, head })
+    }
+
+    /// The model's config.
+    #[must_use]
+    pub const fn config(&self) -> &GptConfig {
+        &self.config
+    }
+
+    /// Where it runs.
+    #[must_use]
+    pub const fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Where each parameter lies in the flat buffers.
+    #[must_use]
+    pub const fn layout(&self) -> &ParamLayout {
+        &self.layout
+    }
+
+    /// Whether each element of the flat buffers is subject to weight decay: matrices are, vectors and padding are not.
+    pub fn decay_mask(&self) -> Vec<f32> {
+        let mut mask = vec![0.0; self.layout.len()];
+        for p in self.layout.params().iter().filter(|p| p.shape.dims().len() >= 2) {
+            mask[p.range()].fill(1.0);
+        }
+        mask
+    }
+
+    /// New parameters, a pure function of the seed: the same values in each stage as in the whole model.
+    pub fn init(&self, seed: u64) -> Result<Tensor, ZooError> {
+        let mut values = vec![0.0; self.layout.len()];
+        for (p, (index, spec)) in self.layout.params().iter().zip(&self.specs) {
+            spec.fill(seed, *index, &mut values[p.range()]);
+        }
+        Ok(self.device.tensor(&values, self.layout.len())?)
+    }
+
+    /// A zeroed buffer of the stage's layout: for gradients or moments.
+    pub fn zeros(&self) -> Result<Tensor, ZooError> {
+        Ok(self.device.zeros(self.layout.len())?)
+    }
+
+    /// Token ids as a tensor `[B, T]` on the stage's device.
+    pub fn tokens(&self, ids: &[u32], len: usize) -> Result<Tensor, ZooError> {
+        if len == 0 || ids.is_empty() || !ids.len().is_multiple_of(len) || len > self.config.context {
+            return Err(ZooError::Config {
+                field: "sequence length",
+                value: len,
+                expected: "at least 1, at most the context, and a divisor of the number of tokens",
+            });
+        }
+        Ok(self.device.tensor(ids, [ids.len() / len, len])?)
+    }
+
+    fn cx<'a>(&'a self, params: &'a Tensor) -> Cx<'a> {
+        Cx { device: &self.device, layout: &self.layout, params }
+    }
+
+    fn enter(&self, cx: &Cx<'_>, input: Input, start: usize) -> Result<(Tensor, Option<Tensor>), ZooError> {
+        match (input, &self.embedding) {
+            (Input::Tokens(tokens), Some(embedding)) => {
+                Ok((embedding.forward(cx, &tokens, start)?, Some(tokens)))
+            }
+            (Input::Hidden(x), None) => Ok((x, None)),
+            (Input::Tokens(_), None) => Err(ZooError::StageInput { expected: "hidden states" }),
+            (Input::Hidden(_), Some(_)) => Err(ZooError::StageInput { expected: "tokens" }),
+        }
+    }
+
+    /// Runs the blocks and keeps what the backward pass needs. The last stage takes the targets `[B, T]` (u32) and the
+    /// scale of the loss's gradient: one over the tokens of the whole step.
+    pub fn forward(
+        &self,
+        params: &Tensor,
+        input: Input,
+        targets: Option<(&Tensor, f32)>,
+    ) -> Result<(Output, Saved), ZooError> {
+        let cx = self.cx(params);
+        let (mut x, tokens) = self.enter(&cx, input, 0)?;
+        let mut blocks = Vec::with_capacity(self.blocks.len());
+        for block in &self.blocks {
+            let (y, saved) = block.forward(&cx, x)?;
+            blocks.push(saved);
+            x = y;
+        }
+        match (&self.head, targets) {
+            (Some(head), Some((targets, scale))) => {
+                let (losses, saved) = head.forward(&cx, x, targets, scale)?;
+                Ok((Output::Losses(losses), Saved { tokens, blocks, head: Some(saved) }))
+            }
+            (None, None) => Ok((Output::Hidden(x), Saved { tokens, blocks, head: None })),
+            (Some(_), None) => Err(ZooError::StageInput { expected: "targets" }),
+            (None, Some(_)) => Err(ZooError::StageInput { expected: "no targets" }),
+        }
+    }
+
+    /// The backward pass of one microbatch. `dy` is the gradient of the hidden states that this stage gave; the last
+    /// stage takes none. Returns the gradient of the hidden states that it took; the first stage gives none.
+    ///
+    /// `ready` is called with each range of the flat gradients as soon as it is final for this microbatch, from the
+    /// last parameters to the first: where a reduction can start while the rest is being computed.
+    pub fn backward(
+        &self,
+        params: &Tensor,
+        saved: Saved,
+        dy: Option<Tensor>,
+        grads: &mut Grads<'_>,
+        mut ready: impl FnMut(Range<usize>, &Tensor),
+    ) -> Result<Option<Tensor>, ZooError> {
+        let cx = self.cx(params);
+        let has_head = saved.head.is_some();
+        let mut dx = match (&self.head, saved.head, dy) {
+            (Some(head), Some(mut saved), None) => {
+                let dx = head.backward_input(&cx, &mut saved)?;
+                head.backward_weight(&cx, saved, grads)?;
+                ready(self.span(head.norm, 2), grads.flat);
+                dx
+            }
+            (None, None, Some(dy)) => dy,
+            _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
+        };
+        for (block, mut saved) in self.blocks.iter().zip(saved.blocks).rev() {
+            dx = block.backward_input(&cx, &mut saved, dx)?;
+            block.backward_weight(&cx, saved, grads)?;
+            ready(self.span(block.first, Transformer::PARAMS), grads.flat);
+        }
+        match (&self.embedding, saved.tokens) {
+            (Some(embedding), Some(tokens)) => {
+                embedding.backward(&cx, &tokens, &dx, grads, has_head)?;
+                ready(self.span(0, 2), grads.flat);
+                Ok(None)
+            }
+            _ => {
+                if has_head {
+                    ready(self.span(0, 1), grads.flat);
+                }
+                Ok(Some(dx))
+            }
+        }
+    }
+
+    /// Elements of the flat buffers that `count` parameters from `first` on take, padding included.
+    fn span(&self, first: usize, count: usize) -> Range<usize> {
+        let params = self.layout.params();
+        let end = params.get(first + count).map_or(self.layout.len(), |p| p.start);
+        params[first].start..end
+    }
+
+    /// Losses `[B T]` of each token without anything kept for a backward pass. For a stage that is the whole model.
+    pub fn losses(&self, params: &Tensor, tokens: Tensor, targets: &Tensor) -> Result<Tensor, ZooError> {
+        let cx = self.cx(params);
+        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), 0)?;
+        for block in &self.blocks {
+            x = block.forward(&cx, x)?.0;
+        }
+        let head = self.head.as_ref().ok_or(ZooError::StageInput { expected: "the whole model" })?;
+        Ok(head.losses(&cx, &x, targets)?)
+    }
+
+    /// Logits `[B, T, V]`. For a stage that is the whole model.
+    pub fn logits(&self, params: &Tensor, tokens: Tensor) -> Result<Tensor, ZooError> {
+        let cx = self.cx(params);
+        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), 0)?;
+        for block in &self.blocks {
+            x = block.forward(&cx, x)?.0;
+        }
+        let head = self.head.as_ref().ok_or(ZooError::StageInput { expected: "the whole model" })?;
+        Ok(head.logits(&cx, &x)?)
+    }
+
+    /// An empty cache of keys and values for `batch` sequences of up to the model's context.
+    pub fn cache(&self, batch: usize) -> Result<Cache, ZooError> {
+        let shape = [batch, self.config.context, self.config.dim];
+        let pair = || Ok((self.device.empty(DType::F32, shape)?, self.device.empty(DType::F32, shape)?));
+        let layers = self.blocks.iter().map(|_| pair()).collect::<Result<_, ZooError>>()?;
+        Ok(Cache { layers, len: 0 })
+    }
+
+    /// Appends new tokens `[B, T]` to the cache and gives the logits `[B, T, V]` of their successors. For a stage that is
+    /// the whole model.
+    pub fn decode(&self, params: &Tensor, cache: &mut Cache, tokens: Tensor) -> Result<Tensor, ZooError> {
+        let cx = self.cx(params);
+        let new = tokens.shape().cols();
+        if cache.len + new > self.config.context {
+            return Err(ZooError::Config {
+                field: "sequence length",
+                value: cache.len + new,
+                expected: "at most the context",
+            });
+        }
+        let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), cache.len)?;
+        for (block, (keys, values)) in self.blocks.iter().zip(&mut cache.layers) {
+            x = block.decode(&cx, x, cache.len, keys, values)?;
+        }
+        cache.len += new;
+        let head = self.head.as_ref().ok_or(ZooError::StageInput { expected: "the whole model" })?;
+        Ok(head.logits(&cx, &x)?)
+    }
+}
+
+/// Keys and values of the tokens seen so far.
+#[derive(Debug)]
+pub struct Cache {
+    layers: Vec<(Tensor, Tensor)>,
+    len: usize,
+}
+
+impl Cache {
+    /// Tokens in it.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it holds none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Forgets all tokens.
+    pub const fn clear(&mut self) {
+        self.len = 0;
+    }
+}
+
+/// Sum of losses in f64, in order: the same on every machine.
+pub fn total(losses: &Tensor) -> Result<f64, ZooError> {
+    Ok(losses.to_vec::<f32>()?.iter().map(|&l| f64::from(l)).sum())
+}
+
+/// Fills a buffer of a stage's layout with zeros.
+pub fn clear(flat: &mut Tensor) -> Result<(), ZooError> {
+    let device = flat.device().clone();
+    Ok(device.run(Op::Fill { value: 0.0, y: flat.view_mut() })?)
+}

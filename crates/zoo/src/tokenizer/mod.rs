@@ -1,0 +1,73 @@
+//! From text to token ids and back. It refuses to know models and files.
+
+mod byte;
+#[cfg(feature = "bpe")]
+mod gpt2;
+
+use std::fmt::Debug;
+use std::str::Utf8Error;
+use std::sync::Arc;
+
+pub use byte::Byte;
+#[cfg(feature = "bpe")]
+pub use gpt2::Gpt2;
+
+use crate::ZooError;
+
+/// The names that [`by_name`] knows.
+pub const NAMES: &[&str] = if cfg!(feature = "bpe") { &["byte", "gpt2"] } else { &["byte"] };
+
+/// A fixed mapping between text and ids in `0..vocab_size`.
+pub trait Tokenizer: Debug + Send + Sync {
+    /// Its name for [`by_name`].
+    fn name(&self) -> &'static str;
+
+    /// Number of ids.
+    fn vocab_size(&self) -> usize;
+
+    /// The id that ends a document, if the vocabulary has one.
+    fn end_of_text(&self) -> Option<u32> {
+        None
+    }
+
+    /// The ids of a text. Special tokens in the text are read as plain text.
+    fn encode(&self, text: &str) -> Vec<u32>;
+
+    /// The ids of bytes that may not be text.
+    ///
+    /// Errors: where the bytes stop being UTF-8, for a tokenizer that needs text.
+    fn encode_bytes(&self, bytes: &[u8]) -> Result<Vec<u32>, Utf8Error> {
+        std::str::from_utf8(bytes).map(|text| self.encode(text))
+    }
+
+    /// The bytes of a list of ids. They may end within a character, so they are not a `String`.
+    ///
+    /// Errors: [`ZooError::TokenOutOfRange`] with the position of an id that is not in the vocabulary.
+    fn decode(&self, tokens: &[u32]) -> Result<Vec<u8>, ZooError>;
+}
+
+/// The tokenizer of that name.
+///
+/// Errors: [`ZooError::UnknownTokenizer`], which lists the names.
+pub fn by_name(name: &str) -> Result<Arc<dyn Tokenizer>, ZooError> {
+    match name {
+        "byte" => Ok(Arc::new(Byte)),
+        #[cfg(feature = "bpe")]
+        "gpt2" => Ok(Arc::new(Gpt2)),
+        _ => Err(ZooError::UnknownTokenizer { name: name.to_owned() }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_name_is_found_and_others_are_told_the_names() {
+        for name in NAMES {
+            assert_eq!(by_name(name).unwrap().name(), *name);
+        }
+        let message = by_name("char").unwrap_err().to_string();
+        assert!(NAMES.iter().all(|name| message.contains(name)), "{message}");
+    }
+}
