@@ -16,7 +16,7 @@ use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State, Sta
 /// State: `residual` (`[n]`, f32), and the codec's own under `inner.`. Memory: `8n` bytes.
 ///
 /// Sources: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes
-/// SignSGD", Alg. 2. Differs: the learning rate is not in `x`, unless the caller puts it there.
+/// `SignSGD`", Alg. 2. Differs: the learning rate is not in `x`, unless the caller puts it there.
 #[derive(Debug, Clone, Default)]
 pub struct ErrorFeedback<C> {
     inner: C,

@@ -41,10 +41,9 @@ impl State for F32 {}
 impl Compressor for F32 {
     fn compress(&mut self, x: &[f32], _: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         out.fill(CodecId::F32, x.len(), size_of_val(x), |body, crc| {
-            for (out, x) in body.chunks_mut(4 * CHUNK).zip(x.chunks(CHUNK)) {
-                write(x, out);
-                crc.update(out);
-            }
+            // One large copy may bypass the cache; that is faster than to go by chunks and hash each while it is hot.
+            write(x, body);
+            crc.update(body);
             Ok(())
         })
     }
@@ -61,7 +60,7 @@ impl Compressor for F32 {
         out.fill(CodecId::F32, x.len(), size_of_val(x), |body, crc| {
             let chunks = body.chunks_mut(4 * CHUNK).zip(x.chunks(CHUNK)).zip(e.chunks(CHUNK));
             for (i, (((out, x), e), next)) in chunks.zip(next.chunks_mut(CHUNK)).enumerate() {
-                if self.level.run(Sum { x, e, sum: next }) {
+                if self.level.run(Sum { x, e, out: next }) {
                     return Err(first_non_finite(next, i * CHUNK));
                 }
                 write(next, out);
@@ -95,11 +94,11 @@ fn write(x: &[f32], out: &mut [u8]) {
     }
 }
 
-/// `sum = x + e`; true if something in it is not finite.
+/// `out = x + e`; true if something in it is not finite.
 pub(crate) struct Sum<'a> {
     pub(crate) x: &'a [f32],
     pub(crate) e: &'a [f32],
-    pub(crate) sum: &'a mut [f32],
+    pub(crate) out: &'a mut [f32],
 }
 
 impl Kernel for Sum<'_> {
@@ -109,7 +108,7 @@ impl Kernel for Sum<'_> {
     #[inline(always)]
     fn run(self) -> bool {
         let mut bad = 0;
-        for ((sum, x), e) in self.sum.iter_mut().zip(self.x).zip(self.e) {
+        for ((sum, x), e) in self.out.iter_mut().zip(self.x).zip(self.e) {
             *sum = x + e;
             bad |= non_finite(*sum);
         }

@@ -21,7 +21,7 @@ const SCALE: usize = 4;
 /// Blocks whose largest magnitude is below this (`2^-118`) are all zero: their scale would be near f32's subnormals,
 /// which not every device keeps.
 const MIN_MAX: f32 = f32::from_bits((127 - 118) << 23);
-/// The largest scale with a finite `127 * scale`: the f32 below f32::MAX / 127.
+/// The largest scale with a finite `127 * scale`: the f32 below `f32::MAX / 127`.
 const MAX_SCALE: f32 = f32::from_bits(0x7c01_0203);
 /// `1.5 * 2^23`: adding it rounds to an integer, ties to even, and leaves the integer in the low bits.
 const ROUND: f32 = 12_582_912.0;
@@ -109,7 +109,7 @@ impl Compressor for Int8Block {
             let body = write_block_size(block, body, crc);
             let chunks = body.chunks_mut(self.chunk_bytes()).zip(x.chunks(chunk)).zip(e.chunks(chunk));
             for (i, (((out, x), e), next)) in chunks.zip(next.chunks_mut(chunk)).enumerate() {
-                if self.level.run(Sum { x, e, sum: next }) {
+                if self.level.run(Sum { x, e, out: next }) {
                     return Err(crate::identity::first_non_finite(next, i * chunk));
                 }
                 self.level.run(EncodeResidual { block, v: next, out });
@@ -135,7 +135,8 @@ impl Compressor for Int8Block {
             }
             let allowed = if scale == 0.0 { 0..=0 } else { -127..=127 };
             if self.level.run(Decode { codes, scale, out }) || scale == 0.0 && codes.iter().any(|c| *c != 0) {
-                let at = codes.iter().position(|c| !allowed.contains(&(*c as i8))).expect("one was seen");
+                let at =
+                    codes.iter().position(|c| !allowed.contains(&c.cast_signed())).expect("one was seen");
                 return Err(CompressError::Code { index: i * block + at, code: u32::from(codes[at]) });
             }
         }
@@ -171,7 +172,7 @@ fn write_block_size<'a>(block: usize, body: &'a mut [u8], crc: &mut crc32fast::H
 #[inline(always)]
 fn max_magnitude(x: &[f32]) -> u32 {
     // As i32, for which every instruction set has a maximum.
-    x.iter().fold(0, |max: i32, x| max.max((x.to_bits() & 0x7fff_ffff) as i32)) as u32
+    x.iter().fold(0, |max: i32, x| max.max((x.to_bits() & 0x7fff_ffff).cast_signed())) as u32
 }
 
 /// (scale, what an element is multiplied by) of a block with that largest magnitude.
@@ -250,13 +251,14 @@ impl Kernel for Decode<'_> {
     #[inline(always)]
     fn run(self) -> bool {
         for (out, code) in self.out.iter_mut().zip(self.codes) {
-            *out = f32::from(*code as i8) * self.scale;
+            *out = f32::from(code.cast_signed()) * self.scale;
         }
-        self.codes.iter().fold(false, |bad, code| bad | (*code == 0x80))
+        self.codes.iter().fold(0, |bad, code| bad | u8::from(*code == 0x80)) != 0
     }
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these laws are equalities")]
 mod tests {
     use super::*;
 
@@ -272,7 +274,7 @@ mod tests {
         for i in -1_270_000..=1_270_000 {
             let y = i as f32 / 10_000.0;
             assert_eq!((y + ROUND) - ROUND, y.round_ties_even(), "{y}");
-            assert_eq!((y + ROUND).to_bits() as u8 as i8, y.round_ties_even() as i8, "{y}");
+            assert_eq!(((y + ROUND).to_bits() as u8).cast_signed(), y.round_ties_even() as i8, "{y}");
         }
     }
 

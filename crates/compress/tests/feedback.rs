@@ -1,4 +1,5 @@
 //! Error feedback: nothing is lost, whatever fails.
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use std::borrow::Cow;
 

@@ -47,7 +47,7 @@ fn mutate(bytes: &mut Vec<u8>, rng: &Philox, case: u64) {
         0 => bytes[at] ^= 1 << (with % 8),
         1 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][with as usize % 5],
         2 => bytes.truncate(at),
-        3 => bytes.extend_from_slice(&with.to_le_bytes()[..1 + at % 4]),
+        3 => bytes.extend_from_slice(&with.to_le_bytes()[..=at % 4]),
         // A whole field: a word of the header, or a scale.
         4 => {
             let at = at & !3;
