@@ -1,0 +1,186 @@
+//! The settings that are one word out of a few.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use toml::Value;
+
+use super::value::Setting;
+
+/// An enum of words: the words, the parser and the printer from one list.
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum $name {
+            $($(#[$variant_doc])* $variant,)+
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self { $(Self::$variant => $word,)+ })
+            }
+        }
+
+        impl Setting for $name {
+            fn expected() -> String {
+                ["one of", $($word),+].join(" ")
+            }
+            fn parse(text: &str) -> Option<Self> {
+                match text {
+                    $($word => Some(Self::$variant),)+
+                    _ => None,
+                }
+            }
+            fn value(&self) -> Value {
+                Value::String(self.to_string())
+            }
+        }
+    };
+}
+
+choice!(
+    /// How text becomes tokens.
+    TokenizerKind {
+        /// A token a byte; vocabulary 256.
+        Byte = "byte",
+        /// GPT-2's byte-pair encoding; vocabulary 50257.
+        Gpt2 = "gpt2",
+    }
+);
+choice!(
+    /// The inner optimizer.
+    OptimizerKind {
+        /// Adam with decoupled weight decay.
+        AdamW = "adamw",
+        /// Stochastic gradient descent with momentum.
+        Sgd = "sgd",
+    }
+);
+choice!(
+    /// How the learning rate goes after its warm-up.
+    ScheduleKind {
+        /// Half a cosine down to `min-lr`.
+        Cosine = "cosine",
+        /// A line down to `min-lr`.
+        Linear = "linear",
+        /// Stays.
+        Constant = "constant",
+    }
+);
+choice!(
+    /// When workers average.
+    SyncKind {
+        /// Gradients, at each step.
+        Ddp = "ddp",
+        /// Parameters, every `sync-every` steps, through an outer Nesterov step.
+        Diloco = "diloco",
+    }
+);
+choice!(
+    /// What carries bytes between workers.
+    TransportKind {
+        /// Simulated for several workers in one process, TCP for several processes.
+        Auto = "auto",
+        /// Within the process, as fast as memory.
+        Memory = "memory",
+        /// Within the process, over links of virtual time.
+        Simulated = "simulated",
+        /// Sockets.
+        Tcp = "tcp",
+    }
+);
+choice!(
+    /// Where tensors live.
+    DeviceKind {
+        /// The processor.
+        Cpu = "cpu",
+    }
+);
+
+/// How values are packed for a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CodecKind {
+    /// f32 as it is.
+    None,
+    /// IEEE half precision.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// Eight bits with a scale for each block.
+    Int8 {
+        /// Values that share a scale.
+        block: usize,
+    },
+}
+
+impl fmt::Display for CodecKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::F16 => f.write_str("f16"),
+            Self::Bf16 => f.write_str("bf16"),
+            Self::Int8 { block } => write!(f, "int8:{block}"),
+        }
+    }
+}
+
+impl CodecKind {
+    /// Values that share a scale where `int8` names no number.
+    pub const BLOCK: usize = 256;
+}
+
+impl Setting for CodecKind {
+    fn expected() -> String {
+        "one of none f16 bf16 int8 int8:BLOCK, with BLOCK from 1 to 65536".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "none" => Some(Self::None),
+            "f16" => Some(Self::F16),
+            "bf16" => Some(Self::Bf16),
+            "int8" => Some(Self::Int8 { block: Self::BLOCK }),
+            _ => {
+                let block = text.strip_prefix("int8:")?.parse().ok()?;
+                (1..=65536).contains(&block).then_some(Self::Int8 { block })
+            }
+        }
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
+    }
+}
+
+/// Where a run begins.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resume {
+    /// From the newest good checkpoint of the run's folder, or at step 0 if there is none.
+    Auto,
+    /// At step 0, in a folder without a run.
+    No,
+    /// From this checkpoint.
+    Path(PathBuf),
+}
+
+impl Setting for Resume {
+    fn expected() -> String {
+        "auto, no, or the path of a checkpoint".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "" => None,
+            "auto" => Some(Self::Auto),
+            "no" => Some(Self::No),
+            path => Some(Self::Path(path.into())),
+        }
+    }
+    fn value(&self) -> Value {
+        match self {
+            Self::Auto => Value::String("auto".to_owned()),
+            Self::No => Value::String("no".to_owned()),
+            Self::Path(path) => path.value(),
+        }
+    }
+}

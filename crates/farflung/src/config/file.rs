@@ -1,0 +1,70 @@
+//! Settings from a TOML file: each key is a flag's name; what is unknown or wrong is refused with its line.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use toml::{Spanned, Value};
+
+use super::{TrainArgs, dashed};
+use crate::{Error, Result};
+
+impl TrainArgs {
+    /// Reads settings from a TOML file, whose keys are the flags' names (`eval-every`).
+    ///
+    /// Errors: [`Error::Io`], [`Error::ConfigSyntax`], [`Error::UnknownKey`] with the nearest known key,
+    /// [`Error::ConfigValue`] with what was expected; the last two with the line.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = fs::read_to_string(path).map_err(Error::io("read the config file", path))?;
+        Self::from_toml(&text, path)
+    }
+
+    /// Reads settings from TOML; `path` is for messages.
+    pub fn from_toml(text: &str, path: &Path) -> Result<Self> {
+        let entries: BTreeMap<Spanned<String>, Spanned<Value>> = toml::from_str(text)
+            .map_err(|e| Error::ConfigSyntax { path: path.to_owned(), source: Box::new(e) })?;
+        let mut entries: Vec<_> = entries.into_iter().collect();
+        entries.sort_by_key(|(key, _)| key.span().start);
+
+        let mut args = Self::default();
+        for (key, value) in entries {
+            let line = 1 + text[..key.span().start].matches('\n').count();
+            let written = key.into_inner();
+            let Some(&name) = Self::KEYS.iter().find(|name| dashed(name) == written) else {
+                let nearest = nearest(&written);
+                return Err(Error::UnknownKey { path: path.to_owned(), line, key: written, nearest });
+            };
+            let value = value.into_inner();
+            args.set(name, &value).map_err(|expected| Error::ConfigValue {
+                path: path.to_owned(),
+                line,
+                key: written,
+                value: value.to_string(),
+                expected,
+            })?;
+        }
+        Ok(args)
+    }
+}
+
+/// The known key that is spelled most like `key`, if not more than a third of it differs.
+fn nearest(key: &str) -> Option<String> {
+    let keys = TrainArgs::KEYS.iter().map(|name| dashed(name));
+    let (distance, name) = keys.map(|name| (edits(key, &name), name)).min()?;
+    (distance <= key.len().div_ceil(3)).then_some(name)
+}
+
+/// Levenshtein's distance: insertions, deletions and replacements of a byte that make `b` of `a`.
+fn edits(a: &str, b: &str) -> usize {
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.bytes().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.bytes().enumerate() {
+            let replace = diagonal + usize::from(x != y);
+            diagonal = row[j + 1];
+            row[j + 1] = replace.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}

@@ -1,0 +1,355 @@
+//! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the run's folder.
+//!
+//! A flag wins over the file, the file over the default. The list is declared once, below; the types of single settings
+//! are in [`choice`], how a file is read in [`file`]. It refuses to know what the settings do.
+
+pub mod choice;
+pub mod file;
+pub mod value;
+
+#[cfg(test)]
+mod tests;
+
+use std::path::{Path, PathBuf};
+
+use farflung_base::{Link, Nanos};
+
+use crate::{Error, Result};
+use choice::{
+    CodecKind, DeviceKind, OptimizerKind, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
+};
+use value::Setting;
+
+/// The default link, `home`: a fibre or cable line's uplink.
+const HOME: Link =
+    Link { bandwidth: farflung_base::Bandwidth(20_000_000), latency: Nanos::from_micros(25_000) };
+
+/// The type of a resolved setting: itself with a default, `Option` without.
+macro_rules! resolved {
+    ($ty:ty) => { Option<$ty> };
+    ($ty:ty, $default:expr) => { $ty };
+}
+
+/// The value of a resolved setting.
+macro_rules! resolve {
+    ($given:expr) => {
+        $given
+    };
+    ($given:expr, $default:expr) => {
+        $given.unwrap_or_else(|| $default.into())
+    };
+}
+
+/// A resolved setting as TOML, if it has a value.
+macro_rules! printed {
+    ($field:expr) => {
+        $field.as_ref().map(Setting::value)
+    };
+    ($field:expr, $default:expr) => {
+        Some(Setting::value(&$field))
+    };
+}
+
+/// Declares `TrainArgs` (what was given) and `TrainConfig` (what holds) from one list of settings.
+macro_rules! settings {
+    ($($heading:literal {
+        $($(#[doc = $doc:literal])+ $name:ident: $ty:ty, $metavar:literal $(, $default:expr)?;)+
+    })+) => {
+        /// The settings of a run as they were given: `None` where they were not.
+        #[derive(Debug, Clone, Default, PartialEq, clap::Args)]
+        pub struct TrainArgs {
+            $($(
+                $(#[doc = $doc])+
+                #[arg(long, value_name = $metavar, help_heading = $heading,
+                      value_parser = <$ty as Setting>::from_flag)]
+                pub $name: Option<$ty>,
+            )+)+
+        }
+
+        /// The settings of a run, each with a value; `None` only where leaving it out means something.
+        #[derive(Debug, Clone, PartialEq)]
+        pub struct TrainConfig {
+            $($($(#[doc = $doc])+ pub $name: resolved!($ty $(, $default)?),)+)+
+        }
+
+        impl TrainArgs {
+            /// The names of all settings as they stand in a file, in the order of `--help`.
+            pub const KEYS: &'static [&'static str] = &[$($(stringify!($name),)+)+];
+
+            /// These, and `other`'s where these give nothing.
+            #[must_use]
+            pub fn or(self, other: Self) -> Self {
+                Self { $($($name: self.$name.or(other.$name),)+)+ }
+            }
+
+            /// Sets one setting from a TOML value. Errors: what was expected, if the value is not that.
+            fn set(&mut self, key: &str, value: &toml::Value) -> Result<(), String> {
+                match key {
+                    $($(stringify!($name) => {
+                        self.$name = Some(<$ty>::from_toml(value).ok_or_else(<$ty>::expected)?);
+                    })+)+
+                    _ => return Err(format!("one of {}", Self::KEYS.join(" "))),
+                }
+                Ok(())
+            }
+        }
+
+        impl TrainConfig {
+            /// Fills in the defaults; nothing is checked.
+            fn fill(args: TrainArgs) -> Self {
+                Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ }
+            }
+
+            /// Headings with the settings below them; `None` for a setting without a value.
+            fn entries(&self) -> Vec<(&'static str, Vec<(&'static str, Option<toml::Value>)>)> {
+                vec![$(($heading, vec![$((stringify!($name), printed!(self.$name $(, $default)?)),)+]),)+]
+            }
+        }
+    };
+}
+
+settings! {
+    "Model" {
+        /// Model preset: nano, baby, gpt2, and the larger ones of GPT-2 and GPT-3.
+        model: String, "NAME", "nano";
+        /// Number of blocks, instead of the preset's.
+        layers: usize, "N";
+        /// Attention heads in a block, instead of the preset's.
+        heads: usize, "N";
+        /// Width of the hidden states, instead of the preset's.
+        dim: usize, "N";
+        /// Longest sequence, instead of the preset's.
+        context: usize, "N";
+        /// How text becomes tokens: byte or gpt2.
+        tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte;
+        /// Folder with Hugging Face GPT-2 weights to start from.
+        init_from: PathBuf, "DIR";
+    }
+    "Data and output" {
+        /// Text file, folder of text, or .bin token file; without it, the source of our own dependencies.
+        data: PathBuf, "PATH";
+        /// The run's folder; without it, the next free runs/MODEL-N.
+        out: PathBuf, "DIR";
+        /// Print results as JSON on stdout.
+        json: bool, "BOOL", false;
+        /// No progress on stderr.
+        quiet: bool, "BOOL", false;
+    }
+    "Training" {
+        /// Optimizer steps.
+        steps: u64, "N", 400u64;
+        /// Sequences in a microbatch, for each worker.
+        batch: usize, "N", 12usize;
+        /// Microbatches whose gradients are summed for a step.
+        accumulate: usize, "N", 1usize;
+        /// Optimizer: adamw or sgd.
+        optimizer: OptimizerKind, "KIND", OptimizerKind::AdamW;
+        /// Highest learning rate.
+        lr: f64, "RATE", 1e-3;
+        /// Learning rate at the end of the schedule.
+        min_lr: f64, "RATE", 1e-4;
+        /// Steps over which the learning rate rises from zero.
+        warmup: u64, "N", 50u64;
+        /// The learning rate's way after the warm-up: cosine, linear or constant.
+        schedule: ScheduleKind, "KIND", ScheduleKind::Cosine;
+        /// Decoupled weight decay of matrices.
+        weight_decay: f64, "X", 0.1;
+        /// Decay of AdamW's first moment.
+        beta1: f64, "X", 0.9;
+        /// Decay of AdamW's second moment.
+        beta2: f64, "X", 0.95;
+        /// Momentum of SGD.
+        momentum: f64, "X", 0.9;
+        /// Longest global gradient norm; 0 is no clipping.
+        clip: f64, "NORM", 1.0;
+        /// Seed of all randomness.
+        seed: u64, "N", 1337u64;
+    }
+    "Workers and links" {
+        /// Workers in this process; a launched job has one in each process.
+        workers: usize, "N", 4usize;
+        /// What workers average, and when: ddp (gradients, each step) or diloco (parameters, every --sync-every steps).
+        sync: SyncKind, "KIND", SyncKind::Diloco;
+        /// Steps between DiLoCo's averages.
+        sync_every: u64, "STEPS", 20u64;
+        /// DiLoCo's outer learning rate.
+        outer_lr: f64, "RATE", 0.7;
+        /// DiLoCo's outer Nesterov momentum.
+        outer_momentum: f64, "X", 0.9;
+        /// How values are packed for the link: none, f16, bf16, int8 or int8:BLOCK.
+        codec: CodecKind, "CODEC", CodecKind::None;
+        /// Carry what the codec dropped over to the next average.
+        error_feedback: bool, "BOOL", true;
+        /// Megabytes of gradients that are averaged together.
+        bucket_mb: f64, "MB", 4.0;
+        /// Average a bucket while the backward pass still computes the next.
+        overlap: bool, "BOOL", true;
+        /// Link of each worker: BANDWIDTH,LATENCY or home, office, cloud, lan, datacenter.
+        link: Link, "LINK", HOME;
+        /// TOML file with devices, links and regions, instead of --link.
+        topology: PathBuf, "FILE";
+        /// What carries bytes: auto, memory, simulated or tcp.
+        transport: TransportKind, "KIND", TransportKind::Auto;
+        /// Modelled compute of each worker on the virtual clock, in FLOP/s.
+        compute_rate: f64, "FLOPS", 5e10;
+        /// Longest wait for a peer.
+        deadline: Nanos, "TIME", Nanos::from_millis(60_000);
+    }
+    "Machine" {
+        /// Where tensors live: cpu.
+        device: DeviceKind, "KIND", DeviceKind::Cpu;
+        /// Threads of each worker; 0 shares the cores among the workers.
+        threads: usize, "N", 0usize;
+    }
+    "Evaluation and checkpoints" {
+        /// Steps between evaluations; 0 evaluates only at the end.
+        eval_every: u64, "STEPS", 100u64;
+        /// Microbatches of an evaluation.
+        eval_batches: u64, "N", 20u64;
+        /// Steps between checkpoints; 0 saves only at the end and on a signal.
+        checkpoint_every: u64, "STEPS", 0u64;
+        /// Checkpoints that are kept; 0 keeps all.
+        keep_last: usize, "N", 2usize;
+        /// Pack checkpoints with zstd.
+        compress_checkpoints: bool, "BOOL", false;
+        /// Where the run begins: auto (the newest good checkpoint of --out), no, or a checkpoint's path.
+        resume: Resume, "WHERE", Resume::No;
+    }
+    "Sample" {
+        /// Text that the sample at the end continues.
+        prompt: String, "TEXT", "fn ";
+        /// Tokens of the sample; 0 is no sample.
+        sample_tokens: usize, "N", 200usize;
+        /// Sampling temperature; 0 takes the likeliest token.
+        temperature: f64, "X", 0.8;
+        /// Only the K likeliest tokens; 0 is all.
+        top_k: usize, "K", 0usize;
+        /// Only the likeliest tokens that make up this probability; 1 is all.
+        top_p: f64, "P", 0.95;
+    }
+}
+
+impl Default for TrainConfig {
+    /// The default run: nano, four workers behind home uplinks, DiLoCo.
+    fn default() -> Self {
+        Self::fill(TrainArgs::default())
+    }
+}
+
+impl TrainConfig {
+    /// What holds for a run: `given` over the file over the defaults, checked.
+    ///
+    /// Errors: those of [`TrainArgs::read`], and [`Error::Setting`] for a value out of its range.
+    pub fn resolve(given: TrainArgs, file: Option<&Path>) -> Result<Self> {
+        let from_file = file.map(TrainArgs::read).transpose()?.unwrap_or_default();
+        let config = Self::fill(given.or(from_file));
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// The settings that a file holds, over the defaults: a run's own `config.toml`, say.
+    pub fn read(path: &Path) -> Result<Self> {
+        Self::resolve(TrainArgs::default(), Some(path))
+    }
+
+    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same.
+    #[must_use]
+    pub fn to_toml(&self) -> String {
+        let mut text = String::new();
+        for (heading, entries) in self.entries() {
+            text += &format!("{}# {heading}\n", if text.is_empty() { "" } else { "\n" });
+            for (name, value) in entries {
+                if let Some(value) = value {
+                    text += &format!("{} = {value}\n", dashed(name));
+                }
+            }
+        }
+        text
+    }
+
+    /// One setting's value as it would stand in a file; `None` if it has none or no setting is called `name`.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<toml::Value> {
+        let mut all = self.entries().into_iter().flat_map(|(_, entries)| entries);
+        all.find(|(key, _)| dashed(key) == name)?.1
+    }
+
+    /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
+    ///
+    /// Errors: [`Error::Setting`] for a transport within one process in a job of several.
+    pub fn transport_for(&self, processes: usize) -> Result<TransportKind> {
+        match (self.transport, processes) {
+            (TransportKind::Auto, 0 | 1) => Ok(TransportKind::Simulated),
+            (TransportKind::Auto | TransportKind::Tcp, _) => Ok(TransportKind::Tcp),
+            (kind, 0 | 1) => Ok(kind),
+            (kind, n) => Err(Error::Setting {
+                field: "transport",
+                value: kind.to_string(),
+                expected: format!("tcp, since the job has {n} processes"),
+            }),
+        }
+    }
+
+    /// Checks every range that does not depend on the model or the data.
+    ///
+    /// Errors: [`Error::Setting`] with the first field that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        let positive = [
+            ("steps", self.steps),
+            ("batch", self.batch as u64),
+            ("accumulate", self.accumulate as u64),
+            ("workers", self.workers as u64),
+            ("sync-every", self.sync_every),
+            ("eval-batches", self.eval_batches),
+        ];
+        for (field, value) in positive {
+            check(field, value, value >= 1, "at least 1")?;
+        }
+        let sizes =
+            [("layers", self.layers), ("heads", self.heads), ("dim", self.dim), ("context", self.context)];
+        for (field, value) in sizes {
+            if let Some(value) = value {
+                check(field, value, value >= 1, "at least 1")?;
+            }
+        }
+        let fractions = [
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+            ("momentum", self.momentum),
+            ("outer-momentum", self.outer_momentum),
+        ];
+        for (field, value) in fractions {
+            check(field, value, (0.0..1.0).contains(&value), "at least 0 and below 1")?;
+        }
+        let not_negative = [
+            ("lr", self.lr),
+            ("min-lr", self.min_lr),
+            ("outer-lr", self.outer_lr),
+            ("weight-decay", self.weight_decay),
+            ("clip", self.clip),
+            ("temperature", self.temperature),
+        ];
+        for (field, value) in not_negative {
+            check(field, value, value >= 0.0 && value.is_finite(), "0 or more")?;
+        }
+        for (field, value) in [("bucket-mb", self.bucket_mb), ("compute-rate", self.compute_rate)] {
+            check(field, value, value > 0.0 && value.is_finite(), "more than 0")?;
+        }
+        check("top-p", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
+        check("min-lr", self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
+        check("deadline", self.deadline, self.deadline > Nanos::ZERO, "more than no time")
+    }
+}
+
+/// [`Error::Setting`] unless `good`.
+fn check(field: &'static str, value: impl ToString, good: bool, expected: &str) -> Result<()> {
+    if good {
+        return Ok(());
+    }
+    Err(Error::Setting { field, value: value.to_string(), expected: expected.to_owned() })
+}
+
+/// `eval_every` as it stands in a file and on the command line.
+pub(crate) fn dashed(name: &str) -> String {
+    name.replace('_', "-")
+}

@@ -1,0 +1,113 @@
+use super::*;
+
+fn toml(text: &str) -> Result<TrainArgs> {
+    TrainArgs::from_toml(text, Path::new("run.toml"))
+}
+
+#[test]
+fn a_flag_wins_over_the_file_and_the_file_over_the_default() {
+    let file = toml("steps = 7\nlr = 1\nlink = \"lan\"\nerror-feedback = false\n").unwrap();
+    let given = TrainArgs { steps: Some(9), ..TrainArgs::default() };
+    let config = TrainConfig::fill(given.or(file));
+    assert_eq!((config.steps, config.lr, config.batch), (9, 1.0, TrainConfig::default().batch));
+    assert_eq!(config.link, "lan".parse().unwrap());
+    assert!(!config.error_feedback);
+}
+
+#[test]
+fn what_is_printed_reads_back_the_same() {
+    let odd = TrainConfig {
+        layers: Some(3),
+        data: Some("a \"b\"/c".into()),
+        prompt: "line\nbreak \u{1f980}".to_owned(),
+        lr: 1.234_567_890_123e-5,
+        link: Link { bandwidth: farflung_base::Bandwidth(123_456_789), latency: Nanos(1_234_567) },
+        deadline: Nanos(1),
+        codec: CodecKind::Int8 { block: 64 },
+        resume: Resume::Path("runs/x/step-3".into()),
+        clip: 0.0,
+        ..TrainConfig::default()
+    };
+    for config in [TrainConfig::default(), odd] {
+        let text = config.to_toml();
+        assert_eq!(TrainConfig::fill(toml(&text).unwrap()), config, "{text}");
+    }
+    assert!(TrainConfig::default().to_toml().contains("\neval-every = "));
+}
+
+#[test]
+fn every_flag_is_a_key_and_every_default_is_valid() {
+    TrainConfig::default().validate().unwrap();
+    let command = <TrainArgs as clap::Args>::augment_args(clap::Command::new("train"));
+    let flags: Vec<_> = command.get_arguments().filter_map(|a| a.get_long()).map(str::to_owned).collect();
+    assert_eq!(flags, TrainArgs::KEYS.iter().map(|k| dashed(k)).collect::<Vec<_>>());
+}
+
+#[test]
+fn an_unknown_key_is_refused_with_its_line_and_the_nearest() {
+    let message = |text| toml(text).unwrap_err().to_string();
+    assert_eq!(
+        message("# hi\nbatch = 3\nstpes = 4"),
+        "run.toml:3: unknown key `stpes`, did you mean `steps`?"
+    );
+    assert_eq!(message("sync_every = 3"), "run.toml:1: unknown key `sync_every`, did you mean `sync-every`?");
+    assert_eq!(message("zzzzzzzzzz = 3"), "run.toml:1: unknown key `zzzzzzzzzz`");
+    assert_eq!(toml("x = 1").unwrap_err().exit_code(), 2);
+}
+
+#[test]
+fn a_wrong_value_names_the_key_and_what_was_expected() {
+    for (text, expected) in [
+        ("steps = -1", "a whole number"),
+        ("steps = 1.5", "a whole number"),
+        ("steps = \"5\"", "a whole number"),
+        ("lr = \"fast\"", "a number"),
+        ("lr = nan", "a number"),
+        ("overlap = 1", "true or false"),
+        ("model = 3", "a text"),
+        ("link = \"100mbit\"", "BANDWIDTH,LATENCY"),
+        ("codec = \"int8:0\"", "int8:BLOCK"),
+        ("optimizer = \"adam\"", "one of adamw sgd"),
+        ("steps = [1]", "a whole number"),
+        ("deadline = 30", "a time"),
+    ] {
+        let key = text.split(' ').next().unwrap();
+        let message = toml(&format!("\n{text}")).unwrap_err().to_string();
+        assert!(message.starts_with("run.toml:2:"), "{message}");
+        assert!(message.contains(&format!("`{key}`")) && message.contains(expected), "{message}");
+    }
+    assert!(matches!(toml("steps = "), Err(Error::ConfigSyntax { .. })));
+    assert!(matches!(toml("steps = 1\nsteps = 2"), Err(Error::ConfigSyntax { .. })));
+}
+
+#[test]
+fn ranges_are_checked_by_name() {
+    let broken: [(&str, fn(&mut TrainConfig)); 10] = [
+        ("workers", |c| c.workers = 0),
+        ("batch", |c| c.batch = 0),
+        ("beta2", |c| c.beta2 = 1.0),
+        ("clip", |c| c.clip = -1.0),
+        ("lr", |c| c.lr = f64::NAN),
+        ("min-lr", |c| c.min_lr = 1.0),
+        ("top-p", |c| c.top_p = 0.0),
+        ("bucket-mb", |c| c.bucket_mb = 0.0),
+        ("heads", |c| c.heads = Some(0)),
+        ("deadline", |c| c.deadline = Nanos::ZERO),
+    ];
+    for (field, spoil) in broken {
+        let mut config = TrainConfig::default();
+        spoil(&mut config);
+        let message = config.validate().unwrap_err().to_string();
+        assert!(message.contains(&format!("`{field}`")), "{message}");
+    }
+}
+
+#[test]
+fn the_transport_follows_the_number_of_processes() {
+    let config = TrainConfig::default();
+    assert_eq!(config.transport_for(1).unwrap(), TransportKind::Simulated);
+    assert_eq!(config.transport_for(4).unwrap(), TransportKind::Tcp);
+    let memory = TrainConfig { transport: TransportKind::Memory, ..config };
+    assert_eq!(memory.transport_for(1).unwrap(), TransportKind::Memory);
+    assert!(memory.transport_for(2).unwrap_err().to_string().contains("2 processes"));
+}

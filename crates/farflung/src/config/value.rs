@@ -1,0 +1,136 @@
+//! How one setting is read from text and printed: the same for the command line and for TOML.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use farflung_base::{Link, Nanos};
+use toml::Value;
+
+/// A type that a setting can have.
+pub trait Setting: Sized + Clone + Send + Sync + 'static {
+    /// Completes "expected ..." where the text is wrong.
+    fn expected() -> String;
+
+    /// Reads a flag's argument, or a TOML value's text; `None` if it is not one.
+    fn parse(text: &str) -> Option<Self>;
+
+    /// As it stands in a TOML file.
+    fn value(&self) -> Value;
+
+    /// For clap: [`Setting::parse`] with the expectation as the error.
+    fn from_flag(text: &str) -> Result<Self, String> {
+        Self::parse(text).ok_or_else(|| format!("expected {}", Self::expected()))
+    }
+
+    /// Reads a TOML value; `None` if it is not one. A number may not be in quotes, nor a word without.
+    fn from_toml(value: &Value) -> Option<Self> {
+        let text = match value {
+            Value::String(s) => s.clone(),
+            Value::Integer(_) | Value::Float(_) | Value::Boolean(_) => value.to_string(),
+            Value::Datetime(_) | Value::Array(_) | Value::Table(_) => return None,
+        };
+        let read = Self::parse(&text)?;
+        let quoted = |v: &Value| matches!(v, Value::String(_));
+        (quoted(&read.value()) == quoted(value)).then_some(read)
+    }
+}
+
+macro_rules! integers {
+    ($($ty:ty),*) => {$(
+        impl Setting for $ty {
+            fn expected() -> String {
+                "a whole number that is not negative".to_owned()
+            }
+            fn parse(text: &str) -> Option<Self> {
+                // TOML's integers end at 2^63 - 1: what cannot be printed again is not read.
+                text.parse().ok().filter(|&n: &Self| i64::try_from(n).is_ok())
+            }
+            fn value(&self) -> Value {
+                Value::Integer(i64::try_from(*self).unwrap_or(i64::MAX))
+            }
+        }
+    )*};
+}
+integers!(u64, usize);
+
+impl Setting for f64 {
+    fn expected() -> String {
+        "a number".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok().filter(|x: &Self| x.is_finite())
+    }
+    fn value(&self) -> Value {
+        Value::Float(*self)
+    }
+}
+
+impl Setting for bool {
+    fn expected() -> String {
+        "true or false".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::Boolean(*self)
+    }
+}
+
+impl Setting for String {
+    fn expected() -> String {
+        "a text".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        Some(text.to_owned())
+    }
+    fn value(&self) -> Value {
+        Value::String(self.clone())
+    }
+}
+
+impl Setting for PathBuf {
+    fn expected() -> String {
+        "a path".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        (!text.is_empty()).then(|| Self::from(text))
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string_lossy().into_owned())
+    }
+}
+
+impl Setting for Link {
+    fn expected() -> String {
+        let names = Self::NAMED.map(|(name, ..)| name).join(", ");
+        format!("BANDWIDTH,LATENCY such as `100mbit,20ms`, or one of {names}")
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        let exact = match self.bandwidth.0 {
+            u64::MAX => format!("unlimited,{}ns", self.latency.0),
+            bits => format!("{bits}bit,{}ns", self.latency.0),
+        };
+        Value::String(shortest(self, self.to_string(), exact))
+    }
+}
+
+impl Setting for Nanos {
+    fn expected() -> String {
+        "a time such as `30s` (units: ns, us, ms, s, min)".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(shortest(self, self.to_string(), format!("{}ns", self.0)))
+    }
+}
+
+/// The short form where it reads back the same (it rounds to two decimals), else the exact one.
+fn shortest<T: FromStr + PartialEq>(of: &T, short: String, exact: String) -> String {
+    if short.parse::<T>().is_ok_and(|read| read == *of) { short } else { exact }
+}

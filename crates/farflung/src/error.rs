@@ -1,0 +1,210 @@
+//! The crate's one error: what failed, with the field, file or peer that is wrong, and the exit code that it stands for.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::signals::Signal;
+
+/// A result of this crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Everything that can go wrong between the command line and the run's folder.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A setting of the command line or of a file has a value that cannot be.
+    #[error("`{field}` is {value}, expected {expected}")]
+    Setting {
+        /// The setting's name, as in `--name`.
+        field: &'static str,
+        /// What was given.
+        value: String,
+        /// What would have been right.
+        expected: String,
+    },
+    /// A config file has a key that nobody knows.
+    #[error("{path}:{line}: unknown key `{key}`{}", nearest.as_ref().map_or(String::new(), |n| format!(", did you mean `{n}`?")))]
+    UnknownKey {
+        /// The config file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// The key as written.
+        key: String,
+        /// The known key that is spelled most like it, if one is near.
+        nearest: Option<String>,
+    },
+    /// A key of a config file has a wrong value.
+    #[error("{path}:{line}: `{key}` is {value}, expected {expected}")]
+    ConfigValue {
+        /// The config file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// The key.
+        key: String,
+        /// What was given.
+        value: String,
+        /// What would have been right.
+        expected: String,
+    },
+    /// A config file is not TOML.
+    #[error("{path} is not TOML")]
+    ConfigSyntax {
+        /// The config file.
+        path: PathBuf,
+        /// What the parser says, with line and column.
+        #[source]
+        source: Box<toml::de::Error>,
+    },
+    /// Some of a launcher's variables are set and one is not.
+    #[error("{present} is set but {missing} is not: both are needed to join a job")]
+    HalfSet {
+        /// A variable that is set.
+        present: &'static str,
+        /// The one that is missing.
+        missing: &'static str,
+    },
+    /// A launcher's variable cannot be read.
+    #[error("the environment variable {name} is `{value}`, expected {expected}")]
+    Variable {
+        /// The variable.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What would have been right.
+        expected: &'static str,
+    },
+    /// A file or folder could not be read or written.
+    #[error("failed to {action} {path}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// On which path.
+        path: PathBuf,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// The folder given for a run holds something else.
+    #[error("{path} is not empty and is not a run's folder: give another `--out`")]
+    NotARun {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The folder given for a new run holds a run already.
+    #[error("{path} already holds a run: give `--resume auto` to continue it, or another `--out`")]
+    RunExists {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// Another process trains in the same folder.
+    #[error("{path} is in use by another run{}", pid.map_or(String::new(), |p| format!(" (process {p})")))]
+    Locked {
+        /// The run's folder.
+        path: PathBuf,
+        /// The process that holds it, where it said so.
+        pid: Option<u32>,
+    },
+    /// A file of a checkpoint is not what was written.
+    #[error("checkpoint file {path} is damaged: {what}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// How one can tell.
+        what: &'static str,
+    },
+    /// A file name inside a checkpoint that would leave its folder, or that stands for something else.
+    #[error("`{name}` cannot be the name of a checkpoint's file")]
+    FileName {
+        /// The name.
+        name: String,
+    },
+    /// A line of `metrics.jsonl` is not a step.
+    #[error("{path}:{line} is not a line of metrics")]
+    Metrics {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What the parser says.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// The source text of our own dependencies is not on this machine.
+    #[error("the default text is not on this machine ({what}): give `--data PATH`")]
+    NoCorpus {
+        /// What was looked for and not found.
+        what: String,
+    },
+    /// The default text is not the one that every bound was measured on.
+    #[error("the default text has hash {found}, expected {expected}: give `--data PATH`")]
+    CorpusHash {
+        /// The hash of what was found.
+        found: String,
+        /// [`crate::corpus::EXPECTED`].
+        expected: &'static str,
+    },
+    /// The loss curve could not be drawn.
+    #[error("failed to draw the loss curve: {what}")]
+    Plot {
+        /// What the drawing library says.
+        what: String,
+    },
+    /// A process of a launched job could not be started.
+    #[error("failed to start rank {rank}")]
+    Start {
+        /// The rank.
+        rank: usize,
+        /// What the system said.
+        #[source]
+        source: io::Error,
+    },
+    /// A process of a launched job failed.
+    #[error("rank {rank} failed: {status}")]
+    Child {
+        /// The first rank that failed.
+        rank: usize,
+        /// Its exit status, in words.
+        status: std::process::ExitStatus,
+        /// The exit code to pass on.
+        code: u8,
+    },
+    /// A peer was lost; the job can be started again.
+    #[error("{peer} was lost")]
+    PeerLost {
+        /// Who.
+        peer: farflung_base::PeerId,
+        /// How one can tell.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The user or the system asked for a stop.
+    #[error("stopped by {0}")]
+    Stopped(Signal),
+}
+
+impl Error {
+    /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130 and 143 after a signal,
+    /// the child's own for a launched one, else 1.
+    #[must_use]
+    pub const fn exit_code(&self) -> u8 {
+        match self {
+            Self::Setting { .. }
+            | Self::UnknownKey { .. }
+            | Self::ConfigValue { .. }
+            | Self::ConfigSyntax { .. }
+            | Self::HalfSet { .. }
+            | Self::Variable { .. } => 2,
+            Self::PeerLost { .. } => 75,
+            Self::Stopped(signal) => signal.exit_code(),
+            Self::Child { code, .. } => *code,
+            _ => 1,
+        }
+    }
+
+    /// For `map_err`: the error of doing `action` to `path`.
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { action, path: path.to_owned(), source }
+    }
+}
