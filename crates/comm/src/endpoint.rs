@@ -1,0 +1,415 @@
+//! The part that all transports share: who polls which operation, when a thread may sleep, and what happens at a
+//! deadline. A transport adds a [`Driver`]; this file knows no network.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use farflung_base::{Nanos, PeerId};
+
+use crate::inbox::{Idle, Inbox};
+use crate::transport::{PeerEvent, Port, Stats, Tag, Task, Transport};
+use crate::{CommError, Frame, Pool};
+
+/// On whose behalf a thread blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Somebody waits for a result.
+    Waiter,
+    /// Nobody does; the thread gives way as soon as somebody waits.
+    Background,
+}
+
+/// Why a blocked thread goes on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wake {
+    /// Something happened, or might have, or the time has come.
+    Moved,
+    /// Nothing will ever happen.
+    Deadlock,
+}
+
+/// A network, as an [`Endpoint`] needs it. Frames that arrive are put into the endpoint's [`Inbox`].
+pub trait Driver: fmt::Debug + Send + Sync + 'static {
+    /// Takes a frame that departs at `at` (real networks: now). Never blocks.
+    fn submit(&self, to: PeerId, tag: Tag, at: Nanos, frame: Frame);
+    /// Whether the network takes another frame of this tag; where not, it signals the inbox when it does.
+    fn has_room(&self, to: PeerId, tag: Tag) -> bool;
+    /// A frame of this peer and tag was taken from the inbox; `left` of them are still there.
+    fn taken(&self, from: PeerId, tag: Tag, left: usize);
+    /// The endpoint's clock.
+    fn now(&self) -> Nanos;
+    /// The time up to which everything has been seen: what deadlines are compared with.
+    fn horizon(&self) -> Nanos {
+        self.now()
+    }
+    /// Lets time pass on a virtual clock.
+    fn advance(&self, _by: Nanos) {}
+    /// Lifts a virtual clock to the end of an operation that was waited for.
+    fn lift(&self, _to: Nanos) {}
+    /// Blocks until the inbox has moved past `seen`, or `until`.
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake;
+    /// Wakes a thread that is blocked outside of the inbox's own condition variable.
+    fn nudge(&self) {}
+    /// Whether operations go on in a thread of their own while nobody waits.
+    fn has_background(&self) -> bool;
+    /// Takes leave of the peers.
+    fn close(&self, inbox: &Inbox);
+}
+
+pub(crate) struct Shared<D> {
+    me: PeerId,
+    pub(crate) driver: D,
+    pub(crate) inbox: Arc<Inbox>,
+    pool: Arc<Pool>,
+    jobs: Mutex<Jobs>,
+}
+
+#[derive(Default)]
+struct Jobs {
+    next: u64,
+    /// In the order of their start, so by number.
+    live: Vec<(u64, Arc<Cell>)>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+/// A started operation.
+struct Cell(Mutex<Running>);
+
+struct Running {
+    task: Option<Box<dyn Task>>,
+    clock: Nanos,
+    deadline: Nanos,
+    waker: Option<Waker>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The port of one operation while it is polled.
+struct View<'a, D> {
+    shared: &'a Shared<D>,
+    op: &'static str,
+    clock: Nanos,
+}
+
+impl<D: Driver> Port for View<'_, D> {
+    fn me(&self) -> PeerId {
+        self.shared.me
+    }
+    fn lease(&mut self, len: usize) -> Frame {
+        self.shared.pool.lease(len)
+    }
+    fn has_room(&mut self, to: PeerId, tag: Tag) -> bool {
+        to == self.shared.me || self.shared.inbox.is_down(to) || self.shared.driver.has_room(to, tag)
+    }
+    fn send(&mut self, to: PeerId, tag: Tag, mut frame: Frame) -> Result<(), CommError> {
+        if to == self.shared.me {
+            frame.arrived = self.clock;
+            self.shared.inbox.deliver_own(to, tag, frame);
+            return Ok(());
+        }
+        self.shared.inbox.count_sent(self.op, to, tag, frame.len())?;
+        self.shared.driver.submit(to, tag, self.clock, frame);
+        Ok(())
+    }
+    fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError> {
+        let Some((frame, left)) = self.shared.inbox.take(self.op, from, tag)? else { return Ok(None) };
+        if from != self.shared.me {
+            self.shared.driver.taken(from, tag, left);
+        }
+        self.clock = self.clock.max(frame.arrived);
+        Ok(Some(frame))
+    }
+}
+
+impl<D: Driver> Shared<D> {
+    /// Polls one operation, and ends it where its time is over. Returns whether it is over.
+    fn poll(&self, task: &mut dyn Task, clock: &mut Nanos, deadline: Nanos, wake: Wake) -> bool {
+        let mut view = View { shared: self, op: task.name(), clock: *clock };
+        let mut over = task.poll(&mut view).is_ready();
+        if !over {
+            let (op, peer) = (task.name(), task.waits_for());
+            let error = if wake == Wake::Deadlock {
+                Some(CommError::Deadlock { op, peer })
+            } else if self.inbox.has_ended() {
+                Some(CommError::Ended { op })
+            } else if self.driver.horizon() >= deadline {
+                view.clock = view.clock.max(deadline);
+                Some(CommError::Deadline { op, peer, after: task.limit() })
+            } else {
+                None
+            };
+            if let Some(error) = error {
+                task.fail(error, &mut view);
+                over = true;
+            }
+        }
+        *clock = view.clock;
+        over
+    }
+
+    /// Polls every started operation once and returns the earliest deadline of those that go on.
+    fn poll_jobs(&self, wake: Wake) -> Nanos {
+        let mut earliest = Nanos::MAX;
+        let mut from = 0;
+        loop {
+            let (number, cell) = {
+                let jobs = lock(&self.jobs);
+                let at = jobs.live.partition_point(|(number, _)| *number < from);
+                let Some((number, cell)) = jobs.live.get(at) else { return earliest };
+                (*number, Arc::clone(cell))
+            };
+            from = number + 1;
+            let mut running = lock(&cell.0);
+            let Running { task, clock, deadline, waker } = &mut *running;
+            let over = task.as_mut().is_none_or(|task| self.poll(task.as_mut(), clock, *deadline, wake));
+            if over {
+                *task = None;
+                if let Some(waker) = waker.take() {
+                    waker.wake();
+                }
+                drop(running);
+                self.forget(number);
+                // Whoever waits for it on another thread looks again.
+                self.inbox.signal();
+            } else {
+                earliest = earliest.min(*deadline);
+            }
+        }
+    }
+
+    fn forget(&self, number: u64) {
+        let mut jobs = lock(&self.jobs);
+        if let Ok(at) = jobs.live.binary_search_by_key(&number, |(number, _)| *number) {
+            jobs.live.remove(at);
+        }
+    }
+
+    fn has_jobs(&self) -> bool {
+        !lock(&self.jobs).live.is_empty()
+    }
+
+    /// Blocks until `over` says so, with all started operations going on meanwhile.
+    fn wait_until(&self, mut over: impl FnMut(Wake) -> (bool, Nanos)) {
+        let _waiting = Waiting::new(self);
+        let mut wake = Wake::Moved;
+        loop {
+            let seen = self.inbox.seen();
+            // The operation that is waited for comes first only where it is not among the jobs.
+            let (done, deadline) = over(wake);
+            if done {
+                return;
+            }
+            let earliest = self.poll_jobs(wake).min(deadline);
+            wake = self.driver.block(&self.inbox, seen, earliest, Role::Waiter);
+        }
+    }
+
+    /// What the background thread does until the endpoint closes.
+    fn background(&self) {
+        while self.inbox.idle(|| self.has_jobs()) == Idle::Work {
+            let seen = self.inbox.seen();
+            let earliest = self.poll_jobs(Wake::Moved);
+            if self.has_jobs() {
+                self.driver.block(&self.inbox, seen, earliest, Role::Background);
+            }
+        }
+    }
+}
+
+/// Counts a waiting thread while it lives, so that the background thread gives way.
+struct Waiting<'a, D: Driver>(&'a Shared<D>);
+
+impl<'a, D: Driver> Waiting<'a, D> {
+    fn new(shared: &'a Shared<D>) -> Self {
+        if shared.inbox.begin_wait() {
+            shared.driver.nudge();
+        }
+        Self(shared)
+    }
+}
+
+impl<D: Driver> Drop for Waiting<'_, D> {
+    fn drop(&mut self) {
+        self.0.inbox.end_wait();
+    }
+}
+
+/// Closes the network when the last endpoint and job are gone.
+struct Handle<D: Driver>(Arc<Shared<D>>);
+
+impl<D: Driver> Drop for Handle<D> {
+    fn drop(&mut self) {
+        self.0.inbox.end();
+        self.0.driver.nudge();
+        let thread = lock(&self.0.jobs).thread.take();
+        if let Some(thread) = thread
+            && thread.thread().id() != std::thread::current().id()
+        {
+            // A panic of the background thread has been reported by the runtime already.
+            let _ = thread.join();
+        }
+        self.0.driver.close(&self.0.inbox);
+    }
+}
+
+/// A [`Transport`] over a [`Driver`].
+pub struct Endpoint<D: Driver> {
+    handle: Arc<Handle<D>>,
+}
+
+impl<D: Driver> Endpoint<D> {
+    /// Puts an endpoint on top of a driver; `inbox` is where the driver puts what arrives.
+    pub fn new(me: PeerId, driver: D, inbox: Arc<Inbox>, pool: Arc<Pool>) -> Self {
+        let shared = Shared { me, driver, inbox, pool, jobs: Mutex::default() };
+        Self { handle: Arc::new(Handle(Arc::new(shared))) }
+    }
+
+    /// The driver underneath.
+    #[must_use]
+    pub fn driver(&self) -> &D {
+        &self.shared().driver
+    }
+
+    fn shared(&self) -> &Arc<Shared<D>> {
+        &self.handle.0
+    }
+}
+
+impl<D: Driver> fmt::Debug for Endpoint<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint")
+            .field("me", &self.shared().me)
+            .field("driver", &self.shared().driver)
+            .finish()
+    }
+}
+
+impl<D: Driver> Transport for Endpoint<D> {
+    fn me(&self) -> PeerId {
+        self.shared().me
+    }
+    fn size(&self) -> usize {
+        self.shared().inbox.size()
+    }
+    fn now(&self) -> Nanos {
+        self.shared().driver.now()
+    }
+    fn advance(&self, by: Nanos) {
+        self.shared().driver.advance(by);
+    }
+    fn lease(&self, len: usize) -> Frame {
+        self.shared().pool.lease(len)
+    }
+
+    fn run(&self, task: &mut dyn Task) {
+        let shared = self.shared();
+        let mut clock = shared.driver.now();
+        let deadline = clock.saturating_add(task.limit());
+        shared.wait_until(|wake| (shared.poll(task, &mut clock, deadline, wake), deadline));
+        shared.driver.lift(clock);
+    }
+
+    fn spawn(&self, mut task: Box<dyn Task>) -> Job {
+        let shared = self.shared();
+        let mut clock = shared.driver.now();
+        let deadline = clock.saturating_add(task.limit());
+        // The first frames leave at once, not when somebody happens to wait.
+        let over = shared.poll(task.as_mut(), &mut clock, deadline, Wake::Moved);
+        let running = Running { task: (!over).then_some(task), clock, deadline, waker: None };
+        let cell = Arc::new(Cell(Mutex::new(running)));
+        let mut jobs = lock(&shared.jobs);
+        let number = jobs.next;
+        jobs.next += 1;
+        if !over {
+            jobs.live.push((number, Arc::clone(&cell)));
+            if jobs.thread.is_none() && shared.driver.has_background() {
+                let shared = Arc::clone(shared);
+                let thread = std::thread::Builder::new().name("farflung-comm".to_owned());
+                // Without the thread operations still go on whenever somebody waits.
+                jobs.thread = thread.spawn(move || shared.background()).ok();
+            }
+            drop(jobs);
+            // Arrivals since the first poll, and the background thread, which may be asleep.
+            shared.inbox.signal();
+            shared.driver.nudge();
+        }
+        Job { number, cell, host: Arc::clone(&self.handle) as Arc<dyn Host> }
+    }
+
+    fn traffic(&self, peer: PeerId) -> Stats {
+        self.shared().inbox.traffic(peer)
+    }
+    fn events(&self) -> Vec<PeerEvent> {
+        self.shared().inbox.events()
+    }
+}
+
+trait Host: Send + Sync {
+    fn wait(&self, cell: &Cell);
+    fn cancel(&self, number: u64, cell: &Cell);
+}
+
+impl<D: Driver> Host for Handle<D> {
+    fn wait(&self, cell: &Cell) {
+        let shared = &self.0;
+        shared.wait_until(|wake| {
+            if wake == Wake::Deadlock {
+                shared.poll_jobs(wake);
+            }
+            let running = lock(&cell.0);
+            (running.task.is_none(), Nanos::MAX)
+        });
+        let clock = lock(&cell.0).clock;
+        shared.driver.lift(clock);
+    }
+
+    fn cancel(&self, number: u64, cell: &Cell) {
+        let mut running = lock(&cell.0);
+        if let Some(mut task) = running.task.take() {
+            let op = task.name();
+            let mut view = View { shared: &*self.0, op, clock: running.clock };
+            task.fail(CommError::Cancelled { op }, &mut view);
+            self.0.forget(number);
+        }
+    }
+}
+
+/// A started operation. Dropping it cancels it where it is not over.
+#[must_use = "dropping a job cancels it"]
+pub struct Job {
+    number: u64,
+    cell: Arc<Cell>,
+    host: Arc<dyn Host>,
+}
+
+impl Job {
+    /// Blocks until it is over, driving the network on this thread.
+    pub fn wait(&self) {
+        self.host.wait(&self.cell);
+    }
+
+    /// Whether it is over; arranges a wake-up where it is not.
+    pub fn poll(&self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut running = lock(&self.cell.0);
+        if running.task.is_none() {
+            return Poll::Ready(());
+        }
+        running.waker = Some(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.host.cancel(self.number, &self.cell);
+    }
+}
+
+impl fmt::Debug for Job {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Job({})", self.number)
+    }
+}

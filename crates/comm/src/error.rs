@@ -1,0 +1,277 @@
+//! What can go wrong between machines. Every error that has a culprit names it.
+
+use std::io;
+use std::sync::Arc;
+
+use farflung_base::{Nanos, PeerId, Rank};
+
+/// Why a peer is not there any more.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DownReason {
+    /// It closed its endpoint in good order.
+    #[error("it left")]
+    Left,
+    /// The connection broke.
+    #[error("the connection broke: {0}")]
+    Broken(io::ErrorKind),
+    /// The connection ended in the middle of something.
+    #[error("the connection ended without a goodbye")]
+    Ended,
+    /// It sent something that is not our protocol; the connection was closed.
+    #[error("it broke the protocol: {0}")]
+    Protocol(WireError),
+    /// A fault rule of the simulated network crashed it.
+    #[error("it crashed")]
+    Crashed,
+    /// A fault rule of the simulated network cut the link to it.
+    #[error("the link to it was cut")]
+    Cut,
+}
+
+/// What is wrong with bytes that came from a socket.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WireError {
+    /// Not a frame of ours at all.
+    #[error("frame does not start with the magic bytes")]
+    Magic,
+    /// A frame of another version of the protocol.
+    #[error("protocol version {got}, this side speaks {want}")]
+    Version {
+        /// This side's version.
+        want: u8,
+        /// The version in the frame.
+        got: u8,
+    },
+    /// A frame kind that does not exist, or not at this point.
+    #[error("unexpected frame kind {0}")]
+    Kind(u8),
+    /// A tag channel that does not exist.
+    #[error("unknown channel {0}")]
+    Channel(u8),
+    /// A payload longer than a frame may be.
+    #[error("a payload of {got} bytes, at most {max} are allowed")]
+    Length {
+        /// The bound.
+        max: usize,
+        /// The claimed length.
+        got: usize,
+    },
+    /// The checksum does not match.
+    #[error("checksum mismatch")]
+    Checksum,
+    /// A control message whose contents make no sense.
+    #[error("malformed {0}")]
+    Malformed(&'static str),
+}
+
+/// Why a rank was not let into a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// It expects another number of ranks.
+    #[error("world size {got}, but the job has {want}")]
+    WorldSize {
+        /// The size that the master was given.
+        want: u32,
+        /// The size that the other side was given.
+        got: u32,
+    },
+    /// It belongs to another job.
+    #[error("another job id")]
+    Job,
+    /// Its rank is not below the world size.
+    #[error("rank {0} does not exist")]
+    Rank(u32),
+    /// Its rank is there already.
+    #[error("rank {0} has joined already")]
+    Taken(u32),
+    /// It speaks another version of the protocol.
+    #[error("protocol version {got}, the job speaks {want}")]
+    Version {
+        /// The master's version.
+        want: u8,
+        /// The other side's.
+        got: u8,
+    },
+}
+
+/// What a [`Coder`](crate::Coder) failed with.
+pub type CoderError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Everything that communication can fail with.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// A peer did not do its part in time.
+    #[error("{op}: {peer} did not answer within {after}")]
+    Deadline {
+        /// What was waiting.
+        op: &'static str,
+        /// The peer that it waited for.
+        peer: PeerId,
+        /// The time it was given.
+        after: Nanos,
+    },
+    /// Nothing can ever happen again: every rank waits (simulated network only).
+    #[error("{op}: deadlock: every rank waits and nothing is on its way; this one waits for {peer}")]
+    Deadlock {
+        /// What was waiting.
+        op: &'static str,
+        /// The peer that it waited for.
+        peer: PeerId,
+    },
+    /// A peer is gone.
+    #[error("{op}: {peer} is gone: {reason}")]
+    PeerDown {
+        /// What needed it.
+        op: &'static str,
+        /// The peer.
+        peer: PeerId,
+        /// Why.
+        reason: DownReason,
+    },
+    /// Another rank's part of this communicator failed.
+    #[error("{op}: {by} gave up because of {culprit}")]
+    Aborted {
+        /// What was interrupted.
+        op: &'static str,
+        /// The peer that said so.
+        by: PeerId,
+        /// The peer that it holds responsible.
+        culprit: PeerId,
+    },
+    /// A peer runs another collective, or the same with another length, type or operation.
+    #[error(
+        "{op}: {peer} is in another collective or has another length ({got} bytes where {want} were due)"
+    )]
+    Mismatch {
+        /// This side's collective.
+        op: &'static str,
+        /// The peer whose frame did not fit.
+        peer: PeerId,
+        /// Bytes expected.
+        want: usize,
+        /// Bytes received.
+        got: usize,
+    },
+    /// An earlier failure ended this communicator.
+    #[error("the communicator has failed before: {0}")]
+    Poisoned(Arc<Self>),
+    /// A pending operation was dropped before it was done, which ends its communicator.
+    #[error("{op} was cancelled")]
+    Cancelled {
+        /// What was dropped.
+        op: &'static str,
+    },
+    /// This endpoint has ended (simulated crash, or closed).
+    #[error("{op}: this endpoint has ended")]
+    Ended {
+        /// What was asked of it.
+        op: &'static str,
+    },
+    /// Arguments that make no sense.
+    #[error("{op}: {what} is {got}, expected {want}")]
+    Argument {
+        /// The call.
+        op: &'static str,
+        /// Which argument.
+        what: &'static str,
+        /// What it was.
+        got: usize,
+        /// What it must be, or be below.
+        want: usize,
+    },
+    /// A reduction that the element type does not have.
+    #[error("{op} is not defined for {element}")]
+    Unsupported {
+        /// The operation.
+        op: &'static str,
+        /// The element type.
+        element: &'static str,
+    },
+    /// A message of bytes is longer than [`MAX_MESSAGE`](crate::MAX_MESSAGE).
+    #[error("{op}: a message from {peer} is longer than {max} bytes")]
+    TooLong {
+        /// The call.
+        op: &'static str,
+        /// Who sent it.
+        peer: PeerId,
+        /// The bound.
+        max: usize,
+    },
+    /// A coder failed.
+    #[error("{op}: the coder failed: {source}")]
+    Coder {
+        /// The call.
+        op: &'static str,
+        /// What the coder said.
+        #[source]
+        source: Arc<dyn std::error::Error + Send + Sync>,
+    },
+    /// Not every rank came to the rendezvous.
+    #[error("rendezvous at {master}: after {after} still missing: {}", list(.ranks))]
+    Missing {
+        /// Where the job meets.
+        master: String,
+        /// The ranks that did not come.
+        ranks: Vec<Rank>,
+        /// The time they were given.
+        after: Nanos,
+    },
+    /// The master did not let this rank in, or a peer was not who it should be.
+    #[error("{peer} refused: {reason}")]
+    Refused {
+        /// Address of the other side.
+        peer: String,
+        /// Why.
+        reason: Refusal,
+    },
+    /// An address or a socket did not work.
+    #[error("{what} {address}: {message}")]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// With which address.
+        address: String,
+        /// What kind of failure it was.
+        kind: io::ErrorKind,
+        /// The system's words.
+        message: String,
+    },
+    /// The other side of a handshake does not speak our protocol.
+    #[error("handshake with {peer}: {source}")]
+    Handshake {
+        /// Address of the other side.
+        peer: String,
+        /// What was wrong.
+        #[source]
+        source: WireError,
+    },
+}
+
+fn list(ranks: &[Rank]) -> String {
+    ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+impl CommError {
+    /// The peer that is to blame, where there is one.
+    #[must_use]
+    pub fn peer(&self) -> Option<PeerId> {
+        match self {
+            Self::Deadline { peer, .. }
+            | Self::Deadlock { peer, .. }
+            | Self::PeerDown { peer, .. }
+            | Self::Mismatch { peer, .. }
+            | Self::TooLong { peer, .. } => Some(*peer),
+            Self::Aborted { culprit, .. } => Some(*culprit),
+            Self::Poisoned(first) => first.peer(),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn io(what: &'static str, address: impl ToString, error: &io::Error) -> Self {
+        Self::Io { what, address: address.to_string(), kind: error.kind(), message: error.to_string() }
+    }
+}

@@ -1,0 +1,115 @@
+//! Pooled buffers of at most [`FRAME_BYTES`], the unit in which everything travels. Bytes, never types.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use farflung_base::Nanos;
+
+/// The most bytes that one frame carries.
+pub const FRAME_BYTES: usize = 256 * 1024;
+
+/// Buffers that a pool keeps for reuse; those beyond are given back to the system.
+const KEPT: usize = 256;
+
+/// Where the buffers of frames come from and go back to.
+#[derive(Default)]
+pub struct Pool {
+    free: Mutex<Vec<Vec<u64>>>,
+}
+
+impl Pool {
+    /// An empty pool.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// A frame of `len` bytes whose contents are arbitrary.
+    ///
+    /// # Panics
+    /// If `len` is more than [`FRAME_BYTES`].
+    #[must_use]
+    pub fn lease(self: &Arc<Self>, len: usize) -> Frame {
+        assert!(len <= FRAME_BYTES, "a frame of {len} bytes");
+        let mut words = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default();
+        // A buffer never shrinks, so that in a steady state nothing is allocated or cleared here.
+        if words.len() * 8 < len {
+            words.resize(len.div_ceil(8), 0);
+        }
+        Frame { words, len, check: 0, arrived: Nanos::ZERO, pool: Arc::clone(self) }
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Pool")
+    }
+}
+
+/// A lease of a pooled buffer; dropping it gives the buffer back. Aligned to 8 bytes.
+pub struct Frame {
+    words: Vec<u64>,
+    len: usize,
+    /// A word that both ends of an operation compute alike, so that mismatched operations are noticed.
+    pub check: u32,
+    /// When it arrived, on the receiver's clock; set by the transport.
+    pub arrived: Nanos,
+    pool: Arc<Pool>,
+}
+
+impl Frame {
+    /// The payload.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[..self.len]
+    }
+
+    /// The payload, to be filled.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+    }
+
+    /// Length of the payload in bytes.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there is no payload.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl fmt::Debug for Frame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Frame({} bytes)", self.len)
+    }
+}
+
+impl Drop for Frame {
+    fn drop(&mut self) {
+        let mut free = self.pool.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if free.len() < KEPT {
+            free.push(std::mem::take(&mut self.words));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_come_back_and_are_aligned() {
+        let pool = Pool::new();
+        let mut frame = pool.lease(13);
+        frame.bytes_mut().fill(7);
+        let address = frame.bytes().as_ptr();
+        assert_eq!(address.align_offset(8), 0);
+        drop(frame);
+        let again = pool.lease(5);
+        assert_eq!((again.bytes().as_ptr(), again.bytes()), (address, &[7; 5][..]));
+    }
+}

@@ -1,0 +1,339 @@
+//! What has arrived at an endpoint and what its threads sleep on. It knows no network and no operation.
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::fmt;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use farflung_base::{Bytes, Nanos, PeerId};
+
+use crate::endpoint::Role;
+use crate::transport::{Channel, PeerEvent, Stats, Tag};
+use crate::wire::HEADER_BYTES;
+use crate::{CommError, DownReason, Frame};
+
+/// Frames of one (peer, tag) that may be on their way or unread; the sender waits beyond that.
+pub const WINDOW: usize = 32;
+
+/// Frames by sender and tag, peers by state, and a counter that every change moves.
+pub struct Inbox {
+    state: Mutex<State>,
+    moved: Condvar,
+}
+
+/// What the background thread has to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Idle {
+    Work,
+    End,
+}
+
+struct State {
+    signal: u64,
+    /// Threads that wait for a result.
+    waiting: u32,
+    /// Threads that sleep on `moved`.
+    asleep: u32,
+    /// A thread drives the network outside of this lock.
+    driving: bool,
+    ended: bool,
+    frames: HashMap<(PeerId, Tag), VecDeque<Frame>>,
+    /// Emptied queues, so that a new tag allocates nothing.
+    spare: Vec<VecDeque<Frame>>,
+    peers: Vec<Peer>,
+    aborted: BTreeMap<u64, (PeerId, PeerId)>,
+    events: VecDeque<PeerEvent>,
+}
+
+#[derive(Default)]
+struct Peer {
+    down: Option<DownReason>,
+    stats: Stats,
+    /// Bytes of its frames that nobody has taken.
+    held: usize,
+}
+
+impl fmt::Debug for Inbox {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Inbox(signal {})", self.lock().signal)
+    }
+}
+
+impl Inbox {
+    /// An empty inbox of an endpoint with `size` members in its network.
+    #[must_use]
+    pub fn new(size: usize) -> Self {
+        let state = State {
+            signal: 0,
+            waiting: 0,
+            asleep: 0,
+            driving: false,
+            ended: false,
+            frames: HashMap::new(),
+            spare: Vec::new(),
+            peers: (0..size).map(|_| Peer::default()).collect(),
+            aborted: BTreeMap::new(),
+            events: VecDeque::new(),
+        };
+        Self { state: Mutex::new(state), moved: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn move_on(&self, state: &mut State) {
+        state.signal += 1;
+        if state.asleep > 0 {
+            self.moved.notify_all();
+        }
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        self.lock().peers.len()
+    }
+
+    /// Counts a change and wakes whoever sleeps.
+    pub fn signal(&self) {
+        self.move_on(&mut self.lock());
+    }
+
+    /// The counter of changes.
+    #[must_use]
+    pub fn seen(&self) -> u64 {
+        self.lock().signal
+    }
+
+    /// Puts an arrived frame in. Frames on [`Channel::Abort`] end their context.
+    pub fn deliver(&self, from: PeerId, tag: Tag, frame: Frame) {
+        let mut state = self.lock();
+        let peer = &mut state.peers[from.index()];
+        let received = &mut peer.stats.received;
+        received.payload += Bytes(frame.len() as u64);
+        received.wire += Bytes((frame.len() + HEADER_BYTES) as u64);
+        received.frames += 1;
+        Self::put(&mut state, from, tag, frame);
+        self.move_on(&mut state);
+    }
+
+    /// Puts a frame of this endpoint to itself in; it is not counted as traffic.
+    pub(crate) fn deliver_own(&self, from: PeerId, tag: Tag, frame: Frame) {
+        let mut state = self.lock();
+        Self::put(&mut state, from, tag, frame);
+        self.move_on(&mut state);
+    }
+
+    fn put(state: &mut State, from: PeerId, tag: Tag, frame: Frame) {
+        if tag.channel == Channel::Abort {
+            // The number of an abort's tag is the culprit; a lying one is the sender's own doing.
+            let known = (tag.number as usize) < state.peers.len();
+            let culprit = if known { PeerId(tag.number) } else { from };
+            state.aborted.entry(tag.context).or_insert((from, culprit));
+        } else {
+            state.peers[from.index()].held += frame.len();
+            let State { frames, spare, .. } = state;
+            frames.entry((from, tag)).or_insert_with(|| spare.pop().unwrap_or_default()).push_back(frame);
+        }
+    }
+
+    /// Marks a peer as gone for good; the first reason counts.
+    pub fn peer_down(&self, peer: PeerId, reason: DownReason) {
+        let mut state = self.lock();
+        let entry = &mut state.peers[peer.index()];
+        if entry.down.is_none() {
+            entry.down = Some(reason.clone());
+            state.events.push_back(PeerEvent::Down(peer, reason));
+            self.move_on(&mut state);
+        }
+    }
+
+    /// Tells that a peer is connected.
+    pub fn peer_up(&self, peer: PeerId) {
+        let mut state = self.lock();
+        state.events.push_back(PeerEvent::Up(peer));
+        self.move_on(&mut state);
+    }
+
+    /// Whether a peer is gone.
+    #[must_use]
+    pub fn is_down(&self, peer: PeerId) -> bool {
+        self.lock().peers[peer.index()].down.is_some()
+    }
+
+    /// Frames of one (peer, tag) that nobody has taken.
+    #[must_use]
+    pub fn queued(&self, from: PeerId, tag: Tag) -> usize {
+        self.lock().frames.get(&(from, tag)).map_or(0, VecDeque::len)
+    }
+
+    /// Bytes of a peer's frames that nobody has taken.
+    #[must_use]
+    pub fn held(&self, from: PeerId) -> usize {
+        self.lock().peers[from.index()].held
+    }
+
+    /// Counts bytes on the wire that carry no payload.
+    pub fn count_control(&self, peer: PeerId, sent: usize, received: usize) {
+        let mut state = self.lock();
+        let stats = &mut state.peers[peer.index()].stats;
+        stats.sent.wire += Bytes(sent as u64);
+        stats.received.wire += Bytes(received as u64);
+    }
+
+    pub(crate) fn traffic(&self, peer: PeerId) -> Stats {
+        self.lock().peers[peer.index()].stats
+    }
+
+    pub(crate) fn events(&self) -> Vec<PeerEvent> {
+        self.lock().events.drain(..).collect()
+    }
+
+    fn alive(state: &State, op: &'static str, peer: PeerId, tag: Tag) -> Result<(), CommError> {
+        if state.ended {
+            return Err(CommError::Ended { op });
+        }
+        // Messages between two ranks still pass, so that the survivors can talk.
+        if tag.channel == Channel::Collective
+            && let Some(&(by, culprit)) = state.aborted.get(&tag.context)
+        {
+            return Err(CommError::Aborted { op, by, culprit });
+        }
+        match &state.peers[peer.index()].down {
+            Some(reason) => Err(CommError::PeerDown { op, peer, reason: reason.clone() }),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn count_sent(
+        &self,
+        op: &'static str,
+        to: PeerId,
+        tag: Tag,
+        len: usize,
+    ) -> Result<(), CommError> {
+        let mut state = self.lock();
+        Self::alive(&state, op, to, tag)?;
+        let sent = &mut state.peers[to.index()].stats.sent;
+        sent.payload += Bytes(len as u64);
+        sent.wire += Bytes((len + HEADER_BYTES) as u64);
+        sent.frames += 1;
+        Ok(())
+    }
+
+    /// The next frame of (peer, tag) and how many are left.
+    pub(crate) fn take(
+        &self,
+        op: &'static str,
+        from: PeerId,
+        tag: Tag,
+    ) -> Result<Option<(Frame, usize)>, CommError> {
+        let mut state = self.lock();
+        if let Entry::Occupied(mut queue) = state.frames.entry((from, tag))
+            && let Some(frame) = queue.get_mut().pop_front()
+        {
+            let left = queue.get().len();
+            if left == 0 {
+                let queue = queue.remove();
+                state.spare.push(queue);
+            }
+            state.peers[from.index()].held -= frame.len();
+            return Ok(Some((frame, left)));
+        }
+        // What arrived before the end is still good, so this comes after.
+        Self::alive(&state, op, from, tag)?;
+        Ok(None)
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.lock().ended
+    }
+
+    /// Ends the endpoint: everything that waits fails.
+    pub fn end(&self) {
+        let mut state = self.lock();
+        state.ended = true;
+        state.signal += 1;
+        self.moved.notify_all();
+    }
+
+    /// Returns whether another thread may have to be nudged out of driving the network.
+    pub(crate) fn begin_wait(&self) -> bool {
+        let mut state = self.lock();
+        state.waiting += 1;
+        if state.asleep > 0 {
+            self.moved.notify_all();
+        }
+        state.driving
+    }
+
+    pub(crate) fn end_wait(&self) {
+        let mut state = self.lock();
+        state.waiting -= 1;
+        if state.asleep > 0 {
+            self.moved.notify_all();
+        }
+    }
+
+    /// Sleeps while there is nothing for the background thread to do.
+    pub(crate) fn idle(&self, has_jobs: impl Fn() -> bool) -> Idle {
+        let mut state = self.lock();
+        loop {
+            if state.ended {
+                return Idle::End;
+            }
+            let seen = state.signal;
+            if state.waiting == 0 {
+                // The list of jobs has a lock of its own, which is never taken under this one.
+                drop(state);
+                if has_jobs() {
+                    return Idle::Work;
+                }
+                state = self.lock();
+                if state.signal != seen || state.ended {
+                    continue;
+                }
+            }
+            state.asleep += 1;
+            state = self.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.asleep -= 1;
+        }
+    }
+
+    /// Sleeps until the counter has moved past `seen`, or for `timeout`. Where `drive` is given and no other thread
+    /// is at it, this thread drives the network with it instead of sleeping.
+    pub fn park(&self, seen: u64, role: Role, timeout: impl Fn() -> Nanos, drive: Option<&dyn Fn(Nanos)>) {
+        let mut state = self.lock();
+        loop {
+            let gives_way = role == Role::Background && state.waiting > 0;
+            let left = timeout();
+            if state.signal != seen || state.ended || gives_way || left == Nanos::ZERO {
+                return;
+            }
+            match drive {
+                Some(drive) if !state.driving => {
+                    state.driving = true;
+                    drop(state);
+                    drive(left);
+                    state = self.lock();
+                    state.driving = false;
+                    if state.asleep > 0 {
+                        self.moved.notify_all();
+                    }
+                }
+                _ => {
+                    state.asleep += 1;
+                    let nap = Duration::from(left.min(Nanos::from_millis(3_600_000)));
+                    state = self.moved.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0;
+                    state.asleep -= 1;
+                }
+            }
+        }
+    }
+
+    /// Whether some thread drives the network right now.
+    #[must_use]
+    pub fn is_driven(&self) -> bool {
+        self.lock().driving
+    }
+}

@@ -1,0 +1,76 @@
+//! Endpoints in one process: a frame is handed over, not copied. Real time, no modelled network.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use farflung_base::{Nanos, PeerId};
+
+use crate::endpoint::{Driver, Endpoint, Role, Wake};
+use crate::inbox::{Inbox, WINDOW};
+use crate::transport::Tag;
+use crate::{DownReason, Frame, Pool};
+
+/// An endpoint of a network within one process.
+pub type Memory = Endpoint<MemoryDriver>;
+
+/// Puts frames straight into the other endpoint's inbox.
+#[derive(Debug)]
+pub struct MemoryDriver {
+    me: PeerId,
+    inboxes: Arc<[Arc<Inbox>]>,
+    start: Instant,
+}
+
+/// `n` endpoints of one process, `PeerId(0)` first, for `n` threads.
+#[must_use]
+pub fn cluster(n: usize) -> Vec<Arc<Memory>> {
+    let inboxes: Arc<[_]> = (0..n).map(|_| Arc::new(Inbox::new(n))).collect();
+    let pool = Pool::new();
+    let start = real_start();
+    (0..n as u32)
+        .map(|me| {
+            let driver = MemoryDriver { me: PeerId(me), inboxes: Arc::clone(&inboxes), start };
+            let inbox = Arc::clone(&inboxes[me as usize]);
+            Arc::new(Endpoint::new(PeerId(me), driver, inbox, Arc::clone(&pool)))
+        })
+        .collect()
+}
+
+/// Zero of a real transport's clock.
+#[expect(clippy::disallowed_methods, reason = "real transports are where real time comes from")]
+pub(crate) fn real_start() -> Instant {
+    Instant::now()
+}
+
+impl Driver for MemoryDriver {
+    fn submit(&self, to: PeerId, tag: Tag, _: Nanos, mut frame: Frame) {
+        frame.arrived = Nanos::ZERO;
+        self.inboxes[to.index()].deliver(self.me, tag, frame);
+    }
+    fn has_room(&self, to: PeerId, tag: Tag) -> bool {
+        self.inboxes[to.index()].queued(self.me, tag) < WINDOW
+    }
+    fn taken(&self, from: PeerId, _: Tag, left: usize) {
+        // Its sender may have found no room before this.
+        if left + 1 == WINDOW {
+            self.inboxes[from.index()].signal();
+        }
+    }
+    fn now(&self) -> Nanos {
+        self.start.elapsed().into()
+    }
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake {
+        inbox.park(seen, role, || until.saturating_sub(self.now()), None);
+        Wake::Moved
+    }
+    fn has_background(&self) -> bool {
+        true
+    }
+    fn close(&self, _: &Inbox) {
+        for (peer, inbox) in self.inboxes.iter().enumerate() {
+            if peer != self.me.index() {
+                inbox.peer_down(self.me, DownReason::Left);
+            }
+        }
+    }
+}

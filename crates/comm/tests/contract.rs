@@ -1,0 +1,313 @@
+//! One contract for every transport: what a collective gives does not depend on what carries it.
+
+mod common;
+
+use std::error::Error;
+use std::ops::Range;
+
+use common::{TRANSPORTS, on_ranks};
+use farflung_base::{Nanos, PeerId, Rank};
+use farflung_comm::{Algorithm, Coder, CoderError, CommError, FRAME_BYTES, Phase, ReduceOp, Source, Tag};
+
+const ALGORITHMS: [Algorithm; 2] = [Algorithm::Ring, Algorithm::HalvingDoubling];
+
+#[test]
+fn all_reduce_is_exact_for_every_size() {
+    for (name, cluster) in TRANSPORTS {
+        for n in 1..=8 {
+            let sizes = [0, 1, n - 1, 13, 127, FRAME_BYTES / 4 + 17];
+            let ok = on_ranks(cluster(n), |comm| {
+                let me = comm.rank().index();
+                for algorithm in ALGORITHMS {
+                    let comm = comm.clone().with_algorithm(algorithm);
+                    for len in sizes {
+                        let mut x: Vec<f32> = (0..len).map(|i| ((i % 1000) * (me + 1)) as f32).collect();
+                        comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                        let ranks = n * (n + 1) / 2;
+                        assert!(
+                            x.iter().enumerate().all(|(i, &v)| v == ((i % 1000) * ranks) as f32),
+                            "{len}"
+                        );
+                        let x: Vec<f64> = (0..len).map(|i| (i * (me + 1)) as f64).collect();
+                        let mean = comm.start_all_reduce(x.clone(), ReduceOp::Mean);
+                        let max = comm.start_all_reduce(x.clone(), ReduceOp::Max);
+                        let min = comm.start_all_reduce(x, ReduceOp::Min);
+                        // Not in the order of their start.
+                        assert!(min.wait().unwrap().iter().enumerate().all(|(i, &v)| v == i as f64));
+                        let mean = mean.wait().unwrap();
+                        assert!(mean.iter().enumerate().all(|(i, &v)| v == (i * ranks) as f64 / n as f64));
+                        assert!(max.wait().unwrap().iter().enumerate().all(|(i, &v)| v == (i * n) as f64));
+                    }
+                }
+                let mut votes = [1_u64, me as u64];
+                comm.all_reduce(&mut votes, ReduceOp::Sum).unwrap();
+                votes == [n as u64, (n * (n - 1) / 2) as u64]
+            });
+            assert!(ok.iter().all(|&ok| ok), "{name} {n}");
+        }
+    }
+}
+
+#[test]
+fn the_bits_are_the_same_on_every_rank_and_transport() {
+    for algorithm in ALGORITHMS {
+        let mut reference: Option<Vec<u32>> = None;
+        for (name, cluster) in TRANSPORTS {
+            let results = on_ranks(cluster(6), |comm| {
+                let me = comm.rank().index();
+                let comm = comm.with_algorithm(algorithm);
+                let mut x: Vec<f32> = (0..100_003)
+                    .map(|i| (i as f32 * 0.37 + me as f32).sin() * 10f32.powi(me as i32 - 3))
+                    .collect();
+                comm.all_reduce(&mut x, ReduceOp::Mean).unwrap();
+                x.iter().map(|v| v.to_bits()).collect::<Vec<_>>()
+            });
+            for bits in results {
+                assert!(reference.get_or_insert_with(|| bits.clone()) == &bits, "{name} {algorithm:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_other_collectives_do_what_they_say() {
+    for (name, cluster) in TRANSPORTS {
+        for n in [1, 2, 3, 5] {
+            on_ranks(cluster(n), |comm| {
+                let me = comm.rank().index();
+                for len in [0, 1, 7, 70_001] {
+                    let mut x: Vec<f32> = (0..len).map(|i| (i + me) as f32).collect();
+                    let shard = comm.reduce_scatter(&mut x, ReduceOp::Sum).unwrap();
+                    assert_eq!(shard, comm.shard(len));
+                    let sum = |i: usize| (i * n + n * (n - 1) / 2) as f32;
+                    assert!(shard.clone().all(|i| x[i] == sum(i)), "{name} {n} {len}");
+                    for i in (0..len).filter(|i| !shard.contains(i)) {
+                        x[i] = f32::NAN;
+                    }
+                    comm.all_gather(&mut x).unwrap();
+                    assert!(x.iter().enumerate().all(|(i, &v)| v == sum(i)), "{name} {n} {len}");
+                }
+                for len in [0, 5, 300_000] {
+                    let root = Rank((n - 1) as u32);
+                    let mut x = vec![me as u64; len];
+                    comm.broadcast(&mut x, root).unwrap();
+                    assert!(x.iter().all(|&v| v == root.0 as u64));
+                }
+                comm.barrier().unwrap();
+                let all = comm.all_gather_bytes(vec![me as u8; me * FRAME_BYTES / 2]).unwrap();
+                for (rank, bytes) in all.iter().enumerate() {
+                    assert_eq!(
+                        (bytes.len(), bytes.iter().all(|&b| b == rank as u8)),
+                        (rank * FRAME_BYTES / 2, true)
+                    );
+                }
+                let out = (0..n).map(|to| vec![me as u8, to as u8]).collect();
+                let all = comm.all_to_all_bytes(out).unwrap();
+                assert!(all.iter().enumerate().all(|(from, m)| *m == [from as u8, me as u8]));
+                // A ring of messages longer than all windows, everyone sending first.
+                let next = Rank(((me + 1) % n) as u32);
+                let last = Rank(((me + n - 1) % n) as u32);
+                let sent = comm.start_send(next, 9, vec![me as u8; 12 << 20]);
+                let got = comm.recv(last, 9).unwrap();
+                assert_eq!((got.len(), got[0]), (12 << 20, last.0 as u8));
+                sent.wait().unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn a_split_is_a_communicator_of_its_own() {
+    for (name, cluster) in TRANSPORTS {
+        let sums = on_ranks(cluster(5), |comm| {
+            let me = comm.rank().0;
+            let half = comm.split(me % 2, 10 - me).unwrap();
+            let mut x = [f64::from(me)];
+            let whole = comm.start_all_reduce(x.to_vec(), ReduceOp::Sum);
+            half.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+            assert_eq!(whole.wait().unwrap(), [10.0]);
+            (half.rank().0, half.size(), x[0])
+        });
+        assert_eq!(sums, [(2, 3, 6.0), (1, 2, 4.0), (1, 3, 6.0), (0, 2, 4.0), (0, 3, 6.0)], "{name}");
+    }
+}
+
+/// Rounds to multiples of 1/4 and carries the error over; remembers the phases it saw.
+struct Quarters(Vec<Phase>);
+
+impl Coder for Quarters {
+    fn encode(
+        &mut self,
+        phase: Phase,
+        _: Range<usize>,
+        x: &[f32],
+        out: &mut Vec<u8>,
+    ) -> Result<(), CoderError> {
+        self.0.push(phase);
+        out.extend(x.iter().map(|v| (v * 4.0).round() as i8 as u8));
+        Ok(())
+    }
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], out: &mut [f32]) -> Result<(), CoderError> {
+        if bytes.len() != range.len() || range.len() != out.len() {
+            return Err("length".into());
+        }
+        out.iter_mut().zip(bytes).for_each(|(v, &b)| *v = f32::from(b as i8) / 4.0);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_coded_all_reduce_travels_as_the_coders_bytes() {
+    for (name, cluster) in TRANSPORTS {
+        let results = on_ranks(cluster(4), |comm| {
+            let x = (0..1001).map(|i| (i % 7) as f32 + comm.rank().0 as f32 * 0.3).collect();
+            let coder = Box::new(Quarters(Vec::new()));
+            let (x, _) = comm.start_all_reduce_coded(x, ReduceOp::Mean, coder).wait().unwrap();
+            // Three shards out, one result to three: a byte an element.
+            let expected = 1001 - comm.shard(1001).len() + 3 * comm.shard(1001).len();
+            assert_eq!(comm.stats().sent.payload.0 as usize, expected, "{name}");
+            x
+        });
+        assert!(results.iter().all(|x| *x == results[0]));
+        // 0, 0.3, 0.6 and 0.9 are coded as 0, 0.25, 0.5 and 1, whose mean 0.4375 is coded as 0.5.
+        assert!(results[0].iter().enumerate().all(|(i, &v)| v == (i % 7) as f32 + 0.5), "{name}");
+    }
+}
+
+#[test]
+fn a_failing_coder_fails_everywhere() {
+    struct Broken;
+    impl Coder for Broken {
+        fn encode(
+            &mut self,
+            _: Phase,
+            _: Range<usize>,
+            _: &[f32],
+            _: &mut Vec<u8>,
+        ) -> Result<(), CoderError> {
+            Err("out of order".into())
+        }
+        fn decode(&mut self, _: Range<usize>, _: &[u8], _: &mut [f32]) -> Result<(), CoderError> {
+            Ok(())
+        }
+    }
+    for (name, cluster) in TRANSPORTS {
+        let errors = on_ranks(cluster(3), |comm| {
+            let coder: Box<dyn Coder> =
+                if comm.rank().0 == 1 { Box::new(Broken) } else { Box::new(Quarters(Vec::new())) };
+            let result = comm.start_all_reduce_coded(vec![1.0; 10], ReduceOp::Sum, coder).wait();
+            result.map(|_| ()).unwrap_err()
+        });
+        assert!(errors[1].source().is_some_and(|e| e.to_string() == "out of order"), "{name}");
+        assert_eq!([errors[0].peer(), errors[2].peer()], [Some(PeerId(1)); 2], "{name}: {errors:?}");
+    }
+}
+
+#[test]
+fn a_silent_peer_is_named_at_the_deadline_and_the_communicator_is_done_for() {
+    for (name, cluster) in TRANSPORTS {
+        on_ranks(cluster(3), |comm| {
+            let comm = comm.with_deadline(Nanos::from_millis(300));
+            if comm.rank().0 == 2 {
+                // Takes part in another conversation only, until the others are through.
+                let patient = comm.with_deadline(Nanos::from_millis(10_000));
+                assert_eq!(patient.recv(Rank(0), 1).unwrap(), b"done");
+                return;
+            }
+            let mut x = [1.0_f32; 10];
+            let error = comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
+            if comm.rank().0 == 0 {
+                assert!(
+                    matches!(error, CommError::Deadline { peer: PeerId(2), .. } | CommError::Aborted { .. }),
+                    "{name}: {error}"
+                );
+            }
+            assert!(x.iter().all(|v| v.is_nan()), "{name}");
+            let again = comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
+            assert!(matches!(again, CommError::Poisoned(_)), "{name}: {again}");
+            let kept = comm.start_all_reduce(vec![1.0_f32], ReduceOp::Sum).wait();
+            assert!(matches!(kept, Err(CommError::Poisoned(_))), "{name}");
+            if comm.rank().0 == 0 {
+                comm.send(Rank(2), 1, b"done").unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn a_peer_that_leaves_fails_the_others_at_once() {
+    for (name, cluster) in TRANSPORTS {
+        let errors = on_ranks(cluster(4), |comm| {
+            if comm.rank().0 == 3 {
+                return None;
+            }
+            let mut x = vec![1.0_f32; 1000];
+            comm.all_reduce(&mut x, ReduceOp::Sum).err()
+        });
+        assert!(
+            errors[..3].iter().all(|e| e.as_ref().is_some_and(|e| e.peer() == Some(PeerId(3)))),
+            "{name}: {errors:?}"
+        );
+    }
+}
+
+#[test]
+fn ranks_in_different_collectives_are_told_so() {
+    for (name, cluster) in TRANSPORTS {
+        let errors = on_ranks(cluster(2), |comm| {
+            let mut x = vec![1.0_f32; 10 + comm.rank().index()];
+            comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err()
+        });
+        assert!(errors.iter().any(|e| matches!(e, CommError::Mismatch { .. })), "{name}: {errors:?}");
+    }
+}
+
+#[test]
+fn frames_of_any_of_a_set_and_cancellation() {
+    for (name, cluster) in TRANSPORTS {
+        on_ranks(cluster(3), |comm| {
+            let transport = comm.transport();
+            let (tag, limit) = (Tag::user(77, 1), Nanos::from_millis(5000));
+            if comm.rank().0 == 0 {
+                // Dropped: what it would have got goes to the next.
+                drop(transport.recv(Source::Peer(PeerId(1)), tag, limit));
+                let mut seen = Vec::new();
+                for _ in 0..2 {
+                    let any = Source::Any(vec![PeerId(1), PeerId(2)]);
+                    let (peer, frame) = transport.recv(any, tag, limit).wait().unwrap();
+                    assert_eq!(frame.bytes(), [peer.0 as u8; 5]);
+                    seen.push(peer.0);
+                }
+                seen.sort_unstable();
+                assert_eq!(seen, [1, 2], "{name}");
+                let short = Nanos::from_millis(20);
+                let none = transport.recv(Source::Peer(PeerId(2)), tag, short).wait();
+                let error = none.unwrap_err();
+                assert!(matches!(error, CommError::Deadline { peer: PeerId(2), .. }), "{name}: {error}");
+            } else {
+                let mut frame = transport.lease(5);
+                frame.bytes_mut().fill(transport.me().0 as u8);
+                transport.send(PeerId(0), tag, frame, limit).wait().unwrap();
+            }
+            comm.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_cancelled_collective_ends_its_communicator_everywhere() {
+    for (name, cluster) in TRANSPORTS {
+        let errors = on_ranks(cluster(2), |comm| {
+            let started = comm.start_all_reduce(vec![1.0_f32; 100_000], ReduceOp::Sum);
+            if comm.rank().0 == 1 {
+                drop(comm.start_all_reduce(vec![1.0_f32; 3], ReduceOp::Sum));
+                drop(started);
+                return comm.barrier().unwrap_err();
+            }
+            let first = started.wait().err();
+            first.unwrap_or_else(|| comm.barrier().unwrap_err())
+        });
+        assert!(matches!(errors[1], CommError::Poisoned(_)), "{name}: {errors:?}");
+        assert_eq!(errors[0].peer(), Some(PeerId(1)), "{name}: {errors:?}");
+    }
+}
