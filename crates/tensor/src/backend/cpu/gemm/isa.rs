@@ -299,16 +299,13 @@ mod x86 {
     /// [`Isa::transpose`] with AVX: half rows are loaded into place, so that only unpacks and shuffles are left.
     #[inline(always)]
     unsafe fn transpose_8x8(src: *const f32, stride: usize, rows: usize, dst: *mut f32, pitch: usize) {
-        let row = |i: usize| if i < rows { src.add(i * stride) } else { ZEROS.as_ptr() };
-        let pair = |lo: *const f32, hi: *const f32| {
-            _mm256_insertf128_ps::<1>(_mm256_castps128_ps256(_mm_loadu_ps(lo)), _mm_loadu_ps(hi))
-        };
-        for half in 0..2 {
-            let at = 4 * half;
-            let r0 = pair(row(0).add(at), row(4).add(at));
-            let r1 = pair(row(1).add(at), row(5).add(at));
-            let r2 = pair(row(2).add(at), row(6).add(at));
-            let r3 = pair(row(3).add(at), row(7).add(at));
+        let row: [*const f32; 8] =
+            std::array::from_fn(|i| if i < rows { src.wrapping_add(i * stride) } else { ZEROS.as_ptr() });
+        for at in [0, 4] {
+            let r0 = pair(row[0].add(at), row[4].add(at));
+            let r1 = pair(row[1].add(at), row[5].add(at));
+            let r2 = pair(row[2].add(at), row[6].add(at));
+            let r3 = pair(row[3].add(at), row[7].add(at));
             let (lo01, hi01) = (_mm256_unpacklo_ps(r0, r1), _mm256_unpackhi_ps(r0, r1));
             let (lo23, hi23) = (_mm256_unpacklo_ps(r2, r3), _mm256_unpackhi_ps(r2, r3));
             let dst = dst.add(at * pitch);
@@ -317,5 +314,10 @@ mod x86 {
             _mm256_storeu_ps(dst.add(2 * pitch), _mm256_shuffle_ps::<0x44>(hi01, hi23));
             _mm256_storeu_ps(dst.add(3 * pitch), _mm256_shuffle_ps::<0xEE>(hi01, hi23));
         }
+    }
+
+    #[inline(always)]
+    unsafe fn pair(lo: *const f32, hi: *const f32) -> __m256 {
+        _mm256_insertf128_ps::<1>(_mm256_castps128_ps256(_mm_loadu_ps(lo)), _mm_loadu_ps(hi))
     }
 }

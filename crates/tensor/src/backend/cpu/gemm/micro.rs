@@ -30,60 +30,60 @@ pub(super) struct Tile {
 pub(super) type Kernel = unsafe fn(&Tile);
 
 /// `C (+)= A B` for a tile of `R` rows and `N` vectors.
+///
+/// No closure here holds an instruction: it would not inherit the caller's features.
 #[inline(always)]
 pub(super) unsafe fn micro<I: Isa, const R: usize, const N: usize, const PACKED: bool>(tile: &Tile) {
     let (a, b, k) = (tile.a, tile.b, tile.k);
-    let c_row = |i: usize| tile.c.add(i * tile.c_stride);
     for i in 0..R {
-        I::prefetch(c_row(i));
+        I::prefetch(tile.c.add(i * tile.c_stride));
     }
     let rows: [*const f32; R] =
-        std::array::from_fn(|i| if PACKED { a.add(i) } else { a.add(i * tile.a_stride) });
+        std::array::from_fn(|i| a.wrapping_add(if PACKED { i } else { i * tile.a_stride }));
     let mut acc = [[I::zero(); N]; R];
-    let mut step = |k: usize| {
-        let row_b: [I::V; N] = std::array::from_fn(|j| I::load(b.add(k * I::NR + j * I::LANES)));
-        for (acc, row) in acc.iter_mut().zip(rows) {
-            let x = I::splat(row.add(if PACKED { k * I::MR } else { k }));
-            for (acc, b) in acc.iter_mut().zip(row_b) {
-                *acc = I::mul_add(x, b, *acc);
-            }
-        }
-    };
     let mut at = 0;
     while at + 4 <= k {
-        step(at);
-        step(at + 1);
-        step(at + 2);
-        step(at + 3);
+        step::<I, R, N, PACKED>(&mut acc, &rows, b, at);
+        step::<I, R, N, PACKED>(&mut acc, &rows, b, at + 1);
+        step::<I, R, N, PACKED>(&mut acc, &rows, b, at + 2);
+        step::<I, R, N, PACKED>(&mut acc, &rows, b, at + 3);
         at += 4;
     }
     while at < k {
-        step(at);
+        step::<I, R, N, PACKED>(&mut acc, &rows, b, at);
         at += 1;
     }
 
-    if tile.columns == N * I::LANES {
-        for (i, acc) in acc.into_iter().enumerate() {
-            for (j, v) in acc.into_iter().enumerate() {
-                let c = c_row(i).add(j * I::LANES);
+    let rest = tile.columns - (N - 1) * I::LANES;
+    for i in 0..R {
+        for j in 0..N {
+            let c = tile.c.add(i * tile.c_stride + j * I::LANES);
+            let v = acc[i][j];
+            if j + 1 < N || rest == I::LANES {
                 I::store(c, if tile.accumulate { I::add(I::load(c), v) } else { v });
+            } else {
+                I::store_part(c, rest, if tile.accumulate { I::add(I::load_part(c, rest), v) } else { v });
             }
         }
-    } else {
-        let rest = tile.columns - (N - 1) * I::LANES;
-        for (i, acc) in acc.into_iter().enumerate() {
-            for (j, v) in acc.into_iter().enumerate() {
-                let c = c_row(i).add(j * I::LANES);
-                if j + 1 < N {
-                    I::store(c, if tile.accumulate { I::add(I::load(c), v) } else { v });
-                } else {
-                    I::store_part(
-                        c,
-                        rest,
-                        if tile.accumulate { I::add(I::load_part(c, rest), v) } else { v },
-                    );
-                }
-            }
+    }
+}
+
+/// One k: a row of B times a column of A.
+#[inline(always)]
+unsafe fn step<I: Isa, const R: usize, const N: usize, const PACKED: bool>(
+    acc: &mut [[I::V; N]; R],
+    rows: &[*const f32; R],
+    b: *const f32,
+    k: usize,
+) {
+    let mut row_b = [I::zero(); N];
+    for j in 0..N {
+        row_b[j] = I::load(b.add(k * I::NR + j * I::LANES));
+    }
+    for i in 0..R {
+        let x = I::splat(rows[i].add(if PACKED { k * I::MR } else { k }));
+        for j in 0..N {
+            acc[i][j] = I::mul_add(x, row_b[j], acc[i][j]);
         }
     }
 }
