@@ -1,0 +1,319 @@
+//! One checkpoint: a folder of named files and a `manifest.json` with every file's length and BLAKE3 hash.
+//!
+//! Written beside (`.step-N.tmp`), synced, renamed; verified when it is opened. A file `NAME` stands as `NAME`, or as
+//! `NAME.zst` packed by zstd; lengths and hashes are those of the unpacked bytes, so packing never changes a manifest.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::run_dir::folder;
+use crate::{Error, Result};
+
+const MANIFEST: &str = "manifest.json";
+/// The largest manifest that is read: thousands of files.
+const MANIFEST_LIMIT: u64 = 1 << 24;
+
+/// How a checkpoint's files are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Packing {
+    /// As they are: other programs can map them.
+    Plain,
+    /// Packed by zstd, level 1.
+    Zstd,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Manifest {
+    version: u32,
+    step: u64,
+    packing: Packing,
+    files: BTreeMap<String, Entry>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    bytes: u64,
+    blake3: String,
+}
+
+/// A checkpoint that is being written; dropped without a commit, it leaves nothing.
+#[derive(Debug)]
+pub struct CheckpointWriter {
+    run: PathBuf,
+    partial: PathBuf,
+    manifest: Manifest,
+}
+
+impl CheckpointWriter {
+    pub(crate) fn begin(run: &Path, step: u64, packing: Packing) -> Result<Self> {
+        let partial = run.join(format!(".{}.tmp", folder(step)));
+        fs::create_dir(&partial).map_err(Error::io("create", &partial))?;
+        let manifest = Manifest { version: 1, step, packing, files: BTreeMap::new() };
+        Ok(Self { run: run.to_owned(), partial, manifest })
+    }
+
+    /// Adds a file.
+    pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.write_with(name, |out| out.write_all(bytes))
+    }
+
+    /// Adds a file that `fill` writes piece by piece, for what should not stand in memory as a whole.
+    ///
+    /// Errors: [`Error::FileName`] for a name that is no plain file name or was used, [`Error::Io`].
+    pub fn write_with(
+        &mut self,
+        name: &str,
+        fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> Result<()> {
+        if !plain_name(name) || self.manifest.files.contains_key(name) {
+            return Err(Error::FileName { name: name.to_owned() });
+        }
+        let path = self.partial.join(stored(name, self.manifest.packing));
+        let write = || {
+            let file = BufWriter::with_capacity(1 << 20, File::create(&path)?);
+            let (file, entry) = match self.manifest.packing {
+                Packing::Plain => {
+                    let mut out = Hashing::new(file);
+                    fill(&mut out)?;
+                    out.finish()
+                }
+                Packing::Zstd => {
+                    let mut out = Hashing::new(zstd::Encoder::new(file, 1)?);
+                    fill(&mut out)?;
+                    let (encoder, entry) = out.finish();
+                    (encoder.finish()?, entry)
+                }
+            };
+            file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
+            Ok(entry)
+        };
+        let entry = write().map_err(Error::io("write", &path))?;
+        self.manifest.files.insert(name.to_owned(), entry);
+        Ok(())
+    }
+
+    /// Makes the checkpoint exist, whole, as `step-N` (instead of one of the same step, if there is one).
+    pub(crate) fn commit(self) -> Result<PathBuf> {
+        let path = self.run.join(folder(self.manifest.step));
+        let finish = || {
+            let mut file = File::create(self.partial.join(MANIFEST))?;
+            serde_json::to_writer_pretty(&mut file, &self.manifest)?;
+            file.write_all(b"\n")?;
+            file.sync_all()?;
+            File::open(&self.partial)?.sync_all()?;
+            if path.exists() {
+                // A name that a restart removes as half-written.
+                let old = self.run.join(format!(".{}-old.tmp", folder(self.manifest.step)));
+                fs::rename(&path, &old)?;
+                fs::rename(&self.partial, &path)?;
+                fs::remove_dir_all(&old)?;
+            } else {
+                fs::rename(&self.partial, &path)?;
+            }
+            File::open(&self.run)?.sync_all()
+        };
+        finish().map_err(Error::io("write the checkpoint", &path))?;
+        Ok(path)
+    }
+}
+
+impl Drop for CheckpointWriter {
+    fn drop(&mut self) {
+        // After a commit the folder has another name. What cannot be removed now is removed at the next start.
+        if let Err(error) = fs::remove_dir_all(&self.partial)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::warn!(path = %self.partial.display(), %error, "could not remove a half-written checkpoint");
+        }
+    }
+}
+
+/// A whole checkpoint whose files were verified.
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    manifest: Manifest,
+}
+
+impl Checkpoint {
+    /// Opens a `step-N` folder and verifies every file against the manifest.
+    ///
+    /// Errors: [`Error::Damaged`] with the file that is not what was written, [`Error::Io`].
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = path.join(MANIFEST);
+        let mut text = Vec::new();
+        File::open(&file)
+            .and_then(|f| f.take(MANIFEST_LIMIT).read_to_end(&mut text))
+            .map_err(Error::io("read the checkpoint's manifest", &file))?;
+        let manifest: Manifest = serde_json::from_slice(&text)
+            .map_err(|_| Error::Damaged { path: file.clone(), what: "it is not a manifest" })?;
+        if manifest.version != 1 {
+            return Err(Error::Damaged { path: file, what: "its version is not 1" });
+        }
+        let checkpoint = Self { path: path.to_owned(), manifest };
+        for name in checkpoint.manifest.files.keys() {
+            if !plain_name(name) {
+                return Err(Error::FileName { name: name.clone() });
+            }
+            checkpoint.copy(name, &mut io::sink())?;
+        }
+        Ok(checkpoint)
+    }
+
+    /// The step after which it was saved.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        self.manifest.step
+    }
+
+    /// Its folder.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The names of its files, sorted.
+    #[must_use]
+    pub fn names(&self) -> Vec<&str> {
+        self.manifest.files.keys().map(String::as_str).collect()
+    }
+
+    /// A file's bytes, unpacked and verified once more.
+    ///
+    /// Errors: [`Error::Damaged`] if there is no such file or it is not what was written, [`Error::Io`].
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.copy(name, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Streams a file to `out`, and checks length and hash on the way.
+    fn copy(&self, name: &str, out: &mut dyn Write) -> Result<()> {
+        let path = self.path.join(stored(name, self.manifest.packing));
+        let damaged = |what| Error::Damaged { path: path.clone(), what };
+        let entry = self.manifest.files.get(name).ok_or_else(|| damaged("the manifest does not have it"))?;
+        let file = File::open(&path).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => damaged("it is missing"),
+            _ => Error::io("read", &path)(e),
+        })?;
+        let source: Box<dyn Read> = match self.manifest.packing {
+            Packing::Plain => Box::new(file),
+            Packing::Zstd => Box::new(zstd::Decoder::new(file).map_err(Error::io("unpack", &path))?),
+        };
+        let mut out = Hashing::new(out);
+        // One byte more than promised shows a longer file, and a packed bomb stops there.
+        io::copy(&mut source.take(entry.bytes.saturating_add(1)), &mut out)
+            .map_err(Error::io("read", &path))?;
+        let (_, found) = out.finish();
+        if found.bytes != entry.bytes {
+            return Err(damaged("its length differs from the manifest's"));
+        }
+        if found.blake3 != entry.blake3 {
+            return Err(damaged("its hash differs from the manifest's"));
+        }
+        Ok(())
+    }
+}
+
+/// The name under which a file is stored.
+fn stored(name: &str, packing: Packing) -> String {
+    match packing {
+        Packing::Plain => name.to_owned(),
+        Packing::Zstd => format!("{name}.zst"),
+    }
+}
+
+/// Whether a name stays inside the folder on every system and is not the manifest's.
+fn plain_name(name: &str) -> bool {
+    let good = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    !name.is_empty()
+        && name.len() <= 200
+        && name.chars().all(good)
+        && !name.starts_with('.')
+        && name != MANIFEST
+}
+
+/// Passes bytes on, counted and hashed.
+struct Hashing<W> {
+    inner: W,
+    bytes: u64,
+    hasher: blake3::Hasher,
+}
+
+impl<W: Write> Hashing<W> {
+    fn new(inner: W) -> Self {
+        Self { inner, bytes: 0, hasher: blake3::Hasher::new() }
+    }
+
+    fn finish(self) -> (W, Entry) {
+        let blake3 = self.hasher.finalize().to_hex().to_string();
+        (self.inner, Entry { bytes: self.bytes, blake3 })
+    }
+}
+
+impl<W: Write> Write for Hashing<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = self.inner.write(bytes)?;
+        self.hasher.update(&bytes[..n]);
+        self.bytes += n as u64;
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_stay_in_the_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = CheckpointWriter::begin(dir.path(), 3, Packing::Plain).unwrap();
+        for bad in ["", "../x", "a/b", ".hidden", "manifest.json", "a\\b"] {
+            assert!(matches!(writer.write(bad, b""), Err(Error::FileName { .. })), "{bad}");
+        }
+        writer.write("a", b"1").unwrap();
+        assert!(writer.write("a", b"2").is_err());
+        drop(writer);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn saving_a_step_again_replaces_it() {
+        let dir = tempfile::tempdir().unwrap();
+        for content in [b"old", b"new"] {
+            let mut writer = CheckpointWriter::begin(dir.path(), 3, Packing::Zstd).unwrap();
+            writer.write("a", content).unwrap();
+            writer.commit().unwrap();
+        }
+        let checkpoint = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
+        assert_eq!(checkpoint.read("a").unwrap(), b"new");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_lying_manifest_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut writer = CheckpointWriter::begin(dir.path(), 1, Packing::Zstd).unwrap();
+        writer.write("a", &[0; 100_000]).unwrap();
+        let path = writer.commit().unwrap();
+        let file = path.join(MANIFEST);
+        let good = fs::read_to_string(&file).unwrap();
+        for (from, to) in [("100000", "99999"), ("100000", "18446744073709551615"), ("\"a\"", "\"../a\"")] {
+            fs::write(&file, good.replace(from, to)).unwrap();
+            assert!(Checkpoint::open(&path).is_err(), "{to}");
+        }
+        fs::write(&file, &good[..20]).unwrap();
+        assert!(Checkpoint::open(&path).unwrap_err().to_string().contains("manifest.json"));
+    }
+}

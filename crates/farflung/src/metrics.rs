@@ -1,0 +1,125 @@
+//! `metrics.jsonl`: one object a step, each line on disk as soon as the step is done.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+
+/// What is known after a step. Counts are totals since the run's first step, over all its resumes.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    /// Steps done.
+    pub step: u64,
+    /// The run's clock in seconds: virtual on simulated links.
+    pub time_s: f64,
+    /// Seconds that really passed.
+    pub wall_s: f64,
+    /// Tokens that all workers trained on.
+    pub tokens: u64,
+    /// Mean loss of the step's tokens, in nats; JSON has no NaN and writes `null`.
+    #[serde(deserialize_with = "null_is_nan")]
+    pub train_loss: f64,
+    /// Mean loss of held-out tokens, where the step evaluated.
+    pub val_loss: Option<f64>,
+    /// Bytes that this process's workers sent.
+    pub bytes_sent: u64,
+    /// Bytes that they received.
+    pub bytes_received: u64,
+    /// All workers' tokens a second of `time_s`, in the step.
+    pub tokens_per_s: f64,
+}
+
+fn null_is_nan<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
+/// Appends steps to a `metrics.jsonl`.
+#[derive(Debug)]
+pub struct MetricsWriter {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsWriter {
+    /// Opens the file for the steps after `step`: later lines, and what a crash left half-written, are cut off.
+    pub(crate) fn open(path: &Path, step: u64) -> Result<Self> {
+        let mut file = File::options()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(path)
+            .map_err(Error::io("open", path))?;
+        let text = fs::read_to_string(path).map_err(Error::io("read", path))?;
+        let mut keep = 0;
+        for (i, line) in text.split_inclusive('\n').enumerate() {
+            if !line.ends_with('\n') || parse(path, i + 1, line)?.step > step {
+                break;
+            }
+            keep += line.len() as u64;
+        }
+        file.set_len(keep)
+            .and_then(|()| std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0)))
+            .map_err(Error::io("cut", path))?;
+        Ok(Self { path: path.to_owned(), file })
+    }
+
+    /// Appends a step.
+    pub fn write(&mut self, metrics: &StepMetrics) -> Result<()> {
+        let mut line = serde_json::to_vec(metrics).expect("numbers have no way to fail");
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(Error::io("write", &self.path))
+    }
+}
+
+/// Reads all steps of a `metrics.jsonl`.
+///
+/// Errors: [`Error::Io`], [`Error::Metrics`] with the line.
+pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
+    let text = fs::read_to_string(path).map_err(Error::io("read", path))?;
+    text.lines().enumerate().map(|(i, line)| parse(path, i + 1, line)).collect()
+}
+
+fn parse(path: &Path, line: usize, text: &str) -> Result<StepMetrics> {
+    serde_json::from_str(text).map_err(|source| Error::Metrics { path: path.to_owned(), line, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(step: u64) -> StepMetrics {
+        StepMetrics { step, train_loss: 1.5, val_loss: (step == 2).then_some(2.5), ..StepMetrics::default() }
+    }
+
+    #[test]
+    fn a_resumed_run_repeats_no_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut writer = MetricsWriter::open(&path, 0).unwrap();
+        (1..=5).for_each(|step| writer.write(&at(step)).unwrap());
+        // Killed in the middle of a line.
+        writer.file.write_all(b"{\"step\":6,\"ti").unwrap();
+        let mut writer = MetricsWriter::open(&path, 3).unwrap();
+        writer.write(&at(4)).unwrap();
+        let rows = read(&path).unwrap();
+        assert_eq!(rows, (1..=4).map(at).collect::<Vec<_>>());
+        assert!(fs::read_to_string(&path).unwrap().contains("\"val_loss\":null"));
+        MetricsWriter::open(&path, 0).unwrap();
+        assert!(read(&path).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_loss_that_is_not_a_number_is_null_and_a_bad_line_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        MetricsWriter::open(&path, 0).unwrap().write(&StepMetrics { train_loss: f64::NAN, ..at(1) }).unwrap();
+        assert!(read(&path).unwrap()[0].train_loss.is_nan());
+        fs::write(&path, "{}\n").unwrap();
+        assert!(read(&path).unwrap_err().to_string().ends_with("metrics.jsonl:1 is not a line of metrics"));
+        assert!(MetricsWriter::open(&path, 0).is_err());
+    }
+}

@@ -1,0 +1,293 @@
+//! A run's folder: `config.toml`, `metrics.jsonl`, `step-N/` checkpoints and `latest`, held by one process at a time.
+//!
+//! It refuses to know what a checkpoint contains: files have names and bytes.
+
+use std::fs::{self, File, TryLockError};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::{Checkpoint, CheckpointWriter, Packing};
+use crate::metrics::MetricsWriter;
+use crate::{Error, Result};
+
+const LOCK: &str = "run.lock";
+const CONFIG: &str = "config.toml";
+const METRICS: &str = "metrics.jsonl";
+const LATEST: &str = "latest";
+
+/// What to do with a folder that holds a run already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Existing {
+    /// Refuse it: the run is a new one.
+    Refuse,
+    /// Go on with it.
+    Continue,
+}
+
+/// A run's folder, locked until this is dropped or the process ends, however it ends.
+#[derive(Debug)]
+pub struct RunDir {
+    path: PathBuf,
+    /// The system's lock on it is what counts, not that it exists: a crash leaves no stale lock.
+    _lock: File,
+}
+
+impl RunDir {
+    /// Creates or opens a run's folder, locks it, and removes what a crash left half-written.
+    ///
+    /// Errors: [`Error::NotARun`] for a folder with other things in it, [`Error::RunExists`] under [`Existing::Refuse`],
+    /// [`Error::Locked`] while another process holds it, [`Error::Io`].
+    pub fn open(path: &Path, existing: Existing) -> Result<Self> {
+        fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
+        let names = names(path)?;
+        let is_run = names.iter().any(|n| n == CONFIG || n == METRICS || n == LOCK);
+        if !names.is_empty() && !is_run {
+            return Err(Error::NotARun { path: path.to_owned() });
+        }
+        let lock = lock(path)?;
+        // Only after the lock: a run that lives is "in use", which says more than "exists". A lock file alone is no
+        // run: its process died before it wrote anything.
+        if existing == Existing::Refuse && names.iter().any(|n| n != LOCK) {
+            return Err(Error::RunExists { path: path.to_owned() });
+        }
+        for name in names.iter().filter(|n| n.starts_with('.') && n.ends_with(".tmp")) {
+            let partial = path.join(name);
+            let removed =
+                if partial.is_dir() { fs::remove_dir_all(&partial) } else { fs::remove_file(&partial) };
+            removed.map_err(Error::io("remove what a crash left in", &partial))?;
+            tracing::info!(path = %partial.display(), "removed what an earlier run left half-written");
+        }
+        Ok(Self { path: path.to_owned(), _lock: lock })
+    }
+
+    /// The first of `PARENT/NAME-1`, `PARENT/NAME-2`, ... that does not exist.
+    #[must_use]
+    pub fn next_free(parent: &Path, name: &str) -> PathBuf {
+        let mut candidates = (1u64..).map(|n| parent.join(format!("{name}-{n}")));
+        candidates.find(|path| !path.exists()).expect("some number is free")
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Keeps a copy of the run's settings as `config.toml`.
+    pub fn write_config(&self, toml: &str) -> Result<()> {
+        self.replace(CONFIG, toml.as_bytes())
+    }
+
+    /// Writes a file of the run in one move: readers see the old one or the new one.
+    pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.path.join(name);
+        let beside = self.path.join(format!(".{name}.tmp"));
+        let write = || {
+            let mut file = File::create(&beside)?;
+            file.write_all(bytes)?;
+            file.sync_all()?;
+            fs::rename(&beside, &path)?;
+            File::open(&self.path)?.sync_all()
+        };
+        write().map_err(Error::io("write", &path))
+    }
+
+    /// Opens `metrics.jsonl` for the steps after `step`; lines of later steps, which a resumed run repeats, are dropped.
+    pub fn metrics(&self, step: u64) -> Result<MetricsWriter> {
+        MetricsWriter::open(&self.path.join(METRICS), step)
+    }
+
+    /// Begins `step-N`; it exists once [`CheckpointWriter::commit`] returned.
+    pub fn begin_checkpoint(&self, step: u64, packing: Packing) -> Result<CheckpointWriter> {
+        CheckpointWriter::begin(&self.path, step, packing)
+    }
+
+    /// Commits a checkpoint and makes it the `latest`.
+    pub fn commit(&self, writer: CheckpointWriter) -> Result<PathBuf> {
+        let path = writer.commit()?;
+        let name = path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
+        self.replace(LATEST, format!("{name}\n").as_bytes())?;
+        Ok(path)
+    }
+
+    /// The steps of all whole checkpoints, oldest first.
+    pub fn checkpoints(&self) -> Result<Vec<u64>> {
+        list(&self.path)
+    }
+
+    /// The newest good checkpoint; damaged ones are passed over with a warning.
+    ///
+    /// Errors: the newest one's, if there are checkpoints and none is good.
+    pub fn latest(&self) -> Result<Option<Checkpoint>> {
+        latest(&self.path)
+    }
+
+    /// Removes all but the newest `keep` checkpoints; 0 keeps all.
+    pub fn prune(&self, keep: usize) -> Result<()> {
+        let steps = self.checkpoints()?;
+        let excess = if keep == 0 { 0 } else { steps.len().saturating_sub(keep) };
+        for step in &steps[..excess] {
+            let path = self.path.join(folder(*step));
+            // Renamed first, so that a crash in the middle leaves a partial one, not a damaged one.
+            let partial = self.path.join(format!(".{}.tmp", folder(*step)));
+            fs::rename(&path, &partial)
+                .and_then(|()| fs::remove_dir_all(&partial))
+                .map_err(Error::io("remove the checkpoint", &path))?;
+        }
+        Ok(())
+    }
+}
+
+/// The newest good checkpoint of a run's folder, for readers that do not hold the run.
+///
+/// Errors: the newest one's, if there are checkpoints and none is good.
+pub fn latest(run: &Path) -> Result<Option<Checkpoint>> {
+    let mut first_error = None;
+    for step in list(run)?.into_iter().rev() {
+        match Checkpoint::open(&run.join(folder(step))) {
+            Ok(checkpoint) => return Ok(Some(checkpoint)),
+            Err(error) => {
+                tracing::warn!(step, %error, "passing over a damaged checkpoint");
+                first_error.get_or_insert(error);
+            }
+        }
+    }
+    first_error.map_or(Ok(None), Err)
+}
+
+/// The steps of all whole checkpoints in a run's folder, oldest first.
+fn list(run: &Path) -> Result<Vec<u64>> {
+    let mut steps: Vec<u64> =
+        names(run)?.iter().filter_map(|n| n.strip_prefix("step-")?.parse().ok()).collect();
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+/// A checkpoint's folder name. Sorts by step for anybody who lists it.
+pub(crate) fn folder(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+/// The names in a folder, sorted.
+fn names(path: &Path) -> Result<Vec<String>> {
+    let read = || {
+        let entries = fs::read_dir(path)?;
+        entries
+            .map(|e| Ok(e?.file_name().to_string_lossy().into_owned()))
+            .collect::<std::io::Result<Vec<_>>>()
+    };
+    let mut names = read().map_err(Error::io("list", path))?;
+    names.sort_unstable();
+    Ok(names)
+}
+
+/// Takes the folder's lock or says who has it.
+fn lock(run: &Path) -> Result<File> {
+    let path = run.join(LOCK);
+    let mut file = File::options()
+        .create(true)
+        .truncate(false)
+        .read(true)
+        .write(true)
+        .open(&path)
+        .map_err(Error::io("open the lock", &path))?;
+    match file.try_lock() {
+        Ok(()) => {
+            let note = |file: &mut File| {
+                file.set_len(0)?;
+                writeln!(file, "{}", std::process::id())
+            };
+            note(&mut file).map_err(Error::io("write the lock", &path))?;
+            Ok(file)
+        }
+        Err(TryLockError::WouldBlock) => {
+            let pid = fs::read_to_string(&path).ok().and_then(|text| text.trim().parse().ok());
+            Err(Error::Locked { path: run.to_owned(), pid })
+        }
+        Err(TryLockError::Error(source)) => Err(Error::Io { action: "lock", path, source }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn save(run: &RunDir, step: u64, packing: Packing) -> PathBuf {
+        let mut writer = run.begin_checkpoint(step, packing).unwrap();
+        writer.write("weights", &[step as u8; 1000]).unwrap();
+        writer.write("state.json", b"{}").unwrap();
+        run.commit(writer).unwrap()
+    }
+
+    #[test]
+    fn a_folder_of_other_things_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("thesis.tex"), "x").unwrap();
+        assert!(matches!(RunDir::open(dir.path(), Existing::Continue), Err(Error::NotARun { .. })));
+        let run = dir.path().join("run");
+        RunDir::open(&run, Existing::Refuse).unwrap().write_config("").unwrap();
+        assert!(matches!(RunDir::open(&run, Existing::Refuse), Err(Error::RunExists { .. })));
+        RunDir::open(&run, Existing::Continue).unwrap();
+        assert_eq!(RunDir::next_free(dir.path(), "nano"), dir.path().join("nano-1"));
+    }
+
+    #[test]
+    fn two_runs_cannot_share_a_folder() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = RunDir::open(dir.path(), Existing::Refuse).unwrap();
+        let message = RunDir::open(dir.path(), Existing::Continue).unwrap_err().to_string();
+        assert!(message.contains(&format!("process {}", std::process::id())), "{message}");
+        drop(first);
+        RunDir::open(dir.path(), Existing::Continue).unwrap();
+    }
+
+    #[test]
+    fn checkpoints_are_listed_pruned_and_read_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = RunDir::open(dir.path(), Existing::Refuse).unwrap();
+        assert!(run.latest().unwrap().is_none());
+        for step in [9, 10, 100] {
+            save(&run, step, if step == 10 { Packing::Zstd } else { Packing::Plain });
+        }
+        assert_eq!(run.checkpoints().unwrap(), [9, 10, 100]);
+        assert_eq!(fs::read_to_string(dir.path().join("latest")).unwrap(), "step-00000100\n");
+        run.prune(2).unwrap();
+        assert_eq!(run.checkpoints().unwrap(), [10, 100]);
+        let packed = Checkpoint::open(&dir.path().join("step-00000010")).unwrap();
+        assert_eq!((packed.step(), packed.names()), (10, vec!["state.json", "weights"]));
+        assert_eq!(packed.read("weights").unwrap(), [10; 1000]);
+        assert!(fs::metadata(packed.path().join("weights.zst")).unwrap().len() < 100);
+        assert!(packed.read("other").is_err());
+    }
+
+    #[test]
+    fn a_damaged_checkpoint_is_named_and_the_one_before_it_is_used() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = RunDir::open(dir.path(), Existing::Refuse).unwrap();
+        save(&run, 1, Packing::Plain);
+        let newest = save(&run, 2, Packing::Plain);
+        let mut bytes = fs::read(newest.join("weights")).unwrap();
+        bytes[500] ^= 1;
+        fs::write(newest.join("weights"), bytes).unwrap();
+        let message = Checkpoint::open(&newest).unwrap_err().to_string();
+        assert!(message.contains("step-00000002/weights") && message.contains("hash"), "{message}");
+        assert_eq!(run.latest().unwrap().unwrap().step(), 1);
+        fs::remove_file(dir.path().join("step-00000001/weights")).unwrap();
+        assert!(run.latest().unwrap_err().to_string().contains("step-00000002"));
+    }
+
+    #[test]
+    fn what_a_crash_left_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let run = RunDir::open(dir.path(), Existing::Refuse).unwrap();
+        save(&run, 1, Packing::Plain);
+        let mut writer = run.begin_checkpoint(2, Packing::Plain).unwrap();
+        writer.write("weights", b"half").unwrap();
+        std::mem::forget(writer);
+        drop(run);
+        assert!(dir.path().join(".step-00000002.tmp").exists());
+        let run = RunDir::open(dir.path(), Existing::Continue).unwrap();
+        assert!(!dir.path().join(".step-00000002.tmp").exists());
+        assert_eq!(run.latest().unwrap().unwrap().step(), 1);
+    }
+}
