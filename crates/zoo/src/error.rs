@@ -144,6 +144,76 @@ pub enum ZooError {
         /// The greatest that is valid.
         last: usize,
     },
+    /// The header of a safetensors file is not one.
+    #[error("safetensors file `{}`: header {problem}", path.display())]
+    Header {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A tensor's entry in a header contradicts itself, another entry or the file.
+    #[error("`{}`: tensor `{tensor}` {problem}", path.display())]
+    TensorEntry {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A file lacks a tensor.
+    #[error("`{}` has no tensor `{tensor}`", path.display())]
+    NoTensor {
+        /// The file or folder.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+    },
+    /// A tensor has another shape than the model.
+    #[error("`{}`: tensor `{tensor}` has shape {found:?}, expected {expected:?}", path.display())]
+    TensorShape {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its shape in the file.
+        found: Vec<usize>,
+        /// The shape that was asked for.
+        expected: Vec<usize>,
+    },
+    /// A tensor has a type that cannot be read as what was asked for.
+    #[error("`{}`: tensor `{tensor}` has type {found}, expected {expected}", path.display())]
+    TensorDtype {
+        /// The file.
+        path: PathBuf,
+        /// The tensor.
+        tensor: String,
+        /// Its type in the file.
+        found: String,
+        /// The types that can be read so.
+        expected: &'static str,
+    },
+    /// A JSON file is not JSON.
+    #[error("`{}`: {source}", path.display())]
+    Json {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// A field of a JSON file is missing or unsupported.
+    #[error("`{}`: `{field}` is {found}, expected {expected}", path.display())]
+    JsonField {
+        /// The file.
+        path: PathBuf,
+        /// The field.
+        field: String,
+        /// Its value, or `missing`.
+        found: String,
+        /// What is supported.
+        expected: String,
+    },
 }
 
 /// Names in backquotes, for messages that list what there is.

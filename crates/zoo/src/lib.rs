@@ -4,6 +4,7 @@ pub mod config;
 pub mod tokenizer;
 
 pub mod data;
+pub mod weights;
 
 pub mod block;
 pub mod generate;

@@ -1,0 +1,93 @@
+//! Hugging Face's `config.json` of a GPT-2.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use super::atomic::write_file;
+use super::dtype::Dtype;
+use crate::{GptConfig, ZooError};
+
+/// Fields that change what the model computes, and the values of ours. A field that is missing or null has its default.
+fn supported() -> [(&'static str, Vec<Value>); 8] {
+    [
+        ("model_type", vec![json!("gpt2")]),
+        ("activation_function", vec![json!("gelu_new"), json!("gelu_pytorch_tanh")]),
+        ("layer_norm_epsilon", vec![json!(1e-5)]),
+        ("scale_attn_weights", vec![json!(true)]),
+        ("scale_attn_by_inverse_layer_idx", vec![json!(false)]),
+        ("add_cross_attention", vec![json!(false)]),
+        ("is_encoder_decoder", vec![json!(false)]),
+        ("tie_word_embeddings", vec![json!(true)]),
+    ]
+}
+
+/// Reads and checks a `config.json`; keys that do not matter here are tolerated.
+pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
+    let text = fs::read(path).map_err(ZooError::io("read", path))?;
+    let json: Map<String, Value> =
+        serde_json::from_slice(&text).map_err(|source| ZooError::Json { path: path.to_owned(), source })?;
+    let get = |field: &str| json.get(field).filter(|value| !value.is_null());
+    let wrong = |field: &str, expected: String| {
+        let found = get(field).map_or_else(|| "missing".to_owned(), ToString::to_string);
+        ZooError::JsonField { path: path.to_owned(), field: field.to_owned(), found, expected }
+    };
+    for (field, values) in supported() {
+        if get(field).is_some_and(|found| !values.contains(found)) {
+            let expected = values.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
+            return Err(wrong(field, expected));
+        }
+    }
+    let number = |field: &str| {
+        let value = get(field).and_then(Value::as_u64).and_then(|n| usize::try_from(n).ok());
+        value.ok_or_else(|| wrong(field, "a whole number".to_owned()))
+    };
+    let context = number(if get("n_positions").is_some() { "n_positions" } else { "n_ctx" })?;
+    if get("n_ctx").is_some() && number("n_ctx")? != context {
+        return Err(wrong("n_ctx", format!("`n_positions`, {context}")));
+    }
+    let dim = number("n_embd")?;
+    let config = GptConfig::new(number("n_layer")?, number("n_head")?, dim, context, number("vocab_size")?)?;
+    if get("n_inner").is_some() && number("n_inner")? != 4 * dim {
+        return Err(wrong("n_inner", format!("null or {}", 4 * dim)));
+    }
+    Ok(config)
+}
+
+/// Writes the `config.json` of a model.
+pub(super) fn write(path: &Path, config: &GptConfig, dtype: Dtype) -> Result<(), ZooError> {
+    let torch = match dtype {
+        Dtype::F32 => "float32",
+        Dtype::F16 => "float16",
+        Dtype::Bf16 => "bfloat16",
+    };
+    // The id that GPT-2's tokenizer begins and ends texts with, in vocabularies that have it.
+    let end = (config.vocab > 50256).then_some(50256);
+    let json = json!({
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": end,
+        "eos_token_id": end,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "n_ctx": config.context,
+        "n_embd": config.dim,
+        "n_head": config.heads,
+        "n_inner": null,
+        "n_layer": config.layers,
+        "n_positions": config.context,
+        "scale_attn_weights": true,
+        "tie_word_embeddings": true,
+        "torch_dtype": torch,
+        "vocab_size": config.vocab,
+    });
+    write_file(path, |out| {
+        let text = format!("{json:#}\n");
+        out.write_all(text.as_bytes()).map_err(ZooError::io("write", path))
+    })
+}

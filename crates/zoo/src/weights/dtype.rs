@@ -1,0 +1,75 @@
+//! The element types of safetensors that carry parameters, and their conversion to and from `f32`.
+
+use half::{bf16, f16};
+
+/// How numbers are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Dtype {
+    /// 4 bytes.
+    #[default]
+    F32,
+    /// 2 bytes, 5 bits of exponent.
+    F16,
+    /// 2 bytes, the upper half of an `f32`.
+    Bf16,
+}
+
+impl Dtype {
+    /// The name in a safetensors header.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::Bf16 => "BF16",
+        }
+    }
+
+    /// The type of that name in a safetensors header.
+    pub(super) fn from_name(name: &str) -> Option<Self> {
+        [Self::F32, Self::F16, Self::Bf16].into_iter().find(|dtype| dtype.name() == name)
+    }
+
+    /// Bytes of an element.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// Widens little-endian elements; `bytes` holds exactly as many as `out`.
+    pub(super) fn decode(self, bytes: &[u8], out: &mut [f32]) {
+        let two = || bytes.as_chunks().0;
+        match self {
+            Self::F32 => {
+                for (x, &b) in out.iter_mut().zip(bytes.as_chunks().0) {
+                    *x = f32::from_le_bytes(b);
+                }
+            }
+            Self::F16 => out.iter_mut().zip(two()).for_each(|(x, &b)| *x = f16::from_le_bytes(b).to_f32()),
+            Self::Bf16 => out.iter_mut().zip(two()).for_each(|(x, &b)| *x = bf16::from_le_bytes(b).to_f32()),
+        }
+    }
+
+    /// Appends little-endian elements, rounded to nearest even.
+    pub(super) fn encode(self, values: &[f32], out: &mut Vec<u8>) {
+        match self {
+            Self::F32 => out.extend(values.iter().flat_map(|x| x.to_le_bytes())),
+            Self::F16 => out.extend(values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes())),
+            Self::Bf16 => out.extend(values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
+        }
+    }
+}
+
+/// Bytes of an element of any type that safetensors names with whole bytes; `None` for others.
+pub(super) fn element_bytes(name: &str) -> Option<u64> {
+    match name {
+        "BOOL" | "U8" | "I8" | "F8_E4M3" | "F8_E5M2" | "F8_E8M0" => Some(1),
+        "U16" | "I16" | "F16" | "BF16" => Some(2),
+        "U32" | "I32" | "F32" => Some(4),
+        "U64" | "I64" | "F64" => Some(8),
+        _ => None,
+    }
+}

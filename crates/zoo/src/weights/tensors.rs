@@ -1,0 +1,331 @@
+//! Named tensors in one safetensors file: 8 bytes of header length, a JSON header, the data.
+//!
+//! Reads exact ranges from the file rather than mapping it: a file that someone truncates meanwhile is then an error,
+//! not a signal, and no unsafe code is needed.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use serde_json::{Map, Value, json};
+
+use super::atomic::write_file;
+use super::dtype::{Dtype, element_bytes};
+use crate::ZooError;
+
+/// As in the reference implementation.
+const LONGEST_HEADER: u64 = 100_000_000;
+/// Bytes converted at a time.
+const CHUNK: usize = 1 << 16;
+
+/// One tensor's entry in a header.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorInfo {
+    /// Its type, as safetensors names it: `F32`, `BF16`, `U8`, ...
+    pub dtype: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// First byte and byte past the end, from the start of the data.
+    data_offsets: (u64, u64),
+}
+
+/// The values of a tensor to write.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum TensorData<'a> {
+    /// Numbers.
+    F32(&'a [f32]),
+    /// Bytes.
+    U8(&'a [u8]),
+}
+
+/// A tensor to write.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TensorView<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Its shape.
+    pub shape: &'a [usize],
+    /// Its values, as many as the shape says.
+    pub data: TensorData<'a>,
+}
+
+/// An open safetensors file whose header has been checked: no tensor lies outside the file or over another, none is
+/// longer or shorter than its shape, and no byte is unaccounted for.
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    file: File,
+    data_start: u64,
+    tensors: BTreeMap<String, TensorInfo>,
+    metadata: BTreeMap<String, String>,
+}
+
+/// The header as it is written, so that a name that occurs twice is seen.
+struct RawHeader(Vec<(String, Value)>);
+
+impl<'de> Deserialize<'de> for RawHeader {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Entries;
+        impl<'de> Visitor<'de> for Entries {
+            type Value = RawHeader;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RawHeader, A::Error> {
+                let mut entries = Vec::new();
+                while let Some(entry) = map.next_entry()? {
+                    entries.push(entry);
+                }
+                Ok(RawHeader(entries))
+            }
+        }
+        deserializer.deserialize_map(Entries)
+    }
+}
+
+impl TensorFile {
+    /// Opens a file and checks its header.
+    ///
+    /// Errors: [`ZooError::Io`], [`ZooError::Header`], [`ZooError::TensorEntry`].
+    pub fn open(path: &Path) -> Result<Self, ZooError> {
+        let header = |problem: String| ZooError::Header { path: path.to_owned(), problem };
+        let mut file = File::open(path).map_err(ZooError::io("read", path))?;
+        let length = file.metadata().map_err(ZooError::io("read", path))?.len();
+        if length < 8 {
+            return Err(header(format!("needs 8 bytes, the file has {length}")));
+        }
+        let mut eight = [0; 8];
+        file.read_exact(&mut eight).map_err(ZooError::io("read", path))?;
+        let claimed = u64::from_le_bytes(eight);
+        if claimed > (length - 8).min(LONGEST_HEADER) {
+            return Err(header(format!("claims {claimed} bytes, the file has {length}")));
+        }
+        let mut text = vec![0; claimed as usize];
+        file.read_exact(&mut text).map_err(ZooError::io("read", path))?;
+        let raw: RawHeader =
+            serde_json::from_slice(&text).map_err(|e| header(format!("is not JSON of tensors: {e}")))?;
+        let (tensors, metadata) = entries(path, raw)?;
+        let this = Self { path: path.to_owned(), file, data_start: 8 + claimed, tensors, metadata };
+        this.check_layout(length - this.data_start)?;
+        Ok(this)
+    }
+
+    /// Checks that the tensors tile the data.
+    fn check_layout(&self, data: u64) -> Result<(), ZooError> {
+        let mut by_place: Vec<_> = self.tensors.iter().collect();
+        by_place.sort_by_key(|(_, info)| info.data_offsets);
+        let mut end = 0;
+        for (name, info) in by_place {
+            let wrong = |problem: String| Err(self.entry_error(name, problem));
+            let (from, to) = info.data_offsets;
+            if to < from || to > data {
+                return wrong(format!("claims bytes {from} to {to} of {data}"));
+            }
+            if from != end {
+                return wrong(format!("begins at byte {from}, the one before it ends at {end}"));
+            }
+            end = to;
+            let Some(element) = element_bytes(&info.dtype) else { continue };
+            let count = info.shape.iter().try_fold(element, |n, &dim| n.checked_mul(dim as u64));
+            if count != Some(to - from) {
+                let (shape, dtype) = (&info.shape, &info.dtype);
+                return wrong(format!("is {shape:?} of {dtype}, but has {} bytes", to - from));
+            }
+        }
+        if end != data {
+            return Err(ZooError::Header {
+                path: self.path.clone(),
+                problem: format!("accounts for {end} of {data} bytes of data"),
+            });
+        }
+        Ok(())
+    }
+
+    fn entry_error(&self, tensor: &str, problem: String) -> ZooError {
+        ZooError::TensorEntry { path: self.path.clone(), tensor: tensor.to_owned(), problem }
+    }
+
+    /// The file's path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The tensors by name.
+    #[must_use]
+    pub const fn tensors(&self) -> &BTreeMap<String, TensorInfo> {
+        &self.tensors
+    }
+
+    /// The file's `__metadata__`.
+    #[must_use]
+    pub const fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    fn info(&self, name: &str) -> Result<&TensorInfo, ZooError> {
+        let missing = || ZooError::NoTensor { path: self.path.clone(), tensor: name.to_owned() };
+        self.tensors.get(name).ok_or_else(missing)
+    }
+
+    fn expect_shape(&self, name: &str, expected: &[usize]) -> Result<(), ZooError> {
+        let found = &self.info(name)?.shape;
+        if found == expected {
+            return Ok(());
+        }
+        let (path, tensor) = (self.path.clone(), name.to_owned());
+        Err(ZooError::TensorShape { path, tensor, found: found.clone(), expected: expected.to_vec() })
+    }
+
+    fn wrong_dtype(&self, name: &str, info: &TensorInfo, expected: &'static str) -> ZooError {
+        let (path, found) = (self.path.clone(), info.dtype.clone());
+        ZooError::TensorDtype { path, tensor: name.to_owned(), found, expected }
+    }
+
+    /// Reads a tensor of F32, F16 or BF16 as `f32`.
+    ///
+    /// Errors: [`ZooError::NoTensor`], [`ZooError::TensorShape`] (also if `out` has another length than the shape),
+    /// [`ZooError::TensorDtype`], [`ZooError::Io`].
+    pub fn read_f32(&mut self, name: &str, shape: &[usize], out: &mut [f32]) -> Result<(), ZooError> {
+        self.expect_shape(name, shape)?;
+        let info = self.info(name)?;
+        let dtype =
+            Dtype::from_name(&info.dtype).ok_or_else(|| self.wrong_dtype(name, info, "F32, F16 or BF16"))?;
+        let (from, to) = info.data_offsets;
+        if to - from != (out.len() * dtype.bytes()) as u64 {
+            let (path, tensor) = (self.path.clone(), name.to_owned());
+            return Err(ZooError::TensorShape {
+                path,
+                tensor,
+                found: shape.to_vec(),
+                expected: vec![out.len()],
+            });
+        }
+        self.file.seek(SeekFrom::Start(self.data_start + from)).map_err(ZooError::io("read", &self.path))?;
+        let mut buffer = vec![0; CHUNK.min((to - from) as usize)];
+        for part in out.chunks_mut(CHUNK / dtype.bytes()) {
+            let bytes = &mut buffer[..part.len() * dtype.bytes()];
+            self.file.read_exact(bytes).map_err(ZooError::io("read", &self.path))?;
+            dtype.decode(bytes, part);
+        }
+        Ok(())
+    }
+
+    /// Reads a tensor of U8.
+    ///
+    /// Errors: as [`TensorFile::read_f32`].
+    pub fn read_u8(&mut self, name: &str) -> Result<Vec<u8>, ZooError> {
+        let info = self.info(name)?;
+        if info.dtype != "U8" {
+            return Err(self.wrong_dtype(name, info, "U8"));
+        }
+        let (from, to) = info.data_offsets;
+        self.file.seek(SeekFrom::Start(self.data_start + from)).map_err(ZooError::io("read", &self.path))?;
+        // The range was checked against the file's real length.
+        let mut bytes = vec![0; (to - from) as usize];
+        self.file.read_exact(&mut bytes).map_err(ZooError::io("read", &self.path))?;
+        Ok(bytes)
+    }
+}
+
+type Entries = (BTreeMap<String, TensorInfo>, BTreeMap<String, String>);
+
+fn entries(path: &Path, raw: RawHeader) -> Result<Entries, ZooError> {
+    let (mut tensors, mut metadata) = (BTreeMap::new(), BTreeMap::new());
+    for (name, value) in raw.0 {
+        let wrong =
+            |problem: String| ZooError::TensorEntry { path: path.to_owned(), tensor: name.clone(), problem };
+        if name == "__metadata__" {
+            metadata = serde_json::from_value(value).map_err(|e| wrong(format!("is not text: {e}")))?;
+            continue;
+        }
+        let info = serde_json::from_value(value).map_err(|e| wrong(format!("is not a tensor: {e}")))?;
+        if tensors.contains_key(&name) {
+            return Err(wrong("occurs twice".to_owned()));
+        }
+        tensors.insert(name, info);
+    }
+    Ok((tensors, metadata))
+}
+
+/// A safetensors header (length included, padded to 8 bytes) of tensors that follow each other in this order.
+pub(super) fn header<'a>(
+    tensors: impl Iterator<Item = (&'a str, &'a str, &'a [usize])>,
+    metadata: &BTreeMap<String, String>,
+) -> Vec<u8> {
+    let mut all = Map::new();
+    if !metadata.is_empty() {
+        all.insert("__metadata__".to_owned(), json!(metadata));
+    }
+    let mut end = 0;
+    for (name, dtype, shape) in tensors {
+        let from = end;
+        let element = element_bytes(dtype).expect("only known types are written");
+        end += shape.iter().map(|&dim| dim as u64).product::<u64>() * element;
+        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [from, end]});
+        all.insert(name.to_owned(), entry);
+    }
+    let mut text = Value::Object(all).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(text);
+    bytes
+}
+
+/// Writes named tensors and metadata to one safetensors file, which appears whole or not at all.
+///
+/// Errors: [`ZooError::Io`]; [`ZooError::TensorEntry`] for a name that occurs twice or a shape that is not the length
+/// of its data.
+pub fn write_tensors(
+    path: &Path,
+    tensors: &[TensorView<'_>],
+    metadata: &BTreeMap<String, String>,
+) -> Result<(), ZooError> {
+    let mut names = std::collections::BTreeSet::from(["__metadata__"]);
+    let mut rows = Vec::with_capacity(tensors.len());
+    for t in tensors {
+        let wrong = |problem: String| {
+            Err(ZooError::TensorEntry { path: path.to_owned(), tensor: t.name.to_owned(), problem })
+        };
+        let (dtype, count) = match t.data {
+            TensorData::F32(values) => ("F32", values.len()),
+            TensorData::U8(bytes) => ("U8", bytes.len()),
+        };
+        if t.shape.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim)) != Some(count) {
+            return wrong(format!("is {:?}, but has {count} values", t.shape));
+        }
+        if !names.insert(t.name) {
+            return wrong("occurs twice or has a reserved name".to_owned());
+        }
+        rows.push((t.name, dtype, t.shape));
+    }
+    write_file(path, |out| {
+        let io = || ZooError::io("write", path);
+        out.write_all(&header(rows.into_iter(), metadata)).map_err(io())?;
+        for t in tensors {
+            match t.data {
+                TensorData::F32(values) => write_f32(out, Dtype::F32, values).map_err(io())?,
+                TensorData::U8(bytes) => out.write_all(bytes).map_err(io())?,
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Writes numbers in a type, a chunk at a time.
+pub(super) fn write_f32(out: &mut dyn Write, dtype: Dtype, values: &[f32]) -> std::io::Result<()> {
+    let mut bytes = Vec::with_capacity(CHUNK);
+    for part in values.chunks(CHUNK / 4) {
+        bytes.clear();
+        dtype.encode(part, &mut bytes);
+        out.write_all(&bytes)?;
+    }
+    Ok(())
+}
