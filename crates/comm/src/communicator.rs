@@ -447,7 +447,6 @@ impl Communicator {
     }
 
     fn member(&self, op: &'static str, rank: Rank) -> Result<PeerId, CommError> {
-        self.check()?;
         let members = &self.group.members;
         let argument = CommError::Argument { op, what: "rank", got: rank.index(), want: members.len() };
         members.get(rank.index()).copied().ok_or(argument)
@@ -465,7 +464,8 @@ impl Communicator {
         Ok(RecvMessage { from, tag, incoming: Incoming::default() })
     }
 
-    /// Sends bytes to a rank; returns when the network has taken them. A failure does not poison the communicator.
+    /// Sends bytes to a rank; returns when the network has taken them. Messages neither poison a communicator nor mind
+    /// that it is poisoned.
     pub fn send(&self, to: Rank, tag: u32, data: &[u8]) -> Result<(), CommError> {
         self.run("send", self.outgoing(to, tag, data.to_vec())?, false)
     }

@@ -24,9 +24,6 @@ pub enum DownReason {
     /// A fault rule of the simulated network crashed it.
     #[error("it crashed")]
     Crashed,
-    /// A fault rule of the simulated network cut the link to it.
-    #[error("the link to it was cut")]
-    Cut,
 }
 
 /// What is wrong with bytes that came from a socket.

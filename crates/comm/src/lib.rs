@@ -6,6 +6,7 @@ mod frame;
 mod endpoint;
 mod inbox;
 pub mod memory;
+pub mod simulated;
 mod transport;
 mod wire;
 

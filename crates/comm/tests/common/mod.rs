@@ -3,20 +3,30 @@
 
 use std::sync::Arc;
 
-use farflung_base::Nanos;
-use farflung_comm::{Communicator, Transport, memory};
+use farflung_base::{Nanos, Topology};
+use farflung_comm::{Communicator, Transport, memory, simulated};
 
-pub type Cluster = Vec<Arc<dyn Transport>>;
+pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 
 /// Every transport, by name.
-pub const TRANSPORTS: [(&str, fn(usize) -> Cluster); 1] = [("memory", memory_cluster)];
+pub(crate) const TRANSPORTS: [(&str, fn(usize) -> Cluster); 2] =
+    [("memory", memory_cluster), ("simulated", simulated_cluster)];
 
-pub fn memory_cluster(n: usize) -> Cluster {
+pub(crate) fn memory_cluster(n: usize) -> Cluster {
     memory::cluster(n).into_iter().map(|t| t as Arc<dyn Transport>).collect()
 }
 
+pub(crate) fn simulated_cluster(n: usize) -> Cluster {
+    over(&Topology::uniform(n, "100mbit,5ms".parse().unwrap()))
+}
+
+/// A simulated network.
+pub(crate) fn over(topology: &Topology) -> Cluster {
+    simulated::cluster(topology).into_iter().map(|t| t as Arc<dyn Transport>).collect()
+}
+
 /// Runs `f` on a thread per rank and returns the results in rank order.
-pub fn on_ranks<T: Send>(cluster: Cluster, f: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
+pub(crate) fn on_ranks<T: Send>(cluster: Cluster, f: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = cluster
             .into_iter()

@@ -1,0 +1,202 @@
+//! The laws of virtual time: closed forms, overlap, shared links, faults, and independence of thread interleaving.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{Cluster, on_ranks, over};
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
+use farflung_comm::simulated::{Faults, cluster_with};
+use farflung_comm::{Algorithm, CommError, DownReason, ReduceOp, Transport, cost};
+
+fn uniform(n: usize, link: &str) -> Topology {
+    Topology::uniform(n, link.parse().unwrap())
+}
+
+fn within(got: Nanos, want: f64, tolerance: f64, what: &str) {
+    let got = got.as_secs_f64();
+    assert!((got - want).abs() <= tolerance * want, "{what}: {got} s, expected {want} s");
+}
+
+#[test]
+fn all_reduce_takes_its_closed_form() {
+    let topology = uniform(8, "1gbit,10ms");
+    // 2 (n-1) or 2 lg n latencies, and 2 (n-1)/n of the bytes.
+    let forms = [(Algorithm::Ring, 0.14), (Algorithm::HalvingDoubling, 0.06)];
+    for (algorithm, latencies) in forms {
+        for bytes in [1_000_usize, 1_000_000, 100_000_000] {
+            let want = latencies + 1.75 * bytes as f64 * 8e-9;
+            let what = format!("{algorithm:?} {bytes}");
+            let programs: Vec<_> = (0..8).map(|rank| algorithm.program(Rank(rank), 8)).collect();
+            within(cost(&programs, Bytes(bytes as u64), &topology), want, 0.001, &what);
+            let times = on_ranks(over(&topology), |comm| {
+                let mut x = vec![1.0_f32; bytes / 4];
+                comm.clone().with_algorithm(algorithm).all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                assert!(x.iter().all(|&v| v == 8.0));
+                comm.now()
+            });
+            times.iter().for_each(|&time| within(time, want, 0.02, &what));
+        }
+    }
+}
+
+#[test]
+fn auto_is_the_cheaper_one_on_the_declared_links() {
+    let fast = uniform(8, "1gbit,10ms");
+    assert_eq!(Algorithm::Auto.resolve(Bytes(1_000), &fast), Algorithm::HalvingDoubling);
+    // Folding three ranks costs two more whole buffers.
+    let odd = uniform(7, "1gbit,10us");
+    assert_eq!(Algorithm::Auto.resolve(Bytes(100_000_000), &odd), Algorithm::Ring);
+    assert_eq!(Algorithm::Ring.resolve(Bytes(1_000), &fast), Algorithm::Ring);
+}
+
+#[test]
+fn a_wait_costs_the_greater_of_compute_and_communication() {
+    let reduce = |compute: u64| {
+        let times = on_ranks(over(&uniform(4, "100mbit,20ms")), |comm| {
+            let pending = comm.start_all_reduce(vec![1.0_f32; 1 << 20], ReduceOp::Mean);
+            comm.advance(Nanos::from_millis(compute));
+            pending.wait().unwrap();
+            comm.now()
+        });
+        *times.iter().max().unwrap()
+    };
+    let alone = reduce(0);
+    within(alone, 6.0 * 0.02 + 1.5 * (4 << 20) as f64 * 8e-8, 0.02, "alone");
+    for compute in [50, 300, 623, 700, 2000] {
+        within(reduce(compute), alone.as_secs_f64().max(compute as f64 / 1e3), 0.02, "overlapped");
+    }
+}
+
+#[test]
+fn started_together_they_share_the_link() {
+    let times = on_ranks(over(&uniform(2, "100mbit,1ms")), |comm| {
+        let started: Vec<_> =
+            (0..4).map(|_| comm.start_all_reduce(vec![1.0_f32; 250_000], ReduceOp::Sum)).collect();
+        started.into_iter().for_each(|p| drop(p.wait().unwrap()));
+        comm.now()
+    });
+    // Four megabytes through one port; the latencies hide behind each other's transfers.
+    within(times[0], 0.32, 0.02, "four at once");
+    assert_eq!(times[0], times[1]);
+}
+
+#[test]
+fn the_receivers_downlink_is_shared_and_the_far_do_not_hold_up_the_near() {
+    let mut topology = uniform(4, "1gbit,1ms");
+    topology.set_port(Rank(0), Port { up: Bandwidth(1_000_000_000), down: Bandwidth(100_000_000) });
+    topology.set_link(
+        Rank(3),
+        Rank(0),
+        Link { bandwidth: Bandwidth(1_000_000_000), latency: Nanos::from_millis(500) },
+    );
+    let times = on_ranks(over(&topology), |comm| {
+        if comm.rank().0 > 0 {
+            comm.send(Rank(0), 1, &vec![0; 1_000_000]).unwrap();
+            return vec![];
+        }
+        [1, 2, 3]
+            .map(|from| {
+                comm.recv(Rank(from), 1).unwrap();
+                comm.now()
+            })
+            .to_vec()
+    });
+    within(times[0][1], 0.161, 0.02, "two near ones");
+    within(times[0][2], 0.58, 0.02, "the far one");
+}
+
+/// A run with a bit of everything; returns every rank's clock after each part, and the sums.
+fn mixed(cluster: Cluster, seed: Option<u64>) -> Vec<(Vec<Nanos>, Vec<u32>)> {
+    on_ranks(cluster, |comm| {
+        let me = comm.rank().0;
+        let mut clocks = Vec::new();
+        let mut sum = vec![me as f32 + 0.1; 70_000];
+        for round in 0..6_u64 {
+            if let Some(seed) = seed {
+                let nap = Philox::new(seed, u64::from(me)).below(round, 3_000);
+                std::thread::sleep(Duration::from_micros(nap));
+            }
+            let big = comm.start_all_reduce(sum.clone(), ReduceOp::Mean);
+            comm.advance(Nanos::from_micros(1_000 * u64::from(me) + 77 * round));
+            let gathered = comm.start_all_gather_bytes(vec![0; 1000 * me as usize]);
+            clocks.push(comm.now());
+            gathered.wait().unwrap();
+            clocks.push(comm.now());
+            sum = big.wait().unwrap();
+            clocks.push(comm.now());
+            if me.is_multiple_of(2) && me + 1 < comm.size() as u32 {
+                comm.send(Rank(me + 1), 5, &[1; 40_000]).unwrap();
+            } else if me % 2 == 1 {
+                comm.recv(Rank(me - 1), 5).unwrap();
+            }
+            clocks.push(comm.now());
+        }
+        (clocks, sum.iter().map(|v| v.to_bits()).collect())
+    })
+}
+
+#[test]
+fn times_and_bits_do_not_depend_on_the_threads() {
+    let mut topology = uniform(5, "50mbit,3ms");
+    topology.set_link(Rank(1), Rank(2), "5mbit,40ms".parse().unwrap());
+    let first = mixed(over(&topology), None);
+    for seed in 0..12 {
+        assert!(mixed(over(&topology), Some(seed)) == first, "seed {seed}");
+    }
+}
+
+fn faulty(topology: &Topology, faults: &Faults) -> Cluster {
+    cluster_with(topology, faults).into_iter().map(|t| t as Arc<dyn Transport>).collect()
+}
+
+#[test]
+fn a_crash_in_the_middle_fails_everyone_and_names_the_peer() {
+    for at in [0, 10, 60, 130, 400, 500] {
+        let faults = Faults::new().at(Nanos::from_millis(at)).crash(PeerId(2));
+        let errors = on_ranks(faulty(&uniform(4, "100mbit,20ms"), &faults), |comm| {
+            let mut x = vec![1.0_f32; 1 << 20];
+            let error = comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
+            assert!(x.iter().all(|v| v.is_nan()));
+            (error, comm.now())
+        });
+        for (rank, (error, time)) in errors.iter().enumerate() {
+            if rank == 2 {
+                assert!(matches!(error, CommError::Ended { .. }), "{error}");
+            } else {
+                assert_eq!(error.peer(), Some(PeerId(2)), "at {at} ms, rank {rank}: {error}");
+                assert!(*time < Nanos::from_millis(at + 700), "at {at} ms, rank {rank}: {time}");
+            }
+        }
+        let crashed = |e: &CommError| matches!(e, CommError::PeerDown { reason: DownReason::Crashed, .. });
+        assert!(errors.iter().any(|(e, _)| crashed(e)), "{errors:?}");
+    }
+}
+
+#[test]
+fn a_cut_link_is_found_at_the_deadline_in_virtual_time() {
+    let faults = Faults::new().at(Nanos::from_millis(30)).cut(PeerId(0), PeerId(1));
+    let errors = on_ranks(faulty(&uniform(3, "100mbit,20ms"), &faults), |comm| {
+        let comm = comm.with_deadline(Nanos::from_millis(2_000));
+        let error = comm.all_reduce(&mut vec![1.0_f32; 1 << 18], ReduceOp::Sum).unwrap_err();
+        (error, comm.now())
+    });
+    assert!(
+        errors.iter().any(|(e, _)| matches!(e, CommError::Deadline { peer: PeerId(0), .. })),
+        "{errors:?}"
+    );
+    assert!(errors.iter().all(|(_, time)| *time <= Nanos::from_millis(2_100)), "{errors:?}");
+}
+
+#[test]
+fn a_deadlock_without_deadlines_is_told_and_does_not_hang() {
+    let errors = on_ranks(over(&uniform(3, "100mbit,20ms")), |comm| {
+        let next = Rank((comm.rank().0 + 1) % 3);
+        comm.clone().with_deadline(Nanos::MAX).recv(next, 0).unwrap_err()
+    });
+    for (rank, error) in errors.iter().enumerate() {
+        let next = PeerId((rank as u32 + 1) % 3);
+        assert!(matches!(error, CommError::Deadlock { peer, .. } if *peer == next), "{error}");
+    }
+}
