@@ -1,3 +1,21 @@
 #![doc = include_str!("../README.md")]
 
-pub mod backend;
+mod error;
+mod dtype;
+mod shape;
+mod device;
+mod tensor;
+mod layout;
+mod program;
+mod op;
+mod check;
+mod backend;
+
+pub use device::Device;
+pub use dtype::{DType, Element};
+pub use error::{Result, TensorError};
+pub use layout::{Param, ParamLayout};
+pub use op::{Fuse, Op};
+pub use program::{Instr, Program, ProgramBuilder, Value};
+pub use shape::Shape;
+pub use tensor::{Tensor, View, ViewMut};

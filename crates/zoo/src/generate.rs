@@ -57,10 +57,8 @@ impl Sampling {
         }
         order.sort_unstable_by(likelier);
         let top = order.first().map_or(0.0, |&t| f64::from(at(t)));
-        let weights: Vec<f64> = order
-            .iter()
-            .map(|&t| ((f64::from(at(t)) - top) / f64::from(self.temperature)).exp())
-            .collect();
+        let weights: Vec<f64> =
+            order.iter().map(|&t| ((f64::from(at(t)) - top) / f64::from(self.temperature)).exp()).collect();
         let total: f64 = weights.iter().sum();
         let mut kept = 0;
         let mut sum = 0.0;

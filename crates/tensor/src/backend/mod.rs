@@ -1,3 +1,79 @@
-//! The backends. Each interprets the same closed set of ops.
+//! What a device must be able to do. The set of ops is closed and small; each backend interprets all of it.
 
-pub mod cpu;
+use std::fmt::Debug;
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use crate::op::Op;
+use crate::{DType, Result, Shape, ViewMut};
+
+pub(crate) mod cpu;
+
+/// A buffer of a device.
+pub(crate) trait Storage: Debug + Send + Sync {
+    /// Its bytes, where they are in the host's memory.
+    fn host(&self) -> Option<(NonNull<u8>, usize)>;
+}
+
+/// A byte range of a buffer. Whoever holds one got it from a view, which says whether it may be written.
+#[derive(Debug, Clone)]
+pub(crate) struct Part<'a> {
+    pub(crate) storage: &'a dyn Storage,
+    pub(crate) range: Range<usize>,
+}
+
+/// One device: memory, and an interpreter of ops.
+pub(crate) trait Backend: Debug + Send + Sync {
+    /// Such as `cpu`, `wgpu:0`.
+    fn name(&self) -> &str;
+
+    /// A buffer of at least `bytes` bytes, aligned to 256; its contents are whatever was there.
+    fn allocate(&self, dtype: DType, shape: Shape) -> Result<Box<dyn Storage>>;
+
+    /// Takes a buffer back for reuse.
+    fn release(&self, storage: Box<dyn Storage>);
+
+    /// Host to device, as many bytes as the view has.
+    fn upload(&self, bytes: &[u8], to: ViewMut<'_>) -> Result<()>;
+
+    /// Device to host.
+    fn download(&self, from: Part<'_>, bytes: &mut [u8]) -> Result<()>;
+
+    /// Starts an op whose shapes and types were checked.
+    fn run(&self, op: Op<'_>) -> Result<()>;
+
+    /// Returns when all ops started before are done, with the first error among them.
+    fn fence(&self) -> Result<()>;
+
+    /// Bytes held in buffers now, in use or kept for reuse, and the most there ever were.
+    fn memory(&self) -> (usize, usize);
+}
+
+impl<'a> Part<'a> {
+    fn pointer(&self) -> Option<(*mut u8, usize)> {
+        let (base, len) = self.storage.host()?;
+        assert!(self.range.start <= self.range.end && self.range.end <= len, "views stay within their buffer");
+        Some((base.as_ptr().wrapping_add(self.range.start), self.range.len()))
+    }
+
+    /// The bytes in place, where they are in the host's memory.
+    #[expect(unsafe_code, reason = "buffers are raw memory; views guard them")]
+    pub(crate) fn host(&self) -> Option<&'a [u8]> {
+        let (pointer, len) = self.pointer()?;
+        // SAFETY: the range lies within the buffer, whose memory is initialised and lives for 'a; a part is read only
+        // through a view, and views never overlap one that may be written.
+        Some(unsafe { std::slice::from_raw_parts(pointer, len) })
+    }
+
+    /// The bytes in place, to write.
+    ///
+    /// # Safety
+    /// The caller holds the only view of these bytes for 'a.
+    #[expect(unsafe_code, reason = "buffers are raw memory; views guard them")]
+    pub(crate) unsafe fn host_mut(&self) -> Option<&'a mut [u8]> {
+        let (pointer, len) = self.pointer()?;
+        // SAFETY: the range lies within the buffer, whose memory is initialised and lives for 'a; the caller promises
+        // that no other view of it is in use.
+        Some(unsafe { std::slice::from_raw_parts_mut(pointer, len) })
+    }
+}

@@ -243,21 +243,11 @@ pub(crate) fn dims(x: &Tensor) -> [usize; 3] {
 }
 
 /// `y = x w`, then `fuse`.
-fn linear<'a>(
-    x: &'a Tensor,
-    w: farflung_tensor::View<'a>,
-    y: &'a mut Tensor,
-    fuse: Fuse<'a>,
-) -> Op<'a> {
+fn linear<'a>(x: &'a Tensor, w: farflung_tensor::View<'a>, y: &'a mut Tensor, fuse: Fuse<'a>) -> Op<'a> {
     Op::MatMul { a: x.view(), a_t: false, b: w, b_t: false, c: y.view_mut(), accumulate: false, fuse }
 }
 
 /// `dx = dy w^T`, then `fuse`.
-fn linear_t<'a>(
-    dy: &'a Tensor,
-    w: farflung_tensor::View<'a>,
-    dx: &'a mut Tensor,
-    fuse: Fuse<'a>,
-) -> Op<'a> {
+fn linear_t<'a>(dy: &'a Tensor, w: farflung_tensor::View<'a>, dx: &'a mut Tensor, fuse: Fuse<'a>) -> Op<'a> {
     Op::MatMul { a: dy.view(), a_t: false, b: w, b_t: true, c: dx.view_mut(), accumulate: false, fuse }
 }

@@ -1,4 +1,191 @@
 //! The cpu backend: always built, the default, and meant to be the fastest GPT training step on a cpu.
 //! It refuses to know GPUs, files and networks.
 
-pub(crate) mod pool;
+mod attention;
+mod cast;
+mod embed;
+mod gemm;
+mod loss;
+mod map;
+mod matmul;
+mod norm;
+mod parts;
+mod pool;
+mod reduce;
+mod simd;
+mod storage;
+#[cfg(test)]
+mod tests;
+mod vmath;
+
+use std::array;
+
+use self::attention::Layout;
+use self::gemm::Mat;
+use self::matmul::{Fused, matmul};
+use self::pool::Pool;
+use self::storage::Buffers;
+use super::{Backend, Part, Storage};
+use crate::op::{Fuse, Op};
+use crate::{DType, Result, Shape, TensorError, View, ViewMut};
+
+/// The host's processors.
+#[derive(Debug)]
+pub(crate) struct Cpu {
+    pool: Pool,
+    buffers: Buffers,
+}
+
+impl Cpu {
+    pub(crate) fn new(threads: usize) -> Result<Self> {
+        let pool = Pool::new(threads)
+            .map_err(|e| TensorError::Threads { threads, reason: e.to_string() })?;
+        Ok(Self { pool, buffers: Buffers::default() })
+    }
+}
+
+const IN_HOST: &str = "a cpu tensor is in host memory, and its type was checked";
+
+fn floats<'a>(v: &View<'a>) -> &'a [f32] {
+    v.host().expect(IN_HOST)
+}
+
+fn floats_mut(v: ViewMut<'_>) -> &mut [f32] {
+    v.into_host().expect(IN_HOST)
+}
+
+fn ids<'a>(op: &'static str, v: &View<'a>, bound: usize) -> Result<&'a [u32]> {
+    let ids: &[u32] = v.host().expect(IN_HOST);
+    match ids.iter().position(|&id| id as usize >= bound) {
+        Some(position) => Err(TensorError::IdOutOfRange { op, id: ids[position], position, bound }),
+        None => Ok(ids),
+    }
+}
+
+/// An operand of a product, transposed or not.
+fn operand<'a>(v: &View<'a>, transposed: bool) -> Mat<'a> {
+    let s = v.shape();
+    let m = Mat::row_major(floats(v), s.rows(), s.cols(), s.cols());
+    if transposed { m.t() } else { m }
+}
+
+impl Backend for Cpu {
+    fn name(&self) -> &'static str {
+        "cpu"
+    }
+
+    fn allocate(&self, dtype: DType, shape: Shape) -> Result<Box<dyn Storage>> {
+        let too_large = TensorError::OutOfMemory { device: "cpu".to_owned(), bytes: usize::MAX };
+        self.buffers.take(shape.len().checked_mul(dtype.size()).ok_or(too_large)?)
+    }
+
+    fn release(&self, storage: Box<dyn Storage>) {
+        self.buffers.give(storage);
+    }
+
+    fn upload(&self, bytes: &[u8], to: ViewMut<'_>) -> Result<()> {
+        to.into_bytes().expect(IN_HOST).copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn download(&self, from: Part<'_>, bytes: &mut [u8]) -> Result<()> {
+        bytes.copy_from_slice(from.host().expect(IN_HOST));
+        Ok(())
+    }
+
+    fn fence(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn memory(&self) -> (usize, usize) {
+        self.buffers.memory()
+    }
+
+    fn run(&self, op: Op<'_>) -> Result<()> {
+        let pool = &self.pool;
+        let name = op.name();
+        match op {
+            Op::Fill { value, y } => floats_mut(y).fill(value),
+            Op::Cast { x, y } => cast::cast(&x, y),
+            Op::MatMul { a, a_t, b, b_t, c, accumulate, fuse } => {
+                let fused = match fuse {
+                    Fuse::None => Fused::None,
+                    Fuse::Bias(bias) => Fused::Bias(floats(&bias)),
+                    Fuse::BiasGelu { bias, pre } => Fused::BiasGelu(floats(&bias), floats_mut(pre)),
+                    Fuse::BiasAdd { bias, residual } => Fused::BiasAdd(floats(&bias), floats(&residual)),
+                    Fuse::GeluGrad { pre } => Fused::GeluGrad(floats(&pre)),
+                };
+                let size = (c.shape().rows(), c.shape().cols());
+                matmul(pool, operand(&a, a_t), operand(&b, b_t), floats_mut(c), size, accumulate, fused);
+            }
+            Op::SumRows { x, y, accumulate } => {
+                reduce::sum_rows(pool, floats(&x), floats_mut(y), accumulate);
+            }
+            Op::LayerNorm { x, gain, bias, y, stats } => norm::forward(
+                pool,
+                floats(&x),
+                floats(&gain),
+                floats(&bias),
+                floats_mut(y),
+                floats_mut(stats),
+            ),
+            Op::LayerNormInput { x, gain, stats, dy, residual, dx } => norm::input(
+                pool,
+                floats(&x),
+                floats(&gain),
+                floats(&stats),
+                floats(&dy),
+                residual.as_ref().map(floats),
+                floats_mut(dx),
+            ),
+            Op::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate } => norm::weight(
+                pool,
+                floats(&x),
+                floats(&stats),
+                floats(&dy),
+                floats_mut(d_gain),
+                floats_mut(d_bias),
+                accumulate,
+            ),
+            Op::Attention { heads, qkv, y, lse } => {
+                let l = Layout::packed(y.shape(), heads);
+                attention::train_forward(pool, l, floats(&qkv), floats_mut(y), floats_mut(lse));
+            }
+            Op::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
+                let l = Layout::packed(y.shape(), heads);
+                let (y, lse, dy) = (floats(&y), floats(&lse), floats(&dy));
+                attention::train_backward(pool, l, floats(&qkv), y, lse, dy, floats_mut(d_qkv));
+            }
+            Op::AttentionCached { heads, past, qkv, keys, values, y } => {
+                let l = Layout::packed(y.shape(), heads);
+                let capacity = keys.shape().dims()[1];
+                let (keys, values) = (floats_mut(keys), floats_mut(values));
+                attention::cached(pool, l, (past, capacity), floats(&qkv), keys, values, floats_mut(y));
+            }
+            Op::Embed { tokens, start, tokens_table, positions_table, y } => {
+                let ids = ids(name, &tokens, tokens_table.shape().rows())?;
+                let len = y.shape().dims()[1];
+                let (table, positions) = (floats(&tokens_table), floats(&positions_table));
+                embed::forward(pool, ids, (start, len), table, positions, floats_mut(y));
+            }
+            Op::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
+                let ids = ids(name, &tokens, d_tokens_table.shape().rows())?;
+                let (table, positions) = (floats_mut(d_tokens_table), floats_mut(d_positions_table));
+                embed::backward(pool, ids, dy.shape().dims()[1], floats(&dy), table, positions);
+            }
+            Op::CrossEntropy { logits, targets, losses, grad_scale } => {
+                let ids = ids(name, &targets, logits.shape().cols())?;
+                loss::cross_entropy(pool, floats_mut(logits), ids, floats_mut(losses), grad_scale);
+            }
+            Op::SumSquares { x, partials } => reduce::sum_squares(pool, floats(&x), floats_mut(partials)),
+            Op::Map { program, scalars, reads, writes } => {
+                let read = array::from_fn(|i| reads.get(i).map_or(&[][..], floats));
+                let mut writes = writes.iter_mut();
+                let write =
+                    array::from_fn(|_| writes.next().map_or(&mut [][..], |w| floats_mut(w.reborrow())));
+                map::run(pool, program, scalars, read, write);
+            }
+        }
+        Ok(())
+    }
+}

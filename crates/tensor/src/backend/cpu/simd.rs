@@ -65,7 +65,7 @@ impl Level for Avx2 {
 
 /// Compiles one function for every instruction set. The function gets an [`Isa`] as its first argument; its body sees the
 /// level as a type. Loops over slices in the body (and in the `#[inline(always)]` functions that it calls) are
-/// vectorised for each level.
+/// vectorised for each level. A second bound (`L: Level + Trait`) may ask for more than [`Level`] offers.
 ///
 /// ```ignore
 /// simd! {
@@ -81,13 +81,13 @@ impl Level for Avx2 {
 macro_rules! simd {
     (
         $(#[$meta:meta])*
-        $vis:vis fn $name:ident<$level:ident: Level>($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block
+        $vis:vis fn $name:ident<$level:ident: Level $(+ $bound:path)?>($($arg:ident: $type:ty),* $(,)?) $(-> $ret:ty)? $body:block
     ) => {
         $(#[$meta])*
         $vis fn $name(isa: $crate::backend::cpu::simd::Isa, $($arg: $type),*) $(-> $ret)? {
             #[inline(always)]
             #[expect(clippy::inline_always, reason = "it must take the target features of its caller")]
-            fn kernel<$level: $crate::backend::cpu::simd::Level>($($arg: $type),*) $(-> $ret)? $body
+            fn kernel<$level: $crate::backend::cpu::simd::Level $(+ $bound)?>($($arg: $type),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]

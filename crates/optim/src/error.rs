@@ -1,0 +1,48 @@
+//! What can go wrong in an optimizer.
+
+use farflung_tensor::TensorError;
+
+/// An error of this crate; completes "failed to ...".
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OptimError {
+    /// A tensor op failed.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// A setting outside its domain.
+    #[error("{transform}: `{field}` is {value}, expected {expected}")]
+    Setting {
+        /// The transform or schedule.
+        transform: &'static str,
+        /// The setting.
+        field: &'static str,
+        /// Its value.
+        value: f64,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// A gradient that is not finite: the step was not taken, and nothing changed.
+    #[error("the gradient's norm is {norm}; the step was not taken")]
+    NotFinite {
+        /// The norm.
+        norm: f64,
+    },
+    /// Saved state that does not fit.
+    #[error("optimizer state `{name}`: {found} elements, expected {expected}")]
+    State {
+        /// Name of the buffer.
+        name: String,
+        /// Elements in what was given; 0 if it is missing.
+        found: usize,
+        /// Elements it must have.
+        expected: usize,
+    },
+    /// A collective failed.
+    #[cfg(feature = "sync")]
+    #[error(transparent)]
+    Comm(#[from] farflung_comm::CommError),
+    /// A codec refused its input or a payload.
+    #[cfg(feature = "sync")]
+    #[error(transparent)]
+    Compress(#[from] farflung_compress::CompressError),
+}

@@ -1,0 +1,85 @@
+//! DiLoCo's outer optimizer: any chain, fed with how far the parameters moved since they were last agreed upon.
+
+use farflung_tensor::{Op, Program, ProgramBuilder, Tensor};
+
+use crate::{Chain, OptimError, Prepared};
+
+/// Every H steps: `delta = mean over workers of (anchor - params)`; the chain takes `delta` for a gradient and moves the
+/// anchor; the parameters become the anchor.
+///
+/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1; Nesterov momentum as in PyTorch's SGD, so the first step moves by
+/// `lr (1 + mu) delta`.
+#[derive(Debug)]
+pub struct OuterOptimizer {
+    chain: Chain,
+    anchor: Tensor,
+    delta: Tensor,
+    difference: Program,
+}
+
+impl OuterOptimizer {
+    /// Anchored at the parameters as they are.
+    pub fn new(chain: Chain, params: &Tensor) -> Result<Self, OptimError> {
+        let device = params.device();
+        let len = params.shape().len();
+        let mut anchor = device.zeros(len)?;
+        device.run(Op::Cast { x: params.view(), y: anchor.view_mut() })?;
+        let mut p = ProgramBuilder::new();
+        let (anchor_value, param_value) = (p.read(0), p.read(1));
+        let difference = p.sub(anchor_value, param_value);
+        p.store(0, difference);
+        Ok(Self { chain, anchor, delta: device.zeros(len)?, difference: p.build()? })
+    }
+
+    /// Computes `anchor - params` of this worker and gives the buffer, to be averaged over all workers in place.
+    pub fn delta(&mut self, params: &Tensor) -> Result<&mut Tensor, OptimError> {
+        params.device().run(Op::Map {
+            program: &self.difference,
+            scalars: &[],
+            reads: &[self.anchor.view(), params.view()],
+            writes: &mut [self.delta.view_mut()],
+        })?;
+        Ok(&mut self.delta)
+    }
+
+    /// What the chain needs before anything moves; see [`Chain::prepare`].
+    pub fn prepare(&self) -> Result<Prepared, OptimError> {
+        self.chain.prepare(&self.delta)
+    }
+
+    /// Moves the anchor by the averaged delta and sets the parameters to it.
+    pub fn commit(&mut self, params: &mut Tensor, prepared: Prepared) -> Result<(), OptimError> {
+        self.chain.commit(&mut self.anchor, &self.delta, prepared)?;
+        Ok(params.device().clone().run(Op::Cast { x: self.anchor.view(), y: params.view_mut() })?)
+    }
+
+    /// Outer steps committed so far.
+    #[must_use]
+    pub const fn step(&self) -> u64 {
+        self.chain.step()
+    }
+
+    /// The parameters that all workers last agreed upon.
+    #[must_use]
+    pub const fn anchor(&self) -> &Tensor {
+        &self.anchor
+    }
+
+    /// Named state buffers: the chain's, and `anchor`.
+    pub fn states(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.chain.states().chain([("anchor", &self.anchor)])
+    }
+
+    /// Restores what [`OuterOptimizer::states`] gave.
+    ///
+    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed then.
+    pub fn restore<'a>(&mut self, step: u64, get: impl Fn(&str) -> Option<&'a [f32]>) -> Result<(), OptimError> {
+        let expected = self.anchor.shape().len();
+        let anchor = get("anchor").unwrap_or_default();
+        if anchor.len() != expected {
+            return Err(OptimError::State { name: "anchor".to_owned(), found: anchor.len(), expected });
+        }
+        self.chain.restore(step, &get)?;
+        Ok(self.anchor.write(anchor)?)
+    }
+}

@@ -1,0 +1,87 @@
+//! Learning rates as a pure function of the step.
+
+use crate::OptimError;
+
+/// What follows the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Decay {
+    /// The peak for ever.
+    Constant,
+    /// A straight line from the peak to the least rate.
+    Linear,
+    /// Half a cosine from the peak to the least rate (Loshchilov and Hutter 2017).
+    Cosine,
+}
+
+/// Linear warm-up, then decay. The rate of step `s` (counted from 0) is `peak * (s + 1) / warmup` while `s < warmup`; then
+/// it decays to `least`, which is reached at step `steps - 1` and kept.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Schedule {
+    peak: f64,
+    least: f64,
+    warmup: u64,
+    steps: u64,
+    decay: Decay,
+}
+
+impl Schedule {
+    /// One rate for all steps.
+    #[must_use]
+    pub const fn constant(rate: f64) -> Self {
+        Self { peak: rate, least: rate, warmup: 0, steps: 0, decay: Decay::Constant }
+    }
+
+    /// Warm-up over `warmup` steps to `peak`, then `decay` to `least` by the end of `steps`.
+    ///
+    /// Errors: [`OptimError::Setting`] for rates that are negative, not finite, or `least > peak`.
+    pub fn new(peak: f64, least: f64, warmup: u64, steps: u64, decay: Decay) -> Result<Self, OptimError> {
+        for (field, value, ok) in [
+            ("peak", peak, peak.is_finite() && peak >= 0.0),
+            ("least", least, least.is_finite() && (0.0..=peak).contains(&least)),
+        ] {
+            if !ok {
+                return Err(OptimError::Setting {
+                    transform: "schedule",
+                    field,
+                    value,
+                    expected: "finite, at least 0, and the least at most the peak",
+                });
+            }
+        }
+        Ok(Self { peak, least, warmup, steps, decay })
+    }
+
+    /// The rate of a step, counted from 0.
+    #[must_use]
+    pub fn rate(&self, step: u64) -> f64 {
+        if step < self.warmup {
+            return self.peak * (step + 1) as f64 / self.warmup as f64;
+        }
+        let span = self.steps.saturating_sub(self.warmup + 1);
+        let along = if span == 0 { 1.0 } else { ((step - self.warmup) as f64 / span as f64).min(1.0) };
+        let left = match self.decay {
+            Decay::Constant => return self.peak,
+            Decay::Linear => 1.0 - along,
+            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * along).cos()),
+        };
+        self.least + (self.peak - self.least) * left
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn warms_up_and_decays() {
+        let s = Schedule::new(1.0, 0.1, 4, 12, Decay::Cosine).unwrap();
+        assert_eq!([0, 1, 3, 4].map(|i| s.rate(i)), [0.25, 0.5, 1.0, 1.0]);
+        assert!((s.rate(11) - 0.1).abs() < 1e-12 && (s.rate(1000) - 0.1).abs() < 1e-12);
+        let s = Schedule::new(1.0, 0.0, 0, 5, Decay::Linear).unwrap();
+        assert_eq!([0, 1, 2, 3, 4, 9].map(|i| s.rate(i)), [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]);
+        assert_eq!(Schedule::constant(0.3).rate(77), 0.3);
+        assert_eq!(Schedule::new(1.0, 1.0, 50, 0, Decay::Constant).unwrap().rate(60), 1.0);
+        assert!(Schedule::new(0.1, 0.2, 0, 1, Decay::Linear).is_err());
+        assert!(Schedule::new(f64::NAN, 0.0, 0, 1, Decay::Linear).is_err());
+    }
+}

@@ -1,0 +1,259 @@
+//! Causal attention of all heads, forward and backward, in tiles: never a matrix of all scores.
+//!
+//! One task owns one head of one sequence, so no sum crosses tasks and the bits do not depend on the number of threads.
+//! A task copies the head into panels of its thread's scratch, then goes over the keys tile by tile and over all queries
+//! that see the tile. It refuses to know projections, tensors and devices.
+//!
+//! Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4. Differs: keys are the outer loop of both directions;
+//! the forward pass keeps its accumulators of one head in scratch and divides once at the end.
+
+mod head;
+mod micro;
+#[cfg(test)]
+mod tests;
+
+use std::cell::RefCell;
+use std::marker::PhantomData;
+
+use self::head::Head;
+use super::pool::Pool;
+use super::simd::Isa;
+use crate::Shape;
+
+/// Sizes of an attention whose heads lie side by side in each token.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Layout {
+    batch: usize,
+    /// Queries of each sequence.
+    tokens: usize,
+    heads: usize,
+    head_dim: usize,
+}
+
+impl Layout {
+    /// For an output of shape `[B, T, C]` with `heads` dividing `C`.
+    pub(super) fn packed(y: Shape, heads: usize) -> Self {
+        let (rows, cols) = (y.rows(), y.cols());
+        let tokens = *y.dims().get(1).expect("an output is [B, T, C]");
+        Self {
+            batch: rows.checked_div(tokens).unwrap_or(0),
+            tokens,
+            heads,
+            head_dim: cols.checked_div(heads).unwrap_or(0),
+        }
+    }
+
+    /// Floats of one token's output.
+    const fn width(self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Heads of all sequences.
+    const fn tasks(self) -> usize {
+        if self.tokens == 0 || self.head_dim == 0 { 0 } else { self.batch * self.heads }
+    }
+}
+
+/// Where a head's rows lie in a buffer: token `t` of sequence `b` begins at `start + (b * tokens + t) * stride`.
+#[derive(Debug, Clone, Copy)]
+struct Place {
+    start: usize,
+    tokens: usize,
+    stride: usize,
+}
+
+impl Place {
+    /// The place of one head of one sequence: its first row's beginning.
+    const fn of(self, l: Layout, b: usize, h: usize) -> usize {
+        self.start + b * self.tokens * self.stride + h * l.head_dim
+    }
+
+    /// Floats that a buffer must have for all heads to lie within it.
+    const fn end(self, l: Layout) -> usize {
+        if l.tasks() == 0 { 0 } else { self.start + (l.batch * self.tokens - 1) * self.stride + l.width() }
+    }
+}
+
+/// Rows of one head, read.
+#[derive(Debug, Clone, Copy)]
+struct Rows<'a> {
+    data: &'a [f32],
+    stride: usize,
+    width: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn new(data: &'a [f32], place: Place, l: Layout, (b, h): (usize, usize)) -> Self {
+        Self { data: &data[place.of(l, b, h)..], stride: place.stride, width: l.head_dim }
+    }
+
+    fn row(&self, t: usize) -> &'a [f32] {
+        &self.data[t * self.stride..][..self.width]
+    }
+}
+
+/// A buffer of which each task writes the rows of its own head.
+#[derive(Clone, Copy)]
+struct Output<'a> {
+    pointer: *mut f32,
+    len: usize,
+    owner: PhantomData<&'a mut [f32]>,
+}
+
+#[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
+// SAFETY: the pointer is used only through `row`, whose callers promise disjoint rows.
+unsafe impl Sync for Output<'_> {}
+
+impl<'a> Output<'a> {
+    fn new(data: &'a mut [f32]) -> Self {
+        Self { pointer: data.as_mut_ptr(), len: data.len(), owner: PhantomData }
+    }
+
+    /// `len` floats from `start` on.
+    ///
+    /// # Safety
+    /// No two live slices overlap.
+    #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
+    unsafe fn row(&self, start: usize, len: usize) -> &'a mut [f32] {
+        assert!(start <= self.len && len <= self.len - start, "rows lie within the buffer");
+        // SAFETY: within the buffer, which is borrowed exclusively for `'a`; disjoint by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer.add(start), len) }
+    }
+}
+
+thread_local! {
+    /// Panels of the head that this thread works on, kept between calls.
+    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// `y = softmax(q kᵀ / sqrt(head_dim)) v` per head, where a query sees the keys up to its own position.
+struct Forward<'a> {
+    isa: Isa,
+    layout: Layout,
+    /// Keys of each sequence; its queries are the last of them.
+    keys: usize,
+    q: (&'a [f32], Place),
+    k: (&'a [f32], Place),
+    v: (&'a [f32], Place),
+}
+
+impl Forward<'_> {
+    /// Writes `y` `[B, T, C]` and `lse` `[B, heads, T]`, if it is wanted.
+    fn run(&self, pool: &Pool, y: &mut [f32], lse: Option<&mut [f32]>) {
+        let l = self.layout;
+        let place = Place { start: 0, tokens: l.tokens, stride: l.width() };
+        for (len, place) in
+            [(self.q.0.len(), self.q.1), (self.k.0.len(), self.k.1), (self.v.0.len(), self.v.1), (y.len(), place)]
+        {
+            assert!(place.end(l) <= len, "heads lie within their buffers");
+        }
+        assert!(self.keys >= l.tokens, "every query has a key");
+        let y = Output::new(y);
+        let lse = lse.map(Output::new);
+        let (y, lse) = (&y, &lse);
+        pool.run(l.tasks(), |task| {
+            let at = (task / l.heads, task % l.heads);
+            let [q, k, v] = [self.q, self.k, self.v].map(|(data, place)| Rows::new(data, place, l, at));
+            let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
+            SCRATCH.with_borrow_mut(|scratch| {
+                #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
+                // SAFETY: each task has a head of its own, hence columns and a stretch of `lse` of its own, and each of
+                // its rows is dropped before the next is taken.
+                head.forward([q, k, v], scratch, |t| unsafe {
+                    let row = y.row(place.of(l, at.0, at.1) + t * place.stride, l.head_dim);
+                    (row, lse.as_ref().map(|lse| &mut lse.row(task * l.tokens + t, 1)[0]))
+                });
+            });
+        });
+    }
+}
+
+/// The three thirds of a `[B, T, 3 C]` buffer.
+const fn thirds(l: Layout) -> [Place; 3] {
+    let (tokens, width) = (l.tokens, l.width());
+    let stride = 3 * width;
+    [
+        Place { start: 0, tokens, stride },
+        Place { start: width, tokens, stride },
+        Place { start: 2 * width, tokens, stride },
+    ]
+}
+
+/// Attention of `qkv` `[B, T, 3 C]`: writes `y` `[B, T, C]`, and `lse` `[B, heads, T]`, the log of the sum of
+/// exponentials of each row of scores, for [`train_backward`].
+pub(super) fn train_forward(pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
+    let [q, k, v] = thirds(l).map(|place| (qkv, place));
+    Forward { isa: Isa::detect(), layout: l, keys: l.tokens, q, k, v }.run(pool, y, Some(lse));
+}
+
+/// Gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]` from `dy` `[B, T, C]` and what the forward pass read and
+/// wrote.
+pub(super) fn train_backward(
+    pool: &Pool,
+    l: Layout,
+    qkv: &[f32],
+    y: &[f32],
+    lse: &[f32],
+    dy: &[f32],
+    d_qkv: &mut [f32],
+) {
+    backward(Isa::detect(), pool, l, qkv, y, lse, dy, d_qkv);
+}
+
+#[expect(clippy::too_many_arguments, reason = "the operands of one op")]
+fn backward(
+    isa: Isa,
+    pool: &Pool,
+    l: Layout,
+    qkv: &[f32],
+    y: &[f32],
+    lse: &[f32],
+    dy: &[f32],
+    d_qkv: &mut [f32],
+) {
+    let places = thirds(l);
+    let out = Place { start: 0, tokens: l.tokens, stride: l.width() };
+    assert!(places[2].end(l) <= qkv.len().min(d_qkv.len()), "heads lie within their buffers");
+    assert!(out.end(l) <= y.len().min(dy.len()), "heads lie within their buffers");
+    let d_qkv = Output::new(d_qkv);
+    let d_qkv = &d_qkv;
+    pool.run(l.tasks(), |task| {
+        let at = (task / l.heads, task % l.heads);
+        let qkv = places.map(|place| Rows::new(qkv, place, l, at));
+        let outs = [y, dy].map(|data| Rows::new(data, out, l, at));
+        let lse = &lse[task * l.tokens..][..l.tokens];
+        let head = Head { isa, queries: l.tokens, keys: l.tokens, width: l.head_dim };
+        SCRATCH.with_borrow_mut(|scratch| {
+            #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
+            // SAFETY: each task has a head of its own, hence columns of its own in each third, and each of its rows is
+            // dropped before the next is taken.
+            head.backward(qkv, outs, lse, scratch, |third, t| unsafe {
+                d_qkv.row(places[third].of(l, at.0, at.1) + t * places[third].stride, l.head_dim)
+            });
+        });
+    });
+}
+
+/// Attention of `qkv` `[B, T, 3 C]` of new tokens over caches of keys and values `[B, capacity, C]` that hold `past`
+/// tokens: appends the new ones, then writes `y` `[B, T, C]`.
+pub(super) fn cached(
+    pool: &Pool,
+    l: Layout,
+    (past, capacity): (usize, usize),
+    qkv: &[f32],
+    keys: &mut [f32],
+    values: &mut [f32],
+    y: &mut [f32],
+) {
+    assert!(past + l.tokens <= capacity, "the cache has room");
+    let c = l.width();
+    for (b, t) in (0..l.batch).flat_map(|b| (0..l.tokens).map(move |t| (b, t))) {
+        let from = &qkv[(b * l.tokens + t) * 3 * c..][..3 * c];
+        let to = (b * capacity + past + t) * c;
+        keys[to..to + c].copy_from_slice(&from[c..2 * c]);
+        values[to..to + c].copy_from_slice(&from[2 * c..]);
+    }
+    let place = Place { start: 0, tokens: capacity, stride: c };
+    let (q, k, v) = ((qkv, thirds(l)[0]), (&*keys, place), (&*values, place));
+    Forward { isa: Isa::detect(), layout: l, keys: past + l.tokens, q, k, v }.run(pool, y, None);
+}

@@ -1,0 +1,241 @@
+//! Against attention in f64, straight from the definition, and central differences of it.
+
+use super::*;
+
+/// Repeatable numbers of about unit size.
+fn noise(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f64 / f64::from(1 << 24) - 0.5
+    };
+    (0..len).map(|_| (2.0 * (next() + next() + next())) as f32).collect()
+}
+
+fn layout(batch: usize, heads: usize, tokens: usize, head_dim: usize) -> Layout {
+    Layout { batch, tokens, heads, head_dim }
+}
+
+/// Probabilities of one row, and its log of the sum of exponentials.
+fn row_probabilities(q: &[f64], keys: &[&[f64]]) -> (Vec<f64>, f64) {
+    let scale = 1.0 / (q.len() as f64).sqrt();
+    let s: Vec<f64> = keys.iter().map(|k| scale * q.iter().zip(*k).map(|(q, k)| q * k).sum::<f64>()).collect();
+    let top = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = s.iter().map(|s| (s - top).exp()).sum();
+    (s.iter().map(|s| (s - top).exp() / sum).collect(), top + sum.ln())
+}
+
+/// `(y, lse)` of `qkv`.
+fn reference(l: Layout, qkv: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let (c, d) = (l.width(), l.head_dim);
+    let (mut y, mut lse) = (vec![0.0; l.batch * l.tokens * c], Vec::new());
+    for b in 0..l.batch {
+        for h in 0..l.heads {
+            let at = |t: usize, third: usize| &qkv[((b * l.tokens + t) * 3 + third) * c + h * d..][..d];
+            for i in 0..l.tokens {
+                let keys: Vec<&[f64]> = (0..=i).map(|j| at(j, 1)).collect();
+                let (p, e) = row_probabilities(at(i, 0), &keys);
+                lse.push(e);
+                for (j, p) in p.iter().enumerate() {
+                    for (x, v) in at(j, 2).iter().enumerate() {
+                        y[(b * l.tokens + i) * c + h * d + x] += p * v;
+                    }
+                }
+            }
+        }
+    }
+    (y, lse)
+}
+
+/// `d_qkv` of `qkv` and `dy`: dV = Pᵀ dY, dP = dY Vᵀ, dS = P (dP - rowsum(P dP)), dQ = dS K, dK = dSᵀ Q.
+fn reference_gradient(l: Layout, qkv: &[f64], dy: &[f64]) -> Vec<f64> {
+    let (c, d) = (l.width(), l.head_dim);
+    let scale = 1.0 / (d as f64).sqrt();
+    let mut g = vec![0.0; qkv.len()];
+    for b in 0..l.batch {
+        for h in 0..l.heads {
+            let at = |t: usize, third: usize| ((b * l.tokens + t) * 3 + third) * c + h * d;
+            let row = |t: usize, third: usize| &qkv[at(t, third)..][..d];
+            for i in 0..l.tokens {
+                let keys: Vec<&[f64]> = (0..=i).map(|j| row(j, 1)).collect();
+                let (p, _) = row_probabilities(row(i, 0), &keys);
+                let dy = &dy[(b * l.tokens + i) * c + h * d..][..d];
+                let dp: Vec<f64> =
+                    (0..=i).map(|j| dy.iter().zip(row(j, 2)).map(|(a, b)| a * b).sum()).collect();
+                let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
+                for j in 0..=i {
+                    let ds = p[j] * (dp[j] - mean) * scale;
+                    for x in 0..d {
+                        g[at(j, 2) + x] += p[j] * dy[x];
+                        g[at(i, 0) + x] += ds * row(j, 1)[x];
+                        g[at(j, 1) + x] += ds * row(i, 0)[x];
+                    }
+                }
+            }
+        }
+    }
+    g
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().copied().map(f64::from).collect()
+}
+
+#[track_caller]
+fn assert_close(got: &[f32], want: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(got.len(), want.len());
+    let size = want.iter().fold(1.0, |m: f64, w| m.max(w.abs()));
+    for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
+        assert!((f64::from(g) - w).abs() <= tolerance * size, "{what}: element {i} is {g}, not {w}");
+    }
+}
+
+/// `(y, lse, d_qkv)` with outputs that start as NaN, so that whatever is not written shows.
+fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32>; 3] {
+    let pool = Pool::new(threads).unwrap();
+    let mut y = vec![f32::NAN; dy.len()];
+    let mut lse = vec![f32::NAN; l.tasks() * l.tokens];
+    let [q, k, v] = thirds(l).map(|place| (qkv, place));
+    Forward { isa, layout: l, keys: l.tokens, q, k, v }.run(&pool, &mut y, Some(&mut lse));
+    let mut d_qkv = vec![f32::NAN; qkv.len()];
+    backward(isa, &pool, l, qkv, &y, &lse, dy, &mut d_qkv);
+    [y, lse, d_qkv]
+}
+
+const ISAS: [fn() -> Isa; 2] = [Isa::detect, || Isa::PORTABLE];
+
+#[test]
+fn matches_the_definition_at_any_size() {
+    let sizes = [
+        (1, 1, 1, 1),
+        (2, 3, 2, 3),
+        (1, 2, 7, 8),
+        (2, 1, 17, 5),
+        (1, 2, 65, 32),
+        (2, 2, 64, 16),
+        (1, 1, 67, 33),
+        (1, 1, 133, 80),
+        (1, 1, 100, 128),
+        (1, 2, 256, 64),
+        (1, 1, 257, 24),
+        (1, 1, 600, 20),
+    ];
+    for (b, h, t, d) in sizes {
+        let l = layout(b, h, t, d);
+        let (qkv, dy) = (noise(b * t * 3 * h * d, 1), noise(b * t * h * d, 2));
+        let (want_y, want_lse) = reference(l, &wide(&qkv));
+        let want_g = reference_gradient(l, &wide(&qkv), &wide(&dy));
+        for isa in ISAS {
+            // Once more with more threads, and with scratch that a NaN has gone through.
+            let [y, lse, g] = run(isa(), 1, l, &qkv, &dy);
+            let what = format!("{:?} {l:?}", isa());
+            assert_close(&y, &want_y, 2e-6, &what);
+            assert_close(&lse, &want_lse, 2e-6, &what);
+            assert_close(&g, &want_g, 5e-6, &what);
+        }
+    }
+}
+
+#[test]
+fn levels_agree_and_threads_do_not_matter() {
+    let l = layout(2, 3, 301, 40);
+    let (qkv, dy) = (noise(2 * 301 * 360, 3), noise(2 * 301 * 120, 4));
+    let one = run(Isa::detect(), 1, l, &qkv, &dy);
+    for threads in [2, 3] {
+        let more = run(Isa::detect(), threads, l, &qkv, &dy);
+        for (a, b) in one.iter().zip(&more) {
+            assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{threads} threads");
+        }
+    }
+    let portable = run(Isa::PORTABLE, 1, l, &qkv, &dy);
+    for (a, b) in one.iter().zip(&portable) {
+        assert_close(a, &wide(b), 1e-5, "portable");
+    }
+}
+
+#[test]
+fn gradient_is_the_slope() {
+    let l = layout(1, 2, 5, 3);
+    let (qkv, dy) = (noise(5 * 18, 5), noise(5 * 6, 6));
+    let [_, _, g] = run(Isa::detect(), 1, l, &qkv, &dy);
+    let (x, dy) = (wide(&qkv), wide(&dy));
+    let objective = |x: &[f64]| reference(l, x).0.iter().zip(&dy).map(|(y, dy)| y * dy).sum::<f64>();
+    let slope: Vec<f64> = (0..x.len())
+        .map(|i| {
+            let moved = |by: f64| {
+                let mut x = x.clone();
+                x[i] += by;
+                objective(&x)
+            };
+            (moved(1e-5) - moved(-1e-5)) / 2e-5
+        })
+        .collect();
+    assert_close(&g, &slope, 1e-6, "slope");
+}
+
+#[test]
+fn a_cache_changes_nothing() {
+    let (b, h, d, capacity) = (2, 2, 12, 310);
+    let c = h * d;
+    for steps in [vec![1, 1, 1], vec![5, 1, 2], vec![64, 3, 70, 1], vec![255, 1, 1, 40]] {
+        let total: usize = steps.iter().sum();
+        let qkv = noise(b * total * 3 * c, 7);
+        let (want, _) = reference(layout(b, h, total, d), &wide(&qkv));
+        // Stale contents past the end must not leak in.
+        let mut keys = vec![f32::NAN; b * capacity * c];
+        let mut values = keys.clone();
+        let mut past = 0;
+        for t in steps {
+            let part = |data: &[f64], width: usize| -> Vec<f64> {
+                (0..b).flat_map(|b| data[(b * total + past) * width..][..t * width].to_vec()).collect()
+            };
+            let new: Vec<f32> = part(&wide(&qkv), 3 * c).iter().map(|&x| x as f32).collect();
+            let mut y = vec![f32::NAN; b * t * c];
+            let pool = Pool::new(2).unwrap();
+            let l = Layout::packed(Shape::new(&[b, t, c]), h);
+            cached(&pool, l, (past, capacity), &new, &mut keys, &mut values, &mut y);
+            assert_close(&y, &part(&want, c), 2e-6, &format!("{t} after {past}"));
+            past += t;
+        }
+    }
+}
+
+#[test]
+fn large_logits_stay_finite() {
+    let l = layout(1, 1, 300, 16);
+    let qkv: Vec<f32> = noise(300 * 48, 8).iter().map(|x| x * 200.0).collect();
+    let dy = noise(300 * 16, 9);
+    let (want, _) = reference(l, &wide(&qkv));
+    for isa in ISAS {
+        let outputs = run(isa(), 1, l, &qkv, &dy);
+        assert!(outputs[1].iter().any(|&e| e > 1e4), "the logits are large");
+        assert!(outputs.iter().flatten().all(|x| x.is_finite()));
+        assert_close(&outputs[0], &want, 2e-3, "saturated");
+    }
+}
+
+#[test]
+fn a_nan_stays_in_its_rows() {
+    let (t, d) = (70, 8);
+    let l = layout(1, 2, t, d);
+    let mut qkv = noise(t * 6 * d, 10);
+    // The last token's value, first head: only its own output may see it.
+    qkv[((t - 1) * 3 + 2) * 2 * d] = f32::NAN;
+    let [y, ..] = run(Isa::detect(), 1, l, &qkv, &vec![0.0; t * 2 * d]);
+    let nans: Vec<usize> = (0..y.len()).filter(|&i| y[i].is_nan()).collect();
+    assert_eq!(nans, [(t - 1) * 2 * d]);
+    // The scratch that it went through serves other heads.
+    let clean = noise(t * 6 * d, 11);
+    let outputs = run(Isa::detect(), 1, l, &clean, &noise(t * 2 * d, 12));
+    assert!(outputs.iter().flatten().all(|x| x.is_finite()));
+}
+
+#[test]
+fn nothing_to_do() {
+    let pool = Pool::new(1).unwrap();
+    let l = layout(0, 2, 3, 4);
+    train_forward(&pool, l, &[], &mut [], &mut []);
+    train_backward(&pool, l, &[], &[], &[], &[], &mut []);
+}

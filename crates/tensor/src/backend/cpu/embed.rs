@@ -1,0 +1,59 @@
+//! Gather and scatter of embedding rows. The scatter sums each row's contributions in token order, whoever does it.
+
+use super::parts::rows_per_task;
+use super::pool::Pool;
+
+/// `y[i] = table[tokens[i]] + positions[start + i % len]`; all ids are below the tables' rows.
+pub(super) fn forward(
+    pool: &Pool,
+    tokens: &[u32],
+    (start, len): (usize, usize),
+    table: &[f32],
+    positions: &[f32],
+    y: &mut [f32],
+) {
+    let cols = y.len().checked_div(tokens.len()).unwrap_or(0);
+    let rows = rows_per_task(cols);
+    pool.for_chunks([(y, rows * cols)], |t, [y]| {
+        for (r, y) in y.chunks_exact_mut(cols).enumerate() {
+            let i = t * rows + r;
+            let token = &table[tokens[i] as usize * cols..][..cols];
+            let position = &positions[(start + i % len) * cols..][..cols];
+            for ((y, a), b) in y.iter_mut().zip(token).zip(position) {
+                *y = a + b;
+            }
+        }
+    });
+}
+
+/// Adds the gradients of the rows that were gathered.
+pub(super) fn backward(
+    pool: &Pool,
+    tokens: &[u32],
+    len: usize,
+    dy: &[f32],
+    d_table: &mut [f32],
+    d_positions: &mut [f32],
+) {
+    /// Table rows that one task owns.
+    const OWNED: usize = 1024;
+    let cols = dy.len().checked_div(tokens.len()).unwrap_or(0);
+    let add = |to: &mut [f32], i: usize| {
+        for (t, d) in to.iter_mut().zip(&dy[i * cols..][..cols]) {
+            *t += d;
+        }
+    };
+    pool.for_chunks([(d_table, OWNED * cols)], |t, [rows]| {
+        let owned = t * OWNED..t * OWNED + rows.len() / cols;
+        for (i, &token) in tokens.iter().enumerate() {
+            if owned.contains(&(token as usize)) {
+                add(&mut rows[(token as usize - owned.start) * cols..][..cols], i);
+            }
+        }
+    });
+    pool.for_chunks([(&mut d_positions[..len * cols], cols)], |p, [row]| {
+        for i in (p..tokens.len()).step_by(len) {
+            add(row, i);
+        }
+    });
+}

@@ -1,0 +1,141 @@
+//! Layer norm and its gradients: one pass over a row while it is in cache.
+
+use super::parts::rows_per_task;
+use super::pool::Pool;
+use super::reduce::sum_rows_of;
+use super::simd::{Isa, simd};
+use crate::op::Op;
+
+/// Partial sums that a row's reduction runs in: fixed, so that the order of additions is.
+const LANES: usize = 16;
+
+/// Sums `f(i)` for `i < n` in [`LANES`] chains.
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
+fn sum_by(n: usize, f: impl Fn(usize) -> f32) -> f32 {
+    let mut lanes = [0.0_f32; LANES];
+    let whole = n / LANES * LANES;
+    let mut i = 0;
+    while i < whole {
+        for (l, lane) in lanes.iter_mut().enumerate() {
+            *lane += f(i + l);
+        }
+        i += LANES;
+    }
+    while i < n {
+        lanes[i - whole] += f(i);
+        i += 1;
+    }
+    let mut width = LANES / 2;
+    while width > 0 {
+        for l in 0..width {
+            lanes[l] += lanes[l + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+simd! {
+    fn forward_rows<L: Level>(cols: usize, x: &[f32], gain: &[f32], bias: &[f32], y: &mut [f32], stats: &mut [f32]) {
+        let scale = 1.0 / cols as f32;
+        for ((x, y), stats) in x.chunks_exact(cols).zip(y.chunks_exact_mut(cols)).zip(stats.chunks_exact_mut(2)) {
+            let (gain, bias) = (&gain[..cols], &bias[..cols]);
+            let mean = sum_by(cols, |i| x[i]) * scale;
+            let var = sum_by(cols, |i| { let d = x[i] - mean; d * d }) * scale;
+            let rstd = 1.0 / (var + Op::LAYER_NORM_EPS).sqrt();
+            for i in 0..cols {
+                y[i] = L::mul_add((x[i] - mean) * rstd, gain[i], bias[i]);
+            }
+            stats[0] = mean;
+            stats[1] = rstd;
+        }
+    }
+}
+
+simd! {
+    fn input_rows<L: Level>(
+        cols: usize, x: &[f32], gain: &[f32], stats: &[f32], dy: &[f32], residual: Option<&[f32]>, dx: &mut [f32],
+    ) {
+        let scale = 1.0 / cols as f32;
+        let gain = &gain[..cols];
+        for (r, ((x, dy), dx)) in x.chunks_exact(cols).zip(dy.chunks_exact(cols)).zip(dx.chunks_exact_mut(cols)).enumerate() {
+            let (mean, rstd) = (stats[2 * r], stats[2 * r + 1]);
+            let a = sum_by(cols, |i| dy[i] * gain[i]) * scale;
+            let b = sum_by(cols, |i| dy[i] * gain[i] * ((x[i] - mean) * rstd)) * scale;
+            match residual.map(|all| &all[r * cols..][..cols]) {
+                Some(past) => for i in 0..cols {
+                    dx[i] = past[i] + rstd * (dy[i] * gain[i] - a - (x[i] - mean) * rstd * b);
+                },
+                None => for i in 0..cols {
+                    dx[i] = rstd * (dy[i] * gain[i] - a - (x[i] - mean) * rstd * b);
+                },
+            }
+        }
+    }
+}
+
+simd! {
+    /// Adds the weight gradients of some rows to `sums`: `[gain | bias]`.
+    fn weight_rows<L: Level>(cols: usize, x: &[f32], stats: &[f32], dy: &[f32], sums: &mut [f32]) {
+        let (gain, bias) = sums.split_at_mut(cols);
+        for (r, (x, dy)) in x.chunks_exact(cols).zip(dy.chunks_exact(cols)).enumerate() {
+            let (mean, rstd) = (stats[2 * r], stats[2 * r + 1]);
+            for i in 0..cols {
+                gain[i] = L::mul_add(dy[i], (x[i] - mean) * rstd, gain[i]);
+                bias[i] += dy[i];
+            }
+        }
+    }
+}
+
+pub(super) fn forward(
+    pool: &Pool,
+    x: &[f32],
+    gain: &[f32],
+    bias: &[f32],
+    y: &mut [f32],
+    stats: &mut [f32],
+) {
+    let (cols, isa) = (gain.len(), Isa::detect());
+    let rows = rows_per_task(cols);
+    pool.for_chunks([(y, rows * cols), (stats, rows * 2)], |t, [y, stats]| {
+        forward_rows(isa, cols, &x[t * rows * cols..][..y.len()], gain, bias, y, stats);
+    });
+}
+
+pub(super) fn input(
+    pool: &Pool,
+    x: &[f32],
+    gain: &[f32],
+    stats: &[f32],
+    dy: &[f32],
+    residual: Option<&[f32]>,
+    dx: &mut [f32],
+) {
+    let (cols, isa) = (gain.len(), Isa::detect());
+    let rows = rows_per_task(cols);
+    pool.for_chunks([(dx, rows * cols)], |t, [dx]| {
+        let at = t * rows * cols;
+        let part = |v: &'_ [f32]| at..at + dx.len().min(v.len());
+        let residual = residual.map(|r| &r[part(r)]);
+        input_rows(isa, cols, &x[part(x)], gain, &stats[t * rows * 2..], &dy[part(dy)], residual, dx);
+    });
+}
+
+pub(super) fn weight(
+    pool: &Pool,
+    x: &[f32],
+    stats: &[f32],
+    dy: &[f32],
+    d_gain: &mut [f32],
+    d_bias: &mut [f32],
+    accumulate: bool,
+) {
+    let (cols, isa) = (d_gain.len(), Isa::detect());
+    let total = x.len().checked_div(cols).unwrap_or(0);
+    sum_rows_of(pool, total, 2 * cols, accumulate, [d_gain, d_bias], |rows, sums| {
+        let part = rows.start * cols..rows.end * cols;
+        weight_rows(isa, cols, &x[part.clone()], &stats[rows.start * 2..rows.end * 2], &dy[part], sums);
+    });
+}

@@ -1,0 +1,96 @@
+//! Reductions in an order that the shape fixes: blocks of rows are summed on their own, then the blocks in order.
+
+use std::cell::RefCell;
+use std::ops::Range;
+
+use super::pool::Pool;
+use super::simd::{Isa, simd};
+use crate::op::Op;
+
+/// Rows that are summed into one partial result.
+const BLOCK: usize = 128;
+
+thread_local! {
+    /// Partial results of the reduction that this thread started, kept between calls.
+    static PARTIALS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Sums rows of a matrix that `add(rows, sums)` produces, `width` wide, and writes (or adds) the total to `out`, whose
+/// slices together are `width` long.
+pub(super) fn sum_rows_of<const N: usize>(
+    pool: &Pool,
+    rows: usize,
+    width: usize,
+    accumulate: bool,
+    out: [&mut [f32]; N],
+    add: impl Fn(Range<usize>, &mut [f32]) + Sync,
+) {
+    PARTIALS.with_borrow_mut(|partials| {
+        partials.clear();
+        partials.resize(rows.div_ceil(BLOCK) * width, 0.0);
+        pool.for_chunks([(partials, width)], |t, [sums]| {
+            add(t * BLOCK..((t + 1) * BLOCK).min(rows), sums);
+        });
+        let mut start = 0;
+        for out in out {
+            if !accumulate {
+                out.fill(0.0);
+            }
+            for sums in partials.chunks_exact(width.max(1)) {
+                for (o, s) in out.iter_mut().zip(&sums[start..]) {
+                    *o += s;
+                }
+            }
+            start += out.len();
+        }
+    });
+}
+
+simd! {
+    fn add_rows<L: Level>(cols: usize, x: &[f32], sums: &mut [f32]) {
+        let sums = &mut sums[..cols];
+        for x in x.chunks_exact(cols) {
+            for (s, x) in sums.iter_mut().zip(x) {
+                *s += x;
+            }
+        }
+    }
+}
+
+simd! {
+    fn squares<L: Level>(x: &[f32]) -> f64 {
+        let mut total = 0.0_f64;
+        for x in x.chunks(1024) {
+            let mut lanes = [0.0_f32; 32];
+            let whole = x.len() / 32 * 32;
+            for x in x[..whole].chunks_exact(32) {
+                for (lane, x) in lanes.iter_mut().zip(x) {
+                    *lane = L::mul_add(*x, *x, *lane);
+                }
+            }
+            for (lane, x) in lanes.iter_mut().zip(&x[whole..]) {
+                *lane = L::mul_add(*x, *x, *lane);
+            }
+            total += lanes.iter().map(|&l| f64::from(l)).sum::<f64>();
+        }
+        total
+    }
+}
+
+/// Sums of the columns of `x`.
+pub(super) fn sum_rows(pool: &Pool, x: &[f32], y: &mut [f32], accumulate: bool) {
+    let (cols, isa) = (y.len(), Isa::detect());
+    let rows = x.len().checked_div(cols).unwrap_or(0);
+    sum_rows_of(pool, rows, cols, accumulate, [y], |rows, sums| {
+        add_rows(isa, cols, &x[rows.start * cols..rows.end * cols], sums);
+    });
+}
+
+/// Sums of squares of each chunk of `x`.
+pub(super) fn sum_squares(pool: &Pool, x: &[f32], partials: &mut [f32]) {
+    let isa = Isa::detect();
+    pool.for_chunks([(partials, 1)], |t, [out]| {
+        let x = &x[t * Op::SQUARES_CHUNK..];
+        out[0] = squares(isa, &x[..x.len().min(Op::SQUARES_CHUNK)]) as f32;
+    });
+}

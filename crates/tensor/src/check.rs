@@ -1,0 +1,217 @@
+//! Whether the operands of an op fit: once, here, so that every backend may rely on it.
+
+use crate::op::{Fuse, Op};
+use crate::{DType, Device, Result, Shape, TensorError, View, ViewMut};
+
+struct Check<'a> {
+    device: &'a Device,
+    op: &'static str,
+}
+
+/// What both kinds of view tell.
+trait Operand {
+    fn facts(&self) -> (&Device, DType, Shape);
+}
+
+impl Operand for View<'_> {
+    fn facts(&self) -> (&Device, DType, Shape) {
+        (self.device(), self.dtype(), self.shape())
+    }
+}
+
+impl Operand for ViewMut<'_> {
+    fn facts(&self) -> (&Device, DType, Shape) {
+        (self.device(), self.dtype(), self.shape())
+    }
+}
+
+impl Check<'_> {
+    /// On this device, and of this type.
+    fn typed(&self, v: &dyn Operand, expected: DType) -> Result<Shape> {
+        let (device, found, shape) = v.facts();
+        if !self.device.same(device) {
+            return Err(TensorError::DeviceMismatch {
+                op: self.op,
+                expected: self.device.name().to_owned(),
+                found: device.name().to_owned(),
+            });
+        }
+        if found != expected {
+            return Err(TensorError::DTypeMismatch { op: self.op, expected, found });
+        }
+        Ok(shape)
+    }
+
+    fn mismatch<T>(&self, lhs: Shape, rhs: Shape) -> Result<T> {
+        Err(TensorError::ShapeMismatch { op: self.op, lhs, rhs })
+    }
+
+    /// An f32 operand that is `rows` by `cols` when seen as a matrix.
+    fn matrix(&self, v: &dyn Operand, rows: usize, cols: usize) -> Result<()> {
+        let shape = self.typed(v, DType::F32)?;
+        if (shape.rows(), shape.cols()) == (rows, cols) {
+            Ok(())
+        } else {
+            self.mismatch(shape, Shape::from([rows, cols]))
+        }
+    }
+
+    /// An operand of `len` elements.
+    fn flat(&self, v: &dyn Operand, dtype: DType, len: usize) -> Result<()> {
+        let shape = self.typed(v, dtype)?;
+        if shape.len() == len { Ok(()) } else { self.mismatch(shape, Shape::from(len)) }
+    }
+
+    /// An f32 operand of three dimensions, `[B, T, width]`.
+    fn tokens(&self, v: &dyn Operand) -> Result<[usize; 3]> {
+        let shape = self.typed(v, DType::F32)?;
+        match *shape.dims() {
+            [b, t, c] => Ok([b, t, c]),
+            _ => self.mismatch(shape, Shape::from([0, 0, 0])),
+        }
+    }
+
+    /// The sizes of an attention: `[B, T, C]` of `y`, with `qkv` three times as wide and whole heads.
+    fn attention(&self, y: &dyn Operand, qkv: &dyn Operand, heads: usize) -> Result<[usize; 3]> {
+        let [b, t, c] = self.tokens(y)?;
+        let wide = self.tokens(qkv)?;
+        if wide != [b, t, 3 * c] || heads == 0 || !c.is_multiple_of(heads) {
+            return self.mismatch(Shape::from(wide), Shape::from([b, t, 3 * c, heads]));
+        }
+        Ok([b, t, c])
+    }
+}
+
+impl Op<'_> {
+    /// Whether all operands live on `device` and have the types and shapes that the op takes.
+    pub(crate) fn check(&self, device: &Device) -> Result<()> {
+        let c = Check { device, op: self.name() };
+        match self {
+            Self::Fill { y, .. } => c.typed(y, DType::F32).map(drop),
+            Self::Cast { x, y } => {
+                let shape = c.typed(x, x.dtype())?;
+                let half = |d| matches!(d, DType::F16 | DType::Bf16);
+                let (from, to) = (x.dtype(), y.dtype());
+                if from != to && !(from == DType::F32 && half(to) || half(from) && to == DType::F32) {
+                    return Err(TensorError::DTypeMismatch { op: c.op, expected: DType::F32, found: to });
+                }
+                c.flat(y, to, shape.len())
+            }
+            Self::MatMul { a, a_t, b, b_t, c: out, fuse, .. } => {
+                let transposed = |s: Shape, t: bool| if t { (s.cols(), s.rows()) } else { (s.rows(), s.cols()) };
+                let (sa, sb) = (c.typed(a, DType::F32)?, c.typed(b, DType::F32)?);
+                let ((m, k), (k2, n)) = (transposed(sa, *a_t), transposed(sb, *b_t));
+                if k != k2 {
+                    return c.mismatch(sa, sb);
+                }
+                c.matrix(out, m, n)?;
+                match fuse {
+                    Fuse::None => Ok(()),
+                    Fuse::Bias(bias) => c.flat(bias, DType::F32, n),
+                    Fuse::BiasGelu { bias, pre } => {
+                        c.flat(bias, DType::F32, n)?;
+                        c.matrix(pre, m, n)
+                    }
+                    Fuse::BiasAdd { bias, residual } => {
+                        c.flat(bias, DType::F32, n)?;
+                        c.matrix(residual, m, n)
+                    }
+                    Fuse::GeluGrad { pre } => c.matrix(pre, m, n),
+                }
+            }
+            Self::SumRows { x, y, .. } => {
+                let cols = c.typed(x, DType::F32)?.cols();
+                c.flat(y, DType::F32, cols)
+            }
+            Self::LayerNorm { x, gain, bias, y, stats } => {
+                let s = c.typed(x, DType::F32)?;
+                c.flat(gain, DType::F32, s.cols())?;
+                c.flat(bias, DType::F32, s.cols())?;
+                c.matrix(y, s.rows(), s.cols())?;
+                c.flat(stats, DType::F32, 2 * s.rows())
+            }
+            Self::LayerNormInput { x, gain, stats, dy, residual, dx } => {
+                let s = c.typed(x, DType::F32)?;
+                c.flat(gain, DType::F32, s.cols())?;
+                c.flat(stats, DType::F32, 2 * s.rows())?;
+                c.matrix(dy, s.rows(), s.cols())?;
+                if let Some(r) = residual {
+                    c.matrix(r, s.rows(), s.cols())?;
+                }
+                c.matrix(dx, s.rows(), s.cols())
+            }
+            Self::LayerNormWeight { x, stats, dy, d_gain, d_bias, .. } => {
+                let s = c.typed(x, DType::F32)?;
+                c.flat(stats, DType::F32, 2 * s.rows())?;
+                c.matrix(dy, s.rows(), s.cols())?;
+                c.flat(d_gain, DType::F32, s.cols())?;
+                c.flat(d_bias, DType::F32, s.cols())
+            }
+            Self::Attention { heads, qkv, y, lse } => {
+                let [b, t, _] = c.attention(y, qkv, *heads)?;
+                c.flat(lse, DType::F32, b * heads * t)
+            }
+            Self::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
+                let [b, t, width] = c.attention(y, qkv, *heads)?;
+                c.flat(lse, DType::F32, b * heads * t)?;
+                c.matrix(dy, b * t, width)?;
+                c.matrix(d_qkv, b * t, 3 * width)
+            }
+            Self::AttentionCached { heads, past, qkv, keys, values, y } => {
+                let [b, t, width] = c.attention(y, qkv, *heads)?;
+                for cache in [keys, values] {
+                    let found = c.tokens(cache)?;
+                    if found[0] != b || found[2] != width || found[1] < past + t {
+                        return c.mismatch(Shape::from(found), Shape::from([b, past + t, width]));
+                    }
+                }
+                Ok(())
+            }
+            Self::Embed { tokens, start, tokens_table, positions_table, y } => {
+                let [b, t, width] = c.tokens(y)?;
+                c.flat(tokens, DType::U32, b * t)?;
+                let table = c.typed(tokens_table, DType::F32)?;
+                c.matrix(tokens_table, table.rows(), width)?;
+                let positions = c.typed(positions_table, DType::F32)?;
+                if positions.cols() != width || positions.rows() < start + t {
+                    return c.mismatch(positions, Shape::from([start + t, width]));
+                }
+                Ok(())
+            }
+            Self::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
+                let [b, t, width] = c.tokens(dy)?;
+                c.flat(tokens, DType::U32, b * t)?;
+                let table = c.typed(d_tokens_table, DType::F32)?;
+                c.matrix(d_tokens_table, table.rows(), width)?;
+                let positions = c.typed(d_positions_table, DType::F32)?;
+                if positions.cols() != width || positions.rows() < t {
+                    return c.mismatch(positions, Shape::from([t, width]));
+                }
+                Ok(())
+            }
+            Self::CrossEntropy { logits, targets, losses, .. } => {
+                let s = c.typed(logits, DType::F32)?;
+                c.flat(targets, DType::U32, s.rows())?;
+                c.flat(losses, DType::F32, s.rows())
+            }
+            Self::SumSquares { x, partials } => {
+                let len = c.typed(x, DType::F32)?.len();
+                c.flat(partials, DType::F32, len.div_ceil(Self::SQUARES_CHUNK))
+            }
+            Self::Map { program, scalars, reads, writes } => {
+                for (what, index, count) in [
+                    ("scalar", scalars.len(), program.scalars()),
+                    ("read buffer", reads.len(), program.reads()),
+                    ("rewritten buffer", writes.len(), program.writes()),
+                ] {
+                    if index != count {
+                        return Err(TensorError::BadProgram { what, index, count });
+                    }
+                }
+                let len = writes.first().map_or(0, ViewMut::len);
+                reads.iter().try_for_each(|v| c.flat(v, DType::F32, len))?;
+                writes.iter().try_for_each(|v| c.flat(v, DType::F32, len))
+            }
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Where each parameter lies in one flat buffer, so that the optimizer step, the norm, a shard and a reduction are flat
+//! loops. It depends on no device: every tensor starts on 256 bytes of f32; the padding between is zero, and is outside
+//! counts, norms, hashes and payloads.
+
+use std::ops::Range;
+
+use crate::{Result, Shape, Tensor, TensorError, View, ViewMut};
+
+/// f32 elements per 256 bytes.
+const ALIGN: usize = 64;
+
+/// One parameter of a [`ParamLayout`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Param {
+    /// Its name, such as `h.0.attn.c_attn.weight`.
+    pub name: String,
+    /// Its shape.
+    pub shape: Shape,
+    /// Its first element in the flat buffer.
+    pub start: usize,
+}
+
+impl Param {
+    /// Its elements in the flat buffer, without padding.
+    #[must_use]
+    pub fn range(&self) -> Range<usize> {
+        self.start..self.start + self.shape.len()
+    }
+}
+
+/// Name, shape and place of each parameter of a stage.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ParamLayout {
+    params: Vec<Param>,
+    len: usize,
+}
+
+impl ParamLayout {
+    /// Lays parameters out in the given order.
+    #[must_use]
+    pub fn new(params: impl IntoIterator<Item = (String, Shape)>) -> Self {
+        let mut layout = Self::default();
+        for (name, shape) in params {
+            let start = layout.len;
+            layout.len += shape.len().next_multiple_of(ALIGN);
+            layout.params.push(Param { name, shape, start });
+        }
+        layout
+    }
+
+    /// Elements of the flat buffer, padding included.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no parameters.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.params.is_empty()
+    }
+
+    /// Elements that are parameters.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.params.iter().map(|p| p.shape.len()).sum()
+    }
+
+    /// All parameters in order.
+    #[must_use]
+    pub fn params(&self) -> &[Param] {
+        &self.params
+    }
+
+    /// The position of the parameter with this name.
+    pub fn find(&self, name: &str) -> Result<usize> {
+        self.params
+            .iter()
+            .position(|p| p.name == name)
+            .ok_or_else(|| TensorError::UnknownParameter { name: name.to_owned() })
+    }
+
+    /// Parameter `index` of a flat buffer with this layout.
+    pub fn view<'a>(&self, flat: &'a Tensor, index: usize) -> Result<View<'a>> {
+        let p = &self.params[index];
+        flat.view().part(p.start, p.shape)
+    }
+
+    /// Parameters `first..first + N` of a flat buffer with this layout, to read.
+    pub fn views<'a, const N: usize>(&self, flat: &'a Tensor, first: usize) -> Result<[View<'a>; N]> {
+        let mut out = [flat.view(); N];
+        for (i, view) in out.iter_mut().enumerate() {
+            *view = self.view(flat, first + i)?;
+        }
+        Ok(out)
+    }
+
+    /// Parameters `first..first + N` of a flat buffer with this layout, to write at the same time.
+    pub fn views_mut<'a, const N: usize>(
+        &self,
+        flat: &'a mut Tensor,
+        first: usize,
+    ) -> Result<[ViewMut<'a>; N]> {
+        if flat.shape().len() < self.len {
+            return Err(TensorError::ShapeMismatch {
+                op: "layout",
+                lhs: flat.shape(),
+                rhs: Shape::from(self.len),
+            });
+        }
+        let mut rest = Some(flat.view_mut());
+        let mut at = 0;
+        Ok(std::array::from_fn(|i| {
+            let p = &self.params[first + i];
+            let view = rest.take().expect("put back below");
+            let fits = "the buffer is as long as the layout";
+            let (_, tail) = view.split_at(p.start - at).expect(fits);
+            let (view, tail) = tail.split_at(p.shape.len()).expect(fits);
+            at = p.start + p.shape.len();
+            rest = Some(tail);
+            view.reshape(p.shape).expect("split at this shape's length")
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Device;
+
+    #[test]
+    fn starts_are_aligned_and_views_are_disjoint() {
+        let names = [("a", vec![3, 5]), ("b", vec![64]), ("c", vec![65]), ("d", vec![])];
+        let layout = ParamLayout::new(names.map(|(n, d)| (n.to_owned(), Shape::new(&d))));
+        assert_eq!(layout.params().iter().map(|p| p.start).collect::<Vec<_>>(), [0, 64, 128, 256]);
+        assert_eq!((layout.len(), layout.count()), (320, 15 + 64 + 65 + 1));
+        let mut flat = Device::cpu(1).unwrap().zeros(layout.len()).unwrap();
+        let [mut b, mut c] = layout.views_mut(&mut flat, 1).unwrap();
+        b.write(&[1.0_f32; 64]).unwrap();
+        c.write(&[2.0_f32; 65]).unwrap();
+        let all = flat.to_vec::<f32>().unwrap();
+        assert_eq!(all.iter().sum::<f32>(), 64.0 + 130.0);
+        assert_eq!(layout.view(&flat, 2).unwrap().to_vec::<f32>().unwrap(), [2.0; 65]);
+        assert!(layout.find("e").unwrap_err().to_string().contains("`e`"));
+        let mut short = flat.device().zeros(100).unwrap();
+        assert!(layout.views_mut::<1>(&mut short, 0).is_err());
+    }
+}

@@ -1,0 +1,285 @@
+//! Elementwise arithmetic as data: a small program that one interpreter runs on the cpu and one generator turns into a
+//! kernel on a device, so that thirty optimizer transforms need no thirty ops.
+//!
+//! A program reads some buffers, reads and rewrites others, and takes scalars that change from run to run (a learning
+//! rate). Each instruction rounds once, as IEEE says, and none is fused: all devices and processors give the same bits.
+
+use std::ops::{Add, Div, Mul, Sub};
+
+use crate::{Result, TensorError};
+
+/// An instruction; operands are indices of earlier instructions.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Instr {
+    /// The element of read-only buffer `.0`.
+    Read(u16),
+    /// The element of rewritten buffer `.0`, as it was before the program.
+    Load(u16),
+    /// Scalar argument `.0`.
+    Scalar(u16),
+    /// A constant.
+    Const(f32),
+    /// Sum.
+    Add(u16, u16),
+    /// Difference.
+    Sub(u16, u16),
+    /// Product.
+    Mul(u16, u16),
+    /// Quotient.
+    Div(u16, u16),
+    /// Square root.
+    Sqrt(u16),
+    /// Absolute value.
+    Abs(u16),
+    /// The larger; the first where either is not a number.
+    Max(u16, u16),
+    /// The smaller; the first where either is not a number.
+    Min(u16, u16),
+    /// 1, -1, or 0 with the sign of the operand.
+    Sign(u16),
+}
+
+/// A checked program.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Program {
+    instrs: Vec<Instr>,
+    stores: Vec<(u16, u16)>,
+    reads: usize,
+    writes: usize,
+    scalars: usize,
+}
+
+impl Program {
+    /// Number of read-only buffers.
+    #[must_use]
+    pub const fn reads(&self) -> usize {
+        self.reads
+    }
+
+    /// Number of rewritten buffers.
+    #[must_use]
+    pub const fn writes(&self) -> usize {
+        self.writes
+    }
+
+    /// Number of scalar arguments.
+    #[must_use]
+    pub const fn scalars(&self) -> usize {
+        self.scalars
+    }
+
+    /// The instructions in order.
+    #[must_use]
+    pub fn instrs(&self) -> &[Instr] {
+        &self.instrs
+    }
+
+    /// (instruction, rewritten buffer) pairs: what is stored where at the end.
+    #[must_use]
+    pub fn stores(&self) -> &[(u16, u16)] {
+        &self.stores
+    }
+
+    /// Arithmetic operations per element.
+    #[must_use]
+    pub fn flops(&self) -> usize {
+        let free = |i: &&Instr| {
+            !matches!(i, Instr::Read(_) | Instr::Load(_) | Instr::Scalar(_) | Instr::Const(_))
+        };
+        self.instrs.iter().filter(free).count()
+    }
+}
+
+/// A value while a program is being written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Value(u16);
+
+/// Writes a [`Program`].
+///
+/// ```
+/// use farflung_tensor::{Device, Op, ProgramBuilder};
+/// // y = y + s * x
+/// let mut b = ProgramBuilder::new();
+/// let (x, y, s) = (b.read(0), b.load(0), b.scalar(0));
+/// let sx = b.mul(s, x);
+/// let sum = b.add(y, sx);
+/// b.store(0, sum);
+/// let program = b.build()?;
+///
+/// let cpu = Device::cpu(1)?;
+/// let x = cpu.tensor(&[1.0_f32, 2.0], 2)?;
+/// let mut y = cpu.tensor(&[10.0_f32, 20.0], 2)?;
+/// cpu.run(Op::Map {
+///     program: &program,
+///     scalars: &[0.5],
+///     reads: &[x.view()],
+///     writes: &mut [y.view_mut()],
+/// })?;
+/// assert_eq!(y.to_vec::<f32>()?, [10.5, 21.0]);
+/// # Ok::<(), farflung_tensor::TensorError>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct ProgramBuilder {
+    instrs: Vec<Instr>,
+    stores: Vec<(u16, u16)>,
+}
+
+impl ProgramBuilder {
+    /// An empty program.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn push(&mut self, instr: Instr) -> Value {
+        if let Some(known) = self.instrs.iter().position(|i| *i == instr) {
+            return Value(known as u16);
+        }
+        self.instrs.push(instr);
+        Value((self.instrs.len() - 1) as u16)
+    }
+
+    /// The element of read-only buffer `index`.
+    pub fn read(&mut self, index: u16) -> Value {
+        self.push(Instr::Read(index))
+    }
+
+    /// The element of rewritten buffer `index`, as it was before the program.
+    pub fn load(&mut self, index: u16) -> Value {
+        self.push(Instr::Load(index))
+    }
+
+    /// Scalar argument `index`.
+    pub fn scalar(&mut self, index: u16) -> Value {
+        self.push(Instr::Scalar(index))
+    }
+
+    /// A constant.
+    pub fn constant(&mut self, value: f32) -> Value {
+        self.push(Instr::Const(value))
+    }
+
+    /// Stores `value` into rewritten buffer `index` at the end; a later store to the same buffer replaces it.
+    pub fn store(&mut self, index: u16, value: Value) {
+        self.stores.retain(|(_, to)| *to != index);
+        self.stores.push((value.0, index));
+    }
+
+    /// Square root.
+    pub fn sqrt(&mut self, a: Value) -> Value {
+        self.push(Instr::Sqrt(a.0))
+    }
+
+    /// Absolute value.
+    pub fn abs(&mut self, a: Value) -> Value {
+        self.push(Instr::Abs(a.0))
+    }
+
+    /// 1, -1, or 0 with the sign of the operand.
+    pub fn sign(&mut self, a: Value) -> Value {
+        self.push(Instr::Sign(a.0))
+    }
+
+    /// Checks the program. The counts of buffers and scalars are the largest index used plus one.
+    pub fn build(self) -> Result<Program> {
+        let count = |f: fn(&Instr) -> Option<u16>| {
+            self.instrs.iter().filter_map(f).map(|i| usize::from(i) + 1).max().unwrap_or(0)
+        };
+        let reads = count(|i| if let Instr::Read(n) = i { Some(*n) } else { None });
+        let loads = count(|i| if let Instr::Load(n) = i { Some(*n) } else { None });
+        let scalars = count(|i| if let Instr::Scalar(n) = i { Some(*n) } else { None });
+        let stored = self.stores.iter().map(|(_, to)| usize::from(*to) + 1).max().unwrap_or(0);
+        if self.instrs.len() > MAX_INSTRS {
+            return Err(TensorError::BadProgram {
+                what: "instruction",
+                index: self.instrs.len(),
+                count: MAX_INSTRS,
+            });
+        }
+        let writes = loads.max(stored);
+        for (what, index) in [("read buffer", reads), ("rewritten buffer", writes)] {
+            if index > MAX_BUFFERS {
+                return Err(TensorError::BadProgram { what, index, count: MAX_BUFFERS });
+            }
+        }
+        Ok(Program { instrs: self.instrs, stores: self.stores, reads, writes, scalars })
+    }
+}
+
+/// A bound that keeps interpreters' registers on the stack.
+pub(crate) const MAX_INSTRS: usize = 64;
+
+/// Buffers of each kind that a program may use.
+pub(crate) const MAX_BUFFERS: usize = 4;
+
+macro_rules! binary {
+    ($($(#[$doc:meta])* $name:ident => $instr:ident),*) => {
+        impl ProgramBuilder {
+            $($(#[$doc])*
+            pub fn $name(&mut self, a: Value, b: Value) -> Value {
+                self.push(Instr::$instr(a.0, b.0))
+            })*
+        }
+    };
+}
+binary!(
+    /// Sum.
+    add => Add,
+    /// Difference.
+    sub => Sub,
+    /// Product.
+    mul => Mul,
+    /// Quotient.
+    div => Div,
+    /// The larger; the first where either is not a number.
+    max => Max,
+    /// The smaller; the first where either is not a number.
+    min => Min
+);
+
+/// One element, the plain way: what every interpreter must agree with.
+impl Program {
+    /// Runs the program on one element of each buffer; `writes` is rewritten.
+    pub fn eval(&self, scalars: &[f32], reads: &[f32], writes: &mut [f32]) {
+        let mut r = [0.0_f32; MAX_INSTRS];
+        for (i, instr) in self.instrs.iter().enumerate() {
+            let at = |j: u16| r[usize::from(j)];
+            r[i] = match *instr {
+                Instr::Read(j) => reads[usize::from(j)],
+                Instr::Load(j) => writes[usize::from(j)],
+                Instr::Scalar(j) => scalars[usize::from(j)],
+                Instr::Const(c) => c,
+                Instr::Add(a, b) => at(a).add(at(b)),
+                Instr::Sub(a, b) => at(a).sub(at(b)),
+                Instr::Mul(a, b) => at(a).mul(at(b)),
+                Instr::Div(a, b) => at(a).div(at(b)),
+                Instr::Sqrt(a) => at(a).sqrt(),
+                Instr::Abs(a) => at(a).abs(),
+                Instr::Max(a, b) => larger(at(a), at(b)),
+                Instr::Min(a, b) => smaller(at(a), at(b)),
+                Instr::Sign(a) => sign(at(a)),
+            };
+        }
+        for &(from, to) in &self.stores {
+            writes[usize::from(to)] = r[usize::from(from)];
+        }
+    }
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "one select inside vectorised loops")]
+pub(crate) fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "one select inside vectorised loops")]
+pub(crate) fn smaller(a: f32, b: f32) -> f32 {
+    if b < a { b } else { a }
+}
+
+#[inline(always)]
+#[expect(clippy::inline_always, reason = "one select inside vectorised loops")]
+pub(crate) fn sign(a: f32) -> f32 {
+    if a == 0.0 || a.is_nan() { a } else { 1.0_f32.copysign(a) }
+}

@@ -1,0 +1,208 @@
+//! Corpora from files, and what a sampler draws.
+
+use std::fs;
+
+use farflung_zoo::tokenizer::Byte;
+use farflung_zoo::{Corpus, HoldOut, Offsets, Sampler, Shard, Split, ZooError};
+
+fn all(split: &Split) -> Vec<u32> {
+    let mut tokens = Vec::new();
+    split.append_to(0, split.len(), &mut tokens);
+    tokens
+}
+
+fn llm_c(tokens: &[u16]) -> Vec<u8> {
+    let mut bytes = vec![0; 1024];
+    for (i, word) in [20_240_520_u32, 1, tokens.len() as u32].into_iter().enumerate() {
+        bytes[4 * i..4 * i + 4].copy_from_slice(&word.to_le_bytes());
+    }
+    bytes.extend(tokens.iter().flat_map(|t| t.to_le_bytes()));
+    bytes
+}
+
+#[test]
+fn text_files_and_folders() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("b")).unwrap();
+    fs::write(dir.path().join("c.txt"), "third").unwrap();
+    fs::write(dir.path().join("b/x.txt"), b"second \xFF ").unwrap();
+    fs::write(dir.path().join("a.txt"), "first ").unwrap();
+    fs::write(dir.path().join("picture"), [1, 0, 2]).unwrap();
+    #[cfg(unix)]
+    std::os::unix::fs::symlink(dir.path(), dir.path().join("b/loop")).unwrap();
+    let corpus = Corpus::open(dir.path(), &Byte).unwrap();
+    let (everything, rest) = corpus.split(HoldOut::Tokens(0)).unwrap();
+    let bytes: Vec<u8> = all(&everything).iter().map(|&t| t as u8).collect();
+    assert_eq!(bytes, b"first second \xFF third");
+    assert!(rest.is_empty());
+    assert_eq!(corpus.hash(), Corpus::from_bytes("same", &bytes, &Byte).unwrap().hash());
+    let file = Corpus::open(&dir.path().join("c.txt"), &Byte).unwrap();
+    assert_eq!(file.len(), 5);
+    // BLAKE3's published value for the empty input does not apply (empty is refused); this is `b3sum` of "abc".
+    assert_eq!(
+        Corpus::from_bytes("abc", b"abc", &Byte).unwrap().hash(),
+        "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+    );
+}
+
+#[cfg(feature = "bpe")]
+#[test]
+fn gpt2_ends_each_file_and_names_the_one_that_is_no_text() {
+    use farflung_zoo::tokenizer::Gpt2;
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("a.txt"), "Hello world").unwrap();
+    fs::write(dir.path().join("b.txt"), "Hello").unwrap();
+    let corpus = Corpus::open(dir.path(), &Gpt2).unwrap();
+    let (everything, _) = corpus.split(HoldOut::Tokens(0)).unwrap();
+    assert_eq!(all(&everything), [15496, 995, 50256, 15496, 50256]);
+    fs::write(dir.path().join("c.txt"), b"abc\xFF").unwrap();
+    let message = Corpus::open(dir.path(), &Gpt2).unwrap_err().to_string();
+    assert!(message.contains("c.txt") && message.contains("byte 3"), "{message}");
+}
+
+#[test]
+fn token_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("train.bin");
+    for bytes in [llm_c(&[1, 2, 255]), [1_u16, 2, 255].iter().flat_map(|t| t.to_le_bytes()).collect()] {
+        fs::write(&path, bytes).unwrap();
+        let (split, _) = Corpus::open(&path, &Byte).unwrap().split(HoldOut::Tokens(0)).unwrap();
+        assert_eq!(all(&split), [1, 2, 255]);
+    }
+    // Sibling files: the held-out part is the validation file, text beside is not read.
+    fs::write(dir.path().join("val.bin"), llm_c(&[7, 8])).unwrap();
+    fs::write(dir.path().join("input.txt"), "not this").unwrap();
+    let (training, held_out) = Corpus::open(dir.path(), &Byte).unwrap().split(HoldOut::Standard).unwrap();
+    assert_eq!((all(&training), all(&held_out)), (vec![1, 2, 255], vec![7, 8]));
+
+    let mut long = llm_c(&[1, 2]);
+    long.push(0);
+    let mut version = llm_c(&[1, 2]);
+    version[4] = 2;
+    let cases = [
+        (llm_c(&[1, 2])[..1026].to_vec(), "length in bytes is 1026, expected 1028"),
+        (llm_c(&[1, 2])[..500].to_vec(), "length in bytes is 500"),
+        (long, "length in bytes is 1029"),
+        (version, "version is 2"),
+        (vec![1, 0, 2], "modulo 2"),
+        (vec![1, 0, 0, 1], "token 256 at position 1"),
+    ];
+    for (bytes, expected) in cases {
+        fs::write(&path, bytes).unwrap();
+        let message = Corpus::open(&path, &Byte).unwrap_err().to_string();
+        assert!(message.contains(expected) && message.contains("train.bin"), "{message}");
+    }
+}
+
+#[test]
+fn missing_empty_and_short_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let message = Corpus::open(&dir.path().join("none.txt"), &Byte).unwrap_err().to_string();
+    assert!(message.contains("none.txt"), "{message}");
+    assert!(matches!(Corpus::open(dir.path(), &Byte), Err(ZooError::EmptyCorpus { .. })));
+    fs::write(dir.path().join("e.txt"), "").unwrap();
+    let empty = Corpus::open(&dir.path().join("e.txt"), &Byte).unwrap_err().to_string();
+    assert!(empty.contains("e.txt") && empty.contains("no data"), "{empty}");
+
+    let corpus = Corpus::from_bytes("ten", b"0123456789", &Byte).unwrap();
+    let (training, held_out) = corpus.split(HoldOut::Standard).unwrap();
+    assert_eq!((training.len(), held_out.len()), (9, 1));
+    assert!(Sampler::random(training.clone(), 1, Shard::whole(1), 8).is_ok());
+    let message = Sampler::random(training, 1, Shard::whole(1), 9).unwrap_err().to_string();
+    assert!(message.contains("training split has 9 tokens") && message.contains("10"), "{message}");
+    for bad in [HoldOut::Fraction(1.0), HoldOut::Fraction(f64::NAN), HoldOut::Tokens(10)] {
+        assert!(matches!(corpus.split(bad), Err(ZooError::HoldOut { .. })), "{bad:?}");
+    }
+    assert_eq!(corpus.split(HoldOut::Fraction(0.5)).unwrap().0.len(), 5);
+}
+
+/// A split in which each token is its own offset (below 251).
+fn counting() -> Split {
+    let bytes: Vec<u8> = (0..=250).collect();
+    Corpus::from_bytes("counting", &bytes, &Byte).unwrap().split(HoldOut::Tokens(0)).unwrap().0
+}
+
+fn draw(sampler: &Sampler, step: u64) -> Vec<u32> {
+    let (mut inputs, mut targets) = (vec![9; 3], Vec::new());
+    sampler.batch(step, &mut inputs, &mut targets).unwrap();
+    assert!(inputs.iter().zip(&targets).all(|(x, y)| x + 1 == *y));
+    inputs
+}
+
+#[test]
+fn ranks_together_draw_what_one_worker_draws() {
+    let one = Sampler::random(counting(), 5, Shard::whole(12), 16).unwrap();
+    for (world, batch) in [(2, 6), (3, 4), (12, 1)] {
+        for step in [0, 1, 1000] {
+            let mut together = Vec::new();
+            for rank in 0..world {
+                let sampler = Sampler::random(counting(), 5, Shard { rank, world, batch }, 16).unwrap();
+                together.extend(draw(&sampler, step));
+            }
+            assert_eq!(together, draw(&one, step));
+        }
+    }
+    assert_ne!(draw(&one, 0), draw(&one, 1));
+    let other = Sampler::random(counting(), 6, Shard::whole(12), 16).unwrap();
+    assert_ne!(draw(&one, 0), draw(&other, 0));
+}
+
+#[test]
+fn offsets_reach_both_ends_and_are_uniform() {
+    // Valid offsets are 0..=4: 251 tokens, 246 in the context.
+    let sampler = Sampler::random(counting(), 5, Shard::whole(1), 246).unwrap();
+    let mut counts = [0_u32; 5];
+    for step in 0..5000 {
+        counts[draw(&sampler, step)[0] as usize] += 1;
+    }
+    assert!(counts.iter().all(|&n| (850..1150).contains(&n)), "{counts:?}");
+}
+
+#[test]
+fn recorded_offsets_are_replayed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("offsets.bin");
+    let values = [3_i64, 0, 234, 9, 8, 7];
+    fs::write(&path, values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+    let offsets = Offsets::read(&path, 2).unwrap();
+    let (head, tail) = offsets.clone().split_at(2);
+    assert_eq!((offsets.steps(), head.steps(), tail.steps()), (3, 2, 1));
+    let sampler = Sampler::recorded(counting(), offsets.clone(), Shard { rank: 1, world: 2, batch: 1 }, 16);
+    let sampler = sampler.unwrap();
+    assert_eq!([0, 1, 2].map(|step| draw(&sampler, step)[0]), [0, 9, 7]);
+    let (mut x, mut y) = (Vec::new(), Vec::new());
+    assert!(matches!(sampler.batch(3, &mut x, &mut y), Err(ZooError::StepNotRecorded { step: 3, steps: 3 })));
+    assert!(Offsets::read(&path, 4).unwrap_err().to_string().contains("offsets.bin"));
+    assert!(Sampler::recorded(counting(), offsets, Shard::whole(3), 16).is_err());
+    for bad in [235, -1, i64::MAX] {
+        let offsets = Offsets::new(1, vec![0, bad]).unwrap();
+        let message = Sampler::recorded(counting(), offsets, Shard::whole(1), 16).unwrap_err().to_string();
+        assert!(message.contains(&bad.to_string()) && message.contains("234"), "{message}");
+    }
+}
+
+#[test]
+fn evaluation_spans_the_split_and_never_changes() {
+    let sampler = Sampler::evaluation(counting(), Shard::whole(2), 16, 3).unwrap();
+    assert_eq!(sampler.steps(), Some(3));
+    let first: Vec<u32> = (0..3)
+        .flat_map(|s| {
+            let b = draw(&sampler, s);
+            [b[0], b[16]]
+        })
+        .collect();
+    assert_eq!(first, [0, 46, 93, 140, 187, 234]);
+}
+
+#[test]
+fn bad_shards_name_the_field() {
+    for (shard, field) in [
+        (Shard { rank: 0, world: 0, batch: 1 }, "world"),
+        (Shard { rank: 2, world: 2, batch: 1 }, "rank"),
+        (Shard { rank: 0, world: 1, batch: 0 }, "batch"),
+    ] {
+        let message = Sampler::random(counting(), 1, shard, 8).unwrap_err().to_string();
+        assert!(message.contains(field), "{message}");
+    }
+    assert!(Sampler::random(counting(), 1, Shard::whole(1), 0).is_err());
+}

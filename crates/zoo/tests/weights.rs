@@ -1,0 +1,267 @@
+//! Weights on disk: round trips, the reference implementation, and files that lie.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use farflung_base::Philox;
+use farflung_zoo::weights::{
+    Dtype, TensorData, TensorFile, TensorView, Weights, WriteOptions, write, write_tensors,
+};
+use farflung_zoo::{GptConfig, ZooError};
+use serde_json::{Value, json};
+
+const TINY: GptConfig = GptConfig { layers: 2, heads: 2, dim: 8, context: 6, vocab: 11 };
+
+fn write_tiny(folder: &Path, options: WriteOptions) {
+    write(folder, &TINY, options, |index, spec, out| {
+        spec.fill(3, index, out);
+        Ok::<(), ZooError>(())
+    })
+    .unwrap();
+}
+
+/// All tensors as one list, in order.
+fn read_all(weights: &mut Weights) -> Vec<f32> {
+    let mut all = Vec::new();
+    for spec in weights.config().tensors() {
+        let mut values = vec![0.0; spec.count()];
+        weights.tensor(&spec.name, &mut values).unwrap();
+        all.extend(values);
+    }
+    all
+}
+
+fn started() -> Vec<f32> {
+    let mut all = Vec::new();
+    for (index, spec) in TINY.tensors().iter().enumerate() {
+        let mut values = vec![0.0; spec.count()];
+        spec.fill(3, index, &mut values);
+        all.extend(values);
+    }
+    all
+}
+
+#[test]
+fn single_and_sharded_models_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    for shard_bytes in [None, Some(1), Some(3000), None] {
+        write_tiny(dir.path(), WriteOptions { shard_bytes, ..WriteOptions::default() });
+        let mut weights = Weights::open(dir.path()).unwrap();
+        assert_eq!(weights.config(), TINY);
+        assert_eq!(read_all(&mut weights), started(), "{shard_bytes:?}");
+        let single = dir.path().join("model.safetensors").exists();
+        assert_eq!(single, shard_bytes.is_none());
+        assert_eq!(dir.path().join("model.safetensors.index.json").exists(), !single);
+    }
+    let leftovers = fs::read_dir(dir.path())
+        .unwrap()
+        .filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().ends_with(".tmp"));
+    assert_eq!(leftovers.count(), 0);
+}
+
+#[test]
+fn half_precision_rounds_to_nearest() {
+    for (dtype, most) in [(Dtype::F16, 1.0 / 2048.0), (Dtype::Bf16, 1.0 / 256.0)] {
+        let dir = tempfile::tempdir().unwrap();
+        write_tiny(dir.path(), WriteOptions { dtype, shard_bytes: None });
+        let read = read_all(&mut Weights::open(dir.path()).unwrap());
+        for (a, b) in read.iter().zip(started()) {
+            assert!((a - b).abs() <= b.abs() * most + 1e-7, "{dtype:?}: {a} {b}");
+        }
+    }
+}
+
+#[test]
+fn the_reference_implementation_reads_what_we_write_and_we_what_it_writes() {
+    let dir = tempfile::tempdir().unwrap();
+    write_tiny(dir.path(), WriteOptions::default());
+    let path = dir.path().join("model.safetensors");
+    let bytes = fs::read(&path).unwrap();
+    let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(theirs.len(), TINY.tensors().len());
+    assert_eq!(theirs.tensor("h.1.mlp.c_fc.weight").unwrap().shape(), [8, 32]);
+    // Theirs, with the prefix, the old buffers and a tied head.
+    let mask = vec![0_u8; 4 * 36];
+    let mut all: Vec<(String, safetensors::tensor::TensorView<'_>)> =
+        theirs.tensors().into_iter().map(|(name, t)| (format!("transformer.{name}"), t)).collect();
+    let view = |shape: &[usize], data| {
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.to_vec(), data).unwrap()
+    };
+    all.push(("transformer.h.0.attn.bias".to_owned(), view(&[1, 1, 6, 6], &mask)));
+    all.push(("transformer.h.0.attn.masked_bias".to_owned(), view(&[], &mask[..4])));
+    all.push(("lm_head.weight".to_owned(), theirs.tensor("wte.weight").unwrap()));
+    fs::write(&path, safetensors::serialize(all.clone(), None).unwrap()).unwrap();
+    assert_eq!(read_all(&mut Weights::open(dir.path()).unwrap()), started());
+    // A head of its own is refused.
+    let other = vec![0; 11 * 8 * 4];
+    all.pop();
+    all.push(("lm_head.weight".to_owned(), view(&[11, 8], &other)));
+    fs::write(&path, safetensors::serialize(all, None).unwrap()).unwrap();
+    let message = Weights::open(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("lm_head.weight") && message.contains("tied"), "{message}");
+}
+
+#[test]
+fn unsupported_configs_are_refused_with_the_field() {
+    let dir = tempfile::tempdir().unwrap();
+    write_tiny(dir.path(), WriteOptions::default());
+    let path = dir.path().join("config.json");
+    let good: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let with = |field: &str, value: Value| {
+        let mut json = good.clone();
+        json[field] = value;
+        fs::write(&path, json.to_string()).unwrap();
+        Weights::open(dir.path())
+    };
+    assert!(with("some_key_of_tomorrow", json!([1, 2])).is_ok());
+    assert!(with("n_inner", json!(32)).is_ok());
+    let cases = [
+        ("model_type", json!("llama")),
+        ("activation_function", json!("relu")),
+        ("scale_attn_by_inverse_layer_idx", json!(true)),
+        ("layer_norm_epsilon", json!(1e-6)),
+        ("n_inner", json!(31)),
+        ("n_layer", json!(-2)),
+        ("n_embd", Value::Null),
+        ("n_ctx", json!(7)),
+        ("vocab_size", json!(1.5)),
+    ];
+    for (field, value) in cases {
+        let message = with(field, value).unwrap_err().to_string();
+        assert!(message.contains(field) && message.contains("config.json"), "{message}");
+    }
+    // A shape that contradicts the tensors, more layers than there are, and fewer.
+    for (field, value, named) in [
+        ("vocab_size", 12, "wte.weight"),
+        ("n_layer", 3, "h.2.ln_1.weight"),
+        ("n_layer", 1, "h.1."),
+        ("n_layer", 1 << 14, "h.2.ln_1.weight"),
+    ] {
+        let message = with(field, json!(value)).unwrap_err().to_string();
+        assert!(message.contains(named), "{message}");
+    }
+    fs::write(&path, "{").unwrap();
+    assert!(Weights::open(dir.path()).unwrap_err().to_string().contains("config.json"));
+    assert!(matches!(Weights::open(&dir.path().join("none")), Err(ZooError::Io { .. })));
+}
+
+#[test]
+fn an_index_cannot_point_out_of_its_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    write_tiny(dir.path(), WriteOptions { shard_bytes: Some(3000), ..WriteOptions::default() });
+    for file in ["../model.safetensors", "/etc/passwd", "a/b", "", ".."] {
+        let index = json!({"weight_map": {"wte.weight": file}}).to_string();
+        fs::write(dir.path().join("model.safetensors.index.json"), index).unwrap();
+        let message = Weights::open(dir.path()).unwrap_err().to_string();
+        assert!(message.contains("weight_map.wte.weight"), "{message}");
+    }
+}
+
+fn named_file(path: &Path) {
+    let tensors = [
+        TensorView { name: "moment", shape: &[2, 3], data: TensorData::F32(&[1., -2., 3., 4., 5., 6.]) },
+        TensorView { name: "counter", shape: &[5], data: TensorData::U8(b"bytes") },
+    ];
+    write_tensors(path, &tensors, &BTreeMap::from([("step".to_owned(), "7".to_owned())])).unwrap();
+}
+
+#[test]
+fn named_tensors_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("optimizer.safetensors");
+    named_file(&path);
+    let mut file = TensorFile::open(&path).unwrap();
+    let mut moment = [0.0; 6];
+    file.read_f32("moment", &[2, 3], &mut moment).unwrap();
+    assert_eq!(moment.to_vec(), vec![1., -2., 3., 4., 5., 6.]);
+    assert_eq!(file.read_u8("counter").unwrap(), b"bytes");
+    assert_eq!(file.metadata()["step"], "7");
+    let errors = [
+        file.read_f32("moment", &[3, 2], &mut moment),
+        file.read_f32("moment", &[2, 3], &mut [0.0; 5]),
+        file.read_f32("counter", &[5], &mut [0.0; 5]),
+        file.read_u8("moment").map(drop),
+    ];
+    for error in errors {
+        let message = error.unwrap_err().to_string();
+        assert!(message.contains("optimizer.safetensors") && message.contains("`"), "{message}");
+    }
+    assert!(file.read_u8("absent").unwrap_err().to_string().contains("absent"));
+    let twice = TensorView { name: "a", shape: &[1], data: TensorData::U8(&[1]) };
+    assert!(write_tensors(&path, &[twice, twice], &BTreeMap::new()).is_err());
+    let short = TensorView { name: "a", shape: &[2], data: TensorData::U8(&[1]) };
+    assert!(write_tensors(&path, &[short], &BTreeMap::new()).is_err());
+    assert!(TensorFile::open(&path).is_ok(), "a refused write leaves the old file");
+}
+
+#[test]
+fn headers_that_lie_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("lie.safetensors");
+    let try_header = |claimed: Option<u64>, header: &str, data: usize| {
+        let mut bytes = claimed.unwrap_or(header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        fs::write(&path, bytes).unwrap();
+        TensorFile::open(&path).map(drop)
+    };
+    let one = |dtype: &str, shape: &str, from: u64, to: u64| {
+        format!(r#"{{"x":{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{from},{to}]}}}}"#)
+    };
+    assert!(try_header(None, &one("F32", "[2]", 0, 8), 8).is_ok());
+    let two = r#"{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"x":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}}"#;
+    let same = r#"{"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"x":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}"#;
+    let cases = [
+        (try_header(None, &one("F32", "[2]", 0, 8), 7), "`x` claims bytes"),
+        (try_header(None, &one("F32", "[3]", 0, 8), 8), "`x` is [3] of F32"),
+        (try_header(None, &one("F16", "[2]", 0, 8), 8), "`x` is [2] of F16"),
+        (try_header(None, &one("F32", "[2]", 8, 0), 8), "`x` claims bytes"),
+        (try_header(None, &one("F32", "[4611686018427387904,4]", 0, 8), 8), "`x` is"),
+        (try_header(None, &one("F32", "[2]", 0, u64::MAX), 8), "`x` claims bytes"),
+        (try_header(None, &one("F32", "[-1]", 0, 8), 8), "`x` is not a tensor"),
+        (try_header(None, &one("F32", "[2]", 0, 8), 9), "accounts for 8 of 9"),
+        (try_header(None, &one("F32", "[1]", 4, 8), 8), "`x` begins at byte 4"),
+        (try_header(None, two, 6), "`x` begins at byte 2"),
+        (try_header(None, same, 0), "`x` occurs twice"),
+        (try_header(Some(u64::MAX), "{}", 0), "claims 18446744073709551615 bytes"),
+        (try_header(Some(3), "{}", 0), "claims 3 bytes"),
+        (try_header(None, "[1]", 0), "is not JSON"),
+        (try_header(None, &"[".repeat(100_000), 0), "is not JSON"),
+    ];
+    for (result, expected) in cases {
+        let message = result.unwrap_err().to_string();
+        assert!(message.contains(expected) && message.contains("lie.safetensors"), "{message} / {expected}");
+    }
+}
+
+#[test]
+fn damaged_files_never_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("t.safetensors");
+    named_file(&path);
+    let good = fs::read(&path).unwrap();
+    for length in 0..good.len() {
+        fs::write(&path, &good[..length]).unwrap();
+        assert!(TensorFile::open(&path).is_err(), "{length} bytes");
+    }
+    let rng = Philox::new(11, 0);
+    for round in 0..2000 {
+        let mut bytes = good.clone();
+        for change in 0..=rng.below(round * 16, 3) {
+            let at = rng.below(round * 16 + 2 * change + 1, bytes.len() as u64) as usize;
+            bytes[at] = rng.below(round * 16 + 2 * change + 2, 256) as u8;
+        }
+        fs::write(&path, bytes).unwrap();
+        if let Ok(mut file) = TensorFile::open(&path) {
+            // Whatever the header still says is backed by bytes of the file.
+            let tensors = file.tensors().clone();
+            for (name, info) in tensors {
+                let count = info.shape.iter().product::<usize>();
+                assert!(count <= good.len() || info.dtype != "F32");
+                let _ = file.read_f32(&name, &info.shape, &mut vec![0.0; count.min(good.len())]);
+                let _ = file.read_u8(&name);
+            }
+        }
+    }
+}
