@@ -237,8 +237,19 @@ impl Head {
     ) {
         let (pitch, tile_keys) = (self.pitch(), self.keys.min(KEYS));
         let (whole, tile, across) = (self.queries * pitch, tile_keys * pitch, self.width * PITCH);
-        let panels =
-            [whole, whole, whole, self.queries, tile, tile, tile, across, across, QUERIES * PITCH, QUERIES * PITCH];
+        let panels = [
+            whole,
+            whole,
+            whole,
+            self.queries,
+            tile,
+            tile,
+            tile,
+            across,
+            across,
+            QUERIES * PITCH,
+            QUERIES * PITCH,
+        ];
         let len = panels.iter().sum();
         if scratch.len() < len {
             scratch.resize(len, 0.0);

@@ -1,6 +1,9 @@
 //! The arithmetic of one tile of attention: small matrix products held in registers, transposes, and the two passes over
 //! rows of scores. It refuses to know heads, masks and where tensors live.
-#![expect(unsafe_code, reason = "vector instructions and unchecked indexing; each entry point checks its bounds")]
+#![expect(
+    unsafe_code,
+    reason = "vector instructions and unchecked indexing; each entry point checks its bounds"
+)]
 #![expect(clippy::inline_always, reason = "vector code must take the target features of its caller")]
 
 use std::ops::Range;

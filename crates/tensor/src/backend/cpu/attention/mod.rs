@@ -2,7 +2,8 @@
 //!
 //! One task owns one head of one sequence, so no sum crosses tasks and the bits do not depend on the number of threads.
 //! A task copies the head into panels of its thread's scratch, then goes over the keys tile by tile and over all queries
-//! that see the tile. It refuses to know projections, tensors and devices.
+//! that see the tile. Masked weights are multiplied as zeros within a register tile, so a NaN in a value may reach the
+//! five queries before it. It refuses to know projections, tensors and devices.
 //!
 //! Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4. Differs: keys are the outer loop of both directions;
 //! the forward pass keeps its accumulators of one head in scratch and divides once at the end.
@@ -142,9 +143,12 @@ impl Forward<'_> {
     fn run(&self, pool: &Pool, y: &mut [f32], lse: Option<&mut [f32]>) {
         let l = self.layout;
         let place = Place { start: 0, tokens: l.tokens, stride: l.width() };
-        for (len, place) in
-            [(self.q.0.len(), self.q.1), (self.k.0.len(), self.k.1), (self.v.0.len(), self.v.1), (y.len(), place)]
-        {
+        for (len, place) in [
+            (self.q.0.len(), self.q.1),
+            (self.k.0.len(), self.k.1),
+            (self.v.0.len(), self.v.1),
+            (y.len(), place),
+        ] {
             assert!(place.end(l) <= len, "heads lie within their buffers");
         }
         assert!(self.keys >= l.tokens, "every query has a key");
