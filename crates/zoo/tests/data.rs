@@ -1,5 +1,7 @@
 //! Corpora from files, and what a sampler draws.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::fs;
 
 use farflung_zoo::tokenizer::Byte;

@@ -1,5 +1,7 @@
 //! Weights on disk: round trips, the reference implementation, and files that lie.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -185,7 +187,7 @@ fn named_tensors_come_back() {
     ];
     for error in errors {
         let message = error.unwrap_err().to_string();
-        assert!(message.contains("optimizer.safetensors") && message.contains("`"), "{message}");
+        assert!(message.contains("optimizer.safetensors") && message.contains('`'), "{message}");
     }
     assert!(file.read_u8("absent").unwrap_err().to_string().contains("absent"));
     let twice = TensorView { name: "a", shape: &[1], data: TensorData::U8(&[1]) };
