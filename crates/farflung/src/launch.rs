@@ -1,0 +1,182 @@
+//! Starts a job of several processes on this machine and stays until the last one ended.
+//!
+//! One thread a child reads its stderr; the caller's thread polls for exits and signals. It refuses to know what the
+//! children do.
+
+use std::ffi::OsString;
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal as SystemSignal, kill_process};
+
+use crate::{Error, Result, Signal, Stop};
+
+/// How often exits and signals are looked for.
+const POLL: Duration = Duration::from_millis(20);
+
+/// A job to start.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    /// Number of processes.
+    pub processes: usize,
+    /// Host and port of rank 0; port 0 is any free one.
+    pub master: (String, u16),
+    /// How long the others may go on after one failed, and again how long they may take to end when asked to.
+    pub grace: Duration,
+}
+
+impl Launch {
+    /// Starts `program` with `args` as ranks `0..processes` and waits for all of them.
+    ///
+    /// Each gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`; lines of its
+    /// stderr appear behind `[rank]`, stdout passes through. SIGINT and SIGTERM are passed on. After the first failure
+    /// the others have `grace` to end by themselves, then SIGTERM and `grace`, then SIGKILL.
+    ///
+    /// Errors: [`Error::Child`] with the first that failed, [`Error::Stopped`] if a signal ended the job,
+    /// [`Error::Start`], [`Error::Io`] if no port is free.
+    pub fn run(&self, program: &Path, args: &[OsString], stop: &Stop) -> Result<()> {
+        let port = match self.master.1 {
+            0 => free_port(&self.master.0)?,
+            port => port,
+        };
+        let mut job = Job { children: Vec::new(), readers: Vec::new() };
+        for rank in 0..self.processes {
+            let mut child = Command::new(program)
+                .args(args)
+                .env("RANK", rank.to_string())
+                .env("LOCAL_RANK", rank.to_string())
+                .env("WORLD_SIZE", self.processes.to_string())
+                .env("LOCAL_WORLD_SIZE", self.processes.to_string())
+                .env("MASTER_ADDR", &self.master.0)
+                .env("MASTER_PORT", port.to_string())
+                .stdin(Stdio::null())
+                .stderr(Stdio::piped())
+                .spawn()
+                .map_err(|source| Error::Start { rank, source })?;
+            job.readers.extend(child.stderr.take().map(|stderr| thread::spawn(move || prefix(rank, stderr))));
+            job.children.push((child, None));
+        }
+        let outcome = self.watch(&mut job, stop);
+        for reader in job.readers.drain(..) {
+            reader.join().expect("the reader does not panic");
+        }
+        outcome
+    }
+
+    /// Polls until all ended.
+    fn watch(&self, job: &mut Job, stop: &Stop) -> Result<()> {
+        let mut failed = None;
+        let mut forwarded: Option<Signal> = None;
+        // Time since the first failure, or since a signal was passed on, in polls: no clock is needed.
+        let mut waited = Duration::ZERO;
+        let mut asked = false;
+        while job.poll(&mut failed)? {
+            thread::sleep(POLL);
+            if let (None, Some(signal)) = (forwarded, stop.requested()) {
+                forwarded = Some(signal);
+                job.signal(match signal {
+                    Signal::Interrupt => SystemSignal::INT,
+                    Signal::Terminate => SystemSignal::TERM,
+                });
+            }
+            if failed.is_some() {
+                waited += POLL;
+            }
+            if !asked && waited >= self.grace {
+                tracing::warn!("ending the other ranks");
+                job.signal(SystemSignal::TERM);
+                asked = true;
+            }
+            if waited >= self.grace * 2 {
+                job.signal(SystemSignal::KILL);
+            }
+        }
+        match (forwarded, failed) {
+            (_, None) => Ok(()),
+            // A child that ended by the signal that we passed on did as it was told.
+            (Some(signal), Some((_, status))) if exit_code(status) == signal.exit_code() => {
+                Err(Error::Stopped(signal))
+            }
+            (_, Some((rank, status))) => Err(Error::Child { rank, status, code: exit_code(status) }),
+        }
+    }
+}
+
+/// The running children, and their exits.
+struct Job {
+    children: Vec<(Child, Option<ExitStatus>)>,
+    readers: Vec<JoinHandle<()>>,
+}
+
+impl Job {
+    /// Notes who ended; the first that failed goes to `failed`. False once all ended.
+    fn poll(&mut self, failed: &mut Option<(usize, ExitStatus)>) -> Result<bool> {
+        let mut alive = false;
+        for (rank, (child, status)) in self.children.iter_mut().enumerate() {
+            if status.is_none() {
+                *status = child.try_wait().map_err(Error::io("wait for", "a child process".as_ref()))?;
+                match status {
+                    None => alive = true,
+                    Some(s) if !s.success() && failed.is_none() => *failed = Some((rank, *s)),
+                    Some(_) => {}
+                }
+            }
+        }
+        Ok(alive)
+    }
+
+    /// Sends a signal to all that still run.
+    fn signal(&self, signal: SystemSignal) {
+        for (child, _) in self.children.iter().filter(|(_, status)| status.is_none()) {
+            let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+            if let Some(Err(error)) = pid.map(|pid| kill_process(pid, signal)) {
+                tracing::warn!(pid = child.id(), %error, "could not signal");
+            }
+        }
+    }
+}
+
+impl Drop for Job {
+    /// Leaves nobody behind when a start or a wait failed.
+    fn drop(&mut self) {
+        for (child, _) in self.children.iter_mut().filter(|(_, status)| status.is_none()) {
+            // An error here means that it ended already.
+            drop(child.kill());
+            drop(child.wait());
+        }
+    }
+}
+
+/// The code that a shell would show: the exit code, or 128 plus the signal's number.
+fn exit_code(status: ExitStatus) -> u8 {
+    let code = status.code().or_else(|| status.signal().map(|s| 128 + s)).unwrap_or(1);
+    u8::try_from(code).unwrap_or(1)
+}
+
+/// Copies lines to our stderr behind `[rank]`, until the child closes its end.
+fn prefix(rank: usize, stderr: ChildStderr) {
+    let mut lines = BufReader::new(stderr);
+    let mut line = Vec::new();
+    while matches!(lines.read_until(b'\n', &mut line), Ok(n) if n > 0) {
+        while line.last().is_some_and(|&b| b == b'\n' || b == b'\r') {
+            line.pop();
+        }
+        let text = [format!("[{rank}] ").as_bytes(), &line, b"\n"].concat();
+        // A closed stderr of ours is no reason to block the child.
+        drop(io::stderr().write_all(&text));
+        line.clear();
+    }
+}
+
+/// A port on which rank 0 can listen.
+fn free_port(host: &str) -> Result<u16> {
+    TcpListener::bind((host, 0))
+        .and_then(|listener| listener.local_addr())
+        .map(|addr: SocketAddr| addr.port())
+        .map_err(Error::io("find a free port at", host.as_ref()))
+}

@@ -1,0 +1,251 @@
+//! Who this process is in a job that something else started: torchrun, mpirun, Slurm, Kubernetes or `farflung launch`.
+//!
+//! A pure function of the environment's variables, in the order of the design. It refuses to know sockets.
+
+use std::fmt;
+
+use farflung_base::Rank;
+
+use crate::{Error, Result};
+
+/// The port of rank 0 where nobody names one.
+pub const MASTER_PORT: u16 = 29500;
+
+/// A process's place in its job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LaunchEnv {
+    /// This process's rank.
+    pub rank: Rank,
+    /// Number of processes.
+    pub world_size: usize,
+    /// Position among the processes of this machine.
+    pub local_rank: usize,
+    /// Host of rank 0.
+    pub master_addr: String,
+    /// Port of rank 0.
+    pub master_port: u16,
+    /// Whose variables said so.
+    pub source: &'static str,
+}
+
+impl fmt::Display for LaunchEnv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, world_size, local_rank, master_addr, master_port, source } = self;
+        write!(
+            f,
+            "{rank} of {world_size} (local {local_rank}), master {master_addr}:{master_port}, from {source}"
+        )
+    }
+}
+
+/// The variables of one launcher.
+struct Family {
+    source: &'static str,
+    rank: &'static str,
+    size: &'static str,
+    local: &'static str,
+}
+
+/// In the order in which they are asked. `PMIX_RANK` comes without a size: PMI's or OpenMPI's stands beside it.
+const FAMILIES: [Family; 5] = [
+    Family { source: "RANK", rank: "RANK", size: "WORLD_SIZE", local: "LOCAL_RANK" },
+    Family {
+        source: "OpenMPI",
+        rank: "OMPI_COMM_WORLD_RANK",
+        size: "OMPI_COMM_WORLD_SIZE",
+        local: "OMPI_COMM_WORLD_LOCAL_RANK",
+    },
+    Family { source: "PMI", rank: "PMI_RANK", size: "PMI_SIZE", local: "MPI_LOCALRANKID" },
+    Family { source: "PMIx", rank: "PMIX_RANK", size: "SLURM_NTASKS", local: "SLURM_LOCALID" },
+    Family { source: "Slurm", rank: "SLURM_PROCID", size: "SLURM_NTASKS", local: "SLURM_LOCALID" },
+];
+
+/// Finds this process's place in its job; `None` if nothing launched it.
+///
+/// `MASTER_ADDR` and `MASTER_PORT` hold for every launcher; without them the master is Slurm's first host, or this
+/// machine for a job of one machine. Kubernetes' `JOB_COMPLETION_INDEX` needs `WORLD_SIZE` and `MASTER_ADDR` beside it.
+///
+/// Errors: [`Error::HalfSet`] with the missing variable, [`Error::Variable`] with the one that cannot be read.
+pub fn detect(env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
+    for family in &FAMILIES {
+        // Slurm sets its size in a batch script too, which is no process of a job; the others set both or neither.
+        let size_alone_counts = family.source == "RANK" && env("JOB_COMPLETION_INDEX").is_none();
+        match (env(family.rank), env(family.size)) {
+            (Some(_), Some(_)) => return member(&env, family).map(Some),
+            (Some(_), None) if family.source == "PMIx" => {}
+            (Some(_), None) => return Err(Error::HalfSet { present: family.rank, missing: family.size }),
+            (None, Some(_)) if size_alone_counts => {
+                return Err(Error::HalfSet { present: family.size, missing: family.rank });
+            }
+            (None, _) => {}
+        }
+    }
+    if env("JOB_COMPLETION_INDEX").is_some() {
+        let kubernetes = Family {
+            source: "Kubernetes",
+            rank: "JOB_COMPLETION_INDEX",
+            size: "WORLD_SIZE",
+            local: "LOCAL_RANK",
+        };
+        for missing in ["WORLD_SIZE", "MASTER_ADDR"] {
+            if env(missing).is_none() {
+                return Err(Error::HalfSet { present: kubernetes.rank, missing });
+            }
+        }
+        return member(&env, &kubernetes).map(Some);
+    }
+    Ok(None)
+}
+
+fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<LaunchEnv> {
+    let number = |name| {
+        let wrong = |value| Error::Variable { name, value, expected: "a whole number" };
+        env(name).map(|value| value.trim().parse::<u32>().map_err(|_| wrong(value))).transpose()
+    };
+    let absent = |missing| Error::HalfSet { present: family.rank, missing };
+    let rank = number(family.rank)?.ok_or_else(|| absent(family.size))?;
+    let size = number(family.size)?.ok_or_else(|| absent(family.size))?;
+    if rank >= size {
+        let value = rank.to_string();
+        return Err(Error::Variable { name: family.rank, value, expected: "a rank below the world's size" });
+    }
+    let wrong_port = |value| Error::Variable { name: "MASTER_PORT", value, expected: "a port, 1 to 65535" };
+    let master_port = match env("MASTER_PORT") {
+        None => MASTER_PORT,
+        Some(value) => match value.trim().parse() {
+            Ok(port) if port > 0 => port,
+            _ => return Err(wrong_port(value)),
+        },
+    };
+    let slurm_host = || env("SLURM_JOB_NODELIST").as_deref().and_then(first_host);
+    // Only OpenMPI and PMI start several machines without naming one of them; there a local job is all we can assume.
+    let master_addr = match env("MASTER_ADDR").filter(|a| !a.is_empty()) {
+        Some(addr) => addr,
+        None => slurm_host().unwrap_or_else(|| "127.0.0.1".to_owned()),
+    };
+    Ok(LaunchEnv {
+        rank: Rank(rank),
+        world_size: size as usize,
+        local_rank: number(family.local)?.unwrap_or(0) as usize,
+        master_addr,
+        master_port,
+        source: family.source,
+    })
+}
+
+/// The first host of a Slurm node list: `n[01-03,05],m7` is `n01`, `a[1,2]b[3-4]` is `a1b3`.
+fn first_host(list: &str) -> Option<String> {
+    let mut host = String::new();
+    let mut rest = list.trim();
+    loop {
+        let stop = rest.find(['[', ',']).unwrap_or(rest.len());
+        host += &rest[..stop];
+        if !rest[stop..].starts_with('[') {
+            break;
+        }
+        let end = stop + rest[stop..].find(']')?;
+        host += rest[stop + 1..end].split([',', '-']).next()?;
+        rest = &rest[end + 1..];
+    }
+    (!host.is_empty()).then_some(host)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(vars: &'static [(&str, &str)]) -> Result<Option<LaunchEnv>> {
+        detect(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
+    }
+
+    #[test]
+    fn every_launcher_is_understood() {
+        let cases: [(&'static [(&str, &str)], &str); 6] = [
+            (
+                &[
+                    ("RANK", "3"),
+                    ("WORLD_SIZE", "8"),
+                    ("LOCAL_RANK", "1"),
+                    ("MASTER_ADDR", "a"),
+                    ("MASTER_PORT", "9"),
+                ],
+                "rank 3 of 8 (local 1), master a:9, from RANK",
+            ),
+            (
+                &[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "2"), ("PMIX_RANK", "0")],
+                "rank 0 of 2 (local 0), master 127.0.0.1:29500, from OpenMPI",
+            ),
+            (
+                &[("PMI_RANK", "1"), ("PMI_SIZE", "2")],
+                "rank 1 of 2 (local 0), master 127.0.0.1:29500, from PMI",
+            ),
+            (
+                &[
+                    ("PMIX_RANK", "2"),
+                    ("SLURM_NTASKS", "4"),
+                    ("SLURM_PROCID", "2"),
+                    ("SLURM_JOB_NODELIST", "x1"),
+                ],
+                "rank 2 of 4 (local 0), master x1:29500, from PMIx",
+            ),
+            (
+                &[
+                    ("SLURM_PROCID", "5"),
+                    ("SLURM_NTASKS", "6"),
+                    ("SLURM_LOCALID", "1"),
+                    ("SLURM_JOB_NODELIST", "n[01-03,05]"),
+                ],
+                "rank 5 of 6 (local 1), master n01:29500, from Slurm",
+            ),
+            (
+                &[("JOB_COMPLETION_INDEX", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "job-0.svc")],
+                "rank 1 of 2 (local 0), master job-0.svc:29500, from Kubernetes",
+            ),
+        ];
+        for (vars, expected) in cases {
+            assert_eq!(with(vars).unwrap().unwrap().to_string(), expected);
+        }
+        assert_eq!(with(&[("HOME", "/"), ("SLURM_NTASKS", "4")]).unwrap(), None);
+    }
+
+    #[test]
+    fn the_first_launcher_wins() {
+        let both = with(&[
+            ("RANK", "1"),
+            ("WORLD_SIZE", "2"),
+            ("SLURM_PROCID", "0"),
+            ("SLURM_NTASKS", "1"),
+            ("SLURM_JOB_NODELIST", "n[1-2]"),
+        ]);
+        assert_eq!(both.unwrap().unwrap().source, "RANK");
+    }
+
+    #[test]
+    fn what_is_missing_or_wrong_is_named() {
+        let message = |vars| with(vars).unwrap_err().to_string();
+        assert!(message(&[("RANK", "1")]).contains("WORLD_SIZE is not"));
+        assert!(message(&[("WORLD_SIZE", "2")]).contains("RANK is not"));
+        assert!(message(&[("SLURM_PROCID", "2")]).contains("SLURM_NTASKS is not"));
+        assert!(
+            message(&[("JOB_COMPLETION_INDEX", "2"), ("WORLD_SIZE", "3")]).contains("MASTER_ADDR is not")
+        );
+        assert!(message(&[("RANK", "2"), ("WORLD_SIZE", "2")]).contains("RANK is `2`"));
+        assert!(message(&[("RANK", "-1"), ("WORLD_SIZE", "2")]).contains("whole number"));
+        assert!(message(&[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "0")]).contains("MASTER_PORT"));
+    }
+
+    #[test]
+    fn slurm_lists_give_their_first_host() {
+        for (list, host) in [
+            ("n1", "n1"),
+            ("n1,n2", "n1"),
+            ("n[01-03,05]", "n01"),
+            ("a[1,2]b[3-4],c", "a1b3"),
+            ("gpu-7-x", "gpu-7-x"),
+        ] {
+            assert_eq!(first_host(list).as_deref(), Some(host));
+        }
+        assert_eq!(first_host(""), None);
+        assert_eq!(first_host("n[01"), None);
+    }
+}
