@@ -2,6 +2,7 @@
 //!
 //! Each element is one chain of multiply-adds in ascending k, whatever the tile: that is why the bits of a product do
 //! not depend on how it was cut. It refuses to know how A and B were laid out before packing.
+#![expect(clippy::needless_range_loop, reason = "indices are those of the formula")]
 
 use super::isa::Isa;
 

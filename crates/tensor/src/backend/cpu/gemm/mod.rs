@@ -238,20 +238,21 @@ fn gemm_with<E: Epilogue>(
     init: Init,
     epilogue: &E,
 ) {
-    let (m, n, k) = (c.rows, c.cols, a.cols);
+    let MatMut { data: c, rows: m, cols: n, ld } = c;
+    let k = a.cols;
     assert!(a.rows == m && b.cols == n && b.rows == k, "shapes of a product do not match");
     let count = batch.count.0.checked_mul(batch.count.1).expect("a batch is smaller than memory");
     if m == 0 || n == 0 || count == 0 {
         return;
     }
-    check_batch(&batch, &a, &b, &c);
+    check_batch(&batch, &a, &b, (c.len(), m, n, ld));
     let shared = Shared(Product {
         a: a.data.as_ptr(),
         a_strides: (a.row_stride, a.col_stride),
         b: b.data.as_ptr(),
         b_strides: (b.row_stride, b.col_stride),
-        c: c.data.as_mut_ptr(),
-        c_stride: c.ld,
+        c: c.as_mut_ptr(),
+        c_stride: ld,
         k,
         accumulate: init == Init::Accumulate,
         first_row: 0,
@@ -280,7 +281,7 @@ fn gemm_with<E: Epilogue>(
 }
 
 /// Panics unless every member of the batch lies within its data and no two elements of C coincide.
-fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, c: &MatMut<'_>) {
+fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, (c_len, m, n, ld): (usize, usize, usize, usize)) {
     let (x, y) = batch.count;
     let fits = |len: usize, strides: (usize, usize), rows: (usize, usize), cols: (usize, usize)| {
         span(&[(x, strides.0), (y, strides.1), rows, cols]).is_some_and(|need| need <= len)
@@ -293,9 +294,9 @@ fn check_batch(batch: &Batch, a: &Mat<'_>, b: &Mat<'_>, c: &MatMut<'_>) {
         fits(b.data.len(), batch.b, (b.rows, b.row_stride), (b.cols, b.col_stride)),
         "batch of B exceeds its data"
     );
-    assert!(fits(c.data.len(), batch.c, (c.rows, c.ld), (c.cols, 1)), "batch of C exceeds its data");
+    assert!(fits(c_len, batch.c, (m, ld), (n, 1)), "batch of C exceeds its data");
     // Each stride steps over all that the smaller strides reach.
-    let mut dims = [(c.cols, 1), (c.rows, c.ld), (x, batch.c.0), (y, batch.c.1)];
+    let mut dims = [(n, 1), (m, ld), (x, batch.c.0), (y, batch.c.1)];
     dims.sort_unstable_by_key(|&(count, stride)| (count > 1, stride));
     for i in 0..dims.len() {
         let (count, stride) = dims[i];
