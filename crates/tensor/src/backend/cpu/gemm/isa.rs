@@ -154,7 +154,10 @@ pub(super) use x86::{Avx2, Avx512};
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{BLOCK, Isa, Kernel, Tile, micro};
-    #[allow(clippy::wildcard_imports, reason = "names of instructions; the lint is silent in test builds")]
+    #[allow(
+        clippy::wildcard_imports,
+        reason = "names of instructions; the lint is silent in test builds"
+    )]
     use std::arch::x86_64::*;
 
     /// Lanes below `8 - n` of `MASK[n..]` are taken, for loads and stores of part of a vector.
