@@ -7,6 +7,7 @@ mod endpoint;
 mod inbox;
 pub mod memory;
 pub mod simulated;
+pub mod tcp;
 mod transport;
 mod wire;
 
@@ -36,4 +37,4 @@ pub use ring::{ring, ring_all_gather, ring_reduce_scatter};
 pub use steps::{Merge, Program, Step};
 pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, chain_broadcast, dissemination_barrier};
-pub use wire::HEADER_BYTES;
+pub use wire::{HEADER_BYTES, VERSION};

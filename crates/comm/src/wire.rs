@@ -1,4 +1,160 @@
-//! The framed header that every byte on a socket belongs to.
+//! The framed header that every byte on a socket belongs to; the README's WIRE section is its specification.
+
+use crate::transport::{Channel, Tag};
+use crate::{FRAME_BYTES, WireError};
 
 /// Bytes of a frame's header.
-pub const HEADER_BYTES: usize = 36;
+pub const HEADER_BYTES: usize = 32;
+
+/// The protocol's version; every frame carries it.
+pub const VERSION: u8 = 1;
+
+const MAGIC: [u8; 4] = *b"FFLC";
+
+/// What a frame is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    /// A payload for a tag.
+    Data = 1,
+    /// `check` frames of the tag were taken: so many more may be sent.
+    Credit = 2,
+    /// Nothing follows.
+    Bye = 3,
+    /// Who connects.
+    Hello = 4,
+    /// Who is where.
+    Table = 5,
+    /// Come in.
+    Welcome = 6,
+    /// Stay out.
+    Refuse = 7,
+    /// The rendezvous failed: these ranks did not come.
+    Missing = 8,
+}
+
+impl Kind {
+    const ALL: [Self; 8] = [
+        Self::Data,
+        Self::Credit,
+        Self::Bye,
+        Self::Hello,
+        Self::Table,
+        Self::Welcome,
+        Self::Refuse,
+        Self::Missing,
+    ];
+}
+
+/// A frame's header, decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) kind: Kind,
+    pub(crate) tag: Tag,
+    pub(crate) check: u32,
+    pub(crate) length: usize,
+    pub(crate) crc: u32,
+}
+
+/// A tag for frames that have none.
+pub(crate) const NO_TAG: Tag = Tag { context: 0, channel: Channel::User, number: 0 };
+
+/// The header of a frame with this payload.
+pub(crate) fn encode(kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; HEADER_BYTES] {
+    let mut h = [0; HEADER_BYTES];
+    h[..4].copy_from_slice(&MAGIC);
+    h[4] = VERSION;
+    h[5] = kind as u8;
+    h[6] = tag.channel as u8;
+    h[8..16].copy_from_slice(&tag.context.to_le_bytes());
+    h[16..20].copy_from_slice(&tag.number.to_le_bytes());
+    h[20..24].copy_from_slice(&check.to_le_bytes());
+    h[24..28].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+    let crc = checksum(&h, payload);
+    h[28..].copy_from_slice(&crc.to_le_bytes());
+    h
+}
+
+/// CRC-32 (IEEE) of the header before the checksum, and the payload.
+pub(crate) fn checksum(header: &[u8; HEADER_BYTES], payload: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&header[..28]);
+    hasher.update(payload);
+    hasher.finalize()
+}
+
+/// Reads a header of untrusted bytes. The checksum is for the caller to compare, when the payload is there.
+pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
+    let word = |at: usize| u32::from_le_bytes([h[at], h[at + 1], h[at + 2], h[at + 3]]);
+    if h[..4] != MAGIC {
+        return Err(WireError::Magic);
+    }
+    if h[4] != VERSION {
+        return Err(WireError::Version { want: VERSION, got: h[4] });
+    }
+    let kind = Kind::ALL.into_iter().find(|k| *k as u8 == h[5]).ok_or(WireError::Kind(h[5]))?;
+    let channels = [Channel::User, Channel::Collective, Channel::Abort];
+    let channel = channels.into_iter().find(|c| *c as u8 == h[6]).ok_or(WireError::Channel(h[6]))?;
+    let length = word(24) as usize;
+    if length > FRAME_BYTES {
+        return Err(WireError::Length { max: FRAME_BYTES, got: length });
+    }
+    let context = u64::from(word(8)) | u64::from(word(12)) << 32;
+    let tag = Tag { context, channel, number: word(16) };
+    Ok(Header { kind, tag, check: word(20), length, crc: word(28) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hex(bytes: &[u8]) -> String {
+        bytes.iter().map(|b| format!("{b:02x}")).collect()
+    }
+
+    #[test]
+    fn the_header_is_pinned() {
+        let tag = Tag { context: 0x0807_0605_0403_0201, channel: Channel::Collective, number: 9 };
+        let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
+        let fields = "46464c43 01 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
+        assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
+        // CRC-32/ISO-HDLC, as zlib has it.
+        let whole = [&header[..28], b"farflung"].concat();
+        assert_eq!(header[28..], bitwise_crc(&whole).to_le_bytes());
+        let decoded = decode(&header).unwrap();
+        let crc = checksum(&header, b"farflung");
+        assert_eq!(decoded, Header { kind: Kind::Data, tag, check: 0xAABB_CCDD, length: 8, crc });
+    }
+
+    fn bitwise_crc(bytes: &[u8]) -> u32 {
+        !bytes.iter().fold(!0_u32, |crc, &b| {
+            (0..8).fold(crc ^ u32::from(b), |c, _| if c & 1 == 1 { c >> 1 ^ 0xEDB8_8320 } else { c >> 1 })
+        })
+    }
+
+    #[test]
+    fn every_wrong_field_is_an_error_and_no_byte_panics() {
+        let good = encode(Kind::Credit, NO_TAG, 8, &[]);
+        let with = |at: usize, value: u8| {
+            let mut h = good;
+            h[at] = value;
+            decode(&h)
+        };
+        assert_eq!(with(0, b'X'), Err(WireError::Magic));
+        assert_eq!(with(4, 2), Err(WireError::Version { want: 1, got: 2 }));
+        assert_eq!(with(5, 0), Err(WireError::Kind(0)));
+        assert_eq!(with(6, 3), Err(WireError::Channel(3)));
+        assert!(matches!(with(27, 0xFF), Err(WireError::Length { .. })));
+        let rng = farflung_base::Philox::new(1, 2);
+        for i in 0..200_000 {
+            let mut h = good;
+            for j in 0..4 {
+                let w = rng.word(8 * i + j);
+                h[(w % 32) as usize] = (w >> 8) as u8;
+            }
+            if let Ok(header) = decode(&h) {
+                assert!(header.length <= FRAME_BYTES);
+            }
+        }
+    }
+}

@@ -4,13 +4,13 @@
 use std::sync::Arc;
 
 use farflung_base::{Nanos, Topology};
-use farflung_comm::{Communicator, Transport, memory, simulated};
+use farflung_comm::{Communicator, Transport, memory, simulated, tcp};
 
 pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 
 /// Every transport, by name.
-pub(crate) const TRANSPORTS: [(&str, fn(usize) -> Cluster); 2] =
-    [("memory", memory_cluster), ("simulated", simulated_cluster)];
+pub(crate) const TRANSPORTS: [(&str, fn(usize) -> Cluster); 3] =
+    [("memory", memory_cluster), ("simulated", simulated_cluster), ("tcp", tcp_cluster)];
 
 pub(crate) fn memory_cluster(n: usize) -> Cluster {
     memory::cluster(n).into_iter().map(|t| t as Arc<dyn Transport>).collect()
@@ -18,6 +18,27 @@ pub(crate) fn memory_cluster(n: usize) -> Cluster {
 
 pub(crate) fn simulated_cluster(n: usize) -> Cluster {
     over(&Topology::uniform(n, "100mbit,5ms".parse().unwrap()))
+}
+
+/// A port that was free a moment ago.
+pub(crate) fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+pub(crate) fn tcp_cluster(n: usize) -> Cluster {
+    tcp_at(n, &format!("127.0.0.1:{}", free_port()))
+}
+
+pub(crate) fn tcp_at(n: usize, master: &str) -> Cluster {
+    std::thread::scope(|scope| {
+        let joins: Vec<_> = (0..n as u32)
+            .map(|rank| {
+                let config = tcp::Config::new(rank, n as u32, master);
+                scope.spawn(move || tcp::join(&config).unwrap() as Arc<dyn Transport>)
+            })
+            .collect();
+        joins.into_iter().map(|join| join.join().unwrap()).collect()
+    })
 }
 
 /// A simulated network.

@@ -1,0 +1,174 @@
+//! Endpoints in processes of their own, over TCP. Whoever waits drives all sockets of its endpoint; a thread in the
+//! background does so only while operations are under way and nobody waits.
+//!
+//! Bounded memory: a tag's sender stops after [`WINDOW`](crate::WINDOW) frames that were not taken, and a peer of which
+//! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.
+
+mod link;
+mod rendezvous;
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use farflung_base::{Nanos, PeerId};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::endpoint::{Driver, Endpoint, Role, Wake};
+use crate::inbox::{Inbox, WINDOW};
+use crate::memory::real_start;
+use crate::transport::Tag;
+use crate::{CommError, Frame, Pool};
+use link::Link;
+pub use rendezvous::Config;
+
+/// Bytes of a peer that may lie unread here before its socket is left alone.
+pub const HELD: usize = 4 * WINDOW * crate::FRAME_BYTES;
+
+/// Frames that wait for one socket; beyond that operations hold back, so that what is sent is still in cache.
+const QUEUED: usize = 4;
+
+/// The time that goodbyes may take.
+const PARTING: Duration = Duration::from_secs(5);
+
+/// An endpoint of a network of processes.
+pub type Tcp = Endpoint<TcpDriver>;
+
+/// Sockets to all peers.
+#[derive(Debug)]
+pub struct TcpDriver {
+    start: Instant,
+    /// By peer; none to this one itself.
+    links: Vec<Option<Link>>,
+    inbox: Arc<Inbox>,
+    pool: Arc<Pool>,
+    /// A byte written to the first wakes whoever polls, through the second.
+    bell: (UnixStream, UnixStream),
+}
+
+/// Meets the other ranks at the master and connects to each of them. Rank `r` becomes `PeerId(r)`.
+///
+/// # Errors
+/// If an address does not work, the master refuses, or ranks are missing at the deadline.
+pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
+    let io = |what| move |e: std::io::Error| CommError::io(what, &config.master, &e);
+    let streams = rendezvous::meet(config)?;
+    let bell = UnixStream::pair().map_err(io("wake-up pipe for"))?;
+    for end in [&bell.0, &bell.1] {
+        end.set_nonblocking(true).map_err(io("wake-up pipe for"))?;
+    }
+    let pool = Pool::new();
+    let inbox = Arc::new(Inbox::new(streams.len()));
+    let mut links = Vec::new();
+    for (peer, stream) in streams.into_iter().enumerate() {
+        let link = match stream {
+            Some(stream) => {
+                stream
+                    .set_nodelay(true)
+                    .and_then(|()| stream.set_nonblocking(true))
+                    .map_err(io("socket of"))?;
+                inbox.peer_up(PeerId(peer as u32));
+                Some(Link::new(PeerId(peer as u32), stream))
+            }
+            None => None,
+        };
+        links.push(link);
+    }
+    let driver =
+        TcpDriver { start: real_start(), links, inbox: Arc::clone(&inbox), pool: Arc::clone(&pool), bell };
+    Ok(Arc::new(Endpoint::new(PeerId(config.rank), driver, inbox, pool)))
+}
+
+impl TcpDriver {
+    fn link(&self, peer: PeerId) -> &Link {
+        self.links[peer.index()].as_ref().expect("nothing goes over a socket to oneself")
+    }
+
+    /// Waits for sockets for at most `timeout` and moves what they give and take.
+    fn drive(&self, timeout: Nanos) {
+        let timeout = timeout.min(Nanos::from_millis(3_600_000));
+        let wait = Timespec {
+            tv_sec: (timeout.0 / 1_000_000_000).cast_signed(),
+            tv_nsec: i64::from((timeout.0 % 1_000_000_000) as u32),
+        };
+        let mut polled = Vec::with_capacity(self.links.len());
+        let mut fds = vec![PollFd::new(&self.bell.1, PollFlags::IN)];
+        for link in self.links.iter().flatten().filter(|link| link.is_open()) {
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, link.may_read(self.inbox.held(link.peer)));
+            flags.set(PollFlags::OUT, link.wants_to_write());
+            polled.push(link);
+            fds.push(PollFd::from_borrowed_fd(link.stream.as_fd(), flags));
+        }
+        // An interrupted poll is a poll that found nothing.
+        if poll(&mut fds, Some(&wait)).is_err() {
+            return;
+        }
+        if !fds[0].revents().is_empty() {
+            let mut bytes = [0; 64];
+            while matches!((&self.bell.1).read(&mut bytes), Ok(64)) {}
+        }
+        let broken = PollFlags::ERR | PollFlags::HUP;
+        for (link, fd) in polled.iter().zip(&fds[1..]) {
+            let got = fd.revents();
+            if got.intersects(PollFlags::OUT | broken) && link.flush() {
+                self.inbox.signal();
+            }
+            if got.intersects(PollFlags::IN | broken) {
+                link.read(&self.inbox, &self.pool);
+            }
+        }
+    }
+}
+
+impl Driver for TcpDriver {
+    fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
+        let link = self.link(to);
+        link.push(tag, frame);
+        if link.wants_to_write() {
+            self.nudge();
+        }
+    }
+    fn has_room(&self, to: PeerId, tag: Tag) -> bool {
+        self.link(to).has_room(tag)
+    }
+    fn taken(&self, from: PeerId, tag: Tag, _: usize) {
+        let link = self.link(from);
+        let resumes = link.taken(tag, &self.inbox);
+        if resumes || link.wants_to_write() {
+            self.nudge();
+        }
+    }
+    fn now(&self) -> Nanos {
+        self.start.elapsed().into()
+    }
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake {
+        inbox.park(seen, role, || until.saturating_sub(self.now()), Some(&|left| self.drive(left)));
+        Wake::Moved
+    }
+    fn nudge(&self) {
+        if self.inbox.is_driven() {
+            // A full pipe has woken the other side already.
+            let _ = (&self.bell.0).write(&[1]);
+        }
+    }
+    fn has_background(&self) -> bool {
+        true
+    }
+    fn close(&self, _: &Inbox) {
+        let until = Nanos::from(PARTING).saturating_add(self.now());
+        let open = || self.links.iter().flatten().filter(|link| link.is_open());
+        open().for_each(Link::say_goodbye);
+        while open().any(Link::wants_to_write) && self.now() < until {
+            self.drive(Nanos::from_millis(20));
+        }
+        open().for_each(Link::end_writing);
+        // Closing a socket with unread bytes would reset it, and the peer might lose the last of ours.
+        let grace = self.now().saturating_add(Nanos::from_millis(200)).min(until);
+        while open().next().is_some() && self.now() < grace {
+            self.drive(grace.saturating_sub(self.now()));
+        }
+    }
+}
