@@ -30,6 +30,9 @@ trait Vector: Level {
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn store(p: *mut f32, v: Self::V);
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    /// `a` where it is greater, else `b`.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     /// `dst[j * pitch + i] = src[i * stride + j]` for `i` and `j` below eight.
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize);
 }
@@ -59,6 +62,14 @@ impl Vector for Portable {
         std::array::from_fn(|i| a[i] * b[i] + c[i])
     }
     #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
         for j in 0..LANES {
             for i in 0..LANES {
@@ -72,8 +83,9 @@ impl Vector for Portable {
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use std::arch::x86_64::{
-        __m256, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_permute2f128_ps, _mm256_set1_ps, _mm256_setzero_ps,
-        _mm256_shuffle_ps, _mm256_storeu_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+        __m256, _mm256_add_ps, _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_max_ps, _mm256_permute2f128_ps,
+        _mm256_set1_ps, _mm256_setzero_ps, _mm256_shuffle_ps, _mm256_storeu_ps, _mm256_unpackhi_ps,
+        _mm256_unpacklo_ps,
     };
 
     use super::super::super::simd::Avx2;
@@ -102,6 +114,14 @@ mod avx2 {
         #[inline(always)]
         unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
             unsafe { _mm256_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn add(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_add_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_max_ps(a, b) }
         }
         #[inline(always)]
         unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
@@ -173,11 +193,10 @@ unsafe fn tile<L: Vector, const R: usize>(
                 acc[1] = L::fma(x, b1, acc[1]);
             }
         }
-        let one = L::splat(1.0);
         for (i, acc) in acc.into_iter().enumerate() {
             for (j, v) in acc.into_iter().enumerate() {
                 let c = c.add(i * c_row + j * LANES);
-                L::store(c, if accumulate { L::fma(v, one, L::load(c)) } else { v });
+                L::store(c, if accumulate { L::add(v, L::load(c)) } else { v });
             }
         }
     }
@@ -266,24 +285,31 @@ fn sum(v: [f32; LANES]) -> f32 {
 simd! {
     /// Replaces the scores `s` by `e^(s - top)` where `top` is the greatest of them and of `top`; returns it and the sum of
     /// the results. Elements of minus infinity become 0.
-    pub(super) fn softmax_row<L: Level>(s: &mut [f32], top: f32) -> (f32, f32) {
-        let (s, rest) = s.as_chunks_mut::<LANES>();
-        assert!(rest.is_empty(), "rows are padded to whole vectors");
-        let mut tops = [top; LANES];
-        for s in &*s {
-            for (top, &s) in tops.iter_mut().zip(s) {
-                *top = if s > *top { s } else { *top };
+    pub(super) fn softmax_row<L: Level + Vector>(s: &mut [f32], top: f32) -> (f32, f32) {
+        assert!(s.len().is_multiple_of(LANES), "rows are padded to whole vectors");
+        let mut lanes = [top; LANES];
+        // SAFETY: chunks and `lanes` have eight floats; this function is compiled for the level.
+        unsafe {
+            let mut tops = L::load(lanes.as_ptr());
+            for s in s.chunks_exact(LANES) {
+                tops = L::max(L::load(s.as_ptr()), tops);
             }
+            L::store(lanes.as_mut_ptr(), tops);
         }
-        let top = tops.into_iter().fold(top, f32::max);
-        let mut sums = [0.0; LANES];
-        for s in s {
-            for (s, sum) in s.iter_mut().zip(&mut sums) {
-                *s = vmath::exp::<L>(*s - top);
-                *sum += *s;
+        let top = lanes.into_iter().fold(top, f32::max);
+        // A loop of its own, which the vectoriser takes only without a sum in it.
+        for s in &mut *s {
+            *s = vmath::exp::<L>(*s - top);
+        }
+        // SAFETY: as above.
+        unsafe {
+            let mut sums = L::zero();
+            for s in s.chunks_exact(LANES) {
+                sums = L::add(sums, L::load(s.as_ptr()));
             }
+            L::store(lanes.as_mut_ptr(), sums);
         }
-        (top, sum(sums))
+        (top, sum(lanes))
     }
 }
 
