@@ -47,13 +47,16 @@ pub trait Coder: Send {
     fn decode(&mut self, range: Range<usize>, bytes: &[u8], out: &mut [f32]) -> Result<(), CoderError>;
 }
 
+/// What a coded all-reduce gives: the reduced values, and the coder for the next time.
+pub type Coded = (Vec<f32>, Box<dyn Coder>);
+
 enum State {
     Encode,
     Scatter(Exchange),
     Gather(Exchange),
 }
 
-pub(crate) struct Coded {
+pub(crate) struct CodedReduce {
     pub(crate) name: &'static str,
     data: Vec<f32>,
     op: ReduceOp,
@@ -65,7 +68,7 @@ pub(crate) struct Coded {
     state: State,
 }
 
-impl Coded {
+impl CodedReduce {
     #[expect(clippy::too_many_arguments, reason = "one call site, which has them all at hand")]
     pub(crate) fn new(
         name: &'static str,
@@ -158,8 +161,8 @@ fn failed(op: &'static str, source: CoderError) -> CommError {
     CommError::Coder { op, source: Arc::from(source) }
 }
 
-impl Body for Coded {
-    type Output = (Vec<f32>, Box<dyn Coder>);
+impl Body for CodedReduce {
+    type Output = Coded;
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
         match self.step(port) {

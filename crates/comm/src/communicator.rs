@@ -8,7 +8,7 @@ use std::task::Poll;
 
 use farflung_base::{Bytes, Link, Nanos, PeerId, Pending, Rank, Topology};
 
-use crate::coded::{Coded, Coder};
+use crate::coded::{Coded, CodedReduce, Coder};
 use crate::cost::{Algorithm, cost};
 use crate::element::{Element, ReduceOp};
 use crate::interpret::{Interpreter, Progress};
@@ -46,9 +46,10 @@ impl Group {
         }
         *failed = Some(Arc::new(error.clone()));
         drop(failed);
-        if matches!(error, CommError::Aborted { .. } | CommError::Ended { .. }) {
+        if matches!(error, CommError::Ended { .. }) {
             return;
         }
+        // An abort is passed on too: this rank may leave before the one that began has reached everybody.
         let me = self.members[self.me];
         let culprit = error.peer().unwrap_or(me);
         let tag = Tag { context: self.context, channel: Channel::Abort, number: culprit.0 };
@@ -403,16 +404,22 @@ impl Communicator {
         Ok(Exchange::new(name, self.group.me, members, tag, check_word(name, 0, &[]), out))
     }
 
+    /// The same message for every rank.
+    fn to_all(&self, bytes: Vec<u8>) -> Vec<Arc<Vec<u8>>> {
+        let bytes = Arc::new(bytes);
+        (0..self.size()).map(|_| Arc::clone(&bytes)).collect()
+    }
+
     /// Everyone's bytes, of any lengths, in rank order.
     pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         const NAME: &str = "all_gather_bytes";
-        self.run(NAME, self.exchange(NAME, vec![Arc::new(bytes); self.size()])?, true)
+        self.run(NAME, self.exchange(NAME, self.to_all(bytes))?, true)
     }
 
     /// Starts a [`Communicator::all_gather_bytes`].
     pub fn start_all_gather_bytes(&self, bytes: Vec<u8>) -> Pending<Result<Vec<Vec<u8>>, CommError>> {
         const NAME: &str = "all_gather_bytes";
-        match self.exchange(NAME, vec![Arc::new(bytes); self.size()]) {
+        match self.exchange(NAME, self.to_all(bytes)) {
             Ok(body) => self.start(NAME, body, true),
             Err(e) => Pending::ready(Err(e)),
         }
@@ -431,7 +438,7 @@ impl Communicator {
         data: Vec<f32>,
         op: ReduceOp,
         coder: Box<dyn Coder>,
-    ) -> Pending<Result<(Vec<f32>, Box<dyn Coder>), CommError>> {
+    ) -> Pending<Result<Coded, CommError>> {
         const NAME: &str = "all_reduce_coded";
         if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
             return Pending::ready(Err(CommError::Unsupported { op: NAME, element: "coded f32" }));
@@ -442,7 +449,7 @@ impl Communicator {
         };
         let check = check_word(NAME, data.len(), &[op as u8]);
         let members = Arc::clone(&self.group.members);
-        let body = Coded::new(NAME, data, op, coder, self.group.me, members, tag, check);
+        let body = CodedReduce::new(NAME, data, op, coder, self.group.me, members, tag, check);
         self.start(NAME, body, true)
     }
 

@@ -67,7 +67,9 @@ macro_rules! float {
             }
             fn divide(x: &mut [Self], n: usize) {
                 let n = n as $t;
-                x.iter_mut().for_each(|x| *x /= n);
+                for x in x {
+                    *x /= n;
+                }
             }
             fn supports(_: ReduceOp, _: &'static str) -> Result<(), CommError> {
                 Ok(())
@@ -99,5 +101,27 @@ impl Element for u64 {
             ReduceOp::Mean => Err(CommError::Unsupported { op: name, element: Self::NAME }),
             ReduceOp::Sum | ReduceOp::Max | ReduceOp::Min => Ok(()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reduced<T: Element>(op: ReduceOp, mut a: Vec<T>, b: &[T]) -> Vec<T> {
+        T::reduce(op, &mut a, b);
+        a
+    }
+
+    #[test]
+    fn a_nan_wins_and_integers_wrap() {
+        for op in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
+            let got = reduced(op, vec![f32::NAN, 1.0], &[1.0, f32::NAN]);
+            assert!(got.iter().all(|v| v.is_nan()), "{op:?}");
+        }
+        assert_eq!(reduced(ReduceOp::Max, vec![1.0, -3.0], &[2.0_f64, -4.0]), [2.0, -3.0]);
+        assert_eq!(reduced(ReduceOp::Min, vec![1.0, -3.0], &[2.0_f64, -4.0]), [1.0, -4.0]);
+        assert_eq!(reduced(ReduceOp::Sum, vec![u64::MAX], &[3]), [2]);
+        assert!(u64::supports(ReduceOp::Mean, "all_reduce").is_err());
     }
 }

@@ -268,7 +268,7 @@ impl CommError {
         }
     }
 
-    pub(crate) fn io(what: &'static str, address: impl ToString, error: &io::Error) -> Self {
+    pub(crate) fn io(what: &'static str, address: &impl ToString, error: &io::Error) -> Self {
         Self::Io { what, address: address.to_string(), kind: error.kind(), message: error.to_string() }
     }
 }

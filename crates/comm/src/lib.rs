@@ -1,4 +1,4 @@
-//! Collectives for bad networks.
+#![doc = include_str!("../README.md")]
 
 mod error;
 mod frame;
@@ -23,7 +23,10 @@ mod element;
 mod interpret;
 mod message;
 
-pub use coded::{Coder, Phase};
+// Values travel as they lie in memory.
+const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
+
+pub use coded::{Coded, Coder, Phase};
 pub use communicator::Communicator;
 pub use cost::{Algorithm, cost};
 pub use element::{Element, ReduceOp};

@@ -1,5 +1,8 @@
 //! The laws of virtual time: closed forms, overlap, shared links, faults, and independence of thread interleaving.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::float_cmp, reason = "these sums are exact")]
+
 mod common;
 
 use std::sync::Arc;
@@ -36,7 +39,9 @@ fn all_reduce_takes_its_closed_form() {
                 assert!(x.iter().all(|&v| v == 8.0));
                 comm.now()
             });
-            times.iter().for_each(|&time| within(time, want, 0.02, &what));
+            for time in times {
+                within(time, want, 0.02, &what);
+            }
         }
     }
 }
@@ -74,7 +79,9 @@ fn started_together_they_share_the_link() {
     let times = on_ranks(over(&uniform(2, "100mbit,1ms")), |comm| {
         let started: Vec<_> =
             (0..4).map(|_| comm.start_all_reduce(vec![1.0_f32; 250_000], ReduceOp::Sum)).collect();
-        started.into_iter().for_each(|p| drop(p.wait().unwrap()));
+        for pending in started {
+            pending.wait().unwrap();
+        }
         comm.now()
     });
     // Four megabytes through one port; the latencies hide behind each other's transfers.
@@ -127,7 +134,7 @@ fn mixed(cluster: Cluster, seed: Option<u64>) -> Vec<(Vec<Nanos>, Vec<u32>)> {
             sum = big.wait().unwrap();
             clocks.push(comm.now());
             if me.is_multiple_of(2) && me + 1 < comm.size() as u32 {
-                comm.send(Rank(me + 1), 5, &[1; 40_000]).unwrap();
+                comm.send(Rank(me + 1), 5, &vec![1; 40_000]).unwrap();
             } else if me % 2 == 1 {
                 comm.recv(Rank(me - 1), 5).unwrap();
             }
@@ -152,25 +159,26 @@ fn faulty(topology: &Topology, faults: &Faults) -> Cluster {
 }
 
 #[test]
-fn a_crash_in_the_middle_fails_everyone_and_names_the_peer() {
+fn a_crash_in_the_middle_names_the_peer_and_no_result_is_half() {
     for at in [0, 10, 60, 130, 400, 500] {
         let faults = Faults::new().at(Nanos::from_millis(at)).crash(PeerId(2));
-        let errors = on_ranks(faulty(&uniform(4, "100mbit,20ms"), &faults), |comm| {
+        let ends = on_ranks(faulty(&uniform(4, "100mbit,20ms"), &faults), |comm| {
             let mut x = vec![1.0_f32; 1 << 20];
-            let error = comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
-            assert!(x.iter().all(|v| v.is_nan()));
-            (error, comm.now())
+            let result = comm.all_reduce(&mut x, ReduceOp::Sum);
+            assert!(x.iter().all(|v| if result.is_ok() { *v == 4.0 } else { v.is_nan() }));
+            (result.err(), comm.now())
         });
-        for (rank, (error, time)) in errors.iter().enumerate() {
-            if rank == 2 {
-                assert!(matches!(error, CommError::Ended { .. }), "{error}");
-            } else {
-                assert_eq!(error.peer(), Some(PeerId(2)), "at {at} ms, rank {rank}: {error}");
-                assert!(*time < Nanos::from_millis(at + 700), "at {at} ms, rank {rank}: {time}");
+        for (rank, (error, time)) in ends.iter().enumerate() {
+            match error {
+                Some(error) if rank == 2 => assert!(matches!(error, CommError::Ended { .. }), "{error}"),
+                Some(error) => assert_eq!(error.peer(), Some(PeerId(2)), "at {at} ms, rank {rank}: {error}"),
+                // Whoever needs nothing more of the lost peer ends with the whole sum.
+                None => assert!(at == 500 && rank < 2, "at {at} ms, rank {rank}"),
             }
+            assert!(*time < Nanos::from_millis(at + 700), "at {at} ms, rank {rank}: {time}");
         }
-        let crashed = |e: &CommError| matches!(e, CommError::PeerDown { reason: DownReason::Crashed, .. });
-        assert!(errors.iter().any(|(e, _)| crashed(e)), "{errors:?}");
+        let told = |e: &CommError| matches!(e, CommError::PeerDown { reason: DownReason::Crashed, .. });
+        assert!(ends[3].0.as_ref().is_some_and(told), "{ends:?}");
     }
 }
 

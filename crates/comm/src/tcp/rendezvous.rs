@@ -42,7 +42,7 @@ impl Config {
     #[must_use]
     pub fn new(rank: u32, world_size: u32, master: impl Into<String>) -> Self {
         let (master, job) = (master.into(), "farflung".to_owned());
-        Self { rank, world_size, master, job, deadline: Duration::from_secs(60), listen: None }
+        Self { rank, world_size, master, job, deadline: Duration::from_mins(1), listen: None }
     }
 }
 
@@ -110,7 +110,7 @@ fn host(config: &Config, until: Until) -> Result<Vec<Option<TcpStream>>, CommErr
     for (rank, stream) in streams.iter_mut().enumerate() {
         if let Some(stream) = stream {
             say(stream, Kind::Table, &message)
-                .map_err(|e| CommError::io("table to", Rank(rank as u32), &e))?;
+                .map_err(|e| CommError::io("table to", &Rank(rank as u32), &e))?;
         }
     }
     Ok(streams)
@@ -125,8 +125,8 @@ fn visit(config: &Config, until: Until) -> Result<Vec<Option<TcpStream>>, CommEr
         Some(ip) => ip,
         None => master.local_addr().map_err(io("socket to"))?.ip(),
     };
-    let listener = TcpListener::bind((local, 0)).map_err(|e| CommError::io("listen at", local, &e))?;
-    let own = listener.local_addr().map_err(|e| CommError::io("listen at", local, &e))?;
+    let listener = TcpListener::bind((local, 0)).map_err(|e| CommError::io("listen at", &local, &e))?;
+    let own = listener.local_addr().map_err(|e| CommError::io("listen at", &local, &e))?;
     let hello = Hello {
         rank: config.rank,
         world_size: config.world_size,
@@ -150,7 +150,7 @@ fn visit(config: &Config, until: Until) -> Result<Vec<Option<TcpStream>>, CommEr
         let to: SocketAddr = address.parse().map_err(|_| lie())?;
         let absent = || missing(config, vec![Rank(rank as u32)]);
         let mut peer = connect(&[to], until).ok_or_else(absent)?;
-        say(&mut peer, Kind::Hello, &hello.encode()).map_err(|e| CommError::io("hello to", to, &e))?;
+        say(&mut peer, Kind::Hello, &hello.encode()).map_err(|e| CommError::io("hello to", &to, &e))?;
         let welcome = answer(config, &address, &mut peer, until, Kind::Welcome)?;
         if Reader(&welcome).u32() != Some(rank as u32) {
             let source = WireError::Malformed("welcome");
@@ -198,19 +198,20 @@ fn admit(
                 Heard::Other(version) => {
                     refuse(&mut stream, Refusal::Version { want: VERSION, got: version });
                 }
-                Heard::Hello(hello) => match check(config, &hello, streams, me) {
-                    Err(refusal) => refuse(&mut stream, refusal),
-                    Ok(()) => {
-                        let welcome = (me as u32).to_le_bytes();
-                        let ready = stream.set_nonblocking(false).is_ok()
-                            && (me == 0 || say(&mut stream, Kind::Welcome, &welcome).is_ok());
-                        if ready {
-                            moved = true;
-                            streams[hello.rank as usize] = Some(stream);
-                            note(hello);
-                        }
+                Heard::Hello(hello) => {
+                    if let Err(refusal) = check(config, &hello, streams, me) {
+                        refuse(&mut stream, refusal);
+                        continue;
                     }
-                },
+                    let welcome = (me as u32).to_le_bytes();
+                    let ready = stream.set_nonblocking(false).is_ok()
+                        && (me == 0 || say(&mut stream, Kind::Welcome, &welcome).is_ok());
+                    if ready {
+                        moved = true;
+                        streams[hello.rank as usize] = Some(stream);
+                        note(hello);
+                    }
+                }
             }
         }
         door = still;
@@ -370,7 +371,7 @@ fn read_all(
             message: format!("waited for {:?}", config.deadline),
         };
         let left = until.left().ok_or_else(late)?;
-        let io = |e: &std::io::Error| CommError::io("answer of", from, e);
+        let io = |e: &std::io::Error| CommError::io("answer of", &from, e);
         stream.set_read_timeout(Some(left)).map_err(|e| io(&e))?;
         match stream.read(bytes) {
             Ok(0) => return Err(io(&ErrorKind::UnexpectedEof.into())),

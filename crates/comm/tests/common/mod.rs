@@ -1,5 +1,6 @@
 //! What the suites share: clusters of every transport, and one thread per rank.
 #![allow(dead_code, reason = "each suite uses its part")]
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::sync::Arc;
 
@@ -8,8 +9,11 @@ use farflung_comm::{Communicator, Transport, memory, simulated, tcp};
 
 pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 
+/// Makes a cluster of so many endpoints.
+pub(crate) type Make = fn(usize) -> Cluster;
+
 /// Every transport, by name.
-pub(crate) const TRANSPORTS: [(&str, fn(usize) -> Cluster); 3] =
+pub(crate) const TRANSPORTS: [(&str, Make); 3] =
     [("memory", memory_cluster), ("simulated", simulated_cluster), ("tcp", tcp_cluster)];
 
 pub(crate) fn memory_cluster(n: usize) -> Cluster {
