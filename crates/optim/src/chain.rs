@@ -69,7 +69,15 @@ impl ChainBuilder {
                 named.push((format!("{}.{state}", link.name()), device.zeros(layout.len())?));
             }
         }
-        Ok(Chain { links: self.links, program, mask, states: named, step: 0, len: layout.len(), scalars: Vec::new() })
+        Ok(Chain {
+            links: self.links,
+            program,
+            mask,
+            states: named,
+            step: 0,
+            len: layout.len(),
+            scalars: Vec::new(),
+        })
     }
 }
 
@@ -115,7 +123,10 @@ pub fn global_norm(flat: &Tensor) -> Result<f64, TensorError> {
 
 impl Chain {
     /// An empty chain, to be built link by link.
-    #[expect(clippy::new_ret_no_self, reason = "`Chain::new().then(..)` is how chains are written in the field")]
+    #[expect(
+        clippy::new_ret_no_self,
+        reason = "`Chain::new().then(..)` is how chains are written in the field"
+    )]
     #[must_use]
     pub fn new() -> ChainBuilder {
         ChainBuilder::default()
@@ -144,7 +155,12 @@ impl Chain {
     }
 
     /// Takes the step: one pass over parameters, gradients and state, in place.
-    pub fn commit(&mut self, params: &mut Tensor, grads: &Tensor, prepared: Prepared) -> Result<(), OptimError> {
+    pub fn commit(
+        &mut self,
+        params: &mut Tensor,
+        grads: &Tensor,
+        prepared: Prepared,
+    ) -> Result<(), OptimError> {
         let info = StepInfo { step: self.step, norm: prepared.norm };
         self.scalars.clear();
         for link in &self.links {
@@ -164,7 +180,8 @@ impl Chain {
                 device.run(Op::Map { program, scalars, reads, writes })?;
             }
             more => {
-                let mut writes: Vec<_> = std::iter::once(p).chain(more.iter_mut().map(|(_, s)| s.view_mut())).collect();
+                let mut writes: Vec<_> =
+                    std::iter::once(p).chain(more.iter_mut().map(|(_, s)| s.view_mut())).collect();
                 device.run(Op::Map { program, scalars, reads, writes: &mut writes })?;
             }
         }
@@ -180,7 +197,11 @@ impl Chain {
     /// Restores the step counter and all state buffers; `get` gives each by name.
     ///
     /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed then.
-    pub fn restore<'a>(&mut self, step: u64, get: impl Fn(&str) -> Option<&'a [f32]>) -> Result<(), OptimError> {
+    pub fn restore<'a>(
+        &mut self,
+        step: u64,
+        get: impl Fn(&str) -> Option<&'a [f32]>,
+    ) -> Result<(), OptimError> {
         let mut found = Vec::with_capacity(self.states.len());
         for (name, _) in &self.states {
             let values = get(name).filter(|v| v.len() == self.len);

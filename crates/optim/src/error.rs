@@ -37,6 +37,15 @@ pub enum OptimError {
         /// Elements it must have.
         expected: usize,
     },
+    /// A parameter that did not become ready once in a round of averaging, whole.
+    #[cfg(feature = "sync")]
+    #[error("average: parameter `{parameter}` was {problem}")]
+    Ready {
+        /// The parameter.
+        parameter: String,
+        /// What was wrong.
+        problem: &'static str,
+    },
     /// A collective failed.
     #[cfg(feature = "sync")]
     #[error(transparent)]

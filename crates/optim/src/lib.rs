@@ -1,17 +1,19 @@
 #![doc = include_str!("../README.md")]
 
-mod error;
-pub mod schedule;
-pub mod transform;
-mod chain;
-mod outer;
 #[cfg(feature = "sync")]
 mod average;
+mod chain;
+mod error;
+mod outer;
+mod preset;
+pub mod schedule;
+pub mod transform;
 
 #[cfg(feature = "sync")]
-pub use average::{Average, AverageConfig, Averaging};
-pub use chain::{Chain, ChainBuilder, Prepared};
+pub use average::{Average, AverageConfig, Averaged, Averaging, agree, loss_scale};
+pub use chain::{Chain, ChainBuilder, Prepared, global_norm};
 pub use error::OptimError;
 pub use outer::OuterOptimizer;
+pub use preset::{AdamW, Sgd, adamw, diloco_outer, sgd};
 pub use schedule::{Decay, Schedule};
 pub use transform::Transform;

@@ -73,7 +73,11 @@ impl OuterOptimizer {
     /// Restores what [`OuterOptimizer::states`] gave.
     ///
     /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed then.
-    pub fn restore<'a>(&mut self, step: u64, get: impl Fn(&str) -> Option<&'a [f32]>) -> Result<(), OptimError> {
+    pub fn restore<'a>(
+        &mut self,
+        step: u64,
+        get: impl Fn(&str) -> Option<&'a [f32]>,
+    ) -> Result<(), OptimError> {
         let expected = self.anchor.shape().len();
         let anchor = get("anchor").unwrap_or_default();
         if anchor.len() != expected {

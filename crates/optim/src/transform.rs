@@ -65,7 +65,13 @@ pub trait Transform: Debug + Send {
     fn emit(&self, e: &mut Emit<'_>, update: Value) -> Value;
 }
 
-fn require(ok: bool, transform: &'static str, field: &'static str, value: f64, expected: &'static str) -> Result<(), OptimError> {
+fn require(
+    ok: bool,
+    transform: &'static str,
+    field: &'static str,
+    value: f64,
+    expected: &'static str,
+) -> Result<(), OptimError> {
     if ok { Ok(()) } else { Err(OptimError::Setting { transform, field, value, expected }) }
 }
 

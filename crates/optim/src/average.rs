@@ -1,0 +1,362 @@
+//! The mean of flat buffers over all ranks, in buckets that travel while the rest is still being computed, through a
+//! codec if asked for. Knows no model, no schedule and no network: ranges become ready, means come back.
+
+mod bucket;
+mod coder;
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use farflung_base::{Bytes, Nanos, Pending};
+use farflung_comm::{CommError, Communicator, ReduceOp};
+use farflung_compress::{CodecSpec, StateMap, StateValue};
+use farflung_tensor::{ParamLayout, Shape, Tensor, TensorError};
+
+use crate::OptimError;
+use bucket::{Bucket, Slot, cut};
+use coder::Codecs;
+
+/// How buffers are averaged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AverageConfig {
+    /// What travels: plain f32 (`none`, reduced on a ring), or a codec's bytes (scattered, reduced, gathered).
+    pub codec: CodecSpec,
+    /// Most f32 bytes of a bucket; a larger parameter is a bucket alone.
+    pub bucket_bytes: usize,
+    /// Whether buckets start as soon as they are ready, rather than all at the end.
+    pub overlap: bool,
+    /// Seed of the codecs that draw.
+    pub seed: u64,
+}
+
+impl Default for AverageConfig {
+    /// Plain f32, buckets of 4 MiB, overlapped.
+    fn default() -> Self {
+        let codec = PLAIN.parse().expect("the name of a codec");
+        Self { codec, bucket_bytes: 4 << 20, overlap: true, seed: 0 }
+    }
+}
+
+/// The codec that is none.
+const PLAIN: &str = "none";
+
+/// Averages flat buffers of one layout over the ranks of a communicator.
+///
+/// Only parameters travel, packed: `4 * layout.count()` bytes with codec `none`, and the padding stays as it is. Buckets
+/// are cut from the end of the buffer to its start, in which order gradients become final, and are started in that
+/// order on every rank, whatever the order in which ranges became ready. All ranks must use the same layout and config.
+///
+/// A round is prepared by [`Averaging::finish`] and final with [`Average::commit`], when all ranks [`agree`]d to take
+/// the step; what was not committed never happened to the codecs' residuals. A shard that a codec refuses because it is
+/// not finite travels as plain f32: all ranks then see that the mean is not finite, and skip the step together.
+///
+/// Means are not weighted. Scale each rank's loss by [`loss_scale`] and they are the gradient of the mean loss over all
+/// tokens, however unevenly the ranks hold them.
+///
+/// Sources: Li et al. 2020, "PyTorch Distributed", section 3.2 (buckets in backward order); Tang et al. 2021, "1-bit
+/// Adam", section 5 (error feedback on both sides of the reduction).
+#[derive(Debug)]
+pub struct Average {
+    comm: Communicator,
+    config: AverageConfig,
+    len: usize,
+    slots: Vec<Slot>,
+    buckets: Vec<Bucket>,
+    /// One for each bucket; none when f32 travels plainly.
+    codecs: Vec<Codecs>,
+    in_flight: Vec<Pending<Result<Vec<f32>, CommError>>>,
+    round: u64,
+    uncommitted: bool,
+}
+
+/// What a round of averaging was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Averaged {
+    /// Buckets.
+    pub buckets: usize,
+    /// Parameters averaged.
+    pub elements: usize,
+    /// This rank's vector as it is encoded once; an all-reduce sends `2 (n - 1) / n` times as much.
+    pub payload: Bytes,
+    /// Time that [`Averaging::finish`] waited, by the transport's clock: the communication that nothing hid.
+    pub wait: Nanos,
+}
+
+impl Average {
+    /// For flat buffers of `layout`, over all ranks of `comm`.
+    ///
+    /// Errors: [`OptimError::Setting`] for buckets of no bytes.
+    pub fn new(comm: Communicator, layout: &ParamLayout, config: AverageConfig) -> Result<Self, OptimError> {
+        if config.bucket_bytes == 0 {
+            let (transform, field, expected) = ("average", "bucket_bytes", "above 0");
+            return Err(OptimError::Setting { transform, field, value: 0.0, expected });
+        }
+        let (slots, buckets) = cut(layout, config.bucket_bytes);
+        let mut average = Self {
+            comm,
+            config,
+            len: layout.len(),
+            slots,
+            in_flight: Vec::with_capacity(buckets.len()),
+            buckets,
+            codecs: Vec::new(),
+            round: 0,
+            uncommitted: false,
+        };
+        average.codecs = average.new_codecs();
+        Ok(average)
+    }
+
+    fn new_codecs(&self) -> Vec<Codecs> {
+        if self.config.codec.to_string() == PLAIN {
+            return Vec::new();
+        }
+        let codec = |(i, bucket): (usize, &Bucket)| Codecs::new(&self.comm, self.config, i, bucket.len);
+        self.buckets.iter().enumerate().map(codec).collect()
+    }
+
+    /// Begins a round. A round before it that was not committed is rolled back.
+    pub fn begin(&mut self) -> Averaging<'_> {
+        // Only a round that was leaked rather than dropped left something here.
+        self.in_flight.clear();
+        self.rollback();
+        for slot in &mut self.slots {
+            slot.ready = false;
+        }
+        for bucket in &mut self.buckets {
+            bucket.missing = bucket.params;
+        }
+        for codecs in &self.codecs {
+            codecs.begin(self.round);
+        }
+        Averaging { average: self, finished: false }
+    }
+
+    /// Averages a whole buffer at once: DiLoCo's delta. To be committed as any round.
+    ///
+    /// Errors: as [`Averaging::finish`].
+    pub fn all(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
+        let len = self.len;
+        let mut averaging = self.begin();
+        averaging.ready(0..len, flat)?;
+        averaging.finish(flat)
+    }
+
+    /// Makes the finished round final: all ranks agreed on the step. Without one it does nothing.
+    pub fn commit(&mut self) {
+        if std::mem::take(&mut self.uncommitted) {
+            self.codecs.iter().for_each(Codecs::commit);
+            self.round += 1;
+        }
+    }
+
+    /// Takes the finished round back: the step was given up.
+    pub fn rollback(&mut self) {
+        self.uncommitted = false;
+        self.codecs.iter().for_each(Codecs::rollback);
+    }
+
+    /// Rounds committed so far.
+    #[must_use]
+    pub const fn round(&self) -> u64 {
+        self.round
+    }
+
+    /// Over whose ranks it averages.
+    #[must_use]
+    pub const fn communicator(&self) -> &Communicator {
+        &self.comm
+    }
+
+    /// What this rank's codecs remember: buffers named `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server.residual`,
+    /// empty before the first round. They belong to this rank, the number of ranks, the layout and `bucket_bytes`.
+    ///
+    /// Errors: [`OptimError::Compress`] between a finished round and its commit or rollback.
+    pub fn save(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>, OptimError> {
+        let mut saved = Vec::new();
+        for codecs in &self.codecs {
+            codecs.each(prefix, |codec, prefix, _| {
+                let mut map = StateMap::new();
+                codec.save(prefix, &mut map)?;
+                for (name, value) in map {
+                    // A codec of tomorrow may keep what is no flat buffer; there is none today.
+                    if let StateValue::F32(values) = value {
+                        saved.push((name, values.into_owned()));
+                    }
+                }
+                Ok::<_, OptimError>(())
+            })?;
+        }
+        Ok(saved)
+    }
+
+    /// Restores what [`Average::save`] gave under the same `prefix`, and the number of rounds; `get` gives each buffer by
+    /// name.
+    ///
+    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length, [`OptimError::Compress`] for
+    /// one that is not finite; nothing has changed then.
+    pub fn restore<'a>(
+        &mut self,
+        prefix: &str,
+        round: u64,
+        get: impl Fn(&str) -> Option<&'a [f32]>,
+    ) -> Result<(), OptimError> {
+        let restored = self.new_codecs();
+        for codecs in &restored {
+            codecs.each(prefix, |codec, prefix, expected| {
+                // A new codec knows its own names.
+                let mut names = StateMap::new();
+                codec.save(prefix, &mut names)?;
+                let mut map = StateMap::new();
+                for name in names.into_keys() {
+                    let values = get(&name);
+                    let found = values.map_or(0, <[f32]>::len);
+                    match values {
+                        Some(values) if found == expected || found == 0 => {
+                            map.insert(name, StateValue::F32(Cow::Borrowed(values)));
+                        }
+                        _ => return Err(OptimError::State { name, found, expected }),
+                    }
+                }
+                Ok(codec.load(prefix, &mut map)?)
+            })?;
+        }
+        (self.codecs, self.round, self.uncommitted) = (restored, round, false);
+        Ok(())
+    }
+
+    fn check(&self, flat: &Tensor) -> Result<(), OptimError> {
+        if flat.shape().len() == self.len {
+            return Ok(());
+        }
+        let (op, lhs, rhs) = ("average", flat.shape(), Shape::from(self.len));
+        Err(TensorError::ShapeMismatch { op, lhs, rhs }.into())
+    }
+
+    /// Notes that the parameters in `range` are final.
+    fn mark(&mut self, range: Range<usize>) -> Result<(), OptimError> {
+        if range.end > self.len {
+            let (op, start, end, len) = ("average", range.start, range.end, self.len);
+            return Err(TensorError::OutOfBounds { op, start, end, len }.into());
+        }
+        let first = self.slots.partition_point(|s| s.range.end <= range.start);
+        let count = self.slots[first..].partition_point(|s| s.range.start < range.end);
+        let slots = &mut self.slots[first..first + count];
+        for slot in &*slots {
+            let problem = if slot.range.start < range.start || slot.range.end > range.end {
+                "cut by a range that became ready"
+            } else if slot.ready {
+                "ready twice in one round"
+            } else {
+                continue;
+            };
+            return Err(OptimError::Ready { parameter: slot.name.clone(), problem });
+        }
+        for slot in slots {
+            slot.ready = true;
+            self.buckets[slot.bucket].missing -= 1;
+        }
+        Ok(())
+    }
+
+    /// Starts the buckets that are complete, up to the first that is not.
+    fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {
+        while let Some(bucket) = self.buckets.get_mut(self.in_flight.len()).filter(|b| b.missing == 0) {
+            let data = bucket.pack(flat)?;
+            let pending = match self.codecs.get(self.in_flight.len()) {
+                None => self.comm.start_all_reduce(data, ReduceOp::Mean),
+                Some(codecs) => {
+                    let reduced = self.comm.start_all_reduce_coded(data, ReduceOp::Mean, codecs.coder());
+                    reduced.map(|result| result.map(|(data, _)| data))
+                }
+            };
+            self.in_flight.push(pending);
+        }
+        Ok(())
+    }
+}
+
+/// A round of averaging under way. Dropping it unfinished cancels what is on its way, which ends the communicator, and
+/// leaves the codecs as they were.
+#[derive(Debug)]
+#[must_use = "dropping a round of averaging gives it up"]
+pub struct Averaging<'a> {
+    average: &'a mut Average,
+    finished: bool,
+}
+
+impl Averaging<'_> {
+    /// Notes that `range` of `flat` is final for this round, and starts every bucket that can go.
+    ///
+    /// A range may hold padding, and any number of whole parameters, each of which becomes ready once.
+    ///
+    /// Errors: [`OptimError::Ready`] for a parameter that is ready twice or only in part; [`OptimError::Tensor`] for a
+    /// buffer of another length. A collective's error is [`Averaging::finish`]'s.
+    pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
+        self.average.check(flat)?;
+        self.average.mark(range)?;
+        if self.average.config.overlap { self.average.start(flat) } else { Ok(()) }
+    }
+
+    /// Waits for all buckets, then writes the means into `flat`: all of them, or none.
+    ///
+    /// Errors: [`OptimError::Ready`] for a parameter that never became ready, [`OptimError::Comm`] when a rank failed.
+    /// `flat` is untouched then, and the round is rolled back.
+    pub fn finish(mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
+        let average = &mut *self.average;
+        average.check(flat)?;
+        if let Some(slot) = average.slots.iter().find(|s| !s.ready) {
+            let problem = "not ready when the round was to finish";
+            return Err(OptimError::Ready { parameter: slot.name.clone(), problem });
+        }
+        average.start(flat)?;
+        let began = average.comm.now();
+        for (pending, bucket) in average.in_flight.drain(..).zip(&mut average.buckets) {
+            bucket.packed = pending.wait()?;
+        }
+        let wait = average.comm.now().saturating_sub(began);
+        for bucket in &average.buckets {
+            bucket.unpack(flat)?;
+        }
+        let elements = average.buckets.iter().map(|b| b.len).sum();
+        let payload = if average.codecs.is_empty() {
+            Bytes(4 * elements as u64)
+        } else {
+            Bytes(average.codecs.iter().map(Codecs::sent).sum())
+        };
+        let averaged = Averaged { buckets: average.buckets.len(), elements, payload, wait };
+        tracing::debug!(
+            buckets = averaged.buckets,
+            payload_bytes = payload.0,
+            wait_ns = wait.0,
+            round = average.round,
+            "averaged"
+        );
+        average.uncommitted = true;
+        self.finished = true;
+        Ok(averaged)
+    }
+}
+
+impl Drop for Averaging<'_> {
+    fn drop(&mut self) {
+        if !self.finished {
+            self.average.in_flight.clear();
+            self.average.rollback();
+        }
+    }
+}
+
+/// Whether all ranks are `ok`: the vote between preparing a step and committing it. A collective of eight bytes.
+pub fn agree(comm: &Communicator, ok: bool) -> Result<bool, OptimError> {
+    let mut vote = [u64::from(ok)];
+    comm.all_reduce(&mut vote, ReduceOp::Min)?;
+    Ok(vote[0] == 1)
+}
+
+/// What each rank scales its summed loss by, so that the plain mean over ranks is the mean over the tokens of all:
+/// `world / global_tokens`.
+#[must_use]
+pub fn loss_scale(world: usize, global_tokens: u64) -> f32 {
+    (world as f64 / global_tokens as f64) as f32
+}
