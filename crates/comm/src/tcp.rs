@@ -1,7 +1,7 @@
 //! Endpoints in processes of their own, over TCP. Whoever waits drives all sockets of its endpoint; a thread in the
 //! background does so only while operations are under way and nobody waits.
 //!
-//! Bounded memory: a tag's sender stops after [`WINDOW`](crate::WINDOW) frames that were not taken, and a peer of which
+//! Bounded memory: a tag's sender stops after [`WINDOW`] frames that were not taken, and a peer of which
 //! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.
 
 mod link;

@@ -317,3 +317,32 @@ fn a_cancelled_collective_ends_its_communicator_everywhere() {
         assert_eq!(errors[0].peer(), Some(PeerId(1)), "{name}: {errors:?}");
     }
 }
+
+#[test]
+fn a_pending_result_can_be_awaited_where_time_is_real() {
+    use std::future::Future;
+    use std::pin::Pin;
+    use std::sync::Arc;
+    use std::task::{Context, Poll, Wake, Waker};
+
+    struct Unpark(std::thread::Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    for (name, cluster) in TRANSPORTS.into_iter().filter(|(name, _)| *name != "simulated") {
+        on_ranks(cluster(3), |comm| {
+            let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+            let mut pending = comm.start_all_reduce(vec![2.0_f32; 1 << 20], ReduceOp::Sum);
+            let x = loop {
+                match Pin::new(&mut pending).poll(&mut Context::from_waker(&waker)) {
+                    Poll::Ready(x) => break x.unwrap(),
+                    Poll::Pending => std::thread::park(),
+                }
+            };
+            assert!(x.iter().all(|&v| v == 6.0), "{name}");
+        });
+    }
+}
