@@ -3,6 +3,10 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use farflung_comm::CommError;
+use farflung_optim::OptimError;
+use farflung_zoo::ZooError;
+
 use crate::signals::Signal;
 
 /// A result of this crate.
@@ -179,6 +183,24 @@ pub enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A tensor op failed.
+    #[error(transparent)]
+    Tensor(#[from] farflung_tensor::TensorError),
+    /// A model, its data or its weights.
+    #[error(transparent)]
+    Zoo(#[from] ZooError),
+    /// A plan or a topology file.
+    #[error(transparent)]
+    Parallel(#[from] farflung_parallel::ParallelError),
+    /// A codec.
+    #[error(transparent)]
+    Compress(#[from] farflung_compress::CompressError),
+    /// An optimizer.
+    #[error(transparent)]
+    Optim(OptimError),
+    /// A collective, without a peer to blame.
+    #[error(transparent)]
+    Comm(CommError),
     /// The user or the system asked for a stop.
     #[error("stopped by {0}")]
     Stopped(Signal),
@@ -195,7 +217,8 @@ impl Error {
             | Self::ConfigValue { .. }
             | Self::ConfigSyntax { .. }
             | Self::HalfSet { .. }
-            | Self::Variable { .. } => 2,
+            | Self::Variable { .. }
+            | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
             Self::PeerLost { .. } => 75,
             Self::Stopped(signal) => signal.exit_code(),
             Self::Child { code, .. } => *code,
@@ -203,8 +226,32 @@ impl Error {
         }
     }
 
+    /// Whether it is about a peer rather than about this rank.
+    #[must_use]
+    pub const fn is_peer_lost(&self) -> bool {
+        matches!(self, Self::PeerLost { .. })
+    }
+
     /// For `map_err`: the error of doing `action` to `path`.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { action, path: path.to_owned(), source }
+    }
+}
+
+impl From<CommError> for Error {
+    fn from(error: CommError) -> Self {
+        match error.peer() {
+            Some(peer) => Self::PeerLost { peer, source: Box::new(error) },
+            None => Self::Comm(error),
+        }
+    }
+}
+
+impl From<OptimError> for Error {
+    fn from(error: OptimError) -> Self {
+        match error {
+            OptimError::Comm(error) => error.into(),
+            error => Self::Optim(error),
+        }
     }
 }

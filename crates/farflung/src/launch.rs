@@ -62,9 +62,7 @@ impl Launch {
             job.children.push((child, None));
         }
         let outcome = self.watch(&mut job, stop);
-        for reader in job.readers.drain(..) {
-            reader.join().expect("the reader does not panic");
-        }
+        job.drain();
         outcome
     }
 
@@ -128,6 +126,14 @@ impl Job {
             }
         }
         Ok(alive)
+    }
+
+    /// Lets the last lines appear. A grandchild that outlives its parent may hold the pipe: it is not waited for.
+    fn drain(&self) {
+        let mut polls = 0..50;
+        while self.readers.iter().any(|reader| !reader.is_finished()) && polls.next().is_some() {
+            thread::sleep(POLL);
+        }
     }
 
     /// Sends a signal to all that still run.

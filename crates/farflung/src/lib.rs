@@ -7,14 +7,28 @@ pub mod error;
 pub mod launch;
 pub mod launch_env;
 pub mod metrics;
+pub mod plot;
+pub mod progress;
 pub mod run_dir;
 pub mod signals;
+pub mod train;
 
 pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
+pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};
 pub use error::{Error, Result};
 pub use launch::Launch;
 pub use launch_env::LaunchEnv;
 pub use metrics::{MetricsWriter, StepMetrics};
+pub use plot::loss_curve_svg;
+pub use progress::{Progress, Show};
 pub use run_dir::{Existing, RunDir};
 pub use signals::{Signal, Stop};
+
+pub use farflung_base as base;
+pub use farflung_comm as comm;
+pub use farflung_compress as compress;
+pub use farflung_optim as optim;
+pub use farflung_parallel as parallel;
+pub use farflung_tensor as tensor;
+pub use farflung_zoo as zoo;

@@ -1,2 +1,7 @@
-//! The farflung binary.
-fn main() {}
+//! The `farflung` binary: the command line over the library.
+
+mod cli;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}

@@ -1,10 +1,11 @@
 //! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the run's folder.
 //!
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single settings
-//! are in [`choice`], how a file is read in [`file`]. It refuses to know what the settings do.
+//! are in [`choice`], how a file is read in [`file`], the flags as a command has them in [`flags`]. It refuses to know what the settings do.
 
 pub mod choice;
 pub mod file;
+pub mod flags;
 pub mod value;
 
 #[cfg(test)]
@@ -241,8 +242,14 @@ impl TrainConfig {
     ///
     /// Errors: those of [`TrainArgs::read`], and [`Error::Setting`] for a value out of its range.
     pub fn resolve(given: TrainArgs, file: Option<&Path>) -> Result<Self> {
-        let from_file = file.map(TrainArgs::read).transpose()?.unwrap_or_default();
-        let config = Self::fill(given.or(from_file));
+        Self::merge(given, file.map(TrainArgs::read).transpose()?.unwrap_or_default())
+    }
+
+    /// `given` over `file` over the defaults, checked.
+    ///
+    /// Errors: [`Error::Setting`] for a value out of its range.
+    pub fn merge(given: TrainArgs, file: TrainArgs) -> Result<Self> {
+        let config = Self::fill(given.or(file));
         config.validate()?;
         Ok(config)
     }

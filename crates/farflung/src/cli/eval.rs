@@ -1,0 +1,64 @@
+//! `farflung eval`.
+
+use std::path::PathBuf;
+
+use farflung::zoo::{Corpus, HoldOut, Sampler, Shard, stage};
+use farflung::{Result, corpus};
+
+use super::model::ModelArgs;
+
+/// Measure a model's loss on the held-out tenth of a text.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung eval runs/nano-1
+  farflung eval ./gpt2 --data book.txt --batches 50 --json")]
+pub(crate) struct EvalCommand {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Text file, folder of text, or .bin token file; without it, the source of our own dependencies.
+    #[arg(long, value_name = "PATH")]
+    data: Option<PathBuf>,
+    /// Batches to measure, spread evenly over the held-out text.
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    batches: u32,
+    /// Sequences in a batch.
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl EvalCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let loaded = self.model.load()?;
+        let tokenizer = &*loaded.tokenizer;
+        let corpus = match &self.data {
+            Some(path) => Corpus::open(path, tokenizer)?,
+            None => Corpus::from_bytes("the default text", &corpus::default_text()?.0, tokenizer)?,
+        };
+        let (_, held_out) = corpus.split(HoldOut::Standard)?;
+        let context = loaded.stage.config().context;
+        let shard = Shard::whole(self.batch as usize);
+        let sampler = Sampler::evaluation(held_out, shard, context, self.batches as usize)?;
+        let (mut sum, mut count) = (0.0, 0);
+        let (mut inputs, mut targets) = (Vec::new(), Vec::new());
+        for batch in 0..u64::from(self.batches) {
+            sampler.batch(batch, &mut inputs, &mut targets)?;
+            let (x, y) = (loaded.stage.tokens(&inputs, context)?, loaded.stage.tokens(&targets, context)?);
+            sum += stage::total(&loaded.stage.losses(&loaded.params, x, &y)?)?;
+            count += targets.len();
+        }
+        let loss = sum / count as f64;
+        let perplexity = loss.exp();
+        super::print(&if self.json {
+            let bits = loss / std::f64::consts::LN_2;
+            let object = serde_json::json!({
+                "loss": loss, "perplexity": perplexity, "bits_per_token": bits, "tokens": count, "data_hash": corpus.hash(),
+            });
+            format!("{object}\n")
+        } else {
+            format!("loss {loss:.4} nats a token, perplexity {perplexity:.3}, over {count} tokens\n")
+        })
+    }
+}

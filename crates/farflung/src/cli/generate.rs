@@ -1,0 +1,70 @@
+//! `farflung generate`.
+
+use std::io::Write;
+
+use farflung::zoo::{Sampling, generate};
+use farflung::{Error, Result};
+
+use super::model::ModelArgs;
+
+/// Continue a text with a trained model.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung generate runs/nano-1 --prompt 'fn main'
+  farflung generate ./gpt2 --prompt 'Once upon a time' --tokens 50 --temperature 0.7 --top-k 40")]
+pub(crate) struct GenerateCommand {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The text to continue.
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    prompt: String,
+    /// Tokens to write.
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    tokens: usize,
+    /// 0 takes the likeliest token.
+    #[arg(long, value_name = "X", default_value_t = 0.8)]
+    temperature: f32,
+    /// Only the K likeliest tokens; 0 is all.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: usize,
+    /// Only the likeliest tokens that make up this probability; 1 is all.
+    #[arg(long, value_name = "P", default_value_t = 0.95)]
+    top_p: f32,
+    /// The same seed gives the same text.
+    #[arg(long, value_name = "N", default_value_t = 1337)]
+    seed: u64,
+    /// Print one JSON object with prompt and text.
+    #[arg(long)]
+    json: bool,
+}
+
+impl GenerateCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let loaded = self.model.load()?;
+        let sampling =
+            Sampling { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p, seed: self.seed };
+        let prompt = loaded.tokenizer.encode(&self.prompt);
+        let mut out = std::io::stdout().lock();
+        let mut all = Vec::new();
+        let mut failure = None;
+        let mut put = |bytes: &[u8]| {
+            failure = out.write_all(bytes).and_then(|()| out.flush()).err();
+            failure.is_none()
+        };
+        if !self.json {
+            put(self.prompt.as_bytes());
+        }
+        generate(&loaded.stage, &loaded.params, &prompt, self.tokens, &sampling, |token| {
+            // A model may know more tokens than its tokenizer: those have no text.
+            let bytes = loaded.tokenizer.decode(&[token]).unwrap_or_default();
+            all.extend_from_slice(&bytes);
+            self.json || put(&bytes)
+        })?;
+        if self.json {
+            let text = String::from_utf8_lossy(&all);
+            put(serde_json::json!({"prompt": self.prompt, "text": text}).to_string().as_bytes());
+        }
+        put(b"\n");
+        failure.map_or(Ok(()), |source| Err(Error::Io { action: "write to", path: "stdout".into(), source }))
+    }
+}

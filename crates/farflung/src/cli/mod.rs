@@ -1,0 +1,80 @@
+//! The command line: its commands, and what an error or a signal becomes.
+//!
+//! Results go to stdout; progress, logs and errors go to stderr.
+
+mod eval;
+mod generate;
+pub(crate) mod launch;
+mod logging;
+mod model;
+mod train;
+
+use std::error::Error as _;
+use std::process::ExitCode;
+
+use clap::Parser;
+use farflung::Error;
+
+/// Trains GPT models on far-flung machines: unequal computers joined by slow, uneven, unreliable links.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    max_term_width = 110,
+    after_help = "Exit codes: 0; 1 failure; 2 usage; 75 a peer was lost, start \
+    the job again; 130 and 143 after SIGINT and SIGTERM."
+)]
+struct Cli {
+    #[command(flatten)]
+    logging: logging::Logging,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, clap::Subcommand)]
+#[expect(clippy::large_enum_variant, reason = "there is one of it in a process")]
+enum Command {
+    Train(train::TrainCommand),
+    Generate(generate::GenerateCommand),
+    Eval(eval::EvalCommand),
+    Launch(launch::LaunchCommand),
+}
+
+/// Prints a result on stdout; a reader that went away is an error, not a panic.
+fn print(text: &str) -> farflung::Result<()> {
+    use std::io::Write;
+    let mut out = std::io::stdout().lock();
+    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|source| Error::Io {
+        action: "write to",
+        path: "stdout".into(),
+        source,
+    })
+}
+
+/// Runs the command line of this process.
+pub(crate) fn main() -> ExitCode {
+    let cli = Cli::parse();
+    cli.logging.install();
+    let outcome = match cli.command {
+        Command::Train(command) => command.run(),
+        Command::Generate(command) => command.run(),
+        Command::Eval(command) => command.run(),
+        Command::Launch(command) => command.run(),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            report(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+/// Prints an error and its causes, one a line.
+fn report(error: &Error) {
+    eprintln!("error: {error}");
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        eprintln!("  cause: {}", error.to_string().trim_end());
+        cause = error.source();
+    }
+}

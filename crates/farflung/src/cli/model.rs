@@ -1,0 +1,72 @@
+//! A trained model for `generate` and `eval`: from a checkpoint, a run's folder, or a Hugging Face folder.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use farflung::tensor::{Device, Tensor};
+use farflung::zoo::weights::Weights;
+use farflung::zoo::{Stage, Tokenizer, tokenizer};
+use farflung::{Error, Result, run_dir};
+
+/// Where a model comes from.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ModelArgs {
+    /// A run's folder (its newest checkpoint), a checkpoint, or a folder with Hugging Face GPT-2 weights.
+    #[arg(value_name = "DIR")]
+    model: PathBuf,
+    /// How text becomes tokens: byte or gpt2; without it, byte for a vocabulary of 256, else gpt2.
+    #[arg(long, value_name = "KIND")]
+    tokenizer: Option<String>,
+    /// Threads; 0 is all cores.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    threads: usize,
+}
+
+/// A model ready to run.
+pub(crate) struct Loaded {
+    pub(crate) stage: Stage,
+    pub(crate) params: Tensor,
+    pub(crate) tokenizer: Arc<dyn Tokenizer>,
+}
+
+/// The folder that holds the weights.
+fn weights_folder(path: &Path) -> Result<PathBuf> {
+    if path.join("config.json").is_file() {
+        return Ok(path.to_owned());
+    }
+    match run_dir::latest(path)? {
+        Some(checkpoint) => Ok(checkpoint.path().to_owned()),
+        None => Err(Error::Setting {
+            field: "model",
+            value: path.display().to_string(),
+            expected: "a run with a checkpoint, a checkpoint, or a folder with config.json".to_owned(),
+        }),
+    }
+}
+
+impl ModelArgs {
+    pub(crate) fn load(&self) -> Result<Loaded> {
+        let threads = match self.threads {
+            0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            n => n,
+        };
+        let mut weights = Weights::open(&weights_folder(&self.model)?)?;
+        let stage = Stage::whole(weights.config(), &Device::cpu(threads)?)?;
+        let mut flat = vec![0.0_f32; stage.layout().len()];
+        for p in stage.layout().params() {
+            weights.tensor(&p.name, &mut flat[p.range()])?;
+        }
+        let params = stage.device().tensor(&flat, flat.len())?;
+        let vocab = stage.config().vocab;
+        let default = if vocab == 256 { "byte" } else { "gpt2" };
+        let tokenizer = tokenizer::by_name(self.tokenizer.as_deref().unwrap_or(default))?;
+        if tokenizer.vocab_size() > vocab {
+            return Err(Error::Setting {
+                field: "tokenizer",
+                value: format!("{} with {} tokens", tokenizer.name(), tokenizer.vocab_size()),
+                expected: format!("one with at most the model's {vocab}"),
+            });
+        }
+        Ok(Loaded { stage, params, tokenizer })
+    }
+}

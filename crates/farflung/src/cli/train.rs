@@ -1,0 +1,75 @@
+//! `farflung train`.
+
+use std::path::PathBuf;
+
+use farflung::train::{Watch, run};
+use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainArgs, TrainConfig, launch_env};
+
+/// Train a model with several workers, here over simulated links, or one worker a process under `farflung launch`.
+///
+/// Without arguments: a small GPT learns from real text with four workers behind home uplinks.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung train
+  farflung train --model baby --data book.txt --steps 1000 --workers 2 --link 100mbit,20ms
+  farflung train --sync ddp --codec int8 --out runs/mine --checkpoint-every 100
+  farflung train --config runs/mine/config.toml --out runs/mine --resume auto
+  farflung launch -n 4 -- train --sync ddp")]
+pub(crate) struct TrainCommand {
+    /// A TOML file with any of the settings below; flags win over it.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Print all settings as TOML and stop.
+    #[arg(long)]
+    print_config: bool,
+    #[command(flatten)]
+    args: TrainArgs,
+}
+
+/// Progress on stderr.
+struct OnTerminal(Progress);
+
+impl Watch for OnTerminal {
+    fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
+        self.0.step(metrics, link_use);
+    }
+
+    fn note(&mut self, text: &str) {
+        self.0.note(text);
+    }
+}
+
+impl TrainCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let config = TrainConfig::resolve(self.args, self.config.as_deref())?;
+        if self.print_config {
+            return super::print(&config.to_toml());
+        }
+        let env = launch_env::detect(|name| std::env::var(name).ok())?;
+        if let Some(env) = &env {
+            tracing::info!("{env}");
+        }
+        let stop = Stop::install()?;
+        let show = if config.quiet || env.as_ref().is_some_and(|e| e.rank.0 != 0) {
+            Show::Nothing
+        } else {
+            Show::Auto
+        };
+        let json = config.json;
+        let mut watch = OnTerminal(Progress::new(config.steps, 0, show));
+        let report = run(config, env.as_ref(), stop, &mut watch);
+        watch.0.finish();
+        match report? {
+            Some(report) if json => {
+                let text = serde_json::to_string(&report).map_err(|e| Error::Io {
+                    action: "encode",
+                    path: "the report".into(),
+                    source: e.into(),
+                })?;
+                super::print(&format!("{text}\n"))
+            }
+            Some(report) => super::print(&report.to_string()),
+            None => Ok(()),
+        }
+    }
+}

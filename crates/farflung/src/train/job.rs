@@ -1,0 +1,115 @@
+//! What all workers of a run share: the model's shape, the data, the settings.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use farflung_base::Nanos;
+use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
+
+use crate::config::choice::TokenizerKind;
+use crate::signals::Stop;
+use crate::{Result, TrainConfig, corpus};
+
+/// A run before its workers exist.
+#[derive(Debug, Clone)]
+pub struct Job {
+    /// The settings.
+    pub config: TrainConfig,
+    /// The model's shape.
+    pub model: GptConfig,
+    /// How text becomes tokens.
+    pub tokenizer: Arc<dyn Tokenizer>,
+    /// What workers train on.
+    pub training: Split,
+    /// What losses are validated on: the last tenth.
+    pub held_out: Split,
+    /// Where the text came from, in words.
+    pub source: String,
+    /// Hash of the data.
+    pub hash: String,
+    /// Number of workers in all processes.
+    pub world: usize,
+    /// Whether to stop early.
+    pub stop: Stop,
+    /// The run's folder; `None` writes nothing.
+    pub out: Option<PathBuf>,
+}
+
+impl Job {
+    /// Opens the data and settles the model's shape.
+    ///
+    /// Errors: whatever is wrong with the data or the shape, with file and field.
+    pub fn new(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
+        config.validate()?;
+        let tokenizer = tokenizer::by_name(match config.tokenizer {
+            TokenizerKind::Byte => "byte",
+            TokenizerKind::Gpt2 => "gpt2",
+        })?;
+        let model = shape(&config, tokenizer.vocab_size())?;
+        let (corpus, source) = match &config.data {
+            Some(path) => (Corpus::open(path, &*tokenizer)?, path.display().to_string()),
+            None => {
+                let (text, _) = corpus::default_text()?;
+                let name = "the source of our own dependencies";
+                (Corpus::from_bytes(name, &text, &*tokenizer)?, name.to_owned())
+            }
+        };
+        let hash = corpus.hash();
+        let (training, held_out) = corpus.split(HoldOut::Fraction(0.1))?;
+        Ok(Self { config, model, tokenizer, training, held_out, source, hash, world, stop, out: None })
+    }
+
+    /// This rank's batches.
+    pub fn sampler(&self, rank: usize) -> Result<Sampler, ZooError> {
+        let shard = Shard { rank, world: self.world, batch: self.config.batch };
+        Sampler::random(self.training.clone(), self.config.seed, shard, self.model.context)
+    }
+
+    /// This rank's share of the held-out batches.
+    pub fn evaluation(&self, rank: usize) -> Result<Sampler, ZooError> {
+        let shard = Shard { rank, world: self.world, batch: self.config.batch };
+        let steps = (self.config.eval_batches as usize).div_ceil(self.world);
+        Sampler::evaluation(self.held_out.clone(), shard, self.model.context, steps)
+    }
+
+    /// Tokens that one worker trains on in a step.
+    #[must_use]
+    pub const fn tokens_per_worker(&self) -> u64 {
+        (self.config.batch * self.config.accumulate * self.model.context) as u64
+    }
+
+    /// Modelled time of `flops` on a worker.
+    #[must_use]
+    pub fn modelled(&self, flops: f64) -> Nanos {
+        Nanos::from_secs_f64(flops / self.config.compute_rate)
+    }
+
+    /// Threads of each worker when `local` of them share this machine.
+    #[must_use]
+    pub fn threads(&self, local: usize) -> usize {
+        match self.config.threads {
+            0 => {
+                std::thread::available_parallelism().map_or(1, std::num::NonZero::get).div_ceil(local.max(1))
+            }
+            n => n,
+        }
+    }
+}
+
+/// The preset with what the settings say instead; weights to start from bring their own shape.
+fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
+    let mut model = match &config.init_from {
+        Some(folder) => farflung_zoo::weights::Weights::open(folder)?.config(),
+        None => GptConfig { vocab, ..GptConfig::preset(&config.model)? },
+    };
+    for (field, value) in [
+        (&mut model.layers, config.layers),
+        (&mut model.heads, config.heads),
+        (&mut model.dim, config.dim),
+        (&mut model.context, config.context),
+    ] {
+        *field = value.unwrap_or(*field);
+    }
+    model.validate()?;
+    Ok(model)
+}

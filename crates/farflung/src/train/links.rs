@@ -1,0 +1,65 @@
+//! Who sits at which transport: threads of one process over memory or simulated links, or one process a rank over TCP.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use farflung_base::{Link, Topology};
+use farflung_comm::{Communicator, Transport, memory, simulated, tcp};
+use farflung_parallel::Cluster;
+
+use crate::config::choice::TransportKind;
+use crate::{Error, LaunchEnv, Result, TrainConfig};
+
+/// A worker's place in the job.
+#[derive(Debug)]
+pub struct Seat {
+    /// How it reaches the others.
+    pub comm: Communicator,
+    /// The link that the job runs over, where it is simulated.
+    pub link: Option<Link>,
+}
+
+/// The topology of the settings: the file's, or equal access links.
+pub(crate) fn topology(config: &TrainConfig, world: usize) -> Result<Topology> {
+    let Some(path) = &config.topology else { return Ok(Topology::uniform(world, config.link)) };
+    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let cluster: Cluster = text.parse()?;
+    let topology = cluster.topology()?;
+    if topology.size() == world {
+        return Ok(topology);
+    }
+    Err(Error::Setting {
+        field: "topology",
+        value: format!("{} ranks in {}", topology.size(), path.display()),
+        expected: format!("{world}, the number of workers"),
+    })
+}
+
+/// The seats of this process: all of the job's, or one of them under a launcher.
+///
+/// Errors: a topology that does not fit; [`Error::PeerLost`] and others when processes do not find each other in time.
+pub fn seats(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<Vec<Seat>> {
+    let processes = env.map_or(1, |e| e.world_size);
+    let world = if processes > 1 { processes } else { config.workers };
+    let seat = |transport: Arc<dyn Transport>, link| Seat {
+        comm: Communicator::new(transport).with_deadline(config.deadline),
+        link,
+    };
+    Ok(match config.transport_for(processes)? {
+        TransportKind::Memory => memory::cluster(world).into_iter().map(|t| seat(t, None)).collect(),
+        TransportKind::Tcp => {
+            let (rank, master) = match env {
+                Some(e) => (e.rank.0, format!("{}:{}", e.master_addr, e.master_port)),
+                None => (0, "127.0.0.1:0".to_owned()),
+            };
+            let mut join = tcp::Config::new(rank, world as u32, master);
+            join.deadline = Duration::from(config.deadline);
+            vec![seat(tcp::join(&join)?, None)]
+        }
+        TransportKind::Simulated | TransportKind::Auto => {
+            let topology = topology(config, world)?;
+            let link = config.topology.is_none().then_some(config.link);
+            simulated::cluster(&topology).into_iter().map(|t| seat(t, link)).collect()
+        }
+    })
+}

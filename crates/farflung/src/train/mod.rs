@@ -1,0 +1,19 @@
+//! Training: binds a config to models, communicators, codecs and optimizer chains, one [`Worker`] a rank. The only place
+//! where all the crates meet.
+//!
+//! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
+
+mod checkpoint;
+mod job;
+mod links;
+mod report;
+mod run;
+mod sync;
+mod worker;
+
+pub use job::Job;
+pub use links::{Seat, seats};
+pub use report::{Report, SampleText};
+pub use run::{Quiet, Watch, run, run_job};
+pub use sync::Synced;
+pub use worker::{StepDone, Worker};

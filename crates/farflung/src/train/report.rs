@@ -1,0 +1,227 @@
+//! What a run ends with: losses, bytes, time on the link, what plain synchronous all-reduce would have taken there, and a
+//! sample.
+
+use std::fmt;
+
+use farflung_base::{Bytes, Link, Nanos};
+use farflung_parallel::{Answer, Codec, WhatIf};
+use farflung_zoo::{Sampling, generate};
+use serde::Serialize;
+
+use super::checkpoint::Totals;
+use super::job::Job;
+use super::worker::Worker;
+use crate::config::choice::{CodecKind, SyncKind};
+use crate::plot::loss_curve_svg;
+use crate::{Error, Result, RunDir, StepMetrics};
+
+/// Text that the trained model wrote.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct SampleText {
+    /// What it was asked to continue.
+    pub prompt: String,
+    /// Its continuation.
+    pub text: String,
+}
+
+/// The end of a run.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// Preset of the model.
+    pub model: String,
+    /// Its parameters.
+    pub parameters: u64,
+    /// Where the text came from, and its hash.
+    pub data: (String, String),
+    /// Number of workers.
+    pub workers: usize,
+    /// Steps of the run.
+    pub steps: u64,
+    /// Tokens that all workers trained on.
+    pub tokens: u64,
+    /// Validation loss before the first step, in nats; unknown for a resumed run.
+    pub val_loss_before: Option<f64>,
+    /// Validation loss at the end.
+    pub val_loss: Option<f64>,
+    /// Mean training loss of the last tenth of the steps.
+    pub train_loss: f64,
+    /// Bytes that one worker sent, frames and all.
+    pub bytes_sent: u64,
+    /// The run's clock in seconds: virtual on simulated links.
+    pub time_s: f64,
+    /// Whether that clock is virtual.
+    pub simulated: bool,
+    /// Seconds that really passed.
+    pub wall_s: f64,
+    /// All workers' tokens a second of the run's clock.
+    pub tokens_per_s: f64,
+    /// What plain synchronous f32 all-reduce would have taken on the same link: seconds, and bytes a worker.
+    pub plain: Option<(f64, u64)>,
+    /// Hash of the parameters.
+    pub hash: String,
+    /// A sample, if one was wanted.
+    pub sample: Option<SampleText>,
+    /// Where the run's files are.
+    pub folder: Option<String>,
+    /// The table of other ways to run it.
+    #[serde(skip)]
+    what_if: Option<Answer>,
+    /// One row a step.
+    #[serde(skip)]
+    pub rows: Vec<StepMetrics>,
+}
+
+/// A continuation of the prompt, if the settings want one.
+pub(super) fn sample(job: &Job, worker: &Worker) -> Result<Option<SampleText>> {
+    let config = &job.config;
+    if config.sample_tokens == 0 || worker.stage().config().vocab != job.tokenizer.vocab_size() {
+        return Ok(None);
+    }
+    let sampling = Sampling {
+        temperature: config.temperature as f32,
+        top_k: config.top_k,
+        top_p: config.top_p as f32,
+        seed: config.seed,
+    };
+    let prompt = job.tokenizer.encode(&config.prompt);
+    let mut tokens = Vec::new();
+    generate(worker.stage(), worker.params(), &prompt, config.sample_tokens, &sampling, |t| {
+        tokens.push(t);
+        true
+    })?;
+    let text = String::from_utf8_lossy(&job.tokenizer.decode(&tokens)?).into_owned();
+    Ok(Some(SampleText { prompt: config.prompt.clone(), text }))
+}
+
+/// What other ways to synchronise would have taken on this link.
+fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
+    if job.world < 2 {
+        return Ok(None);
+    }
+    let config = &job.config;
+    let codec = match config.codec {
+        CodecKind::None => Codec::F32,
+        CodecKind::F16 => Codec::F16,
+        CodecKind::Bf16 => Codec::BF16,
+        CodecKind::Int8 { block } => {
+            Codec { name: "int8".into(), block: block as u64, block_bytes: block as u64 + 4 }
+        }
+    };
+    let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_worker() as f64;
+    let parameters = job.model.parameters();
+    let answer = WhatIf {
+        parameters,
+        ranks: job.world as u32,
+        link,
+        steps: u32::try_from(config.steps).unwrap_or(u32::MAX),
+        compute: job.modelled(flops),
+        optimizer: Nanos::ZERO,
+        buckets: ((parameters as f64 * 4.0 / (config.bucket_mb * 1e6)).ceil() as u32).max(1),
+        codec,
+        every: if config.sync == SyncKind::Diloco { config.sync_every as u32 } else { 1 },
+    };
+    Ok(Some(answer.answer()?))
+}
+
+impl Report {
+    #[expect(clippy::too_many_arguments, reason = "the figures of a run, gathered once")]
+    pub(super) fn new(
+        job: &Job,
+        link: Option<Link>,
+        val_loss_before: Option<f64>,
+        val_loss: Option<f64>,
+        rows: Vec<StepMetrics>,
+        totals: Totals,
+        hash: String,
+        sample: Option<SampleText>,
+    ) -> Result<Self> {
+        let what_if = link.map(|link| what_if(job, link)).transpose()?.flatten();
+        let tail = &rows[rows.len() - rows.len().div_ceil(10)..];
+        let tokens = job.tokens_per_worker() * job.world as u64 * job.config.steps;
+        Ok(Self {
+            model: job.config.model.clone(),
+            parameters: job.model.parameters(),
+            data: (job.source.clone(), job.hash.clone()),
+            workers: job.world,
+            steps: job.config.steps,
+            tokens,
+            val_loss_before,
+            val_loss,
+            train_loss: tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64,
+            bytes_sent: totals.bytes_sent,
+            time_s: totals.time_s,
+            simulated: link.is_some(),
+            wall_s: totals.wall_s,
+            tokens_per_s: tokens as f64 / totals.time_s.max(1e-9),
+            plain: what_if.as_ref().map(|a| (a.plain().time.as_secs_f64(), a.plain().sent.0)),
+            hash,
+            sample,
+            folder: job.out.as_ref().map(|p| p.display().to_string()),
+            what_if,
+            rows,
+        })
+    }
+
+    /// Writes `report.json` and `loss.svg` into the run's folder.
+    pub(super) fn write(&self, run: &RunDir) -> Result<()> {
+        let rows = crate::metrics::read(&run.path().join("metrics.jsonl"))?;
+        let title = format!("{}, {} workers, {} steps", self.model, self.workers, self.steps);
+        run.replace("loss.svg", loss_curve_svg(&title, &rows)?.as_bytes())?;
+        let json = serde_json::to_vec_pretty(self).map_err(|e| Error::Io {
+            action: "encode",
+            path: run.path().join("report.json"),
+            source: e.into(),
+        })?;
+        run.replace("report.json", &json)
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = |s: f64| Nanos::from_secs_f64(s).to_string();
+        writeln!(
+            f,
+            "{}: {} parameters, {} workers, {} steps, {} tokens of {} ({})",
+            self.model,
+            self.parameters,
+            self.workers,
+            self.steps,
+            self.tokens,
+            self.data.0,
+            self.data.1.get(..12).unwrap_or(&self.data.1)
+        )?;
+        if let Some(after) = self.val_loss {
+            let before = self.val_loss_before.map_or(String::new(), |b| format!("{b:.4} -> "));
+            writeln!(f, "validation loss   {before}{after:.4} nats (training {:.4})", self.train_loss)?;
+        }
+        writeln!(f, "sent per worker   {}", Bytes(self.bytes_sent))?;
+        let clock = if self.simulated { "on the simulated link" } else { "on the clock" };
+        writeln!(
+            f,
+            "time              {} {clock}, {:.0} tokens/s ({} really passed)",
+            seconds(self.time_s),
+            self.tokens_per_s,
+            seconds(self.wall_s)
+        )?;
+        if let Some((time, sent)) = self.plain {
+            writeln!(
+                f,
+                "plain all-reduce  {} and {} there: {:.1} times the time, {:.1} times the bytes",
+                seconds(time),
+                Bytes(sent),
+                time / self.time_s,
+                sent as f64 / self.bytes_sent.max(1) as f64
+            )?;
+        }
+        if let Some(answer) = &self.what_if {
+            write!(f, "\n{answer}")?;
+        }
+        if let Some(sample) = &self.sample {
+            writeln!(f, "\nsample\n{}{}", sample.prompt, sample.text)?;
+        }
+        if let Some(folder) = &self.folder {
+            writeln!(f, "\n{folder}: metrics.jsonl, loss.svg, report.json, step-{}/", self.steps)?;
+        }
+        Ok(())
+    }
+}

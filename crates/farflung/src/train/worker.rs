@@ -1,0 +1,222 @@
+//! One rank: its replica of the model, its optimizer, its batches, and how it agrees with the others.
+
+use farflung_base::Nanos;
+use farflung_comm::{Communicator, ReduceOp};
+use farflung_optim::{AdamW, Chain, Prepared, Schedule, Sgd, adamw, sgd};
+use farflung_tensor::{Device, Tensor};
+use farflung_zoo::block::Grads;
+use farflung_zoo::{Input, Output, Sampler, Stage, stage};
+
+use super::job::Job;
+use super::sync::{Sync, Synced, vote};
+use crate::config::choice::{OptimizerKind, ScheduleKind};
+use crate::{Error, Result, TrainConfig};
+
+/// One rank of a run.
+#[derive(Debug)]
+pub struct Worker {
+    pub(super) stage: Stage,
+    pub(super) params: Tensor,
+    pub(super) grads: Tensor,
+    pub(super) chain: Chain,
+    pub(super) sync: Sync,
+    pub(super) comm: Communicator,
+    pub(super) step: u64,
+    sampler: Sampler,
+    evaluation: Sampler,
+    accumulate: usize,
+    world: usize,
+    /// Modelled time of a microbatch's forward pass, and of its whole backward pass.
+    compute: (Nanos, Nanos),
+    buffers: (Vec<u32>, Vec<u32>),
+}
+
+/// What a step did.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepDone {
+    /// Steps done, this one included.
+    pub step: u64,
+    /// Mean loss of the step's tokens in nats: of all workers where they agreed on the step, else of this one.
+    pub loss: f64,
+    /// Whether all replicas are the same now.
+    pub synced: Synced,
+    /// Whether any worker wants to stop; known where workers agree.
+    pub stop: bool,
+}
+
+/// The optimizer chain of a config.
+fn chain(config: &TrainConfig, device: &Device, stage: &Stage) -> Result<Chain> {
+    let decay = match config.schedule {
+        ScheduleKind::Constant => farflung_optim::Decay::Constant,
+        ScheduleKind::Linear => farflung_optim::Decay::Linear,
+        ScheduleKind::Cosine => farflung_optim::Decay::Cosine,
+    };
+    let least = config.min_lr.min(config.lr);
+    let schedule = Schedule::new(config.lr, least, config.warmup, config.steps, decay)?;
+    let clip = (config.clip > 0.0).then_some(config.clip);
+    let weight_decay = config.weight_decay;
+    let links = match config.optimizer {
+        OptimizerKind::AdamW => {
+            let (beta1, beta2) = (config.beta1, config.beta2);
+            adamw(AdamW { beta1, beta2, eps: 1e-8, weight_decay, clip, schedule })
+        }
+        OptimizerKind::Sgd => {
+            sgd(Sgd { momentum: config.momentum, nesterov: false, weight_decay, clip, schedule })
+        }
+    };
+    Ok(links.build(device, stage.layout())?)
+}
+
+impl Worker {
+    /// A worker at step 0 of a job.
+    pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
+        let rank = comm.rank().index();
+        let device = Device::cpu(threads)?;
+        let stage = Stage::whole(job.model, &device)?;
+        let params = match &job.config.init_from {
+            Some(folder) => load(folder, &stage)?,
+            None => stage.init(job.config.seed)?,
+        };
+        let flops = job.model.flops_per_token(job.model.context) as f64
+            * (job.config.batch * job.model.context) as f64;
+        let compute = (job.modelled(flops / 3.0), job.modelled(flops * 2.0 / 3.0));
+        Ok(Self {
+            grads: stage.zeros()?,
+            chain: chain(&job.config, &device, &stage)?,
+            sync: Sync::new(job, &comm, &stage, &params)?,
+            sampler: job.sampler(rank)?,
+            evaluation: job.evaluation(rank)?,
+            accumulate: job.config.accumulate,
+            world: job.world,
+            stage,
+            params,
+            comm,
+            step: 0,
+            compute,
+            buffers: (Vec::new(), Vec::new()),
+        })
+    }
+
+    /// Steps done.
+    #[must_use]
+    pub const fn steps_done(&self) -> u64 {
+        self.step
+    }
+
+    /// How it reaches the others.
+    #[must_use]
+    pub const fn comm(&self) -> &Communicator {
+        &self.comm
+    }
+
+    /// Its model.
+    #[must_use]
+    pub const fn stage(&self) -> &Stage {
+        &self.stage
+    }
+
+    /// Its replica's parameters.
+    #[must_use]
+    pub const fn params(&self) -> &Tensor {
+        &self.params
+    }
+
+    /// The gradients of the last step: averaged under ddp, this worker's own under `DiLoCo`.
+    #[must_use]
+    pub const fn grads(&self) -> &Tensor {
+        &self.grads
+    }
+
+    /// Hash of the parameters, padding left out: equal on all replicas after each agreed step.
+    pub fn hash(&self) -> Result<blake3::Hash> {
+        let all = self.params.to_vec::<f32>()?;
+        let mut hasher = blake3::Hasher::new();
+        for p in self.stage.layout().params() {
+            for value in &all[p.range()] {
+                hasher.update(&value.to_le_bytes());
+            }
+        }
+        Ok(hasher.finalize())
+    }
+
+    /// One optimizer step: forward and backward of each microbatch, averaging as the run's method says, and the update.
+    ///
+    /// Prepare, agree, commit: a step that fails anywhere before all workers agreed leaves parameters, moments and
+    /// residuals as they were.
+    pub fn step(&mut self, stop: bool) -> Result<StepDone> {
+        let (loss, stop) = self.compute_gradients(stop)?;
+        let prepared: Prepared = self.chain.prepare(&self.grads)?;
+        self.chain.commit(&mut self.params, &self.grads, prepared)?;
+        self.step += 1;
+        let after = self.sync.after_step(&self.comm, self.step, &mut self.params, loss, stop)?;
+        Ok(StepDone { step: self.step, loss: after.loss, synced: after.synced, stop: after.stop })
+    }
+
+    /// Forward and backward of all microbatches, and the average where the method averages gradients. Gives the mean
+    /// loss, and whether to stop: of all workers where they averaged, else of this one.
+    fn compute_gradients(&mut self, stop: bool) -> Result<(f64, bool)> {
+        let per_microbatch = (self.sampler.shard().batch * self.sampler.context()) as f64;
+        let scale = farflung_optim::loss_scale(
+            self.world,
+            (per_microbatch as u64) * (self.accumulate * self.world) as u64,
+        );
+        let mut loss = 0.0;
+        let mut averaging = self.sync.begin();
+        for micro in 0..self.accumulate {
+            let batch = self.step * self.accumulate as u64 + micro as u64;
+            let (inputs, targets) = &mut self.buffers;
+            self.sampler.batch(batch, inputs, targets)?;
+            let len = self.sampler.context();
+            let (x, y) = (self.stage.tokens(inputs, len)?, self.stage.tokens(targets, len)?);
+            let (out, saved) = self.stage.forward(&self.params, Input::Tokens(x), Some((&y, scale)))?;
+            self.comm.advance(self.compute.0);
+            if let Output::Losses(losses) = out {
+                loss += stage::total(&losses)?;
+            }
+            let last = micro + 1 == self.accumulate;
+            let (comm, total) = (&self.comm, self.stage.layout().len() as u64);
+            let backward = self.compute.1;
+            let mut failed = None;
+            let mut grads = Grads { flat: &mut self.grads, accumulate: micro > 0 };
+            self.stage.backward(&self.params, saved, None, &mut grads, |range, flat| {
+                // The share of the backward pass that these parameters stand for has passed.
+                comm.advance(Nanos(backward.0 * range.len() as u64 / total));
+                if let Some(averaging) = averaging.as_mut().filter(|_| last && failed.is_none()) {
+                    failed = averaging.ready(range, flat).err();
+                }
+            })?;
+            failed.map_or(Ok(()), Err)?;
+        }
+        let loss = loss / (per_microbatch * self.accumulate as f64);
+        let Some(averaging) = averaging else { return Ok((loss, stop)) };
+        let vote = vote(&self.comm, loss, stop);
+        averaging.finish(&mut self.grads)?;
+        let vote = vote.wait()?;
+        Ok((vote[0], vote[1] > 0.0))
+    }
+
+    /// Mean loss of the held-out batches in nats, shared out among the workers; all must call it.
+    pub fn evaluate(&mut self) -> Result<f64> {
+        let mut sums = [0.0_f64, 0.0];
+        let (inputs, targets) = &mut self.buffers;
+        for batch in 0..self.evaluation.steps().unwrap_or(0) {
+            self.evaluation.batch(batch as u64, inputs, targets)?;
+            let len = self.evaluation.context();
+            let (x, y) = (self.stage.tokens(inputs, len)?, self.stage.tokens(targets, len)?);
+            sums[0] += stage::total(&self.stage.losses(&self.params, x, &y)?)?;
+            sums[1] += targets.len() as f64;
+        }
+        self.comm.all_reduce(&mut sums, ReduceOp::Sum)?;
+        Ok(sums[0] / sums[1])
+    }
+}
+
+/// Weights in Hugging Face's layout as flat parameters.
+fn load(folder: &std::path::Path, stage: &Stage) -> Result<Tensor> {
+    let mut weights = farflung_zoo::weights::Weights::open(folder)?;
+    let mut flat = vec![0.0_f32; stage.layout().len()];
+    for p in stage.layout().params() {
+        weights.tensor(&p.name, &mut flat[p.range()])?;
+    }
+    stage.device().tensor(&flat, flat.len()).map_err(Error::from)
+}

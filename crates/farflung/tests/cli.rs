@@ -1,0 +1,66 @@
+//! The binary as a user meets it: help, exit codes, what goes to which stream.
+
+use std::process::{Command, Output};
+
+fn farflung(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_farflung")).args(args).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+#[test]
+fn help_has_an_example_and_the_exit_codes() {
+    let help = farflung(&["--help"]);
+    assert!(help.status.success());
+    assert!(text(&help.stdout).contains("75 a peer was lost"));
+    let help = farflung(&["launch", "--help"]);
+    assert!(text(&help.stdout).contains("Example:\n  farflung launch -n 4 -- train"));
+    assert!(help.stderr.is_empty());
+}
+
+#[test]
+fn wrong_usage_is_exit_code_2_on_stderr() {
+    for args in [
+        &["fly"][..],
+        &[],
+        &["launch", "-n", "0", "--", "train"],
+        &["launch", "-n", "2"],
+        &["launch", "-n", "2", "--master", "nowhere", "--", "train"],
+        &["launch", "-n", "2", "--grace", "5", "--", "train"],
+        &["--log-format", "xml", "launch", "-n", "1", "--", "--version"],
+    ] {
+        let output = farflung(args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(output.stdout.is_empty() && !output.stderr.is_empty(), "{args:?}");
+    }
+}
+
+#[test]
+fn launch_starts_all_and_passes_stdout_through() {
+    let output = farflung(&["launch", "-n", "3", "--", "--version"]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(text(&output.stdout).matches("farflung 0.1.0\n").count(), 3);
+}
+
+#[test]
+fn launch_prefixes_stderr_and_ends_with_the_childs_code() {
+    let output = farflung(&["launch", "-n", "2", "--", "no-such-command"]);
+    assert_eq!(output.status.code(), Some(2));
+    let stderr = text(&output.stderr);
+    assert!(stderr.contains("[0] error: unrecognized subcommand"), "{stderr}");
+    assert!(stderr.contains("[1] error: unrecognized subcommand"), "{stderr}");
+    assert!(
+        stderr.lines().any(|l| l.starts_with("error: rank ") && l.contains("exit status: 2")),
+        "{stderr}"
+    );
+}
+
+#[test]
+fn a_port_in_use_or_an_address_of_nobody_is_an_error() {
+    let output = farflung(&["launch", "-n", "1", "--master", "203.0.113.1:0", "--", "--version"]);
+    assert_eq!(output.status.code(), Some(1));
+    let stderr = text(&output.stderr);
+    assert!(stderr.starts_with("error: failed to find a free port at 203.0.113.1\n  cause: "), "{stderr}");
+}

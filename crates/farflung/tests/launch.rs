@@ -1,0 +1,75 @@
+//! Jobs of several processes: variables, failures, signals. The processes are shells.
+
+use std::path::Path;
+use std::time::Duration;
+
+use farflung::{Error, Launch, Signal, Stop};
+
+fn launch(script: &str, grace: Duration, stop: &Stop) -> farflung::Result<()> {
+    let job = Launch { processes: 3, master: ("127.0.0.1".to_owned(), 0), grace };
+    job.run(Path::new("/bin/sh"), &["-c".into(), script.into()], stop)
+}
+
+#[test]
+fn every_process_knows_its_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().display();
+    let script = format!(
+        "echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT > {out}/$RANK"
+    );
+    launch(&script, Duration::from_secs(5), &Stop::manual()).unwrap();
+    let said: Vec<String> =
+        (0..3).map(|r| std::fs::read_to_string(dir.path().join(r.to_string())).unwrap()).collect();
+    let port: u16 = said[0].split_whitespace().last().unwrap().parse().unwrap();
+    assert!(port > 0);
+    for (rank, line) in said.iter().enumerate() {
+        assert_eq!(*line, format!("{rank} {rank} 3 3 127.0.0.1 {port}\n"));
+    }
+}
+
+#[test]
+fn the_others_are_ended_after_the_grace_and_the_first_code_counts() {
+    let script = "test $RANK = 1 && exit 75; sleep 60";
+    match launch(script, Duration::from_millis(200), &Stop::manual()) {
+        Err(error @ Error::Child { rank: 1, .. }) => assert_eq!(error.exit_code(), 75),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn who_ignores_sigterm_is_killed() {
+    let script = "test $RANK = 2 && exit 3; trap '' TERM; while :; do sleep 0.05; done";
+    match launch(script, Duration::from_millis(200), &Stop::manual()) {
+        Err(error @ Error::Child { rank: 2, .. }) => assert_eq!(error.exit_code(), 3),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_signal_is_passed_on_and_children_may_save_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().display();
+    let script = format!(
+        "trap 'echo saved > {out}/$RANK; exit 143' TERM; touch {out}/up-$RANK; while :; do sleep 0.05; done"
+    );
+    let stop = Stop::manual();
+    let asker = stop.clone();
+    let folder = dir.path().to_owned();
+    let waiter = std::thread::spawn(move || {
+        while !(0..3).all(|r| folder.join(format!("up-{r}")).exists()) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        asker.request(Signal::Terminate);
+    });
+    let outcome = launch(&script, Duration::from_secs(10), &stop);
+    waiter.join().unwrap();
+    assert!(matches!(outcome, Err(Error::Stopped(Signal::Terminate))), "{outcome:?}");
+    assert!((0..3).all(|r| dir.path().join(r.to_string()).exists()));
+}
+
+#[test]
+fn a_program_that_is_not_there_is_named() {
+    let job = Launch { processes: 2, master: ("127.0.0.1".to_owned(), 1), grace: Duration::ZERO };
+    let outcome = job.run(Path::new("/no/such/program"), &[], &Stop::manual());
+    assert!(matches!(outcome, Err(Error::Start { rank: 0, .. })), "{outcome:?}");
+}
