@@ -127,7 +127,7 @@ mod tests {
             let mut y = vec![1.0; x.len()];
             axpy(isa, 2.0, &x, &mut y);
             for (i, y) in y.iter().enumerate() {
-                assert_eq!(*y, 1.0 + 2.0 * i as f32, "{isa:?}");
+                assert_eq!(y.to_bits(), (1.0 + 2.0 * i as f32).to_bits(), "{isa:?}");
             }
         }
     }
@@ -140,7 +140,7 @@ mod tests {
             let eps = f32::EPSILON;
             let mut y = [-1.0];
             axpy(isa, 1.0 + eps, &[1.0 - eps], &mut y);
-            assert_eq!(y[0], -eps * eps);
+            assert_eq!(y[0].to_bits(), (-eps * eps).to_bits());
         }
     }
 }

@@ -7,7 +7,7 @@ use super::simd::Level;
 /// 1.5 * 2^23: adding it to a float below 2^22 leaves the nearest integer in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 /// ln 2 in two parts; the first has 10 significant bits, so its product with an exponent is exact.
-const LN2_HI: f32 = 0.693_359_375;
+const LN2_HI: f32 = 0.693_359_4;
 const LN2_LO: f32 = -2.121_944_4e-4;
 
 /// Splits `x` into `n ln 2 + r` with `|r| <= ln 2 / 2`; returns the integer `n` and `e^r - 1`.
@@ -21,7 +21,7 @@ fn reduce<L: Level>(x: f32) -> (i32, f32) {
     let p = L::mul_add(r, p, 8.333_452e-3);
     let p = L::mul_add(r, p, 4.166_579_6e-2);
     let p = L::mul_add(r, p, 1.666_666_5e-1);
-    let p = L::mul_add(r, p, 0.500_000_01);
+    let p = L::mul_add(r, p, 0.5);
     (t.to_bits().wrapping_sub(ROUND.to_bits()).cast_signed(), L::mul_add(r * r, p, r))
 }
 
@@ -56,15 +56,19 @@ mod tests {
     use super::super::simd::{Isa, simd};
 
     simd! {
-        fn exps<L: Level>(x: &mut [f32]) {
-            x.iter_mut().for_each(|x| *x = super::exp::<L>(*x));
-        }
+            fn exps<L: Level>(x: &mut [f32]) {
+                for x in x {
+     *x = super::exp::<L>(*x);
     }
+            }
+        }
     simd! {
-        fn tanhs<L: Level>(x: &mut [f32]) {
-            x.iter_mut().for_each(|x| *x = super::tanh::<L>(*x));
-        }
+            fn tanhs<L: Level>(x: &mut [f32]) {
+                for x in x {
+     *x = super::tanh::<L>(*x);
     }
+            }
+        }
 
     const ISAS: [fn() -> Isa; 2] = [Isa::detect, || Isa::PORTABLE];
 

@@ -26,11 +26,18 @@ pub(super) struct Head {
     pub(super) width: usize,
 }
 
-/// Takes the next `len` floats of the scratch.
-fn take<'a>(scratch: &mut &'a mut [f32], len: usize) -> &'a mut [f32] {
-    let (panel, rest) = std::mem::take(scratch).split_at_mut(len);
-    *scratch = rest;
-    panel
+/// Cuts the scratch into panels of the given lengths; what they hold is left over from earlier calls.
+fn panels<const N: usize>(scratch: &mut Vec<f32>, lengths: [usize; N]) -> [&mut [f32]; N] {
+    let total = lengths.iter().sum();
+    if scratch.len() < total {
+        scratch.resize(total, 0.0);
+    }
+    let mut rest = &mut scratch[..];
+    lengths.map(|len| {
+        let (panel, after) = std::mem::take(&mut rest).split_at_mut(len);
+        rest = after;
+        panel
+    })
 }
 
 /// Where one tile of queries meets one tile of keys.
@@ -47,7 +54,7 @@ struct Meeting {
 impl Meeting {
     /// Keys that row `r` sees.
     fn seen(self, r: usize) -> usize {
-        (self.first + r as isize).clamp(0, self.keys as isize) as usize
+        (self.first + r.cast_signed()).clamp(0, self.keys.cast_signed()).cast_unsigned()
     }
 
     /// Keys that any of `rows` sees.
@@ -57,7 +64,7 @@ impl Meeting {
 
     /// Rows that see any of `keys`.
     fn seeing(self, keys: &Range<usize>) -> Range<usize> {
-        let start = (keys.start as isize + 1 - self.first).max(0) as usize;
+        let start = (keys.start.cast_signed() + 1 - self.first).max(0).cast_unsigned();
         start.min(self.rows)..self.rows
     }
 
@@ -89,7 +96,7 @@ impl Head {
         let (queries, past) = (self.queries, self.keys - self.queries);
         (0..queries).step_by(QUERIES).filter_map(move |i| {
             let tile = i..queries.min(i + QUERIES);
-            let first = (tile.start + past + 1) as isize - keys.start as isize;
+            let first = (tile.start + past + 1).cast_signed() - keys.start.cast_signed();
             (tile.end + past > keys.start).then(|| {
                 let meeting = Meeting { rows: tile.len(), keys: keys.len(), first };
                 (tile, meeting)
@@ -133,7 +140,7 @@ impl Head {
     }
 
     /// `c += weights b`, from scores to queries.
-    fn to_queries(&self, meeting: Meeting, weights: &[f32], b: &[f32], c: &mut [f32]) {
+    fn onto_queries(&self, meeting: Meeting, weights: &[f32], b: &[f32], c: &mut [f32]) {
         let p = Product {
             rows: meeting.rows,
             a: weights,
@@ -149,7 +156,7 @@ impl Head {
     }
 
     /// `c += weightsᵀ b`, from scores to keys.
-    fn to_keys(&self, meeting: Meeting, weights: &[f32], b: &[f32], c: &mut [f32]) {
+    fn onto_keys(&self, meeting: Meeting, weights: &[f32], b: &[f32], c: &mut [f32]) {
         let p = Product {
             rows: meeting.seen(meeting.rows - 1),
             a: weights,
@@ -172,7 +179,7 @@ impl Head {
         write: impl Fn(usize) -> (&'a mut [f32], Option<&'a mut f32>),
     ) {
         let (pitch, tile_keys) = (self.pitch(), self.keys.min(KEYS));
-        let panels = [
+        let lengths = [
             self.queries * pitch,
             self.queries,
             self.queries,
@@ -181,12 +188,7 @@ impl Head {
             tile_keys * pitch,
             QUERIES * PITCH,
         ];
-        let len = panels.iter().sum();
-        if scratch.len() < len {
-            scratch.resize(len, 0.0);
-        }
-        let mut rest = &mut scratch[..len];
-        let [out, tops, sums, q_tile, k_t, v_tile, s] = panels.map(|len| take(&mut rest, len));
+        let [out, tops, sums, q_tile, k_t, v_tile, s] = panels(scratch, lengths);
         out.fill(0.0);
         tops.fill(f32::NEG_INFINITY);
         sums.fill(0.0);
@@ -214,7 +216,7 @@ impl Head {
                     tops[t] = top;
                     sums[t] += sum;
                 }
-                self.to_queries(meeting, s, v_tile, &mut out[queries.start * pitch..]);
+                self.onto_queries(meeting, s, v_tile, &mut out[queries.start * pitch..]);
             }
         }
         for t in 0..self.queries {
@@ -237,7 +239,7 @@ impl Head {
     ) {
         let (pitch, tile_keys) = (self.pitch(), self.keys.min(KEYS));
         let (whole, tile, across) = (self.queries * pitch, tile_keys * pitch, self.width * PITCH);
-        let panels = [
+        let lengths = [
             whole,
             whole,
             whole,
@@ -250,12 +252,7 @@ impl Head {
             QUERIES * PITCH,
             QUERIES * PITCH,
         ];
-        let len = panels.iter().sum();
-        if scratch.len() < len {
-            scratch.resize(len, 0.0);
-        }
-        let mut rest = &mut scratch[..len];
-        let [qs, dys, dq, means, k_tile, dk, dv, k_t, v_t, s, dp] = panels.map(|len| take(&mut rest, len));
+        let [qs, dys, dq, means, k_tile, dk, dv, k_t, v_t, s, dp] = panels(scratch, lengths);
         self.pack(qs, q, 0..self.queries, self.score_scale());
         self.pack(dys, dy, 0..self.queries, 1.0);
         dq.fill(0.0);
@@ -280,9 +277,9 @@ impl Head {
                     dp[seen..].fill(0.0);
                     softmax_grad_row(self.isa, s, dp, lse[t], means[t]);
                 }
-                self.to_keys(meeting, s, &dys[at..], dv);
-                self.to_keys(meeting, dp, &qs[at..], dk);
-                self.to_queries(meeting, dp, k_tile, &mut dq[at..]);
+                self.onto_keys(meeting, s, &dys[at..], dv);
+                self.onto_keys(meeting, dp, &qs[at..], dk);
+                self.onto_queries(meeting, dp, k_tile, &mut dq[at..]);
             }
             for (r, t) in keys.enumerate() {
                 // The queries were scaled when they were packed, so the keys' gradient already is.

@@ -5,7 +5,7 @@
 //! that see the tile. Masked weights are multiplied as zeros within a register tile, so a NaN in a value may reach the
 //! five queries before it. It refuses to know projections, tensors and devices.
 //!
-//! Source: Dao et al. 2022, "FlashAttention", algorithms 1 and 4. Differs: keys are the outer loop of both directions;
+//! Source: Dao et al. 2022, "`FlashAttention`", algorithms 1 and 4. Differs: keys are the outer loop of both directions;
 //! the forward pass keeps its accumulators of one head in scratch and divides once at the end.
 
 mod head;
