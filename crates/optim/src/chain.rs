@@ -64,9 +64,12 @@ impl ChainBuilder {
             None
         };
         let mut named = Vec::new();
-        for link in &self.links {
+        for (i, link) in self.links.iter().enumerate() {
+            // The second of two alike has names of its own.
+            let before = self.links[..i].iter().filter(|l| l.name() == link.name()).count();
+            let number = if before == 0 { String::new() } else { (before + 1).to_string() };
             for state in link.states() {
-                named.push((format!("{}.{state}", link.name()), device.zeros(layout.len())?));
+                named.push((format!("{}{number}.{state}", link.name()), device.zeros(layout.len())?));
             }
         }
         Ok(Chain {
@@ -217,5 +220,54 @@ impl Chain {
         }
         self.step = step;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transform::{add_decayed_weights, clip_by_global_norm, scale_by_adam, scale_by_schedule};
+    use crate::{Schedule, diloco_outer};
+    use farflung_tensor::Shape;
+
+    #[test]
+    fn a_commit_is_one_pass_of_one_program() {
+        let cpu = Device::cpu(1).unwrap();
+        let layout =
+            ParamLayout::new([("w".to_owned(), Shape::from([8, 9])), ("b".to_owned(), Shape::from(9))]);
+        let adamw = Chain::new()
+            .then(clip_by_global_norm(1.0))
+            .then(scale_by_adam(0.9, 0.95, 1e-8))
+            .then(add_decayed_weights(0.1))
+            .then(scale_by_schedule(Schedule::constant(0.01)));
+        for (builder, reads, writes) in [(adamw, 2, 3), (diloco_outer(0.7, 0.9), 1, 2)] {
+            let mut chain = builder.build(&cpu, &layout).unwrap();
+            // Parameters and states are each stored once, and each read-only buffer is read once.
+            assert_eq!((chain.program.reads(), chain.program.writes()), (reads, writes));
+            assert_eq!(chain.program.stores().len(), writes);
+            let values = |f: fn(usize) -> f32| {
+                let mut values = vec![0.0; layout.len()];
+                for i in layout.params().iter().flat_map(farflung_tensor::Param::range) {
+                    values[i] = f(i);
+                }
+                values
+            };
+            let (start, grad) = (values(|i| (i as f32).sin()), values(|i| (i as f32 * 0.7).cos()));
+            let mut params = cpu.tensor(&start, layout.len()).unwrap();
+            let grads = cpu.tensor(&grad, layout.len()).unwrap();
+            let prepared = chain.prepare(&grads).unwrap();
+            chain.commit(&mut params, &grads, prepared).unwrap();
+            // One evaluation of the program for each element is the whole step, to the bit.
+            let got = params.to_vec::<f32>().unwrap();
+            let states: Vec<Vec<f32>> = chain.states().map(|(_, s)| s.to_vec().unwrap()).collect();
+            for i in 0..layout.len() {
+                let mut element = vec![0.0; writes];
+                element[0] = start[i];
+                let mask = f32::from(layout.params()[0].range().contains(&i));
+                chain.program.eval(&chain.scalars, &[grad[i], mask][..reads], &mut element);
+                let after: Vec<f32> = std::iter::once(got[i]).chain(states.iter().map(|s| s[i])).collect();
+                assert_eq!(after, element, "{i}");
+            }
+        }
     }
 }

@@ -132,7 +132,8 @@ impl Transform for ScaleByAdam {
     fn validate(&self) -> Result<(), OptimError> {
         require((0.0..1.0).contains(&self.beta1), "adam", "beta1", self.beta1, "at least 0 and below 1")?;
         require((0.0..1.0).contains(&self.beta2), "adam", "beta2", self.beta2, "at least 0 and below 1")?;
-        require(self.eps >= 0.0, "adam", "eps", self.eps, "at least 0")
+        // Without it a zero gradient, and all padding, would become 0 / 0.
+        require(self.eps as f32 > 0.0, "adam", "eps", self.eps, "above 0 in f32")
     }
     fn states(&self) -> &'static [&'static str] {
         &["m", "v"]

@@ -460,6 +460,23 @@ fn diloco_of_one_step_of_sgd_is_plain_averaging() {
 }
 
 #[test]
+fn pseudo_gradients_average_as_in_prime() {
+    // Worker r anchored at r + 1 and moved to (r + 1) / 2: the mean of the distances is (world + 1) / 4.
+    let layout = layout();
+    for world in [2, 3] {
+        on_ranks(world, |comm| {
+            let at = comm.rank().0 as f32 + 1.0;
+            let outer = diloco_outer(0.7, 0.9).build(&CPU, &layout).unwrap();
+            let mut outer = OuterOptimizer::new(outer, &flat(&fill(&layout, |_| at))).unwrap();
+            let delta = outer.delta(&flat(&fill(&layout, |_| at / 2.0))).unwrap();
+            Average::new(comm, &layout, AverageConfig::default()).unwrap().all(delta).unwrap();
+            let want = fill(&layout, |_| (world as f32 + 1.0) / 4.0);
+            assert_eq!(delta.to_vec::<f32>().unwrap(), want);
+        });
+    }
+}
+
+#[test]
 fn training_with_int8_and_feedback_keeps_replicas_equal_and_converges() {
     let layout = layout();
     let target = random(&layout, 3, 1.0);

@@ -45,7 +45,7 @@ impl Sampling {
         let mut order: Vec<u32> = (0..logits.len() as u32).collect();
         let at = |t: u32| {
             let l = logits[t as usize];
-            if l.is_nan() { f32::NEG_INFINITY } else { l }
+            if l.is_nan() { f32::NEG_INFINITY } else { l + 0.0 } // -0 ties with 0.
         };
         let likelier = |a: &u32, b: &u32| at(*b).total_cmp(&at(*a)).then(a.cmp(b));
         if self.temperature == 0.0 {
@@ -57,6 +57,9 @@ impl Sampling {
         }
         order.sort_unstable_by(likelier);
         let top = order.first().map_or(0.0, |&t| f64::from(at(t)));
+        if !top.is_finite() {
+            return order.first().copied().unwrap_or(0);
+        }
         let weights: Vec<f64> =
             order.iter().map(|&t| ((f64::from(at(t)) - top) / f64::from(self.temperature)).exp()).collect();
         let total: f64 = weights.iter().sum();

@@ -31,7 +31,7 @@ impl Head {
     fn logits_of(&self, cx: &Cx<'_>, x: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
         let [gain, bias] = cx.layout.views(cx.params, self.norm)?;
         let wte = cx.layout.view(cx.params, self.table)?;
-        let [b, t, c] = dims(x);
+        let [b, t, c] = dims(x)?;
         let (mut norm, mut stats) = (cx.empty([b, t, c])?, cx.empty([b * t, 2])?);
         cx.device.run(Op::LayerNorm {
             x: x.view(),

@@ -1,6 +1,6 @@
 //! One pre-norm transformer block of GPT-2: `x + proj(attention(ln_1 x))`, then `x + proj(gelu(fc(ln_2 x)))`.
 
-use farflung_tensor::{Fuse, Op, Result, Tensor};
+use farflung_tensor::{Fuse, Op, Result, Shape, Tensor, TensorError};
 
 use super::{Cx, Grads};
 
@@ -52,7 +52,7 @@ impl Transformer {
     pub fn forward(&self, cx: &Cx<'_>, x: Tensor) -> Result<(Tensor, TransformerSaved)> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
-        let [b, t, c] = dims(&x);
+        let [b, t, c] = dims(&x)?;
         let run = |op: Op<'_>| cx.device.run(op);
 
         let (mut norm_1, mut stats_1) = (cx.empty([b, t, c])?, cx.empty([b * t, 2])?);
@@ -111,7 +111,7 @@ impl Transformer {
     pub fn backward_input(&self, cx: &Cx<'_>, saved: &mut TransformerSaved, dy: Tensor) -> Result<Tensor> {
         let [ln_1, _, w_qkv, _, w_proj, _, ln_2, _, w_fc, _, w_out, _] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
-        let [b, t, c] = dims(&dy);
+        let [b, t, c] = dims(&dy)?;
         let run = |op: Op<'_>| cx.device.run(op);
         let s = &*saved;
 
@@ -206,7 +206,7 @@ impl Transformer {
     ) -> Result<Tensor> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
-        let [b, t, c] = dims(&x);
+        let [b, t, c] = dims(&x)?;
         let run = |op: Op<'_>| cx.device.run(op);
         let mut stats = cx.empty([b * t, 2])?;
         let mut norm = cx.empty([b, t, c])?;
@@ -238,8 +238,10 @@ impl Transformer {
 }
 
 /// The three dimensions of hidden states.
-pub(crate) fn dims(x: &Tensor) -> [usize; 3] {
-    x.shape().dims().try_into().expect("hidden states are [B, T, C]")
+pub(crate) fn dims(x: &Tensor) -> Result<[usize; 3]> {
+    let rhs = Shape::from([0, 0, 0]);
+    let mismatch = |_| TensorError::ShapeMismatch { op: "hidden states [B, T, C]", lhs: x.shape(), rhs };
+    x.shape().dims().try_into().map_err(mismatch)
 }
 
 /// `y = x w`, then `fuse`.

@@ -55,8 +55,9 @@ pub(super) fn read(path: &Path) -> Result<GptConfig, ZooError> {
     Ok(config)
 }
 
-/// Writes the `config.json` of a model.
-pub(super) fn write(path: &Path, config: &GptConfig, dtype: Dtype) -> Result<(), ZooError> {
+/// The text of the `config.json` of a model whose weights are of this type.
+#[must_use]
+pub fn config_text(config: &GptConfig, dtype: Dtype) -> String {
     let torch = match dtype {
         Dtype::F32 => "float32",
         Dtype::F16 => "float16",
@@ -86,8 +87,11 @@ pub(super) fn write(path: &Path, config: &GptConfig, dtype: Dtype) -> Result<(),
         "torch_dtype": torch,
         "vocab_size": config.vocab,
     });
-    write_file(path, |out| {
-        let text = format!("{json:#}\n");
-        out.write_all(text.as_bytes()).map_err(ZooError::io("write", path))
-    })
+    format!("{json:#}\n")
+}
+
+/// Writes the `config.json` of a model.
+pub(super) fn write(path: &Path, config: &GptConfig, dtype: Dtype) -> Result<(), ZooError> {
+    let text = config_text(config, dtype);
+    write_file(path, |out| out.write_all(text.as_bytes()).map_err(ZooError::io("write", path)))
 }

@@ -11,7 +11,8 @@ mod read;
 mod tensors;
 mod write;
 
+pub use config_json::config_text;
 pub use dtype::Dtype;
 pub use read::Weights;
-pub use tensors::{TensorData, TensorFile, TensorInfo, TensorView, write_tensors};
+pub use tensors::{TensorData, TensorFile, TensorInfo, TensorView, write_tensors, write_tensors_to};
 pub use write::{WriteOptions, write};

@@ -289,34 +289,48 @@ pub fn write_tensors(
     metadata: &BTreeMap<String, String>,
 ) -> Result<(), ZooError> {
     let mut names = std::collections::BTreeSet::from(["__metadata__"]);
-    let mut rows = Vec::with_capacity(tensors.len());
     for t in tensors {
         let wrong = |problem: String| {
             Err(ZooError::TensorEntry { path: path.to_owned(), tensor: t.name.to_owned(), problem })
         };
-        let (dtype, count) = match t.data {
-            TensorData::F32(values) => ("F32", values.len()),
-            TensorData::U8(bytes) => ("U8", bytes.len()),
-        };
+        let count = t.data.kind().1;
         if t.shape.iter().try_fold(1_usize, |n, &dim| n.checked_mul(dim)) != Some(count) {
             return wrong(format!("is {:?}, but has {count} values", t.shape));
         }
         if !names.insert(t.name) {
             return wrong("occurs twice or has a reserved name".to_owned());
         }
-        rows.push((t.name, dtype, t.shape));
     }
-    write_file(path, |out| {
-        let io = || ZooError::io("write", path);
-        out.write_all(&header(rows.into_iter(), metadata)).map_err(io())?;
-        for t in tensors {
-            match t.data {
-                TensorData::F32(values) => write_f32(out, Dtype::F32, values).map_err(io())?,
-                TensorData::U8(bytes) => out.write_all(bytes).map_err(io())?,
-            }
+    write_file(path, |out| write_tensors_to(out, tensors, metadata).map_err(ZooError::io("write", path)))
+}
+
+/// Writes named tensors and metadata as safetensors to any writer, a chunk at a time. Names must differ, and each shape
+/// must be the length of its data; [`write_tensors`] checks that.
+///
+/// Errors: those of the writer.
+pub fn write_tensors_to(
+    out: &mut dyn Write,
+    tensors: &[TensorView<'_>],
+    metadata: &BTreeMap<String, String>,
+) -> std::io::Result<()> {
+    out.write_all(&header(tensors.iter().map(|t| (t.name, t.data.kind().0, t.shape)), metadata))?;
+    for t in tensors {
+        match t.data {
+            TensorData::F32(values) => write_f32(out, Dtype::F32, values)?,
+            TensorData::U8(bytes) => out.write_all(bytes)?,
         }
-        Ok(())
-    })
+    }
+    Ok(())
+}
+
+impl TensorData<'_> {
+    /// The name of its type in the file, and how many values it has.
+    const fn kind(&self) -> (&'static str, usize) {
+        match self {
+            Self::F32(values) => ("F32", values.len()),
+            Self::U8(bytes) => ("U8", bytes.len()),
+        }
+    }
 }
 
 /// Writes numbers in a type, a chunk at a time.

@@ -1,0 +1,417 @@
+//! Chains against PyTorch's optimizers, each transform against plain f64 loops, and the laws that all chains keep.
+
+use std::sync::LazyLock;
+
+use farflung_base::Philox;
+use farflung_optim::transform::{
+    add_decayed_weights, clip_by_global_norm, scale_by_adam, scale_by_schedule, trace,
+};
+use farflung_optim::{
+    AdamW, Chain, ChainBuilder, Decay, OptimError, OuterOptimizer, Schedule, Sgd, adamw, diloco_outer,
+    global_norm, sgd,
+};
+use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
+
+static CPU: LazyLock<Device> = LazyLock::new(|| Device::cpu(1).unwrap());
+
+/// A matrix, a vector, and padding after both.
+fn layout() -> ParamLayout {
+    ParamLayout::new([("w".to_owned(), Shape::from([9, 13])), ("b".to_owned(), Shape::from(13))])
+}
+
+fn flat(values: &[f32]) -> Tensor {
+    CPU.tensor(values, values.len()).unwrap()
+}
+
+fn random(layout: &ParamLayout, seed: u64, scale: f32) -> Vec<f32> {
+    let draw = Philox::new(seed, 0);
+    let mut flat = vec![0.0; layout.len()];
+    for i in layout.params().iter().flat_map(farflung_tensor::Param::range) {
+        flat[i] = scale * (2.0 * draw.uniform(i as u64) - 1.0);
+    }
+    flat
+}
+
+fn step(chain: &mut Chain, params: &mut Tensor, grads: &[f32]) -> Option<f64> {
+    let grads = flat(grads);
+    let prepared = chain.prepare(&grads).unwrap();
+    chain.commit(params, &grads, prepared).unwrap();
+    prepared.norm()
+}
+
+/// Every preset with everything in it, and every transform alone before a constant rate.
+fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
+    let schedule = Schedule::new(0.1, 0.01, 2, 8, Decay::Cosine).unwrap();
+    let rate = || scale_by_schedule(schedule);
+    vec![
+        ("adamw", adamw(AdamW { weight_decay: 0.1, clip: Some(1.0), schedule, ..AdamW::default() })),
+        ("sgd", sgd(Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1, clip: Some(1.0), schedule })),
+        ("plain sgd", sgd(Sgd { schedule, ..Sgd::default() })),
+        ("outer", diloco_outer(0.7, 0.9)),
+        ("clip", Chain::new().then(clip_by_global_norm(0.5)).then(rate())),
+        ("adam", Chain::new().then(scale_by_adam(0.9, 0.95, 1e-8)).then(rate())),
+        ("trace", Chain::new().then(trace(0.9, false)).then(rate())),
+        ("decay", Chain::new().then(add_decayed_weights(0.2)).then(rate())),
+        // Four buffers to rewrite: as many as a pass can have.
+        ("two traces", Chain::new().then(trace(0.9, false)).then(trace(0.5, true)).then(rate())),
+    ]
+}
+
+/// The transforms once more, as loops in f64 over one parameter vector.
+struct Reference {
+    m: Vec<f64>,
+    v: Vec<f64>,
+    t: i32,
+}
+
+impl Reference {
+    fn new(len: usize) -> Self {
+        Self { m: vec![0.0; len], v: vec![0.0; len], t: 0 }
+    }
+    fn clip(u: &mut [f64], max: f64) {
+        let norm = u.iter().map(|x| x * x).sum::<f64>().sqrt();
+        u.iter_mut().for_each(|x| *x *= (max / (norm + 1e-6)).min(1.0));
+    }
+    fn adam(&mut self, u: &mut [f64], b1: f64, b2: f64, eps: f64) {
+        self.t += 1;
+        for (i, g) in u.iter_mut().enumerate() {
+            self.m[i] = b1 * self.m[i] + (1.0 - b1) * *g;
+            self.v[i] = b2 * self.v[i] + (1.0 - b2) * *g * *g;
+            let (m, v) = (self.m[i] / (1.0 - b1.powi(self.t)), self.v[i] / (1.0 - b2.powi(self.t)));
+            *g = m / (v.sqrt() + eps);
+        }
+    }
+    fn trace(&mut self, u: &mut [f64], mu: f64, nesterov: bool) {
+        for (b, g) in self.m.iter_mut().zip(u) {
+            *b = mu * *b + *g;
+            *g = if nesterov { *g + mu * *b } else { *b };
+        }
+    }
+    fn decay(u: &mut [f64], p: &[f64], layout: &ParamLayout, by: f64) {
+        for i in layout.params()[0].range() {
+            u[i] += by * p[i];
+        }
+    }
+}
+
+#[test]
+fn transforms_do_what_plain_loops_do() {
+    let layout = layout();
+    let schedule = Schedule::new(0.1, 0.01, 2, 8, Decay::Linear).unwrap();
+    type Rule = fn(&mut Reference, &mut [f64], &[f64], &ParamLayout);
+    let rules: [(&str, ChainBuilder, Rule); 6] = [
+        ("clip", Chain::new().then(clip_by_global_norm(2.0)), |_, u, _, _| Reference::clip(u, 2.0)),
+        ("adam", Chain::new().then(scale_by_adam(0.8, 0.9, 1e-3)), |r, u, _, _| r.adam(u, 0.8, 0.9, 1e-3)),
+        ("trace", Chain::new().then(trace(0.9, false)), |r, u, _, _| r.trace(u, 0.9, false)),
+        ("nesterov", Chain::new().then(trace(0.9, true)), |r, u, _, _| r.trace(u, 0.9, true)),
+        ("decay", Chain::new().then(add_decayed_weights(0.3)), |_, u, p, l| Reference::decay(u, p, l, 0.3)),
+        (
+            "all",
+            Chain::new()
+                .then(clip_by_global_norm(2.0))
+                .then(add_decayed_weights(0.3))
+                .then(scale_by_adam(0.8, 0.9, 1e-3))
+                .then(trace(0.0, false)),
+            |r, u, p, l| {
+                Reference::clip(u, 2.0);
+                Reference::decay(u, p, l, 0.3);
+                r.adam(u, 0.8, 0.9, 1e-3);
+            },
+        ),
+    ];
+    for (name, chain, rule) in rules {
+        let mut chain = chain.then(scale_by_schedule(schedule)).build(&CPU, &layout).unwrap();
+        let start = random(&layout, 1, 1.0);
+        let mut params = flat(&start);
+        let mut want: Vec<f64> = start.iter().map(|&x| f64::from(x)).collect();
+        let mut reference = Reference::new(want.len());
+        for t in 0..10 {
+            // Norms of about 0.7 and 7, on both sides of the clip.
+            let grads = random(&layout, 100 + t, if t % 2 == 0 { 0.1 } else { 1.0 });
+            step(&mut chain, &mut params, &grads);
+            let mut update: Vec<f64> = grads.iter().map(|&g| f64::from(g)).collect();
+            rule(&mut reference, &mut update, &want, &layout);
+            for (p, u) in want.iter_mut().zip(update) {
+                *p -= schedule.rate(t) * u;
+            }
+            for (got, want) in params.to_vec::<f32>().unwrap().iter().zip(&want) {
+                assert!((f64::from(*got) - want).abs() < 2e-6, "{name}, step {t}: {got} {want}");
+            }
+        }
+    }
+}
+
+#[test]
+fn presets_do_what_pytorch_does() {
+    let shapes = [("w", vec![3, 4]), ("b", vec![5])];
+    let layout = ParamLayout::new(shapes.map(|(n, s)| (n.to_owned(), Shape::new(&s))));
+    let constant = Schedule::constant(0.01);
+    let warmup = Schedule::new(0.1, 0.1, 3, 5, Decay::Constant).unwrap();
+    let adam =
+        AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: None, schedule: constant };
+    let plain = Sgd { schedule: constant, ..Sgd::default() };
+    let nesterov = Sgd { momentum: 0.9, nesterov: true, ..plain };
+    let presets = [
+        ("adamw", adamw(adam)),
+        ("adamw-clip", adamw(AdamW { clip: Some(1.0), ..adam })),
+        ("adamw-warmup", adamw(AdamW { clip: Some(1.0), schedule: warmup, ..adam })),
+        ("sgd", sgd(Sgd { weight_decay: 0.1, ..plain })),
+        ("sgd-momentum", sgd(Sgd { momentum: 0.9, weight_decay: 0.1, ..plain })),
+        ("sgd-nesterov", sgd(nesterov)),
+        ("sgd-nesterov-clip", sgd(Sgd { weight_decay: 0.1, clip: Some(1.0), schedule: warmup, ..nesterov })),
+    ];
+    let fixture = include_str!("fixtures/steps.txt");
+    let unpack = |line: &str| {
+        let values: Vec<f64> = line.split(' ').map(|v| v.parse().unwrap()).collect();
+        assert_eq!(values.len(), layout.count());
+        values
+    };
+    let pack = |values: &[f64]| {
+        let mut flat = vec![0.0; layout.len()];
+        for (i, v) in layout.params().iter().flat_map(farflung_tensor::Param::range).zip(values) {
+            flat[i] = *v as f32;
+        }
+        flat
+    };
+    let starting = |prefix: &str| {
+        let prefix = format!("{prefix} ");
+        let found: Vec<_> = fixture.lines().filter_map(|l| l.strip_prefix(&prefix)).collect();
+        assert!(!found.is_empty(), "{prefix}");
+        found
+    };
+    let start = unpack(starting("start")[0]);
+    let grads: Vec<_> = starting("grad").into_iter().map(unpack).collect();
+    for (name, chain) in presets {
+        let mut chain = chain.build(&CPU, &layout).unwrap();
+        let mut params = flat(&pack(&start));
+        let lines = starting(name);
+        assert_eq!(lines.len(), 5);
+        for (t, line) in lines.into_iter().enumerate() {
+            let (number, line) = line.split_once(' ').unwrap();
+            assert_eq!(number, t.to_string());
+            let (norm, line) = line.split_once(' ').unwrap();
+            if let Some(got) = step(&mut chain, &mut params, &pack(&grads[t])) {
+                let want: f64 = norm.parse().unwrap();
+                assert!((got - want).abs() < 1e-6 * want, "{name}, step {t}: norm {got} {want}");
+            }
+            let got = params.to_vec::<f32>().unwrap();
+            for (got, want) in got.iter().zip(pack(&unpack(line))) {
+                assert!((got - want).abs() < 1e-6, "{name}, step {t}: {got} {want}");
+            }
+        }
+    }
+}
+
+#[test]
+fn clipping_below_the_norm_changes_no_bit() {
+    let layout = layout();
+    let plain = Sgd { schedule: Schedule::constant(0.1), ..Sgd::default() };
+    let grads = random(&layout, 3, 0.1);
+    let run = |clip: Option<f64>| {
+        let mut chain = sgd(Sgd { clip, ..plain }).build(&CPU, &layout).unwrap();
+        let mut params = flat(&random(&layout, 4, 1.0));
+        step(&mut chain, &mut params, &grads);
+        params.to_vec::<f32>().unwrap()
+    };
+    let norm = global_norm(&flat(&grads)).unwrap();
+    assert_eq!(run(None), run(Some(norm * 1.01)));
+    assert_ne!(run(None), run(Some(norm * 0.99)));
+}
+
+#[test]
+fn vectors_do_not_decay() {
+    let layout = layout();
+    let start = random(&layout, 5, 1.0);
+    for chain in [
+        adamw(AdamW { weight_decay: 0.5, ..AdamW::default() }),
+        sgd(Sgd { weight_decay: 0.5, ..Sgd::default() }),
+    ] {
+        let mut chain = chain.build(&CPU, &layout).unwrap();
+        let mut params = flat(&start);
+        step(&mut chain, &mut params, &vec![0.0; layout.len()]);
+        let after = params.to_vec::<f32>().unwrap();
+        let [w, b] = [0, 1].map(|i| layout.params()[i].range());
+        assert_eq!(after[b.clone()], start[b]);
+        for i in w {
+            assert!((after[i] - start[i] * (1.0 - 5e-4)).abs() < 1e-7);
+        }
+    }
+}
+
+#[test]
+fn padding_stays_zero_and_outside_the_norm() {
+    let layout = layout();
+    for (name, chain) in all_chains() {
+        let mut chain = chain.build(&CPU, &layout).unwrap();
+        let mut params = flat(&random(&layout, 6, 1.0));
+        for t in 0..4 {
+            let grads = random(&layout, 60 + t, 1.0);
+            let want = grads.iter().map(|&g| f64::from(g).powi(2)).sum::<f64>().sqrt();
+            if let Some(norm) = step(&mut chain, &mut params, &grads) {
+                assert!((norm - want).abs() < 1e-5 * want, "{name}");
+            }
+        }
+        for buffer in std::iter::once(&params).chain(chain.states().map(|(_, s)| s)) {
+            let values = buffer.to_vec::<f32>().unwrap();
+            let [w, b] = [0, 1].map(|i| layout.params()[i].range());
+            let padding = values[w.end..b.start].iter().chain(&values[b.end..]);
+            assert!(padding.clone().count() > 0);
+            assert!(padding.into_iter().all(|v| v.to_bits() == 0), "{name}");
+            assert!(values[w].iter().any(|&v| v != 0.0), "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_changes_nothing() {
+    let layout = layout();
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let settings = AdamW { clip: Some(1.0), ..AdamW::default() };
+        let mut chain = adamw(settings).build(&CPU, &layout).unwrap();
+        let mut params = flat(&random(&layout, 7, 1.0));
+        step(&mut chain, &mut params, &random(&layout, 8, 1.0));
+        let state = |chain: &Chain| -> Vec<(String, Vec<f32>)> {
+            chain.states().map(|(n, s)| (n.to_owned(), s.to_vec().unwrap())).collect()
+        };
+        let before = (params.to_vec::<f32>().unwrap(), state(&chain), chain.step());
+        let mut grads = random(&layout, 9, 1.0);
+        grads[100] = bad;
+        let error = chain.prepare(&flat(&grads)).unwrap_err();
+        assert!(matches!(error, OptimError::NotFinite { norm } if !norm.is_finite()), "{error}");
+        assert_eq!((params.to_vec::<f32>().unwrap(), state(&chain), chain.step()), before);
+    }
+}
+
+#[test]
+fn a_restored_chain_continues_with_the_same_bits() {
+    let layout = layout();
+    for ((name, chain), (_, again)) in all_chains().into_iter().zip(all_chains()) {
+        let mut chain = chain.build(&CPU, &layout).unwrap();
+        let mut params = flat(&random(&layout, 10, 1.0));
+        let grads: Vec<_> = (0..6).map(|t| random(&layout, 80 + t, 1.0)).collect();
+        for g in &grads[..3] {
+            step(&mut chain, &mut params, g);
+        }
+        let saved: Vec<(String, Vec<f32>)> =
+            chain.states().map(|(n, s)| (n.to_owned(), s.to_vec().unwrap())).collect();
+        let mut names: Vec<_> = saved.iter().map(|(n, _)| n).collect();
+        names.dedup();
+        assert_eq!(names.len(), saved.len(), "{name}");
+        let mut copy = flat(&params.to_vec::<f32>().unwrap());
+        let mut restored = again.build(&CPU, &layout).unwrap();
+        let get = |n: &str| saved.iter().find(|(name, _)| name == n).map(|(_, v)| v.as_slice());
+        if !saved.is_empty() {
+            let last = &saved[saved.len() - 1].0;
+            let missing = restored.restore(3, |n| get(n).filter(|_| n != last));
+            assert!(matches!(missing, Err(OptimError::State { found: 0, .. })), "{name}");
+            let short = restored.restore(3, |n| get(n).map(|v| if n == last { &v[1..] } else { v }));
+            assert!(matches!(short, Err(OptimError::State { .. })), "{name}");
+            let untouched = |s: &Tensor| s.to_vec::<f32>().unwrap().iter().all(|&v| v == 0.0);
+            assert!(restored.step() == 0 && restored.states().all(|(_, s)| untouched(s)), "{name}");
+        }
+        restored.restore(chain.step(), get).unwrap();
+        for g in &grads[3..] {
+            step(&mut chain, &mut params, g);
+            step(&mut restored, &mut copy, g);
+        }
+        let bits = |t: &Tensor| t.to_vec::<f32>().unwrap().iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&params), bits(&copy), "{name}");
+        assert_eq!((chain.step(), restored.step()), (6, 6));
+    }
+}
+
+#[test]
+fn settings_outside_their_domain_are_refused() {
+    let layout = layout();
+    let field = |chain: ChainBuilder| match chain.build(&CPU, &layout) {
+        Err(OptimError::Setting { transform, field, .. }) => format!("{transform}.{field}"),
+        other => format!("{other:?}"),
+    };
+    let a = AdamW::default();
+    assert_eq!(field(adamw(AdamW { beta1: 1.0, ..a })), "adam.beta1");
+    assert_eq!(field(adamw(AdamW { beta2: -0.1, ..a })), "adam.beta2");
+    assert_eq!(field(adamw(AdamW { eps: 0.0, ..a })), "adam.eps");
+    assert_eq!(field(adamw(AdamW { eps: f64::NAN, ..a })), "adam.eps");
+    assert_eq!(field(adamw(AdamW { weight_decay: f64::NAN, ..a })), "decay.decay");
+    assert_eq!(field(adamw(AdamW { clip: Some(0.0), ..a })), "clip.max");
+    assert_eq!(field(diloco_outer(0.7, f64::NAN)), "trace.momentum");
+    assert_eq!(field(diloco_outer(0.7, 1.0)), "trace.momentum");
+    assert_eq!(field(Chain::new().then(trace(0.9, false)).then(clip_by_global_norm(1.0))), "clip.position");
+    let crowded = Chain::new().then(trace(0.1, false)).then(scale_by_adam(0.9, 0.9, 1e-8));
+    assert!(matches!(crowded.then(trace(0.1, false)).build(&CPU, &layout), Err(OptimError::Tensor(_))));
+}
+
+#[test]
+fn diloco_follows_the_trace_of_torchft() {
+    // torchft/test_fixtures, streaming_diloco regression test 0, fragment 0: weights 1, gradients 2, inner rate 1, outer
+    // rate 2, the fragment synchronised after three steps.
+    let layout = ParamLayout::new([("w".to_owned(), Shape::from([2, 3]))]);
+    let settings = Sgd { schedule: Schedule::constant(1.0), ..Sgd::default() };
+    let mut inner = sgd(settings).build(&CPU, &layout).unwrap();
+    let mut start = vec![0.0; layout.len()];
+    start[..6].fill(1.0);
+    let mut grads = vec![0.0; layout.len()];
+    grads[..6].fill(2.0);
+    let mut params = flat(&start);
+    let mut outer =
+        OuterOptimizer::new(diloco_outer(2.0, 0.0).build(&CPU, &layout).unwrap(), &params).unwrap();
+    let mut seen = vec![1.0];
+    for t in 1..=4 {
+        step(&mut inner, &mut params, &grads);
+        if t == 3 {
+            assert_eq!(outer.delta(&params).unwrap().to_vec::<f32>().unwrap()[0], 6.0);
+            let prepared = outer.prepare().unwrap();
+            outer.commit(&mut params, prepared).unwrap();
+        }
+        seen.push(params.to_vec::<f32>().unwrap()[0]);
+    }
+    assert_eq!(seen, [1.0, -1.0, -3.0, -11.0, -13.0]);
+    assert_eq!(outer.anchor().to_vec::<f32>().unwrap()[5], -11.0);
+}
+
+#[test]
+fn the_outer_momentum_is_nesterovs_and_survives_a_restart() {
+    // A delta of 1 each time: v_t = (1 - mu^t) / (1 - mu), and the move is lr (1 + mu v_t); 1.33 at first.
+    let layout = ParamLayout::new([("w".to_owned(), Shape::from(1))]);
+    let (lr, mu) = (0.7, 0.9_f64);
+    let new = |params: &Tensor| {
+        OuterOptimizer::new(diloco_outer(lr, mu).build(&CPU, &layout).unwrap(), params).unwrap()
+    };
+    let mut params = CPU.zeros(layout.len()).unwrap();
+    let mut outer = new(&params);
+    let mut at = 0.0;
+    for t in 1..=20 {
+        if t == 7 {
+            let saved: Vec<(String, Vec<f32>)> =
+                outer.states().map(|(n, s)| (n.to_owned(), s.to_vec().unwrap())).collect();
+            assert_eq!(
+                saved.iter().map(|(n, _)| n.as_str()).collect::<Vec<_>>(),
+                ["trace.momentum", "anchor"]
+            );
+            let get = |n: &str| saved.iter().find(|(name, _)| name == n).map(|(_, v)| v.as_slice());
+            let mut restored = new(&CPU.zeros(layout.len()).unwrap());
+            let missing = restored.restore(6, |n| get(n).filter(|_| n != "anchor"));
+            assert!(matches!(missing, Err(OptimError::State { .. })));
+            restored.restore(outer.step(), get).unwrap();
+            outer = restored;
+        }
+        let moved: Vec<f32> = params
+            .to_vec::<f32>()
+            .unwrap()
+            .iter()
+            .enumerate()
+            .map(|(i, p)| if i == 0 { p - 1.0 } else { *p })
+            .collect();
+        params.write(&moved).unwrap();
+        outer.delta(&params).unwrap();
+        let prepared = outer.prepare().unwrap();
+        outer.commit(&mut params, prepared).unwrap();
+        at -= lr * (1.0 + mu * (1.0 - mu.powi(t)) / (1.0 - mu));
+        if t == 1 {
+            assert!((at + 1.33).abs() < 1e-12);
+        }
+        let got = f64::from(params.to_vec::<f32>().unwrap()[0]);
+        assert!((got - at).abs() < 1e-5 * at.abs(), "{t}: {got} {at}");
+    }
+    assert_eq!(outer.step(), 20);
+}
