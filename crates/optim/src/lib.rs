@@ -1,13 +1,17 @@
 #![doc = include_str!("../README.md")]
 
-#[cfg(feature = "sync")]
-mod average;
-mod chain;
 mod error;
-mod outer;
-mod preset;
+
 pub mod schedule;
 pub mod transform;
+
+mod chain;
+mod preset;
+
+mod outer;
+
+#[cfg(feature = "sync")]
+mod average;
 
 #[cfg(feature = "sync")]
 pub use average::{Average, AverageConfig, Averaged, Averaging, agree, loss_scale};
