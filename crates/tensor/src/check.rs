@@ -75,8 +75,8 @@ impl Check<'_> {
     fn attention(&self, y: &dyn Operand, qkv: &dyn Operand, heads: usize) -> Result<[usize; 3]> {
         let [b, t, c] = self.tokens(y)?;
         let wide = self.tokens(qkv)?;
-        if wide != [b, t, 3 * c] || heads == 0 || !c.is_multiple_of(heads) {
-            return self.mismatch(Shape::from(wide), Shape::from([b, t, 3 * c, heads]));
+        if wide != [b, t, c.saturating_mul(3)] || heads == 0 || !c.is_multiple_of(heads) {
+            return self.mismatch(Shape::from(wide), Shape::from([b, t, c.saturating_mul(3), heads]));
         }
         Ok([b, t, c])
     }
@@ -93,7 +93,8 @@ impl Op<'_> {
                 let half = |d| matches!(d, DType::F16 | DType::Bf16);
                 let (from, to) = (x.dtype(), y.dtype());
                 if from != to && !(from == DType::F32 && half(to) || half(from) && to == DType::F32) {
-                    return Err(TensorError::DTypeMismatch { op: c.op, expected: DType::F32, found: to });
+                    let found = if to == DType::F32 { from } else { to };
+                    return Err(TensorError::DTypeMismatch { op: c.op, expected: DType::F32, found });
                 }
                 c.flat(y, to, shape.len())
             }
@@ -128,12 +129,12 @@ impl Op<'_> {
                 c.flat(gain, DType::F32, s.cols())?;
                 c.flat(bias, DType::F32, s.cols())?;
                 c.matrix(y, s.rows(), s.cols())?;
-                c.flat(stats, DType::F32, 2 * s.rows())
+                c.flat(stats, DType::F32, s.rows().saturating_mul(2))
             }
             Self::LayerNormInput { x, gain, stats, dy, residual, dx } => {
                 let s = c.typed(x, DType::F32)?;
                 c.flat(gain, DType::F32, s.cols())?;
-                c.flat(stats, DType::F32, 2 * s.rows())?;
+                c.flat(stats, DType::F32, s.rows().saturating_mul(2))?;
                 c.matrix(dy, s.rows(), s.cols())?;
                 if let Some(r) = residual {
                     c.matrix(r, s.rows(), s.cols())?;
@@ -142,45 +143,45 @@ impl Op<'_> {
             }
             Self::LayerNormWeight { x, stats, dy, d_gain, d_bias, .. } => {
                 let s = c.typed(x, DType::F32)?;
-                c.flat(stats, DType::F32, 2 * s.rows())?;
+                c.flat(stats, DType::F32, s.rows().saturating_mul(2))?;
                 c.matrix(dy, s.rows(), s.cols())?;
                 c.flat(d_gain, DType::F32, s.cols())?;
                 c.flat(d_bias, DType::F32, s.cols())
             }
             Self::Attention { heads, qkv, y, lse } => {
                 let [b, t, _] = c.attention(y, qkv, *heads)?;
-                c.flat(lse, DType::F32, b * heads * t)
+                c.flat(lse, DType::F32, Shape::from([b, *heads, t]).len())
             }
             Self::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
                 let [b, t, width] = c.attention(y, qkv, *heads)?;
-                c.flat(lse, DType::F32, b * heads * t)?;
-                c.matrix(dy, b * t, width)?;
-                c.matrix(d_qkv, b * t, 3 * width)
+                c.flat(lse, DType::F32, Shape::from([b, *heads, t]).len())?;
+                c.matrix(dy, y.shape().rows(), width)?;
+                c.matrix(d_qkv, y.shape().rows(), width.saturating_mul(3))
             }
             Self::AttentionCached { heads, past, qkv, keys, values, y } => {
                 let [b, t, width] = c.attention(y, qkv, *heads)?;
                 for cache in [keys, values] {
                     let found = c.tokens(cache)?;
-                    if found[0] != b || found[2] != width || found[1] < past + t {
-                        return c.mismatch(Shape::from(found), Shape::from([b, past + t, width]));
+                    if found[0] != b || found[2] != width || found[1] < past.saturating_add(t) {
+                        return c.mismatch(Shape::from(found), Shape::from([b, past.saturating_add(t), width]));
                     }
                 }
                 Ok(())
             }
             Self::Embed { tokens, start, tokens_table, positions_table, y } => {
                 let [b, t, width] = c.tokens(y)?;
-                c.flat(tokens, DType::U32, b * t)?;
+                c.flat(tokens, DType::U32, Shape::from([b, t]).len())?;
                 let table = c.typed(tokens_table, DType::F32)?;
                 c.matrix(tokens_table, table.rows(), width)?;
                 let positions = c.typed(positions_table, DType::F32)?;
-                if positions.cols() != width || positions.rows() < start + t {
-                    return c.mismatch(positions, Shape::from([start + t, width]));
+                if positions.cols() != width || positions.rows() < start.saturating_add(t) {
+                    return c.mismatch(positions, Shape::from([start.saturating_add(t), width]));
                 }
                 Ok(())
             }
             Self::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
                 let [b, t, width] = c.tokens(dy)?;
-                c.flat(tokens, DType::U32, b * t)?;
+                c.flat(tokens, DType::U32, Shape::from([b, t]).len())?;
                 let table = c.typed(d_tokens_table, DType::F32)?;
                 c.matrix(d_tokens_table, table.rows(), width)?;
                 let positions = c.typed(d_positions_table, DType::F32)?;

@@ -80,9 +80,14 @@ impl ParamLayout {
             .ok_or_else(|| TensorError::UnknownParameter { name: name.to_owned() })
     }
 
+    fn some(&self, first: usize, count: usize) -> Result<&[Param]> {
+        let (end, len) = (first.saturating_add(count), self.params.len());
+        self.params.get(first..end).ok_or(TensorError::OutOfBounds { op: "layout", start: first, end, len })
+    }
+
     /// Parameter `index` of a flat buffer with this layout.
     pub fn view<'a>(&self, flat: &'a Tensor, index: usize) -> Result<View<'a>> {
-        let p = &self.params[index];
+        let p = &self.some(index, 1)?[0];
         flat.view().part(p.start, p.shape)
     }
 
@@ -108,10 +113,11 @@ impl ParamLayout {
                 rhs: Shape::from(self.len),
             });
         }
+        let params = self.some(first, N)?;
         let mut rest = Some(flat.view_mut());
         let mut at = 0;
         Ok(std::array::from_fn(|i| {
-            let p = &self.params[first + i];
+            let p = &params[i];
             let view = rest.take().expect("put back below");
             let fits = "the buffer is as long as the layout";
             let (_, tail) = view.split_at(p.start - at).expect(fits);
@@ -144,5 +150,7 @@ mod tests {
         assert!(layout.find("e").unwrap_err().to_string().contains("`e`"));
         let mut short = flat.device().zeros(100).unwrap();
         assert!(layout.views_mut::<1>(&mut short, 0).is_err());
+        assert!(layout.views_mut::<2>(&mut flat, 3).is_err());
+        assert!(layout.views::<2>(&flat, 3).is_err() && layout.view(&flat, 4).is_err());
     }
 }

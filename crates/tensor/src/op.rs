@@ -250,10 +250,10 @@ impl Op<'_> {
     #[must_use]
     pub fn flops(&self) -> u64 {
         let n = |v: Shape| v.len() as u64;
-        let causal = |y: Shape, width: usize| {
-            // y is [B, T, C]: T (T + 1) / 2 pairs of a query and a key in each of B sequences.
-            let (t, c) = (y.dims()[1] as u64, width as u64);
-            y.dims()[0] as u64 * t * (t + 1) / 2 * c * 2
+        let causal = |y: Shape, past: usize| {
+            // y is [B, T, C]: T (T + 1) / 2 pairs of a query and a key in each of B sequences, and those with the past.
+            let t = length(y) as u64;
+            n(y) * (2 * past as u64 + t + 1)
         };
         match self {
             Self::Fill { .. } | Self::Cast { .. } => 0,
@@ -265,12 +265,9 @@ impl Op<'_> {
             Self::LayerNorm { x, .. } => 8 * n(x.shape()),
             Self::LayerNormInput { x, .. } => 11 * n(x.shape()),
             Self::LayerNormWeight { x, .. } => 5 * n(x.shape()),
-            Self::Attention { y, .. } => 2 * causal(y.shape(), y.shape().cols()),
-            Self::AttentionGrad { y, .. } => 5 * causal(y.shape(), y.shape().cols()),
-            Self::AttentionCached { y, past, .. } => {
-                let s = y.shape();
-                4 * n(s) * (past + s.dims()[1]) as u64
-            }
+            Self::Attention { y, .. } => 2 * causal(y.shape(), 0),
+            Self::AttentionGrad { y, .. } => 5 * causal(y.shape(), 0),
+            Self::AttentionCached { y, past, .. } => 2 * causal(y.shape(), *past),
             Self::Embed { y, .. } => n(y.shape()),
             Self::EmbedGrad { dy, .. } => 2 * n(dy.shape()),
             Self::CrossEntropy { logits, .. } => 5 * n(logits.shape()),
@@ -311,7 +308,8 @@ impl Op<'_> {
             Self::Attention { qkv, y, lse, .. } => r(qkv) + w(y) + w(lse),
             Self::AttentionGrad { qkv, y, lse, dy, d_qkv, .. } => r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv),
             Self::AttentionCached { qkv, keys, y, past, .. } => {
-                let seen = (past + y.shape().dims()[1]) * y.shape().cols() * y.shape().dims()[0];
+                let batch = y.shape().rows().checked_div(length(y.shape())).unwrap_or(0);
+                let seen = (past + length(y.shape())) * y.shape().cols() * batch;
                 r(qkv) + w(y) + 2 * (seen * keys.dtype().size()) as u64
             }
             Self::Embed { tokens, y, .. } => r(tokens) + 3 * w(y),
@@ -327,4 +325,9 @@ impl Op<'_> {
             }
         }
     }
+}
+
+/// Tokens of each sequence of a `[B, T, C]`; 0 for another shape, which the op will refuse.
+fn length(y: Shape) -> usize {
+    y.dims().get(1).copied().unwrap_or(0)
 }

@@ -39,6 +39,23 @@ pub enum Instr {
     Sign(u16),
 }
 
+impl Instr {
+    /// The earlier instructions that it reads.
+    fn operands(&self) -> impl Iterator<Item = u16> + use<> {
+        let (a, b) = match *self {
+            Self::Read(_) | Self::Load(_) | Self::Scalar(_) | Self::Const(_) => (None, None),
+            Self::Sqrt(a) | Self::Abs(a) | Self::Sign(a) => (Some(a), None),
+            Self::Add(a, b)
+            | Self::Sub(a, b)
+            | Self::Mul(a, b)
+            | Self::Div(a, b)
+            | Self::Max(a, b)
+            | Self::Min(a, b) => (Some(a), Some(b)),
+        };
+        a.into_iter().chain(b)
+    }
+}
+
 /// A checked program.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Program {
@@ -132,7 +149,7 @@ impl ProgramBuilder {
     }
 
     fn push(&mut self, instr: Instr) -> Value {
-        if let Some(known) = self.instrs.iter().position(|i| *i == instr) {
+        if let Some(known) = self.instrs.iter().position(|i| same(i, &instr)) {
             return Value(known as u16);
         }
         self.instrs.push(instr);
@@ -196,6 +213,14 @@ impl ProgramBuilder {
                 count: MAX_INSTRS,
             });
         }
+        // A value of another builder may point past what it is used by, or past the end.
+        let operands = self.instrs.iter().enumerate().flat_map(|(i, instr)| instr.operands().map(move |j| (j, i)));
+        let stores = self.stores.iter().map(|&(from, _)| (from, self.instrs.len()));
+        for (j, count) in operands.chain(stores) {
+            if usize::from(j) >= count {
+                return Err(TensorError::BadProgram { what: "operand", index: usize::from(j), count });
+            }
+        }
         let writes = loads.max(stored);
         for (what, index) in [("read buffer", reads), ("rewritten buffer", writes)] {
             if index > MAX_BUFFERS {
@@ -203,6 +228,14 @@ impl ProgramBuilder {
             }
         }
         Ok(Program { instrs: self.instrs, stores: self.stores, reads, writes, scalars })
+    }
+}
+
+/// Whether two instructions give the same bits: unlike `==`, it tells 0 from -0.
+fn same(a: &Instr, b: &Instr) -> bool {
+    match (a, b) {
+        (Instr::Const(a), Instr::Const(b)) => a.to_bits() == b.to_bits(),
+        _ => a == b,
     }
 }
 
@@ -240,6 +273,9 @@ binary!(
 /// One element, the plain way: what every interpreter must agree with.
 impl Program {
     /// Runs the program on one element of each buffer; `writes` is rewritten.
+    ///
+    /// # Panics
+    /// With fewer scalars or elements than the program uses.
     pub fn eval(&self, scalars: &[f32], reads: &[f32], writes: &mut [f32]) {
         let mut r = [0.0_f32; MAX_INSTRS];
         for (i, instr) in self.instrs.iter().enumerate() {

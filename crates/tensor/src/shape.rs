@@ -28,10 +28,10 @@ impl Shape {
         &self.dims[..usize::from(self.rank)]
     }
 
-    /// Number of elements.
+    /// Number of elements; [`usize::MAX`] where it would overflow, which no device has room for.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.dims().iter().product()
+        product(self.dims())
     }
 
     /// Whether there are no elements.
@@ -49,8 +49,12 @@ impl Shape {
     /// All dimensions but the last, multiplied: the shape seen as a matrix of `rows` by `cols`.
     #[must_use]
     pub fn rows(&self) -> usize {
-        self.dims().split_last().map_or(1, |(_, rest)| rest.iter().product())
+        self.dims().split_last().map_or(1, |(_, rest)| product(rest))
     }
+}
+
+fn product(dims: &[usize]) -> usize {
+    if dims.contains(&0) { 0 } else { dims.iter().fold(1, |n, &d| n.saturating_mul(d)) }
 }
 
 impl From<usize> for Shape {
@@ -94,5 +98,7 @@ mod tests {
         assert_eq!(Shape::new(&[]).len(), 1);
         assert_eq!(s.to_string(), "[2, 3, 4]");
         assert!(Shape::from([3, 0]).is_empty());
+        assert_eq!(Shape::from([1 << 63, 2]).len(), usize::MAX);
+        assert!(Shape::from([1 << 63, 2, 0]).is_empty());
     }
 }

@@ -14,8 +14,6 @@ mod pool;
 mod reduce;
 mod simd;
 mod storage;
-#[cfg(test)]
-mod tests;
 mod vmath;
 
 use std::array;

@@ -98,6 +98,9 @@ pub(super) fn forward(
     stats: &mut [f32],
 ) {
     let (cols, isa) = (gain.len(), Isa::detect());
+    if cols == 0 {
+        return stats.fill(0.0);
+    }
     let rows = rows_per_task(cols);
     pool.for_chunks([(y, rows * cols), (stats, rows * 2)], |t, [y, stats]| {
         forward_rows(isa, cols, &x[t * rows * cols..][..y.len()], gain, bias, y, stats);

@@ -1,6 +1,6 @@
 //! Reductions in an order that the shape fixes: blocks of rows are summed on their own, then the blocks in order.
 
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::ops::Range;
 
 use super::pool::Pool;
@@ -12,7 +12,7 @@ const BLOCK: usize = 128;
 
 thread_local! {
     /// Partial results of the reduction that this thread started, kept between calls.
-    static PARTIALS: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    static PARTIALS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
 /// Sums rows of a matrix that `add(rows, sums)` produces, `width` wide, and writes (or adds) the total to `out`, whose
@@ -25,25 +25,26 @@ pub(super) fn sum_rows_of<const N: usize>(
     out: [&mut [f32]; N],
     add: impl Fn(Range<usize>, &mut [f32]) + Sync,
 ) {
-    PARTIALS.with_borrow_mut(|partials| {
-        partials.clear();
-        partials.resize(rows.div_ceil(BLOCK) * width, 0.0);
-        pool.for_chunks([(partials, width)], |t, [sums]| {
-            add(t * BLOCK..((t + 1) * BLOCK).min(rows), sums);
-        });
-        let mut start = 0;
-        for out in out {
-            if !accumulate {
-                out.fill(0.0);
-            }
-            for sums in partials.chunks_exact(width.max(1)) {
-                for (o, s) in out.iter_mut().zip(&sums[start..]) {
-                    *o += s;
-                }
-            }
-            start += out.len();
-        }
+    // Taken, not borrowed: a caller that is a thread of another pool may run a second reduction while it waits.
+    let mut partials = PARTIALS.take();
+    partials.clear();
+    partials.resize(rows.div_ceil(BLOCK) * width, 0.0);
+    pool.for_chunks([(&mut partials, width)], |t, [sums]| {
+        add(t * BLOCK..((t + 1) * BLOCK).min(rows), sums);
     });
+    let mut start = 0;
+    for out in out {
+        if !accumulate {
+            out.fill(0.0);
+        }
+        for sums in partials.chunks_exact(width.max(1)) {
+            for (o, s) in out.iter_mut().zip(&sums[start..]) {
+                *o += s;
+            }
+        }
+        start += out.len();
+    }
+    PARTIALS.set(partials);
 }
 
 simd! {
