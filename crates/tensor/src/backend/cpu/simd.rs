@@ -67,7 +67,7 @@ impl Level for Avx2 {
 /// level as a type. Loops over slices in the body (and in the `#[inline(always)]` functions that it calls) are
 /// vectorised for each level. A second bound (`L: Level + Trait`) may ask for more than [`Level`] offers.
 ///
-/// ```ignore
+/// ```text
 /// simd! {
 ///     /// `y += a * x`.
 ///     pub(crate) fn axpy<L: Level>(a: f32, x: &[f32], y: &mut [f32]) {
@@ -86,7 +86,6 @@ macro_rules! simd {
         $(#[$meta])*
         $vis fn $name(isa: $crate::backend::cpu::simd::Isa, $($arg: $type),*) $(-> $ret)? {
             #[inline(always)]
-            #[expect(clippy::inline_always, reason = "it must take the target features of its caller")]
             fn kernel<$level: $crate::backend::cpu::simd::Level $(+ $bound)?>($($arg: $type),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
