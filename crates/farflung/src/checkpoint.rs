@@ -305,7 +305,7 @@ mod tests {
     fn a_lying_manifest_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let mut writer = CheckpointWriter::begin(dir.path(), 1, Packing::Zstd).unwrap();
-        writer.write("a", &[0; 100_000]).unwrap();
+        writer.write("a", &vec![0; 100_000]).unwrap();
         let path = writer.commit().unwrap();
         let file = path.join(MANIFEST);
         let good = fs::read_to_string(&file).unwrap();

@@ -219,7 +219,7 @@ impl Error {
             | Self::HalfSet { .. }
             | Self::Variable { .. }
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
-            Self::PeerLost { .. } => 75,
+            Self::PeerLost { .. } | Self::Comm(CommError::Missing { .. }) => 75,
             Self::Stopped(signal) => signal.exit_code(),
             Self::Child { code, .. } => *code,
             _ => 1,

@@ -46,7 +46,7 @@ struct Family {
     local: &'static str,
 }
 
-/// In the order in which they are asked. `PMIX_RANK` comes without a size: PMI's or OpenMPI's stands beside it.
+/// In the order in which they are asked. `PMIX_RANK` comes without a size: PMI's or `OpenMPI`'s stands beside it.
 const FAMILIES: [Family; 5] = [
     Family { source: "RANK", rank: "RANK", size: "WORLD_SIZE", local: "LOCAL_RANK" },
     Family {

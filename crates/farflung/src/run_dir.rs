@@ -50,7 +50,10 @@ impl RunDir {
         if existing == Existing::Refuse && names.iter().any(|n| n != LOCK) {
             return Err(Error::RunExists { path: path.to_owned() });
         }
-        for name in names.iter().filter(|n| n.starts_with('.') && n.ends_with(".tmp")) {
+        for name in names
+            .iter()
+            .filter(|n| n.starts_with('.') && Path::new(n).extension().is_some_and(|e| e == "tmp"))
+        {
             let partial = path.join(name);
             let removed =
                 if partial.is_dir() { fs::remove_dir_all(&partial) } else { fs::remove_file(&partial) };

@@ -1,5 +1,7 @@
 //! `farflung launch`: several processes of this binary on this machine.
 
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
 use std::env;
 use std::ffi::OsString;
 use std::time::Duration;

@@ -1,5 +1,7 @@
 //! Logs on stderr, chosen by `RUST_LOG` and `--log-format`.
 
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
 use std::io::{self, IsTerminal};
 
 use tracing_subscriber::EnvFilter;

@@ -72,9 +72,15 @@ pub(crate) fn main() -> ExitCode {
 /// Prints an error and its causes, one a line.
 fn report(error: &Error) {
     eprintln!("error: {error}");
+    let mut said = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        eprintln!("  cause: {}", error.to_string().trim_end());
+        // Some errors say their cause in their own words.
+        let text = error.to_string();
+        if !said.contains(text.trim_end()) {
+            eprintln!("  cause: {}", text.trim_end());
+        }
+        said = text;
         cause = error.source();
     }
 }

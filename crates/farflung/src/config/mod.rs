@@ -3,6 +3,8 @@
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single settings
 //! are in [`choice`], how a file is read in [`file`], the flags as a command has them in [`flags`]. It refuses to know what the settings do.
 
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
 pub mod choice;
 pub mod file;
 pub mod flags;
@@ -11,6 +13,7 @@ pub mod value;
 #[cfg(test)]
 mod tests;
 
+use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use farflung_base::{Link, Nanos};
@@ -264,10 +267,11 @@ impl TrainConfig {
     pub fn to_toml(&self) -> String {
         let mut text = String::new();
         for (heading, entries) in self.entries() {
-            text += &format!("{}# {heading}\n", if text.is_empty() { "" } else { "\n" });
+            let gap = if text.is_empty() { "" } else { "\n" };
+            writeln!(text, "{gap}# {heading}").expect("a string takes everything");
             for (name, value) in entries {
                 if let Some(value) = value {
-                    text += &format!("{} = {value}\n", dashed(name));
+                    writeln!(text, "{} = {value}", dashed(name)).expect("a string takes everything");
                 }
             }
         }
@@ -310,13 +314,13 @@ impl TrainConfig {
             ("eval-batches", self.eval_batches),
         ];
         for (field, value) in positive {
-            check(field, value, value >= 1, "at least 1")?;
+            check(field, &value, value >= 1, "at least 1")?;
         }
         let sizes =
             [("layers", self.layers), ("heads", self.heads), ("dim", self.dim), ("context", self.context)];
         for (field, value) in sizes {
             if let Some(value) = value {
-                check(field, value, value >= 1, "at least 1")?;
+                check(field, &value, value >= 1, "at least 1")?;
             }
         }
         let fractions = [
@@ -326,7 +330,7 @@ impl TrainConfig {
             ("outer-momentum", self.outer_momentum),
         ];
         for (field, value) in fractions {
-            check(field, value, (0.0..1.0).contains(&value), "at least 0 and below 1")?;
+            check(field, &value, (0.0..1.0).contains(&value), "at least 0 and below 1")?;
         }
         let not_negative = [
             ("lr", self.lr),
@@ -337,19 +341,19 @@ impl TrainConfig {
             ("temperature", self.temperature),
         ];
         for (field, value) in not_negative {
-            check(field, value, value >= 0.0 && value.is_finite(), "0 or more")?;
+            check(field, &value, value >= 0.0 && value.is_finite(), "0 or more")?;
         }
         for (field, value) in [("bucket-mb", self.bucket_mb), ("compute-rate", self.compute_rate)] {
-            check(field, value, value > 0.0 && value.is_finite(), "more than 0")?;
+            check(field, &value, value > 0.0 && value.is_finite(), "more than 0")?;
         }
-        check("top-p", self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
-        check("min-lr", self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
-        check("deadline", self.deadline, self.deadline > Nanos::ZERO, "more than no time")
+        check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
+        check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
+        check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than no time")
     }
 }
 
 /// [`Error::Setting`] unless `good`.
-fn check(field: &'static str, value: impl ToString, good: bool, expected: &str) -> Result<()> {
+fn check(field: &'static str, value: &dyn fmt::Display, good: bool, expected: &str) -> Result<()> {
     if good {
         return Ok(());
     }

@@ -82,7 +82,8 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
 
 #[test]
 fn ranges_are_checked_by_name() {
-    let broken: [(&str, fn(&mut TrainConfig)); 10] = [
+    type Spoil = fn(&mut TrainConfig);
+    let broken: [(&str, Spoil); 10] = [
         ("workers", |c| c.workers = 0),
         ("batch", |c| c.batch = 0),
         ("beta2", |c| c.beta2 = 1.0),

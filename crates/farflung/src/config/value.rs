@@ -23,6 +23,7 @@ pub trait Setting: Sized + Clone + Send + Sync + 'static {
     }
 
     /// Reads a TOML value; `None` if it is not one. A number may not be in quotes, nor a word without.
+    #[must_use]
     fn from_toml(value: &Value) -> Option<Self> {
         let text = match value {
             Value::String(s) => s.clone(),

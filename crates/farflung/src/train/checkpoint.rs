@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::job::Job;
 use super::worker::Worker;
 use crate::config::choice::Resume;
-use crate::{Checkpoint, Error, Packing, Result, RunDir};
+use crate::{Checkpoint, Error, Packing, Result, RunDir, run_dir};
 
 /// What a run has used up to a step, summed over its resumes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -126,7 +126,7 @@ pub(super) fn resume(worker: &mut Worker, job: &Job, run: &RunDir) -> Result<Opt
             if newest.as_ref().is_some_and(|c| c.step() != agreed[0]) {
                 newest = match agreed[0] {
                     0 => None,
-                    step => Some(Checkpoint::open(&run.path().join(format!("step-{step}")))?),
+                    step => Some(Checkpoint::open(&run.path().join(run_dir::folder(step)))?),
                 };
             }
             newest

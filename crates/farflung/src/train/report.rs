@@ -13,7 +13,7 @@ use super::job::Job;
 use super::worker::Worker;
 use crate::config::choice::{CodecKind, SyncKind};
 use crate::plot::loss_curve_svg;
-use crate::{Error, Result, RunDir, StepMetrics};
+use crate::{Error, Result, RunDir, StepMetrics, run_dir};
 
 /// Text that the trained model wrote.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -220,7 +220,8 @@ impl fmt::Display for Report {
             writeln!(f, "\nsample\n{}{}", sample.prompt, sample.text)?;
         }
         if let Some(folder) = &self.folder {
-            writeln!(f, "\n{folder}: metrics.jsonl, loss.svg, report.json, step-{}/", self.steps)?;
+            let checkpoint = run_dir::folder(self.steps);
+            writeln!(f, "\n{folder}: metrics.jsonl, loss.svg, report.json, {checkpoint}/")?;
         }
         Ok(())
     }
