@@ -1,5 +1,7 @@
 //! The binary as a user meets it: help, exit codes, what goes to which stream.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::process::{Command, Output};
 
 fn farflung(args: &[&str]) -> Output {
