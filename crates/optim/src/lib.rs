@@ -1,4 +1,5 @@
 #![doc = include_str!("../README.md")]
+#![expect(clippy::doc_markdown, reason = "PyTorch and DiLoCo are names, not items")]
 
 mod error;
 

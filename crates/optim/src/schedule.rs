@@ -69,6 +69,7 @@ impl Schedule {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these rates are exact")]
 mod tests {
     use super::*;
 

@@ -1,8 +1,9 @@
 //! `Average` over endpoints in one process: exact means, exact bytes, replicas alike, feedback that loses nothing, and
 //! rounds that never were.
 #![cfg(feature = "sync")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
-use std::sync::LazyLock;
+use std::sync::{Barrier, LazyLock};
 use std::thread;
 
 use farflung_base::{Nanos, Philox};
@@ -316,11 +317,14 @@ fn a_gradient_that_is_not_finite_reaches_all_ranks_and_changes_nothing() {
 fn a_rank_that_fails_leaves_the_others_as_they_were() {
     let layout = layout();
     for (codec, overlap) in [("none", true), ("none", false), ("int8:16+ef", true), ("int8:16+ef", false)] {
+        // Nobody fails before all have their first round: an abort overtakes what is on its way.
+        let first = Barrier::new(3);
         on_ranks(3, |comm| {
             let rank = comm.rank().0;
             let mut average = Average::new(comm.clone(), &layout, config(codec, 1000, overlap)).unwrap();
             average.all(&mut flat(&random(&layout, rank.into(), 1.0))).unwrap();
             average.commit();
+            first.wait();
             let before = average.save("").unwrap();
 
             let values = random(&layout, 100 + u64::from(rank), 1.0);

@@ -1,4 +1,10 @@
 //! Chains against PyTorch's optimizers, each transform against plain f64 loops, and the laws that all chains keep.
+#![expect(
+    clippy::doc_markdown,
+    clippy::float_cmp,
+    clippy::unwrap_used,
+    reason = "names, exact arithmetic, and helpers of tests that fail by panicking"
+)]
 
 use std::sync::LazyLock;
 
@@ -70,7 +76,9 @@ impl Reference {
     }
     fn clip(u: &mut [f64], max: f64) {
         let norm = u.iter().map(|x| x * x).sum::<f64>().sqrt();
-        u.iter_mut().for_each(|x| *x *= (max / (norm + 1e-6)).min(1.0));
+        for x in u {
+            *x *= (max / (norm + 1e-6)).min(1.0);
+        }
     }
     fn adam(&mut self, u: &mut [f64], b1: f64, b2: f64, eps: f64) {
         self.t += 1;
@@ -94,11 +102,13 @@ impl Reference {
     }
 }
 
+/// A transform as loops: the reference's state, the update, the parameters before the step, and their layout.
+type Rule = fn(&mut Reference, &mut [f64], &[f64], &ParamLayout);
+
 #[test]
 fn transforms_do_what_plain_loops_do() {
     let layout = layout();
     let schedule = Schedule::new(0.1, 0.01, 2, 8, Decay::Linear).unwrap();
-    type Rule = fn(&mut Reference, &mut [f64], &[f64], &ParamLayout);
     let rules: [(&str, ChainBuilder, Rule); 6] = [
         ("clip", Chain::new().then(clip_by_global_norm(2.0)), |_, u, _, _| Reference::clip(u, 2.0)),
         ("adam", Chain::new().then(scale_by_adam(0.8, 0.9, 1e-3)), |r, u, _, _| r.adam(u, 0.8, 0.9, 1e-3)),

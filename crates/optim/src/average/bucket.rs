@@ -88,6 +88,11 @@ impl Bucket {
 }
 
 #[cfg(test)]
+#[expect(
+    clippy::float_cmp,
+    clippy::single_range_in_vec_init,
+    reason = "copies are exact, and pieces are ranges"
+)]
 mod tests {
     use super::*;
     use farflung_tensor::{Device, Shape};
