@@ -56,10 +56,10 @@ impl Check<'_> {
         }
     }
 
-    /// An operand of `len` elements.
-    fn flat(&self, v: &dyn Operand, dtype: DType, len: usize) -> Result<()> {
-        let shape = self.typed(v, dtype)?;
-        if shape.len() == len { Ok(()) } else { self.mismatch(shape, Shape::from(len)) }
+    /// An operand of as many elements as `like` has.
+    fn flat(&self, v: &dyn Operand, dtype: DType, like: impl Into<Shape>) -> Result<()> {
+        let (shape, like) = (self.typed(v, dtype)?, like.into());
+        if shape.len() == like.len() { Ok(()) } else { self.mismatch(shape, like) }
     }
 
     /// An f32 operand of three dimensions, `[B, T, width]`.
@@ -96,10 +96,11 @@ impl Op<'_> {
                     let found = if to == DType::F32 { from } else { to };
                     return Err(TensorError::DTypeMismatch { op: c.op, expected: DType::F32, found });
                 }
-                c.flat(y, to, shape.len())
+                c.flat(y, to, shape)
             }
             Self::MatMul { a, a_t, b, b_t, c: out, fuse, .. } => {
-                let transposed = |s: Shape, t: bool| if t { (s.cols(), s.rows()) } else { (s.rows(), s.cols()) };
+                let transposed =
+                    |s: Shape, t: bool| if t { (s.cols(), s.rows()) } else { (s.rows(), s.cols()) };
                 let (sa, sb) = (c.typed(a, DType::F32)?, c.typed(b, DType::F32)?);
                 let ((m, k), (k2, n)) = (transposed(sa, *a_t), transposed(sb, *b_t));
                 if k != k2 {
@@ -150,11 +151,11 @@ impl Op<'_> {
             }
             Self::Attention { heads, qkv, y, lse } => {
                 let [b, t, _] = c.attention(y, qkv, *heads)?;
-                c.flat(lse, DType::F32, Shape::from([b, *heads, t]).len())
+                c.flat(lse, DType::F32, [b, *heads, t])
             }
             Self::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
                 let [b, t, width] = c.attention(y, qkv, *heads)?;
-                c.flat(lse, DType::F32, Shape::from([b, *heads, t]).len())?;
+                c.flat(lse, DType::F32, [b, *heads, t])?;
                 c.matrix(dy, y.shape().rows(), width)?;
                 c.matrix(d_qkv, y.shape().rows(), width.saturating_mul(3))
             }
@@ -163,14 +164,15 @@ impl Op<'_> {
                 for cache in [keys, values] {
                     let found = c.tokens(cache)?;
                     if found[0] != b || found[2] != width || found[1] < past.saturating_add(t) {
-                        return c.mismatch(Shape::from(found), Shape::from([b, past.saturating_add(t), width]));
+                        return c
+                            .mismatch(Shape::from(found), Shape::from([b, past.saturating_add(t), width]));
                     }
                 }
                 Ok(())
             }
             Self::Embed { tokens, start, tokens_table, positions_table, y } => {
                 let [b, t, width] = c.tokens(y)?;
-                c.flat(tokens, DType::U32, Shape::from([b, t]).len())?;
+                c.flat(tokens, DType::U32, [b, t])?;
                 let table = c.typed(tokens_table, DType::F32)?;
                 c.matrix(tokens_table, table.rows(), width)?;
                 let positions = c.typed(positions_table, DType::F32)?;
@@ -181,7 +183,7 @@ impl Op<'_> {
             }
             Self::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
                 let [b, t, width] = c.tokens(dy)?;
-                c.flat(tokens, DType::U32, Shape::from([b, t]).len())?;
+                c.flat(tokens, DType::U32, [b, t])?;
                 let table = c.typed(d_tokens_table, DType::F32)?;
                 c.matrix(d_tokens_table, table.rows(), width)?;
                 let positions = c.typed(d_positions_table, DType::F32)?;
@@ -209,9 +211,9 @@ impl Op<'_> {
                         return Err(TensorError::BadProgram { what, index, count });
                     }
                 }
-                let len = writes.first().map_or(0, ViewMut::len);
-                reads.iter().try_for_each(|v| c.flat(v, DType::F32, len))?;
-                writes.iter().try_for_each(|v| c.flat(v, DType::F32, len))
+                let like = writes.first().map_or(Shape::from(0), ViewMut::shape);
+                reads.iter().try_for_each(|v| c.flat(v, DType::F32, like))?;
+                writes.iter().try_for_each(|v| c.flat(v, DType::F32, like))
             }
         }
     }

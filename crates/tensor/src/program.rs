@@ -100,9 +100,8 @@ impl Program {
     /// Arithmetic operations per element.
     #[must_use]
     pub fn flops(&self) -> usize {
-        let free = |i: &&Instr| {
-            !matches!(i, Instr::Read(_) | Instr::Load(_) | Instr::Scalar(_) | Instr::Const(_))
-        };
+        let free =
+            |i: &&Instr| !matches!(i, Instr::Read(_) | Instr::Load(_) | Instr::Scalar(_) | Instr::Const(_));
         self.instrs.iter().filter(free).count()
     }
 }
@@ -214,7 +213,8 @@ impl ProgramBuilder {
             });
         }
         // A value of another builder may point past what it is used by, or past the end.
-        let operands = self.instrs.iter().enumerate().flat_map(|(i, instr)| instr.operands().map(move |j| (j, i)));
+        let operands =
+            self.instrs.iter().enumerate().flat_map(|(i, instr)| instr.operands().map(move |j| (j, i)));
         let stores = self.stores.iter().map(|&(from, _)| (from, self.instrs.len()));
         for (j, count) in operands.chain(stores) {
             if usize::from(j) >= count {

@@ -89,14 +89,7 @@ simd! {
     }
 }
 
-pub(super) fn forward(
-    pool: &Pool,
-    x: &[f32],
-    gain: &[f32],
-    bias: &[f32],
-    y: &mut [f32],
-    stats: &mut [f32],
-) {
+pub(super) fn forward(pool: &Pool, x: &[f32], gain: &[f32], bias: &[f32], y: &mut [f32], stats: &mut [f32]) {
     let (cols, isa) = (gain.len(), Isa::detect());
     if cols == 0 {
         return stats.fill(0.0);

@@ -1,0 +1,491 @@
+//! Each op against a plain f64 computation, with the same bits on 1, 2 and 3 threads.
+
+use farflung_base::Philox;
+use farflung_tensor::{DType, Device, Fuse, Op, Tensor};
+use half::{bf16, f16};
+
+const SIZES: [(usize, usize); 8] =
+    [(1, 1), (1, 17), (3, 16), (2, 5), (7, 100), (600, 33), (257, 130), (0, 5)];
+
+fn noise(len: usize, seed: u64) -> Vec<f32> {
+    let mut out = vec![0.0; len];
+    Philox::new(seed, len as u64).fill_normal(1.0, &mut out);
+    out
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().map(|&x| f64::from(x)).collect()
+}
+
+/// Runs `work` with 1, 2 and 3 threads, wants the same bits from each, and gives what it gave.
+fn same_bits<const N: usize>(work: impl Fn(&Device) -> [Tensor; N]) -> [Vec<f32>; N] {
+    let [one, two, three] =
+        [1, 2, 3].map(|threads| work(&Device::cpu(threads).unwrap()).map(|t| t.to_vec::<f32>().unwrap()));
+    for other in [two, three] {
+        for (a, b) in one.iter().zip(&other) {
+            assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "bits depend on the threads");
+        }
+    }
+    one
+}
+
+#[track_caller]
+fn close(got: &[f32], want: &[f64], tolerance: f64) {
+    assert_eq!(got.len(), want.len());
+    let scale = want.iter().fold(1.0_f64, |m, w| m.max(w.abs()));
+    for (i, (&g, &w)) in got.iter().zip(want).enumerate() {
+        assert!(
+            (f64::from(g) - w).abs() <= tolerance * scale,
+            "element {i}: {g}, expected {w}, scale {scale}"
+        );
+    }
+}
+
+fn gelu(x: f64) -> f64 {
+    0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x)).tanh())
+}
+
+#[test]
+fn fill_writes_its_part_alone() {
+    let [y] = same_bits(|cpu| {
+        let mut y = cpu.zeros(10).unwrap();
+        cpu.run(Op::Fill { value: -2.5, y: y.view_mut().part(3, 4).unwrap() }).unwrap();
+        [y]
+    });
+    assert_eq!(y, [0.0, 0.0, 0.0, -2.5, -2.5, -2.5, -2.5, 0.0, 0.0, 0.0]);
+}
+
+#[test]
+fn casts_round_to_nearest_even_and_keep_infinities() {
+    let cpu = Device::cpu(2).unwrap();
+    // (f32, bits as f16, bits as bf16); the third and fourth are ties in f16, the fifth and sixth in bf16.
+    let table: [(f32, u16, u16); 12] = [
+        (1.0, 0x3c00, 0x3f80),
+        (-0.0, 0x8000, 0x8000),
+        (1.0 + 1.0 / 2048.0, 0x3c00, 0x3f80),
+        (1.0 + 3.0 / 2048.0, 0x3c02, 0x3f80),
+        (1.0 + 1.0 / 256.0, 0x3c04, 0x3f80),
+        (1.0 + 3.0 / 256.0, 0x3c0c, 0x3f82),
+        (f32::INFINITY, 0x7c00, 0x7f80),
+        (f32::NEG_INFINITY, 0xfc00, 0xff80),
+        (65520.0, 0x7c00, 0x4780),
+        (65504.0, 0x7bff, 0x4780),
+        (5.960_464_5e-8, 0x0001, 0x3380),
+        (f32::MAX, 0x7c00, 0x7f80),
+    ];
+    // Enough of them to reach the vector path and its tail.
+    let n = table.len() * 7 + 1;
+    let values: Vec<f32> = (0..n).map(|i| table[i % table.len()].0).collect();
+    let x = cpu.tensor(&values, n).unwrap();
+    let mut half = cpu.empty(DType::F16, n).unwrap();
+    let mut brain = cpu.empty(DType::Bf16, n).unwrap();
+    cpu.run(Op::Cast { x: x.view(), y: half.view_mut() }).unwrap();
+    cpu.run(Op::Cast { x: x.view(), y: brain.view_mut() }).unwrap();
+    let (h, b) = (half.to_vec::<f16>().unwrap(), brain.to_vec::<bf16>().unwrap());
+    for i in 0..n {
+        let (x, want_h, want_b) = table[i % table.len()];
+        assert_eq!((h[i].to_bits(), b[i].to_bits()), (want_h, want_b), "{x} at {i}");
+    }
+    let (mut from_h, mut from_b) = (cpu.zeros(n).unwrap(), cpu.zeros(n).unwrap());
+    cpu.run(Op::Cast { x: half.view(), y: from_h.view_mut() }).unwrap();
+    cpu.run(Op::Cast { x: brain.view(), y: from_b.view_mut() }).unwrap();
+    let (from_h, from_b) = (from_h.to_vec::<f32>().unwrap(), from_b.to_vec::<f32>().unwrap());
+    for i in 0..n {
+        assert_eq!(from_h[i].to_bits(), h[i].to_f32().to_bits());
+        assert_eq!(from_b[i].to_bits(), u32::from(b[i].to_bits()) << 16);
+    }
+
+    let nan = cpu.tensor(&[f32::NAN; 9], 9).unwrap();
+    let mut half = cpu.empty(DType::F16, 9).unwrap();
+    cpu.run(Op::Cast { x: nan.view(), y: half.view_mut() }).unwrap();
+    assert!(half.to_vec::<f16>().unwrap().iter().all(|x| x.is_nan()));
+    let mut brain = cpu.empty(DType::Bf16, 9).unwrap();
+    cpu.run(Op::Cast { x: nan.view(), y: brain.view_mut() }).unwrap();
+    assert!(brain.to_vec::<bf16>().unwrap().iter().all(|x| x.is_nan()));
+
+    let ids = cpu.tensor(&[7_u32, u32::MAX], 2).unwrap();
+    let mut copy = cpu.empty(DType::U32, 2).unwrap();
+    cpu.run(Op::Cast { x: ids.view(), y: copy.view_mut() }).unwrap();
+    assert_eq!(copy.to_vec::<u32>().unwrap(), [7, u32::MAX]);
+    let bytes = cpu.tensor(&[7_u8, 255], 2).unwrap();
+    let mut copy = cpu.empty(DType::U8, 2).unwrap();
+    cpu.run(Op::Cast { x: bytes.view(), y: copy.view_mut() }).unwrap();
+    assert_eq!(copy.to_vec::<u8>().unwrap(), [7, 255]);
+}
+
+#[test]
+fn matmul_in_all_forms() {
+    let sizes = [
+        (1, 1, 1),
+        (3, 5, 7),
+        (17, 33, 65),
+        (64, 400, 48),
+        (130, 70, 200),
+        (1, 64, 100),
+        (4, 0, 5),
+        (0, 3, 4),
+        (2, 3, 0),
+    ];
+    for (m, k, n) in sizes {
+        let (a, b, c) = (noise(m * k, 1), noise(k * n, 2), noise(m * n, 3));
+        let (bias, other) = (noise(n, 4), noise(m * n, 5));
+        for form in 0..40 {
+            let (a_t, b_t, accumulate, fuse) = (form & 1 == 1, form & 2 == 2, form & 4 == 4, form / 8);
+            let at = |i: usize, l: usize| f64::from(a[if a_t { l * m + i } else { i * k + l }]);
+            let bt = |l: usize, j: usize| f64::from(b[if b_t { j * k + l } else { l * n + j }]);
+            let mut want = Vec::new();
+            let mut want_pre = Vec::new();
+            for i in 0..m {
+                for j in 0..n {
+                    let start = if accumulate { f64::from(c[i * n + j]) } else { 0.0 };
+                    let sum = start + (0..k).map(|l| at(i, l) * bt(l, j)).sum::<f64>();
+                    let (bias, other) = (f64::from(bias[j]), f64::from(other[i * n + j]));
+                    want_pre.push(sum + bias);
+                    want.push(match fuse {
+                        0 => sum,
+                        1 => sum + bias,
+                        2 => gelu(sum + bias),
+                        3 => sum + bias + other,
+                        _ => sum * (gelu(other + 1e-5) - gelu(other - 1e-5)) / 2e-5,
+                    });
+                }
+            }
+            let [got, pre] = same_bits(|cpu| {
+                let a = cpu.tensor(&a, if a_t { [k, m] } else { [m, k] }).unwrap();
+                let b = cpu.tensor(&b, if b_t { [n, k] } else { [k, n] }).unwrap();
+                let mut c = cpu.tensor(&c, [m, n]).unwrap();
+                let mut pre = cpu.zeros([m, n]).unwrap();
+                let (bias, other) = (cpu.tensor(&bias, n).unwrap(), cpu.tensor(&other, [m, n]).unwrap());
+                let fuse = match fuse {
+                    0 => Fuse::None,
+                    1 => Fuse::Bias(bias.view()),
+                    2 => Fuse::BiasGelu { bias: bias.view(), pre: pre.view_mut() },
+                    3 => Fuse::BiasAdd { bias: bias.view(), residual: other.view() },
+                    _ => Fuse::GeluGrad { pre: other.view() },
+                };
+                let (a, b) = (a.view(), b.view());
+                cpu.run(Op::MatMul { a, a_t, b, b_t, c: c.view_mut(), accumulate, fuse }).unwrap();
+                [c, pre]
+            });
+            close(&got, &want, 2e-6);
+            if fuse == 2 {
+                close(&pre, &want_pre, 2e-6);
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_of_rows_and_of_squares() {
+    for (rows, cols) in SIZES {
+        let (x, start) = (noise(rows * cols, 1), noise(cols, 2));
+        for accumulate in [false, true] {
+            let [got] = same_bits(|cpu| {
+                let mut y = cpu.tensor(&start, cols).unwrap();
+                let x = cpu.tensor(&x, [rows, cols]).unwrap();
+                cpu.run(Op::SumRows { x: x.view(), y: y.view_mut(), accumulate }).unwrap();
+                [y]
+            });
+            let want: Vec<f64> = (0..cols)
+                .map(|j| {
+                    let sum: f64 = (0..rows).map(|i| f64::from(x[i * cols + j])).sum();
+                    sum + if accumulate { f64::from(start[j]) } else { 0.0 }
+                })
+                .collect();
+            close(&got, &want, 1e-6);
+        }
+    }
+    for len in [0, 1, 31, 33, 1025, Op::SQUARES_CHUNK, 2 * Op::SQUARES_CHUNK + 77] {
+        let x = noise(len, 9);
+        let parts = len.div_ceil(Op::SQUARES_CHUNK);
+        let [got] = same_bits(|cpu| {
+            let mut partials = cpu.zeros(parts).unwrap();
+            let x = cpu.tensor(&x, len).unwrap();
+            cpu.run(Op::SumSquares { x: x.view(), partials: partials.view_mut() }).unwrap();
+            [partials]
+        });
+        let want: Vec<f64> =
+            wide(&x).chunks(Op::SQUARES_CHUNK).map(|c| c.iter().map(|x| x * x).sum()).collect();
+        close(&got, &want, 1e-6);
+    }
+}
+
+/// `y`, and the loss `sum(dy y)` whose gradients the op computes.
+fn layer_norm(x: &[f64], gain: &[f64], bias: &[f64]) -> Vec<f64> {
+    let c = gain.len();
+    let row = |x: &[f64]| {
+        let mean = x.iter().sum::<f64>() / c as f64;
+        let var = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / c as f64;
+        let rstd = 1.0 / (var + 1e-5).sqrt();
+        (0..c).map(|j| (x[j] - mean) * rstd * gain[j] + bias[j]).collect::<Vec<_>>()
+    };
+    x.chunks_exact(c).flat_map(row).collect()
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+#[test]
+fn layer_norm_and_its_gradients() {
+    for (rows, cols) in SIZES {
+        let (mut x, gain, bias) = (noise(rows * cols, 1), noise(cols, 2), noise(cols, 3));
+        x.iter_mut().for_each(|x| *x = 3.0 * *x + 5.0);
+        let (dy, residual, start) = (noise(rows * cols, 4), noise(rows * cols, 5), noise(cols, 6));
+        let [y, stats, dx, dx_plus, d_gain, d_bias, d_gain_plus] = same_bits(|cpu| {
+            let m = |v: &[f32]| cpu.tensor(v, [rows, cols]).unwrap();
+            let r = |v: &[f32]| cpu.tensor(v, cols).unwrap();
+            let (x, gain, bias, dy, residual) = (m(&x), r(&gain), r(&bias), m(&dy), m(&residual));
+            let (mut y, mut stats) = (cpu.zeros([rows, cols]).unwrap(), cpu.zeros([rows, 2]).unwrap());
+            let (x, gain, dy) = (x.view(), gain.view(), dy.view());
+            cpu.run(Op::LayerNorm { x, gain, bias: bias.view(), y: y.view_mut(), stats: stats.view_mut() })
+                .unwrap();
+            let mut dx = cpu.zeros([rows, cols]).unwrap();
+            let mut dx_plus = cpu.zeros([rows, cols]).unwrap();
+            for (dx, residual) in [(&mut dx, None), (&mut dx_plus, Some(residual.view()))] {
+                let (stats, dx) = (stats.view(), dx.view_mut());
+                cpu.run(Op::LayerNormInput { x, gain, stats, dy, residual, dx }).unwrap();
+            }
+            let mut weights = [r(&start), r(&start), r(&start), r(&start)];
+            for (pair, accumulate) in weights.chunks_exact_mut(2).zip([false, true]) {
+                let [a, b] = pair else { unreachable!("chunks of two") };
+                let (stats, d_gain, d_bias) = (stats.view(), a.view_mut(), b.view_mut());
+                cpu.run(Op::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate }).unwrap();
+            }
+            let [d_gain, d_bias, d_gain_plus, _] = weights;
+            [y, stats, dx, dx_plus, d_gain, d_bias, d_gain_plus]
+        });
+        let (x, gain, bias, dy) = (wide(&x), wide(&gain), wide(&bias), wide(&dy));
+        close(&y, &layer_norm(&x, &gain, &bias), 2e-6);
+        for (row, s) in x.chunks_exact(cols).zip(stats.chunks_exact(2)) {
+            let mean = row.iter().sum::<f64>() / cols as f64;
+            let var = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / cols as f64;
+            close(&[s[0], (1.0 / s[1]).powi(2)], &[mean, var + 1e-5], 5e-6);
+        }
+        // Central differences of sum(dy y) in f64.
+        let loss = |x: &[f64], gain: &[f64], bias: &[f64]| dot(&layer_norm(x, gain, bias), &dy);
+        let slope = |v: &[f64], i: usize, f: &dyn Fn(&[f64]) -> f64| {
+            let mut v = v.to_vec();
+            let at = v[i];
+            let h = 1e-5;
+            v[i] = at + h;
+            let up = f(&v);
+            v[i] = at - h;
+            (up - f(&v)) / (2.0 * h)
+        };
+        // Of each row's own loss only, which keeps the large sizes quick.
+        let want_dx: Vec<f64> = (0..x.len())
+            .map(|i| {
+                let row = i / cols * cols..(i / cols + 1) * cols;
+                let f = |x: &[f64]| dot(&layer_norm(x, &gain, &bias), &dy[row.clone()]);
+                slope(&x[row.clone()], i % cols, &f)
+            })
+            .collect();
+        let scale_of_x = stats.chunks_exact(2).map(|s| f64::from(s[1])).fold(1.0, f64::max);
+        close(&dx, &want_dx, 2e-5 * scale_of_x);
+        let plus: Vec<f64> = want_dx.iter().zip(&residual).map(|(d, r)| d + f64::from(*r)).collect();
+        close(&dx_plus, &plus, 2e-5 * scale_of_x);
+        let want_gain: Vec<f64> = (0..cols).map(|j| slope(&gain, j, &|g| loss(&x, g, &bias))).collect();
+        let want_bias: Vec<f64> = (0..cols).map(|j| slope(&bias, j, &|b| loss(&x, &gain, b))).collect();
+        close(&d_gain, &want_gain, 1e-5);
+        close(&d_bias, &want_bias, 1e-5);
+        let plus: Vec<f64> = want_gain.iter().zip(&start).map(|(g, s)| g + f64::from(*s)).collect();
+        close(&d_gain_plus, &plus, 1e-5);
+    }
+    let [stats] = same_bits(|cpu| {
+        let (x, g, mut y, mut stats) = (
+            cpu.zeros([3, 0]).unwrap(),
+            cpu.zeros(0).unwrap(),
+            cpu.zeros([3, 0]).unwrap(),
+            cpu.zeros(6).unwrap(),
+        );
+        let (x, gain, bias) = (x.view(), g.view(), g.view());
+        cpu.run(Op::LayerNorm { x, gain, bias, y: y.view_mut(), stats: stats.view_mut() }).unwrap();
+        [stats]
+    });
+    assert_eq!(stats, [0.0; 6]);
+}
+
+/// Softmax weights of one head's query `t` over keys `0..=t`, and the score's scale.
+fn weights(
+    qkv: &[f64],
+    (b, h, t): (usize, usize, usize),
+    (len, c, d): (usize, usize, usize),
+) -> (Vec<f64>, f64) {
+    let at = |t: usize, third: usize| &qkv[(b * len + t) * 3 * c + third * c + h * d..][..d];
+    let scores: Vec<f64> = (0..=t).map(|s| dot(at(t, 0), at(s, 1)) / (d as f64).sqrt()).collect();
+    let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+    (scores.iter().map(|s| (s - top).exp() / sum).collect(), sum.ln() + top)
+}
+
+#[test]
+fn attention_its_gradient_and_its_cache() {
+    for (batch, len, c, heads) in
+        [(1, 1, 4, 1), (2, 5, 12, 3), (1, 33, 40, 2), (2, 70, 64, 4), (0, 3, 8, 2), (1, 0, 8, 2)]
+    {
+        let d = c / heads;
+        let (qkv, dy) = (noise(batch * len * 3 * c, 1), noise(batch * len * c, 2));
+        let past = len / 3;
+        let [y, lse, d_qkv, cached] = same_bits(|cpu| {
+            let qkv = cpu.tensor(&qkv, [batch, len, 3 * c]).unwrap();
+            let dy = cpu.tensor(&dy, [batch, len, c]).unwrap();
+            let (mut y, mut lse) =
+                (cpu.zeros([batch, len, c]).unwrap(), cpu.zeros([batch, heads, len]).unwrap());
+            let mut d_qkv = cpu.zeros([batch, len, 3 * c]).unwrap();
+            cpu.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() }).unwrap();
+            let (y_, lse_, dy) = (y.view(), lse.view(), dy.view());
+            cpu.run(Op::AttentionGrad {
+                heads,
+                qkv: qkv.view(),
+                y: y_,
+                lse: lse_,
+                dy,
+                d_qkv: d_qkv.view_mut(),
+            })
+            .unwrap();
+            // The same through a cache with spare room, sequence by sequence, in two pieces.
+            let mut cached = cpu.zeros([batch, len, c]).unwrap();
+            for b in 0..batch {
+                let (mut keys, mut values) =
+                    (cpu.zeros([1, len + 2, c]).unwrap(), cpu.zeros([1, len + 2, c]).unwrap());
+                for (past, new) in [(0, past), (past, len - past)] {
+                    let start = b * len + past;
+                    cpu.run(Op::AttentionCached {
+                        heads,
+                        past,
+                        qkv: qkv.view().part(start * 3 * c, [1, new, 3 * c]).unwrap(),
+                        keys: keys.view_mut(),
+                        values: values.view_mut(),
+                        y: cached.view_mut().part(start * c, [1, new, c]).unwrap(),
+                    })
+                    .unwrap();
+                }
+            }
+            [y, lse, d_qkv, cached]
+        });
+        let (qkv, dy) = (wide(&qkv), wide(&dy));
+        let (mut want_y, mut want_lse) = (vec![0.0; batch * len * c], vec![0.0; batch * heads * len]);
+        let mut want_d = vec![0.0; qkv.len()];
+        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+            let place = |t: usize, third: usize| (b * len + t) * 3 * c + third * c + h * d;
+            for t in 0..len {
+                let (p, sum) = weights(&qkv, (b, h, t), (len, c, d));
+                want_lse[(b * heads + h) * len + t] = sum;
+                let out = (b * len + t) * c + h * d;
+                for (s, p) in p.iter().enumerate() {
+                    for i in 0..d {
+                        want_y[out + i] += p * qkv[place(s, 2) + i];
+                    }
+                }
+                let dp: Vec<f64> = (0..=t).map(|s| dot(&dy[out..][..d], &qkv[place(s, 2)..][..d])).collect();
+                let mean = dot(&p, &dp);
+                for s in 0..=t {
+                    let ds = p[s] * (dp[s] - mean) / (d as f64).sqrt();
+                    for i in 0..d {
+                        want_d[place(t, 0) + i] += ds * qkv[place(s, 1) + i];
+                        want_d[place(s, 1) + i] += ds * qkv[place(t, 0) + i];
+                        want_d[place(s, 2) + i] += p[s] * dy[out + i];
+                    }
+                }
+            }
+        }
+        close(&y, &want_y, 3e-6);
+        close(&lse, &want_lse, 3e-6);
+        close(&d_qkv, &want_d, 5e-6);
+        close(&cached, &want_y, 3e-6);
+    }
+}
+
+#[test]
+fn embeddings_gather_and_their_gradient_scatters() {
+    for (batch, len, c, vocab, start) in
+        [(2, 5, 3, 4, 0), (3, 40, 17, 2500, 2), (1, 1, 1, 1, 0), (0, 3, 4, 5, 0), (2, 3, 0, 5, 0)]
+    {
+        let positions = len + start + 1;
+        // Every other token is the same one.
+        let ids: Vec<u32> =
+            (0..batch * len).map(|i| (if i % 2 == 0 { vocab - 1 } else { i * 7 % vocab }) as u32).collect();
+        let (table, places, dy) = (noise(vocab * c, 1), noise(positions * c, 2), noise(batch * len * c, 3));
+        let [y, d_table, d_places] = same_bits(|cpu| {
+            let tokens = cpu.tensor(&ids, [batch, len]).unwrap();
+            let mut table = cpu.tensor(&table, [vocab, c]).unwrap();
+            let mut places = cpu.tensor(&places, [positions, c]).unwrap();
+            let dy = cpu.tensor(&dy, [batch, len, c]).unwrap();
+            let mut y = cpu.zeros([batch, len, c]).unwrap();
+            let (tokens_table, positions_table) = (table.view(), places.view());
+            cpu.run(Op::Embed {
+                tokens: tokens.view(),
+                start,
+                tokens_table,
+                positions_table,
+                y: y.view_mut(),
+            })
+            .unwrap();
+            let (d_tokens_table, d_positions_table) = (table.view_mut(), places.view_mut());
+            cpu.run(Op::EmbedGrad {
+                tokens: tokens.view(),
+                dy: dy.view(),
+                d_tokens_table,
+                d_positions_table,
+            })
+            .unwrap();
+            [y, table, places]
+        });
+        let (mut want_table, mut want_places) = (wide(&table), wide(&places));
+        for (i, &id) in ids.iter().enumerate() {
+            for j in 0..c {
+                let (at, place) = (id as usize * c + j, i % len * c + j);
+                assert_eq!(y[i * c + j], table[at] + places[place + start * c]);
+                want_table[at] += f64::from(dy[i * c + j]);
+                want_places[place] += f64::from(dy[i * c + j]);
+            }
+        }
+        close(&d_table, &want_table, 1e-6);
+        close(&d_places, &want_places, 1e-6);
+    }
+}
+
+#[test]
+fn cross_entropy_and_the_gradient_in_place() {
+    for (rows, cols) in [(1, 1), (5, 1), (3, 16), (7, 33), (70, 500), (2, 17000), (0, 4)] {
+        for spread in [1.0, 80.0, 1e4] {
+            let mut logits = noise(rows * cols, 1);
+            logits.iter_mut().for_each(|x| *x = *x * spread + spread);
+            let targets: Vec<u32> = (0..rows).map(|i| (i * 5 % cols) as u32).collect();
+            let run = |grad_scale| {
+                same_bits(|cpu| {
+                    let mut x = cpu.tensor(&logits, [rows, cols]).unwrap();
+                    let ids = cpu.tensor(&targets, rows).unwrap();
+                    let mut losses = cpu.zeros(rows).unwrap();
+                    let (targets, losses_) = (ids.view(), losses.view_mut());
+                    cpu.run(Op::CrossEntropy { logits: x.view_mut(), targets, losses: losses_, grad_scale })
+                        .unwrap();
+                    [x, losses]
+                })
+            };
+            let [same, losses] = run(None);
+            assert_eq!(same, logits, "logits stay without a scale");
+            let [grad, again] = run(Some(0.25));
+            assert_eq!(losses, again);
+            let (mut want_losses, mut want_grad) = (Vec::new(), Vec::new());
+            for (row, &target) in wide(&logits).chunks_exact(cols).zip(&targets) {
+                let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = row.iter().map(|x| (x - top).exp()).sum();
+                want_losses.push(sum.ln() + top - row[target as usize]);
+                let hot = |j: usize| if j == target as usize { 1.0 } else { 0.0 };
+                want_grad
+                    .extend(row.iter().enumerate().map(|(j, x)| 0.25 * ((x - top).exp() / sum - hot(j))));
+            }
+            close(&losses, &want_losses, 1e-6);
+            close(&grad, &want_grad, 1e-6);
+        }
+    }
+    // A row with nothing but a NaN is a NaN loss, not a wrong number.
+    let cpu = Device::cpu(1).unwrap();
+    let mut x = cpu.tensor(&[0.0, f32::NAN, 1.0], [1, 3]).unwrap();
+    let (ids, mut losses) = (cpu.tensor(&[0_u32], 1).unwrap(), cpu.zeros(1).unwrap());
+    let (logits, targets) = (x.view_mut(), ids.view());
+    cpu.run(Op::CrossEntropy { logits, targets, losses: losses.view_mut(), grad_scale: None }).unwrap();
+    assert!(losses.to_vec::<f32>().unwrap()[0].is_nan());
+}
