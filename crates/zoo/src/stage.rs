@@ -54,14 +54,14 @@ impl Stage {
 
     /// The given layers of a model.
     ///
-    /// Errors: [`ZooError::Config`] for a bad config or a range outside it.
+    /// Errors: [`ZooError::Config`] for a bad config, or a range that is empty or outside it.
     pub fn new(config: GptConfig, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
         config.validate()?;
-        if layers.start > layers.end || layers.end > config.layers {
+        if layers.is_empty() || layers.end > config.layers {
             return Err(ZooError::Config {
                 field: "layers",
                 value: layers.end,
-                expected: "a range within the model's layers",
+                expected: "a range within the model's layers, at least one long",
             });
         }
         let (first, last) = (layers.start == 0, layers.end == config.layers);

@@ -1,0 +1,362 @@
+//! Stages against each other: microbatches, splits, threads, ranges, memory; and each block against central differences.
+
+use std::ops::Range;
+
+use farflung_base::Philox;
+use farflung_tensor::{Device, ParamLayout, Tensor};
+use farflung_zoo::block::{Cx, Embedding, Grads, Head, Transformer};
+use farflung_zoo::{GptConfig, Input, Output, Stage, ZooError, stage};
+
+const CONFIG: GptConfig = GptConfig { layers: 3, heads: 2, dim: 24, context: 10, vocab: 19 };
+
+fn noise(len: usize, seed: u64, std: f32) -> Vec<f32> {
+    let mut out = vec![0.0; len];
+    Philox::new(seed, 77).fill_normal(std, &mut out);
+    out
+}
+
+fn ids(batch: usize, shift: usize) -> Vec<u32> {
+    (0..batch * CONFIG.context).map(|i| ((i * i + 3 * i + shift) % CONFIG.vocab) as u32).collect()
+}
+
+/// Parameters larger than the start's, so that no part of the model is nearly linear.
+fn params(stage: &Stage, seed: u64) -> Tensor {
+    let mut p = stage.init(seed).unwrap();
+    let layout = stage.layout().clone();
+    let values = p.host_mut::<f32>().unwrap();
+    for param in layout.params() {
+        let name =
+            Philox::new(seed, param.name.bytes().fold(7, |h: u64, b| h.wrapping_mul(31) ^ u64::from(b)));
+        let mut more = vec![0.0; param.shape.len()];
+        name.fill_normal(0.15, &mut more);
+        for (v, m) in values[param.range()].iter_mut().zip(more) {
+            *v += m;
+        }
+    }
+    p
+}
+
+/// Losses and gradients of one microbatch after another, and the ranges that became ready.
+fn step(
+    stage: &Stage,
+    params: &Tensor,
+    batches: &[(Vec<u32>, Vec<u32>)],
+    scale: f32,
+) -> (Vec<f32>, Vec<f32>, Vec<Range<usize>>) {
+    // What was there before must not matter without accumulation.
+    let mut grads = stage.init(99).unwrap();
+    let mut losses = Vec::new();
+    let mut ranges = Vec::new();
+    let len = CONFIG.context;
+    for (i, (x, y)) in batches.iter().enumerate() {
+        let (x, y) = (stage.tokens(x, len).unwrap(), stage.tokens(y, len).unwrap());
+        let (out, saved) = stage.forward(params, Input::Tokens(x), Some((&y, scale))).unwrap();
+        let Output::Losses(l) = out else { panic!("a whole model gives losses") };
+        losses.extend(l.to_vec::<f32>().unwrap());
+        ranges.clear();
+        let mut grads = Grads { flat: &mut grads, accumulate: i > 0 };
+        assert!(stage.backward(params, saved, None, &mut grads, |r, _| ranges.push(r)).unwrap().is_none());
+    }
+    let g = stage
+        .layout()
+        .params()
+        .iter()
+        .flat_map(|p| grads.host::<f32>().unwrap()[p.range()].to_vec())
+        .collect();
+    (losses, g, ranges)
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let norm = |v: &mut dyn Iterator<Item = f64>| v.map(|x| x * x).sum::<f64>().sqrt();
+    let d = norm(&mut a.iter().zip(b).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    d / norm(&mut b.iter().map(|b| f64::from(*b)))
+}
+
+#[test]
+fn microbatches_add_up_to_the_batch() {
+    let cpu = Device::cpu(2).unwrap();
+    let stage = Stage::whole(CONFIG, &cpu).unwrap();
+    let p = params(&stage, 1);
+    let (x, y) = (ids(4, 0), ids(4, 5));
+    let scale = 1.0 / x.len() as f32;
+    let one = step(&stage, &p, &[(x.clone(), y.clone())], scale);
+    let half = x.len() / 4;
+    let parts: Vec<_> =
+        (0..4).map(|i| (x[i * half..][..half].to_vec(), y[i * half..][..half].to_vec())).collect();
+    let four = step(&stage, &p, &parts, scale);
+    assert!(distance(&four.0, &one.0) < 1e-6);
+    assert!(distance(&four.1, &one.1) < 2e-6, "{}", distance(&four.1, &one.1));
+    // And the forward pass without a backward one gives the same losses.
+    let (x, y) = (stage.tokens(&x, 10).unwrap(), stage.tokens(&y, 10).unwrap());
+    let losses = stage.losses(&p, x, &y).unwrap();
+    assert_eq!(losses.to_vec::<f32>().unwrap(), one.0);
+    let total = stage::total(&losses).unwrap();
+    assert!((total - one.0.iter().map(|&l| f64::from(l)).sum::<f64>()).abs() < 1e-9);
+}
+
+#[test]
+fn the_same_bits_with_any_number_of_threads_and_no_new_memory_after_a_step() {
+    let mut first: Option<(Vec<f32>, Vec<f32>)> = None;
+    for threads in [1, 2, 3] {
+        let cpu = Device::cpu(threads).unwrap();
+        let stage = Stage::whole(CONFIG, &cpu).unwrap();
+        let p = params(&stage, 1);
+        let mut held = None;
+        for _ in 0..3 {
+            let (losses, grads, ranges) =
+                step(&stage, &p, &[(ids(3, 0), ids(3, 5)), (ids(3, 1), ids(3, 2))], 0.01);
+            let known = first.get_or_insert_with(|| (losses.clone(), grads.clone()));
+            let bits = |v: &[f32]| v.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!((bits(&losses), bits(&grads)), (bits(&known.0), bits(&known.1)));
+            assert_eq!(*held.get_or_insert(cpu.memory()), cpu.memory());
+            covers_once_from_the_end(&ranges, stage.layout());
+        }
+    }
+}
+
+#[track_caller]
+fn covers_once_from_the_end(ranges: &[Range<usize>], layout: &ParamLayout) {
+    // The tied table is ready last: it gets its last part from the embedding.
+    let mut end = layout.len();
+    for r in ranges {
+        assert_eq!(r.end, end, "{ranges:?}");
+        end = r.start;
+    }
+    assert_eq!(end, 0, "{ranges:?}");
+}
+
+#[test]
+fn a_split_model_computes_what_the_whole_does() {
+    let cpu = Device::cpu(2).unwrap();
+    let whole = Stage::whole(CONFIG, &cpu).unwrap();
+    let (x, y) = (ids(2, 0), ids(2, 5));
+    let scale = 1.0 / x.len() as f32;
+    let p = params(&whole, 1);
+    let (losses, _, _) = step(&whole, &p, &[(x.clone(), y.clone())], scale);
+    let mut whole_grads = whole.zeros().unwrap();
+    {
+        let (x, y) = (whole.tokens(&x, 10).unwrap(), whole.tokens(&y, 10).unwrap());
+        let (_, saved) = whole.forward(&p, Input::Tokens(x), Some((&y, scale))).unwrap();
+        let mut grads = Grads { flat: &mut whole_grads, accumulate: false };
+        whole.backward(&p, saved, None, &mut grads, |_, _| {}).unwrap();
+    }
+    for cuts in [vec![0, 1, 3], vec![0, 1, 2, 3]] {
+        let stages: Vec<Stage> =
+            cuts.windows(2).map(|w| Stage::new(CONFIG, w[0]..w[1], &cpu).unwrap()).collect();
+        let last = stages.len() - 1;
+        let parts: Vec<Tensor> = stages.iter().map(|s| params(s, 1)).collect();
+        for (stage, part) in stages.iter().zip(&parts) {
+            for (name, range) in stage.layout().params().iter().map(|p| (&p.name, p.range())) {
+                let there = whole.layout().find(name).unwrap();
+                assert_eq!(
+                    part.host::<f32>().unwrap()[range.clone()],
+                    whole.layout().view(&p, there).unwrap().to_vec::<f32>().unwrap()
+                );
+                let (a, b) = (stage.init(5).unwrap(), whole.init(5).unwrap());
+                let b = whole.layout().view(&b, there).unwrap().to_vec::<f32>().unwrap();
+                assert_eq!(a.host::<f32>().unwrap()[range], b, "{name}");
+            }
+        }
+        let targets = whole.tokens(&y, 10).unwrap();
+        let mut input = Input::Tokens(whole.tokens(&x, 10).unwrap());
+        let mut kept = Vec::new();
+        let mut got = Vec::new();
+        for (i, (stage, p)) in stages.iter().zip(&parts).enumerate() {
+            let (out, saved) = stage.forward(p, input, (i == last).then_some((&targets, scale))).unwrap();
+            kept.push(saved);
+            input = match out {
+                Output::Hidden(h) => Input::Hidden(h),
+                Output::Losses(l) => {
+                    got = l.to_vec::<f32>().unwrap();
+                    Input::Hidden(l)
+                }
+            };
+        }
+        assert_eq!(got, losses, "{cuts:?}");
+        let mut dy = None;
+        let mut sum: Vec<Vec<f32>> = vec![Vec::new(); whole.layout().params().len()];
+        for ((stage, p), saved) in stages.iter().zip(&parts).zip(kept).rev() {
+            let mut flat = stage.init(3).unwrap();
+            let mut ranges = Vec::new();
+            let mut grads = Grads { flat: &mut flat, accumulate: false };
+            dy = stage.backward(p, saved, dy, &mut grads, |r, _| ranges.push(r)).unwrap();
+            covers_once_from_the_end(&ranges, stage.layout());
+            for param in stage.layout().params() {
+                let to = &mut sum[whole.layout().find(&param.name).unwrap()];
+                let part = &flat.host::<f32>().unwrap()[param.range()];
+                if to.is_empty() {
+                    to.extend_from_slice(part);
+                } else {
+                    assert_eq!(param.name, "wte.weight");
+                    to.iter_mut().zip(part).for_each(|(t, p)| *t += p);
+                }
+            }
+        }
+        assert!(dy.is_none());
+        for (i, (param, sum)) in whole.layout().params().iter().zip(sum).enumerate() {
+            let want = whole.layout().view(&whole_grads, i).unwrap().to_vec::<f32>().unwrap();
+            if param.name == "wte.weight" {
+                // Two sums, one after the other in the whole model, apart here.
+                assert!(distance(&sum, &want) < 1e-6);
+            } else {
+                assert_eq!(sum, want, "{}", param.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_a_stage_does_not_take_is_refused() {
+    let cpu = Device::cpu(1).unwrap();
+    let (whole, last) = (Stage::whole(CONFIG, &cpu).unwrap(), Stage::new(CONFIG, 1..3, &cpu).unwrap());
+    let (p, q) = (whole.init(1).unwrap(), last.init(1).unwrap());
+    let tokens = || whole.tokens(&ids(1, 0), 10).unwrap();
+    let targets = tokens();
+    let wants = |r: Result<(Output, stage::Saved), ZooError>, text: &str| {
+        let message = r.unwrap_err().to_string();
+        assert!(message.contains(text), "{message}");
+    };
+    wants(last.forward(&q, Input::Tokens(tokens()), Some((&targets, 1.0))), "hidden states");
+    wants(whole.forward(&p, Input::Hidden(cpu.zeros([1, 10, 24]).unwrap()), Some((&targets, 1.0))), "tokens");
+    wants(whole.forward(&p, Input::Tokens(tokens()), None), "targets");
+    for shape in [vec![10, 24], vec![1, 10, 23]] {
+        wants(
+            last.forward(&q, Input::Hidden(cpu.zeros(&shape[..]).unwrap()), Some((&targets, 1.0))),
+            "shapes",
+        );
+    }
+    let mut short = targets.view().part(0, 4).unwrap().to_vec::<u32>().unwrap();
+    short[3] = 19;
+    let few = whole.tokens(&short, 4).unwrap();
+    wants(whole.forward(&p, Input::Tokens(tokens()), Some((&few, 1.0))), "cross_entropy");
+    wants(whole.forward(&p, Input::Tokens(few), Some((&targets, 1.0))), "19");
+    wants(whole.forward(&cpu.zeros(64).unwrap(), Input::Tokens(tokens()), Some((&targets, 1.0))), "64");
+    for (n, len) in [(10, 0), (0, 5), (11, 5), (11, 11)] {
+        assert!(whole.tokens(&vec![0; n], len).is_err());
+    }
+    #[expect(clippy::reversed_empty_ranges, reason = "what is refused")]
+    for range in [2..4, 3..1, 0..0, 3..3] {
+        assert!(Stage::new(CONFIG, range, &cpu).is_err());
+    }
+    assert!(last.logits(&q, tokens()).is_err());
+    let (_, saved) = whole.forward(&p, Input::Tokens(tokens()), Some((&targets, 1.0))).unwrap();
+    let mut flat = whole.zeros().unwrap();
+    let dy = cpu.zeros([1, 10, 24]).unwrap();
+    assert!(
+        whole
+            .backward(&p, saved, Some(dy), &mut Grads { flat: &mut flat, accumulate: false }, |_, _| {})
+            .is_err()
+    );
+    let middle = Stage::new(CONFIG, 1..2, &cpu).unwrap();
+    let m = middle.init(1).unwrap();
+    let (_, saved) = middle.forward(&m, Input::Hidden(cpu.zeros([1, 10, 24]).unwrap()), None).unwrap();
+    let mut flat = middle.zeros().unwrap();
+    let dy = Some(cpu.zeros([10, 24]).unwrap());
+    assert!(
+        middle.backward(&m, saved, dy, &mut Grads { flat: &mut flat, accumulate: false }, |_, _| {}).is_err()
+    );
+}
+
+/// The slope of `loss` along a direction, by central differences with Richardson's extrapolation, against what the
+/// gradient says. The outputs are f32, the sums f64: the step is wide enough that rounding is below the tolerance.
+#[track_caller]
+fn slopes_agree(what: &str, at: &[f32], grad: &[f32], loss: impl Fn(&[f32]) -> f64) {
+    for seed in 0..3 {
+        // Half the gradient's own direction, half noise: neither a large nor a small part can hide an error.
+        let norm = |v: &[f32]| v.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+        let random = noise(at.len(), 40 + seed, 1.0);
+        let (g, r) = (norm(grad).max(1e-12), norm(&random));
+        let direction: Vec<f64> =
+            grad.iter().zip(&random).map(|(a, b)| f64::from(*a) / g + f64::from(*b) / r).collect();
+        let moved = |h: f64| {
+            let to: Vec<f32> =
+                at.iter().zip(&direction).map(|(x, d)| (f64::from(*x) + h * d) as f32).collect();
+            loss(&to)
+        };
+        let central = |h: f64| (moved(h) - moved(-h)) / (2.0 * h);
+        let h = 0.02;
+        let slope = (4.0 * central(h / 2.0) - central(h)) / 3.0;
+        let claimed: f64 = grad.iter().zip(&direction).map(|(g, d)| f64::from(*g) * d).sum();
+        let error = (slope - claimed).abs() / claimed.abs().max(0.1 * g);
+        assert!(error < 1e-3, "{what}: slope {slope}, gradient says {claimed}: {error}");
+    }
+}
+
+fn cx<'a>(stage: &'a Stage, params: &'a Tensor) -> Cx<'a> {
+    Cx { device: stage.device(), layout: stage.layout(), params }
+}
+
+fn dot(y: &Tensor, dy: &[f32]) -> f64 {
+    y.to_vec::<f32>().unwrap().iter().zip(dy).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+/// Checks the gradients of the named parameters of a stage whose loss is `loss(params)`.
+fn weights_agree(
+    stage: &Stage,
+    p: &Tensor,
+    grads: &Tensor,
+    range: Range<usize>,
+    loss: impl Fn(&Tensor) -> f64,
+) {
+    for param in &stage.layout().params()[range] {
+        let at = &p.host::<f32>().unwrap()[param.range()];
+        slopes_agree(&param.name, at, &grads.host::<f32>().unwrap()[param.range()], |to| {
+            let mut all = p.to_vec::<f32>().unwrap();
+            all[param.range()].copy_from_slice(to);
+            loss(&stage.device().tensor(&all, all.len()).unwrap())
+        });
+    }
+}
+
+#[test]
+fn a_transformer_block_against_central_differences() {
+    let cpu = Device::cpu(1).unwrap();
+    let stage = Stage::new(CONFIG, 1..2, &cpu).unwrap();
+    let block = Transformer { first: 0, heads: CONFIG.heads };
+    let p = params(&stage, 3);
+    let shape = [2, 7, CONFIG.dim];
+    let (x, dy) = (noise(2 * 7 * 24, 1, 1.0), noise(2 * 7 * 24, 2, 1.0));
+    let (_, mut saved) = block.forward(&cx(&stage, &p), cpu.tensor(&x, shape).unwrap()).unwrap();
+    let dx = block.backward_input(&cx(&stage, &p), &mut saved, cpu.tensor(&dy, shape).unwrap()).unwrap();
+    let mut flat = stage.zeros().unwrap();
+    block.backward_weight(&cx(&stage, &p), saved, &mut Grads { flat: &mut flat, accumulate: false }).unwrap();
+    let loss = |p: &Tensor, x: &[f32]| {
+        dot(&block.forward(&cx(&stage, p), cpu.tensor(x, shape).unwrap()).unwrap().0, &dy)
+    };
+    slopes_agree("x", &x, &dx.to_vec::<f32>().unwrap(), |x| loss(&p, x));
+    weights_agree(&stage, &p, &flat, 0..12, |p| loss(p, &x));
+}
+
+#[test]
+fn the_head_and_the_embedding_against_central_differences() {
+    let cpu = Device::cpu(1).unwrap();
+    let stage = Stage::whole(GptConfig { layers: 1, ..CONFIG }, &cpu).unwrap();
+    let p = params(&stage, 3);
+    let shape = [2, 7, CONFIG.dim];
+    let (x, dy) = (noise(2 * 7 * 24, 1, 1.0), noise(2 * 7 * 24, 2, 1.0));
+    let tokens = cpu.tensor(&ids(2, 0)[..14], [2, 7]).unwrap();
+
+    let head = Head { norm: 14, table: 0, vocab: CONFIG.vocab };
+    let (_, mut saved) = head.forward(&cx(&stage, &p), cpu.tensor(&x, shape).unwrap(), &tokens, 0.5).unwrap();
+    let dx = head.backward_input(&cx(&stage, &p), &mut saved).unwrap();
+    let mut flat = stage.zeros().unwrap();
+    head.backward_weight(&cx(&stage, &p), saved, &mut Grads { flat: &mut flat, accumulate: false }).unwrap();
+    let loss = |p: &Tensor, x: &[f32]| {
+        0.5 * stage::total(&head.losses(&cx(&stage, p), &cpu.tensor(x, shape).unwrap(), &tokens).unwrap())
+            .unwrap()
+    };
+    slopes_agree("x", &x, &dx.to_vec::<f32>().unwrap(), |x| loss(&p, x));
+    weights_agree(&stage, &p, &flat, 0..1, |p| loss(p, &x));
+    weights_agree(&stage, &p, &flat, 14..16, |p| loss(p, &x));
+
+    let embedding = Embedding { first: 0, dim: CONFIG.dim };
+    let mut flat = stage.init(8).unwrap();
+    let mut grads = Grads { flat: &mut flat, accumulate: false };
+    embedding
+        .backward(&cx(&stage, &p), &tokens, &cpu.tensor(&dy, shape).unwrap(), &mut grads, false)
+        .unwrap();
+    weights_agree(&stage, &p, &flat, 0..2, |p| {
+        dot(&embedding.forward(&cx(&stage, p), &tokens, 0).unwrap(), &dy)
+    });
+}
