@@ -54,28 +54,31 @@ const PLAIN: &str = "none";
 /// tokens, however unevenly the ranks hold them.
 ///
 /// ```
+/// use std::sync::Arc;
+///
 /// use farflung_comm::{Communicator, memory};
 /// use farflung_optim::{Average, AverageConfig, agree};
 /// use farflung_tensor::{Device, ParamLayout, Shape};
 ///
+/// let rank = |endpoint: Arc<memory::Memory>| {
+///     let layout = ParamLayout::new(["a", "b"].map(|n| (n.to_owned(), Shape::from([3, 5]))));
+///     let comm = Communicator::new(endpoint);
+///     let config = AverageConfig { bucket_bytes: 60, ..AverageConfig::default() };
+///     let mut average = Average::new(comm.clone(), &layout, config)?;
+///     let mut grads = Device::cpu(1)?.tensor(&vec![comm.rank().0 as f32; layout.len()], layout.len())?;
+///
+///     let mut averaging = average.begin();
+///     averaging.ready(64..128, &grads)?; // `b` leaves now, while the gradient of `a` is computed
+///     averaging.ready(0..64, &grads)?;
+///     let averaged = averaging.finish(&mut grads)?;
+///     assert_eq!((averaged.buckets, averaged.payload.0), (2, 4 * 30));
+///     if agree(&comm, true)? { average.commit() } else { average.rollback() }
+///     assert_eq!(grads.to_vec::<f32>()?[..15], [0.5; 15]);
+///     Ok::<_, farflung_optim::OptimError>(())
+/// };
 /// std::thread::scope(|scope| {
 ///     for endpoint in memory::cluster(2) {
-///         scope.spawn(move || -> Result<(), farflung_optim::OptimError> {
-///             let layout = ParamLayout::new(["a", "b"].map(|n| (n.to_owned(), Shape::from([3, 5]))));
-///             let comm = Communicator::new(endpoint);
-///             let config = AverageConfig { bucket_bytes: 60, ..AverageConfig::default() };
-///             let mut average = Average::new(comm.clone(), &layout, config)?;
-///             let mut grads = Device::cpu(1)?.tensor(&vec![comm.rank().0 as f32; layout.len()], layout.len())?;
-///
-///             let mut averaging = average.begin();
-///             averaging.ready(64..128, &grads)?; // `b` leaves now, while the gradient of `a` is computed
-///             averaging.ready(0..64, &grads)?;
-///             let averaged = averaging.finish(&mut grads)?;
-///             assert_eq!((averaged.buckets, averaged.payload.0), (2, 4 * 30));
-///             if agree(&comm, true)? { average.commit() } else { average.rollback() }
-///             assert_eq!(grads.to_vec::<f32>()?[..15], [0.5; 15]);
-///             Ok(())
-///         });
+///         scope.spawn(move || rank(endpoint).unwrap());
 ///     }
 /// });
 /// ```
