@@ -9,22 +9,21 @@ use crate::op::Op;
 /// Partial sums that a row's reduction runs in: fixed, so that the order of additions is.
 const LANES: usize = 16;
 
-/// Sums `f(i)` for `i < n` in [`LANES`] chains.
+/// Sums `f` of the elements of three slices of one length, in [`LANES`] chains. Zipped chunks leave no bounds checks, which
+/// would keep the loop from being vectorised.
 #[inline(always)]
 #[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
-fn sum_by(n: usize, f: impl Fn(usize) -> f32) -> f32 {
+fn sum_by(a: &[f32], b: &[f32], c: &[f32], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
     let mut lanes = [0.0_f32; LANES];
-    let whole = n / LANES * LANES;
-    let mut i = 0;
-    while i < whole {
-        for (l, lane) in lanes.iter_mut().enumerate() {
-            *lane += f(i + l);
+    let (a, b, c) = (a.chunks_exact(LANES), b.chunks_exact(LANES), c.chunks_exact(LANES));
+    let tail = a.remainder().iter().zip(b.remainder()).zip(c.remainder());
+    for ((a, b), c) in a.zip(b).zip(c) {
+        for l in 0..LANES {
+            lanes[l] += f(a[l], b[l], c[l]);
         }
-        i += LANES;
     }
-    while i < n {
-        lanes[i - whole] += f(i);
-        i += 1;
+    for (lane, ((&a, &b), &c)) in lanes.iter_mut().zip(tail) {
+        *lane += f(a, b, c);
     }
     let mut width = LANES / 2;
     while width > 0 {
@@ -41,8 +40,8 @@ simd! {
         let scale = 1.0 / cols as f32;
         for ((x, y), stats) in x.chunks_exact(cols).zip(y.chunks_exact_mut(cols)).zip(stats.chunks_exact_mut(2)) {
             let (gain, bias) = (&gain[..cols], &bias[..cols]);
-            let mean = sum_by(cols, |i| x[i]) * scale;
-            let var = sum_by(cols, |i| { let d = x[i] - mean; d * d }) * scale;
+            let mean = sum_by(x, x, x, |x, _, _| x) * scale;
+            let var = sum_by(x, x, x, |x, _, _| (x - mean) * (x - mean)) * scale;
             let rstd = 1.0 / (var + Op::LAYER_NORM_EPS).sqrt();
             for i in 0..cols {
                 y[i] = L::mul_add((x[i] - mean) * rstd, gain[i], bias[i]);
@@ -61,8 +60,8 @@ simd! {
         let gain = &gain[..cols];
         for (r, ((x, dy), dx)) in x.chunks_exact(cols).zip(dy.chunks_exact(cols)).zip(dx.chunks_exact_mut(cols)).enumerate() {
             let (mean, rstd) = (stats[2 * r], stats[2 * r + 1]);
-            let a = sum_by(cols, |i| dy[i] * gain[i]) * scale;
-            let b = sum_by(cols, |i| dy[i] * gain[i] * ((x[i] - mean) * rstd)) * scale;
+            let a = sum_by(dy, gain, x, |dy, gain, _| dy * gain) * scale;
+            let b = sum_by(dy, gain, x, |dy, gain, x| dy * gain * ((x - mean) * rstd)) * scale;
             match residual.map(|all| &all[r * cols..][..cols]) {
                 Some(past) => for i in 0..cols {
                     dx[i] = past[i] + rstd * (dy[i] * gain[i] - a - (x[i] - mean) * rstd * b);
