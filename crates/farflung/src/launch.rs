@@ -6,7 +6,7 @@
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
@@ -34,7 +34,8 @@ impl Launch {
     /// Starts `program` with `args` as ranks `0..processes` and waits for all of them.
     ///
     /// Each gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`; lines of its
-    /// stderr appear behind `[rank]`, stdout passes through. SIGINT and SIGTERM are passed on. After the first failure
+    /// stderr appear behind `[rank]`, stdout passes through. Each signal of
+    /// `stop` is passed on, the third as SIGKILL. After the first failure
     /// the others have `grace` to end by themselves, then SIGTERM and `grace`, then SIGKILL.
     ///
     /// Errors: [`Error::Child`] with the first that failed, [`Error::Stopped`] if a signal ended the job,
@@ -54,6 +55,8 @@ impl Launch {
                 .env("LOCAL_WORLD_SIZE", self.processes.to_string())
                 .env("MASTER_ADDR", &self.master.0)
                 .env("MASTER_PORT", port.to_string())
+                // A terminal's Ctrl-C goes to a whole group: the children would get it twice, and the second kills.
+                .process_group(0)
                 .stdin(Stdio::null())
                 .stderr(Stdio::piped())
                 .spawn()
@@ -70,14 +73,18 @@ impl Launch {
     fn watch(&self, job: &mut Job, stop: &Stop) -> Result<()> {
         let mut failed = None;
         let mut forwarded: Option<Signal> = None;
+        let mut passed = 0;
         // Time since the first failure, or since a signal was passed on, in polls: no clock is needed.
         let mut waited = Duration::ZERO;
         let mut asked = false;
         while job.poll(&mut failed)? {
             thread::sleep(POLL);
-            if let (None, Some(signal)) = (forwarded, stop.requested()) {
-                forwarded = Some(signal);
+            if let Some(signal) = stop.take() {
+                forwarded.get_or_insert(signal);
+                passed += 1;
                 job.signal(match signal {
+                    // The children save at the first and end at the second; whoever ignores both is not asked again.
+                    _ if passed > 2 => SystemSignal::KILL,
                     Signal::Interrupt => SystemSignal::INT,
                     Signal::Terminate => SystemSignal::TERM,
                 });

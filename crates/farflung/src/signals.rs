@@ -3,11 +3,15 @@
 //! It refuses to know what is saved: the loop polls [`Stop::requested`] between steps.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
+use signal_hook::iterator::Signals;
+use signal_hook::low_level;
 
 use crate::{Error, Result};
 
@@ -40,6 +44,16 @@ impl fmt::Display for Signal {
     }
 }
 
+/// Signals closer than this are one: a shell, `timeout` or a scheduler signals a process and then its whole group.
+const ONE_SIGNAL: Duration = Duration::from_millis(300);
+
+/// What a second signal does.
+#[derive(Clone, Copy)]
+enum Repeat {
+    Exits,
+    Passes,
+}
+
 /// Whether a stop was asked for. Clones share the answer.
 #[derive(Debug, Clone, Default)]
 pub struct Stop {
@@ -48,19 +62,41 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Catches SIGINT and SIGTERM for the rest of the process's life.
+    /// Catches SIGINT and SIGTERM for the rest of the process's life; the second one ends the process at once.
     ///
     /// Errors: [`Error::Io`] if the system refuses the handlers.
     pub fn install() -> Result<Self> {
+        Self::catch(Repeat::Exits)
+    }
+
+    /// As [`Stop::install`], but no signal ends the process: for one that passes them on with [`Stop::take`].
+    pub fn install_passing() -> Result<Self> {
+        Self::catch(Repeat::Passes)
+    }
+
+    fn catch(repeat: Repeat) -> Result<Self> {
+        let failed = || Error::io("catch signals for", Path::new("this process"));
+        let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(failed())?;
         let stop = Self::default();
-        let once = Arc::new(AtomicBool::new(false));
-        for (number, signal) in [(SIGINT, Signal::Interrupt), (SIGTERM, Signal::Terminate)] {
-            // The order matters: on the first signal `once` is still false when the shutdown looks at it.
-            flag::register_conditional_shutdown(number, i32::from(signal.exit_code()), Arc::clone(&once))
-                .and_then(|_| flag::register(number, Arc::clone(&once)))
-                .and_then(|_| flag::register_usize(number, Arc::clone(&stop.signal), number as usize))
-                .map_err(Error::io("catch signals for", "this process".as_ref()))?;
-        }
+        let seen = stop.clone();
+        let watch = move || {
+            let mut last: Option<Instant> = None;
+            for number in signals.forever() {
+                #[expect(
+                    clippy::disallowed_methods,
+                    reason = "how far signals are apart in real time; no result sees it"
+                )]
+                let now = Instant::now();
+                let repeated = last.replace(now).map(|before| now - before);
+                let signal = if number == SIGINT { Signal::Interrupt } else { Signal::Terminate };
+                match (repeat, repeated) {
+                    (_, Some(apart)) if apart < ONE_SIGNAL => {}
+                    (Repeat::Exits, Some(_)) => low_level::exit(i32::from(signal.exit_code())),
+                    _ => seen.request(signal),
+                }
+            }
+        };
+        thread::Builder::new().name("signals".to_owned()).spawn(watch).map_err(failed())?;
         Ok(stop)
     }
 
@@ -79,14 +115,25 @@ impl Stop {
         self.signal.store(number as usize, Ordering::Relaxed);
     }
 
+    /// The last signal since the last take.
+    #[must_use]
+    pub fn take(&self) -> Option<Signal> {
+        read(self.signal.swap(0, Ordering::Relaxed))
+    }
+
     /// The last signal that came, if one did.
     #[must_use]
     pub fn requested(&self) -> Option<Signal> {
-        match self.signal.load(Ordering::Relaxed) {
-            0 => None,
-            n if n == SIGINT as usize => Some(Signal::Interrupt),
-            _ => Some(Signal::Terminate),
-        }
+        read(self.signal.load(Ordering::Relaxed))
+    }
+}
+
+/// The signal of a number; 0 is none.
+fn read(number: usize) -> Option<Signal> {
+    match number {
+        0 => None,
+        n if n == SIGINT as usize => Some(Signal::Interrupt),
+        _ => Some(Signal::Terminate),
     }
 }
 
@@ -102,7 +149,8 @@ mod tests {
         stop.request(Signal::Terminate);
         assert_eq!(seen.requested(), Some(Signal::Terminate));
         stop.request(Signal::Interrupt);
-        assert_eq!(seen.requested(), Some(Signal::Interrupt));
+        assert_eq!(seen.take(), Some(Signal::Interrupt));
+        assert_eq!((stop.take(), stop.requested()), (None, None));
         assert_eq!(Error::Stopped(Signal::Interrupt).exit_code(), 130);
     }
 }

@@ -38,8 +38,7 @@ impl LaunchCommand {
             master: self.master,
             grace: Duration::from(self.grace),
         };
-        // A second Ctrl-C ends this process at once; on a terminal the children get it too.
-        launch.run(&program, &self.command, &Stop::install()?)
+        launch.run(&program, &self.command, &Stop::install_passing()?)
     }
 }
 

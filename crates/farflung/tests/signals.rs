@@ -1,0 +1,69 @@
+//! Signals as a terminal or a scheduler sends them, against this test's own binary as the process that gets them.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::env;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use farflung::Stop;
+use rustix::process::{Pid, Signal, kill_process};
+
+const ROLE: &str = "FARFLUNG_TEST_ROLE";
+
+/// Not a test by itself: the process that the tests below signal. It prints what it sees and ends on SIGTERM's flag.
+#[test]
+fn a_process_that_waits() {
+    if env::var_os(ROLE).is_none() {
+        return;
+    }
+    let stop = Stop::install().unwrap();
+    println!("ready");
+    for _ in 0..1000 {
+        thread::sleep(Duration::from_millis(10));
+        if let Some(signal) = stop.take() {
+            println!("saw {signal}");
+        }
+    }
+}
+
+fn start() -> (Child, impl FnMut(&str)) {
+    let mut child = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "a_process_that_waits", "--nocapture"])
+        .env(ROLE, "waits")
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut expect = move |text: &str| assert!(lines.any(|l| l.unwrap().ends_with(text)), "no line `{text}`");
+    expect("ready");
+    (child, expect)
+}
+
+fn send(child: &Child, signal: Signal) {
+    kill_process(Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap(), signal).unwrap();
+}
+
+#[test]
+fn the_first_asks_and_the_second_ends_at_once() {
+    let (mut child, mut expect) = start();
+    send(&child, Signal::INT);
+    expect("saw SIGINT");
+    thread::sleep(Duration::from_millis(400));
+    send(&child, Signal::TERM);
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+}
+
+#[test]
+fn one_that_comes_twice_in_a_moment_is_one() {
+    let (mut child, mut expect) = start();
+    send(&child, Signal::TERM);
+    expect("saw SIGTERM");
+    send(&child, Signal::TERM);
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!(child.try_wait().unwrap(), None);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
