@@ -40,19 +40,18 @@ pub enum Instr {
 }
 
 impl Instr {
-    /// The earlier instructions that it reads.
-    fn operands(&self) -> impl Iterator<Item = u16> + use<> {
-        let (a, b) = match *self {
-            Self::Read(_) | Self::Load(_) | Self::Scalar(_) | Self::Const(_) => (None, None),
-            Self::Sqrt(a) | Self::Abs(a) | Self::Sign(a) => (Some(a), None),
+    /// The earlier instructions that it reads; one with a single operand gives it twice.
+    pub(crate) const fn operands(self) -> Option<(u16, u16)> {
+        match self {
+            Self::Read(_) | Self::Load(_) | Self::Scalar(_) | Self::Const(_) => None,
+            Self::Sqrt(a) | Self::Abs(a) | Self::Sign(a) => Some((a, a)),
             Self::Add(a, b)
             | Self::Sub(a, b)
             | Self::Mul(a, b)
             | Self::Div(a, b)
             | Self::Max(a, b)
-            | Self::Min(a, b) => (Some(a), Some(b)),
-        };
-        a.into_iter().chain(b)
+            | Self::Min(a, b) => Some((a, b)),
+        }
     }
 }
 
@@ -148,7 +147,7 @@ impl ProgramBuilder {
     }
 
     fn push(&mut self, instr: Instr) -> Value {
-        if let Some(known) = self.instrs.iter().position(|i| same(i, &instr)) {
+        if let Some(known) = self.instrs.iter().position(|i| same(*i, instr)) {
             return Value(known as u16);
         }
         self.instrs.push(instr);
@@ -213,8 +212,8 @@ impl ProgramBuilder {
             });
         }
         // A value of another builder may point past what it is used by, or past the end.
-        let operands =
-            self.instrs.iter().enumerate().flat_map(|(i, instr)| instr.operands().map(move |j| (j, i)));
+        let operands = self.instrs.iter().enumerate().filter_map(|(i, instr)| Some((instr.operands()?, i)));
+        let operands = operands.flat_map(|((a, b), i)| [(a, i), (b, i)]);
         let stores = self.stores.iter().map(|&(from, _)| (from, self.instrs.len()));
         for (j, count) in operands.chain(stores) {
             if usize::from(j) >= count {
@@ -232,7 +231,7 @@ impl ProgramBuilder {
 }
 
 /// Whether two instructions give the same bits: unlike `==`, it tells 0 from -0.
-fn same(a: &Instr, b: &Instr) -> bool {
+fn same(a: Instr, b: Instr) -> bool {
     match (a, b) {
         (Instr::Const(a), Instr::Const(b)) => a.to_bits() == b.to_bits(),
         _ => a == b,

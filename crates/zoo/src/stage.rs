@@ -105,15 +105,6 @@ impl Stage {
         &self.layout
     }
 
-    /// Whether each element of the flat buffers is subject to weight decay: matrices are, vectors and padding are not.
-    pub fn decay_mask(&self) -> Vec<f32> {
-        let mut mask = vec![0.0; self.layout.len()];
-        for p in self.layout.params().iter().filter(|p| p.shape.dims().len() >= 2) {
-            mask[p.range()].fill(1.0);
-        }
-        mask
-    }
-
     /// New parameters, a pure function of the seed: the same values in each stage as in the whole model.
     pub fn init(&self, seed: u64) -> Result<Tensor, ZooError> {
         let mut values = vec![0.0; self.layout.len()];
@@ -212,19 +203,15 @@ impl Stage {
             block.backward_weight(&cx, saved, grads)?;
             ready(self.span(block.first, Transformer::PARAMS), grads.flat);
         }
-        match (&self.embedding, saved.tokens) {
-            (Some(embedding), Some(tokens)) => {
-                embedding.backward(&cx, &tokens, &dx, grads, has_head)?;
-                ready(self.span(0, 2), grads.flat);
-                Ok(None)
-            }
-            _ => {
-                if has_head {
-                    ready(self.span(0, 1), grads.flat);
-                }
-                Ok(Some(dx))
-            }
+        if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {
+            embedding.backward(&cx, &tokens, &dx, grads, has_head)?;
+            ready(self.span(0, 2), grads.flat);
+            return Ok(None);
         }
+        if has_head {
+            ready(self.span(0, 1), grads.flat);
+        }
+        Ok(Some(dx))
     }
 
     /// Elements of the flat buffers that `count` parameters from `first` on take, padding included.
@@ -278,7 +265,7 @@ impl Stage {
         }
         let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), cache.len)?;
         for (block, (keys, values)) in self.blocks.iter().zip(&mut cache.layers) {
-            x = block.decode(&cx, x, cache.len, keys, values)?;
+            x = block.decode(&cx, &x, cache.len, keys, values)?;
         }
         cache.len += new;
         let head = self.head.as_ref().ok_or(ZooError::StageInput { expected: "the whole model" })?;

@@ -1,3 +1,5 @@
+//! The settings: defaults, files, flags, and what is refused.
+
 use super::*;
 
 fn toml(text: &str) -> Result<TrainArgs> {

@@ -1,3 +1,5 @@
+//! Plans: what is chosen, what is refused, and the report.
+
 use super::*;
 use crate::{Codec, Speed};
 use farflung_base::Link;

@@ -1,3 +1,5 @@
+//! The drawings, pinned.
+
 use farflung_base::{Bytes, Nanos};
 
 use super::*;

@@ -1,3 +1,5 @@
+//! Simulated steps against closed forms and laws.
+
 use super::*;
 use crate::{Algorithm, Codec, Mesh, Precision};
 use proptest::prelude::*;

@@ -52,7 +52,10 @@ pub(crate) trait Backend: Debug + Send + Sync {
 impl<'a> Part<'a> {
     fn pointer(&self) -> Option<(*mut u8, usize)> {
         let (base, len) = self.storage.host()?;
-        assert!(self.range.start <= self.range.end && self.range.end <= len, "views stay within their buffer");
+        assert!(
+            self.range.start <= self.range.end && self.range.end <= len,
+            "views stay within their buffer"
+        );
         Some((base.as_ptr().wrapping_add(self.range.start), self.range.len()))
     }
 

@@ -199,14 +199,14 @@ impl Transformer {
     pub fn decode(
         &self,
         cx: &Cx<'_>,
-        x: Tensor,
+        x: &Tensor,
         past: usize,
         keys: &mut Tensor,
         values: &mut Tensor,
     ) -> Result<Tensor> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
-        let [b, t, c] = dims(&x)?;
+        let [b, t, c] = dims(x)?;
         let run = |op: Op<'_>| cx.device.run(op);
         let mut stats = cx.empty([b * t, 2])?;
         let mut norm = cx.empty([b, t, c])?;

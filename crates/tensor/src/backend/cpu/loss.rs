@@ -17,35 +17,34 @@ simd! {
         let top = tops.iter().chain(&x[whole..]).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
         let picked = x[target];
         let mut sums = [0.0_f32; 16];
-        match scale {
-            None => {
-                for x in x[..whole].chunks_exact(16) {
-                    for (sum, &x) in sums.iter_mut().zip(x) {
-                        *sum += vmath::exp::<L>(x - top);
-                    }
-                }
-                for (sum, &x) in sums.iter_mut().zip(&x[whole..]) {
-                    *sum += vmath::exp::<L>(x - top);
-                }
-            }
-            Some(_) => {
-                let (head, tail) = x.split_at_mut(whole);
-                for x in head.chunks_exact_mut(16) {
-                    for (sum, x) in sums.iter_mut().zip(x) {
-                        *x = vmath::exp::<L>(*x - top);
-                        *sum += *x;
-                    }
-                }
-                for (sum, x) in sums.iter_mut().zip(tail) {
+        if scale.is_some() {
+            let (head, tail) = x.split_at_mut(whole);
+            for x in head.chunks_exact_mut(16) {
+                for (sum, x) in sums.iter_mut().zip(x) {
                     *x = vmath::exp::<L>(*x - top);
                     *sum += *x;
                 }
+            }
+            for (sum, x) in sums.iter_mut().zip(tail) {
+                *x = vmath::exp::<L>(*x - top);
+                *sum += *x;
+            }
+        } else {
+            for x in x[..whole].chunks_exact(16) {
+                for (sum, &x) in sums.iter_mut().zip(x) {
+                    *sum += vmath::exp::<L>(x - top);
+                }
+            }
+            for (sum, &x) in sums.iter_mut().zip(&x[whole..]) {
+                *sum += vmath::exp::<L>(x - top);
             }
         }
         let sum = sums.iter().map(|&s| f64::from(s)).sum::<f64>();
         if let Some(scale) = scale {
             let factor = (f64::from(scale) / sum) as f32;
-            x.iter_mut().for_each(|x| *x *= factor);
+            for x in x.iter_mut() {
+                *x *= factor;
+            }
             x[target] -= scale;
         }
         (sum.ln() + f64::from(top) - f64::from(picked)) as f32

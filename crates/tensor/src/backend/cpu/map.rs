@@ -1,9 +1,11 @@
 //! The interpreter of elementwise programs: an instruction at a time over blocks that stay in the first-level cache, so
 //! that a program of many instructions costs little more than the memory it moves.
 
+use std::cell::RefCell;
+
 use super::pool::Pool;
 use super::simd::{Isa, simd};
-use crate::program::{Instr, MAX_BUFFERS, MAX_INSTRS, Program, larger, sign, smaller};
+use crate::program::{Instr, MAX_BUFFERS, Program, larger, sign, smaller};
 
 /// Elements per block: 64 registers of it fit the second-level cache, the few in use the first.
 const BLOCK: usize = 256;
@@ -13,8 +15,8 @@ const TASK: usize = 1 << 15;
 type Block = [f32; BLOCK];
 
 simd! {
-    /// One instruction over a block; `r` holds the results of the earlier ones.
-    fn step<L: Level>(instr: Instr, r: &[Block], out: &mut Block) {
+    /// One instruction over a block; `a` and `b` are its operands.
+    fn step<L: Level>(instr: Instr, a: &Block, b: &Block, out: &mut Block) {
         #[inline(always)]
         #[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
         fn binary(a: &Block, b: &Block, out: &mut Block, f: impl Fn(f32, f32) -> f32) {
@@ -29,30 +31,46 @@ simd! {
                 out[i] = f(a[i]);
             }
         }
-        let at = |i: u16| &r[usize::from(i)];
         match instr {
-            Instr::Add(a, b) => binary(at(a), at(b), out, |a, b| a + b),
-            Instr::Sub(a, b) => binary(at(a), at(b), out, |a, b| a - b),
-            Instr::Mul(a, b) => binary(at(a), at(b), out, |a, b| a * b),
-            Instr::Div(a, b) => binary(at(a), at(b), out, |a, b| a / b),
-            Instr::Max(a, b) => binary(at(a), at(b), out, larger),
-            Instr::Min(a, b) => binary(at(a), at(b), out, smaller),
-            Instr::Sqrt(a) => unary(at(a), out, f32::sqrt),
-            Instr::Abs(a) => unary(at(a), out, f32::abs),
-            Instr::Sign(a) => unary(at(a), out, sign),
+            Instr::Add(..) => binary(a, b, out, |a, b| a + b),
+            Instr::Sub(..) => binary(a, b, out, |a, b| a - b),
+            Instr::Mul(..) => binary(a, b, out, |a, b| a * b),
+            Instr::Div(..) => binary(a, b, out, |a, b| a / b),
+            Instr::Max(..) => binary(a, b, out, larger),
+            Instr::Min(..) => binary(a, b, out, smaller),
+            Instr::Sqrt(_) => unary(a, out, f32::sqrt),
+            Instr::Abs(_) => unary(a, out, f32::abs),
+            Instr::Sign(_) => unary(a, out, sign),
             Instr::Read(_) | Instr::Load(_) | Instr::Scalar(_) | Instr::Const(_) => {}
         }
     }
 }
 
+thread_local! {
+    /// Results of the instructions on the block that this thread works on, kept between calls.
+    static REGISTERS: RefCell<Vec<Block>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A whole block of a buffer, if `start` leaves one.
+fn block(of: &[f32], start: usize) -> Option<&Block> {
+    of.get(start..start + BLOCK)?.try_into().ok()
+}
+
 /// Runs `program` on chunk-sized slices; `writes` are rewritten.
-fn run_task<const W: usize>(isa: Isa, program: &Program, scalars: &[f32], reads: &[&[f32]], writes: [&mut [f32]; W]) {
+fn run_task<const W: usize>(
+    isa: Isa,
+    program: &Program,
+    scalars: &[f32],
+    reads: &[&[f32]],
+    writes: &mut [&mut [f32]; W],
+) {
     let instrs = program.instrs();
-    let mut registers = [[0.0; BLOCK]; MAX_INSTRS];
-    for (i, instr) in instrs.iter().enumerate() {
+    let mut registers = REGISTERS.take();
+    registers.resize(instrs.len(), [0.0; BLOCK]);
+    for (register, instr) in registers.iter_mut().zip(instrs) {
         match *instr {
-            Instr::Scalar(j) => registers[i].fill(scalars[usize::from(j)]),
-            Instr::Const(c) => registers[i].fill(c),
+            Instr::Scalar(j) => register.fill(scalars[usize::from(j)]),
+            Instr::Const(c) => register.fill(c),
             _ => {}
         }
     }
@@ -61,17 +79,48 @@ fn run_task<const W: usize>(isa: Isa, program: &Program, scalars: &[f32], reads:
         let n = BLOCK.min(len - start);
         for (i, instr) in instrs.iter().enumerate() {
             let (before, rest) = registers.split_at_mut(i);
+            let out = &mut rest[0];
+            // Whole blocks of buffers are read where they are; only the last, partial ones are copied.
             match *instr {
-                Instr::Read(j) => rest[0][..n].copy_from_slice(&reads[usize::from(j)][start..start + n]),
-                Instr::Load(j) => rest[0][..n].copy_from_slice(&writes[usize::from(j)][start..start + n]),
-                Instr::Scalar(_) | Instr::Const(_) => {}
-                instr => step(isa, instr, before, &mut rest[0]),
+                Instr::Read(j) if n < BLOCK => {
+                    out[..n].copy_from_slice(&reads[usize::from(j)][start..start + n]);
+                }
+                Instr::Load(j) if n < BLOCK => {
+                    out[..n].copy_from_slice(&writes[usize::from(j)][start..start + n]);
+                }
+                Instr::Read(_) | Instr::Load(_) | Instr::Scalar(_) | Instr::Const(_) => {}
+                instr => {
+                    let operand = |of: u16| {
+                        let of = usize::from(of);
+                        let whole = match instrs[of] {
+                            Instr::Read(j) => block(reads[usize::from(j)], start),
+                            Instr::Load(j) => block(writes[usize::from(j)], start),
+                            _ => None,
+                        };
+                        whole.unwrap_or(&before[of])
+                    };
+                    if let Some((a, b)) = instr.operands() {
+                        step(isa, instr, operand(a), operand(b), out);
+                    }
+                }
+            }
+        }
+        // What is stored as it was loaded must be saved before any buffer is rewritten.
+        for &(from, _) in program.stores() {
+            if let Instr::Load(j) = instrs[usize::from(from)] {
+                registers[usize::from(from)][..n].copy_from_slice(&writes[usize::from(j)][start..start + n]);
             }
         }
         for &(from, to) in program.stores() {
-            writes[usize::from(to)][start..start + n].copy_from_slice(&registers[usize::from(from)][..n]);
+            let from = usize::from(from);
+            let value = match instrs[from] {
+                Instr::Read(j) => &reads[usize::from(j)][start..start + n],
+                _ => &registers[from][..n],
+            };
+            writes[usize::from(to)][start..start + n].copy_from_slice(value);
         }
     }
+    REGISTERS.set(registers);
 }
 
 /// Runs `program` over whole buffers of one length. Unused entries of `reads` and `writes` are empty.
@@ -86,14 +135,19 @@ pub(super) fn run(
     let part = |t: usize| reads.map(|r| r.get(t * TASK..).map_or(&r[..0], |r| &r[..r.len().min(TASK)]));
     match (program.writes(), writes) {
         (0, _) => {}
-        (1, [a, ..]) => pool.for_chunks([(a, TASK)], |t, w| run_task(isa, program, scalars, &part(t), w)),
-        (2, [a, b, ..]) => {
-            pool.for_chunks([(a, TASK), (b, TASK)], |t, w| run_task(isa, program, scalars, &part(t), w));
+        (1, [a, ..]) => {
+            pool.for_chunks([(a, TASK)], |t, mut w| run_task(isa, program, scalars, &part(t), &mut w));
         }
-        (3, [a, b, c, _]) => pool
-            .for_chunks([(a, TASK), (b, TASK), (c, TASK)], |t, w| run_task(isa, program, scalars, &part(t), w)),
-        (_, [a, b, c, d]) => pool.for_chunks([(a, TASK), (b, TASK), (c, TASK), (d, TASK)], |t, w| {
-            run_task(isa, program, scalars, &part(t), w);
+        (2, [a, b, ..]) => {
+            pool.for_chunks([(a, TASK), (b, TASK)], |t, mut w| {
+                run_task(isa, program, scalars, &part(t), &mut w);
+            });
+        }
+        (3, [a, b, c, _]) => pool.for_chunks([(a, TASK), (b, TASK), (c, TASK)], |t, mut w| {
+            run_task(isa, program, scalars, &part(t), &mut w);
+        }),
+        (_, [a, b, c, d]) => pool.for_chunks([(a, TASK), (b, TASK), (c, TASK), (d, TASK)], |t, mut w| {
+            run_task(isa, program, scalars, &part(t), &mut w);
         }),
     }
 }

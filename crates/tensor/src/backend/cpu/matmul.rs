@@ -1,5 +1,6 @@
 //! Matrix products of whole ops: operand forms, and the epilogues that work on rows of the result while they are in
 //! the first-level cache.
+#![expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 
 use super::gemm::{Epilogue, Init, Mat, MatMut, NoEpilogue, gemm};
 use super::pool::Pool;
@@ -7,12 +8,11 @@ use super::simd::Portable;
 use super::vmath;
 
 /// sqrt(2 / pi).
-const ROOT_2_OVER_PI: f32 = 0.797_884_56;
+const ROOT_2_OVER_PI: f32 = 0.797_884_6;
 const CUBIC: f32 = 0.044_715;
 
 /// The tanh form of GELU (Hendrycks and Gimpel 2016). One rounding per operation on every processor.
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 pub(super) fn gelu(x: f32) -> f32 {
     let t = vmath::tanh::<Portable>(ROOT_2_OVER_PI * (x + CUBIC * x * x * x));
     0.5 * x * (1.0 + t)
@@ -20,7 +20,6 @@ pub(super) fn gelu(x: f32) -> f32 {
 
 /// Derivative of [`gelu`].
 #[inline(always)]
-#[expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 pub(super) fn gelu_grad(x: f32) -> f32 {
     let t = vmath::tanh::<Portable>(ROOT_2_OVER_PI * (x + CUBIC * x * x * x));
     let inner = ROOT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x);

@@ -36,8 +36,7 @@ pub(crate) struct Cpu {
 
 impl Cpu {
     pub(crate) fn new(threads: usize) -> Result<Self> {
-        let pool = Pool::new(threads)
-            .map_err(|e| TensorError::Threads { threads, reason: e.to_string() })?;
+        let pool = Pool::new(threads).map_err(|e| TensorError::Threads { threads, reason: e.to_string() })?;
         Ok(Self { pool, buffers: Buffers::default() })
     }
 }

@@ -53,6 +53,7 @@ simd! {
 }
 
 simd! {
+    #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
     fn input_rows<L: Level>(
         cols: usize, x: &[f32], gain: &[f32], stats: &[f32], dy: &[f32], residual: Option<&[f32]>, dx: &mut [f32],
     ) {

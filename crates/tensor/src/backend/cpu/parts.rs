@@ -68,7 +68,9 @@ mod tests {
             let mut a = vec![0.0; 10];
             let mut b = vec![0.0; 4];
             pool.for_chunks([(&mut a, 3), (&mut b, 1)], |i, [a, b]| {
-                a.iter_mut().for_each(|x| *x += i as f32);
+                for x in a.iter_mut() {
+                    *x += i as f32;
+                }
                 b[0] += a.len() as f32;
             });
             assert_eq!(a, [0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0]);

@@ -1,3 +1,5 @@
+//! Products of every form and size against f64, and the same bits however they are computed.
+
 use super::*;
 use std::sync::atomic::{AtomicU32, Ordering};
 
