@@ -1,4 +1,4 @@
-//! `bench`: builds and runs `xtask/repro` in release.
+//! `bench`: builds and runs `xtask/repro` in release, with the `farflung` command that some benches run.
 
 use std::process::{ExitCode, Stdio};
 
@@ -27,6 +27,8 @@ Examples:
 ";
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
+    let build = ["build", "--release", "--package", "farflung-repro", "--package", "farflung", "--bins"];
+    shell::run(&mut shell::cargo(&build))?;
     let mut command = shell::cargo(&["run", "--release", "--package", "farflung-repro"]);
     // FILE is relative to where the user stands, so the command runs there and not in the root.
     command.arg("--manifest-path").arg(shell::root().join("Cargo.toml")).arg("--").args(args);

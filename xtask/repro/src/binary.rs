@@ -1,0 +1,21 @@
+//! The `farflung` command, as users run it.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+
+/// `farflung` with these arguments, silent. It lies beside this program: `cargo xtask bench` builds both.
+///
+/// Errors: it does not.
+pub(crate) fn farflung(args: &[&str]) -> Result<Command> {
+    let here = std::env::current_exe().context("failed to find this program")?;
+    let binary = here.with_file_name(format!("farflung{}", std::env::consts::EXE_SUFFIX));
+    anyhow::ensure!(
+        binary.is_file(),
+        "{} is not there: run `cargo xtask bench`, or first `cargo build --release -p farflung`",
+        binary.display()
+    );
+    let mut command = Command::new(binary);
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    Ok(command)
+}

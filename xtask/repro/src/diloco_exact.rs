@@ -1,0 +1,74 @@
+//! `DiLoCo` with one inner step of SGD is data-parallel training, and it sends as many times less as it waits steps.
+
+use anyhow::Result;
+use farflung::TrainConfig;
+use farflung::config::choice::SyncKind;
+use farflung::train::Worker;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::workers::{Over, again, config, farthest, job, on_all, plain_sgd, relative_l2};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "diloco-exact",
+    claim: "DiLoCo with H=1, SGD inside, outer rate 1 and no momentum is ddp; with H it sends exactly H times less",
+    source: "Douillard et al. 2023, DiLoCo, algorithm 1",
+    seed: 1337,
+    run,
+};
+
+const STEPS: usize = 20;
+
+/// A worker's 20 steps.
+struct Trace {
+    losses: Vec<f64>,
+    params: Vec<f32>,
+    /// Bytes sent after the last step, without and with frames.
+    sent: (u64, u64),
+}
+
+fn trace(worker: &mut Worker) -> Result<Trace> {
+    let mut losses = Vec::new();
+    for _ in 0..STEPS {
+        losses.push(worker.step(false)?.loss);
+    }
+    // Nobody leaves while another still needs it, and all that was sent is counted.
+    let sent = worker.comm().stats().sent;
+    let trace = Trace { losses, params: worker.params().to_vec()?, sent: (sent.payload.0, sent.wire.0) };
+    worker.comm().barrier()?;
+    Ok(trace)
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let ddp = plain_sgd(TrainConfig { workers: 4, ..config(report.seed(), !options.quick) }, 0.1);
+    let first = job(ddp.clone(), Over::Memory)?;
+    let by_ddp = on_all(&first, trace)?;
+    for every in [1_u64, 5, 10] {
+        let config = TrainConfig {
+            sync: SyncKind::Diloco,
+            sync_every: every,
+            outer_lr: 1.0,
+            outer_momentum: 0.0,
+            steps: STEPS as u64,
+            ..ddp.clone()
+        };
+        let traces = on_all(&again(&first, config, Over::Memory), trace)?;
+        if every == 1 {
+            let both = || traces.iter().zip(&by_ddp);
+            let params = both().map(|(a, b)| relative_l2(&a.params, &b.params)).fold(0.0, f64::max);
+            let losses = both().map(|(a, b)| farthest(&a.losses, &b.losses)).fold(0.0, f64::max);
+            let metric = "H=1: parameters after 20 steps against ddp, relative l2";
+            report.row(metric, params, "", Mark::AtMost(1e-6))?;
+            let metric = "H=1: largest difference of 20 losses from ddp";
+            report.row(metric, losses, "nats", Mark::AtMost(1e-6))?;
+        }
+        let off = traces.iter().zip(&by_ddp).filter(|(a, b)| a.sent.0 * every != b.sent.0).count();
+        let ratio = by_ddp[0].sent.0 as f64 / traces[0].sent.0 as f64;
+        report.row(&format!("H={every}: payload of ddp over DiLoCo's"), ratio, "x", Mark::None)?;
+        let metric = format!("H={every}: ranks whose ratio is not exactly H");
+        report.row(&metric, off as f64, "ranks", Mark::AtMost(0.0))?;
+    }
+    report.row("ddp: payload sent by rank 0", by_ddp[0].sent.0 as f64, "B", Mark::None)?;
+    report.row("ddp: with frames", by_ddp[0].sent.1 as f64, "B", Mark::None)?;
+    report.row("ddp: loss of the first step", by_ddp[0].losses[0], "nats", Mark::None)?;
+    report.row("ddp: loss of the last step", by_ddp[0].losses[STEPS - 1], "nats", Mark::None)
+}

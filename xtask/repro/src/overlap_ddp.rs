@@ -1,0 +1,117 @@
+//! Communication that hides behind the backward pass, on the virtual clock.
+
+use anyhow::Result;
+use farflung::TrainConfig;
+use farflung::base::{Bandwidth, Bytes, Link, Nanos};
+use farflung::parallel::collective::price;
+use farflung::parallel::{
+    Algorithm, Codec, Collective, Cost, Mesh, ModelShape, Overlap, Plan, Precision, RankCost, Sync, simulate,
+};
+use farflung::train::Job;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::workers::{Over, again, config, job, on_all};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "overlap-ddp",
+    claim: "a ddp step over a link takes the longer of compute and communication, not their sum. Gradients travel \
+            during the backward pass, so communication hides wholly up to two thirds of compute; past that a step is \
+            the forward pass and then the longer of backward and communication. The embeddings' gradient is ready \
+            last and cannot hide: the model has a small vocabulary",
+    source: "Li et al. 2020, PyTorch Distributed, section 3.2.3",
+    seed: 1337,
+    run,
+};
+
+const WORKERS: u32 = 4;
+
+/// Modelled compute of a step.
+const COMPUTE: f64 = 1.0;
+
+/// Time that each of the steps took on the virtual clock, the slowest rank's.
+fn steps_time(job: &Job, steps: u32) -> Result<f64> {
+    let times = on_all(job, |worker| {
+        let start = worker.comm().now();
+        for _ in 0..steps {
+            worker.step(false)?;
+        }
+        let time = worker.comm().now() - start;
+        worker.comm().barrier()?;
+        Ok(time)
+    })?;
+    Ok(times.into_iter().max().unwrap_or(Nanos::ZERO).as_secs_f64() / f64::from(steps))
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let steps = if options.quick { 2 } else { 4 };
+    // 24 thin layers: the embeddings are 1.5% of the parameters, and so is a third of a block.
+    let shape = TrainConfig {
+        workers: WORKERS as usize,
+        layers: Some(24),
+        batch: 1,
+        // A few buckets for each block, so that little of it waits for the next block's gradient.
+        bucket_mb: 0.07,
+        ..config(report.seed(), false)
+    };
+    let first = job(shape.clone(), Over::Memory)?;
+    let flops = first.model.flops_per_token(first.model.context) as f64 * first.tokens_per_worker() as f64;
+    let computing = |overlap| TrainConfig { compute_rate: flops / COMPUTE, overlap, ..shape.clone() };
+    let free = Over::Simulated(Link::FREE);
+    let compute = steps_time(&again(&first, computing(true), free), steps)?;
+    report.row("compute alone", compute, "s", Mark::None)?;
+
+    let parameters = first.model.parameters();
+    let volume = parameters as f64 * 4.0 * 2.0 * f64::from(WORKERS - 1) / f64::from(WORKERS);
+    for ratio in [0.25, 0.5, 1.0, 2.0, 10.0] {
+        let bandwidth = Bandwidth((volume * 8.0 / (ratio * COMPUTE)) as u64);
+        let link = Link { bandwidth, latency: Nanos::from_micros(10) };
+        let over = Over::Simulated(link);
+        let instant = TrainConfig { compute_rate: 1e30, ..shape.clone() };
+        let communication = steps_time(&again(&first, instant, over), steps)?;
+        let overlapped = steps_time(&again(&first, computing(true), over), steps)?;
+        let after = steps_time(&again(&first, computing(false), over), steps)?;
+
+        let name = format!("communication {ratio}x compute");
+        let longer = compute.max(communication);
+        let law = compute / 3.0 + (compute * 2.0 / 3.0).max(communication);
+        let off = |a: f64, b: f64| (a / b - 1.0).abs() * 100.0;
+        report.row(&format!("{name}: communication alone"), communication, "s", Mark::None)?;
+        report.row(&format!("{name}: step, overlapped"), overlapped, "s", Mark::None)?;
+        // The forward pass cannot hide anything: where it matters, the longer of the two is out of reach.
+        let reachable = law / longer < 1.04;
+        let mark = if reachable { Mark::AtMost(5.0) } else { Mark::None };
+        let metric = format!("{name}: off max(compute, communication)");
+        report.row(&metric, off(overlapped, longer), "%", mark)?;
+        let metric = format!("{name}: off forward + max(backward, communication)");
+        report.row(&metric, off(overlapped, law), "%", Mark::AtMost(5.0))?;
+        let metric = format!("{name}: without overlap, off the sum");
+        report.row(&metric, off(after, compute + communication), "%", Mark::AtMost(5.0))?;
+        let metric = format!("{name}: off what `simulate` predicts");
+        let predicted = predicted(&first, link, steps)?;
+        report.row(&metric, off(overlapped, predicted), "%", Mark::AtMost(5.0))?;
+    }
+    Ok(())
+}
+
+/// What the planner's simulation says of the same step.
+fn predicted(job: &Job, link: Link, steps: u32) -> Result<f64> {
+    let mut shape = ModelShape::dense(job.model.parameters(), job.model.context as u64, 0);
+    shape.sequences_per_microbatch = job.config.batch as u64;
+    shape.tokens_per_step = job.tokens_per_worker() * u64::from(WORKERS);
+    let microbatch = Nanos::from_secs_f64(COMPUTE);
+    let forward = Nanos(microbatch.0 / 3);
+    let backward = microbatch.saturating_sub(forward);
+    let rank = RankCost { forward, backward, ..RankCost::default() };
+    let buckets = (job.model.parameters() as f64 * 4.0 / (job.config.bucket_mb * 1e6)).ceil() as u32;
+    let plan = Plan {
+        mesh: Mesh::data(WORKERS)?,
+        sync: Sync::Ddp { overlap: Overlap::WithBackward, buckets },
+        algorithm: Algorithm::Ring,
+        sync_codec: Codec::F32,
+        precision: Precision::F32,
+        share_per_rank: vec![1; WORKERS as usize],
+    };
+    let price = |bytes: Bytes| price(Collective::AllReduce, Algorithm::Ring, WORKERS, bytes, link);
+    let cost = Cost { ranks: vec![rank; WORKERS as usize] };
+    Ok(simulate(&plan, &shape, &cost, steps, &price)?.makespan().as_secs_f64() / f64::from(steps))
+}

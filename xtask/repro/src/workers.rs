@@ -1,0 +1,121 @@
+//! Jobs whose workers a bench drives step by step, over any transport, through the trainer's own code.
+//!
+//! It refuses to know what is measured.
+
+use std::net::TcpListener;
+
+use anyhow::{Context, Result, anyhow};
+use farflung::base::{Link, Rank};
+use farflung::config::choice::{OptimizerKind, ScheduleKind, SyncKind, TransportKind};
+use farflung::train::{Job, Seat, Worker, seats};
+use farflung::{LaunchEnv, Stop, TrainConfig};
+
+/// What carries the bytes of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Over {
+    /// Channels of this process.
+    Memory,
+    /// Virtual time over equal links.
+    Simulated(Link),
+    /// Sockets of the loopback interface.
+    Tcp,
+}
+
+/// A small GPT of the default text: 2 layers of 64, 32 tokens of context, 4 sequences a worker and step, ddp, a constant
+/// rate and nothing on disk. `nano` takes the preset's shape with 64 tokens of context instead.
+pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
+    let small = |n| (!nano).then_some(n);
+    TrainConfig {
+        layers: small(2),
+        heads: small(2),
+        dim: small(64),
+        context: Some(if nano { 64 } else { 32 }),
+        batch: 4,
+        seed,
+        sync: SyncKind::Ddp,
+        schedule: ScheduleKind::Constant,
+        min_lr: 0.0,
+        warmup: 0,
+        threads: 1,
+        ..TrainConfig::default()
+    }
+}
+
+/// Plain SGD: no momentum, no decay, no clipping, a constant rate.
+pub(crate) fn plain_sgd(config: TrainConfig, lr: f64) -> TrainConfig {
+    TrainConfig { optimizer: OptimizerKind::Sgd, momentum: 0.0, weight_decay: 0.0, clip: 0.0, lr, ..config }
+}
+
+/// A job over a transport. Jobs on the same data are made with [`again`], which does not read it anew.
+pub(crate) fn job(config: TrainConfig, over: Over) -> Result<Job> {
+    let config = with_transport(config, over);
+    let world = config.workers;
+    Ok(Job::new(config, world, Stop::manual())?)
+}
+
+/// The job with other settings of the same model and data.
+pub(crate) fn again(job: &Job, config: TrainConfig, over: Over) -> Job {
+    let config = with_transport(config, over);
+    Job { world: config.workers, config, ..job.clone() }
+}
+
+fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
+    (config.transport, config.link) = match over {
+        Over::Memory => (TransportKind::Memory, config.link),
+        Over::Simulated(link) => (TransportKind::Simulated, link),
+        Over::Tcp => (TransportKind::Tcp, config.link),
+    };
+    config
+}
+
+/// Runs `work` as each worker of the job, a thread each; gives what they returned, by rank.
+pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(&mut Worker) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let work = &work;
+    let one = move |seat: Seat| work(&mut Worker::new(job, seat.comm, job.config.threads)?);
+    std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        if job.config.transport == TransportKind::Tcp {
+            let port = free_port()?;
+            for rank in 0..job.world {
+                threads.push(scope.spawn(move || one(join(job, rank, port)?)));
+            }
+        } else {
+            for seat in seats(&job.config, None)? {
+                threads.push(scope.spawn(move || one(seat)));
+            }
+        }
+        threads.into_iter().map(|t| t.join().map_err(|_| anyhow!("a worker panicked"))?).collect()
+    })
+}
+
+/// A port of the loopback interface that nobody has now.
+fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).context("failed to find a free port")?;
+    Ok(listener.local_addr().context("failed to read a socket's address")?.port())
+}
+
+/// The seat of one rank of a TCP job, as a process under a launcher gets it.
+fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
+    let env = LaunchEnv {
+        rank: Rank(rank as u32),
+        world_size: job.world,
+        local_rank: rank,
+        master_addr: "127.0.0.1".to_owned(),
+        master_port: port,
+        source: "the bench",
+    };
+    seats(&job.config, Some(&env))?.pop().context("a process has one seat")
+}
+
+/// `|a - b| / |b|` over whole buffers, in f64.
+pub(crate) fn relative_l2(a: &[f32], b: &[f32]) -> f64 {
+    let square = |x: f64| x * x;
+    let off: f64 = a.iter().zip(b).map(|(&a, &b)| square(f64::from(a) - f64::from(b))).sum();
+    let size: f64 = b.iter().map(|&b| square(f64::from(b))).sum();
+    (off / size).sqrt()
+}
+
+/// The largest difference of two lists of the same length.
+pub(crate) fn farthest(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
