@@ -26,7 +26,24 @@
 pub mod harness;
 pub mod peers;
 
+mod binary;
+mod workers;
+
+mod ddp_exact;
+mod default_run;
+mod diloco_exact;
+mod learn_nano;
+mod overlap_ddp;
+mod resume;
+
 use harness::Bench;
 
 /// Every bench, in the order in which they run.
-pub const BENCHES: &[Bench] = &[];
+pub const BENCHES: &[Bench] = &[
+    ddp_exact::BENCH,
+    diloco_exact::BENCH,
+    overlap_ddp::BENCH,
+    resume::BENCH,
+    learn_nano::BENCH,
+    default_run::BENCH,
+];

@@ -1,0 +1,58 @@
+//! What a newcomer sees first: `farflung train` without arguments.
+
+use std::process::Stdio;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::binary::farflung;
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "default-run",
+    claim: "the default run takes at most 180 s on 2 cores and learns as one plain worker on the same tokens does, to 3%",
+    source: "ours",
+    seed: 1337,
+    run,
+};
+
+/// Validation loss in nats of a plain single worker after the default run's steps on the same tokens, each batch the
+/// four workers' batches, judged on the same windows. Measured on the default text (`corpus::EXPECTED`) with
+/// `farflung train --workers 1 --accumulate 4 --sync ddp --transport memory`.
+const ONE_WORKER: f64 = 1.7;
+
+/// Steps of a quick run, too few for the bound.
+const QUICK_STEPS: &str = "40";
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let mut command = farflung(&["train", "--json", "true", "--quiet", "true", "--out"])?;
+    command.arg(folder.path().join("run")).stdout(Stdio::piped()).stderr(Stdio::piped());
+    if options.quick {
+        command.args(["--steps", QUICK_STEPS]);
+    }
+    #[expect(clippy::disallowed_methods, reason = "a bench measures real time")]
+    let start = Instant::now();
+    let output = command.output().context("failed to start `farflung`")?;
+    let wall = start.elapsed().as_secs_f64();
+    let message = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "`farflung train`, {}: {message}", output.status);
+    let end: Value = serde_json::from_slice(&output.stdout).context("failed to parse the run's report")?;
+    let figure =
+        |name: &str| end.pointer(name).and_then(Value::as_f64).with_context(|| format!("no {name} in it"));
+
+    let (before, after) = (figure("/val_loss_before")?, figure("/val_loss")?);
+    report.row("wall time", wall, "s", Mark::AtMost(180.0))?;
+    report.row("validation loss before", before, "nats", Mark::None)?;
+    let bound = if options.quick { before - 1.0 } else { ONE_WORKER * 1.03 };
+    report.row("validation loss", after, "nats", Mark::AtMost(bound))?;
+    if !options.quick {
+        report.row("over one plain worker's", (after / ONE_WORKER - 1.0) * 100.0, "%", Mark::AtMost(3.0))?;
+    }
+    report.row("tokens", figure("/tokens")?, "", Mark::None)?;
+    report.row("sent by a worker", figure("/bytes_sent")?, "B", Mark::None)?;
+    report.row("time on the simulated link", figure("/time_s")?, "s", Mark::None)?;
+    report.row("plain all-reduce: sent by a worker", figure("/plain/1")?, "B", Mark::None)?;
+    report.row("plain all-reduce: time there", figure("/plain/0")?, "s", Mark::None)
+}

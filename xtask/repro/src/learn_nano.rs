@@ -1,0 +1,74 @@
+//! One worker learns what PyTorch learns from the same text with the same recipe.
+
+use anyhow::{Result, ensure};
+use farflung::TrainConfig;
+use farflung::config::choice::{OptimizerKind, ScheduleKind, SyncKind};
+use farflung::corpus;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::workers::{Over, job, on_all};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "learn-nano",
+    claim: "500 steps of nano on the default text end at most 0.02 nats above PyTorch's validation loss",
+    source: "Karpathy, nanoGPT",
+    seed: 1337,
+    run,
+};
+
+/// Text on which the figures below were measured.
+const TEXT: &str = "d931b6eae46e91ebeb028231f24af58fca469996698f04a80df6e27f93e4642f";
+
+/// PyTorch's validation loss in nats by number of steps: `torch_loss.py STEPS TEXT` of the peers' scripts (PyTorch 2, one
+/// thread) with the bytes of [`corpus::default_text`] as TEXT. It starts at another point and draws other batches.
+const PYTORCH: [(u64, f64); 2] = [(100, 2.4527), (500, 2.0196)];
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    ensure!(corpus::EXPECTED == TEXT, "the default text has changed: measure PyTorch's losses on it again");
+    let (steps, theirs) = PYTORCH[usize::from(!options.quick)];
+    let config = TrainConfig {
+        model: "nano".to_owned(),
+        context: Some(64),
+        batch: 12,
+        accumulate: 1,
+        steps,
+        optimizer: OptimizerKind::AdamW,
+        lr: 1e-3,
+        min_lr: 1e-3,
+        warmup: 50,
+        schedule: ScheduleKind::Constant,
+        weight_decay: 0.1,
+        beta1: 0.9,
+        beta2: 0.95,
+        clip: 1.0,
+        seed: report.seed(),
+        workers: 1,
+        sync: SyncKind::Ddp,
+        eval_batches: 50,
+        threads: 0,
+        ..TrainConfig::default()
+    };
+    let job = job(config, Over::Memory)?;
+    let mut found = on_all(&job, |worker| {
+        let before = worker.evaluate()?;
+        let mut last = Vec::new();
+        for step in 0..steps {
+            let loss = worker.step(false)?.loss;
+            if step + 50 >= steps {
+                last.push(loss);
+            }
+        }
+        Ok((before, last.iter().sum::<f64>() / last.len() as f64, worker.evaluate()?))
+    })?;
+    let (before, training, after) = found.remove(0);
+    report.row("validation loss before", before, "nats", Mark::None)?;
+    report.row("training loss, mean of the last 50 steps", training, "nats", Mark::None)?;
+    report.row(
+        &format!("validation loss after {steps} steps"),
+        after,
+        "nats",
+        Mark::AtMost(theirs + 0.02),
+    )?;
+    report.row("PyTorch's", theirs, "nats", Mark::None)?;
+    report.row("above PyTorch's", after - theirs, "nats", Mark::AtMost(0.02))
+}
