@@ -1,0 +1,78 @@
+//! Averages a vector over four ranks: on links that exist only in virtual time, then over real sockets.
+
+use std::error::Error;
+use std::net::{Ipv4Addr, TcpListener};
+use std::thread;
+
+use farflung_base::{Bytes, Link, Nanos, Rank, Topology};
+use farflung_comm::{Algorithm, CommError, Communicator, ReduceOp, cost, simulated, tcp};
+
+const RANKS: usize = 4;
+const LEN: usize = 1_000_000;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("{} of f32, averaged over {RANKS} ranks; nobody sleeps in virtual time", Bytes(4 * LEN as u64));
+    println!("link        algorithm        predicted  simulated  with 200ms of compute  sent by a rank");
+    for (name, ..) in Link::NAMED {
+        let topology = Topology::uniform(RANKS, name.parse()?);
+        for algorithm in [Algorithm::Ring, Algorithm::HalvingDoubling] {
+            // A collective is a list of steps for each rank, so it can be priced before anything is sent.
+            let programs: Vec<_> =
+                (0..RANKS as u32).map(|rank| algorithm.program(Rank(rank), RANKS)).collect();
+            let predicted = cost(&programs, Bytes(4 * LEN as u64), &topology);
+            let (simulated, sent) = all_reduce(&topology, algorithm, Nanos::ZERO)?;
+            let (overlapped, _) = all_reduce(&topology, algorithm, Nanos::from_millis(200))?;
+            let algorithm = format!("{algorithm:?}");
+            println!("{name:<11} {algorithm:<16} {predicted:<10} {simulated:<10} {overlapped:<22} {sent}");
+        }
+    }
+
+    println!("\nThe same call over TCP, each rank a thread with sockets of its own:");
+    for (rank, mean, sent) in over_tcp()? {
+        println!("{rank}: mean {mean}, sent {sent}");
+    }
+    Ok(())
+}
+
+/// One all-reduce with `compute` beside it; returns the virtual time at its end, and what each rank sent.
+fn all_reduce(
+    topology: &Topology,
+    algorithm: Algorithm,
+    compute: Nanos,
+) -> Result<(Nanos, Bytes), CommError> {
+    let ranks = on_threads(simulated::cluster(topology), |transport| {
+        let comm = Communicator::new(transport).with_algorithm(algorithm);
+        let values = vec![comm.rank().0 as f32; LEN];
+        let pending = comm.start_all_reduce(values, ReduceOp::Mean);
+        comm.advance(compute); // On a real transport this is the program's own work.
+        let mean = pending.wait()?;
+        assert_eq!(mean[LEN - 1], 1.5);
+        Ok((comm.now(), comm.stats().sent.payload))
+    })?;
+    Ok(ranks.into_iter().max().expect("there are ranks"))
+}
+
+/// What would be four processes on four machines; only `tcp::join` differs from above.
+fn over_tcp() -> Result<Vec<(Rank, f32, Bytes)>, CommError> {
+    // A port that is free right now. A launcher would say MASTER_ADDR:MASTER_PORT.
+    let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    let master = free.expect("the loopback interface has a free port").to_string();
+    on_threads(0..RANKS as u32, |rank| {
+        let comm = Communicator::new(tcp::join(&tcp::Config::new(rank, RANKS as u32, &master))?);
+        let mut values = vec![comm.rank().0 as f32; LEN];
+        comm.all_reduce(&mut values, ReduceOp::Mean)?;
+        Ok((comm.rank(), values[0], comm.stats().sent.payload))
+    })
+}
+
+/// Runs `rank` on a thread for each of `seats`, as the ranks of a job run in processes.
+fn on_threads<S: Send, T: Send>(
+    seats: impl IntoIterator<Item = S>,
+    rank: impl Fn(S) -> Result<T, CommError> + Sync,
+) -> Result<Vec<T>, CommError> {
+    let rank = &rank;
+    thread::scope(|scope| {
+        let threads: Vec<_> = seats.into_iter().map(|seat| scope.spawn(move || rank(seat))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+    })
+}
