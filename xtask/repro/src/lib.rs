@@ -27,19 +27,26 @@ pub mod harness;
 pub mod peers;
 
 mod binary;
+mod machine;
 mod workers;
 
 mod ddp_exact;
 mod default_run;
 mod diloco_exact;
+mod gemm;
+mod gpt_step;
 mod learn_nano;
 mod overlap_ddp;
 mod resume;
+
+use std::io::Write;
 
 use harness::Bench;
 
 /// Every bench, in the order in which they run.
 pub const BENCHES: &[Bench] = &[
+    gpt_step::BENCH,
+    gemm::BENCH,
     ddp_exact::BENCH,
     diloco_exact::BENCH,
     overlap_ddp::BENCH,
@@ -47,3 +54,17 @@ pub const BENCHES: &[Bench] = &[
     learn_nano::BENCH,
     default_run::BENCH,
 ];
+
+/// Runs what this program's arguments ask for: benches, or the part of one that wants a process of its own.
+///
+/// Answers with the exit code.
+pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
+    match args.split_first() {
+        Some((first, rest)) if first == gpt_step::CHILD => match gpt_step::child(rest, out) {
+            Ok(()) => 0,
+            // An error of the stream itself has nobody to be told to.
+            Err(error) => writeln!(err, "error: {error:#}").map_or(1, |()| 1),
+        },
+        _ => harness::main(BENCHES, args, out, err),
+    }
+}

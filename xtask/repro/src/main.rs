@@ -5,6 +5,6 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let code = farflung_repro::harness::main(farflung_repro::BENCHES, &args, &mut stdout(), &mut stderr());
+    let code = farflung_repro::main(&args, &mut stdout(), &mut stderr());
     ExitCode::from(code)
 }

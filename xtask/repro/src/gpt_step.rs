@@ -1,0 +1,189 @@
+//! A whole training step on the cpu backend: speed and memory, against the machine's limits and other systems.
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use farflung::optim::{AdamW, Schedule, adamw};
+use farflung::tensor::Device;
+use farflung::zoo::block::Grads;
+use farflung::zoo::{GptConfig, Input, Output, Stage, stage};
+use serde_json::{Value, json};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::{bandwidth, fma_peak, median, now, resident};
+use crate::peers::Peers;
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "gpt-step",
+    claim: "a training step (forward, loss, backward, clip, AdamW) is faster than PyTorch's, burn's and candle's, in \
+            less memory than PyTorch's",
+    source: "Karpathy, nanoGPT; Vaswani et al. 2017",
+    seed: 1337,
+    run,
+};
+
+/// The first argument of this program where it is to be the one that trains: a process a setting, so that one's peak of
+/// memory is not another's.
+pub(crate) const CHILD: &str = "--one-gpt-step";
+
+/// A model and its batch, as the peers' scripts have them.
+struct Case {
+    name: &'static str,
+    /// Layers, heads, width, context, vocabulary.
+    shape: [usize; 5],
+    batch: usize,
+    /// What we must reach of PyTorch's tokens/s.
+    mark: f64,
+}
+
+const CASES: [Case; 3] = [
+    Case { name: "nano", shape: [4, 4, 128, 64, 256], batch: 12, mark: 1.5 },
+    Case { name: "baby", shape: [6, 6, 384, 256, 256], batch: 8, mark: 1.05 },
+    Case { name: "gpt2-124M", shape: [12, 12, 768, 256, 50257], batch: 1, mark: 1.15 },
+];
+
+impl Case {
+    fn model(&self) -> Result<GptConfig> {
+        let [layers, heads, dim, context, vocab] = self.shape;
+        Ok(GptConfig::new(layers, heads, dim, context, vocab)?)
+    }
+}
+
+/// Bytes that a step moves for a parameter at least: read by forward, backward, clipping and AdamW (5 f32 with both
+/// moments and the gradient), written as gradient, moments and parameter.
+const BYTES_PER_PARAMETER: f64 = 44.0;
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let seconds = if options.quick { 0.7 } else { 15.0 };
+    let bandwidths = [bandwidth(1), bandwidth(2)];
+    for case in &CASES {
+        let model = case.model()?;
+        for threads in [1, 2] {
+            // The clock of a shared machine wanders: the peak is the better of one before and one after.
+            let peak = fma_peak(threads);
+            let found = in_child(case, threads, seconds, report.seed())?;
+            let peak = peak.max(fma_peak(threads));
+            let figure = |name: &str| found[name].as_f64().with_context(|| format!("no {name}"));
+
+            let name = format!("{}, {threads} thread{}", case.name, if threads == 1 { "" } else { "s" });
+            let tokens_per_s = figure("tok_s")?;
+            let flops = model.flops_per_token(model.context) as f64;
+            let gflops = tokens_per_s * flops / 1e9;
+            let tokens = (case.batch * model.context) as f64;
+            let least = tokens * flops / (peak * 1e9)
+                + BYTES_PER_PARAMETER * model.parameters() as f64 / (bandwidths[threads - 1] * 1e9);
+            report.row(&format!("{name}: speed"), tokens_per_s, "tok/s", Mark::None)?;
+            report.row(&format!("{name}: arithmetic"), gflops, "GFLOP/s", Mark::None)?;
+            report.row(&format!("{name}: of the FMA peak"), gflops / peak, "", Mark::None)?;
+            let of_roofline = least * tokens_per_s / tokens;
+            report.row(&format!("{name}: of the roofline"), of_roofline, "", Mark::None)?;
+            let memory = found["memory"].as_f64().map(|bytes| bytes / f64::from(1 << 20));
+            if let Some(memory) = memory {
+                report.row(&format!("{name}: memory for the model"), memory, "MiB", Mark::None)?;
+            }
+            against(report, options, case, threads, &name, (tokens_per_s, memory), model.parameters())?;
+        }
+    }
+    for (threads, bandwidth) in [1, 2].into_iter().zip(bandwidths) {
+        report.row(&format!("FMA peak, {threads} threads"), fma_peak(threads), "GFLOP/s", Mark::None)?;
+        report.row(&format!("memory bandwidth, {threads} threads"), bandwidth, "GB/s", Mark::None)?;
+    }
+    Ok(())
+}
+
+/// The ratio rows of one setting.
+fn against(
+    report: &mut Report<'_>,
+    options: &Options,
+    case: &Case,
+    threads: usize,
+    name: &str,
+    (tokens_per_s, memory): (f64, Option<f64>),
+    parameters: u64,
+) -> Result<()> {
+    let threads = threads.to_string();
+    let keys = [("config", case.name), ("threads", &threads)];
+    let best = |bench: &str| options.peers.best(bench, &keys, "tok_s");
+    let torch = best("gpt_step");
+    report.ratio(&format!("{name}: speed over PyTorch's"), tokens_per_s, torch, Mark::AtLeast(case.mark))?;
+    let burn = best("burn_flex_step");
+    report.ratio(&format!("{name}: speed over burn's"), tokens_per_s, burn, Mark::AtLeast(2.0))?;
+    let candle = best("candle_step");
+    report.ratio(&format!("{name}: speed over candle's"), tokens_per_s, candle, Mark::AtLeast(2.0))?;
+    let Some(memory) = memory else { return Ok(()) };
+    let theirs = torch_memory(&options.peers, &keys, parameters);
+    report.ratio(&format!("{name}: memory over PyTorch's"), memory, theirs, Mark::AtMost(1.0))
+}
+
+/// What PyTorch takes for model and step in MiB, the least of its modes: its peak over what it holds once the model is
+/// made, and the model's parameters, which that includes.
+fn torch_memory(peers: &Peers, keys: &[(&str, &str)], parameters: u64) -> Option<f64> {
+    let own = |mode| {
+        let keys: Vec<_> = keys.iter().copied().chain([("mode", mode)]).collect();
+        let figure = |field| peers.least("gpt_step", &keys, field);
+        let model = parameters as f64 * 4.0 / f64::from(1 << 20);
+        Some(figure("peak_rss_mb")? - figure("rss_after_init_mb")? + model)
+    };
+    ["eager", "compile"].into_iter().filter_map(own).min_by(f64::total_cmp)
+}
+
+/// Runs [`child`] in a process of its own.
+fn in_child(case: &Case, threads: usize, seconds: f64, seed: u64) -> Result<Value> {
+    let program = std::env::current_exe().context("failed to find this program")?;
+    let mut command = Command::new(program);
+    command.args([CHILD, case.name, &threads.to_string(), &seconds.to_string(), &seed.to_string()]);
+    let output = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output();
+    let output = output.context("failed to start this program again")?;
+    ensure!(output.status.success(), "training {} failed: {}", case.name, output.status);
+    serde_json::from_slice(&output.stdout).context("failed to parse a child's figures")
+}
+
+/// Trains one case for some seconds and prints its figures. Arguments: name, threads, seconds, seed.
+pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
+    let [name, threads, seconds, seed] = args else { bail!("four arguments wanted") };
+    let case = CASES.iter().find(|c| c.name == name).context("no such model")?;
+    let (threads, seconds, seed): (usize, f64, u64) = (threads.parse()?, seconds.parse()?, seed.parse()?);
+    let model = case.model()?;
+    let tokens = case.batch * model.context;
+    let before = resident();
+
+    let cpu = Device::cpu(threads)?;
+    let stage = Stage::whole(model, &cpu)?;
+    let mut params = stage.init(seed)?;
+    let mut grads = stage.zeros()?;
+    let adamw = adamw(AdamW {
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        clip: Some(1.0),
+        schedule: Schedule::constant(1e-3),
+    });
+    let mut chain = adamw.build(&cpu, stage.layout())?;
+    let some =
+        |factor: usize| -> Vec<u32> { (0..tokens).map(|i| (i * factor % model.vocab) as u32).collect() };
+    let (inputs, targets) = (some(7919), some(104_729));
+
+    let mut times = Vec::new();
+    let mut loss = 0.0;
+    let start = now();
+    while start.elapsed().as_secs_f64() < seconds || times.len() < 5 {
+        let step = now();
+        let (x, y) = (stage.tokens(&inputs, model.context)?, stage.tokens(&targets, model.context)?);
+        let (output, saved) = stage.forward(&params, Input::Tokens(x), Some((&y, 1.0 / tokens as f32)))?;
+        let Output::Losses(losses) = output else { bail!("the whole model gives losses") };
+        loss = stage::total(&losses)? / tokens as f64;
+        let into = &mut Grads { flat: &mut grads, accumulate: false };
+        stage.backward(&params, saved, None, into, |_, _| ())?;
+        let prepared = chain.prepare(&grads)?;
+        chain.commit(&mut params, &grads, prepared)?;
+        times.push(step.elapsed().as_secs_f64());
+    }
+    ensure!(loss.is_finite(), "the loss is {loss}");
+    // The first steps fill the pools.
+    let settled = times.split_off(2);
+    let memory = before.zip(resident()).map(|((before, _), (_, peak))| peak.saturating_sub(before));
+    let figures = json!({ "tok_s": tokens as f64 / median(settled), "memory": memory, "loss": loss });
+    writeln!(out, "{figures}").context("failed to print")
+}
