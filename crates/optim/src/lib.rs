@@ -1,5 +1,4 @@
 #![doc = include_str!("../README.md")]
-#![expect(clippy::doc_markdown, reason = "PyTorch and DiLoCo are names, not items")]
 
 mod error;
 

@@ -1,6 +1,5 @@
 //! Chains against PyTorch's optimizers, each transform against plain f64 loops, and the laws that all chains keep.
 #![expect(
-    clippy::doc_markdown,
     clippy::float_cmp,
     clippy::unwrap_used,
     reason = "names, exact arithmetic, and helpers of tests that fail by panicking"

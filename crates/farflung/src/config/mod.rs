@@ -3,7 +3,6 @@
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single settings
 //! are in [`choice`], how a file is read in [`file`], the flags as a command has them in [`flags`]. It refuses to know what the settings do.
 
-#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
 pub mod choice;
 pub mod file;

@@ -46,16 +46,14 @@ impl Job {
             TokenizerKind::Gpt2 => "gpt2",
         })?;
         let model = shape(&config, tokenizer.vocab_size())?;
-        let (corpus, source) = match &config.data {
-            Some(path) => (Corpus::open(path, &*tokenizer)?, path.display().to_string()),
-            None => {
-                let (text, _) = corpus::default_text()?;
-                let name = "the source of our own dependencies";
-                (Corpus::from_bytes(name, &text, &*tokenizer)?, name.to_owned())
-            }
+        let (corpus, source) = if let Some(path) = &config.data {
+            (Corpus::open(path, &*tokenizer)?, path.display().to_string())
+        } else {
+            let name = "the source of our own dependencies";
+            (Corpus::from_bytes(name, &corpus::default_text()?.0, &*tokenizer)?, name.to_owned())
         };
         let hash = corpus.hash();
-        let (training, held_out) = corpus.split(HoldOut::Fraction(0.1))?;
+        let (training, held_out) = corpus.split(HoldOut::Standard)?;
         Ok(Self { config, model, tokenizer, training, held_out, source, hash, world, stop, out: None })
     }
 

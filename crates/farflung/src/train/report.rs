@@ -43,8 +43,8 @@ pub struct Report {
     pub val_loss_before: Option<f64>,
     /// Validation loss at the end.
     pub val_loss: Option<f64>,
-    /// Mean training loss of the last tenth of the steps.
-    pub train_loss: f64,
+    /// Mean training loss of the last tenth of the steps taken now; none of a run that was already done.
+    pub train_loss: Option<f64>,
     /// Bytes that one worker sent, frames and all.
     pub bytes_sent: u64,
     /// The run's clock in seconds: virtual on simulated links.
@@ -124,12 +124,10 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
 }
 
 impl Report {
-    #[expect(clippy::too_many_arguments, reason = "the figures of a run, gathered once")]
     pub(super) fn new(
         job: &Job,
         link: Option<Link>,
-        val_loss_before: Option<f64>,
-        val_loss: Option<f64>,
+        (val_loss_before, val_loss): (Option<f64>, Option<f64>),
         rows: Vec<StepMetrics>,
         totals: Totals,
         hash: String,
@@ -137,6 +135,7 @@ impl Report {
     ) -> Result<Self> {
         let what_if = link.map(|link| what_if(job, link)).transpose()?.flatten();
         let tail = &rows[rows.len() - rows.len().div_ceil(10)..];
+        let mean = |tail: &[StepMetrics]| tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64;
         let tokens = job.tokens_per_worker() * job.world as u64 * job.config.steps;
         Ok(Self {
             model: job.config.model.clone(),
@@ -147,7 +146,7 @@ impl Report {
             tokens,
             val_loss_before,
             val_loss,
-            train_loss: tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64,
+            train_loss: if tail.is_empty() { None } else { Some(mean(tail)) },
             bytes_sent: totals.bytes_sent,
             time_s: totals.time_s,
             simulated: link.is_some(),
@@ -192,7 +191,8 @@ impl fmt::Display for Report {
         )?;
         if let Some(after) = self.val_loss {
             let before = self.val_loss_before.map_or(String::new(), |b| format!("{b:.4} -> "));
-            writeln!(f, "validation loss   {before}{after:.4} nats (training {:.4})", self.train_loss)?;
+            let training = self.train_loss.map_or(String::new(), |l| format!(" (training {l:.4})"));
+            writeln!(f, "validation loss   {before}{after:.4} nats{training}")?;
         }
         writeln!(f, "sent per worker   {}", Bytes(self.bytes_sent))?;
         let clock = if self.simulated { "on the simulated link" } else { "on the clock" };

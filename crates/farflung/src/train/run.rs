@@ -9,9 +9,9 @@ use super::job::Job;
 use super::links::{Seat, seats};
 use super::report::{Report, sample};
 use super::sync::Synced;
-use super::worker::Worker;
+use super::worker::{StepDone, Worker};
 use crate::config::choice::Resume;
-use crate::{Error, Existing, LaunchEnv, Result, RunDir, Signal, StepMetrics, TrainConfig};
+use crate::{Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig};
 
 /// Follows a run: called on rank 0.
 pub trait Watch: Send {
@@ -81,19 +81,24 @@ pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Opt
     failure.map_or(Ok(report), Err)
 }
 
-/// Where the numbers of a run come from.
-struct Clock<'a> {
-    worker: &'a Worker,
+/// When this part of the run began, and what the run had used before.
+struct Clock {
     before: Totals,
     start: Nanos,
     wall: Instant,
 }
 
-impl Clock<'_> {
-    fn totals(&self) -> Totals {
-        let stats = self.worker.comm.stats();
+impl Clock {
+    fn new(worker: &Worker, before: Totals) -> Self {
+        #[expect(clippy::disallowed_methods, reason = "the run reports how long it really took")]
+        let wall = Instant::now();
+        Self { before, start: worker.comm.now(), wall }
+    }
+
+    fn totals(&self, worker: &Worker) -> Totals {
+        let stats = worker.comm.stats();
         Totals {
-            time_s: self.before.time_s + self.worker.comm.now().saturating_sub(self.start).as_secs_f64(),
+            time_s: self.before.time_s + worker.comm.now().saturating_sub(self.start).as_secs_f64(),
             wall_s: self.before.wall_s + self.wall.elapsed().as_secs_f64(),
             bytes_sent: self.before.bytes_sent + stats.sent.wire.0,
             bytes_received: self.before.bytes_received + stats.received.wire.0,
@@ -101,115 +106,113 @@ impl Clock<'_> {
     }
 }
 
-/// One rank's run.
-fn work(job: &Job, seat: Seat, local: usize, mut watch: Option<&mut dyn Watch>) -> Result<Option<Report>> {
-    let Seat { comm, link } = seat;
-    let rank = comm.rank();
-    let config = &job.config;
-    let mut worker = Worker::new(job, comm, job.threads(local))?;
-    let run = match &job.out {
-        Some(out) => {
-            let existing = if config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
-            // Rank 0 makes the folder in which the others have theirs.
-            if rank.0 > 0 {
-                worker.comm().barrier()?;
-            }
-            let run = RunDir::open(&checkpoint::folder(out, rank), existing)?;
-            run.write_config(&config.to_toml())?;
-            if rank.0 == 0 {
-                worker.comm().barrier()?;
-            }
-            Some(run)
+/// What rank 0 tells about the run's steps.
+struct Record<'a, 'w> {
+    job: &'a Job,
+    link: Option<Link>,
+    metrics: Option<MetricsWriter>,
+    watch: Option<&'a mut (dyn Watch + 'w)>,
+    rows: Vec<StepMetrics>,
+    /// The run's clock after the last step.
+    time_s: f64,
+}
+
+impl Record<'_, '_> {
+    fn step(&mut self, done: StepDone, val_loss: Option<f64>, totals: &Totals) -> Result<()> {
+        let tokens = self.job.tokens_per_worker() * self.job.world as u64;
+        let row = StepMetrics {
+            step: done.step,
+            time_s: totals.time_s,
+            wall_s: totals.wall_s,
+            tokens: tokens * done.step,
+            train_loss: done.loss,
+            val_loss,
+            bytes_sent: totals.bytes_sent,
+            bytes_received: totals.bytes_received,
+            tokens_per_s: tokens as f64 / (totals.time_s - self.time_s).max(1e-9),
+        };
+        self.time_s = totals.time_s;
+        if let Some(metrics) = &mut self.metrics {
+            metrics.write(&row)?;
         }
-        None => None,
-    };
+        if let Some(watch) = &mut self.watch {
+            watch.step(&row, link_use(self.link, totals));
+        }
+        self.rows.push(row);
+        Ok(())
+    }
+}
+
+/// A rank's folder, opened; rank 0 makes the one in which the others have theirs.
+fn open_folder(job: &Job, worker: &Worker) -> Result<Option<RunDir>> {
+    let Some(out) = &job.out else { return Ok(None) };
+    let rank = worker.comm.rank();
+    let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
+    if rank.0 > 0 {
+        worker.comm.barrier()?;
+    }
+    let run = RunDir::open(&checkpoint::folder(out, rank), existing)?;
+    run.write_config(&job.config.to_toml())?;
+    if rank.0 == 0 {
+        worker.comm.barrier()?;
+    }
+    Ok(Some(run))
+}
+
+/// One rank's run.
+fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
+    let Seat { comm, link } = seat;
+    let config = &job.config;
+    let first = comm.rank().0 == 0;
+    let mut worker = Worker::new(job, comm, job.threads(local))?;
+    let run = open_folder(job, &worker)?;
     let before = match &run {
         Some(run) => checkpoint::resume(&mut worker, job, run)?.unwrap_or_default(),
         None => Totals::default(),
     };
-    let mut metrics = match run.as_ref().filter(|_| rank.0 == 0) {
-        Some(run) => Some(run.metrics(worker.step)?),
-        None => None,
-    };
-    if let Some(watch) = watch.as_deref_mut().filter(|_| worker.step > 0) {
+    let metrics = run.as_ref().filter(|_| first).map(|run| run.metrics(worker.step)).transpose()?;
+    let clock = Clock::new(&worker, before);
+    let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
+    if let Some(watch) = record.watch.as_deref_mut().filter(|_| worker.step > 0) {
         watch.note(&format!("resumed at step {}", worker.step));
     }
-    #[expect(clippy::disallowed_methods, reason = "the run reports how long it really took")]
-    let wall = Instant::now();
-    let start = worker.comm.now();
-    let clock = |worker: &Worker| Clock { worker, before, start, wall }.totals();
 
     let first_loss = if worker.step == 0 { Some(worker.evaluate()?) } else { None };
-    let mut last_val = first_loss;
-    let mut rows: Vec<StepMetrics> = Vec::new();
+    let mut last_loss = first_loss;
     let (mut evaluated, mut saved) = (worker.step, worker.step);
-    let mut stopped: Option<Signal> = None;
-    let mut time = clock(&worker).time_s;
     while worker.step < config.steps {
         let done = worker.step(job.stop.requested().is_some())?;
-        let end = done.step == config.steps;
-        if done.stop && done.synced == Synced::Yes && !end {
-            stopped = Some(job.stop.requested().unwrap_or(Signal::Terminate));
-        }
         let agreed = done.synced == Synced::Yes;
+        let end = done.step == config.steps;
+        let stop = done.stop && agreed && !end;
         let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
         let mut val_loss = None;
         if agreed && (end || due(config.eval_every, evaluated)) {
             val_loss = Some(worker.evaluate()?);
-            last_val = val_loss;
+            last_loss = val_loss;
             evaluated = done.step;
         }
-        let totals = clock(&worker);
-        if rank.0 == 0 {
-            let tokens = job.tokens_per_worker() * job.world as u64;
-            let row = StepMetrics {
-                step: done.step,
-                time_s: totals.time_s,
-                wall_s: totals.wall_s,
-                tokens: tokens * done.step,
-                train_loss: done.loss,
-                val_loss,
-                bytes_sent: totals.bytes_sent,
-                bytes_received: totals.bytes_received,
-                tokens_per_s: tokens as f64 / (totals.time_s - time).max(1e-9),
-            };
-            if let Some(metrics) = &mut metrics {
-                metrics.write(&row)?;
-            }
-            if let Some(watch) = watch.as_deref_mut() {
-                watch.step(&row, link_use(link, &totals));
-            }
-            rows.push(row);
+        if first {
+            record.step(done, val_loss, &clock.totals(&worker))?;
         }
-        time = totals.time_s;
         if let Some(run) = &run
             && agreed
-            && (end || stopped.is_some() || due(config.checkpoint_every, saved))
+            && (end || stop || due(config.checkpoint_every, saved))
         {
-            checkpoint::save(&worker, job, run, clock(&worker))?;
+            checkpoint::save(&worker, job, run, clock.totals(&worker))?;
             saved = done.step;
         }
-        if stopped.is_some() {
-            break;
+        if stop {
+            return Err(Error::Stopped(job.stop.requested().unwrap_or(Signal::Terminate)));
         }
     }
-    if let Some(signal) = stopped {
-        return Err(Error::Stopped(signal));
-    }
-    if rank.0 != 0 {
+    if !first {
         return Ok(None);
     }
     let text = sample(job, &worker)?;
-    let report = Report::new(
-        job,
-        link,
-        first_loss,
-        last_val,
-        rows,
-        clock(&worker),
-        worker.hash()?.to_hex().to_string(),
-        text,
-    )?;
+    let hash = worker.hash()?.to_hex().to_string();
+    let totals = clock.totals(&worker);
+    let report = Report::new(job, link, (first_loss, last_loss), record.rows, totals, hash, text)?;
     if let Some(run) = &run {
         report.write(run)?;
     }

@@ -71,7 +71,7 @@ impl Sync {
         }
     }
 
-    /// A step was taken: every H-th, and the last, `DiLoCo` agrees on new parameters.
+    /// A step was taken: every H-th, and the last, DiLoCo agrees on new parameters.
     pub(super) fn after_step(
         &mut self,
         comm: &Communicator,

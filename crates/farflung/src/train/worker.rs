@@ -121,7 +121,7 @@ impl Worker {
         &self.params
     }
 
-    /// The gradients of the last step: averaged under ddp, this worker's own under `DiLoCo`.
+    /// The gradients of the last step: averaged under ddp, this worker's own under DiLoCo.
     #[must_use]
     pub const fn grads(&self) -> &Tensor {
         &self.grads
