@@ -112,8 +112,9 @@ fn kill_after(command: &mut Command, out: &Path, step: u64, late: Duration) -> R
 fn last_step(out: &Path) -> u64 {
     // A last line that is only half there is to be expected: `metrics::read` would refuse it.
     let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap_or_default();
-    let lines = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    lines.filter_map(|line| line["step"].as_u64()).last().unwrap_or(0)
+    let mut lines =
+        text.lines().rev().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    lines.find_map(|line| line["step"].as_u64()).unwrap_or(0)
 }
 
 fn log(out: &Path) -> Result<Vec<StepMetrics>> {
