@@ -3,7 +3,6 @@
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single settings
 //! are in [`choice`], how a file is read in [`file`], the flags as a command has them in [`flags`]. It refuses to know what the settings do.
 
-
 pub mod choice;
 pub mod file;
 pub mod flags;
@@ -140,7 +139,7 @@ settings! {
     }
     "Training" {
         /// Optimizer steps.
-        steps: u64, "N", 400u64;
+        steps: u64, "N", 500u64;
         /// Sequences in a microbatch, for each worker.
         batch: usize, "N", 12usize;
         /// Microbatches whose gradients are summed for a step.
@@ -174,13 +173,13 @@ settings! {
         /// What workers average, and when: ddp (gradients, each step) or diloco (parameters, every --sync-every steps).
         sync: SyncKind, "KIND", SyncKind::Diloco;
         /// Steps between DiLoCo's averages.
-        sync_every: u64, "STEPS", 20u64;
+        sync_every: u64, "STEPS", 5u64;
         /// DiLoCo's outer learning rate.
-        outer_lr: f64, "RATE", 0.7;
+        outer_lr: f64, "RATE", 1.0;
         /// DiLoCo's outer Nesterov momentum.
-        outer_momentum: f64, "X", 0.9;
+        outer_momentum: f64, "X", 0.4;
         /// How values are packed for the link: none, f16, bf16, int8 or int8:BLOCK.
-        codec: CodecKind, "CODEC", CodecKind::None;
+        codec: CodecKind, "CODEC", CodecKind::Int8 { block: 256 };
         /// Carry what the codec dropped over to the next average.
         error_feedback: bool, "BOOL", true;
         /// Megabytes of gradients that are averaged together.
