@@ -1,5 +1,7 @@
 //! A chain of transforms, fused: one pass for the norm if a link needs it, one pass for everything else.
 
+use std::ops::Range;
+
 use farflung_tensor::{DType, Device, Op, ParamLayout, Program, ProgramBuilder, Tensor, TensorError};
 
 use crate::OptimError;
@@ -35,34 +37,8 @@ impl ChainBuilder {
                 });
             }
         }
-        // Rewritten buffer 0 holds the parameters, the states follow; read-only buffer 0 holds the gradient, 1 the mask.
-        let mut program = ProgramBuilder::new();
-        let (param, mut update) = (program.load(0), program.read(0));
-        let (mut scalars, mut states, mut masked) = (0, 1, false);
-        for link in &self.links {
-            let mut decay_mask = |p: &mut ProgramBuilder| {
-                masked = true;
-                p.read(1)
-            };
-            let mut emit =
-                Emit { program: &mut program, param, decay_mask: &mut decay_mask, scalars, states };
-            update = link.emit(&mut emit, update);
-            scalars += link.scalar_count();
-            states += link.states().len() as u16;
-        }
-        let moved = program.sub(param, update);
-        program.store(0, moved);
-        let program = program.build()?;
-
-        let mask = if masked {
-            let mut mask = vec![0.0_f32; layout.len()];
-            for p in layout.params().iter().filter(|p| p.shape.dims().len() >= 2) {
-                mask[p.range()].fill(1.0);
-            }
-            Some(device.tensor(&mask, layout.len())?)
-        } else {
-            None
-        };
+        let (decayed, plain) = (program(&self.links, true)?, program(&self.links, false)?);
+        let parts = if decayed == plain { vec![(0..layout.len(), true)] } else { parts(layout) };
         let mut named = Vec::new();
         for (i, link) in self.links.iter().enumerate() {
             // The second of two alike has names of its own.
@@ -74,8 +50,9 @@ impl ChainBuilder {
         }
         Ok(Chain {
             links: self.links,
-            program,
-            mask,
+            decayed,
+            plain,
+            parts,
             states: named,
             step: 0,
             len: layout.len(),
@@ -84,12 +61,54 @@ impl ChainBuilder {
     }
 }
 
+/// All links as one program. Rewritten buffer 0 holds the parameters, the states follow; read-only buffer 0 holds the
+/// gradient.
+fn program(links: &[Box<dyn Transform>], decays: bool) -> Result<Program, OptimError> {
+    let mut program = ProgramBuilder::new();
+    let (param, mut update) = (program.load(0), program.read(0));
+    let (mut scalars, mut states) = (0, 1);
+    for link in links {
+        let mut emit = Emit { program: &mut program, param, decays, scalars, states };
+        update = link.emit(&mut emit, update);
+        scalars += link.scalar_count();
+        states += link.states().len() as u16;
+    }
+    let moved = program.sub(param, update);
+    program.store(0, moved);
+    Ok(program.build()?)
+}
+
+/// Ranges of a layout's flat buffer that decay (matrices) and that do not (vectors), as long as they can be; padding
+/// goes with what stands before it.
+fn parts(layout: &ParamLayout) -> Vec<(Range<usize>, bool)> {
+    let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
+    for p in layout.params() {
+        let decays = p.shape.dims().len() >= 2;
+        match parts.last_mut() {
+            Some((range, same)) if *same == decays => range.end = p.range().end,
+            last => {
+                if let Some((range, _)) = last {
+                    range.end = p.start;
+                }
+                parts.push((p.range(), decays));
+            }
+        }
+    }
+    if let Some((range, _)) = parts.last_mut() {
+        range.end = layout.len();
+    }
+    parts
+}
+
 /// A chain of transforms bound to a layout, with its state.
 #[derive(Debug)]
 pub struct Chain {
     links: Vec<Box<dyn Transform>>,
-    program: Program,
-    mask: Option<Tensor>,
+    /// For parameters that decay, and for those that do not.
+    decayed: Program,
+    plain: Program,
+    /// Ranges of the flat buffers, and whether they decay.
+    parts: Vec<(Range<usize>, bool)>,
     states: Vec<(String, Tensor)>,
     step: u64,
     len: usize,
@@ -170,22 +189,22 @@ impl Chain {
             link.scalars(info, &mut self.scalars);
         }
         let device = grads.device().clone();
-        let gradient = grads.view();
-        let reads = [gradient, self.mask.as_ref().map_or(gradient, Tensor::view)];
-        let reads = &reads[..self.program.reads()];
-        let (program, scalars) = (&self.program, &self.scalars);
-        let p = params.view_mut();
-        match self.states.as_mut_slice() {
-            [] => device.run(Op::Map { program, scalars, reads, writes: &mut [p] })?,
-            [(_, a)] => device.run(Op::Map { program, scalars, reads, writes: &mut [p, a.view_mut()] })?,
-            [(_, a), (_, b)] => {
-                let writes = &mut [p, a.view_mut(), b.view_mut()];
-                device.run(Op::Map { program, scalars, reads, writes })?;
-            }
-            more => {
-                let mut writes: Vec<_> =
-                    std::iter::once(p).chain(more.iter_mut().map(|(_, s)| s.view_mut())).collect();
-                device.run(Op::Map { program, scalars, reads, writes: &mut writes })?;
+        for (range, decays) in &self.parts {
+            let program = if *decays { &self.decayed } else { &self.plain };
+            let scalars = &self.scalars[..program.scalars()];
+            let (start, len) = (range.start, range.len());
+            let reads = &[grads.view().part(start, len)?][..program.reads()];
+            let p = params.view_mut().part(start, len)?;
+            let mut states = self.states.iter_mut().map(|(_, s)| s.view_mut().part(start, len));
+            let mut next = || states.next().expect("a program has as many states as its links");
+            match program.writes() {
+                1 => device.run(Op::Map { program, scalars, reads, writes: &mut [p] })?,
+                2 => device.run(Op::Map { program, scalars, reads, writes: &mut [p, next()?] })?,
+                3 => device.run(Op::Map { program, scalars, reads, writes: &mut [p, next()?, next()?] })?,
+                _ => {
+                    let writes = &mut [p, next()?, next()?, next()?];
+                    device.run(Op::Map { program, scalars, reads, writes })?;
+                }
             }
         }
         self.step += 1;
@@ -231,7 +250,7 @@ mod tests {
     use farflung_tensor::Shape;
 
     #[test]
-    fn a_commit_is_one_pass_of_one_program() {
+    fn a_commit_is_one_pass_over_memory() {
         let cpu = Device::cpu(1).unwrap();
         let layout =
             ParamLayout::new([("w".to_owned(), Shape::from([8, 9])), ("b".to_owned(), Shape::from(9))]);
@@ -240,11 +259,15 @@ mod tests {
             .then(scale_by_adam(0.9, 0.95, 1e-8))
             .then(add_decayed_weights(0.1))
             .then(scale_by_schedule(Schedule::constant(0.01)));
-        for (builder, reads, writes) in [(adamw, 2, 3), (diloco_outer(0.7, 0.9), 1, 2)] {
+        for (builder, parts, writes) in [(adamw, 2, 3), (diloco_outer(0.7, 0.9), 1, 2)] {
             let mut chain = builder.build(&cpu, &layout).unwrap();
             // Parameters and states are each stored once, and each read-only buffer is read once.
-            assert_eq!((chain.program.reads(), chain.program.writes()), (reads, writes));
-            assert_eq!(chain.program.stores().len(), writes);
+            assert_eq!((chain.decayed.reads(), chain.decayed.writes()), (1, writes));
+            assert_eq!(chain.decayed.stores().len(), writes);
+            // Links that tell matrices from vectors cut the pass where one kind ends, and leave nothing out.
+            assert_eq!(chain.parts.len(), parts);
+            assert!(chain.parts.windows(2).all(|p| p[0].0.end == p[1].0.start));
+            assert_eq!((chain.parts[0].0.start, chain.parts[parts - 1].0.end), (0, layout.len()));
             let values = |f: fn(usize) -> f32| {
                 let mut values = vec![0.0; layout.len()];
                 for i in layout.params().iter().flat_map(farflung_tensor::Param::range) {
@@ -263,8 +286,9 @@ mod tests {
             for i in 0..layout.len() {
                 let mut element = vec![0.0; writes];
                 element[0] = start[i];
-                let mask = f32::from(layout.params()[0].range().contains(&i));
-                chain.program.eval(&chain.scalars, &[grad[i], mask][..reads], &mut element);
+                let matrix = layout.params()[0].range().contains(&i);
+                let program = if matrix { &chain.decayed } else { &chain.plain };
+                program.eval(&chain.scalars, &[grad[i]], &mut element);
                 let after: Vec<f32> = std::iter::once(got[i]).chain(states.iter().map(|s| s[i])).collect();
                 assert_eq!(after, element, "{i}");
             }

@@ -85,7 +85,7 @@ fn clipped(clip: Option<f64>) -> ChainBuilder {
 }
 
 fn decayed(chain: ChainBuilder, decay: f64) -> ChainBuilder {
-    // A decay of 0 would cost the mask's memory traffic. Not a number goes on, to be refused.
+    // A decay of 0 would cut the pass for nothing. Not a number goes on, to be refused.
     if decay == 0.0 { chain } else { chain.then(add_decayed_weights(decay)) }
 }
 

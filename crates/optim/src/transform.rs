@@ -10,14 +10,14 @@ use farflung_tensor::{ProgramBuilder, Value};
 use crate::{OptimError, Schedule};
 
 /// What a link may use while it writes its instructions.
-#[expect(missing_debug_implementations, reason = "it lives for one call and holds a closure")]
+#[derive(Debug)]
 pub struct Emit<'a> {
     /// The program under construction.
     pub program: &'a mut ProgramBuilder,
     /// The parameter, as it was before the step.
     pub param: Value,
-    /// 1 where weight decay applies, 0 elsewhere.
-    pub decay_mask: &'a mut dyn FnMut(&mut ProgramBuilder) -> Value,
+    /// Whether weight decay applies here: a chain has one program for matrices and one for vectors.
+    pub decays: bool,
     /// Index of this link's first scalar.
     pub scalars: u16,
     /// Index of this link's first state buffer among the program's rewritten buffers.
@@ -205,7 +205,7 @@ impl Transform for Trace {
     }
 }
 
-/// Adds `decay * parameter` where the mask says so (matrices, not vectors): decoupled weight decay when it stands after
+/// Adds `decay * parameter` to matrices, not to vectors: decoupled weight decay when it stands after
 /// [`scale_by_adam`] (Loshchilov and Hutter 2019), l2 regularisation when it stands before.
 #[must_use]
 pub fn add_decayed_weights(decay: f64) -> impl Transform {
@@ -225,11 +225,12 @@ impl Transform for AddDecayedWeights {
         require(self.decay >= 0.0 && self.decay.is_finite(), "decay", "decay", self.decay, "at least 0")
     }
     fn emit(&self, e: &mut Emit<'_>, update: Value) -> Value {
-        let mask = (e.decay_mask)(e.program);
+        if !e.decays {
+            return update;
+        }
         let p = &mut *e.program;
         let decay = p.constant(self.decay as f32);
-        let by = p.mul(decay, mask);
-        let decayed = p.mul(by, e.param);
+        let decayed = p.mul(decay, e.param);
         p.add(update, decayed)
     }
 }

@@ -171,13 +171,13 @@ settings! {
         /// Workers in this process; a launched job has one in each process.
         workers: usize, "N", 4usize;
         /// What workers average, and when: ddp (gradients, each step) or diloco (parameters, every --sync-every steps).
-        sync: SyncKind, "KIND", SyncKind::Diloco;
+        sync: SyncKind, "KIND", SyncKind::Ddp;
         /// Steps between DiLoCo's averages.
-        sync_every: u64, "STEPS", 5u64;
+        sync_every: u64, "STEPS", 20u64;
         /// DiLoCo's outer learning rate.
-        outer_lr: f64, "RATE", 1.0;
+        outer_lr: f64, "RATE", 0.7;
         /// DiLoCo's outer Nesterov momentum.
-        outer_momentum: f64, "X", 0.4;
+        outer_momentum: f64, "X", 0.9;
         /// How values are packed for the link: none, f16, bf16, int8 or int8:BLOCK.
         codec: CodecKind, "CODEC", CodecKind::Int8 { block: 256 };
         /// Carry what the codec dropped over to the next average.
@@ -232,7 +232,7 @@ settings! {
 }
 
 impl Default for TrainConfig {
-    /// The default run: nano, four workers behind home uplinks, DiLoCo.
+    /// The default run: nano, four workers behind home uplinks, gradients in eight bits.
     fn default() -> Self {
         Self::fill(TrainArgs::default())
     }

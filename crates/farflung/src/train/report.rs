@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::checkpoint::Totals;
 use super::job::Job;
 use super::worker::Worker;
-use crate::config::choice::{CodecKind, SyncKind};
+use crate::config::choice::CodecKind;
 use crate::plot::loss_curve_svg;
 use crate::{Error, Result, RunDir, StepMetrics, run_dir};
 
@@ -118,7 +118,7 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
         optimizer: Nanos::ZERO,
         buckets: ((parameters as f64 * 4.0 / (config.bucket_mb * 1e6)).ceil() as u32).max(1),
         codec,
-        every: if config.sync == SyncKind::Diloco { config.sync_every as u32 } else { 1 },
+        every: u32::try_from(config.sync_every).unwrap_or(u32::MAX),
     };
     Ok(Some(answer.answer()?))
 }
