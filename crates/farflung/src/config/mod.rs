@@ -200,7 +200,7 @@ settings! {
     "Machine" {
         /// Where tensors live: cpu.
         device: DeviceKind, "KIND", DeviceKind::Cpu;
-        /// Threads of each worker; 0 shares the cores among the workers.
+        /// Threads of each worker; 0 shares the cores among the workers, or gives each all of them on simulated links.
         threads: usize, "N", 0usize;
     }
     "Evaluation and checkpoints" {

@@ -15,7 +15,9 @@ use crate::{Error, LaunchEnv, Result, TrainConfig};
 pub struct Seat {
     /// How it reaches the others.
     pub comm: Communicator,
-    /// The link that the job runs over, where it is simulated.
+    /// Whether its clock is virtual.
+    pub simulated: bool,
+    /// The link that all ranks have, where it is simulated and one.
     pub link: Option<Link>,
 }
 
@@ -41,12 +43,13 @@ pub(crate) fn topology(config: &TrainConfig, world: usize) -> Result<Topology> {
 pub fn seats(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<Vec<Seat>> {
     let processes = env.map_or(1, |e| e.world_size);
     let world = if processes > 1 { processes } else { config.workers };
-    let seat = |transport: Arc<dyn Transport>, link| Seat {
+    let seat = |transport: Arc<dyn Transport>, simulated, link| Seat {
         comm: Communicator::new(transport).with_deadline(config.deadline),
+        simulated,
         link,
     };
     Ok(match config.transport_for(processes)? {
-        TransportKind::Memory => memory::cluster(world).into_iter().map(|t| seat(t, None)).collect(),
+        TransportKind::Memory => memory::cluster(world).into_iter().map(|t| seat(t, false, None)).collect(),
         TransportKind::Tcp => {
             let (rank, master) = match env {
                 Some(e) => (e.rank.0, format!("{}:{}", e.master_addr, e.master_port)),
@@ -54,12 +57,12 @@ pub fn seats(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<Vec<Seat>>
             };
             let mut join = tcp::Config::new(rank, world as u32, master);
             join.deadline = Duration::from(config.deadline);
-            vec![seat(tcp::join(&join)?, None)]
+            vec![seat(tcp::join(&join)?, false, None)]
         }
         TransportKind::Simulated | TransportKind::Auto => {
             let topology = topology(config, world)?;
             let link = config.topology.is_none().then_some(config.link);
-            simulated::cluster(&topology).into_iter().map(|t| seat(t, link)).collect()
+            simulated::cluster(&topology).into_iter().map(|t| seat(t, true, link)).collect()
         }
     })
 }

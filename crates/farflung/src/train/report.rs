@@ -126,7 +126,7 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
 impl Report {
     pub(super) fn new(
         job: &Job,
-        link: Option<Link>,
+        (simulated, link): (bool, Option<Link>),
         (val_loss_before, val_loss): (Option<f64>, Option<f64>),
         rows: Vec<StepMetrics>,
         totals: Totals,
@@ -149,7 +149,7 @@ impl Report {
             train_loss: if tail.is_empty() { None } else { Some(mean(tail)) },
             bytes_sent: totals.bytes_sent,
             time_s: totals.time_s,
-            simulated: link.is_some(),
+            simulated,
             wall_s: totals.wall_s,
             tokens_per_s: tokens as f64 / totals.time_s.max(1e-9),
             plain: what_if.as_ref().map(|a| (a.plain().time.as_secs_f64(), a.plain().sent.0)),

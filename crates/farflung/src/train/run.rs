@@ -161,10 +161,10 @@ fn open_folder(job: &Job, worker: &Worker) -> Result<Option<RunDir>> {
 
 /// One rank's run.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
-    let Seat { comm, link } = seat;
+    let Seat { comm, simulated, link } = seat;
     let config = &job.config;
     let first = comm.rank().0 == 0;
-    let mut worker = Worker::new(job, comm, job.threads(local))?;
+    let mut worker = Worker::new(job, comm, job.threads(local, simulated))?;
     let run = open_folder(job, &worker)?;
     let before = match &run {
         Some(run) => checkpoint::resume(&mut worker, job, run)?.unwrap_or_default(),
@@ -212,7 +212,8 @@ fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)
     let text = sample(job, &worker)?;
     let hash = worker.hash()?.to_hex().to_string();
     let totals = clock.totals(&worker);
-    let report = Report::new(job, link, (first_loss, last_loss), record.rows, totals, hash, text)?;
+    let report =
+        Report::new(job, (simulated, link), (first_loss, last_loss), record.rows, totals, hash, text)?;
     if let Some(run) = &run {
         report.write(run)?;
     }
