@@ -24,9 +24,9 @@ const STEPS: u64 = 60;
 
 /// What is trained: how workers agree, and the flags for it.
 const CASES: [(&str, &[&str]); 4] = [
-    ("ddp", &["--sync", "ddp"]),
+    ("ddp", &["--sync", "ddp", "--codec", "none"]),
     ("diloco, int8 + error feedback", &["--sync", "diloco", "--sync-every", "4", "--codec", "int8"]),
-    ("diloco", &["--sync", "diloco", "--sync-every", "4"]),
+    ("diloco", &["--sync", "diloco", "--sync-every", "4", "--codec", "none"]),
     ("ddp, int8 + error feedback", &["--sync", "ddp", "--codec", "int8"]),
 ];
 

@@ -9,7 +9,7 @@ use farflung_zoo::Stage;
 
 use super::job::Job;
 use crate::Result;
-use crate::config::choice::SyncKind;
+use crate::config::choice::{CodecKind, SyncKind};
 
 /// Whether all replicas are the same after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,8 +43,13 @@ pub(super) fn vote(comm: &Communicator, loss: f64, stop: bool) -> Pending<Result
 impl Sync {
     pub(super) fn new(job: &Job, comm: &Communicator, stage: &Stage, params: &Tensor) -> Result<Self> {
         let config = &job.config;
-        let feedback = if config.error_feedback && config.codec.to_string() != "none" { "+ef" } else { "" };
-        let codec: CodecSpec = format!("{}{feedback}", config.codec).parse()?;
+        // One worker has nobody to send to, and nothing to lose bits for.
+        let codec: CodecSpec = match config.codec {
+            _ if job.world == 1 => "none".parse()?,
+            CodecKind::None => "none".parse()?,
+            kind if config.error_feedback => format!("{kind}+ef").parse()?,
+            kind => kind.to_string().parse()?,
+        };
         let average = AverageConfig {
             codec,
             bucket_bytes: (config.bucket_mb * 1e6) as usize,
