@@ -2,9 +2,10 @@
 
 use std::ops::Range;
 
-use farflung_tensor::{DType, Device, Op, ParamLayout, Shape, Tensor};
+use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor};
 
 use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, Transformer, TransformerSaved};
+use crate::weights::Weights;
 use crate::{GptConfig, TensorSpec, ZooError};
 
 /// A range of a model's layers; the first stage has the embeddings, the last the head.
@@ -110,6 +111,17 @@ impl Stage {
         let mut values = vec![0.0; self.layout.len()];
         for (p, (index, spec)) in self.layout.params().iter().zip(&self.specs) {
             spec.fill(seed, *index, &mut values[p.range()]);
+        }
+        Ok(self.device.tensor(&values, self.layout.len())?)
+    }
+
+    /// Parameters from opened weights, each by its name.
+    ///
+    /// Errors: as [`Weights::tensor`].
+    pub fn load(&self, weights: &mut Weights) -> Result<Tensor, ZooError> {
+        let mut values = vec![0.0; self.layout.len()];
+        for p in self.layout.params() {
+            weights.tensor(&p.name, &mut values[p.range()])?;
         }
         Ok(self.device.tensor(&values, self.layout.len())?)
     }
@@ -302,10 +314,4 @@ impl Cache {
 /// Sum of losses in f64, in order: the same on every machine.
 pub fn total(losses: &Tensor) -> Result<f64, ZooError> {
     Ok(losses.to_vec::<f32>()?.iter().map(|&l| f64::from(l)).sum())
-}
-
-/// Fills a buffer of a stage's layout with zeros.
-pub fn clear(flat: &mut Tensor) -> Result<(), ZooError> {
-    let device = flat.device().clone();
-    Ok(device.run(Op::Fill { value: 0.0, y: flat.view_mut() })?)
 }

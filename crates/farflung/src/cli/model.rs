@@ -52,11 +52,7 @@ impl ModelArgs {
         };
         let mut weights = Weights::open(&weights_folder(&self.model)?)?;
         let stage = Stage::whole(weights.config(), &Device::cpu(threads)?)?;
-        let mut flat = vec![0.0_f32; stage.layout().len()];
-        for p in stage.layout().params() {
-            weights.tensor(&p.name, &mut flat[p.range()])?;
-        }
-        let params = stage.device().tensor(&flat, flat.len())?;
+        let params = stage.load(&mut weights)?;
         let vocab = stage.config().vocab;
         let default = if vocab == 256 { "byte" } else { "gpt2" };
         let tokenizer = tokenizer::by_name(self.tokenizer.as_deref().unwrap_or(default))?;

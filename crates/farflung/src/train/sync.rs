@@ -45,8 +45,7 @@ impl Sync {
         let config = &job.config;
         // One worker has nobody to send to, and nothing to lose bits for.
         let codec: CodecSpec = match config.codec {
-            _ if job.world == 1 => "none".parse()?,
-            CodecKind::None => "none".parse()?,
+            kind if job.world == 1 || kind == CodecKind::None => "none".parse()?,
             kind if config.error_feedback => format!("{kind}+ef").parse()?,
             kind => kind.to_string().parse()?,
         };

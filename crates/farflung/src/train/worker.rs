@@ -5,12 +5,13 @@ use farflung_comm::{Communicator, ReduceOp};
 use farflung_optim::{AdamW, Chain, Prepared, Schedule, Sgd, adamw, sgd};
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::block::Grads;
+use farflung_zoo::weights::Weights;
 use farflung_zoo::{Input, Output, Sampler, Stage, stage};
 
 use super::job::Job;
 use super::sync::{Sync, Synced, vote};
 use crate::config::choice::{OptimizerKind, ScheduleKind};
-use crate::{Error, Result, TrainConfig};
+use crate::{Result, TrainConfig};
 
 /// One rank of a run.
 #[derive(Debug)]
@@ -74,7 +75,7 @@ impl Worker {
         let device = Device::cpu(threads)?;
         let stage = Stage::whole(job.model, &device)?;
         let params = match &job.config.init_from {
-            Some(folder) => load(folder, &stage)?,
+            Some(folder) => stage.load(&mut Weights::open(folder)?)?,
             None => stage.init(job.config.seed)?,
         };
         let flops = job.model.flops_per_token(job.model.context) as f64
@@ -209,14 +210,4 @@ impl Worker {
         self.comm.all_reduce(&mut sums, ReduceOp::Sum)?;
         Ok(sums[0] / sums[1])
     }
-}
-
-/// Weights in Hugging Face's layout as flat parameters.
-fn load(folder: &std::path::Path, stage: &Stage) -> Result<Tensor> {
-    let mut weights = farflung_zoo::weights::Weights::open(folder)?;
-    let mut flat = vec![0.0_f32; stage.layout().len()];
-    for p in stage.layout().params() {
-        weights.tensor(&p.name, &mut flat[p.range()])?;
-    }
-    stage.device().tensor(&flat, flat.len()).map_err(Error::from)
 }
