@@ -3,14 +3,11 @@
 
 use std::cell::RefCell;
 
-use super::pool::Pool;
-use super::simd::{Isa, simd};
-use crate::program::{Instr, MAX_BUFFERS, Program, larger, sign, smaller};
+use crate::backend::cpu::simd::{Isa, simd};
+use crate::program::{Instr, Program, larger, sign, smaller};
 
 /// Elements per block: 64 registers of it fit the second-level cache, the few in use the first.
-const BLOCK: usize = 256;
-/// Elements per task.
-const TASK: usize = 1 << 15;
+const BLOCK: usize = 128;
 
 type Block = [f32; BLOCK];
 
@@ -57,7 +54,7 @@ fn block(of: &[f32], start: usize) -> Option<&Block> {
 }
 
 /// Runs `program` on chunk-sized slices; `writes` are rewritten.
-fn run_task<const W: usize>(
+pub(super) fn run<const W: usize>(
     isa: Isa,
     program: &Program,
     scalars: &[f32],
@@ -121,33 +118,4 @@ fn run_task<const W: usize>(
         }
     }
     REGISTERS.set(registers);
-}
-
-/// Runs `program` over whole buffers of one length. Unused entries of `reads` and `writes` are empty.
-pub(super) fn run(
-    pool: &Pool,
-    program: &Program,
-    scalars: &[f32],
-    reads: [&[f32]; MAX_BUFFERS],
-    writes: [&mut [f32]; MAX_BUFFERS],
-) {
-    let isa = Isa::detect();
-    let part = |t: usize| reads.map(|r| r.get(t * TASK..).map_or(&r[..0], |r| &r[..r.len().min(TASK)]));
-    match (program.writes(), writes) {
-        (0, _) => {}
-        (1, [a, ..]) => {
-            pool.for_chunks([(a, TASK)], |t, mut w| run_task(isa, program, scalars, &part(t), &mut w));
-        }
-        (2, [a, b, ..]) => {
-            pool.for_chunks([(a, TASK), (b, TASK)], |t, mut w| {
-                run_task(isa, program, scalars, &part(t), &mut w);
-            });
-        }
-        (3, [a, b, c, _]) => pool.for_chunks([(a, TASK), (b, TASK), (c, TASK)], |t, mut w| {
-            run_task(isa, program, scalars, &part(t), &mut w);
-        }),
-        (_, [a, b, c, d]) => pool.for_chunks([(a, TASK), (b, TASK), (c, TASK), (d, TASK)], |t, mut w| {
-            run_task(isa, program, scalars, &part(t), &mut w);
-        }),
-    }
 }
