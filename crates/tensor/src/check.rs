@@ -111,15 +111,15 @@ impl Op<'_> {
                 match fuse {
                     Fuse::None => Ok(()),
                     Fuse::Bias(bias) => c.flat(bias, DType::F32, n),
-                    Fuse::BiasGelu { bias, pre } => {
+                    Fuse::BiasGelu { bias, slope } => {
                         c.flat(bias, DType::F32, n)?;
-                        c.matrix(pre, m, n)
+                        slope.as_ref().map_or(Ok(()), |slope| c.matrix(slope, m, n))
                     }
                     Fuse::BiasAdd { bias, residual } => {
                         c.flat(bias, DType::F32, n)?;
                         c.matrix(residual, m, n)
                     }
-                    Fuse::GeluGrad { pre } => c.matrix(pre, m, n),
+                    Fuse::Times { factor } => c.matrix(factor, m, n),
                 }
             }
             Self::SumRows { x, y, .. } => {

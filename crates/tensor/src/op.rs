@@ -11,12 +11,13 @@ pub enum Fuse<'a> {
     None,
     /// `c += bias`, one value per column.
     Bias(View<'a>),
-    /// `pre = c + bias; c = gelu(pre)`, the tanh form. `pre` is kept for the backward pass.
+    /// `x = c + bias; c = gelu(x)`, the tanh form. The backward pass multiplies by `slope = gelu'(x)` ([`Fuse::Times`]),
+    /// which costs little here and takes the place of `x` in memory.
     BiasGelu {
         /// One value per column.
         bias: View<'a>,
-        /// Of `c`'s shape.
-        pre: ViewMut<'a>,
+        /// Of `c`'s shape; not wanted where no backward pass follows.
+        slope: Option<ViewMut<'a>>,
     },
     /// `c += bias + residual`.
     BiasAdd {
@@ -25,10 +26,10 @@ pub enum Fuse<'a> {
         /// Of `c`'s shape.
         residual: View<'a>,
     },
-    /// `c *= gelu'(pre)`: the backward pass of [`Fuse::BiasGelu`].
-    GeluGrad {
+    /// `c *= factor`.
+    Times {
         /// Of `c`'s shape.
-        pre: View<'a>,
+        factor: View<'a>,
     },
 }
 
@@ -291,9 +292,9 @@ impl Op<'_> {
                 let fused = match fuse {
                     Fuse::None => 0,
                     Fuse::Bias(bias) => r(bias),
-                    Fuse::BiasGelu { bias, pre } => r(bias) + w(pre),
+                    Fuse::BiasGelu { bias, slope } => r(bias) + slope.as_ref().map_or(0, w),
                     Fuse::BiasAdd { bias, residual } => r(bias) + r(residual),
-                    Fuse::GeluGrad { pre } => r(pre),
+                    Fuse::Times { factor } => r(factor),
                 };
                 r(a) + r(b) + rw(c, *accumulate) + fused
             }

@@ -88,13 +88,13 @@ fn shapes_types_and_devices_that_do_not_fit_are_refused() {
     refused(matmul(&z(&other, &[2, 4]), &b, &mut c), &["matmul", "lives on cpu"]);
     let (short, long) = (z(&cpu, &[4]), z(&cpu, &[6, 5]));
     for bad in 0..4 {
-        let (a, mut pre) = (z(&cpu, &[2, 4]), z(&cpu, &[6, 5]));
+        let (a, mut slope) = (z(&cpu, &[2, 4]), z(&cpu, &[6, 5]));
         let bias = z(&cpu, &[5]);
         let fuse = match bad {
             0 => Fuse::Bias(short.view()),
-            1 => Fuse::BiasGelu { bias: bias.view(), pre: pre.view_mut() },
+            1 => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
             2 => Fuse::BiasAdd { bias: bias.view(), residual: long.view() },
-            _ => Fuse::GeluGrad { pre: long.view() },
+            _ => Fuse::Times { factor: long.view() },
         };
         let (a, b, c) = (a.view(), b.view(), c.view_mut());
         let wrong = if bad == 0 { "[4]" } else { "[6, 5]" };

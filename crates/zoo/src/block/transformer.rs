@@ -25,7 +25,8 @@ pub struct TransformerSaved {
     middle: Tensor,
     stats_2: Tensor,
     norm_2: Tensor,
-    pre: Tensor,
+    /// Derivative of the activation where it was taken.
+    slope: Tensor,
     act: Tensor,
     back: Option<Back>,
 }
@@ -84,8 +85,9 @@ impl Transformer {
             y: norm_2.view_mut(),
             stats: stats_2.view_mut(),
         })?;
-        let (mut pre, mut act) = (cx.empty([b, t, 4 * c])?, cx.empty([b, t, 4 * c])?);
-        run(linear(&norm_2, w_fc, &mut act, Fuse::BiasGelu { bias: b_fc, pre: pre.view_mut() }))?;
+        let (mut slope, mut act) = (cx.empty([b, t, 4 * c])?, cx.empty([b, t, 4 * c])?);
+        let fuse = Fuse::BiasGelu { bias: b_fc, slope: Some(slope.view_mut()) };
+        run(linear(&norm_2, w_fc, &mut act, fuse))?;
         let mut y = cx.empty([b, t, c])?;
         let fuse = Fuse::BiasAdd { bias: b_out, residual: middle.view() };
         run(linear(&act, w_out, &mut y, fuse))?;
@@ -100,7 +102,7 @@ impl Transformer {
             middle,
             stats_2,
             norm_2,
-            pre,
+            slope,
             act,
             back: None,
         };
@@ -116,7 +118,7 @@ impl Transformer {
         let s = &*saved;
 
         let mut d_pre = cx.empty([b, t, 4 * c])?;
-        run(linear_t(&dy, w_out, &mut d_pre, Fuse::GeluGrad { pre: s.pre.view() }))?;
+        run(linear_t(&dy, w_out, &mut d_pre, Fuse::Times { factor: s.slope.view() }))?;
         let mut d_norm_2 = cx.empty([b, t, c])?;
         run(linear_t(&d_pre, w_fc, &mut d_norm_2, Fuse::None))?;
         let mut d_middle = cx.empty([b, t, c])?;
@@ -228,8 +230,8 @@ impl Transformer {
         run(linear(&attended, w_proj, &mut middle, fuse))?;
         let (y, s) = (norm.view_mut(), stats.view_mut());
         run(Op::LayerNorm { x: middle.view(), gain: ln_2, bias: ln_2_b, y, stats: s })?;
-        let (mut pre, mut act) = (cx.empty([b, t, 4 * c])?, cx.empty([b, t, 4 * c])?);
-        run(linear(&norm, w_fc, &mut act, Fuse::BiasGelu { bias: b_fc, pre: pre.view_mut() }))?;
+        let mut act = cx.empty([b, t, 4 * c])?;
+        run(linear(&norm, w_fc, &mut act, Fuse::BiasGelu { bias: b_fc, slope: None }))?;
         let mut y = cx.empty([b, t, c])?;
         let fuse = Fuse::BiasAdd { bias: b_out, residual: middle.view() };
         run(linear(&act, w_out, &mut y, fuse))?;

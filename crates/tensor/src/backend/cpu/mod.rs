@@ -108,9 +108,9 @@ impl Backend for Cpu {
                 let fused = match fuse {
                     Fuse::None => Fused::None,
                     Fuse::Bias(bias) => Fused::Bias(floats(&bias)),
-                    Fuse::BiasGelu { bias, pre } => Fused::BiasGelu(floats(&bias), floats_mut(pre)),
+                    Fuse::BiasGelu { bias, slope } => Fused::BiasGelu(floats(&bias), slope.map(floats_mut)),
                     Fuse::BiasAdd { bias, residual } => Fused::BiasAdd(floats(&bias), floats(&residual)),
-                    Fuse::GeluGrad { pre } => Fused::GeluGrad(floats(&pre)),
+                    Fuse::Times { factor } => Fused::Times(floats(&factor)),
                 };
                 let size = (c.shape().rows(), c.shape().cols());
                 matmul(pool, operand(&a, a_t), operand(&b, b_t), floats_mut(c), size, accumulate, fused);

@@ -4,6 +4,7 @@
 //! over [`Isa`] compiles to that set. It refuses to know matrices.
 
 use super::micro::{Kernel, Tile, micro};
+use crate::backend::cpu::simd;
 
 /// Elements moved by one [`Isa::transpose`].
 pub(super) const BLOCK: usize = 8;
@@ -16,6 +17,8 @@ pub(super) trait Isa {
     /// A vector of `LANES` floats.
     type V: Copy;
     const LANES: usize;
+    /// What epilogues may ask of it.
+    type Level: simd::Level;
     /// Rows of a full tile: at most 8, and 6 or 8 because of [`Isa::transpose`].
     const MR: usize;
     /// Columns of a full tile: two vectors.
@@ -72,6 +75,7 @@ pub(super) struct Portable;
 impl Isa for Portable {
     type V = [f32; 4];
     const LANES: usize = 4;
+    type Level = simd::Portable;
     // Sixteen accumulators for the 32 registers of NEON, twelve where there may be 16.
     const MR: usize = if cfg!(target_arch = "aarch64") { 8 } else { 6 };
 
@@ -153,7 +157,7 @@ pub(super) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{BLOCK, Isa, Kernel, Tile, micro};
+    use super::{BLOCK, Isa, Kernel, Tile, micro, simd};
     #[allow(
         clippy::wildcard_imports,
         reason = "names of instructions; the lint is silent in test builds"
@@ -170,6 +174,7 @@ mod x86 {
     impl Isa for Avx2 {
         type V = __m256;
         const LANES: usize = 8;
+        type Level = simd::Avx2;
         const MR: usize = 6;
 
         #[inline(always)]
@@ -238,6 +243,7 @@ mod x86 {
     impl Isa for Avx512 {
         type V = __m512;
         const LANES: usize = 16;
+        type Level = simd::Avx2;
         const MR: usize = 8;
 
         #[inline(always)]

@@ -53,7 +53,7 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
     epilogue: &E,
 ) {
     if p.k == 0 {
-        return finish_empty(p, rows, columns, epilogue);
+        return finish_empty::<I, E>(p, rows, columns, epilogue);
     }
     // The blocks of k depend on k alone: they are part of the order of a sum.
     let k_block = even_block(p.k, K_BLOCK, BLOCK);
@@ -142,23 +142,28 @@ unsafe fn finish<I: Isa, E: Epilogue>(tile: &Tile, rows: usize, row: usize, colu
         let c = tile.c.add(i * tile.c_stride);
         // A full segment has a length that the compiler knows.
         if tile.columns == I::NR {
-            epilogue.row(row + i, column, std::slice::from_raw_parts_mut(c, I::NR));
+            epilogue.row::<I::Level>(row + i, column, std::slice::from_raw_parts_mut(c, I::NR));
         } else {
-            epilogue.row(row + i, column, std::slice::from_raw_parts_mut(c, tile.columns));
+            epilogue.row::<I::Level>(row + i, column, std::slice::from_raw_parts_mut(c, tile.columns));
         }
     }
 }
 
 /// The product of nothing: zeros, or what C holds.
 #[inline(always)]
-unsafe fn finish_empty<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
+unsafe fn finish_empty<I: Isa, E: Epilogue>(
+    p: &Product,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    epilogue: &E,
+) {
     for i in rows {
         let c = std::slice::from_raw_parts_mut(p.c.add(i * p.c_stride + columns.start), columns.len());
         if !p.accumulate {
             c.fill(0.0);
         }
         if !c.is_empty() {
-            epilogue.row(p.first_row + i, columns.start, c);
+            epilogue.row::<I::Level>(p.first_row + i, columns.start, c);
         }
     }
 }
