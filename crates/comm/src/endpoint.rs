@@ -43,10 +43,10 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn horizon(&self) -> Nanos {
         self.now()
     }
-    /// Lets time pass on a virtual clock.
-    fn advance(&self, _by: Nanos) {}
-    /// Lifts a virtual clock to the end of an operation that was waited for.
-    fn lift(&self, _to: Nanos) {}
+    /// Lets time pass on a virtual clock. What was started does nothing by itself before `idle`: it waits for frames.
+    fn advance(&self, _by: Nanos, _idle: Nanos) {}
+    /// Lifts a virtual clock to the end of an operation that was waited for; `idle` as above.
+    fn lift(&self, _to: Nanos, _idle: Nanos) {}
     /// Blocks until the inbox has moved past `seen`, or `until`.
     fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake;
     /// Wakes a thread that is blocked outside of the inbox's own condition variable.
@@ -68,8 +68,8 @@ pub(crate) struct Shared<D> {
 #[derive(Default)]
 struct Jobs {
     next: u64,
-    /// In the order of their start, so by number.
-    live: Vec<(u64, Arc<Cell>)>,
+    /// In the order of their start, so by number; each with its deadline.
+    live: Vec<(u64, Nanos, Arc<Cell>)>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
@@ -94,6 +94,13 @@ struct View<'a, D> {
     clock: Nanos,
 }
 
+impl<D: Driver> View<'_, D> {
+    /// Something other than a frame has changed the operation's course: that was at the last event.
+    fn learn(&mut self) {
+        self.clock = self.clock.max(self.shared.driver.horizon());
+    }
+}
+
 impl<D: Driver> Port for View<'_, D> {
     fn me(&self) -> PeerId {
         self.shared.me
@@ -110,12 +117,13 @@ impl<D: Driver> Port for View<'_, D> {
             self.shared.inbox.deliver_own(to, tag, frame);
             return Ok(());
         }
-        self.shared.inbox.count_sent(self.op, to, tag, frame.len())?;
+        self.shared.inbox.count_sent(self.op, to, tag, frame.len()).inspect_err(|_| self.learn())?;
         self.shared.driver.submit(to, tag, self.clock, frame);
         Ok(())
     }
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError> {
-        let Some((frame, left)) = self.shared.inbox.take(self.op, from, tag)? else { return Ok(None) };
+        let taken = self.shared.inbox.take(self.op, from, tag).inspect_err(|_| self.learn())?;
+        let Some((frame, left)) = taken else { return Ok(None) };
         if from != self.shared.me {
             self.shared.driver.taken(from, tag, left);
         }
@@ -142,6 +150,7 @@ impl<D: Driver> Shared<D> {
                 None
             };
             if let Some(error) = error {
+                view.learn();
                 task.fail(error, &mut view);
                 over = true;
             }
@@ -157,8 +166,8 @@ impl<D: Driver> Shared<D> {
         loop {
             let (number, cell) = {
                 let jobs = lock(&self.jobs);
-                let at = jobs.live.partition_point(|(number, _)| *number < from);
-                let Some((number, cell)) = jobs.live.get(at) else { return earliest };
+                let at = jobs.live.partition_point(|(number, ..)| *number < from);
+                let Some((number, _, cell)) = jobs.live.get(at) else { return earliest };
                 (*number, Arc::clone(cell))
             };
             from = number + 1;
@@ -182,7 +191,7 @@ impl<D: Driver> Shared<D> {
 
     fn forget(&self, number: u64) {
         let mut jobs = lock(&self.jobs);
-        if let Ok(at) = jobs.live.binary_search_by_key(&number, |(number, _)| *number) {
+        if let Ok(at) = jobs.live.binary_search_by_key(&number, |(number, ..)| *number) {
             jobs.live.remove(at);
         }
     }
@@ -191,19 +200,25 @@ impl<D: Driver> Shared<D> {
         !lock(&self.jobs).live.is_empty()
     }
 
+    /// The first deadline of the started operations.
+    fn first_deadline(&self) -> Nanos {
+        let jobs = lock(&self.jobs);
+        jobs.live.iter().map(|&(_, deadline, _)| deadline).min().unwrap_or(Nanos::MAX)
+    }
+
     /// Blocks until `over` says so, with all started operations going on meanwhile.
     fn wait_until(&self, mut over: impl FnMut(Wake) -> (bool, Nanos)) {
         let _waiting = Waiting::new(self);
         let mut wake = Wake::Moved;
         loop {
             let seen = self.inbox.seen();
-            // The operation that is waited for comes first only where it is not among the jobs.
+            // Before anything else, so that whoever returns has let all operations go on as far as they can.
+            let earliest = self.poll_jobs(wake);
             let (done, deadline) = over(wake);
             if done {
                 return;
             }
-            let earliest = self.poll_jobs(wake).min(deadline);
-            wake = self.driver.block(&self.inbox, seen, earliest, Role::Waiter);
+            wake = self.driver.block(&self.inbox, seen, earliest.min(deadline), Role::Waiter);
         }
     }
 
@@ -298,7 +313,7 @@ impl<D: Driver> Transport for Endpoint<D> {
         self.shared().driver.now()
     }
     fn advance(&self, by: Nanos) {
-        self.shared().driver.advance(by);
+        self.shared().driver.advance(by, self.shared().first_deadline());
     }
     fn lease(&self, len: usize) -> Frame {
         self.shared().pool.lease(len)
@@ -309,7 +324,7 @@ impl<D: Driver> Transport for Endpoint<D> {
         let mut clock = shared.driver.now();
         let deadline = clock.saturating_add(task.limit());
         shared.wait_until(|wake| (shared.poll(task, &mut clock, deadline, wake), deadline));
-        shared.driver.lift(clock);
+        shared.driver.lift(clock, shared.first_deadline());
     }
 
     fn spawn(&self, mut task: Box<dyn Task>) -> Job {
@@ -324,7 +339,7 @@ impl<D: Driver> Transport for Endpoint<D> {
         let number = jobs.next;
         jobs.next += 1;
         if !over {
-            jobs.live.push((number, Arc::clone(&cell)));
+            jobs.live.push((number, deadline, Arc::clone(&cell)));
             if jobs.thread.is_none() && shared.driver.has_background() {
                 let shared = Arc::clone(shared);
                 let thread = std::thread::Builder::new().name("farflung-comm".to_owned());
@@ -355,22 +370,16 @@ trait Host: Send + Sync {
 impl<D: Driver> Host for Handle<D> {
     fn wait(&self, cell: &Cell) {
         let shared = &self.0;
-        shared.wait_until(|wake| {
-            if wake == Wake::Deadlock {
-                shared.poll_jobs(wake);
-            }
-            let running = lock(&cell.0);
-            (running.task.is_none(), Nanos::MAX)
-        });
+        shared.wait_until(|_| (lock(&cell.0).task.is_none(), Nanos::MAX));
         let clock = lock(&cell.0).clock;
-        shared.driver.lift(clock);
+        shared.driver.lift(clock, shared.first_deadline());
     }
 
     fn cancel(&self, number: u64, cell: &Cell) {
         let mut running = lock(&cell.0);
         if let Some(mut task) = running.task.take() {
             let op = task.name();
-            let mut view = View { shared: &*self.0, op, clock: running.clock };
+            let mut view = View { shared: &*self.0, op, clock: running.clock.max(self.0.driver.now()) };
             task.fail(CommError::Cancelled { op }, &mut view);
             self.0.forget(number);
         }
