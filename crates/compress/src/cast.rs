@@ -1,88 +1,82 @@
-//! What the two 16-bit casts share: the loops over a chunk, and the frame around them. Knows no format: that is a
-//! [`Format`], two pure functions.
+//! The codecs that cast each element alone: plain f32 and the two 16-bit formats. One loop for all three; a format is
+//! two pure functions.
 
-use crate::compressor::check_lengths;
-use crate::identity::{first_non_finite, non_finite};
+use std::marker::PhantomData;
+
+use crate::CompressError;
+use crate::chunked::{Chunked, Chunks, INFINITE, Values, magnitude};
+use crate::noise::Noise;
 use crate::simd::{Kernel, Level};
-use crate::wire::{CodecId, HEADER};
-use crate::{CompressError, Payload, PayloadRef};
+use crate::wire::CodecId;
 
-/// Elements between two updates of the checksum: few enough that all the buffers stay in the first-level cache.
-const CHUNK: usize = 2048;
-
-/// A 16-bit floating-point format. Both functions must be branch-free and `#[inline(always)]`, so that the loops
-/// become vector code.
-pub(crate) trait Format: Copy {
+/// A number format. The functions must be branch-free and `#[inline(always)]`, so that the loops become vector code.
+pub trait Format: Copy + std::fmt::Debug + Send + Sync {
+    /// The number on the wire.
     const ID: CodecId;
-    /// The exponent's bits; all of them set means NaN or infinity.
-    const EXPONENT: u16;
+    /// Whether it keeps every bit pattern, NaN and infinity too.
+    const EXACT: bool = false;
+    /// The bytes of an element.
+    type Bytes: Copy + AsRef<[u8]> + bytemuck::Pod;
     /// Rounds a finite number to nearest, ties to even; what would round to infinity becomes the largest finite one.
-    fn encode(x: f32) -> u16;
+    fn encode(x: f32) -> Self::Bytes;
     /// Exact.
-    fn decode(bits: u16) -> f32;
+    fn decode(bytes: Self::Bytes) -> f32;
+    /// Whether no encoder writes this.
+    fn refused(bytes: Self::Bytes) -> bool;
 }
 
-pub(crate) fn compress<F: Format>(level: Level, x: &[f32], out: &mut Payload) -> Result<(), CompressError> {
-    out.fill(F::ID, x.len(), 2 * x.len(), |body, crc| {
-        for (i, (out, x)) in body.chunks_mut(2 * CHUNK).zip(x.chunks(CHUNK)).enumerate() {
-            if level.run(Encode::<F> { x, out, format: std::marker::PhantomData }) {
-                return Err(first_non_finite(x, i * CHUNK));
-            }
-            crc.update(out);
-        }
-        Ok(())
-    })
+/// Every element alone, in the format `F`.
+#[derive(Debug, Clone, Copy)]
+pub struct Cast<F>(PhantomData<F>);
+
+impl<F: Format> Chunked<Cast<F>> {
+    /// The codec.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::of(Cast(PhantomData))
+    }
 }
 
-pub(crate) fn compress_residual<F: Format>(
-    level: Level,
-    x: &[f32],
-    e: &[f32],
-    next: &mut [f32],
-    out: &mut Payload,
-) -> Result<(), CompressError> {
-    check_lengths(x, e, next).inspect_err(|_| out.clear())?;
-    out.fill(F::ID, x.len(), 2 * x.len(), |body, crc| {
-        let chunks = body.chunks_mut(2 * CHUNK).zip(x.chunks(CHUNK)).zip(e.chunks(CHUNK));
-        for (i, (((out, x), e), next)) in chunks.zip(next.chunks_mut(CHUNK)).enumerate() {
-            let format = std::marker::PhantomData;
-            if level.run(EncodeResidual::<F> { x, e, next, out, format }) {
-                // The kernel has overwritten `next`; the sum is made again to find the culprit.
-                next.iter_mut().zip(x).zip(e).for_each(|((next, x), e)| *next = x + e);
-                return Err(first_non_finite(next, i * CHUNK));
-            }
-            crc.update(out);
-        }
-        Ok(())
-    })
+impl<F: Format> Default for Chunked<Cast<F>> {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
-pub(crate) fn decompress<F: Format>(
-    level: Level,
-    p: PayloadRef<'_>,
-    out: &mut [f32],
-) -> Result<(), CompressError> {
-    let body = p.open_exact(F::ID, out.len(), 2 * out.len())?;
-    for (i, (out, body)) in out.chunks_mut(CHUNK).zip(body.chunks(2 * CHUNK)).enumerate() {
-        if level.run(Decode::<F> { body, out, format: std::marker::PhantomData }) {
-            let mut codes = body.as_chunks().0.iter().map(|b| u16::from_le_bytes(*b));
-            let at = codes.clone().position(|c| c & F::EXPONENT == F::EXPONENT).expect("the kernel saw one");
-            let code = codes.nth(at).expect("it was just found there");
-            return Err(CompressError::Code { index: i * CHUNK + at, code: u32::from(code) });
+impl<F: Format> Chunks for Cast<F> {
+    const ID: CodecId = F::ID;
+
+    fn unit(&self) -> usize {
+        1
+    }
+
+    fn bytes(&self, len: usize) -> usize {
+        len.saturating_mul(size_of::<F::Bytes>())
+    }
+
+    fn encode(&self, level: Level, _: usize, values: Values<'_>, out: &mut [u8], _: Noise) -> bool {
+        let out = bytemuck::cast_slice_mut(out);
+        match values {
+            Values::Read(x) => level.run(Encode::<F> { x, out }) && !F::EXACT,
+            Values::Feedback { x, e, next } => level.run(EncodeResidual::<F> { x, e, next, out }),
         }
     }
-    Ok(())
-}
 
-pub(crate) fn max_payload(len: usize) -> usize {
-    len.saturating_mul(2).saturating_add(HEADER)
+    fn decode(&self, level: Level, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
+        let codes: &[F::Bytes] = bytemuck::cast_slice(bytes);
+        if level.run(Decode::<F> { codes, out }) {
+            let index = codes.iter().position(|c| F::refused(*c)).expect("the kernel saw one");
+            let code = codes[index].as_ref().iter().rev().fold(0, |code, byte| code << 8 | u32::from(*byte));
+            return Err(CompressError::Code { index: at + index, code });
+        }
+        Ok(())
+    }
 }
 
 /// `out = C(x)`; true if something in `x` is not finite.
-struct Encode<'a, F> {
+struct Encode<'a, F: Format> {
     x: &'a [f32],
-    out: &'a mut [u8],
-    format: std::marker::PhantomData<F>,
+    out: &'a mut [F::Bytes],
 }
 
 impl<F: Format> Kernel for Encode<'_, F> {
@@ -91,22 +85,21 @@ impl<F: Format> Kernel for Encode<'_, F> {
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
     fn run(self) -> bool {
-        let mut bad = 0;
-        for (out, &x) in self.out.as_chunks_mut().0.iter_mut().zip(self.x) {
-            bad |= non_finite(x);
-            *out = F::encode(x).to_le_bytes();
+        let mut max = 0;
+        for (out, &x) in self.out.iter_mut().zip(self.x) {
+            max = max.max(magnitude(x));
+            *out = F::encode(x);
         }
-        bad >> 31 != 0
+        max >= INFINITE
     }
 }
 
 /// `v = x + e; out = C(v); next = v - D(C(v))`; true if some `v` is not finite.
-struct EncodeResidual<'a, F> {
+struct EncodeResidual<'a, F: Format> {
     x: &'a [f32],
     e: &'a [f32],
     next: &'a mut [f32],
-    out: &'a mut [u8],
-    format: std::marker::PhantomData<F>,
+    out: &'a mut [F::Bytes],
 }
 
 impl<F: Format> Kernel for EncodeResidual<'_, F> {
@@ -115,24 +108,22 @@ impl<F: Format> Kernel for EncodeResidual<'_, F> {
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
     fn run(self) -> bool {
-        let mut bad = 0;
-        let out = self.out.as_chunks_mut().0.iter_mut();
-        for (((out, x), e), next) in out.zip(self.x).zip(self.e).zip(self.next) {
+        let mut max = 0;
+        for (((out, x), e), next) in self.out.iter_mut().zip(self.x).zip(self.e).zip(self.next) {
             let v = x + e;
-            bad |= non_finite(v);
+            max = max.max(magnitude(v));
             let code = F::encode(v);
-            *out = code.to_le_bytes();
+            *out = code;
             *next = v - F::decode(code);
         }
-        bad >> 31 != 0
+        max >= INFINITE
     }
 }
 
-/// `out = D(body)`; true if a code is not finite.
-struct Decode<'a, F> {
-    body: &'a [u8],
+/// `out = D(codes)`; true if a code is refused.
+struct Decode<'a, F: Format> {
+    codes: &'a [F::Bytes],
     out: &'a mut [f32],
-    format: std::marker::PhantomData<F>,
 }
 
 impl<F: Format> Kernel for Decode<'_, F> {
@@ -142,10 +133,9 @@ impl<F: Format> Kernel for Decode<'_, F> {
     #[inline(always)]
     fn run(self) -> bool {
         let mut bad = false;
-        for (out, bytes) in self.out.iter_mut().zip(self.body.as_chunks().0) {
-            let code = u16::from_le_bytes(*bytes);
-            bad |= code & F::EXPONENT == F::EXPONENT;
-            *out = F::decode(code);
+        for (out, code) in self.out.iter_mut().zip(self.codes) {
+            bad |= F::refused(*code);
+            *out = F::decode(*code);
         }
         bad
     }

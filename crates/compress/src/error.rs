@@ -110,7 +110,7 @@ pub enum CompressError {
         /// The bytes of the body.
         found: u64,
     },
-    /// A block size that is zero or above [`crate::int8_block::MAX_BLOCK`].
+    /// A block size that is zero or above [`crate::block::MAX_BLOCK`].
     #[error("the block size is {found}, and must be in 1..={max}")]
     BlockSize {
         /// The block size.
@@ -118,7 +118,23 @@ pub enum CompressError {
         /// The largest one.
         max: u32,
     },
-    /// A scale that no encoder writes.
+    /// The payload is of the right codec with another parameter: the bits of a code.
+    #[error("the payload is of codec {codec} with parameter {found}, not {wanted}")]
+    Parameter {
+        /// The codec.
+        codec: CodecId,
+        /// The decoder's parameter.
+        wanted: u8,
+        /// The payload's.
+        found: u8,
+    },
+    /// Bits behind the last code are set.
+    #[error("block {block} has bits set behind its last code, which no encoder does")]
+    Padding {
+        /// The block's index.
+        block: usize,
+    },
+    /// A number in a header that no encoder writes.
     #[error("the scale of block {block} is {found}, which no encoder writes")]
     Scale {
         /// The block's index.

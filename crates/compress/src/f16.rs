@@ -1,69 +1,22 @@
 //! IEEE half precision: two bytes an element, eleven significant bits, magnitudes up to 65504.
 
-use crate::cast::{self, Format};
-use crate::simd::Level;
+use crate::cast::{Cast, Format};
+use crate::chunked::Chunked;
 use crate::wire::CodecId;
-use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
 /// IEEE 754 binary16, rounded to nearest, ties to even. `2n` bytes for `n` elements.
 ///
 /// The error is at most `2^-11 |x|` for magnitudes from `2^-14`, and `2^-25` below. Magnitudes of 65520 and more, which
 /// IEEE would round to infinity, become 65504 (feedback keeps the rest). Subnormals are kept; a zero keeps its sign. NaN
 /// and infinity are refused, both when encoding and when decoding.
-#[derive(Debug, Clone)]
-pub struct F16 {
-    level: Level,
-}
+pub type F16 = Chunked<Cast<Binary16>>;
 
-impl F16 {
-    /// The codec.
-    #[must_use]
-    pub fn new() -> Self {
-        Self { level: Level::detect() }
-    }
-
-    #[cfg(test)]
-    pub(crate) fn portable() -> Self {
-        Self { level: Level::PORTABLE }
-    }
-}
-
-impl Default for F16 {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl State for F16 {}
-
-impl Compressor for F16 {
-    fn compress(&mut self, x: &[f32], _: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
-        cast::compress::<Binary16>(self.level, x, out)
-    }
-
-    fn compress_residual(
-        &mut self,
-        x: &[f32],
-        e: &[f32],
-        next: &mut [f32],
-        _: RoundKey,
-        out: &mut Payload,
-    ) -> Result<(), CompressError> {
-        cast::compress_residual::<Binary16>(self.level, x, e, next, out)
-    }
-
-    fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
-        cast::decompress::<Binary16>(self.level, p, out)
-    }
-
-    fn max_payload(&self, len: usize) -> usize {
-        cast::max_payload(len)
-    }
-}
-
-/// The format's arithmetic.
+/// The arithmetic of [`F16`].
 #[derive(Debug, Clone, Copy)]
-struct Binary16;
+pub struct Binary16;
+
+/// The exponent's bits; all of them set means NaN or infinity.
+const EXPONENT: u16 = 0x7c00;
 
 /// Adding this to a magnitude below `2^-14` rounds it to a multiple of `2^-24`, the spacing of f16's subnormals.
 const SUBNORMAL_MAGIC: f32 = 0.5;
@@ -74,11 +27,11 @@ const MAX: u32 = 0x7bff;
 
 impl Format for Binary16 {
     const ID: CodecId = CodecId::F16;
-    const EXPONENT: u16 = 0x7c00;
+    type Bytes = [u8; 2];
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn encode(x: f32) -> u16 {
+    fn encode(x: f32) -> [u8; 2] {
         let bits = x.to_bits();
         let magnitude = bits & 0x7fff_ffff;
         let subnormal =
@@ -87,17 +40,23 @@ impl Format for Binary16 {
         let odd = (magnitude >> 13) & 1;
         let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
         let code = if magnitude < MIN_NORMAL { subnormal } else { normal };
-        (code.min(MAX) | ((bits >> 16) & 0x8000)) as u16
+        ((code.min(MAX) | ((bits >> 16) & 0x8000)) as u16).to_le_bytes()
     }
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn decode(bits: u16) -> f32 {
+    fn decode(bytes: [u8; 2]) -> f32 {
         // The fields are put where f32 has them; the product with a power of two mends the exponent's bias, and
         // normalises subnormals. It is exact.
-        let wide = u32::from(bits);
+        let wide = u32::from(u16::from_le_bytes(bytes));
         let magnitude = f32::from_bits((wide & 0x7fff) << 13) * f32::from_bits((254 - 15) << 23);
         f32::from_bits(magnitude.to_bits() | (wide & 0x8000) << 16)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn refused(bytes: [u8; 2]) -> bool {
+        u16::from_le_bytes(bytes) & EXPONENT == EXPONENT
     }
 }
 
@@ -105,13 +64,21 @@ impl Format for Binary16 {
 mod tests {
     use super::*;
 
+    fn encode(x: f32) -> u16 {
+        u16::from_le_bytes(Binary16::encode(x))
+    }
+
+    fn decode(bits: u16) -> f32 {
+        Binary16::decode(bits.to_le_bytes())
+    }
+
     #[test]
     fn decodes_every_code_as_the_reference() {
         for bits in 0..=u16::MAX {
-            if bits & Binary16::EXPONENT != Binary16::EXPONENT {
+            if bits & EXPONENT != EXPONENT {
                 let reference = half::f16::from_bits(bits).to_f32();
-                assert_eq!(Binary16::decode(bits).to_bits(), reference.to_bits(), "{bits:#x}");
-                assert_eq!(Binary16::encode(reference), bits);
+                assert_eq!(decode(bits).to_bits(), reference.to_bits(), "{bits:#x}");
+                assert_eq!(encode(reference), bits);
             }
         }
     }
@@ -125,17 +92,17 @@ mod tests {
                 let reference = half::f16::from_f32_const(x);
                 let wanted =
                     if reference.is_infinite() { half::f16::MAX.copysign(reference) } else { reference };
-                assert_eq!(Binary16::encode(x), wanted.to_bits(), "{x:e}");
+                assert_eq!(encode(x), wanted.to_bits(), "{x:e}");
             }
         }
         // The ties: halfway between every two neighbours.
         for bits in 0..MAX as u16 {
-            let (a, b) = (Binary16::decode(bits), Binary16::decode(bits + 1));
+            let (a, b) = (decode(bits), decode(bits + 1));
             let even = if bits % 2 == 0 { bits } else { bits + 1 };
-            assert_eq!(Binary16::encode(f32::midpoint(a, b)), even);
+            assert_eq!(encode(f32::midpoint(a, b)), even);
         }
-        assert_eq!(Binary16::encode(65519.996), 0x7bff);
-        assert_eq!(Binary16::encode(65520.0), 0x7bff);
-        assert_eq!(Binary16::encode(-f32::MAX), 0xfbff);
+        assert_eq!(encode(65519.996), 0x7bff);
+        assert_eq!(encode(65520.0), 0x7bff);
+        assert_eq!(encode(-f32::MAX), 0xfbff);
     }
 }

@@ -4,25 +4,36 @@ pub mod compressor;
 pub mod state;
 pub mod wire;
 
-pub mod bf16;
+pub mod f32;
 pub mod f16;
-pub mod identity;
-pub mod int8_block;
+pub mod bf16;
+
+pub mod block;
+pub mod int;
+pub mod uint;
+pub mod sign;
 
 pub mod error_feedback;
 pub mod spec;
 
 mod cast;
+mod chunked;
 mod error;
+mod noise;
+mod norm;
+mod pack;
 mod simd;
 
 pub use bf16::Bf16;
+pub use chunked::{Chunked, Chunks};
 pub use compressor::{Compressor, RoundKey};
 pub use error::CompressError;
 pub use error_feedback::ErrorFeedback;
 pub use f16::F16;
-pub use identity::F32;
-pub use int8_block::Int8Block;
+pub use f32::F32;
+pub use int::{Int2, Int3, Int4, Int8};
+pub use sign::Sign;
 pub use spec::{CodecSpec, names, parse};
 pub use state::{State, StateMap, StateValue};
+pub use uint::{Uint2, Uint3, Uint4, Uint8};
 pub use wire::{CodecId, Payload, PayloadRef};

@@ -11,7 +11,7 @@ pub(crate) trait Kernel {
 
 /// Which version of the kernels to run. Only [`Level::detect`] makes one that is not portable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Level {
+pub struct Level {
     avx2: bool,
 }
 
@@ -50,18 +50,30 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
 mod tests {
     use farflung_base::Philox;
 
-    use crate::{Bf16, Compressor, F16, F32, Int8Block, Payload, RoundKey};
+    use crate::{Bf16, Compressor, F16, F32, Int2, Int3, Int4, Int8, Payload, RoundKey, Sign, Uint3, Uint8};
 
     #[test]
     fn every_version_gives_the_same_bytes_and_residuals() {
-        let int8 = |block| Int8Block::new(block).unwrap();
-        let table: [(Box<dyn Compressor>, Box<dyn Compressor>); 6] = [
-            (Box::new(F32::new()), Box::new(F32::portable())),
-            (Box::new(F16::new()), Box::new(F16::portable())),
-            (Box::new(Bf16::new()), Box::new(Bf16::portable())),
-            (Box::new(int8(256)), Box::new(int8(256).portable())),
-            (Box::new(int8(9)), Box::new(int8(9).portable())),
-            (Box::new(int8(5000)), Box::new(int8(5000).portable())),
+        type Pair = (Box<dyn Compressor>, Box<dyn Compressor>);
+        macro_rules! both {
+            ($codec:expr) => {
+                (Box::new($codec), Box::new($codec.portable()))
+            };
+        }
+        let table: [Pair; 13] = [
+            both!(F32::new()),
+            both!(F16::new()),
+            both!(Bf16::new()),
+            both!(Int8::new(256).unwrap()),
+            both!(Int8::new(9).unwrap()),
+            both!(Int8::stochastic(5000).unwrap()),
+            both!(Int4::new(128).unwrap()),
+            both!(Int3::new(300).unwrap()),
+            both!(Int2::tern_grad(64).unwrap()),
+            both!(Uint8::new(256).unwrap()),
+            both!(Uint3::stochastic(100).unwrap()),
+            both!(Sign::l1(4096).unwrap()),
+            both!(Sign::l2(1000).unwrap()),
         ];
         for (mut fast, mut portable) in table {
             for n in [0, 1, 15, 33, 2048, 20_011] {

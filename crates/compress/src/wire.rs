@@ -20,28 +20,38 @@ const HASHED: usize = 24;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct CodecId(pub u8);
 
-impl CodecId {
-    /// [`crate::F32`].
-    pub const F32: Self = Self(1);
-    /// [`crate::F16`].
-    pub const F16: Self = Self(2);
-    /// [`crate::Bf16`].
-    pub const BF16: Self = Self(3);
-    /// [`crate::Int8Block`].
-    pub const INT8_BLOCK: Self = Self(4);
+/// Each codec's constant, number and name.
+macro_rules! codecs {
+    ($($(#[$doc:meta])* $constant:ident = $number:literal, $name:literal;)*) => {
+        impl CodecId {
+            $($(#[$doc])* pub const $constant: Self = Self($number);)*
+        }
+
+        impl fmt::Display for CodecId {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let name = match *self {
+                    $(Self::$constant => $name,)*
+                    _ => "unknown",
+                };
+                write!(f, "{} ({name})", self.0)
+            }
+        }
+    };
 }
 
-impl fmt::Display for CodecId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match *self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::BF16 => "bf16",
-            Self::INT8_BLOCK => "int8-block",
-            _ => "unknown",
-        };
-        write!(f, "{} ({name})", self.0)
-    }
+codecs! {
+    /// [`crate::F32`].
+    F32 = 1, "f32";
+    /// [`crate::F16`].
+    F16 = 2, "f16";
+    /// [`crate::Bf16`].
+    BF16 = 3, "bf16";
+    /// [`crate::int::IntBlock`], of any width.
+    INT = 5, "int";
+    /// [`crate::uint::UintBlock`], of any width.
+    UINT = 6, "uint";
+    /// [`crate::Sign`].
+    SIGN = 7, "sign";
 }
 
 /// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates nothing.
@@ -187,18 +197,6 @@ impl<'a> PayloadRef<'a> {
             return Err(CompressError::CountMismatch { wanted: out, found: self.count });
         }
         Ok(self.body)
-    }
-
-    /// As [`Self::open`], and the body is as long as the codec makes it.
-    pub(crate) fn open_exact(
-        &self,
-        codec: CodecId,
-        out: usize,
-        body: usize,
-    ) -> Result<&'a [u8], CompressError> {
-        let bytes = self.open(codec, out)?;
-        check_body(codec, out, body, bytes.len())?;
-        Ok(bytes)
     }
 }
 

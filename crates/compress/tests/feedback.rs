@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use farflung_base::Philox;
 use farflung_compress::{
-    CompressError, Compressor, ErrorFeedback, F16, Int8Block, Payload, RoundKey, State, StateMap, StateValue,
+    CompressError, Compressor, ErrorFeedback, F16, Int8, Payload, RoundKey, State, StateMap, StateValue,
     parse,
 };
 
@@ -55,7 +55,7 @@ fn the_decoded_sum_up_to_the_inputs_less_the_residual() {
 #[test]
 fn rollback_goes_to_the_last_commit_over_any_number_of_rounds() {
     for uncommitted in 0..4 {
-        let mut codec = ErrorFeedback::new(Int8Block::default());
+        let mut codec = ErrorFeedback::new(Int8::default());
         send(&mut codec, &normal(600, 1.0, 1));
         codec.commit();
         let before = codec.residual().to_vec();
@@ -80,8 +80,7 @@ fn rollback_goes_to_the_last_commit_over_any_number_of_rounds() {
 
 #[test]
 fn commits_change_no_bit() {
-    let (mut every, mut never) =
-        (ErrorFeedback::new(Int8Block::default()), ErrorFeedback::new(Int8Block::default()));
+    let (mut every, mut never) = (ErrorFeedback::new(Int8::default()), ErrorFeedback::new(Int8::default()));
     for round in 0..6 {
         let x = normal(700, 1.0, round);
         assert_eq!(send(&mut every, &x), send(&mut never, &x));
@@ -93,7 +92,7 @@ fn commits_change_no_bit() {
 #[test]
 fn a_failed_compress_leaves_the_residual() {
     for pending in [false, true] {
-        let mut codec = ErrorFeedback::new(Int8Block::default());
+        let mut codec = ErrorFeedback::new(Int8::default());
         let mut payload = Payload::new();
         for failures in 0..2 {
             send(&mut codec, &normal(5000, 1.0, failures));

@@ -72,16 +72,16 @@ fn decode(codec: &dyn Compressor, bytes: &[u8], out: &mut [f32]) -> Result<(), C
 }
 
 #[test]
-fn two_hundred_thousand_mutants() {
+fn mutants() {
     let rng = Philox::new(0x05ee_d0f0, 1);
     let x: Vec<f32> = (0..70).map(|i| (rng.uniform(i) - 0.5) * 3.0).collect();
-    for name in ["none", "f16", "bf16", "int8:16", "int8+ef"] {
+    for name in ["none", "f16", "bf16", "int8:16", "int8+ef", "int4:16", "int3:16", "uint2:10", "sign:9"] {
         let mut codec = parse(name).unwrap();
         let mut payload = Payload::new();
         codec.compress(&x, RoundKey::default(), &mut payload).unwrap();
         let (mut out, mut bytes) = (vec![0.0; x.len()], Vec::with_capacity(2 * payload.as_bytes().len()));
         let (mut accepted, mut past_the_header) = (0, 0);
-        for case in 0..40_000 {
+        for case in 0..20_000 {
             bytes.clear();
             bytes.extend_from_slice(payload.as_bytes());
             mutate(&mut bytes, &rng, 1000 + case);
@@ -95,15 +95,27 @@ fn two_hundred_thousand_mutants() {
             }
         }
         // The driver reaches the decoders, and some mutants are other valid payloads.
-        assert!(past_the_header > 10_000 && accepted > 1_000, "{name}: {past_the_header}, {accepted}");
-        assert!(accepted < 30_000, "{name}: {accepted}");
+        assert!(past_the_header > 5_000 && accepted > 500, "{name}: {past_the_header}, {accepted}");
+        assert!(accepted < 16_000, "{name}: {accepted}");
     }
 }
 
 #[test]
 fn nothing_is_allocated_after_the_first_round() {
     let x = vec![0.25; 5000];
-    for name in ["none", "f16", "bf16", "int8", "none+ef", "f16+ef", "bf16+ef", "int8+ef"] {
+    for name in [
+        "none",
+        "f16",
+        "bf16",
+        "int8",
+        "none+ef",
+        "f16+ef",
+        "bf16+ef",
+        "int8+ef",
+        "int3-sr+ef",
+        "uint4+ef",
+        "sign+ef",
+    ] {
         let (mut codec, mut payload, mut out) = (parse(name).unwrap(), Payload::new(), vec![0.0; 5000]);
         let mut round = || {
             codec.compress(&x, RoundKey::default(), &mut payload).unwrap();

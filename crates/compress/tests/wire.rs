@@ -6,7 +6,7 @@ use farflung_compress::{CodecId, CompressError, Payload, PayloadRef, RoundKey, p
 
 const X: [f32; 5] = [0.0, 1.0, -2.0, 0.5, std::f32::consts::PI];
 
-const SNAPSHOTS: [(&str, &[f32], &str); 7] = [
+const SNAPSHOTS: &[(&str, &[f32], &str)] = &[
     (
         "none",
         &X,
@@ -14,19 +14,42 @@ const SNAPSHOTS: [(&str, &[f32], &str); 7] = [
     ),
     ("f16", &X, "6666637a0102000005000000000000000a00000000000000a33ca36b0000003c00c000384842"),
     ("bf16", &X, "6666637a0103000005000000000000000a00000000000000283c2d980000803f00c0003f4940"),
-    (
-        "int8:4",
-        &X,
-        "6666637a01040000050000000000000011000000000000009628c8a8040000000402813c0040812025a5ca3c7f",
-    ),
+    ("int8:4", &X, "6666637a0105000005000000000000000d0000000000000081d7db8904000008823c003f8220cb3c7f"),
     ("none", &[], "6666637a0101000000000000000000000000000000000000f92ec401"),
-    ("int8", &[], "6666637a010400000000000000000000040000000000000008d583a900010000"),
+    ("int8", &[], "6666637a0105000000000000000000000400000000000000eeb72b3c00010008"),
+    ("int8:2", &[0.0; 3], "6666637a0105000003000000000000000b00000000000000071175820200000800000000000000"),
+    ("int4:4", &X, "6666637a0105000005000000000000000b000000000000004ee3b36f04000004933e3029e63e07"),
+    ("int3", &X, "6666637a0105000005000000000000000900000000000000c95c4d0800010003873f240304"),
+    ("int2:2", &X, "6666637a0105000005000000000000000d000000000000008686946a02000002803f040040034a4001"),
     (
-        "int8:2",
-        &[0.0; 3],
-        "6666637a0104000003000000000000000f0000000000000006c75bd2020000000000000000000000000000",
+        "uint4:3",
+        &X,
+        "6666637a01060000050000000000000013000000000000004b3b841d03000004000000c04d3efa000000003f353ef0",
     ),
+    ("sign:4", &X, "6666637a0107000005000000000000000e0000000000000011cfb258040000000000603f04db0f494000"),
+    ("sign-l2", &X, "6666637a01070000050000000000000009000000000000007551e4d000100000ab95de3f04"),
 ];
+
+/// Longer ones, of 300 elements: their length and their checksum.
+const LONG: &[(&str, usize, [u8; 4])] = &[
+    ("int8", 336, [0x02, 0x8e, 0x7f, 0x54]),
+    ("int4:300", 184, [0x8a, 0xcc, 0xdb, 0x6f]),
+    ("int3:300", 147, [0xb8, 0xb1, 0xe8, 0x29]),
+    ("int2:300", 109, [0x96, 0x82, 0x1c, 0x83]),
+    ("uint4:300", 188, [0x46, 0x3e, 0x17, 0xa2]),
+    ("uint3:300", 151, [0x97, 0xa7, 0x40, 0x66]),
+    ("sign", 74, [0xa6, 0xce, 0xd4, 0xaa]),
+    ("sign-l2", 74, [0x51, 0x06, 0x08, 0xf7]),
+];
+
+#[test]
+fn long_snapshots() {
+    let x: Vec<f32> = (0..300).map(|i| (i * 37 % 101 - 50) as f32 / 8.0).collect();
+    for (name, len, checksum) in LONG {
+        let bytes = encode(name, &x);
+        assert_eq!((bytes.len(), &bytes[24..28]), (*len, &checksum[..]), "{name}");
+    }
+}
 
 fn encode(name: &str, x: &[f32]) -> Vec<u8> {
     let mut payload = Payload::new();
@@ -40,7 +63,7 @@ fn hex(bytes: &[u8]) -> String {
 
 #[test]
 fn snapshots() {
-    for (name, x, bytes) in SNAPSHOTS {
+    for (name, x, bytes) in SNAPSHOTS.iter().copied() {
         assert_eq!(hex(&encode(name, x)), bytes, "{name}");
         assert_eq!(
             hex(&encode(&format!("{name}+ef"), x)),
@@ -115,23 +138,32 @@ fn values_that_no_encoder_writes_are_refused() {
     assert_eq!(error, CompressError::Code { index: 4, code: 0x7f80 });
 
     let int8 = encode("int8:4", &X);
-    for block in [0, (1 << 20) + 1, u32::MAX] {
-        let error = decode("int8", &forge(int8.clone(), 28, &block.to_le_bytes()), 5).unwrap_err();
+    for block in [0_u32, (1 << 20) + 1] {
+        let error =
+            decode("int8", &forge(int8.clone(), 28, &(block | 8 << 24).to_le_bytes()), 5).unwrap_err();
         assert_eq!(error, CompressError::BlockSize { found: block, max: 1 << 20 });
     }
-    let error = decode("int8", &forge(int8.clone(), 28, &5_u32.to_le_bytes()), 5).unwrap_err();
-    assert_eq!(
-        error,
-        CompressError::BodyLength { codec: CodecId::INT8_BLOCK, count: 5, wanted: 13, found: 17 }
-    );
-    for scale in [f32::INFINITY, -1.0, -0.0, f32::MAX, f32::MIN_POSITIVE / 2.0] {
-        let error = decode("int8", &forge(int8.clone(), 28 + 12, &scale.to_le_bytes()), 5).unwrap_err();
-        assert_eq!(error, CompressError::Scale { block: 1, found: scale });
+    let error = decode("int4", &int8, 5).unwrap_err();
+    assert_eq!(error, CompressError::Parameter { codec: CodecId::INT, wanted: 4, found: 8 });
+    let error = decode("int8", &forge(int8.clone(), 28, &[5]), 5).unwrap_err();
+    assert_eq!(error, CompressError::BodyLength { codec: CodecId::INT, count: 5, wanted: 11, found: 13 });
+    // The second block: a scale of two bytes, and one code.
+    for scale in [0x7f80_u16, 0xbf80, 0x8000, 0x7f7f, 0x0080] {
+        let error = decode("int8", &forge(int8.clone(), 28 + 10, &scale.to_le_bytes()), 5).unwrap_err();
+        let found = f32::from_bits(u32::from(scale) << 16);
+        assert_eq!(error, CompressError::Scale { block: 1, found });
     }
-    let nan = decode("int8", &forge(int8.clone(), 28 + 4, &f32::NAN.to_le_bytes()), 5).unwrap_err();
+    let nan = decode("int8", &forge(int8.clone(), 28 + 4, &[0xc0, 0x7f]), 5).unwrap_err();
     assert!(matches!(nan, CompressError::Scale { block: 0, .. }), "{nan}");
-    let error = decode("int8", &forge(int8.clone(), 28 + 10, &[0x80]), 5).unwrap_err();
+    let error = decode("int8", &forge(int8.clone(), 28 + 8, &[0x80]), 5).unwrap_err();
     assert_eq!(error, CompressError::Code { index: 2, code: 0x80 });
-    let error = decode("int8", &forge(int8, 28 + 12, &[0; 4]), 5).unwrap_err();
+    let error = decode("int8", &forge(int8, 28 + 10, &[0; 2]), 5).unwrap_err();
     assert_eq!(error, CompressError::Code { index: 4, code: 0x7f }, "a code under scale 0");
+    // Four codes of four bits, and one: half a byte is left.
+    let error = decode("int4", &forge(encode("int4:4", &X), 28 + 10, &[0x17]), 5).unwrap_err();
+    assert_eq!(error, CompressError::Padding { block: 1 });
+    let error = decode("uint4", &forge(encode("uint4:3", &X), 28 + 4, &[0, 0, 0x80, 0x7f]), 5).unwrap_err();
+    assert_eq!(error, CompressError::Scale { block: 0, found: f32::INFINITY });
+    let error = decode("sign", &forge(encode("sign:4", &X), 28 + 4, &[1, 0, 0, 0]), 5).unwrap_err();
+    assert_eq!(error, CompressError::Scale { block: 0, found: f32::from_bits(1) });
 }

@@ -1,12 +1,12 @@
 //! Sends a gradient ten times through int8 with error feedback, and prints bytes, ratio and error.
 
 use farflung_compress::{
-    CompressError, Compressor, ErrorFeedback, Int8Block, Payload, PayloadRef, RoundKey, State,
+    CompressError, Compressor, ErrorFeedback, Int8, Payload, PayloadRef, RoundKey, State,
 };
 
 fn main() -> Result<(), CompressError> {
     let gradient: Vec<f32> = (0..1_000_000).map(|i| (i as f32 * 0.37).sin() * 1e-3).collect();
-    let mut codec = ErrorFeedback::new(Int8Block::new(256)?);
+    let mut codec = ErrorFeedback::new(Int8::new(256)?);
     let mut payload = Payload::new();
     let mut decoded = vec![0.0; gradient.len()];
     let mut received = vec![0.0_f64; gradient.len()];

@@ -1,0 +1,312 @@
+//! Codecs of a fixed rate that encode every chunk of a vector on its own: one loop over chunks for all of them, alone or
+//! on several threads, with and without feedback. Knows no format: that is a [`Chunks`].
+
+use crate::noise::Noise;
+use crate::simd::Level;
+use crate::wire::{CodecId, HEADER, check_body};
+use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
+
+/// Elements, roughly, that are encoded and hashed at a time: few enough that all the buffers stay near.
+const CHUNK: usize = 2048;
+/// Elements, at least, that a thread is started for.
+const MIN_PER_THREAD: usize = 1 << 17;
+
+/// How one chunk becomes bytes.
+///
+/// Only this crate has formats; the trait is public so that [`Chunked`] can be named.
+pub trait Chunks: Clone + std::fmt::Debug + Send + Sync {
+    /// The number on the wire.
+    const ID: CodecId;
+    /// Elements that are encoded on their own; only the vector's last chunk may have fewer.
+    fn unit(&self) -> usize;
+
+    /// Bytes of `len` elements that begin a unit; `usize::MAX` if they are too many.
+    fn bytes(&self, len: usize) -> usize;
+
+    /// What a decoder must know, in front of all chunks.
+    fn parameters(&self) -> Option<[u8; 4]> {
+        None
+    }
+
+    /// The format that such parameters mean.
+    fn with_parameters(&self, _: [u8; 4]) -> Result<Self, CompressError> {
+        Ok(self.clone())
+    }
+
+    /// Encodes whole units, the first of them with the element `at`, into exactly their bytes, with noise for codecs
+    /// that draw; true if it must refuse a value that is not finite (then nothing else matters).
+    fn encode(&self, level: Level, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool;
+
+    /// Decodes whole units, the first of them with the element `at`.
+    fn decode(&self, level: Level, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError>;
+}
+
+/// What a chunk is made of.
+#[derive(Debug)]
+pub enum Values<'a> {
+    /// The values themselves.
+    Read(&'a [f32]),
+    /// Values `x + e`; `next` takes what the bytes lose of them.
+    Feedback {
+        /// The input.
+        x: &'a [f32],
+        /// The residual so far.
+        e: &'a [f32],
+        /// The residual to come.
+        next: &'a mut [f32],
+    },
+}
+
+impl Values<'_> {
+    /// How many there are.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Read(x) | Self::Feedback { x, .. } => x.len(),
+        }
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    pub(crate) fn split_at(self, mid: usize) -> (Self, Self) {
+        match self {
+            Self::Read(x) => {
+                let (a, b) = x.split_at(mid);
+                (Self::Read(a), Self::Read(b))
+            }
+            Self::Feedback { x, e, next } => {
+                let ((xa, xb), (ea, eb), (na, nb)) =
+                    (x.split_at(mid), e.split_at(mid), next.split_at_mut(mid));
+                (Self::Feedback { x: xa, e: ea, next: na }, Self::Feedback { x: xb, e: eb, next: nb })
+            }
+        }
+    }
+
+    /// The same values again, for a shorter time.
+    pub(crate) fn reborrow(&mut self) -> Values<'_> {
+        match self {
+            Self::Read(x) => Values::Read(x),
+            Self::Feedback { x, e, next } => Values::Feedback { x, e, next },
+        }
+    }
+
+    /// The error for the first value that is not finite; they begin at `offset` of the vector.
+    pub(crate) fn first_non_finite(&self, offset: usize) -> CompressError {
+        let value = |i: usize| match self {
+            Self::Read(x) => x[i],
+            Self::Feedback { x, e, .. } => x[i] + e[i],
+        };
+        let at = (0..self.len()).find(|i| !value(*i).is_finite()).expect("the caller saw one among these");
+        CompressError::NonFinite { index: offset + at, value: value(at) }
+    }
+}
+
+/// A codec that encodes chunk by chunk, each with a fixed number of bytes.
+///
+/// It has no memory, allocates nothing but the payload's buffer, and gives the same bytes for any number of threads.
+#[derive(Debug, Clone)]
+pub struct Chunked<C> {
+    pub(crate) chunks: C,
+    pub(crate) level: Level,
+    threads: usize,
+}
+
+impl<C: Chunks> Chunked<C> {
+    pub(crate) fn of(chunks: C) -> Self {
+        Self { chunks, level: Level::detect(), threads: 1 }
+    }
+
+    /// The codec on up to `threads` threads (0 counts as 1) where the vector is long enough. They are started in each
+    /// call, and the bytes are the same for any number.
+    #[must_use]
+    pub fn threads(self, threads: usize) -> Self {
+        Self { threads: threads.max(1), ..self }
+    }
+
+    /// The codec compiled for the baseline of the target.
+    #[cfg(test)]
+    pub(crate) fn portable(self) -> Self {
+        Self { level: Level::PORTABLE, ..self }
+    }
+
+    fn prefix(&self) -> usize {
+        self.chunks.parameters().map_or(0, |p| p.len())
+    }
+
+    fn body_len(&self, len: usize) -> usize {
+        self.chunks.bytes(len).saturating_add(self.prefix())
+    }
+
+    /// Elements of a chunk: whole units, at least one.
+    fn chunk(&self) -> usize {
+        let unit = self.chunks.unit();
+        unit * (CHUNK / unit).max(1)
+    }
+
+    fn encode(&self, values: Values<'_>, key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        let len = values.len();
+        let noise = Noise::private(key);
+        out.fill(C::ID, len, self.body_len(len), |body, crc| {
+            let (head, body) = body.split_at_mut(self.prefix());
+            head.copy_from_slice(self.chunks.parameters().as_ref().map_or(&[], |p| p));
+            crc.update(head);
+            let (hash, result) = self.encode_part(self.pieces(len), 0, values, body, noise);
+            crc.combine(&hash);
+            result
+        })
+    }
+
+    /// How many threads so many elements are worth.
+    fn pieces(&self, len: usize) -> usize {
+        self.threads.min(len / MIN_PER_THREAD).max(1)
+    }
+
+    /// Encodes `values`, which begin at `at`, on so many threads; with the checksum of the bytes.
+    fn encode_part(
+        &self,
+        pieces: usize,
+        at: usize,
+        values: Values<'_>,
+        out: &mut [u8],
+        noise: Noise,
+    ) -> (crc32fast::Hasher, Result<(), CompressError>) {
+        let (left, middle) = self.halves(pieces, values.len());
+        if left == 0 {
+            let mut crc = crc32fast::Hasher::new();
+            let result = self.encode_here(at, values, out, noise, &mut crc);
+            return (crc, result);
+        }
+        let (a, b) = values.split_at(middle);
+        let (out_a, out_b) = out.split_at_mut(self.chunks.bytes(middle));
+        std::thread::scope(|scope| {
+            let b = scope.spawn(|| self.encode_part(pieces - left, at + middle, b, out_b, noise));
+            let (mut crc, a) = self.encode_part(left, at, a, out_a, noise);
+            let (crc_b, b) = b.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            crc.combine(&crc_b);
+            (crc, a.and(b))
+        })
+    }
+
+    /// The pieces of the first half and where it ends; 0 pieces if there is nothing to halve.
+    fn halves(&self, pieces: usize, len: usize) -> (usize, usize) {
+        let left = pieces / 2;
+        let middle = (len as u128 * left as u128 / pieces as u128) as usize;
+        let middle = middle / self.chunk() * self.chunk();
+        (if middle == 0 { 0 } else { left }, middle)
+    }
+
+    fn encode_here(
+        &self,
+        mut at: usize,
+        mut rest: Values<'_>,
+        mut out: &mut [u8],
+        noise: Noise,
+        crc: &mut crc32fast::Hasher,
+    ) -> Result<(), CompressError> {
+        while rest.len() > 0 {
+            let len = self.chunk().min(rest.len());
+            let (mut values, next) = rest.split_at(len);
+            let (bytes, next_out) = out.split_at_mut(self.chunks.bytes(len));
+            if self.chunks.encode(self.level, at, values.reborrow(), bytes, noise) {
+                return Err(values.first_non_finite(at));
+            }
+            crc.update(bytes);
+            (at, rest, out) = (at + len, next, next_out);
+        }
+        Ok(())
+    }
+
+    fn decode_part(
+        &self,
+        pieces: usize,
+        at: usize,
+        body: &[u8],
+        out: &mut [f32],
+    ) -> Result<(), CompressError> {
+        let (left, middle) = self.halves(pieces, out.len());
+        if left == 0 {
+            let (chunk, unit) = (self.chunk(), self.chunks.bytes(self.chunk()));
+            for (i, (out, bytes)) in out.chunks_mut(chunk).zip(body.chunks(unit)).enumerate() {
+                self.chunks.decode(self.level, at + i * chunk, bytes, out)?;
+            }
+            return Ok(());
+        }
+        let (body_a, body_b) = body.split_at(self.chunks.bytes(middle));
+        let (out_a, out_b) = out.split_at_mut(middle);
+        std::thread::scope(|scope| {
+            let b = scope.spawn(|| self.decode_part(pieces - left, at + middle, body_b, out_b));
+            let a = self.decode_part(left, at, body_a, out_a);
+            let b = b.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            a.and(b)
+        })
+    }
+}
+
+impl<C> State for Chunked<C> {}
+
+impl<C: Chunks> Compressor for Chunked<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        self.encode(Values::Read(x), key, out)
+    }
+
+    fn compress_residual(
+        &mut self,
+        x: &[f32],
+        e: &[f32],
+        next: &mut [f32],
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        crate::compressor::check_lengths(x, e, next).inspect_err(|_| out.clear())?;
+        self.encode(Values::Feedback { x, e, next }, key, out)
+    }
+
+    fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
+        let body = p.open(C::ID, out.len())?;
+        let Some((head, chunks)) = body.split_at_checked(self.prefix()) else {
+            return check_body(C::ID, out.len(), self.body_len(out.len()), body.len());
+        };
+        let theirs = match <[u8; 4]>::try_from(head) {
+            Ok(parameters) => self.chunks.with_parameters(parameters)?,
+            Err(_) => self.chunks.clone(),
+        };
+        let codec = Self { chunks: theirs, ..*self };
+        check_body(C::ID, out.len(), codec.body_len(out.len()), body.len())?;
+        codec.decode_part(codec.pieces(out.len()), 0, chunks, out)
+    }
+
+    fn max_payload(&self, len: usize) -> usize {
+        self.body_len(len).saturating_add(HEADER)
+    }
+}
+
+/// `out = x + e`; the largest magnitude in it, as [`max_magnitude`] gives it.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn sum(x: &[f32], e: &[f32], out: &mut [f32]) -> i32 {
+    let mut max = 0;
+    for ((sum, x), e) in out.iter_mut().zip(x).zip(e) {
+        *sum = x + e;
+        max = max.max(magnitude(*sum));
+    }
+    max
+}
+
+/// The bits of the largest magnitude: among magnitudes the order of bits is the order of numbers, with infinity and then
+/// NaN above all finite ones.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn max_magnitude(x: &[f32]) -> i32 {
+    x.iter().fold(0, |max, x| max.max(magnitude(*x)))
+}
+
+/// As `i32`, for which every instruction set has a maximum.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn magnitude(x: f32) -> i32 {
+    (x.to_bits() & 0x7fff_ffff).cast_signed()
+}
+
+/// What [`magnitude`] gives of infinity; NaN gives more.
+pub(crate) const INFINITE: i32 = f32::INFINITY.to_bits().cast_signed();

@@ -1,0 +1,39 @@
+//! The codec that loses nothing: four bytes an element, every bit pattern kept.
+
+use crate::cast::{Cast, Format};
+use crate::chunked::Chunked;
+use crate::wire::CodecId;
+
+/// `f32` as it is, little-endian. `4n` bytes for `n` elements; the error is zero.
+///
+/// NaN and infinity pass through `compress` bit by bit. With feedback they are refused, as by every codec: a residual
+/// must stay finite.
+pub type F32 = Chunked<Cast<Binary32>>;
+
+/// The arithmetic of [`F32`]: none.
+#[derive(Debug, Clone, Copy)]
+pub struct Binary32;
+
+impl Format for Binary32 {
+    const ID: CodecId = CodecId::F32;
+    const EXACT: bool = true;
+    type Bytes = [u8; 4];
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode(x: f32) -> [u8; 4] {
+        x.to_le_bytes()
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode(bytes: [u8; 4]) -> f32 {
+        f32::from_le_bytes(bytes)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn refused(_: [u8; 4]) -> bool {
+        false
+    }
+}

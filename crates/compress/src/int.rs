@@ -1,0 +1,232 @@
+//! Symmetric integers of two to eight bits under a scale for each block, rounded to nearest or at random: the plain block
+//! quantisers, QSGD and `TernGrad`, which differ only in the scale that they choose.
+
+use crate::CompressError;
+use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
+use crate::chunked::Chunked;
+use crate::norm::root_mean_square;
+use crate::wire::CodecId;
+
+/// `1.5 * 2^23`: adding it rounds to an integer, ties to even, and leaves the integer in the low bits.
+pub(crate) const ROUND: f32 = 12_582_912.0;
+/// The upper 16 bits: the bits of a bfloat16.
+const UPPER: u32 = 0xffff_0000;
+
+/// Symmetric quantisation to `BITS` bits, a scale of two bytes for each block.
+///
+/// With `q = 2^(BITS-1) - 1` and `m = max |x|` of the block, the scale is `m / q` rounded up to a bfloat16, and the code
+/// is `x / scale` rounded to an integer in `-q ..= q`. A code times a scale has at most 16 significant bits: decoding is
+/// exact, and so is the residual but for one rounding. A block with `m < 2^-100` becomes zeros.
+///
+/// `4 + n BITS / 8 + 2 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error of an
+/// element is at most `0.504 m / q` of its block (half of a scale), or one scale with stochastic rounding, and at most
+/// `2^-100` in a block of zeros. NaN and infinity are refused. The decoder takes any block size.
+pub type IntBlock<const BITS: u32> = Chunked<Block<Int, BITS>>;
+/// Eight bits: codes in `-127 ..= 127`.
+pub type Int8 = IntBlock<8>;
+/// Four bits: codes in `-7 ..= 7`.
+pub type Int4 = IntBlock<4>;
+/// Three bits: codes in `-3 ..= 3`.
+pub type Int3 = IntBlock<3>;
+/// Two bits: codes -1, 0, 1.
+pub type Int2 = IntBlock<2>;
+
+/// The arithmetic of [`IntBlock`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Int {
+    range: Range,
+    stochastic: bool,
+}
+
+/// What the largest code stands for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Range {
+    /// The largest magnitude.
+    #[default]
+    Max,
+    /// The Euclidean norm of the block.
+    Norm,
+    /// The largest magnitude, but no more than 2.5 standard deviations (about zero).
+    Clipped,
+}
+
+impl<const BITS: u32> IntBlock<BITS> {
+    /// Rounds to nearest, ties to even, with one scale for every `block` elements.
+    ///
+    /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
+    pub fn new(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(Int::default(), block)
+    }
+
+    /// Rounds up or down at random, so that the mean of what is decoded is what was given: noise is private to a rank.
+    ///
+    /// Errors: as [`Self::new`].
+    pub fn stochastic(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(Int { stochastic: true, ..Int::default() }, block)
+    }
+
+    /// QSGD with `q` levels: stochastic, and the largest code stands for the block's Euclidean norm. Unbiased; the
+    /// variance of a block of `d` elements is at most `min(d / q^2, sqrt(d) / q) |x|^2`.
+    ///
+    /// Source: Alistarh et al. 2017, "QSGD", section 3.1. Differs: the norm is rounded up to a bfloat16 multiple of `q`.
+    ///
+    /// Errors: as [`Self::new`].
+    pub fn qsgd(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(Int { stochastic: true, range: Range::Norm }, block)
+    }
+}
+
+impl IntBlock<2> {
+    /// `TernGrad`: -1, 0 or 1 times a scale, at random, after clipping at 2.5 standard deviations. Unbiased but for what
+    /// is clipped.
+    ///
+    /// Source: Wen et al. 2017, "`TernGrad`", section 3. Differs: workers do not share scales.
+    ///
+    /// Errors: as [`Self::new`].
+    pub fn tern_grad(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(Int { stochastic: true, range: Range::Clipped }, block)
+    }
+}
+
+impl<const BITS: u32> Default for IntBlock<BITS> {
+    fn default() -> Self {
+        Self::new(DEFAULT_BLOCK).expect("the default block is allowed")
+    }
+}
+
+/// A scale, and what an element is multiplied by.
+#[derive(Debug, Clone, Copy)]
+pub struct Scale {
+    scale: f32,
+    factor: f32,
+}
+
+impl Scale {
+    /// For codes up to `q` that stand for at most `top`.
+    pub(crate) fn up_to(top: f32, q: f32) -> Self {
+        let scale = bf16_above(top * (1.0 / q));
+        // The largest magnitudes of all: the scale's multiples must be finite, and so it is a little too small.
+        if q * scale == f32::INFINITY {
+            return Self { scale: f32::from_bits((f32::MAX / q).to_bits() & UPPER), factor: q / top };
+        }
+        Self { scale, factor: 1.0 / scale }
+    }
+
+    pub(crate) fn write(self, header: &mut [u8]) {
+        header.copy_from_slice(&self.scale.to_le_bytes()[2..]);
+    }
+
+    /// A scale whose `q`-fold is finite.
+    pub(crate) fn read(header: &[u8], q: f32) -> Result<Self, f32> {
+        let &[low, high] = header else { unreachable!("a header of two bytes") };
+        let scale = f32::from_le_bytes([0, 0, low, high]);
+        // No encoder's scale is below 2^-100 / 127.
+        let good = scale >= f32::from_bits((127 - 107) << 23) && (scale * q).is_finite();
+        if good { Ok(Self { scale, factor: 0.0 }) } else { Err(scale) }
+    }
+}
+
+/// The smallest bfloat16 that is not below the positive `x`.
+pub(crate) fn bf16_above(x: f32) -> f32 {
+    f32::from_bits((x.to_bits() + !UPPER) & UPPER)
+}
+
+const fn largest<const BITS: u32>() -> i32 {
+    assert!(2 <= BITS && BITS <= 8);
+    (1 << (BITS - 1)) - 1
+}
+
+impl<const BITS: u32> Quantizer<BITS> for Int {
+    const ID: CodecId = CodecId::INT;
+    const HEADER: usize = 2;
+    const PARAMETER: u8 = BITS as u8;
+    type Fit = Scale;
+
+    fn noisy(&self) -> bool {
+        self.stochastic
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn fit(&self, max: f32, x: &[f32]) -> Scale {
+        let q = const { largest::<BITS>() as f32 };
+        let top = match self.range {
+            Range::Max => max,
+            // Not below the largest magnitude, whatever the sum was rounded to.
+            Range::Norm => (root_mean_square(max, x) * (x.len() as f32).sqrt()).clamp(max, f32::MAX),
+            Range::Clipped => max.min(2.5 * root_mean_square(max, x)),
+        };
+        Scale::up_to(top, q)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn write(fit: &Scale, header: &mut [u8]) {
+        fit.write(header);
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn read(header: &[u8]) -> Result<Scale, f32> {
+        Scale::read(header, const { largest::<BITS>() as f32 })
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode<const NOISY: bool>(fit: &Scale, x: f32, offset: f32) -> u32 {
+        let q = const { largest::<BITS>() as f32 };
+        // Only noise, and clipping, which comes with it, can lead beyond the last code.
+        let y = if NOISY { (x * fit.factor + offset).clamp(-q, q) } else { x * fit.factor };
+        (y + ROUND).to_bits()
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode(fit: &Scale, code: u32) -> f32 {
+        let code = (code << (32 - BITS)).cast_signed() >> (32 - BITS);
+        code as f32 * fit.scale
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn refused(code: u32) -> bool {
+        code == 1 << (BITS - 1)
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::float_cmp, reason = "these laws are equalities")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rounding_by_addition_is_to_nearest_even() {
+        for i in -1_270_000..=1_270_000 {
+            let y = i as f32 / 10_000.0;
+            assert_eq!((y + ROUND) - ROUND, y.round_ties_even(), "{y}");
+            assert_eq!(((y + ROUND).to_bits() as u8).cast_signed(), y.round_ties_even() as i8, "{y}");
+        }
+    }
+
+    #[test]
+    fn a_scale_covers_the_top_and_is_hardly_larger() {
+        let smallest = (127 - 100) << 23;
+        for q in [1.0, 3.0, 7.0, 127.0] {
+            for bits in (smallest..f32::INFINITY.to_bits()).step_by(40_009).chain([f32::MAX.to_bits()]) {
+                let top = f32::from_bits(bits);
+                let Scale { scale, factor } = Scale::up_to(top, q);
+                assert_eq!(scale.to_bits() & !UPPER, 0);
+                assert!((q * scale).is_finite());
+                let code = (top * factor).round_ties_even();
+                assert!(code <= q && code >= q - 1.0, "{top:e} {code}");
+                // A bfloat16 has eight significant bits.
+                let reach = f64::from(q) * f64::from(scale) / f64::from(top);
+                assert!(reach < 1.0 + 2_f64.powi(-7) + 1e-6, "{top:e} {reach}");
+                assert!(reach > 1.0 - 1e-6 || top > 3.3e38, "{top:e} {reach}");
+                let mut header = [0; 2];
+                Scale::up_to(top, q).write(&mut header);
+                assert_eq!(Scale::read(&header, q).map(|s| s.scale), Ok(scale));
+            }
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! One bit an element: the sign, under one magnitude for each block.
+
+use crate::CompressError;
+use crate::block::{Block, Quantizer};
+use crate::chunked::Chunked;
+use crate::norm::{mean_magnitude, root_mean_square};
+use crate::wire::CodecId;
+
+/// The block of [`Sign::default`]: a scale of four bytes costs 0.8 % of the signs, and the block stays in the first-level
+/// cache between finding the scale and using it.
+pub const SIGN_BLOCK: u32 = 4096;
+
+/// The sign of each element, one bit, and one scale for each block. Made for error feedback: alone it loses far too much.
+///
+/// A block decodes as its scale with the signs of its elements; 0 has the sign that it has (bit 1 means negative). The
+/// scale is the mean magnitude (EF-signSGD), or the root of the mean square (1-bit Adam: `|x| / sqrt(d)`). A block whose
+/// largest magnitude is below `2^-100` becomes zeros.
+///
+/// `4 + n / 8 + 4 ceil(n / block)` bytes for `n` elements, if 8 divides the block. NaN and infinity are refused.
+///
+/// Sources: Karimireddy et al. 2019, "Error Feedback Fixes `SignSGD`", Alg. 1; Tang et al. 2021, "1-bit Adam", section 3.
+pub type Sign = Chunked<Block<SignBit, 1>>;
+
+/// The arithmetic of [`Sign`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SignBit {
+    norm: Norm,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Norm {
+    L1,
+    L2,
+}
+
+impl Sign {
+    /// Scaled by the mean magnitude of every `block` elements: the least squares choice.
+    ///
+    /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
+    pub fn l1(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(SignBit { norm: Norm::L1 }, block)
+    }
+
+    /// Scaled by the root of the mean square of every `block` elements: it keeps the norm.
+    ///
+    /// Errors: as [`Self::l1`].
+    pub fn l2(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(SignBit { norm: Norm::L2 }, block)
+    }
+}
+
+impl Default for Sign {
+    fn default() -> Self {
+        Self::l1(SIGN_BLOCK).expect("the default block is allowed")
+    }
+}
+
+impl Quantizer<1> for SignBit {
+    const ID: CodecId = CodecId::SIGN;
+    const HEADER: usize = 4;
+    type Fit = f32;
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn fit(&self, max: f32, x: &[f32]) -> f32 {
+        match self.norm {
+            Norm::L1 => mean_magnitude(max, x),
+            Norm::L2 => root_mean_square(max, x),
+        }
+        // A rounding must not lead beyond the largest magnitude, which may be the last finite one.
+        .min(max)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn write(scale: &f32, header: &mut [u8]) {
+        header.copy_from_slice(&scale.to_le_bytes());
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn read(header: &[u8]) -> Result<f32, f32> {
+        let scale = f32::from_le_bytes(header.try_into().expect("a header of four bytes"));
+        if scale.is_finite() && scale >= f32::MIN_POSITIVE { Ok(scale) } else { Err(scale) }
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode<const NOISY: bool>(_: &f32, x: f32, _: f32) -> u32 {
+        x.to_bits() >> 31
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode(scale: &f32, code: u32) -> f32 {
+        f32::from_bits(scale.to_bits() | code << 31)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn refused(_: u32) -> bool {
+        false
+    }
+}

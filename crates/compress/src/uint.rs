@@ -1,0 +1,163 @@
+//! Asymmetric integers of two to eight bits: a smallest value and a scale for each block, for values that do not lie
+//! around zero.
+
+use crate::CompressError;
+use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
+use crate::chunked::Chunked;
+use crate::int::{ROUND, bf16_above};
+use crate::wire::CodecId;
+
+/// Asymmetric quantisation to `BITS` bits, six bytes of header for each block.
+///
+/// With `q = 2^BITS - 1`, `low` the block's smallest value and `h` its largest, the scale is `(h - low) / q` rounded up to
+/// a bfloat16 (zero if below `2^-110`), and the code is `(x - low) / scale` rounded to an integer in `0 ..= q`; it decodes
+/// as `low + code scale`. A block whose largest magnitude is below `2^-100` becomes zeros.
+///
+/// `4 + n BITS / 8 + 6 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error of an
+/// element is at most `0.504 (h - low) / q`, or twice that with stochastic rounding, and a rounding of f32; at most
+/// `2^-100` where the scale is zero. A block that spans more than the largest f32 is clipped to so much above `low`. NaN and infinity are refused. The decoder takes any block size.
+pub type UintBlock<const BITS: u32> = Chunked<Block<Uint, BITS>>;
+/// Eight bits: codes in `0 ..= 255`.
+pub type Uint8 = UintBlock<8>;
+/// Four bits: codes in `0 ..= 15`.
+pub type Uint4 = UintBlock<4>;
+/// Three bits: codes in `0 ..= 7`.
+pub type Uint3 = UintBlock<3>;
+/// Two bits: codes in `0 ..= 3`.
+pub type Uint2 = UintBlock<2>;
+
+/// The arithmetic of [`UintBlock`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Uint {
+    stochastic: bool,
+}
+
+impl<const BITS: u32> UintBlock<BITS> {
+    /// Rounds to nearest, ties to even, with one header for every `block` elements.
+    ///
+    /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
+    pub fn new(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(Uint { stochastic: false }, block)
+    }
+
+    /// Rounds up or down at random, so that the mean of what is decoded is what was given.
+    ///
+    /// Errors: as [`Self::new`].
+    pub fn stochastic(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(Uint { stochastic: true }, block)
+    }
+}
+
+impl<const BITS: u32> Default for UintBlock<BITS> {
+    fn default() -> Self {
+        Self::new(DEFAULT_BLOCK).expect("the default block is allowed")
+    }
+}
+
+/// Where code 0 lies, how far apart codes are, and what a distance is multiplied by.
+#[derive(Debug, Clone, Copy)]
+pub struct Line {
+    low: f32,
+    scale: f32,
+    factor: f32,
+}
+
+/// Scales below this, `2^-110`, are zero.
+const MIN_SCALE: f32 = f32::from_bits((127 - 110) << 23);
+
+impl<const BITS: u32> Quantizer<BITS> for Uint {
+    const ID: CodecId = CodecId::UINT;
+    const HEADER: usize = 6;
+    const PARAMETER: u8 = BITS as u8;
+    type Fit = Line;
+
+    fn noisy(&self) -> bool {
+        self.stochastic
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn fit(&self, _: f32, x: &[f32]) -> Line {
+        let q = const { largest::<BITS>() };
+        let (low, high) = extremes(x);
+        // The difference of the largest numbers is not finite; that of their parts is.
+        let scale = bf16_above((high * (1.0 / q) - low * (1.0 / q)).max(0.0));
+        if scale < MIN_SCALE {
+            return Line { low, scale: 0.0, factor: 0.0 };
+        }
+        let scale = if (q * scale).is_finite() { scale } else { bf16_below(f32::MAX / q) };
+        Line { low, scale, factor: 1.0 / scale }
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn write(fit: &Line, header: &mut [u8]) {
+        let (low, scale) = header.split_at_mut(4);
+        low.copy_from_slice(&fit.low.to_le_bytes());
+        scale.copy_from_slice(&fit.scale.to_le_bytes()[2..]);
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn read(header: &[u8]) -> Result<Line, f32> {
+        let q = const { largest::<BITS>() };
+        let &[a, b, c, d, e, f] = header else { unreachable!("a header of six bytes") };
+        let (low, scale) = (f32::from_le_bytes([a, b, c, d]), f32::from_le_bytes([0, 0, e, f]));
+        if !low.is_finite() {
+            return Err(low);
+        }
+        let good = scale.to_bits() == 0 || scale >= MIN_SCALE && (q * scale).is_finite();
+        if good { Ok(Line { low, scale, factor: 0.0 }) } else { Err(scale) }
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode<const NOISY: bool>(fit: &Line, x: f32, offset: f32) -> u32 {
+        let q = const { largest::<BITS>() };
+        let y = (x - fit.low) * fit.factor;
+        // The difference of the largest numbers is not finite, and noise can lead beyond the ends.
+        ((if NOISY { y + offset } else { y }).clamp(0.0, q) + ROUND).to_bits()
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode(fit: &Line, code: u32) -> f32 {
+        let mask = const { (1 << BITS) - 1 };
+        // A sum can pass the largest number by the rounding of its scale.
+        (fit.low + (code & mask).cast_signed() as f32 * fit.scale).min(f32::MAX)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn refused(_: u32) -> bool {
+        false
+    }
+}
+
+const fn largest<const BITS: u32>() -> f32 {
+    assert!(2 <= BITS && BITS <= 8);
+    ((1 << BITS) - 1) as f32
+}
+
+/// The largest bfloat16 that is not above the positive `x`.
+fn bf16_below(x: f32) -> f32 {
+    f32::from_bits(x.to_bits() & 0xffff_0000)
+}
+
+/// The smallest and the largest of finite numbers.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn extremes(x: &[f32]) -> (f32, f32) {
+    // Through the order of integers, which vector code can take a maximum of: the same for any order of the elements.
+    let ordered = |x: f32| {
+        let bits = x.to_bits().cast_signed();
+        bits ^ ((bits >> 31) & 0x7fff_ffff)
+    };
+    let number = |ordered: i32| f32::from_bits((ordered ^ ((ordered >> 31) & 0x7fff_ffff)).cast_unsigned());
+    let (mut low, mut high) = (i32::MAX, i32::MIN);
+    for x in x {
+        let x = ordered(*x);
+        (low, high) = (low.min(x), high.max(x));
+    }
+    (number(low), number(high))
+}
