@@ -3,6 +3,7 @@
 use farflung_base::{Bytes, Rank};
 
 use crate::Axis;
+use crate::pipeline::{Action, Method, Op};
 
 /// Every way in which a mesh, a topology file, a shape or a plan is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -155,6 +156,106 @@ pub enum ParallelError {
         /// Ranks of the mesh.
         ranks: usize,
     },
+    /// A list with one entry per stage (or slice) that has another length.
+    #[error("{what} has {given} entries and {stages} are needed")]
+    PerStage {
+        /// The list.
+        what: &'static str,
+        /// Its length.
+        given: usize,
+        /// What it should be.
+        stages: usize,
+    },
+    /// Sizes that a schedule's method cannot do.
+    #[error("{method} does not do {given} {field}: it needs {needs}")]
+    NotAdmitted {
+        /// The method.
+        method: Method,
+        /// The setting.
+        field: &'static str,
+        /// Its value.
+        given: u64,
+        /// What it should be.
+        needs: String,
+    },
+    /// More actions than a schedule may have.
+    #[error("{actions} actions are more than the {limit} of a schedule")]
+    TooLarge {
+        /// Stages times microbatches times slices.
+        actions: u128,
+        /// The most that is allowed.
+        limit: usize,
+    },
+    /// Stages that cannot be laid on ranks.
+    #[error("{stages} stages cannot be {copies} copies of a model on {ranks} ranks, each with a stage")]
+    Placement {
+        /// Stages in all.
+        stages: usize,
+        /// The highest rank and one.
+        ranks: usize,
+        /// Copies of the model.
+        copies: u32,
+    },
+    /// Text that is no action of a schedule.
+    #[error("`{text}` is not an action such as `2F0`, `0I3`, `1B2.1` or `(0F7;7B3)`")]
+    ActionForm {
+        /// What was given.
+        text: String,
+    },
+    /// A line of a schedule that cannot be read.
+    #[error("line {line}: {cause}")]
+    ScheduleLine {
+        /// The line, from 1.
+        line: usize,
+        /// What is wrong there.
+        cause: Box<ParallelError>,
+    },
+    /// A line of a schedule that does not begin with its rank.
+    #[error("the line of {rank} begins with `r{}:`", rank.0)]
+    RankLabel {
+        /// The rank whose turn it is.
+        rank: Rank,
+    },
+    /// An action that cannot be where it is.
+    #[error("{rank} has {action}: {problem}")]
+    Action {
+        /// The action.
+        action: Action,
+        /// In whose list.
+        rank: Rank,
+        /// What is wrong.
+        problem: &'static str,
+    },
+    /// An action that a schedule lacks.
+    #[error("{action} is missing")]
+    Missing {
+        /// The action.
+        action: Action,
+    },
+    /// A file with too few actions for its numbers, or none.
+    #[error("{actions} actions are no schedule of {stages} stages and {microbatches} microbatches")]
+    Incomplete {
+        /// The highest stage and one.
+        stages: u64,
+        /// The highest microbatch and one.
+        microbatches: u64,
+        /// How many actions there are.
+        actions: usize,
+    },
+    /// Ranks that wait for each other for ever.
+    #[error("nobody can go on: {}", waiting_list(waiting))]
+    Deadlock {
+        /// Where each rank that is not done stands.
+        waiting: Vec<(Rank, Op)>,
+    },
+    /// Tokens that cannot be cut into slices of whole grains.
+    #[error("{tokens} tokens are not up to 4096 slices of {grain}")]
+    Grain {
+        /// Tokens of a sequence.
+        tokens: u64,
+        /// Tokens of the least slice.
+        grain: u64,
+    },
     /// A device that cannot hold its replica.
     #[error("device `{device}` has {has} and a replica needs {needs}; sharded state is not built yet")]
     Memory {
@@ -171,4 +272,14 @@ pub enum ParallelError {
         /// The part.
         what: String,
     },
+}
+
+/// The first few of those that wait.
+fn waiting_list(waiting: &[(Rank, Op)]) -> String {
+    let mut text: Vec<String> =
+        waiting.iter().take(4).map(|(rank, op)| format!("{rank} waits at {op}")).collect();
+    if waiting.len() > text.len() {
+        text.push(format!("{} more ranks", waiting.len() - text.len()));
+    }
+    text.join(", ")
 }

@@ -5,6 +5,7 @@ pub mod collective;
 pub mod error;
 pub mod mesh;
 pub mod model;
+pub mod pipeline;
 pub mod plan;
 pub mod planner;
 pub mod render;

@@ -1,10 +1,12 @@
-//! Draws a [`Timeline`](crate::Timeline): a text grid for terminals and snapshots, an SVG, and a trace for Perfetto.
-//! Strings out; it writes no file and asks no terminal for its width.
+//! Draws a [`Timeline`](crate::Timeline): text grids for terminals and snapshots, an SVG, and a trace for
+//! Perfetto. Strings out; it writes no file and asks no terminal for its width.
 
+mod cells;
 mod svg;
 mod text;
 mod trace;
 
+pub use cells::cells;
 pub use svg::svg;
 pub use text::grid;
 pub use trace::trace;

@@ -122,7 +122,8 @@ impl Run<'_> {
         let start = self.clock[rank.index()];
         let end = start.saturating_add(time);
         self.clock[rank.index()] = end;
-        self.push(Span { rank, kind, step, part, start, end, sent: Bytes(0) });
+        let lane = Lane::Compute;
+        self.push(Span { rank, lane, kind, step, part, op: None, start, end, sent: Bytes(0) });
     }
 
     fn push(&mut self, span: Span) {
@@ -137,13 +138,13 @@ impl Run<'_> {
         if n == 1 {
             return ready;
         }
-        debug_assert_eq!(kind.lane(), Lane::Link);
         let bytes = self.plan.sync_codec.bytes(values);
         let start = ready.max(self.link_free);
         let end = start.saturating_add((self.price)(bytes));
         self.link_free = end;
         for rank in self.ranks() {
-            self.push(Span { rank, kind, step, part, start, end, sent: all_reduce_bytes(n, bytes) });
+            let (lane, sent) = (Lane::Link, all_reduce_bytes(n, bytes));
+            self.push(Span { rank, lane, kind, step, part, op: None, start, end, sent });
         }
         end
     }

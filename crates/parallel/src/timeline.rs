@@ -4,6 +4,8 @@ use std::fmt;
 
 use farflung_base::{Bytes, Nanos, Rank};
 
+use crate::pipeline::{ComputeKind, Op};
+
 /// What a span of time was spent on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Kind {
@@ -11,6 +13,14 @@ pub enum Kind {
     Forward,
     /// Backward of a microbatch, or of one bucket's part of it.
     Backward,
+    /// Gradient of a stage's input.
+    BackwardInput,
+    /// Gradients of a stage's weights.
+    BackwardWeight,
+    /// Forward and backward of two microbatches at once.
+    Overlapped,
+    /// Forward again, for the backward.
+    Recompute,
     /// Average of a bucket of gradients.
     AllReduce,
     /// Step of the (inner) optimizer.
@@ -19,12 +29,28 @@ pub enum Kind {
     OuterSync,
     /// Step of the outer optimizer.
     OuterStep,
+    /// A stage's output on its way to the next stage.
+    SendActivation,
+    /// A gradient on its way to the stage before.
+    SendGradient,
 }
 
 impl Kind {
     /// All kinds, in the order of legends.
-    pub const ALL: [Self; 6] =
-        [Self::Forward, Self::Backward, Self::Optimizer, Self::AllReduce, Self::OuterSync, Self::OuterStep];
+    pub const ALL: [Self; 12] = [
+        Self::Forward,
+        Self::Backward,
+        Self::BackwardInput,
+        Self::BackwardWeight,
+        Self::Overlapped,
+        Self::Recompute,
+        Self::Optimizer,
+        Self::AllReduce,
+        Self::OuterSync,
+        Self::OuterStep,
+        Self::SendActivation,
+        Self::SendGradient,
+    ];
 
     /// The letter of the kind in a text grid.
     #[must_use]
@@ -32,19 +58,29 @@ impl Kind {
         match self {
             Self::Forward => 'F',
             Self::Backward => 'B',
+            Self::BackwardInput => 'I',
+            Self::BackwardWeight => 'W',
+            Self::Overlapped => 'X',
+            Self::Recompute => 'R',
             Self::AllReduce => '=',
             Self::Optimizer => 'O',
             Self::OuterSync => '#',
             Self::OuterStep => 'U',
+            Self::SendActivation => '>',
+            Self::SendGradient => '<',
         }
     }
+}
 
-    /// What the kind occupies.
-    #[must_use]
-    pub const fn lane(self) -> Lane {
-        match self {
-            Self::Forward | Self::Backward | Self::Optimizer | Self::OuterStep => Lane::Compute,
-            Self::AllReduce | Self::OuterSync => Lane::Link,
+impl From<ComputeKind> for Kind {
+    fn from(kind: ComputeKind) -> Self {
+        match kind {
+            ComputeKind::Forward => Self::Forward,
+            ComputeKind::BackwardInput => Self::BackwardInput,
+            ComputeKind::BackwardWeight => Self::BackwardWeight,
+            ComputeKind::Backward => Self::Backward,
+            ComputeKind::Recompute => Self::Recompute,
+            ComputeKind::Step => Self::Optimizer,
         }
     }
 }
@@ -54,21 +90,47 @@ impl fmt::Display for Kind {
         f.pad(match self {
             Self::Forward => "forward",
             Self::Backward => "backward",
+            Self::BackwardInput => "input gradient",
+            Self::BackwardWeight => "weight gradient",
+            Self::Overlapped => "overlapped pair",
+            Self::Recompute => "recompute",
             Self::AllReduce => "all-reduce",
             Self::Optimizer => "optimizer",
             Self::OuterSync => "outer sync",
             Self::OuterStep => "outer step",
+            Self::SendActivation => "activation sent",
+            Self::SendGradient => "gradient sent",
         })
     }
 }
 
-/// The two things of a rank that are busy one span at a time, and independently of each other.
+/// The things of a rank that are busy one span at a time, and independently of each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Lane {
     /// Its processor.
     Compute,
-    /// Its access link.
+    /// Its access link, which all its collectives share.
     Link,
+    /// Its wire to the rank behind it.
+    Next,
+    /// Its wire to the rank before it.
+    Previous,
+}
+
+impl Lane {
+    /// All lanes, in the order in which they are drawn.
+    pub const ALL: [Self; 4] = [Self::Compute, Self::Link, Self::Next, Self::Previous];
+}
+
+impl fmt::Display for Lane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Compute => "compute",
+            Self::Link => "link",
+            Self::Next => "to next",
+            Self::Previous => "to previous",
+        })
+    }
 }
 
 /// One rank busy with one thing.
@@ -76,12 +138,16 @@ pub enum Lane {
 pub struct Span {
     /// Who.
     pub rank: Rank,
+    /// Which part of it.
+    pub lane: Lane,
     /// With what.
     pub kind: Kind,
     /// In which step, from 0.
     pub step: u32,
     /// Which microbatch (forward, backward) or bucket (all-reduce), from 0.
     pub part: u32,
+    /// Which op of a pipeline's schedule, or whose output; `None` outside of pipelines.
+    pub op: Option<Op>,
     /// From when.
     pub start: Nanos,
     /// Until when.
@@ -116,9 +182,21 @@ impl Timeline {
         self.spans.iter().map(|s| s.end).max().unwrap_or_default()
     }
 
+    /// The lanes that anything happened on, the processors always among them.
+    pub fn lanes(&self) -> impl Iterator<Item = Lane> {
+        Lane::ALL
+            .into_iter()
+            .filter(|&lane| lane == Lane::Compute || self.spans.iter().any(|s| s.lane == lane))
+    }
+
+    /// The kinds that anything was spent on, in the order of legends.
+    pub fn kinds(&self) -> impl Iterator<Item = Kind> {
+        Kind::ALL.into_iter().filter(|&kind| self.spans.iter().any(|s| s.kind == kind))
+    }
+
     /// The spans of one rank and lane.
     pub fn lane(&self, rank: Rank, lane: Lane) -> impl Iterator<Item = &Span> {
-        self.spans.iter().filter(move |s| s.rank == rank && s.kind.lane() == lane)
+        self.spans.iter().filter(move |s| s.rank == rank && s.lane == lane)
     }
 
     /// How long a rank's lane was busy.
@@ -159,7 +237,7 @@ impl Timeline {
     /// What a rank sent.
     #[must_use]
     pub fn sent(&self, rank: Rank) -> Bytes {
-        self.lane(rank, Lane::Link).map(|s| s.sent).sum()
+        self.spans.iter().filter(|s| s.rank == rank).map(|s| s.sent).sum()
     }
 
     /// Part of the makespan in which a rank's link was busy, from 0 to 1.

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use farflung_base::{Nanos, Rank};
 
-use crate::{Kind, Lane, Span, Timeline};
+use crate::{Kind, Span, Timeline};
 
 const LEFT: u32 = 56;
 const TOP: u32 = 40;
@@ -17,25 +17,33 @@ const RIGHT: u32 = 24;
 const fn colour(kind: Kind) -> &'static str {
     match kind {
         Kind::Forward => "#56b4e9",
-        Kind::Backward => "#009e73",
+        Kind::Backward | Kind::BackwardInput => "#009e73",
+        Kind::BackwardWeight | Kind::OuterStep => "#cc79a7",
+        Kind::Overlapped => "#0072b2",
+        Kind::Recompute => "#999999",
         Kind::Optimizer => "#f0e442",
-        Kind::AllReduce => "#e69f00",
-        Kind::OuterSync => "#d55e00",
-        Kind::OuterStep => "#cc79a7",
+        Kind::AllReduce | Kind::SendActivation => "#e69f00",
+        Kind::OuterSync | Kind::SendGradient => "#d55e00",
     }
 }
 
 /// Draws a timeline as a standalone SVG, 960 units wide; hovering over a bar says what it is.
 ///
-/// Each rank has two rows, its processor above its link. Times on the axis are milliseconds.
+/// Each rank has a row for its processor and one for each kind of link that is used. Bars of a pipeline that are wide
+/// enough say which op they are. Times on the axis are milliseconds.
 #[must_use]
 pub fn svg(timeline: &Timeline) -> String {
-    let rows = timeline.ranks * (2 * LANE + GAP);
+    let lanes: Vec<_> = timeline.lanes().collect();
+    let band = lanes.len() as u32 * LANE;
+    let rows = timeline.ranks * (band + GAP);
     let height = TOP + rows + 44;
     let makespan = timeline.makespan().0.max(1);
     let x = |t: Nanos| f64::from(LEFT) + f64::from(WIDTH - LEFT - RIGHT) * t.0 as f64 / makespan as f64;
-    let top =
-        |rank: Rank, lane: Lane| TOP + rank.0 * (2 * LANE + GAP) + if lane == Lane::Link { LANE } else { 0 };
+    let top = |rank: Rank| TOP + rank.0 * (band + GAP);
+    let row = |span: &Span| {
+        let lane = lanes.iter().position(|&l| l == span.lane).unwrap_or_default();
+        top(span.rank) + lane as u32 * LANE
+    };
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" \
          height=\"{height}\" font-family=\"sans-serif\" font-size=\"11\">\n\
@@ -44,16 +52,16 @@ pub fn svg(timeline: &Timeline) -> String {
     legend(&mut out, timeline);
     axis(&mut out, makespan, TOP + rows, &x);
     for rank in (0..timeline.ranks).map(Rank) {
-        let y = top(rank, Lane::Compute);
+        let y = top(rank);
         let _ = writeln!(
             out,
             "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">rank {}</text>\n\
              <rect x=\"{LEFT}\" y=\"{y}\" width=\"{}\" height=\"{}\" fill=\"#f2f2f2\"/>",
             LEFT - 6,
-            y + LANE + 4,
+            y + band / 2 + 4,
             rank.0,
             WIDTH - LEFT - RIGHT,
-            2 * LANE
+            band
         );
     }
     for span in &timeline.spans {
@@ -62,12 +70,21 @@ pub fn svg(timeline: &Timeline) -> String {
             out,
             "<rect x=\"{from:.2}\" y=\"{}\" width=\"{:.2}\" height=\"{}\" fill=\"{}\" stroke=\"#ffffff\" \
              stroke-width=\"0.5\"><title>{}</title></rect>",
-            top(span.rank, span.kind.lane()),
+            row(span),
             to - from,
             LANE,
             colour(span.kind),
             title(span)
         );
+        let text = span.op.map(|op| op.to_string()).unwrap_or_default();
+        if !text.is_empty() && to - from >= 6.0 * text.len() as f64 {
+            let (middle, base) = (f64::midpoint(from, to), row(span) + LANE - 5);
+            let _ = writeln!(
+                out,
+                "<text x=\"{middle:.2}\" y=\"{base}\" text-anchor=\"middle\" font-size=\"9\" \
+                 pointer-events=\"none\">{text}</text>"
+            );
+        }
     }
     out.push_str("</svg>\n");
     out
@@ -75,18 +92,22 @@ pub fn svg(timeline: &Timeline) -> String {
 
 fn title(span: &Span) -> String {
     let (kind, step, part) = (span.kind, span.step, span.part);
+    if let Some(op) = span.op {
+        let sent = if span.sent.0 > 0 { format!(", {} sent", span.sent) } else { String::new() };
+        return format!("{op}: {kind}{sent}, {} from {}", span.time(), span.start);
+    }
     let what = match kind {
         Kind::Forward | Kind::Backward => format!("{kind} of microbatch {part}"),
         Kind::AllReduce => format!("{kind} of bucket {part}, {} sent", span.sent),
         Kind::OuterSync => format!("{kind}, {} sent", span.sent),
-        Kind::Optimizer | Kind::OuterStep => kind.to_string(),
+        _ => kind.to_string(),
     };
     format!("step {step}: {what}, {} from {}", span.time(), span.start)
 }
 
 fn legend(out: &mut String, timeline: &Timeline) {
     let mut x = LEFT;
-    for kind in Kind::ALL.into_iter().filter(|&kind| timeline.spans.iter().any(|s| s.kind == kind)) {
+    for kind in timeline.kinds() {
         let _ = writeln!(
             out,
             "<rect x=\"{x}\" y=\"12\" width=\"12\" height=\"12\" fill=\"{}\"/>\n\

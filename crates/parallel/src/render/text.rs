@@ -6,7 +6,8 @@ use farflung_base::{Nanos, Rank};
 
 use crate::{Kind, Lane, Timeline};
 
-/// Draws a timeline at most `width` columns wide (at least 24): a line for each rank's processor, one for its link.
+/// Draws a timeline at most `width` columns wide (at least 24): a line for each rank's processor, one
+/// for each of its links that is used.
 ///
 /// A cell has the letter of the kind that filled most of its time ([`Kind::letter`]), or `.` where nothing did for half
 /// of it. The lines end with an axis and a legend.
@@ -26,14 +27,14 @@ pub fn grid(timeline: &Timeline, width: usize) -> String {
             format!("r{}", rank.0),
             row(timeline, rank, Lane::Compute, cells)
         );
-        if timeline.lane(rank, Lane::Link).next().is_some() {
-            rule(&mut out, &row(timeline, rank, Lane::Link, cells));
+        for lane in Lane::ALL.into_iter().skip(1).filter(|&l| timeline.lane(rank, l).next().is_some()) {
+            rule(&mut out, &row(timeline, rank, lane, cells));
         }
     }
     let end = makespan.to_string();
     rule(&mut out, &format!("0{end:>pad$}", pad = cells - 1));
     let _ = write!(out, "{:label$}  one column is {}", "", Nanos(makespan.0.div_ceil(cells as u64)));
-    for kind in Kind::ALL.into_iter().filter(|&kind| timeline.spans.iter().any(|s| s.kind == kind)) {
+    for kind in timeline.kinds() {
         let _ = write!(out, "; {} {kind}", kind.letter());
     }
     out.push('\n');

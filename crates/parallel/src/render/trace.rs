@@ -4,19 +4,20 @@ use std::fmt::Write as _;
 
 use farflung_base::Rank;
 
-use crate::{Kind, Lane, Timeline};
+use crate::{Kind, Timeline};
 
-/// Writes a timeline as a JSON object of complete (`X`) events: pid is the rank, tid 0 its processor and 1 its link;
-/// times are microseconds with three decimals, so nothing is rounded.
+/// Writes a timeline as a JSON object of complete (`X`) events: pid is the rank, tid 0 its processor and the others
+/// its links; times are microseconds with three decimals, so nothing is rounded.
 #[must_use]
 pub fn trace(timeline: &Timeline) -> String {
+    let lanes: Vec<_> = timeline.lanes().collect();
     let mut events = Vec::new();
     for rank in (0..timeline.ranks).map(Rank) {
         let pid = rank.0;
         events.push(format!(
             "{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":{pid},\"args\":{{\"name\":\"{rank}\"}}}}"
         ));
-        for (tid, name) in [(0, "compute"), (1, "link")] {
+        for (tid, name) in lanes.iter().enumerate() {
             events.push(format!(
                 "{{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":{pid},\"tid\":{tid},\"args\":{{\"name\":\"{name}\"}}}}"
             ));
@@ -24,11 +25,12 @@ pub fn trace(timeline: &Timeline) -> String {
     }
     for span in &timeline.spans {
         let kind = span.kind;
-        let name = match kind {
-            Kind::Forward | Kind::Backward | Kind::AllReduce => format!("{kind} {}", span.part),
+        let name = match (span.op, kind) {
+            (Some(op), _) => op.to_string(),
+            (None, Kind::Forward | Kind::Backward | Kind::AllReduce) => format!("{kind} {}", span.part),
             _ => kind.to_string(),
         };
-        let tid = u32::from(kind.lane() == Lane::Link);
+        let tid = lanes.iter().position(|&l| l == span.lane).unwrap_or_default();
         events.push(format!(
             "{{\"name\":\"{name}\",\"cat\":\"{kind}\",\"ph\":\"X\",\"pid\":{},\"tid\":{tid},\"ts\":{},\"dur\":{},\
              \"args\":{{\"step\":{},\"part\":{},\"bytes_sent\":{}}}}}",

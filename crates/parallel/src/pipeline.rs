@@ -1,0 +1,23 @@
+//! Pipelines: what each rank computes in which order, as data that is checked, priced, drawn and run.
+//!
+//! [`Method`] makes a [`ComputeOrder`] of given sizes, or an author writes one. [`simulate()`] predicts its times.
+//! Nothing here knows tensors, threads or sockets.
+
+mod action;
+mod cost;
+mod flow;
+mod memory;
+mod method;
+mod order;
+mod placement;
+mod simulate;
+mod updates;
+
+pub use action::{Action, ComputeKind, Op};
+pub use cost::{Boundary, PipelineCost, StageCost, StageMemory};
+pub use memory::{peak_bytes, peaks};
+pub use method::{BackwardOrder, Method, Settings, Slicing, slice_tokens, slope};
+pub use order::ComputeOrder;
+pub use placement::Placement;
+pub use simulate::{Simulation, Slot, simulate};
+pub use updates::{Updates, VersionSync};

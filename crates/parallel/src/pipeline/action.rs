@@ -1,0 +1,271 @@
+//! What one rank does at one moment of a pipeline, and how it is written: `2F0` is stage 2's forward of microbatch 0.
+//! It knows neither who runs a stage nor when.
+
+use std::fmt;
+use std::str::FromStr;
+
+use farflung_base::StageId;
+
+use crate::ParallelError;
+
+/// The computations that the author of a schedule puts in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ComputeKind {
+    /// `F`: forward.
+    Forward,
+    /// `I`: the gradient of the stage's input, which the stage before waits for.
+    BackwardInput,
+    /// `W`: the gradients of the stage's weights, which nobody waits for before the optimizer.
+    BackwardWeight,
+    /// `B`: both at once; the gradient leaves when all is done.
+    Backward,
+    /// `R`: the forward again, to have back what was not kept.
+    Recompute,
+    /// `STEP`: the optimizer, with the gradients of all microbatches up to this one.
+    Step,
+}
+
+impl ComputeKind {
+    const ALL: [Self; 6] = [
+        Self::Forward,
+        Self::BackwardInput,
+        Self::BackwardWeight,
+        Self::Backward,
+        Self::Recompute,
+        Self::Step,
+    ];
+
+    /// How the kind is written.
+    #[must_use]
+    pub const fn text(self) -> &'static str {
+        match self {
+            Self::Forward => "F",
+            Self::BackwardInput => "I",
+            Self::BackwardWeight => "W",
+            Self::Backward => "B",
+            Self::Recompute => "R",
+            Self::Step => "STEP",
+        }
+    }
+}
+
+/// One computation of one stage on one microbatch, or on one slice of its tokens.
+///
+/// ```
+/// use farflung_parallel::pipeline::{Action, ComputeKind};
+///
+/// let action: Action = "2F0".parse()?;
+/// assert_eq!(action, Action::forward(2, 0));
+/// let sliced: Action = "12I7.3".parse()?;
+/// assert_eq!((sliced.kind, sliced.stage.0, sliced.microbatch, sliced.slice), (ComputeKind::BackwardInput, 12, 7, 3));
+/// assert_eq!(sliced.to_string(), "12I7.3");
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Action {
+    /// On which stage, counted over the whole pipeline.
+    pub stage: StageId,
+    /// On which microbatch.
+    pub microbatch: u32,
+    /// On which slice of the microbatch's tokens; 0 where microbatches are whole.
+    pub slice: u16,
+    /// What.
+    pub kind: ComputeKind,
+}
+
+impl Action {
+    /// An action on a whole microbatch.
+    #[must_use]
+    pub const fn new(kind: ComputeKind, stage: u32, microbatch: u32) -> Self {
+        Self { stage: StageId(stage), microbatch, slice: 0, kind }
+    }
+
+    /// `F`.
+    #[must_use]
+    pub const fn forward(stage: u32, microbatch: u32) -> Self {
+        Self::new(ComputeKind::Forward, stage, microbatch)
+    }
+
+    /// `I`.
+    #[must_use]
+    pub const fn input(stage: u32, microbatch: u32) -> Self {
+        Self::new(ComputeKind::BackwardInput, stage, microbatch)
+    }
+
+    /// `W`.
+    #[must_use]
+    pub const fn weight(stage: u32, microbatch: u32) -> Self {
+        Self::new(ComputeKind::BackwardWeight, stage, microbatch)
+    }
+
+    /// `B`.
+    #[must_use]
+    pub const fn backward(stage: u32, microbatch: u32) -> Self {
+        Self::new(ComputeKind::Backward, stage, microbatch)
+    }
+
+    /// Whether it makes the gradient that the stage before waits for.
+    #[must_use]
+    pub const fn yields_gradient(self) -> bool {
+        matches!(self.kind, ComputeKind::Backward | ComputeKind::BackwardInput)
+    }
+
+    /// Whether the microbatch's activations are of no use after it.
+    #[must_use]
+    pub const fn releases(self) -> bool {
+        matches!(self.kind, ComputeKind::Backward | ComputeKind::BackwardWeight)
+    }
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{}{}", self.stage.0, self.kind.text(), self.microbatch)?;
+        if self.slice > 0 { write!(f, ".{}", self.slice) } else { Ok(()) }
+    }
+}
+
+/// Splits `12SEND_F7` into the stage, the name, and the rest.
+pub(crate) fn split(text: &str) -> Option<(u32, &str, &str)> {
+    let name = text.find(|c: char| !c.is_ascii_digit())?;
+    let rest = text[name..].find(|c: char| c.is_ascii_digit()).map_or(text.len(), |i| name + i);
+    Some((text[..name].parse().ok()?, &text[name..rest], &text[rest..]))
+}
+
+/// Reads `7` or `7.3`: a microbatch and a slice.
+pub(crate) fn microbatch(text: &str) -> Option<(u32, u16)> {
+    match text.split_once('.') {
+        None => Some((text.parse().ok()?, 0)),
+        Some((microbatch, slice)) => Some((microbatch.parse().ok()?, slice.parse().ok().filter(|&s| s > 0)?)),
+    }
+}
+
+impl FromStr for Action {
+    type Err = ParallelError;
+
+    fn from_str(text: &str) -> Result<Self, ParallelError> {
+        let parse = || {
+            let (stage, name, rest) = split(text)?;
+            let kind = ComputeKind::ALL.into_iter().find(|kind| kind.text() == name)?;
+            let (microbatch, slice) = microbatch(rest)?;
+            Some(Self { stage: StageId(stage), microbatch, slice, kind })
+        };
+        parse().ok_or_else(|| ParallelError::ActionForm { text: text.to_owned() })
+    }
+}
+
+/// An entry of a rank's list: an action, or two that the rank runs at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Op {
+    /// One action.
+    Run(Action),
+    /// A forward and a backward of two microbatches, written `(0F7;7B3)`: one's communication hides behind the
+    /// other's computation. Both are done when the pair is.
+    Overlap {
+        /// The forward.
+        forward: Action,
+        /// The backward, whole or of the input.
+        backward: Action,
+    },
+}
+
+impl Op {
+    /// Its actions, in the order in which they are written.
+    pub fn actions(&self) -> impl Iterator<Item = Action> + use<> {
+        let (first, second) = match *self {
+            Self::Run(action) => (action, None),
+            Self::Overlap { forward, backward } => (forward, Some(backward)),
+        };
+        std::iter::once(first).chain(second)
+    }
+}
+
+impl From<Action> for Op {
+    fn from(action: Action) -> Self {
+        Self::Run(action)
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Run(action) => action.fmt(f),
+            Self::Overlap { forward, backward } => write!(f, "({forward};{backward})"),
+        }
+    }
+}
+
+impl FromStr for Op {
+    type Err = ParallelError;
+
+    fn from_str(text: &str) -> Result<Self, ParallelError> {
+        let Some(inner) = text.strip_prefix('(').and_then(|t| t.strip_suffix(')')) else {
+            return text.parse().map(Self::Run);
+        };
+        let form = || ParallelError::ActionForm { text: text.to_owned() };
+        let (forward, backward) = inner.split_once(';').ok_or_else(form)?;
+        let (forward, backward): (Action, Action) = (forward.parse()?, backward.parse()?);
+        if forward.kind != ComputeKind::Forward || !backward.yields_gradient() {
+            return Err(form());
+        }
+        Ok(Self::Overlap { forward, backward })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn an_op_is_small() {
+        // A thousand stages times thousands of microbatches are millions of them.
+        assert_eq!(size_of::<Op>(), 24);
+    }
+
+    #[test]
+    fn what_is_no_action_is_refused_with_its_text() {
+        for bad in [
+            "",
+            "F0",
+            "0F",
+            "0X1",
+            "0F1.0",
+            "0F1.",
+            "-1F0",
+            "0F99999999999",
+            "0f1",
+            "(0F1)",
+            "(0F1;1F2)",
+            "0F1 ",
+        ] {
+            let message = bad.parse::<Op>().unwrap_err().to_string();
+            assert!(message.contains(&format!("`{bad}`")), "{message}");
+        }
+    }
+
+    fn any_action() -> impl Strategy<Value = Action> {
+        let kind = prop::sample::select(ComputeKind::ALL.to_vec());
+        (kind, any::<u32>(), any::<u32>(), any::<u16>()).prop_map(|(kind, stage, microbatch, slice)| Action {
+            stage: StageId(stage),
+            microbatch,
+            slice,
+            kind,
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn prints_and_parses_back(action in any_action(), other in any_action()) {
+            prop_assert_eq!(action.to_string().parse(), Ok(action));
+            let forward = Action { kind: ComputeKind::Forward, ..action };
+            let backward = Action { kind: ComputeKind::Backward, ..other };
+            let pair = Op::Overlap { forward, backward };
+            prop_assert_eq!(pair.to_string().parse(), Ok(pair));
+        }
+
+        #[test]
+        fn no_text_panics(text in "[0-9FIWBRSTEP.;()]{0,12}") {
+            let _ = text.parse::<Op>();
+        }
+    }
+}

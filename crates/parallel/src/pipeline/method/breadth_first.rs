@@ -1,0 +1,15 @@
+//! Breadth-first: a rank runs all microbatches through a chunk before it turns to the next.
+
+use crate::pipeline::{Action, Op};
+
+/// Fewer and larger reductions and gathers than interleaved 1F1B, for more activations.
+///
+/// Source: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism", section 4.
+pub(super) fn lists(p: u32, m: u32, v: u32) -> Vec<Vec<Op>> {
+    let list = |s: u32| {
+        let forward = (0..v).flat_map(|c| (0..m).map(move |i| Action::forward(c * p + s, i)));
+        let backward = (0..v).rev().flat_map(|c| (0..m).rev().map(move |i| Action::backward(c * p + s, i)));
+        forward.chain(backward).map(Op::Run).collect()
+    };
+    (0..p).map(list).collect()
+}

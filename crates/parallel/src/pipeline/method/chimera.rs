@@ -1,0 +1,28 @@
+//! Chimera: two copies of the model, whose microbatches go through the ranks in opposite directions.
+
+use super::Lists;
+use crate::pipeline::{Action, Op};
+
+/// Half of the microbatches go down (stages 0 to p-1), the other half up (stages p to 2p-1, on ranks p-1 to 0).
+///
+/// In units of p microbatches, p/2 each way, every action has a slot of its own: forward of stage s on the i-th
+/// microbatch of its way at s+2i, backward at 2p-1-s+2i; the next unit follows 2p slots later.
+///
+/// Source: Li and Hoefler 2021, "Chimera", section 3.1 and (direct concatenation) 3.5.
+pub(super) fn lists(p: u32, m: u32) -> Lists {
+    let half = p / 2;
+    let list = |r: u32| {
+        let mut slots: Vec<(u32, Action)> = Vec::with_capacity(2 * m as usize);
+        for (first_stage, first_microbatch, s) in [(0, 0, r), (p, m / 2, p - 1 - r)] {
+            for i in 0..m / 2 {
+                let start = i / half * 2 * p + i % half * 2;
+                let (stage, microbatch) = (first_stage + s, first_microbatch + i);
+                slots.push((start + s, Action::forward(stage, microbatch)));
+                slots.push((start + 2 * p - 1 - s, Action::backward(stage, microbatch)));
+            }
+        }
+        slots.sort_unstable();
+        slots.into_iter().map(|(_, action)| Op::Run(action)).collect()
+    };
+    (0..p).map(list).collect()
+}

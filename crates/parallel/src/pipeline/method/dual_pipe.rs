@@ -1,0 +1,112 @@
+//! `DualPipe` and `DualPipeV`: microbatches that enter at both ends, forwards and backwards in overlapping pairs.
+
+use std::collections::VecDeque;
+
+use super::Lists;
+use crate::pipeline::{Action, Op};
+
+/// One of the two stages of a rank, and which microbatches it takes.
+struct Lane {
+    stage: u32,
+    next_forward: u32,
+    next_backward: u32,
+}
+
+impl Lane {
+    const fn new(stage: u32, first: u32) -> Self {
+        Self { stage, next_forward: first, next_backward: first }
+    }
+
+    fn forward(&mut self) -> Action {
+        self.next_forward += 1;
+        Action::forward(self.stage, self.next_forward - 1)
+    }
+
+    fn backward(&mut self) -> Action {
+        self.next_backward += 1;
+        Action::backward(self.stage, self.next_backward - 1)
+    }
+
+    /// The first half of a backward; the second waits in `weights`.
+    fn input(&mut self, weights: &mut VecDeque<Action>) -> Action {
+        let Action { stage, microbatch, .. } = self.backward();
+        weights.push_back(Action::weight(stage.0, microbatch));
+        Action::input(stage.0, microbatch)
+    }
+}
+
+/// The eight steps that both methods share: `lanes[0]` starts, `before` ranks are nearer to its end of the pipe,
+/// `span` ranks in all.
+///
+/// `pairs` is how often step 4 runs besides the `before` and one; `middle`: the rank whose first pair is not one, so
+/// that the gradient of its forward's twin can leave earlier.
+fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
+    let [near, far] = &mut lanes;
+    let mut list: Vec<Op> = Vec::new();
+    let mut weights = VecDeque::new();
+    let to_middle = span - before - 1;
+    let overlap = |forward, backward| Op::Overlap { forward, backward };
+
+    for _ in 0..2 * to_middle {
+        list.push(near.forward().into());
+    }
+    for _ in 0..=before {
+        list.push(near.forward().into());
+        list.push(far.forward().into());
+    }
+    for _ in 0..to_middle {
+        list.push(far.input(&mut weights).into());
+        list.extend(weights.pop_front().map(Op::Run));
+        list.push(far.forward().into());
+    }
+    for i in 0..=pairs + before {
+        if i == 0 && to_middle == 0 {
+            list.push(near.forward().into());
+            list.push(far.backward().into());
+        } else {
+            list.push(overlap(near.forward(), far.backward()));
+        }
+        list.push(overlap(far.forward(), near.backward()));
+    }
+    for _ in 0..to_middle {
+        list.push(far.backward().into());
+        list.push(overlap(far.forward(), near.backward()));
+    }
+    // From the middle of the last backwards on, only what others wait for is done.
+    let split_from = before + 1;
+    for (i, lane) in (0..2 * (before + 1)).map(|i| (i, i % 2)) {
+        let lane = if lane == 0 { &mut *far } else { &mut *near };
+        let split = i >= split_from;
+        list.push(if split { lane.input(&mut weights) } else { lane.backward() }.into());
+    }
+    for _ in 0..to_middle {
+        list.extend(weights.pop_front().map(Op::Run));
+        list.push(near.input(&mut weights).into());
+    }
+    list.extend(weights.into_iter().map(Op::Run));
+    list
+}
+
+/// Two copies of the model: stages 0 to p-1 on ranks 0 to p-1, and p to 2p-1 on ranks p-1 to 0; each takes half of
+/// the microbatches.
+///
+/// Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1, and its `DualPipe` repository.
+pub(super) fn two_copies(p: u32, m: u32) -> Lists {
+    let (half, n) = (p / 2, m / 2);
+    let list = |r: u32| {
+        let down = Lane::new(r, 0);
+        let up = Lane::new(p + (p - 1 - r), n);
+        let before = r.min(p - 1 - r);
+        let lanes = if r < half { [down, up] } else { [up, down] };
+        steps(lanes, before, half, n - p)
+    };
+    (0..p).map(list).collect()
+}
+
+/// One copy of the model on a V of 2p stages: the far end of each rank's pipe is its own second stage.
+///
+/// Source: Sea AI Lab 2025, "`DualPipe` could be better without the Dual", and `DeepSeek`'s `DualPipeV`.
+pub(super) fn vee(p: u32, m: u32) -> Lists {
+    let list = |r: u32| steps([Lane::new(r, 0), Lane::new(2 * p - 1 - r, 0)], r, p, m - 2 * p);
+    (0..p).map(list).collect()
+}

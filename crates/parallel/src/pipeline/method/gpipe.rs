@@ -1,0 +1,26 @@
+//! `GPipe`: all forwards, then all backwards.
+
+use crate::pipeline::{Action, Op};
+
+/// In which order a rank that has done all forwards runs the backwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum BackwardOrder {
+    /// The last microbatch first, whose activations are still warm: Huang et al. 2019.
+    #[default]
+    Descending,
+    /// The first microbatch first: `PyTorch`'s `ScheduleGPipe`.
+    Ascending,
+}
+
+/// Source: Huang et al. 2019, "`GPipe`", figure 2c.
+pub(super) fn lists(p: u32, m: u32, backward: BackwardOrder) -> Vec<Vec<Op>> {
+    let list = |s| {
+        let forward = (0..m).map(move |i| Action::forward(s, i));
+        let backward = (0..m).map(move |i| match backward {
+            BackwardOrder::Descending => Action::backward(s, m - 1 - i),
+            BackwardOrder::Ascending => Action::backward(s, i),
+        });
+        forward.chain(backward).map(Op::Run).collect()
+    };
+    (0..p).map(list).collect()
+}

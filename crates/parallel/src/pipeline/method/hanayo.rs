@@ -1,0 +1,15 @@
+//! Hanayo: stages in waves to and fro over the ranks, each rank running what can start first.
+
+use farflung_base::Nanos;
+
+use super::Lists;
+use super::greedy::{Greedy, lists as greedy};
+use crate::pipeline::Placement;
+
+/// `m` microbatches over a wave placement, at most `p` of them in flight; a backward counts as two forwards.
+///
+/// Source: Liu et al. 2023, "Hanayo", section 3.2.
+pub(super) fn lists(p: u32, m: u32, placement: &Placement) -> Lists {
+    let times = |_| (Nanos(1), Nanos(2));
+    greedy(&Greedy { placement, microbatches: m, in_flight: p, times: &times, hop: Nanos::ZERO })
+}

@@ -1,0 +1,26 @@
+//! Interleaved 1F1B: each rank holds several chunks of the model, and the bubble shrinks by their number.
+
+use crate::pipeline::{Action, Op};
+
+/// `v` chunks a rank, `m` a multiple of `p`: microbatches go in rounds of `p` through all chunks.
+///
+/// Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2.2, and Megatron-LM.
+pub(super) fn lists(p: u32, m: u32, v: u32) -> Vec<Vec<Op>> {
+    let total = m * v;
+    let chunk = |k: u32| k % (p * v) / p;
+    let microbatch = |k: u32| k / (p * v) * p + k % p;
+    let list = |s: u32| {
+        let forward = |k| Op::Run(Action::forward(chunk(k) * p + s, microbatch(k)));
+        let backward = |k| Op::Run(Action::backward((v - 1 - chunk(k)) * p + s, microbatch(k)));
+        let warmup = total.min((p - 1 - s) * 2 + (v - 1) * p);
+        let mut list = Vec::with_capacity(2 * total as usize);
+        list.extend((0..warmup).map(forward));
+        for k in 0..total - warmup {
+            list.push(forward(warmup + k));
+            list.push(backward(k));
+        }
+        list.extend((total - warmup..total).map(backward));
+        list
+    };
+    (0..p).map(list).collect()
+}

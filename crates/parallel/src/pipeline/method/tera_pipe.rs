@@ -1,0 +1,125 @@
+//! `TeraPipe`: token slices as pipeline units, and the best way to cut a sequence into them.
+
+use farflung_base::Nanos;
+
+use super::Lists;
+use crate::ParallelError;
+use crate::pipeline::{Action, ComputeKind, Op};
+
+/// All slices of all microbatches forward in order, then backward in reverse: a slice's attention looks at the slices
+/// before it, so its keys' gradients are complete only when those behind it are done.
+///
+/// Source: Li et al. 2021, "`TeraPipe`", section 3.2.
+pub(super) fn lists(p: u32, m: u32, slices: u16) -> Lists {
+    let list = |s: u32| {
+        let units = (0..m).flat_map(|i| (0..slices).map(move |slice| (i, slice)));
+        let action =
+            |kind, (microbatch, slice)| Op::Run(Action { slice, ..Action::new(kind, s, microbatch) });
+        let forward = units.clone().map(|unit| action(ComputeKind::Forward, unit));
+        let backward = units.rev().map(|unit| action(ComputeKind::Backward, unit));
+        forward.chain(backward).collect()
+    };
+    (0..p).map(list).collect()
+}
+
+/// A sequence cut into slices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slicing {
+    /// Tokens of each slice.
+    pub lengths: Vec<u64>,
+    /// From the first slice's start on the first stage to the last one's end on the last.
+    pub total: Nanos,
+    /// The longest time of a slice on a stage.
+    pub longest: Nanos,
+}
+
+/// Cuts `tokens` into slices of whole `grain`s so that a pipeline of `stages` takes least.
+///
+/// `time(length, before)` is what a stage takes for a slice of `length` tokens behind `before` others. The total is
+/// the sum over slices and `stages - 1` times the longest one. For each possible longest time, dynamic programming
+/// finds the least sum; longest times less than `tolerance` above the one before are passed over, which costs at most
+/// `stages` times `tolerance`.
+///
+/// Errors: [`ParallelError::Zero`]; tokens that are no multiple of the grain.
+/// Source: Li et al. 2021, "`TeraPipe`", section 3.3, algorithm 1.
+///
+/// ```
+/// use farflung_base::Nanos;
+/// use farflung_parallel::pipeline::slice_tokens;
+///
+/// // 1 + 0.01 l + 0.00002 l c, in milliseconds.
+/// let time = |l: u64, c: u64| Nanos(1_000_000 + 10_000 * l + 20 * l * c);
+/// let slicing = slice_tokens(1024, 128, 4, Nanos::ZERO, time)?;
+/// assert_eq!(slicing.lengths, [384, 128, 128, 128, 128, 128]);
+/// assert_eq!(slicing.total, Nanos(38_952_000));
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+pub fn slice_tokens(
+    tokens: u64,
+    grain: u64,
+    stages: u32,
+    tolerance: Nanos,
+    time: impl Fn(u64, u64) -> Nanos,
+) -> Result<Slicing, ParallelError> {
+    for (field, value) in [("tokens", tokens), ("grain", grain), ("stages", u64::from(stages))] {
+        if value == 0 {
+            return Err(ParallelError::Zero { of: "the slicing".to_owned(), field });
+        }
+    }
+    let n = usize::try_from(tokens / grain).unwrap_or(usize::MAX);
+    if !tokens.is_multiple_of(grain) || n > 4096 {
+        return Err(ParallelError::Grain { tokens, grain });
+    }
+    // `times[i][k - 1]`: the slice of k grains that ends at grain i.
+    let slice = |i: usize, k: usize| time(k as u64 * grain, (i - k) as u64 * grain);
+    let times: Vec<Vec<Nanos>> = (0..=n).map(|i| (1..=i).map(|k| slice(i, k)).collect()).collect();
+    let mut longest: Vec<Nanos> = times.iter().flatten().copied().collect();
+    longest.sort_unstable();
+    longest.dedup();
+
+    let mut best: Option<Slicing> = None;
+    let mut tried = None;
+    for bound in longest {
+        let rest = Nanos(bound.0.saturating_mul(u64::from(stages - 1)));
+        if best.as_ref().is_some_and(|b| rest >= b.total) {
+            break;
+        }
+        if tried.is_some_and(|t: Nanos| bound.saturating_sub(t) < tolerance) {
+            continue;
+        }
+        tried = Some(bound);
+        let Some((sum, lengths)) = least_sum(&times, bound) else { continue };
+        let total = sum.saturating_add(rest);
+        if best.as_ref().is_none_or(|b| total < b.total) {
+            let lengths = lengths.into_iter().map(|k| k as u64 * grain).collect();
+            best = Some(Slicing { lengths, total, longest: bound });
+        }
+    }
+    Ok(best.expect("the longest of all times admits every slicing"))
+}
+
+/// The least sum of times of slices that each take at most `bound`, and their lengths in grains.
+fn least_sum(times: &[Vec<Nanos>], bound: Nanos) -> Option<(Nanos, Vec<usize>)> {
+    // `sums[i]`: of the first i grains, with the last slice's length.
+    let mut sums: Vec<Option<(Nanos, usize)>> = vec![Some((Nanos::ZERO, 0))];
+    for ends in &times[1..] {
+        let i = sums.len();
+        let with = |(k, &time): (usize, &Nanos)| {
+            let before = sums[i - k].filter(|_| time <= bound)?.0;
+            Some((before.saturating_add(time), k))
+        };
+        // Of equal sums the one with the longest last slice: fewer slices.
+        let least = (1..).zip(ends).filter_map(with).min_by_key(|&(sum, k)| (sum, std::cmp::Reverse(k)));
+        sums.push(least);
+    }
+    let (sum, _) = (*sums.last()?)?;
+    let mut lengths = Vec::new();
+    let mut i = sums.len() - 1;
+    while i > 0 {
+        let (_, k) = sums[i]?;
+        lengths.push(k);
+        i -= k;
+    }
+    lengths.reverse();
+    Some((sum, lengths))
+}

@@ -1,0 +1,268 @@
+//! V-Half and V-Min: a V of stages whose building block bounds what a rank holds.
+
+use super::Lists;
+use crate::pipeline::{Action, Op};
+
+/// The slots of one rank's F and F of its two stages and I and I of the same in reverse, in the order a, z, z, a, where
+/// a is the stage on the way down and z that on the way back.
+pub(super) type Block = [u32; 4];
+
+/// Slots between a microbatch and the next: a rank does six things with each.
+const PERIOD: u32 = 6;
+
+/// The building block of V-Half.
+pub(super) fn half(p: u32) -> Vec<Block> {
+    let gap = if p.is_multiple_of(2) { 3 } else { 0 };
+    (0..p).map(|i| [2 * i, 3 * p - i - 2, 3 * p + gap + 2 * i - 1, 6 * p + gap - i - 2]).collect()
+}
+
+/// The building block of V-Min.
+pub(super) fn min(p: u32) -> Vec<Block> {
+    let gap = if p.is_multiple_of(3) { 2 } else { 0 };
+    (0..p).map(|i| [i, 2 * p - i - 1, 2 * p + gap + i, 4 * p + gap - i - 1]).collect()
+}
+
+/// Repeats the block for each microbatch, moves what can start earlier without more memory, and puts W where a rank
+/// is idle.
+///
+/// Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", sections 3 and 4 and appendix; the moves
+/// are those of the authors' `zbv_greedy.py`.
+pub(super) fn lists(p: u32, m: u32, blocks: &[Block]) -> Lists {
+    let repeat = |first: u32| (0..m).map(|i| first + PERIOD * i).collect();
+    let plan: Vec<Row> = blocks.iter().map(|block| block.map(repeat).to_vec()).collect();
+    let plan = without_weights(reorder(plan.into_iter().map(with_weights).collect()));
+    let plan = without_weights(reorder(plan));
+    let list = |(r, row): (u32, &Row)| {
+        let (a, z) = (r, 2 * p - 1 - r);
+        let mut slots: Vec<(u32, Action)> = Vec::with_capacity(6 * m as usize);
+        for (kind, stage) in [
+            (0, Action::forward(a, 0)),
+            (1, Action::forward(z, 0)),
+            (2, Action::input(z, 0)),
+            (3, Action::input(a, 0)),
+        ] {
+            slots.extend((0..).zip(&row[kind]).map(|(i, &slot)| (slot, Action { microbatch: i, ..stage })));
+        }
+        for (stage, idle) in [z, a].into_iter().zip(idle_slots(row, 2)) {
+            slots.extend((0..).zip(idle).map(|(i, slot)| (slot, Action::weight(stage, i))));
+        }
+        slots.sort_unstable();
+        slots.into_iter().map(|(_, action)| Op::Run(action)).collect()
+    };
+    (0..p).zip(&plan).map(list).collect()
+}
+
+/// The slots of a rank by type (the four of [`Block`], and perhaps W of both stages together), by microbatch.
+type Row = Vec<Vec<u32>>;
+
+/// The slots that W takes after the four others of `row`: the first idle ones. In two queues, the first before the
+/// second, or in one.
+fn idle_slots(row: &Row, queues: usize) -> Vec<Vec<u32>> {
+    let bound = row[..4].iter().filter_map(|slots| slots.last()).max().copied().unwrap_or_default();
+    let mut kinds = vec![None; bound as usize + 1];
+    for (kind, slots) in row[..4].iter().enumerate() {
+        for &slot in slots {
+            kinds[slot as usize] = Some(kind);
+        }
+    }
+    let mut idle = vec![Vec::new(); queues];
+    let mut pending = vec![0_usize; queues];
+    let slots = (0..).zip(kinds.into_iter().chain(std::iter::repeat(None)));
+    for (slot, kind) in slots {
+        match kind {
+            Some(kind @ 2..) => pending[(kind - 2) % queues] += 1,
+            Some(_) => {}
+            None => match pending.iter().position(|&n| n > 0) {
+                Some(queue) => {
+                    idle[queue].push(slot);
+                    pending[queue] -= 1;
+                }
+                None if slot > bound => break,
+                None => {}
+            },
+        }
+    }
+    idle
+}
+
+fn with_weights(mut row: Row) -> Row {
+    let idle = idle_slots(&row, 1);
+    row.extend(idle);
+    row
+}
+
+fn without_weights(mut plan: Vec<Row>) -> Vec<Row> {
+    for row in &mut plan {
+        row.truncate(4);
+    }
+    plan
+}
+
+/// Every action of a plan in the order of time: slot, rank, type, microbatch.
+fn visits(plan: &[Row]) -> Vec<(u32, usize, usize, usize)> {
+    let mut all = Vec::new();
+    for (rank, row) in plan.iter().enumerate() {
+        for (kind, slots) in row.iter().enumerate() {
+            all.extend(slots.iter().enumerate().map(|(i, &slot)| (slot, rank, kind, i)));
+        }
+    }
+    all.sort_unstable();
+    all
+}
+
+/// What a rank holds, slot by slot.
+struct Memory {
+    kinds: Vec<Option<usize>>,
+    /// After each slot: activations, and I whose W is to come.
+    held: Vec<(i32, i32)>,
+    /// Whether W is placed; else idle slots do it.
+    placed: bool,
+}
+
+impl Memory {
+    fn new(row: &Row) -> Self {
+        let slots = row.iter().flatten().max().map_or(0, |&s| s as usize + 1);
+        let mut kinds = vec![None; slots];
+        for (kind, slots) in row.iter().enumerate() {
+            for &slot in slots {
+                kinds[slot as usize] = Some(kind);
+            }
+        }
+        let mut memory = Self { held: Vec::new(), kinds, placed: row.len() > 4 };
+        let mut state = (0, 0);
+        for slot in 0..slots {
+            state = memory.after(state, memory.kinds[slot]);
+            memory.held.push(state);
+        }
+        memory
+    }
+
+    fn after(&self, (held, pending): (i32, i32), kind: Option<usize>) -> (i32, i32) {
+        match kind {
+            Some(0 | 1) => (held + 1, pending),
+            Some(2 | 3) => (held, pending + 1),
+            Some(_) => (held - 1, pending),
+            None if !self.placed && pending > 0 => (held - 1, pending - 1),
+            None => (held, pending),
+        }
+    }
+
+    fn peak(&self) -> i32 {
+        self.held.iter().map(|&(held, _)| held).max().unwrap_or_default()
+    }
+
+    /// Moves an action to the earlier, idle slot `to` if the peak stays within `limit`; answers whether.
+    fn try_move(&mut self, from: usize, to: usize, limit: i32) -> bool {
+        let moved = |slot: usize| match slot {
+            _ if slot == to => self.kinds[from],
+            _ if slot == from => None,
+            _ => self.kinds[slot],
+        };
+        let mut state = if to == 0 { (0, 0) } else { self.held[to - 1] };
+        let mut held = Vec::new();
+        for slot in to..self.kinds.len() {
+            state = self.after(state, moved(slot));
+            if state.0 > limit {
+                return false;
+            }
+            if slot >= from && state == self.held[slot] {
+                break;
+            }
+            held.push(state);
+        }
+        self.held[to..to + held.len()].copy_from_slice(&held);
+        self.kinds.swap(from, to);
+        true
+    }
+}
+
+/// Moves the actions outside the steady state, in the order of time, each to the first idle slot after what it depends
+/// on at which its rank's peak does not rise; then closes the gaps.
+///
+/// With W among the types the start is reordered too; without, only what follows the last forward of the first rank.
+fn reorder(mut plan: Vec<Row>) -> Vec<Row> {
+    #[derive(PartialEq)]
+    enum Phase {
+        Start,
+        Steady,
+        End,
+    }
+    let mut memory: Vec<Memory> = plan.iter().map(Memory::new).collect();
+    let limit = memory.iter().map(Memory::peak).max().unwrap_or_default();
+    let placed = memory.first().is_some_and(|m| m.placed);
+    let last = plan[0][0].len() - 1;
+    let mut phase = Phase::Start;
+    for (slot, rank, kind, microbatch) in visits(&plan) {
+        if phase == Phase::Start && kind == 3 && rank == 0 {
+            phase = Phase::Steady;
+        }
+        if phase == Phase::Steady {
+            if kind == 0 && microbatch == last {
+                phase = Phase::End;
+            }
+            continue;
+        }
+        if phase == Phase::Start && !placed {
+            continue;
+        }
+        let earliest = earliest(&plan, rank, kind, microbatch);
+        let memory = &mut memory[rank];
+        let to = (earliest..slot as usize)
+            .find(|&to| memory.kinds[to].is_none() && memory.try_move(slot as usize, to, limit));
+        if let Some(to) = to {
+            plan[rank][kind][microbatch] = to as u32;
+        }
+    }
+    squeeze(&plan.into_iter().map(|row| if placed { row } else { with_weights(row) }).collect::<Vec<_>>())
+}
+
+/// The first slot after all that an action depends on.
+fn earliest(plan: &[Row], rank: usize, kind: usize, microbatch: usize) -> usize {
+    let row = &plan[rank];
+    let mut after: Option<u32> = None;
+    let mut needs = |slot: u32| after = after.max(Some(slot));
+    match kind {
+        0 | 2 if rank > 0 => needs(plan[rank - 1][kind][microbatch]),
+        1 | 3 if rank + 1 < plan.len() => needs(plan[rank + 1][kind][microbatch]),
+        4 => needs(nth_of_two(&row[2], &row[3], microbatch)),
+        _ => {}
+    }
+    if (1..4).contains(&kind) {
+        needs(row[kind - 1][microbatch]);
+    }
+    if microbatch > 0 {
+        needs(row[kind][microbatch - 1]);
+    }
+    after.map_or(0, |slot| slot as usize + 1)
+}
+
+/// The n-th least of two ascending lists.
+fn nth_of_two(a: &[u32], b: &[u32], n: usize) -> u32 {
+    let (mut i, mut j) = (0, 0);
+    loop {
+        let from_a = j == b.len() || (i < a.len() && a[i] <= b[j]);
+        let next = if from_a { a[i] } else { b[j] };
+        if i + j == n {
+            return next;
+        }
+        if from_a { i += 1 } else { j += 1 }
+    }
+}
+
+/// Runs a plan in its order, each action as early as the rank and what it depends on let it, all of them one slot long.
+fn squeeze(plan: &[Row]) -> Vec<Row> {
+    let mut squeezed: Vec<Row> = plan.to_vec();
+    let mut free = vec![0_u32; plan.len()];
+    for (_, rank, kind, microbatch) in visits(plan) {
+        let mut start = free[rank];
+        match kind {
+            0 | 2 if rank > 0 => start = start.max(squeezed[rank - 1][kind][microbatch] + 1),
+            1 | 3 if rank + 1 < plan.len() => start = start.max(squeezed[rank + 1][kind][microbatch] + 1),
+            _ => {}
+        }
+        // The turns of the V, where the rank itself is the neighbour, are in its own order already.
+        squeezed[rank][kind][microbatch] = start;
+        free[rank] = start + 1;
+    }
+    squeezed
+}

@@ -1,0 +1,78 @@
+//! ZB-V: a V of stages, so that each rank holds one of the first and one of the last and all hold equally much.
+
+use super::Lists;
+use crate::pipeline::{Action, ComputeKind, Op};
+
+/// Counts the actions of one kind of one stage; microbatches past `m` are not there.
+struct Next {
+    stage: u32,
+    done: [u32; 3],
+    m: u32,
+}
+
+impl Next {
+    fn put(&mut self, kind: ComputeKind, list: &mut Vec<Op>) {
+        let done = &mut self.done[match kind {
+            ComputeKind::Forward => 0,
+            ComputeKind::BackwardInput => 1,
+            _ => 2,
+        }];
+        if *done < self.m {
+            list.push(Action::new(kind, self.stage, *done).into());
+        }
+        *done += 1;
+    }
+}
+
+/// Rank r holds stages r (a, on the way down) and 2p-1-r (z, on the way back).
+///
+/// The pattern is that of at least 2p-1 microbatches; with fewer, those that are not there are left out.
+///
+/// Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", figure 3, as `PyTorch`'s
+/// `ScheduleZBVZeroBubble` orders it.
+pub(super) fn lists(p: u32, m: u32) -> Lists {
+    use ComputeKind::{BackwardInput as I, BackwardWeight as W, Forward as F};
+    let n = m.max(2 * p - 1);
+    let list = |r: u32| {
+        let mut list = Vec::with_capacity(6 * m as usize);
+        let mut a = Next { stage: r, done: [0; 3], m };
+        let mut z = Next { stage: 2 * p - 1 - r, done: [0; 3], m };
+        for _ in 0..2 * (p - r) - 1 {
+            a.put(F, &mut list);
+        }
+        for _ in 0..r {
+            z.put(F, &mut list);
+            a.put(F, &mut list);
+        }
+        for _ in 0..p - r {
+            for kind in [F, I, W] {
+                z.put(kind, &mut list);
+            }
+        }
+        while z.done[0] < a.done[0] || a.done[0] < n {
+            if a.done[0] < n {
+                a.put(F, &mut list);
+            }
+            a.put(I, &mut list);
+            a.put(W, &mut list);
+            for kind in [F, I, W] {
+                z.put(kind, &mut list);
+            }
+        }
+        for _ in 0..r {
+            a.put(I, &mut list);
+            z.put(I, &mut list);
+        }
+        for _ in 0..p - r {
+            a.put(I, &mut list);
+            a.put(W, &mut list);
+        }
+        for stage in [&mut z, &mut a] {
+            while stage.done[2] < n {
+                stage.put(W, &mut list);
+            }
+        }
+        list
+    };
+    (0..p).map(list).collect()
+}

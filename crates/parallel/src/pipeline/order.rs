@@ -1,0 +1,371 @@
+//! A pipeline schedule as its author writes it: for each rank, its computations in order. Times are not part of it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use farflung_base::{Rank, StageId};
+
+use super::flow::{Timeless, flow};
+use super::{Action, ComputeKind, Op, Placement, Updates};
+use crate::ParallelError;
+
+/// What every rank computes, in which order.
+///
+/// There is no value of this type that could not run: each microbatch passes each stage of one copy of the model once,
+/// forward and (unless no rank has any) backward, on the rank that holds the stage, and nobody waits for ever.
+///
+/// It prints a line per rank and reads back; text after `#` is left out.
+///
+/// ```
+/// use farflung_parallel::pipeline::ComputeOrder;
+///
+/// let order: ComputeOrder = "
+///     r0: 0F0 0F1 0B0 0B1
+///     r1: 1F0 1B0 1F1 1B1    # 1F1B
+/// ".parse()?;
+/// assert_eq!((order.placement().ranks(), order.microbatches()), (2, 2));
+/// assert_eq!(order.to_string(), "r0: 0F0 0F1 0B0 0B1\nr1: 1F0 1B0 1F1 1B1\n");
+/// let stuck = "r0: 0F0 0B0 0F1 0B1\nr1: 1F0 1F1 1B0 1B1".parse::<ComputeOrder>();
+/// assert_eq!(stuck.unwrap_err().to_string(), "nobody can go on: rank 0 waits at 0B0, rank 1 waits at 1F1");
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ComputeOrder {
+    pub(super) placement: Placement,
+    pub(super) microbatches: u32,
+    pub(super) slices: u16,
+    pub(super) updates: Updates,
+    pub(super) lists: Vec<Vec<Op>>,
+}
+
+/// What has been done of one microbatch on one stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Done(u8);
+
+impl Done {
+    const FORWARD: u8 = 1;
+    const RECOMPUTE: u8 = 2;
+    const INPUT: u8 = 4;
+    const WEIGHT: u8 = 8;
+
+    const fn has(self, bit: u8) -> bool {
+        self.0 & bit != 0
+    }
+}
+
+impl ComputeOrder {
+    /// The most actions that an order may have, stages times microbatches times slices.
+    pub const MAX_CELLS: usize = 1 << 27;
+
+    /// Checks `lists`, one for each rank of `placement`.
+    ///
+    /// `slices` is the number of parts that each microbatch's tokens are cut into: a slice's forward follows that of
+    /// the slice before it, its backward that of the slice behind it, on the same stage.
+    ///
+    /// Errors: [`ParallelError::Action`] with the first action that has no place, stands on the wrong rank, comes a
+    /// second time or before what it needs; [`ParallelError::Missing`] with one that never comes;
+    /// [`ParallelError::Deadlock`]; [`ParallelError::PerRank`]; [`ParallelError::TooLarge`].
+    pub fn new(
+        placement: Placement,
+        microbatches: u32,
+        slices: u16,
+        lists: Vec<Vec<Op>>,
+    ) -> Result<Self, ParallelError> {
+        let ranks = placement.ranks() as usize;
+        if lists.len() != ranks {
+            return Err(ParallelError::PerRank { what: "lists", given: lists.len(), ranks });
+        }
+        for (field, value) in [("microbatches", microbatches), ("slices", u32::from(slices))] {
+            if value == 0 {
+                return Err(ParallelError::Zero { of: "the schedule".to_owned(), field });
+            }
+        }
+        let cells = u128::from(placement.stages()) * u128::from(microbatches) * u128::from(slices);
+        if cells > Self::MAX_CELLS as u128 {
+            return Err(ParallelError::TooLarge { actions: cells, limit: Self::MAX_CELLS });
+        }
+        let order = Self { placement, microbatches, slices, updates: Updates::Flush, lists };
+        let forward_only = !order.actions().any(|(_, a)| a.yields_gradient());
+        let mut done = vec![Done::default(); order.cells()];
+        for (rank, action) in order.actions() {
+            order.enter(&mut done, rank, action)?;
+        }
+        order.complete(&done, forward_only)?;
+        flow(&order, &mut Timeless)?;
+        Ok(order)
+    }
+
+    /// The same order with other rules for when weights change.
+    #[must_use]
+    pub fn with_updates(self, updates: Updates) -> Self {
+        Self { updates, ..self }
+    }
+
+    /// Which rank holds which stage.
+    #[must_use]
+    pub const fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// Microbatches, over all copies of the model.
+    #[must_use]
+    pub const fn microbatches(&self) -> u32 {
+        self.microbatches
+    }
+
+    /// Slices of each microbatch's tokens.
+    #[must_use]
+    pub const fn slices(&self) -> u16 {
+        self.slices
+    }
+
+    /// When weights change.
+    #[must_use]
+    pub const fn updates(&self) -> Updates {
+        self.updates
+    }
+
+    /// The lists, one a rank.
+    #[must_use]
+    pub fn lists(&self) -> &[Vec<Op>] {
+        &self.lists
+    }
+
+    /// All actions with their ranks, rank by rank.
+    pub fn actions(&self) -> impl Iterator<Item = (Rank, Action)> {
+        let ranks = (0..).map(Rank).zip(&self.lists);
+        ranks.flat_map(|(rank, list)| list.iter().flat_map(Op::actions).map(move |action| (rank, action)))
+    }
+
+    /// Whether nothing is trained: there are only forwards.
+    #[must_use]
+    pub fn is_forward_only(&self) -> bool {
+        !self.actions().any(|(_, action)| action.yields_gradient())
+    }
+
+    /// Stages times microbatches times slices.
+    pub(super) fn cells(&self) -> usize {
+        self.placement.stages() as usize * self.microbatches as usize * usize::from(self.slices)
+    }
+
+    /// The position of an action's stage, microbatch and slice among [`ComputeOrder::cells`].
+    pub(super) fn cell(&self, action: Action) -> usize {
+        let microbatch = action.stage.index() * self.microbatches as usize + action.microbatch as usize;
+        microbatch * usize::from(self.slices) + usize::from(action.slice)
+    }
+
+    /// Notes an action of `rank`, if it may come now.
+    fn enter(&self, done: &mut [Done], rank: Rank, action: Action) -> Result<(), ParallelError> {
+        let refuse = |problem| Err(ParallelError::Action { action, rank, problem });
+        if action.stage.0 >= self.placement.stages()
+            || action.microbatch >= self.microbatches
+            || action.slice >= self.slices
+        {
+            return refuse("there is no such stage, microbatch or slice");
+        }
+        if self.placement.rank(action.stage) != rank {
+            return refuse("another rank holds its stage");
+        }
+        let cell = self.cell(action);
+        let now = done[cell];
+        let last_slice = action.slice + 1 == self.slices;
+        let bits = match action.kind {
+            ComputeKind::Forward if now.has(Done::FORWARD) => return refuse("it comes twice"),
+            ComputeKind::Forward if action.slice > 0 && !done[cell - 1].has(Done::FORWARD) => {
+                return refuse("the slice before it comes later");
+            }
+            ComputeKind::Forward => Done::FORWARD,
+            _ if !now.has(Done::FORWARD) => return refuse("its forward comes later or never"),
+            ComputeKind::Recompute if now.has(Done::RECOMPUTE) => return refuse("it comes twice"),
+            ComputeKind::Recompute if now.has(Done::INPUT) => return refuse("its backward comes before it"),
+            ComputeKind::Recompute => Done::RECOMPUTE,
+            ComputeKind::Step if !now.has(Done::WEIGHT) => {
+                return refuse("its backward comes later or never");
+            }
+            ComputeKind::Step => 0,
+            ComputeKind::BackwardWeight if now.has(Done::WEIGHT) => return refuse("it comes twice"),
+            ComputeKind::BackwardWeight if !now.has(Done::INPUT) => {
+                return refuse("the gradient of the input comes later or never");
+            }
+            ComputeKind::BackwardWeight => Done::WEIGHT,
+            ComputeKind::BackwardInput | ComputeKind::Backward if now.has(Done::INPUT) => {
+                return refuse("it comes twice");
+            }
+            ComputeKind::BackwardInput | ComputeKind::Backward
+                if !last_slice && !done[cell + 1].has(Done::INPUT) =>
+            {
+                return refuse("the backward of the slice behind it comes later");
+            }
+            ComputeKind::BackwardInput => Done::INPUT,
+            ComputeKind::Backward => Done::INPUT | Done::WEIGHT,
+        };
+        done[cell] = Done(now.0 | bits);
+        Ok(())
+    }
+
+    /// Whether each microbatch went all the way through exactly one copy of the model.
+    fn complete(&self, done: &[Done], forward_only: bool) -> Result<(), ParallelError> {
+        let last = if forward_only { ComputeKind::Forward } else { ComputeKind::Backward };
+        let needed = if forward_only { Done::FORWARD } else { Done::FORWARD | Done::INPUT | Done::WEIGHT };
+        let depth = self.placement.depth();
+        for microbatch in 0..self.microbatches {
+            let mut owner = None;
+            for copy in 0..self.placement.copies() {
+                let first = Action::forward(copy * depth, microbatch);
+                if !done[self.cell(first)].has(Done::FORWARD) {
+                    continue;
+                }
+                if owner.is_some() {
+                    let rank = self.placement.rank(first.stage);
+                    let problem = "its microbatch goes through another copy of the model too";
+                    return Err(ParallelError::Action { action: first, rank, problem });
+                }
+                owner = Some(copy);
+            }
+            let owner = owner.ok_or(ParallelError::Missing { action: Action::forward(0, microbatch) })?;
+            for stage in 0..self.placement.stages() {
+                for slice in 0..self.slices {
+                    let stage = StageId(stage);
+                    let action = Action { stage, slice, ..Action::forward(0, microbatch) };
+                    let now = done[self.cell(action)];
+                    if stage.0 / depth != owner && now.has(Done::FORWARD) {
+                        let (rank, problem) = (self.placement.rank(stage), "it belongs to another copy");
+                        return Err(ParallelError::Action { action, rank, problem });
+                    }
+                    if stage.0 / depth == owner && now.0 & needed != needed {
+                        let kind = match now {
+                            _ if !now.has(Done::FORWARD) => ComputeKind::Forward,
+                            _ if now.has(Done::INPUT) => ComputeKind::BackwardWeight,
+                            _ => last,
+                        };
+                        return Err(ParallelError::Missing { action: Action { kind, ..action } });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// An order from lists that come from elsewhere: the placement and the sizes are read off them.
+    ///
+    /// Where stage 0 sees only some of the microbatches, the stages are two copies of the model.
+    ///
+    /// Errors: as [`ComputeOrder::new`].
+    pub fn from_lists(lists: Vec<Vec<Op>>) -> Result<Self, ParallelError> {
+        let all = || lists.iter().flatten().flat_map(Op::actions);
+        let count = all().count();
+        let (mut stages, mut microbatches, mut slices) = (0_u64, 0_u64, 0_u64);
+        for action in all() {
+            stages = stages.max(u64::from(action.stage.0) + 1);
+            microbatches = microbatches.max(u64::from(action.microbatch) + 1);
+            slices = slices.max(u64::from(action.slice) + 1);
+        }
+        let mut at_the_input: Vec<u32> = all()
+            .filter(|a| a.stage == StageId(0) && a.kind == ComputeKind::Forward)
+            .map(|a| a.microbatch)
+            .collect();
+        at_the_input.sort_unstable();
+        at_the_input.dedup();
+        let halves = at_the_input.len() as u64 != microbatches && stages.is_multiple_of(2);
+        let copies = if halves { 2 } else { 1 };
+        // Numbers in a file are claims: there must be a forward for each before anything is as large as they say.
+        let forwards = u128::from(stages) * u128::from(microbatches) * u128::from(slices) / copies;
+        if forwards > count as u128 || count == 0 {
+            return Err(ParallelError::Incomplete { stages, microbatches, actions: count });
+        }
+        let mut rank_of = vec![None; stages as usize];
+        for (rank, list) in (0..).map(Rank).zip(&lists) {
+            for action in list.iter().flat_map(Op::actions) {
+                rank_of[action.stage.index()].get_or_insert(rank);
+            }
+        }
+        let rank_of = rank_of
+            .into_iter()
+            .zip(0..)
+            .map(|(rank, stage)| rank.ok_or(ParallelError::Missing { action: Action::forward(stage, 0) }));
+        let placement = Placement::new(rank_of.collect::<Result<_, _>>()?, copies as u32)?;
+        let slices = u16::try_from(slices).map_err(|_| ParallelError::TooLarge {
+            actions: u128::from(slices),
+            limit: usize::from(u16::MAX),
+        })?;
+        Self::new(placement, microbatches as u32, slices, lists)
+    }
+}
+
+impl fmt::Display for ComputeOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (rank, list) in self.lists.iter().enumerate() {
+            write!(f, "r{rank}:")?;
+            for op in list {
+                write!(f, " {op}")?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for ComputeOrder {
+    type Err = ParallelError;
+
+    /// Reads lines such as `r0: 0F0 0F1 0B0 0B1`, the ranks in order.
+    fn from_str(text: &str) -> Result<Self, ParallelError> {
+        let mut lists = Vec::new();
+        for (line, text) in (1..).zip(text.lines()) {
+            let text = text.split('#').next().unwrap_or_default().trim();
+            if text.is_empty() {
+                continue;
+            }
+            let fault = |cause| ParallelError::ScheduleLine { line, cause: Box::new(cause) };
+            let ops = text
+                .strip_prefix(&format!("r{}:", lists.len()))
+                .ok_or_else(|| fault(ParallelError::RankLabel { rank: Rank(lists.len() as u32) }))?;
+            let ops = ops.split_whitespace().map(str::parse).collect::<Result<Vec<Op>, _>>();
+            lists.push(ops.map_err(fault)?);
+        }
+        Self::from_lists(lists)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(text: &str) -> String {
+        text.parse::<ComputeOrder>().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        assert!(refused("").contains("no schedule"));
+        assert!(refused("r0: 0F0 0B0 0B0").contains("rank 0 has 0B0: it comes twice"));
+        assert!(refused("r0: 0F0 0W0 0I0").contains("0W0: the gradient of the input comes later"));
+        assert!(refused("r0: 0B0 0F0").contains("its forward comes later"));
+        assert!(refused("r0: 0F0 0F1 0B0").contains("0B1 is missing"));
+        assert!(refused("r0: 0F0 0F1 0I0 0B1").contains("0W0 is missing"));
+        assert!(refused("r0: 0F0 1F0 0B0\nr1: 2F0 2B0 1B0").contains("another rank holds its stage"));
+        assert!(refused("r0: 0F0 0F7").contains("8 microbatches"));
+        assert!(refused("r0: 0F0 4294967295F4294967295").contains("4294967296 stages"));
+        assert!(refused("r0: 0F0\nr2: 1F0").contains("line 2"));
+        assert!(refused("r0: 0F0 0X0").contains("line 1: `0X0`"));
+        assert!(refused("r0: 0F0.1 0F0").contains("the slice before it comes later"));
+        assert!(refused("r0: 0F0 0F0.1 0B0 0B0.1").contains("slice behind"));
+        assert!(refused("r0: 0F0 0B0 0R0").contains("its backward comes before it"));
+        assert!(refused("r0: 0F0 0STEP0 0B0").contains("backward"));
+        assert!(refused("r0: 0F0 1F0 2F0\nr1: 2F1").contains("no schedule"));
+        assert!(refused("r0: 0F0 1F0 2F0 0F1 1F1\nr1: 2F1").contains("2 entries for 1 ranks"));
+    }
+
+    #[test]
+    fn two_copies_are_seen() {
+        let order: ComputeOrder = "r0: 0F0 3F1 3B1 0B0\nr1: 2F1 1F0 1B0 2B1".parse().unwrap();
+        assert_eq!(order.placement(), &Placement::both_ways(2));
+        assert!(refused("r0: 0F0 3F1 3B1 0B0\nr1: 2F1 1F0 1B0 2B1 1F1 1B1").contains("another copy"));
+    }
+
+    #[test]
+    fn forwards_alone_are_an_order() {
+        let order: ComputeOrder = "r0: 0F0 0F1\nr1: 1F0 1F1".parse().unwrap();
+        assert!(order.is_forward_only());
+    }
+}

@@ -1,0 +1,170 @@
+//! Which rank holds which stage, and which stages follow each other. It knows nothing of the order of work.
+
+use farflung_base::{Rank, StageId};
+
+use crate::ParallelError;
+
+/// The stages of a pipeline on their ranks.
+///
+/// Stages count from the model's input. A method that sends microbatches through the ranks both ways holds two copies
+/// of the model; the second copy's stages follow the first's: with 4 ranks, 0 to 3 and 4 to 7.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Placement {
+    ranks: u32,
+    copies: u32,
+    rank_of: Vec<Rank>,
+}
+
+impl Placement {
+    /// Stages on the ranks of `rank_of`, in order, in `copies` equal parts.
+    ///
+    /// Errors: [`ParallelError::Placement`] if there are no stages, a rank without one, or copies of unequal length.
+    pub fn new(rank_of: Vec<Rank>, copies: u32) -> Result<Self, ParallelError> {
+        let ranks = rank_of.iter().map(|r| r.index() + 1).max().unwrap_or_default();
+        let stages = rank_of.len();
+        // A rank's number may come from a file: as many stages as ranks bound what is allocated.
+        let mut used = vec![false; ranks.min(stages + 1)];
+        for rank in &rank_of {
+            if let Some(used) = used.get_mut(rank.index()) {
+                *used = true;
+            }
+        }
+        let even = copies > 0 && stages.is_multiple_of(copies as usize);
+        if stages == 0 || !even || used.contains(&false) {
+            return Err(ParallelError::Placement { stages, ranks, copies });
+        }
+        Ok(Self { ranks: ranks as u32, copies, rank_of })
+    }
+
+    fn of(ranks: u32, copies: u32, stages: u32, rank_of: impl Fn(u32) -> u32) -> Self {
+        Self { ranks, copies, rank_of: (0..stages).map(|stage| Rank(rank_of(stage))).collect() }
+    }
+
+    /// `chunks` stages on each rank, round and round: stage g is on rank g mod `ranks`.
+    #[must_use]
+    pub fn looped(ranks: u32, chunks: u32) -> Self {
+        Self::of(ranks, 1, ranks * chunks, |stage| stage % ranks)
+    }
+
+    /// `chunks` stages on each rank, to and fro: 0 to p-1, then p-1 to 0, and so on. With 2 chunks it is a V.
+    #[must_use]
+    pub fn wave(ranks: u32, chunks: u32) -> Self {
+        Self::of(ranks, 1, ranks * chunks, |stage| {
+            let along = stage % ranks;
+            if (stage / ranks).is_multiple_of(2) { along } else { ranks - 1 - along }
+        })
+    }
+
+    /// Two copies of the model: one from the first rank to the last, one from the last to the first.
+    #[must_use]
+    pub fn both_ways(ranks: u32) -> Self {
+        Self { copies: 2, ..Self::wave(ranks, 2) }
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub const fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Number of stages, over all copies.
+    #[must_use]
+    pub fn stages(&self) -> u32 {
+        self.rank_of.len() as u32
+    }
+
+    /// Copies of the model.
+    #[must_use]
+    pub const fn copies(&self) -> u32 {
+        self.copies
+    }
+
+    /// Stages of one copy.
+    #[must_use]
+    pub fn depth(&self) -> u32 {
+        self.stages() / self.copies
+    }
+
+    /// The rank that holds a stage.
+    ///
+    /// # Panics
+    /// If there is no such stage.
+    #[must_use]
+    pub fn rank(&self, stage: StageId) -> Rank {
+        self.rank_of[stage.index()]
+    }
+
+    /// The ranks of all stages, in order.
+    #[must_use]
+    pub fn rank_of(&self) -> &[Rank] {
+        &self.rank_of
+    }
+
+    /// The stages of a rank, in order.
+    pub fn stages_of(&self, rank: Rank) -> impl Iterator<Item = StageId> {
+        self.rank_of.iter().zip(0..).filter(move |(r, _)| **r == rank).map(|(_, stage)| StageId(stage))
+    }
+
+    /// Which part of the model a stage is: the same in every copy.
+    #[must_use]
+    pub fn part(&self, stage: StageId) -> u32 {
+        stage.0 % self.depth()
+    }
+
+    /// Whether a stage takes the model's input.
+    #[must_use]
+    pub fn is_first(&self, stage: StageId) -> bool {
+        self.part(stage) == 0
+    }
+
+    /// Whether a stage makes the model's output.
+    #[must_use]
+    pub fn is_last(&self, stage: StageId) -> bool {
+        self.part(stage) + 1 == self.depth()
+    }
+
+    /// The stage that takes this one's output.
+    #[must_use]
+    pub fn next(&self, stage: StageId) -> Option<StageId> {
+        (!self.is_last(stage)).then_some(StageId(stage.0 + 1))
+    }
+
+    /// The stage whose output this one takes.
+    #[must_use]
+    pub fn previous(&self, stage: StageId) -> Option<StageId> {
+        (!self.is_first(stage)).then(|| StageId(stage.0 - 1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ranks(placement: &Placement) -> Vec<u32> {
+        placement.rank_of().iter().map(|r| r.0).collect()
+    }
+
+    #[test]
+    fn loops_waves_and_both_ways() {
+        assert_eq!(ranks(&Placement::looped(3, 2)), [0, 1, 2, 0, 1, 2]);
+        assert_eq!(ranks(&Placement::wave(3, 3)), [0, 1, 2, 2, 1, 0, 0, 1, 2]);
+        let both = Placement::both_ways(4);
+        assert_eq!(ranks(&both), [0, 1, 2, 3, 3, 2, 1, 0]);
+        assert_eq!(both.stages_of(Rank(1)).collect::<Vec<_>>(), [StageId(1), StageId(6)]);
+        assert!(both.is_first(StageId(4)) && both.is_last(StageId(3)) && both.part(StageId(6)) == 2);
+        assert_eq!((both.next(StageId(3)), both.previous(StageId(4))), (None, None));
+        assert_eq!(both.next(StageId(4)), Some(StageId(5)));
+        let vee = Placement::wave(4, 2);
+        assert_eq!(vee.next(StageId(3)), Some(StageId(4)));
+    }
+
+    #[test]
+    fn placements_without_sense_are_refused() {
+        for (rank_of, copies) in
+            [(vec![], 1), (vec![0, 2], 1), (vec![0, 1, 2], 2), (vec![0], 0), (vec![u32::MAX, 0], 1)]
+        {
+            assert!(Placement::new(rank_of.into_iter().map(Rank).collect(), copies).is_err());
+        }
+        assert_eq!(Placement::new([0, 1, 0, 1].map(Rank).to_vec(), 1).unwrap(), Placement::looped(2, 2));
+    }
+}

@@ -1,0 +1,255 @@
+//! Predicts when every computation of a pipeline starts and ends: an order and its costs in, times out. Integers
+//! throughout, so every machine predicts the same.
+
+use std::collections::BTreeMap;
+
+use farflung_base::{Bytes, Nanos, Rank, StageId};
+
+use super::cost::CostTable;
+use super::flow::{Clock, flow};
+use super::{Action, ComputeKind, ComputeOrder, Op, PipelineCost};
+use crate::{Kind, Lane, ParallelError, Span, Timeline};
+
+/// When an op runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Slot {
+    /// Its start.
+    pub start: Nanos,
+    /// Its end.
+    pub end: Nanos,
+}
+
+/// A message between two ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Transfer {
+    from: Rank,
+    to: Rank,
+    action: Action,
+    /// When it has the wire.
+    slot: Slot,
+    bytes: Bytes,
+}
+
+/// What [`simulate`] found.
+#[derive(Debug)]
+pub struct Simulation<'a> {
+    order: &'a ComputeOrder,
+    /// By rank, as the lists of the order.
+    slots: Vec<Vec<Slot>>,
+    /// Only of messages that have bytes.
+    transfers: Vec<Transfer>,
+    makespan: Nanos,
+}
+
+/// Runs `order` at `cost`.
+///
+/// A rank runs its list in order, each op as soon as the rank is free and its inputs are there. A message leaves with
+/// its computation's end or when the wire from rank to rank is free, holds the wire for its bytes over the bandwidth,
+/// and arrives the latency later; sending and receiving take no computing time.
+///
+/// With the costs of a run under virtual time this predicts what it takes.
+///
+/// Errors: as [`PipelineCost::check`].
+///
+/// ```
+/// use farflung_parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
+/// use farflung_base::{Nanos, Rank};
+///
+/// let order = Method::OneFOneB.order(&Settings::new(4, 8))?;
+/// let slow = Boundary::latency(Nanos::from_millis(2));
+/// let simulation = simulate(&order, &PipelineCost::uniform(&order, StageCost::UNIT, slow))?;
+/// assert_eq!(simulation.makespan(), Nanos::from_millis(65));
+/// assert_eq!(simulation.bubble(Rank(0)), Nanos::from_millis(65 - 8 * 3));
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+pub fn simulate<'a>(order: &'a ComputeOrder, cost: &PipelineCost) -> Result<Simulation<'a>, ParallelError> {
+    cost.check(order)?;
+    let mut clock = Simulator::new(order, cost);
+    flow(order, &mut clock)?;
+    let Simulator { slots, transfers, free, .. } = clock;
+    let makespan = free.into_iter().max().unwrap_or_default();
+    Ok(Simulation { order, slots, transfers, makespan })
+}
+
+struct Simulator<'a> {
+    order: &'a ComputeOrder,
+    cost: &'a PipelineCost,
+    table: CostTable,
+    free: Vec<Nanos>,
+    slots: Vec<Vec<Slot>>,
+    transfers: Vec<Transfer>,
+    /// The wire of each stage's messages: ahead, back.
+    wire_of: Vec<[usize; 2]>,
+    /// When each wire, from a rank to a rank, is free.
+    wires: Vec<Nanos>,
+}
+
+impl<'a> Simulator<'a> {
+    fn new(order: &'a ComputeOrder, cost: &'a PipelineCost) -> Self {
+        let placement = order.placement();
+        let mut numbers: BTreeMap<(Rank, Rank), usize> = BTreeMap::new();
+        let mut wire = |from: StageId, to: Option<StageId>| {
+            let pair = to.map(|to| (placement.rank(from), placement.rank(to)));
+            let next = numbers.len();
+            pair.map_or(0, |pair| *numbers.entry(pair).or_insert(next))
+        };
+        let wire_of = (0..placement.stages())
+            .map(StageId)
+            .map(|stage| [wire(stage, placement.next(stage)), wire(stage, placement.previous(stage))])
+            .collect();
+        Self {
+            order,
+            cost,
+            table: cost.table(order),
+            free: vec![Nanos::ZERO; placement.ranks() as usize],
+            slots: order.lists().iter().map(|list| Vec::with_capacity(list.len())).collect(),
+            transfers: Vec::new(),
+            wire_of,
+            wires: vec![Nanos::ZERO; numbers.len().max(1)],
+        }
+    }
+}
+
+impl Clock for Simulator<'_> {
+    fn run(&mut self, rank: Rank, _: usize, op: Op, ready: Nanos) -> Nanos {
+        let free = &mut self.free[rank.index()];
+        let start = ready.max(*free);
+        let end = start.saturating_add(self.table.time(op));
+        *free = end;
+        self.slots[rank.index()].push(Slot { start, end });
+        end
+    }
+
+    fn deliver(&mut self, action: Action, to: StageId, at: Nanos) -> Nanos {
+        let boundary = self.cost.boundary(action.stage, action.kind);
+        let bytes = boundary.bytes(action.kind);
+        if bytes.0 == 0 {
+            return at.saturating_add(boundary.link.latency);
+        }
+        // A slice is its part of the message, its bytes rounded up.
+        let bytes = Bytes(bytes.0.div_ceil(u64::from(self.order.slices())));
+        let way = usize::from(action.kind != ComputeKind::Forward);
+        let wire = &mut self.wires[self.wire_of[action.stage.index()][way]];
+        let start = at.max(*wire);
+        let end = start.saturating_add(boundary.link.bandwidth.transfer(bytes));
+        *wire = end;
+        let placement = self.order.placement();
+        self.transfers.push(Transfer {
+            from: placement.rank(action.stage),
+            to: placement.rank(to),
+            action,
+            slot: Slot { start, end },
+            bytes,
+        });
+        end.saturating_add(boundary.link.latency)
+    }
+}
+
+impl Simulation<'_> {
+    /// What was simulated.
+    #[must_use]
+    pub const fn order(&self) -> &ComputeOrder {
+        self.order
+    }
+
+    /// When each op of a rank runs, as in its list.
+    #[must_use]
+    pub fn slots(&self, rank: Rank) -> &[Slot] {
+        &self.slots[rank.index()]
+    }
+
+    /// When the last rank is done.
+    #[must_use]
+    pub const fn makespan(&self) -> Nanos {
+        self.makespan
+    }
+
+    /// How long a rank computes.
+    #[must_use]
+    pub fn busy(&self, rank: Rank) -> Nanos {
+        self.slots(rank).iter().map(|s| s.end - s.start).sum()
+    }
+
+    /// How long a rank stands still within the makespan.
+    #[must_use]
+    pub fn bubble(&self, rank: Rank) -> Nanos {
+        self.makespan - self.busy(rank)
+    }
+
+    /// How long a rank stands still between its first op and its last: what remains of the bubble when the next step
+    /// starts as soon as the rank is done. Source: Qi et al. 2023.
+    #[must_use]
+    pub fn span_bubble(&self, rank: Rank) -> Nanos {
+        let slots = self.slots(rank);
+        match (slots.first(), slots.last()) {
+            (Some(first), Some(last)) => last.end - first.start - self.busy(rank),
+            _ => Nanos::ZERO,
+        }
+    }
+
+    /// The longest time from a rank's first op to its last: what a step takes when steps follow each other.
+    #[must_use]
+    pub fn span(&self) -> Nanos {
+        let span = |rank: &Vec<Slot>| Some(rank.last()?.end - rank.first()?.start);
+        self.slots.iter().filter_map(span).max().unwrap_or_default()
+    }
+
+    /// Part of all ranks' time within the makespan in which nobody computed, from 0 to 1.
+    #[must_use]
+    pub fn bubble_fraction(&self) -> f64 {
+        let ranks = self.slots.len() as u64;
+        let bubble: u64 = (0..ranks as u32).map(|rank| self.bubble(Rank(rank)).0).sum();
+        bubble as f64 / (self.makespan.0 * ranks).max(1) as f64
+    }
+
+    /// How long the wire from one rank to another is busy, for every pair that sends bytes.
+    #[must_use]
+    pub fn wires(&self) -> BTreeMap<(Rank, Rank), Nanos> {
+        let mut busy = BTreeMap::new();
+        for transfer in &self.transfers {
+            *busy.entry((transfer.from, transfer.to)).or_default() += transfer.slot.end - transfer.slot.start;
+        }
+        busy
+    }
+
+    /// Part of the makespan in which the busiest wire was busy, from 0 to 1.
+    #[must_use]
+    pub fn link_use(&self) -> f64 {
+        let busiest = self.wires().into_values().max().unwrap_or_default();
+        busiest.0 as f64 / self.makespan.0.max(1) as f64
+    }
+
+    /// The spans, to be drawn.
+    #[must_use]
+    pub fn timeline(&self) -> Timeline {
+        let mut spans = Vec::new();
+        for (rank, (list, slots)) in (0..).map(Rank).zip(self.order.lists().iter().zip(&self.slots)) {
+            for (op, slot) in list.iter().zip(slots) {
+                let action = op.actions().next().expect("an op has an action");
+                let kind =
+                    if matches!(op, Op::Overlap { .. }) { Kind::Overlapped } else { action.kind.into() };
+                let Slot { start, end } = *slot;
+                let (lane, part, sent) = (Lane::Compute, action.microbatch, Bytes(0));
+                spans.push(Span { rank, lane, kind, step: 0, part, op: Some(*op), start, end, sent });
+            }
+        }
+        for t in &self.transfers {
+            let forward = t.action.kind == ComputeKind::Forward;
+            let next = (t.from.0 + 1) % self.slots.len() as u32;
+            spans.push(Span {
+                rank: t.from,
+                lane: if t.to.0 == next { Lane::Next } else { Lane::Previous },
+                kind: if forward { Kind::SendActivation } else { Kind::SendGradient },
+                step: 0,
+                part: t.action.microbatch,
+                op: Some(Op::Run(t.action)),
+                start: t.slot.start,
+                end: t.slot.end,
+                sent: t.bytes,
+            });
+        }
+        spans.retain(|s| s.end > s.start);
+        spans.sort_by_key(|s| (s.rank, s.lane, s.start));
+        Timeline { ranks: self.slots.len() as u32, steps: 1, spans }
+    }
+}

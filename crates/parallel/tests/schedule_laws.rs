@@ -1,0 +1,171 @@
+//! What holds for every schedule at every size: who depends on whom is checked where an order is made.
+
+use farflung_base::{Nanos, Rank};
+use farflung_parallel::ParallelError;
+use farflung_parallel::pipeline::{
+    BackwardOrder, Boundary, ComputeOrder, Method, PipelineCost, Settings, StageCost, peaks, simulate,
+};
+use proptest::prelude::*;
+
+fn settings() -> impl Strategy<Value = (Method, Settings)> {
+    let sizes = (prop::sample::select(Method::ALL.to_vec()), 1_u32..10, 1_u32..24, 1_u32..5, 1_u16..4);
+    let costs = (1_u64..20, 1_u64..20, 1_u64..20, 0_u64..40, any::<bool>());
+    (sizes, costs, prop::option::of(1_u32..30)).prop_map(
+        |((method, p, m, v, slices), (f, i, w, hop, ascending), memory)| {
+            let cost = StageCost { forward: Nanos(f), input: Nanos(i), weight: Nanos(w), ..StageCost::UNIT };
+            let several = matches!(method, Method::Interleaved | Method::BreadthFirst);
+            let chunks = match method {
+                Method::Hanayo => Some(2 * v),
+                _ => several.then_some(v),
+            };
+            // A third of the sizes is what the methods that ask for something like.
+            let m = if m % 3 == 0 { p * (m / 3) } else { m };
+            let settings = Settings {
+                chunks,
+                slices,
+                backward: if ascending { BackwardOrder::Ascending } else { BackwardOrder::Descending },
+                cost: vec![cost],
+                hop: Nanos(hop),
+                memory,
+                ..Settings::new(p, m)
+            };
+            (method, settings)
+        },
+    )
+}
+
+/// The order, unless the method has said what it cannot do.
+fn admitted(method: Method, settings: &Settings) -> Option<ComputeOrder> {
+    let order = method.order(settings);
+    if let Err(error) = &order {
+        let refused = matches!(error, ParallelError::NotAdmitted { method: by, .. } if *by == method);
+        assert!(refused, "{method} {settings:?}: {error}");
+    }
+    order.ok()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(600))]
+
+    #[test]
+    fn every_order_is_whole_and_within_its_memory((method, settings) in settings()) {
+        let Some(order) = admitted(method, &settings) else { return Ok(()) };
+        for (rank, held) in peaks(&order).into_iter().enumerate() {
+            let bound = method.peak_bound(&settings, rank as u32);
+            prop_assert!(bound.is_some_and(|b| u64::from(held) <= b), "{method} rank {rank}: {held} of {bound:?}");
+        }
+        let text = order.to_string();
+        let read: ComputeOrder = text.parse().unwrap();
+        prop_assert_eq!(read.with_updates(order.updates()), order);
+    }
+
+    /// No order beats the work of a rank, or a microbatch's way through all stages and back.
+    #[test]
+    fn no_order_beats_its_bounds((method, settings) in settings()) {
+        let Some(order) = admitted(method, &settings) else { return Ok(()) };
+        let stage = settings.cost[0];
+        let cost = PipelineCost::uniform(&order, stage, Boundary::latency(settings.hop));
+        let simulation = simulate(&order, &cost).unwrap();
+        let depth = u64::from(order.placement().depth());
+        // A slice is through sooner than a whole microbatch.
+        let through = match order.slices() {
+            1 if order.is_forward_only() => depth * stage.forward.0,
+            1 => depth * (stage.forward + stage.input).0 + stage.weight.0,
+            _ => 0,
+        };
+        prop_assert!(simulation.makespan().0 >= through);
+        for rank in (0..order.placement().ranks()).map(Rank) {
+            let slots = simulation.slots(rank);
+            prop_assert!(slots.windows(2).all(|pair| pair[0].end <= pair[1].start));
+            prop_assert_eq!(simulation.busy(rank) + simulation.bubble(rank), simulation.makespan());
+            prop_assert!(simulation.span_bubble(rank) <= simulation.bubble(rank));
+        }
+    }
+
+    /// Bubbles that have a closed form have its value.
+    #[test]
+    fn bubbles_are_their_closed_forms(p in 1_u32..9, rounds in 2_u32..5, f in 1_u64..9, i in 1_u64..9, w in 1_u64..9) {
+        let m = 2 * p * rounds;
+        let stage = StageCost { forward: Nanos(f), input: Nanos(i), weight: Nanos(w), ..StageCost::UNIT };
+        let simulated = |method: Method, settings: &Settings, at: &dyn Fn(&ComputeOrder, &PipelineCost)| {
+            let order = method.order(settings).unwrap();
+            at(&order, &PipelineCost::uniform(&order, stage, Boundary::latency(Nanos::ZERO)));
+        };
+        let gap = u64::from(p - 1);
+        let work = f + i + w;
+        for (method, bubble) in [
+            (Method::GPipe, gap * work),
+            (Method::OneFOneB, gap * work),
+            (Method::TeraPipe, gap * work),
+            (Method::Interleaved, gap * work),
+            (Method::BreadthFirst, gap * work),
+            (Method::Inference, gap * f),
+        ] {
+            simulated(method, &Settings::new(p, m), &|order, cost| {
+                let simulation = simulate(order, cost).unwrap();
+                assert_eq!(simulation.bubble(Rank(0)), Nanos(bubble), "{method}");
+            });
+        }
+        for (method, weights) in [(Method::ZbH1, 1), (Method::ZbH2, 2)] {
+            simulated(method, &Settings::new(p, m), &|order, cost| {
+                let simulation = simulate(order, cost).unwrap();
+                let most = (0..p).map(|r| simulation.span_bubble(Rank(r)).0).max().unwrap();
+                let closed = (gap * (f + i)).saturating_sub(weights * gap * w);
+                // Exact while W fits what the others leave; never below.
+                if w <= i && w <= f && weights * w <= f + i {
+                    assert!(most >= closed, "{method}: {most} {closed}");
+                }
+                if f == i && i == w {
+                    assert_eq!(most, closed, "{method}");
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn what_a_method_cannot_do_is_refused_with_the_reason() {
+    let refused = |method: Method, settings: Settings| method.order(&settings).unwrap_err().to_string();
+    let at = Settings::new;
+    assert_eq!(
+        refused(Method::Interleaved, at(4, 6)),
+        "interleaved does not do 6 microbatches: it needs a multiple of the 4 stages"
+    );
+    assert!(refused(Method::ZbH2, at(4, 6)).contains("at least 7 for 4 stages"));
+    assert!(refused(Method::Chimera, at(3, 4)).contains("3 stages: it needs an even number"));
+    assert!(refused(Method::Chimera, at(4, 5)).contains("half go each way"));
+    assert!(refused(Method::DualPipe, at(4, 6)).contains("at least 8"));
+    assert!(refused(Method::DualPipeV, at(4, 7)).contains("at least 8"));
+    assert!(refused(Method::OneFOneB, at(0, 1)).contains("0 stages"));
+    assert!(refused(Method::OneFOneB, at(1, 0)).contains("0 microbatches"));
+    assert!(refused(Method::OneFOneB, Settings { chunks: Some(2), ..at(2, 2) }).contains("2 chunks"));
+    assert!(refused(Method::Hanayo, Settings { chunks: Some(3), ..at(2, 2) }).contains("two for each wave"));
+    assert!(refused(Method::ZbV, Settings { chunks: Some(1), ..at(2, 2) }).contains("1 chunks"));
+    assert!(refused(Method::ZbAuto, Settings { memory: Some(0), ..at(2, 2) }).contains("0 memory"));
+    assert!(refused(Method::TeraPipe, Settings { slices: 0, ..at(2, 2) }).contains("slices"));
+    assert!(refused(Method::OneFOneBSlope, Settings { slope: Some(0), ..at(2, 2) }).contains("0 mu"));
+    assert!(refused(Method::GPipe, at(1 << 20, 1 << 20)).contains("more than the"));
+    assert!(
+        refused(Method::ZbAuto, Settings { cost: vec![StageCost::UNIT; 3], ..at(2, 2) })
+            .contains("3 entries")
+    );
+    let unknown = "2f2b".parse::<Method>().unwrap_err().to_string();
+    assert!(unknown.contains("2f2b") && unknown.contains("zb-h1"), "{unknown}");
+}
+
+#[test]
+fn names_are_unique_and_read_back() {
+    for method in Method::ALL {
+        assert_eq!(method.name().parse(), Ok(method));
+        assert!(!method.summary().is_empty());
+    }
+}
+
+#[test]
+fn an_overlapped_pair_saves_what_the_cost_says() {
+    let order = Method::DualPipe.order(&Settings::new(4, 20)).unwrap();
+    let mut cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
+    let slow = simulate(&order, &cost).unwrap().makespan();
+    cost.overlap_percent = 100;
+    assert!(simulate(&order, &cost).unwrap().makespan() < slow);
+}
