@@ -3,7 +3,7 @@
 use farflung_base::{Bytes, Rank};
 
 use crate::Axis;
-use crate::pipeline::{Action, Method, Op};
+use crate::pipeline::{Action, Lowered, Method};
 
 /// Every way in which a mesh, a topology file, a shape or a plan is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -226,6 +226,16 @@ pub enum ParallelError {
         /// What is wrong.
         problem: &'static str,
     },
+    /// An entry of a lowered list that cannot be where it is.
+    #[error("{rank} has {entry}: {problem}")]
+    Schedule {
+        /// In whose list.
+        rank: Rank,
+        /// The entry, or the one that is missing.
+        entry: Lowered,
+        /// What is wrong.
+        problem: &'static str,
+    },
     /// An action that a schedule lacks.
     #[error("{action} is missing")]
     Missing {
@@ -246,7 +256,7 @@ pub enum ParallelError {
     #[error("nobody can go on: {}", waiting_list(waiting))]
     Deadlock {
         /// Where each rank that is not done stands.
-        waiting: Vec<(Rank, Op)>,
+        waiting: Vec<(Rank, Lowered)>,
     },
     /// Tokens that cannot be cut into slices of whole grains.
     #[error("{tokens} tokens are not up to 4096 slices of {grain}")]
@@ -275,7 +285,7 @@ pub enum ParallelError {
 }
 
 /// The first few of those that wait.
-fn waiting_list(waiting: &[(Rank, Op)]) -> String {
+fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
     let mut text: Vec<String> =
         waiting.iter().take(4).map(|(rank, op)| format!("{rank} waits at {op}")).collect();
     if waiting.len() > text.len() {

@@ -6,18 +6,24 @@
 mod action;
 mod cost;
 mod flow;
+mod lower;
+mod lowered;
 mod memory;
 mod method;
 mod order;
 mod placement;
+mod schedule;
 mod simulate;
 mod updates;
 
 pub use action::{Action, ComputeKind, Op};
 pub use cost::{Boundary, PipelineCost, StageCost, StageMemory};
+pub use lower::Lowering;
+pub use lowered::{Content, Lowered, LoweredKind, Message, Way};
 pub use memory::{peak_bytes, peaks};
 pub use method::{BackwardOrder, Method, Settings, Slicing, slice_tokens, slope};
 pub use order::ComputeOrder;
 pub use placement::Placement;
+pub use schedule::Schedule;
 pub use simulate::{Simulation, Slot, simulate};
 pub use updates::{Updates, VersionSync};

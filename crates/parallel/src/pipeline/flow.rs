@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use farflung_base::{Nanos, Rank, StageId};
 
-use super::{Action, ComputeKind, ComputeOrder, Op};
+use super::{Action, ComputeKind, ComputeOrder, Lowered, Op};
 use crate::ParallelError;
 
 /// What a walk over an order asks of time.
@@ -62,8 +62,9 @@ pub(super) fn flow(order: &ComputeOrder, clock: &mut impl Clock) -> Result<(), P
             }
         }
     }
-    let waiting: Vec<(Rank, Op)> =
-        (0..ranks).filter_map(|rank| Some((Rank(rank as u32), *order.lists[rank].get(at[rank])?))).collect();
+    let stands_at = |rank: usize| order.lists[rank].get(at[rank]).map(|&op| Lowered::Compute(op));
+    let waiting: Vec<(Rank, Lowered)> =
+        (0..ranks).filter_map(|rank| Some((Rank(rank as u32), stands_at(rank)?))).collect();
     if waiting.is_empty() { Ok(()) } else { Err(ParallelError::Deadlock { waiting }) }
 }
 

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use farflung_base::{Rank, StageId};
 
 use super::flow::{Timeless, flow};
-use super::{Action, ComputeKind, Op, Placement, Updates};
+use super::{Action, ComputeKind, Content, Message, Op, Placement, Updates};
 use crate::ParallelError;
 
 /// What every rank computes, in which order.
@@ -152,6 +152,13 @@ impl ComputeOrder {
     pub(super) fn cell(&self, action: Action) -> usize {
         let microbatch = action.stage.index() * self.microbatches as usize + action.microbatch as usize;
         microbatch * usize::from(self.slices) + usize::from(action.slice)
+    }
+
+    /// The position of a message among twice [`ComputeOrder::cells`].
+    pub(super) fn slot(&self, message: Message) -> usize {
+        let Message { from: stage, content, microbatch, slice } = message;
+        let cell = self.cell(Action { stage, microbatch, slice, kind: ComputeKind::Forward });
+        if content == Content::Activation { cell } else { self.cells() + cell }
     }
 
     /// Notes an action of `rank`, if it may come now.
