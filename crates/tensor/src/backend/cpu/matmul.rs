@@ -41,6 +41,11 @@ impl Epilogue for BiasAdd<'_> {
             *c = *c + b + r;
         }
     }
+
+    #[inline(always)]
+    fn beside(&self, row: usize, col: usize) -> Option<*const f32> {
+        Some(self.residual.as_ptr().wrapping_add(row * self.cols + col))
+    }
 }
 
 struct Times<'a> {
@@ -55,6 +60,11 @@ impl Epilogue for Times<'_> {
         for (c, factor) in c.iter_mut().zip(factor) {
             *c *= factor;
         }
+    }
+
+    #[inline(always)]
+    fn beside(&self, row: usize, col: usize) -> Option<*const f32> {
+        Some(self.factor.as_ptr().wrapping_add(row * self.cols + col))
     }
 }
 
@@ -93,6 +103,11 @@ impl Epilogue for BiasGeluSlope<'_> {
         for ((c, b), slope) in c.iter_mut().zip(&self.bias[col..]).zip(slope) {
             (*c, *slope) = vmath::gelu::<L>(*c + b);
         }
+    }
+
+    #[inline(always)]
+    fn beside(&self, row: usize, col: usize) -> Option<*const f32> {
+        Some(self.slope.wrapping_add(row * self.cols + col))
     }
 }
 

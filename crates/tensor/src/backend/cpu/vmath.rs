@@ -2,6 +2,8 @@
 //! It refuses to know about slices; the loops are the caller's (inside [`super::simd::simd`]).
 #![expect(clippy::inline_always, reason = "the loop around a call is vectorised only if the call is inlined")]
 
+use std::f32::consts::{LN_2, LOG2_E};
+
 use super::simd::Level;
 
 /// 1.5 * 2^23: adding it to a float below 2^22 leaves the nearest integer in the low bits of the sum.
@@ -14,7 +16,7 @@ const LN2_LO: f32 = -2.121_944_4e-4;
 /// Source: the coefficients of Cephes' `expf`.
 #[inline(always)]
 fn reduce<L: Level>(x: f32) -> (i32, f32) {
-    let t = L::mul_add(x, std::f32::consts::LOG2_E, ROUND);
+    let t = L::mul_add(x, LOG2_E, ROUND);
     let n = t - ROUND;
     let r = L::mul_add(n, -LN2_LO, L::mul_add(n, -LN2_HI, x));
     let p = L::mul_add(r, 1.987_569_1e-4, 1.398_199_9e-3);
@@ -46,21 +48,37 @@ pub(crate) fn exp<L: Level>(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn gelu<L: Level>(x: f32) -> (f32, f32) {
     /// 2 sqrt(2 / pi), and 0.044715 times that.
-    const LINEAR: f32 = 1.595_769_1;
+    const LINEAR: f32 = 1.595_769;
     const CUBIC: f32 = 0.071_354_814;
-    /// Beyond it the sigmoid is 0 or 1, and `e^-y` is still a normal number.
-    const MAX: f32 = 87.0;
+    /// Beyond it the sigmoid is 0 or 1, and 2 to this power is still a normal number.
+    const MAX: f32 = 126.0;
     let square = x * x;
-    let y = -x * L::mul_add(CUBIC, square, LINEAR);
+    // The exponent of `e^-y = 2^z`.
+    let z = -x * L::mul_add(CUBIC * LOG2_E, square, LINEAR * LOG2_E);
     // Not `clamp`, whose choice for NaN the vectoriser would have to keep with two instructions more.
-    let y = if y > MAX { MAX } else { y };
-    let y = if y < -MAX { -MAX } else { y };
-    let (n, p) = reduce::<L>(y);
-    let e = f32::from_bits((1.0 + p).to_bits().wrapping_add((n << 23).cast_unsigned()));
+    let z = if z > MAX { MAX } else { z };
+    let z = if z < -MAX { -MAX } else { z };
+    let e = exp2::<L>(z);
     let s = 1.0 / (1.0 + e);
     let value = x * s;
     let inner = L::mul_add(3.0 * CUBIC, square, LINEAR);
     (value, s * L::mul_add(value * e, inner, 1.0))
+}
+
+/// `2^x` for `|x| <= 126` within 2 ulp; anything for another `x`, but NaN for NaN. Its two halves of a polynomial (the
+/// Taylor series, whose remainder is 2e-8 where `|r| <= 1/2`) are computed side by side.
+#[inline(always)]
+fn exp2<L: Level>(x: f32) -> f32 {
+    const TAYLOR: [f32; 7] =
+        [1.0, LN_2, 0.240_226_5, 0.055_504_11, 0.009_618_129, 0.001_333_355_8, 0.000_154_035_3];
+    let t = x + ROUND;
+    let r = x - (t - ROUND);
+    let square = r * r;
+    let low = L::mul_add(r, TAYLOR[1], TAYLOR[0]);
+    let middle = L::mul_add(r, TAYLOR[3], TAYLOR[2]);
+    let high = L::mul_add(square, TAYLOR[6], L::mul_add(r, TAYLOR[5], TAYLOR[4]));
+    let p = L::mul_add(square, L::mul_add(square, high, middle), low);
+    f32::from_bits(p.to_bits().wrapping_add(t.to_bits() << 23))
 }
 
 #[cfg(test)]

@@ -103,6 +103,13 @@ pub(crate) trait Epilogue: Sync {
     /// Called once for each element, in segments of a row: `c[0]` is the element (`row`, `col`). Runs inside the
     /// function that enables the CPU's vectors: mark it `#[inline(always)]` and its loops use them.
     fn row<L: simd::Level>(&self, row: usize, col: usize, c: &mut [f32]);
+
+    /// Where the element (`row`, `col`) of another matrix lies that [`Epilogue::row`] will read or write there: it is
+    /// fetched while the products are computed.
+    #[inline(always)]
+    fn beside(&self, _row: usize, _col: usize) -> Option<*const f32> {
+        None
+    }
 }
 
 /// Leaves C as it is.

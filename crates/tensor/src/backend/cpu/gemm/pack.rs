@@ -55,10 +55,11 @@ unsafe fn pack_across<I: Isa>(block: Block, width: usize, dst: *mut f32) {
     }
 }
 
-/// Lanes are contiguous: copies. Some k at a time over all panels, so that what is read is read in long rows.
+/// Lanes are contiguous: copies. Some k at a time over all panels, so that what is read is read in long rows, but no
+/// more than fit the ways of the first-level cache where rows lie a power of two apart.
 #[inline(always)]
 unsafe fn pack_along(block: Block, width: usize, dst: *mut f32) {
-    const STRIP: usize = 16;
+    const STRIP: usize = 4;
     for strip in (0..block.k).step_by(STRIP) {
         let end = (strip + STRIP).min(block.k);
         for (p, lane) in (0..block.lanes).step_by(width).enumerate() {

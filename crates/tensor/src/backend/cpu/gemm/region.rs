@@ -1,7 +1,9 @@
-//! One thread's part of a product: a rectangle of C over all of k, in blocks that fit the caches.
+//! One thread's part of a product: a rectangle of C over all of k, in blocks that fit the caches. It refuses to know
+//! threads.
 //!
-//! A block of B's panel stays in the first-level cache while a block of A passes by it from the second. It refuses to
-//! know threads.
+//! A large product keeps a panel of B in the first-level cache while a block of A passes by it from the second. Where
+//! all of B fits the second-level cache, a few rows of A meet all of it before the next: rows of C are then finished in
+//! the order of memory, and the epilogue sees them whole.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -17,6 +19,8 @@ const K_BLOCK: usize = 384;
 const A_BLOCK: usize = 96 * 1024;
 /// Columns whose packed panels are kept while several blocks of A pass by.
 const N_BLOCK: usize = 768;
+/// Elements of B that stay in the second-level cache, or nearly so, while rows of A pass by.
+const B_BLOCK: usize = 144 * 1024;
 /// Up to this many columns, rows of A that are contiguous are read in place: packing would not pay.
 const IN_PLACE_COLUMNS: usize = 256;
 
@@ -54,6 +58,9 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
 ) {
     if p.k == 0 {
         return finish_empty::<I, E>(p, rows, columns, epilogue);
+    }
+    if p.a_strides.1 == 1 && columns.len().saturating_mul(p.k) <= B_BLOCK {
+        return by_rows::<I, E>(p, rows, columns, epilogue);
     }
     // The blocks of k depend on k alone: they are part of the order of a sum.
     let k_block = even_block(p.k, K_BLOCK, BLOCK);
@@ -123,6 +130,9 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                             a_packed.add((i - m0) * k)
                         };
                         tile.c = p.c.add(i * p.c_stride + j);
+                        if last {
+                            fetch_beside::<I, E>(tile_rows, p.first_row + i, j, epilogue);
+                        }
                         kernel(&tile);
                         if last {
                             finish::<I, E>(&tile, tile_rows, p.first_row + i, j, epilogue);
@@ -133,6 +143,61 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
         }
     }
     scratch.put_back();
+}
+
+/// The product where all of B fits the second-level cache and rows of A are contiguous.
+#[inline(always)]
+unsafe fn by_rows<I: Isa, E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
+    let k_block = even_block(p.k, K_BLOCK, BLOCK);
+    let width = columns.len().next_multiple_of(I::NR);
+    let mut scratch = Scratch::take(width * p.k + BLOCK);
+    let b_packed = scratch.lines.as_mut_ptr().cast::<f32>();
+    let (k_stride, lane_stride) = p.b_strides;
+    for k0 in (0..p.k).step_by(k_block) {
+        let at = p.b.add(k0 * k_stride + columns.start * lane_stride);
+        let block = Block { at, lane_stride, k_stride, lanes: columns.len(), k: (p.k - k0).min(k_block) };
+        pack::<I>(block, I::NR, b_packed.add(width * k0));
+    }
+    for i in rows.clone().step_by(I::MR) {
+        let tile_rows = (rows.end - i).min(I::MR);
+        for k0 in (0..p.k).step_by(k_block) {
+            let k = (p.k - k0).min(k_block);
+            for (panel, j) in columns.clone().step_by(I::NR).enumerate() {
+                let tile = Tile {
+                    k,
+                    a: p.a.add(i * p.a_strides.0 + k0),
+                    a_stride: p.a_strides.0,
+                    b: b_packed.add(width * k0 + panel * I::NR * k),
+                    c: p.c.add(i * p.c_stride + j),
+                    c_stride: p.c_stride,
+                    columns: (columns.end - j).min(I::NR),
+                    accumulate: p.accumulate || k0 > 0,
+                };
+                if k0 + k == p.k {
+                    fetch_beside::<I, E>(tile_rows, p.first_row + i, j, epilogue);
+                }
+                I::kernel(tile_rows, tile.columns.div_ceil(I::LANES), false)(&tile);
+            }
+        }
+        for row in i..i + tile_rows {
+            let c = p.c.add(row * p.c_stride + columns.start);
+            let c = std::slice::from_raw_parts_mut(c, columns.len());
+            epilogue.row::<I::Level>(p.first_row + row, columns.start, c);
+        }
+    }
+    scratch.put_back();
+}
+
+/// Asks for what the epilogue will touch beside the rows of a tile: the cache lines of its first and last column.
+#[inline(always)]
+unsafe fn fetch_beside<I: Isa, E: Epilogue>(rows: usize, row: usize, column: usize, epilogue: &E) {
+    for i in 0..rows {
+        for column in [column, column + I::NR - 1] {
+            if let Some(at) = epilogue.beside(row + i, column) {
+                I::prefetch(at);
+            }
+        }
+    }
 }
 
 /// Calls the epilogue for the rows of a tile whose sums are complete.

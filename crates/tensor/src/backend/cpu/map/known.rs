@@ -38,10 +38,9 @@ impl Known {
             let all = [(false, false), (false, true), (true, false), (true, true)];
             all.into_iter().filter_map(|(clips, decays)| Some((decays, adamw(clips, decays)?))).collect()
         });
-        let found = patterns.iter().find_map(|(decays, pattern)| {
+        patterns.iter().find_map(|(decays, pattern)| {
             Some(Self { decays: *decays, parameters: Match::new(pattern, program, scalars).whole()? })
-        });
-        found
+        })
     }
 
     pub(super) fn run(&self, isa: Isa, reads: &[&[f32]], [p, m, v]: [&mut [f32]; 3]) {
@@ -219,7 +218,7 @@ mod tests {
             2 => f32::INFINITY,
             3 => f32::NAN,
             4 => f32::MIN_POSITIVE / 4.0,
-            n => (n as f32 - 7.5) * 10.0_f32.powi((i % 9) as i32 - 5),
+            n => (n as f32 - 7.5) * [1e-5, 0.03, 1.0, 700.0, 1e4][i % 5],
         };
         let column = |k: usize| -> Vec<f32> { (0..1000).map(|i| value(i, k)).collect() };
         for (clips, decays) in [(false, false), (false, true), (true, false), (true, true)] {
