@@ -1,22 +1,21 @@
-//! A group of ranks over a transport, and the calls that users make. It knows no network.
+//! A group of ranks over a transport: what its calls have in common. It knows no network.
 
-use std::marker::PhantomData;
+mod collectives;
+mod messages;
+
+pub use collectives::shift_one;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 
-use farflung_base::{Bytes, Link, Nanos, PeerId, Pending, Rank, Topology};
+use farflung_base::{Link, Nanos, PeerId, Pending, Rank, Topology};
 
-use crate::coded::{Coded, CodedReduce, Coder};
-use crate::cost::{Algorithm, cost};
-use crate::element::{Element, ReduceOp};
-use crate::interpret::{Interpreter, Progress};
-use crate::message::{Exchange, Incoming, Outgoing, RecvMessage, SendMessage};
-use crate::ring::{ring_all_gather, ring_reduce_scatter};
-use crate::steps::{Program, cut};
+use crate::algorithm::Algorithm;
+use crate::plans::Plans;
+use crate::steps::cut;
 use crate::transport::{Channel, Port, Slot, Stats, Tag, Task, Transport, get, pending, put};
-use crate::tree::{binomial_broadcast, chain_broadcast, dissemination_barrier};
 use crate::{CommError, Frame};
 
 /// An operation without its frame: deadline, failure and result are the [`Guard`]'s.
@@ -114,8 +113,7 @@ pub struct Communicator {
     transport: Arc<dyn Transport>,
     group: Arc<Group>,
     deadline: Nanos,
-    algorithm: Algorithm,
-    topology: Arc<Topology>,
+    plans: Arc<Plans>,
 }
 
 impl Communicator {
@@ -138,8 +136,7 @@ impl Communicator {
                 failed: Mutex::default(),
             }),
             deadline: Nanos::from_millis(60_000),
-            algorithm: Algorithm::default(),
-            topology: Arc::new(Topology::uniform(size, link)),
+            plans: Arc::new(Plans::new(Rank(me as u32), Algorithm::default(), Topology::uniform(size, link))),
         }
     }
 
@@ -152,10 +149,11 @@ impl Communicator {
     /// The same communicator with another all-reduce. All ranks must choose alike.
     #[must_use]
     pub fn with_algorithm(self, algorithm: Algorithm) -> Self {
-        Self { algorithm, ..self }
+        let plans = Plans::new(self.rank(), algorithm, self.plans.topology().clone());
+        Self { plans: Arc::new(plans), ..self }
     }
 
-    /// The same communicator with declared links, of which [`Algorithm::Auto`] and broadcast make their choice. All
+    /// The same communicator with declared links, of which [`Algorithm::Auto`], broadcast and reduce make their choice. All
     /// ranks must declare alike.
     ///
     /// # Errors
@@ -165,7 +163,8 @@ impl Communicator {
             let (got, want) = (topology.size(), self.size());
             return Err(CommError::Argument { op: "communicator", what: "topology size", got, want });
         }
-        Ok(Self { topology: Arc::new(topology), ..self })
+        let plans = Plans::new(self.rank(), self.plans.algorithm(), topology);
+        Ok(Self { plans: Arc::new(plans), ..self })
     }
 
     /// This rank.
@@ -216,10 +215,10 @@ impl Communicator {
         }
     }
 
-    /// The tag of the next collective.
-    fn next_tag(&self) -> Result<Tag, CommError> {
+    /// The tag of the next collective, and `lanes - 1` after it.
+    fn next_tags(&self, lanes: usize) -> Result<Tag, CommError> {
         self.check()?;
-        let number = self.group.next.fetch_add(1, Ordering::Relaxed);
+        let number = self.group.next.fetch_add(lanes as u32, Ordering::Relaxed);
         Ok(Tag { context: self.group.context, channel: Channel::Collective, number })
     }
 
@@ -252,252 +251,6 @@ impl Communicator {
         pending(self.transport.spawn(Box::new(guard)), slot)
     }
 
-    fn interpreter<T: Element, S: AsRef<[T]>>(
-        &self,
-        name: &'static str,
-        program: Program,
-        data: S,
-        op: ReduceOp,
-    ) -> Result<Interpreter<T, S>, CommError> {
-        T::supports(op, name)?;
-        let len = data.as_ref().len();
-        let facts = [&[T::CODE, op as u8][..], &(program.blocks as u64).to_le_bytes()];
-        Ok(Interpreter {
-            name,
-            check: check_word(name, len, &facts.concat()),
-            tag: self.next_tag()?,
-            program,
-            data,
-            op,
-            members: Arc::clone(&self.group.members),
-            cursor: 0,
-            sent: Progress::default(),
-            received: Progress::default(),
-            element: PhantomData,
-        })
-    }
-
-    fn in_place<T: Element>(
-        &self,
-        name: &'static str,
-        program: Program,
-        data: &mut [T],
-        op: ReduceOp,
-    ) -> Result<(), CommError> {
-        let bytes = size_of_val(data);
-        let _span = tracing::debug_span!("collective", op = name, bytes, rank = self.group.me).entered();
-        let body = self.interpreter(name, program, &mut *data, op)?;
-        let result = self.run(name, body, true).map(|_| ());
-        if result.is_err() {
-            data.fill(T::INVALID);
-        }
-        result
-    }
-
-    fn owned<T: Element>(
-        &self,
-        name: &'static str,
-        program: Program,
-        data: Vec<T>,
-        op: ReduceOp,
-    ) -> Pending<Result<Vec<T>, CommError>> {
-        tracing::debug!(op = name, bytes = size_of_val(&data[..]), rank = self.group.me, "started");
-        match self.interpreter::<T, Vec<T>>(name, program, data, op) {
-            Ok(body) => self.start(name, body, true),
-            Err(e) => Pending::ready(Err(e)),
-        }
-    }
-
-    /// The all-reduce that this communicator uses for a buffer of `bytes`.
-    #[must_use]
-    pub fn algorithm(&self, bytes: Bytes) -> Algorithm {
-        self.algorithm.resolve(bytes, &self.topology)
-    }
-
-    fn all_reduce_program<T>(&self, data: &[T]) -> Program {
-        self.algorithm(Bytes(size_of_val(data) as u64)).program(self.rank(), self.size())
-    }
-
-    /// Reduces `data` over all ranks, in place; every rank ends with the same bits.
-    pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        self.in_place("all_reduce", self.all_reduce_program(data), data, op)
-    }
-
-    /// Starts an all-reduce, which goes on while the caller computes.
-    pub fn start_all_reduce<T: Element>(
-        &self,
-        data: Vec<T>,
-        op: ReduceOp,
-    ) -> Pending<Result<Vec<T>, CommError>> {
-        self.owned("all_reduce", self.all_reduce_program(&data), data, op)
-    }
-
-    /// Reduces over all ranks so that the own [shard](Self::shard), which is returned, holds the result. The rest of
-    /// `data` is spoilt.
-    pub fn reduce_scatter<T: Element>(
-        &self,
-        data: &mut [T],
-        op: ReduceOp,
-    ) -> Result<Range<usize>, CommError> {
-        let program = ring_reduce_scatter(self.rank(), self.size());
-        self.in_place("reduce_scatter", program, data, op)?;
-        Ok(self.shard(data.len()))
-    }
-
-    /// Starts a [`Communicator::reduce_scatter`].
-    pub fn start_reduce_scatter<T: Element>(
-        &self,
-        data: Vec<T>,
-        op: ReduceOp,
-    ) -> Pending<Result<Vec<T>, CommError>> {
-        self.owned("reduce_scatter", ring_reduce_scatter(self.rank(), self.size()), data, op)
-    }
-
-    /// Fills `data` with every rank's [shard](Self::shard); the own one is the input.
-    pub fn all_gather<T: Element>(&self, data: &mut [T]) -> Result<(), CommError> {
-        self.in_place("all_gather", ring_all_gather(self.rank(), self.size()), data, ReduceOp::Sum)
-    }
-
-    /// Starts a [`Communicator::all_gather`].
-    pub fn start_all_gather<T: Element>(&self, data: Vec<T>) -> Pending<Result<Vec<T>, CommError>> {
-        self.owned("all_gather", ring_all_gather(self.rank(), self.size()), data, ReduceOp::Sum)
-    }
-
-    /// Overwrites `data` with the root's: by a tree or a chain, whichever the declared topology makes cheaper.
-    pub fn broadcast<T: Element>(&self, data: &mut [T], root: Rank) -> Result<(), CommError> {
-        let n = self.size();
-        if root.index() >= n {
-            return Err(CommError::Argument { op: "broadcast", what: "root", got: root.index(), want: n });
-        }
-        let bytes = Bytes(size_of_val(data) as u64);
-        let price = |program: &dyn Fn(Rank) -> Program| {
-            let programs: Vec<_> = (0..n as u32).map(|rank| program(Rank(rank))).collect();
-            cost(&programs, bytes, &self.topology)
-        };
-        let mut best = (price(&|rank| binomial_broadcast(rank, n, root)), None);
-        for blocks in [4, 16, 64] {
-            // A block is worth a message of its own only from a few pages on.
-            if bytes.0 / blocks as u64 >= 16 * 1024 {
-                best = best.min((price(&|rank| chain_broadcast(rank, n, root, blocks)), Some(blocks)));
-            }
-        }
-        let program = match best.1 {
-            None => binomial_broadcast(self.rank(), n, root),
-            Some(blocks) => chain_broadcast(self.rank(), n, root, blocks),
-        };
-        self.in_place("broadcast", program, data, ReduceOp::Sum)
-    }
-
-    /// Returns when every rank has called it.
-    pub fn barrier(&self) -> Result<(), CommError> {
-        let program = dissemination_barrier(self.rank(), self.size());
-        self.in_place::<f32>("barrier", program, &mut [], ReduceOp::Sum)
-    }
-
-    fn exchange(&self, name: &'static str, out: Vec<Arc<Vec<u8>>>) -> Result<Exchange, CommError> {
-        if out.len() != self.size() {
-            let (got, want) = (out.len(), self.size());
-            return Err(CommError::Argument { op: name, what: "number of messages", got, want });
-        }
-        let tag = self.next_tag()?;
-        let members = Arc::clone(&self.group.members);
-        Ok(Exchange::new(name, self.group.me, members, tag, check_word(name, 0, &[]), out))
-    }
-
-    /// The same message for every rank.
-    fn to_all(&self, bytes: Vec<u8>) -> Vec<Arc<Vec<u8>>> {
-        let bytes = Arc::new(bytes);
-        (0..self.size()).map(|_| Arc::clone(&bytes)).collect()
-    }
-
-    /// Everyone's bytes, of any lengths, in rank order.
-    pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
-        const NAME: &str = "all_gather_bytes";
-        self.run(NAME, self.exchange(NAME, self.to_all(bytes))?, true)
-    }
-
-    /// Starts a [`Communicator::all_gather_bytes`].
-    pub fn start_all_gather_bytes(&self, bytes: Vec<u8>) -> Pending<Result<Vec<Vec<u8>>, CommError>> {
-        const NAME: &str = "all_gather_bytes";
-        match self.exchange(NAME, self.to_all(bytes)) {
-            Ok(body) => self.start(NAME, body, true),
-            Err(e) => Pending::ready(Err(e)),
-        }
-    }
-
-    /// Sends `out[j]` to rank `j` and returns what the ranks sent here, in their order.
-    pub fn all_to_all_bytes(&self, out: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, CommError> {
-        const NAME: &str = "all_to_all_bytes";
-        let out = out.into_iter().map(Arc::new).collect();
-        self.run(NAME, self.exchange(NAME, out)?, true)
-    }
-
-    /// Starts an all-reduce that travels as `coder`'s bytes; gives the coder back with the result. A sum or a mean.
-    pub fn start_all_reduce_coded(
-        &self,
-        data: Vec<f32>,
-        op: ReduceOp,
-        coder: Box<dyn Coder>,
-    ) -> Pending<Result<Coded, CommError>> {
-        const NAME: &str = "all_reduce_coded";
-        if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
-            return Pending::ready(Err(CommError::Unsupported { op: NAME, element: "coded f32" }));
-        }
-        let tag = match self.next_tag() {
-            Ok(tag) => tag,
-            Err(e) => return Pending::ready(Err(e)),
-        };
-        let check = check_word(NAME, data.len(), &[op as u8]);
-        let members = Arc::clone(&self.group.members);
-        let body = CodedReduce::new(NAME, data, op, coder, self.group.me, members, tag, check);
-        self.start(NAME, body, true)
-    }
-
-    fn member(&self, op: &'static str, rank: Rank) -> Result<PeerId, CommError> {
-        let members = &self.group.members;
-        let argument = CommError::Argument { op, what: "rank", got: rank.index(), want: members.len() };
-        members.get(rank.index()).copied().ok_or(argument)
-    }
-
-    fn outgoing(&self, to: Rank, tag: u32, data: Vec<u8>) -> Result<SendMessage, CommError> {
-        let to = self.member("send", to)?;
-        let tag = Tag::user(self.group.context, tag);
-        Ok(SendMessage { to, tag, out: Outgoing::new(Arc::new(data)) })
-    }
-
-    fn incoming(&self, from: Rank, tag: u32) -> Result<RecvMessage, CommError> {
-        let from = self.member("recv", from)?;
-        let tag = Tag::user(self.group.context, tag);
-        Ok(RecvMessage { from, tag, incoming: Incoming::default() })
-    }
-
-    /// Sends bytes to a rank; returns when the network has taken them. Messages neither poison a communicator nor mind
-    /// that it is poisoned.
-    pub fn send(&self, to: Rank, tag: u32, data: &[u8]) -> Result<(), CommError> {
-        self.run("send", self.outgoing(to, tag, data.to_vec())?, false)
-    }
-
-    /// Starts to send bytes to a rank.
-    pub fn start_send(&self, to: Rank, tag: u32, data: Vec<u8>) -> Pending<Result<(), CommError>> {
-        match self.outgoing(to, tag, data) {
-            Ok(body) => self.start("send", body, false),
-            Err(e) => Pending::ready(Err(e)),
-        }
-    }
-
-    /// Receives bytes from a rank. One receive at a time of each rank and tag.
-    pub fn recv(&self, from: Rank, tag: u32) -> Result<Vec<u8>, CommError> {
-        self.run("recv", self.incoming(from, tag)?, false)
-    }
-
-    /// Starts to receive bytes from a rank.
-    pub fn start_recv(&self, from: Rank, tag: u32) -> Pending<Result<Vec<u8>, CommError>> {
-        match self.incoming(from, tag) {
-            Ok(body) => self.start("recv", body, false),
-            Err(e) => Pending::ready(Err(e)),
-        }
-    }
-
     /// Ranks with the same color make a communicator of their own, in the order of their keys. A collective.
     pub fn split(&self, color: u32, key: u32) -> Result<Self, CommError> {
         let mut mine = color.to_le_bytes().to_vec();
@@ -517,17 +270,19 @@ impl Communicator {
         let me =
             same.iter().position(|&(_, rank)| rank == self.group.me).expect("its own color is among them");
         let members = same.iter().map(|&(_, rank)| self.group.members[rank]).collect();
+        let declared = self.plans.topology();
         let mut topology = Topology::uniform(same.len(), Link::FREE);
         for (i, &(_, a)) in same.iter().enumerate() {
-            topology.set_port(Rank(i as u32), self.topology.port(Rank(a as u32)));
+            topology.set_port(Rank(i as u32), declared.port(Rank(a as u32)));
             for (j, &(_, b)) in same.iter().enumerate() {
-                let link = self.topology.link(Rank(a as u32), Rank(b as u32));
+                let link = declared.link(Rank(a as u32), Rank(b as u32));
                 topology.set_link(Rank(i as u32), Rank(j as u32), link);
             }
         }
+        let plans = Plans::new(Rank(me as u32), self.plans.algorithm(), topology);
         let context = mix(mix(mix(self.group.context, 1), u64::from(epoch)), u64::from(color));
         let group = Group { context, me, members, next: AtomicU32::new(0), failed: Mutex::default() };
-        Ok(Self { group: Arc::new(group), topology: Arc::new(topology), ..self.clone() })
+        Ok(Self { group: Arc::new(group), plans: Arc::new(plans), ..self.clone() })
     }
 }
 

@@ -4,57 +4,21 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::ops::Range;
 
 use farflung_base::{Bytes, Nanos, Rank, Topology};
 
-use crate::halving_doubling::halving_doubling;
-use crate::ring::ring;
-use crate::steps::{Program, cut};
+use crate::FRAME_BYTES;
+use crate::steps::Program;
 
-/// Which all-reduce.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum Algorithm {
-    /// [`ring`].
-    #[default]
-    Ring,
-    /// [`halving_doubling`].
-    HalvingDoubling,
-    /// The cheaper of them by [`cost`] on the declared topology; ties go to the ring.
-    Auto,
-}
-
-impl Algorithm {
-    /// The algorithm that this means for a buffer of `bytes` on `topology`; never `Auto`.
-    #[must_use]
-    pub fn resolve(self, bytes: Bytes, topology: &Topology) -> Self {
-        if self != Self::Auto {
-            return self;
-        }
-        let price = |algorithm: Self| {
-            let programs: Vec<_> = (0..topology.size())
-                .map(|rank| algorithm.program(Rank(rank as u32), topology.size()))
-                .collect();
-            cost(&programs, bytes, topology)
-        };
-        if price(Self::HalvingDoubling) < price(Self::Ring) { Self::HalvingDoubling } else { Self::Ring }
-    }
-
-    /// One rank's steps; `Auto` that was not resolved is the ring.
-    #[must_use]
-    pub fn program(self, rank: Rank, size: usize) -> Program {
-        match self {
-            Self::Ring | Self::Auto => ring(rank, size),
-            Self::HalvingDoubling => halving_doubling(rank, size),
-        }
-    }
-}
-
-/// The state of all access links: when each becomes free.
+/// The state of all links: when each becomes free. A transfer goes out over the sender's uplink, over the pair's own
+/// link, and in over the receiver's downlink, each first come first served and each at its own rate; its last byte is
+/// there when the slowest of the three has passed it.
 #[derive(Debug, Clone)]
 pub(crate) struct Links {
     topology: Topology,
     up: Vec<Nanos>,
+    pair: Vec<Nanos>,
     down: Vec<Nanos>,
 }
 
@@ -63,32 +27,56 @@ pub(crate) struct Links {
 pub(crate) struct InFlight {
     /// When its first byte reaches the receiver's access link.
     pub(crate) head: Nanos,
-    /// How long it occupies each end.
-    pub(crate) length: Nanos,
+    /// When its last byte does.
+    pub(crate) tail: Nanos,
+    pub(crate) bytes: Bytes,
 }
 
 impl Links {
     pub(crate) fn new(topology: &Topology) -> Self {
-        let idle = vec![Nanos::ZERO; topology.size()];
-        Self { topology: topology.clone(), up: idle.clone(), down: idle }
+        let idle = |count| vec![Nanos::ZERO; count];
+        let n = topology.size();
+        Self { topology: topology.clone(), up: idle(n), pair: idle(n * n), down: idle(n) }
     }
 
-    /// Sends `bytes` at `at`, or when the uplink is free. To be called in the order of `at`.
+    /// Sends `bytes` at `at`, or when the links are free. To be called in the order of `at`.
     pub(crate) fn depart(&mut self, from: Rank, to: Rank, at: Nanos, bytes: Bytes) -> InFlight {
-        let length = self.topology.rate(from, to).transfer(bytes);
-        let free = &mut self.up[from.index()];
-        let start = at.max(*free);
-        *free = start.saturating_add(length);
-        InFlight { head: start.saturating_add(self.topology.link(from, to).latency), length }
+        let link = self.topology.link(from, to);
+        let (start, out) =
+            occupy(&mut self.up[from.index()], at, self.topology.port(from).up.transfer(bytes));
+        let pair = &mut self.pair[from.index() * self.topology.size() + to.index()];
+        let (start, through) = occupy(pair, start, link.bandwidth.transfer(bytes));
+        let later = |time: Nanos| time.saturating_add(link.latency);
+        InFlight { head: later(start), tail: later(out.max(through)), bytes }
     }
 
     /// Receives what arrives from `head` on; returns when its last byte is there. To be called in the order of `head`.
     pub(crate) fn land(&mut self, to: Rank, transfer: InFlight) -> Nanos {
-        let free = &mut self.down[to.index()];
-        let start = transfer.head.max(*free);
-        *free = start.saturating_add(transfer.length);
-        *free
+        let InFlight { head, tail, bytes } = transfer;
+        let (_, end) = occupy(&mut self.down[to.index()], head, self.topology.port(to).down.transfer(bytes));
+        end.max(tail)
     }
+}
+
+/// Takes a link for `length` from `at` on, or from when it is free; returns start and end.
+fn occupy(free: &mut Nanos, at: Nanos, length: Nanos) -> (Nanos, Nanos) {
+    let start = at.max(*free);
+    *free = start.saturating_add(length);
+    (start, *free)
+}
+
+/// Frames into which the price cuts the whole buffer at most: finer than that changes nothing that matters.
+const FRAMES: u64 = 4096;
+
+/// How far one lane of one rank is.
+#[derive(Debug, Clone, Copy, Default)]
+struct Cursor {
+    step: usize,
+    /// The step's sends are on their way.
+    sent: bool,
+    /// Receives of the step that are done, and frames of the next that are there.
+    received: (usize, u64),
+    clock: Nanos,
 }
 
 /// Virtual time from a common start until the last rank has done its program over a buffer of `bytes`.
@@ -96,53 +84,77 @@ impl Links {
 /// `programs` has one program per rank of `topology`; [`Nanos::MAX`] if they do not fit together or a link is dead.
 #[must_use]
 pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
-    let n = programs.len();
+    let frame = (bytes.0 / FRAMES).max(FRAME_BYTES as u64);
     let mut links = Links::new(topology);
-    let mut clock = vec![Nanos::ZERO; n];
-    let mut cursor = vec![(0, false); n];
-    let mut arrived: BTreeMap<(usize, usize), VecDeque<Nanos>> = BTreeMap::new();
-    // (time, class, from, to, sequence, transfer): departures before landings before arrivals of the same instant.
+    let mut cursors: Vec<Vec<Cursor>> =
+        programs.iter().map(|program| vec![Cursor::default(); program.lanes.len()]).collect();
+    // By lane, sender and receiver.
+    let mut arrived: BTreeMap<(usize, usize, usize), VecDeque<Nanos>> = BTreeMap::new();
+    // (time, class, from, number, to, lane): departures before landings before arrivals of the same instant.
     let mut queue = BinaryHeap::new();
-    let mut sequence = 0_u64;
-    let mut awake: Vec<usize> = (0..n).collect();
+    // By number.
+    let mut flights: Vec<InFlight> = Vec::new();
+    let lanes = |(rank, program): (usize, &Program)| (0..program.lanes.len()).map(move |lane| (rank, lane));
+    let mut awake: Vec<(usize, usize)> = programs.iter().enumerate().flat_map(lanes).collect();
     loop {
-        for rank in awake.drain(..) {
+        for (rank, lane) in awake.drain(..) {
             let program = &programs[rank];
-            while let Some(step) = program.steps.get(cursor[rank].0) {
-                if let Some((to, blocks)) = step.send.as_ref().filter(|_| !cursor[rank].1) {
-                    let len = bytes.0 as usize;
-                    let size = cut(len, blocks.end, program.blocks) - cut(len, blocks.start, program.blocks);
-                    queue.push(Reverse((clock[rank], 0, rank, to.index(), sequence, size as u64)));
-                    sequence += 1;
+            let cursor = &mut cursors[rank][lane];
+            'steps: while let Some(step) = program.lanes[lane].get(cursor.step) {
+                // A frame of each at a time, as they are really sent.
+                let size = |(to, blocks): &(Rank, Range<usize>)| (*to, Some(program.bytes(blocks, bytes.0)));
+                let mut left: Vec<_> = step.sends.iter().filter(|_| !cursor.sent).map(size).collect();
+                while left.iter().any(|(_, left)| left.is_some()) {
+                    for i in 0..left.len() {
+                        let (to, Some(rest)) = left[i] else { continue };
+                        if left[..i].iter().any(|&(other, rest)| other == to && rest.is_some()) {
+                            continue;
+                        }
+                        let class = if to.index() == rank { 2 } else { 0 };
+                        queue.push(Reverse((cursor.clock, class, rank, flights.len(), to.index(), lane)));
+                        let bytes = Bytes(rest.min(frame));
+                        flights.push(InFlight { head: Nanos::ZERO, tail: Nanos::ZERO, bytes });
+                        left[i].1 = (rest > frame).then(|| rest - frame);
+                    }
                 }
-                cursor[rank].1 = true;
-                if let Some((from, ..)) = &step.recv {
-                    let Some(at) = arrived.get_mut(&(from.index(), rank)).and_then(VecDeque::pop_front)
-                    else {
-                        break;
-                    };
-                    clock[rank] = clock[rank].max(at);
+                cursor.sent = true;
+                while let Some((from, blocks, _)) = step.recvs.get(cursor.received.0) {
+                    let frames = program.bytes(blocks, bytes.0).div_ceil(frame).max(1);
+                    while cursor.received.1 < frames {
+                        let there =
+                            arrived.get_mut(&(lane, from.index(), rank)).and_then(VecDeque::pop_front);
+                        let Some(at) = there else { break 'steps };
+                        cursor.clock = cursor.clock.max(at);
+                        cursor.received.1 += 1;
+                    }
+                    cursor.received = (cursor.received.0 + 1, 0);
                 }
-                cursor[rank] = (cursor[rank].0 + 1, false);
+                *cursor = Cursor { step: cursor.step + 1, clock: cursor.clock, ..Cursor::default() };
             }
         }
-        let Some(Reverse((time, class, from, to, number, value))) = queue.pop() else { break };
+        let Some(Reverse((time, class, from, number, to, lane))) = queue.pop() else { break };
+        let flight = &mut flights[number];
         match class {
             0 => {
-                let flight = links.depart(Rank(from as u32), Rank(to as u32), time, Bytes(value));
-                queue.push(Reverse((flight.head, 1, from, to, number, flight.length.0)));
+                *flight = links.depart(Rank(from as u32), Rank(to as u32), time, flight.bytes);
+                queue.push(Reverse((flight.head, 1, from, number, to, lane)));
             }
             1 => {
-                let flight = InFlight { head: time, length: Nanos(value) };
-                let at = links.land(Rank(to as u32), flight);
-                queue.push(Reverse((at, 2, from, to, number, 0)));
+                let at = links.land(Rank(to as u32), *flight);
+                queue.push(Reverse((at, 2, from, number, to, lane)));
             }
             _ => {
-                arrived.entry((from, to)).or_default().push_back(time);
-                awake.push(to);
+                arrived.entry((lane, from, to)).or_default().push_back(time);
+                awake.push((to, lane));
             }
         }
     }
-    let done = (0..n).all(|rank| cursor[rank].0 == programs[rank].steps.len());
-    if done { clock.into_iter().max().unwrap_or_default() } else { Nanos::MAX }
+    let done = |(cursors, program): (&Vec<Cursor>, &Program)| {
+        cursors.iter().zip(&program.lanes).all(|(cursor, lane)| cursor.step == lane.len())
+    };
+    if cursors.iter().zip(programs).all(done) {
+        cursors.iter().flatten().map(|cursor| cursor.clock).max().unwrap_or_default()
+    } else {
+        Nanos::MAX
+    }
 }

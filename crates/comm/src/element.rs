@@ -2,29 +2,33 @@
 
 use std::fmt::Debug;
 
+use half::{bf16, f16};
+
 use crate::CommError;
 
 /// How the ranks' values become one.
+///
+/// Integers wrap. Floats of 16 bits are widened to f32, reduced, and rounded to the nearest (ties to even) at each
+/// reduction of two values, since 16 bits are what travels. In `Max` and `Min` a NaN wins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// The sum, in the order of the algorithm; integers wrap.
+    /// The sum, in the order of the algorithm.
     Sum,
-    /// The sum divided by the number of ranks.
+    /// The sum divided by the number of ranks; floats only.
     Mean,
-    /// The greatest; a NaN wins.
+    /// The greatest.
     Max,
-    /// The least; a NaN wins.
+    /// The least.
     Min,
+    /// The product, in the order of the algorithm.
+    Product,
 }
 
 mod sealed {
     pub trait Sealed {}
-    impl Sealed for f32 {}
-    impl Sealed for f64 {}
-    impl Sealed for u64 {}
 }
 
-/// A type that collectives carry: `f32`, `f64`, `u64`.
+/// A type that collectives carry: floats of 16, 32 and 64 bits, and integers of 8 to 64.
 pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sealed {
     /// Its name in errors.
     const NAME: &'static str;
@@ -46,29 +50,34 @@ pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sea
     fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError>;
 }
 
+/// Reduces pair by pair.
+fn each<T: Copy>(into: &mut [T], x: &[T], f: impl Fn(T, T) -> T) {
+    into.iter_mut().zip(x).for_each(|(a, b)| *a = f(*a, *b));
+}
+
+/// `$wide` is what is reduced in.
 macro_rules! float {
-    ($t:ident, $code:literal) => {
+    ($t:ident, $code:literal, $wide:ident, $widen:expr, $narrow:expr) => {
+        impl sealed::Sealed for $t {}
         impl Element for $t {
             const NAME: &'static str = stringify!($t);
             const CODE: u8 = $code;
             const INVALID: Self = Self::NAN;
 
             fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self]) {
-                let pairs = into.iter_mut().zip(x);
+                let (widen, narrow) = ($widen, $narrow);
                 match op {
-                    ReduceOp::Sum | ReduceOp::Mean => pairs.for_each(|(a, b)| *a += b),
-                    ReduceOp::Max => {
-                        pairs.for_each(|(a, b)| *a = if a.is_nan() || *a > *b { *a } else { *b })
-                    }
-                    ReduceOp::Min => {
-                        pairs.for_each(|(a, b)| *a = if a.is_nan() || *a < *b { *a } else { *b })
-                    }
+                    ReduceOp::Sum | ReduceOp::Mean => each(into, x, |a, b| narrow(widen(a) + widen(b))),
+                    ReduceOp::Product => each(into, x, |a, b| narrow(widen(a) * widen(b))),
+                    ReduceOp::Max => each(into, x, |a, b| if a.is_nan() || a > b { a } else { b }),
+                    ReduceOp::Min => each(into, x, |a, b| if a.is_nan() || a < b { a } else { b }),
                 }
             }
             fn divide(x: &mut [Self], n: usize) {
-                let n = n as $t;
+                let (widen, narrow) = ($widen, $narrow);
+                let n = n as $wide;
                 for x in x {
-                    *x /= n;
+                    *x = narrow(widen(*x) / n);
                 }
             }
             fn supports(_: ReduceOp, _: &'static str) -> Result<(), CommError> {
@@ -77,32 +86,47 @@ macro_rules! float {
         }
     };
 }
-float!(f32, 1);
-float!(f64, 2);
+float!(f32, 1, f32, |a: f32| a, |a: f32| a);
+float!(f64, 2, f64, |a: f64| a, |a: f64| a);
+float!(f16, 4, f32, |a: f16| a.to_f32(), f16::from_f32);
+float!(bf16, 5, f32, |a: bf16| a.to_f32(), bf16::from_f32);
 
-impl Element for u64 {
-    const NAME: &'static str = "u64";
-    const CODE: u8 = 3;
-    const INVALID: Self = Self::MAX;
+macro_rules! integer {
+    ($t:ident, $code:literal) => {
+        impl sealed::Sealed for $t {}
+        impl Element for $t {
+            const NAME: &'static str = stringify!($t);
+            const CODE: u8 = $code;
+            const INVALID: Self = Self::MAX;
 
-    fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self]) {
-        let pairs = into.iter_mut().zip(x);
-        match op {
-            ReduceOp::Sum | ReduceOp::Mean => pairs.for_each(|(a, b)| *a = a.wrapping_add(*b)),
-            ReduceOp::Max => pairs.for_each(|(a, b)| *a = (*a).max(*b)),
-            ReduceOp::Min => pairs.for_each(|(a, b)| *a = (*a).min(*b)),
+            fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self]) {
+                match op {
+                    ReduceOp::Sum | ReduceOp::Mean => each(into, x, Self::wrapping_add),
+                    ReduceOp::Product => each(into, x, Self::wrapping_mul),
+                    ReduceOp::Max => each(into, x, Ord::max),
+                    ReduceOp::Min => each(into, x, Ord::min),
+                }
+            }
+            fn divide(_: &mut [Self], _: usize) {
+                unreachable!("`supports` refuses means of integers")
+            }
+            fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError> {
+                match op {
+                    ReduceOp::Mean => Err(CommError::Unsupported { op: name, element: Self::NAME }),
+                    ReduceOp::Sum | ReduceOp::Max | ReduceOp::Min | ReduceOp::Product => Ok(()),
+                }
+            }
         }
-    }
-    fn divide(_: &mut [Self], _: usize) {
-        unreachable!("`supports` refuses means of integers")
-    }
-    fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError> {
-        match op {
-            ReduceOp::Mean => Err(CommError::Unsupported { op: name, element: Self::NAME }),
-            ReduceOp::Sum | ReduceOp::Max | ReduceOp::Min => Ok(()),
-        }
-    }
+    };
 }
+integer!(u64, 3);
+integer!(i8, 6);
+integer!(i16, 7);
+integer!(i32, 8);
+integer!(i64, 9);
+integer!(u8, 10);
+integer!(u16, 11);
+integer!(u32, 12);
 
 #[cfg(test)]
 mod tests {
@@ -115,13 +139,30 @@ mod tests {
 
     #[test]
     fn a_nan_wins_and_integers_wrap() {
-        for op in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
+        for op in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum, ReduceOp::Product] {
             let got = reduced(op, vec![f32::NAN, 1.0], &[1.0, f32::NAN]);
+            assert!(got.iter().all(|v| v.is_nan()), "{op:?}");
+            let got = reduced(op, vec![bf16::NAN, bf16::ONE], &[bf16::ONE, bf16::NAN]);
             assert!(got.iter().all(|v| v.is_nan()), "{op:?}");
         }
         assert_eq!(reduced(ReduceOp::Max, vec![1.0, -3.0], &[2.0_f64, -4.0]), [2.0, -3.0]);
         assert_eq!(reduced(ReduceOp::Min, vec![1.0, -3.0], &[2.0_f64, -4.0]), [1.0, -4.0]);
         assert_eq!(reduced(ReduceOp::Sum, vec![u64::MAX], &[3]), [2]);
+        assert_eq!(reduced(ReduceOp::Sum, vec![100_i8], &[100]), [-56]);
+        assert_eq!(reduced(ReduceOp::Product, vec![16_u8, 3], &[16, 5]), [0, 15]);
+        assert_eq!(reduced(ReduceOp::Min, vec![i32::MIN], &[4]), [i32::MIN]);
         assert!(u64::supports(ReduceOp::Mean, "all_reduce").is_err());
+    }
+
+    #[test]
+    fn sixteen_bits_are_rounded_once_a_reduction_to_even() {
+        // Next to 2048 f16 has steps of 2: 2049 is a tie, 2051 is one the other way.
+        let a = vec![f16::from_f32(2048.0), f16::from_f32(2050.0)];
+        let sum = reduced(ReduceOp::Sum, a, &[f16::ONE, f16::ONE]);
+        assert_eq!(sum, [f16::from_f32(2048.0), f16::from_f32(2052.0)]);
+        assert_eq!(reduced(ReduceOp::Sum, vec![f16::MAX], &[f16::MAX]), [f16::INFINITY]);
+        let mut mean = [bf16::from_f32(7.0)];
+        bf16::divide(&mut mean, 2);
+        assert_eq!(mean, [bf16::from_f32(3.5)]);
     }
 }

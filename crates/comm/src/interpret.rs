@@ -1,34 +1,44 @@
 //! The one loop that runs any [`Program`] on any transport. It knows no algorithm.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::task::Poll;
 
 use farflung_base::{PeerId, Rank};
 
 use crate::communicator::Body;
 use crate::element::{Element, ReduceOp};
-use crate::steps::{Merge, Program};
+use crate::steps::{Merge, Program, Step};
 use crate::transport::{Port, Tag};
 use crate::{CommError, FRAME_BYTES};
 
 /// A program at work on a buffer of `T`.
 pub(crate) struct Interpreter<T, S> {
-    pub(crate) name: &'static str,
-    pub(crate) program: Program,
-    pub(crate) data: S,
-    pub(crate) op: ReduceOp,
-    pub(crate) check: u32,
-    pub(crate) tag: Tag,
-    pub(crate) members: std::sync::Arc<[PeerId]>,
-    pub(crate) cursor: usize,
-    pub(crate) sent: Progress,
-    pub(crate) received: Progress,
-    pub(crate) element: std::marker::PhantomData<T>,
+    name: &'static str,
+    program: Arc<Program>,
+    data: S,
+    op: ReduceOp,
+    check: u32,
+    members: Arc<[PeerId]>,
+    lanes: Vec<Lane>,
+    element: std::marker::PhantomData<T>,
 }
 
-/// How far one transfer of the current step is: elements moved, and whether its last frame has passed.
-#[derive(Default)]
-pub(crate) struct Progress {
+/// How far one lane of the program is.
+struct Lane {
+    tag: Tag,
+    /// The step it is in.
+    cursor: usize,
+    /// By the step's sends.
+    sent: Vec<Progress>,
+    /// The step's receive that is under way; those before it are done.
+    receive: usize,
+    received: Progress,
+}
+
+/// How far one transfer is: elements moved, and whether its last frame has passed.
+#[derive(Debug, Clone, Copy, Default)]
+struct Progress {
     elements: usize,
     done: bool,
 }
@@ -46,58 +56,129 @@ impl Progress {
     }
 }
 
+impl Lane {
+    fn enter(&mut self, cursor: usize, step: Option<&Step>) {
+        self.cursor = cursor;
+        self.sent.clear();
+        self.sent.resize(step.map_or(0, |step| step.sends.len()), Progress::default());
+        self.receive = 0;
+        self.received = Progress::default();
+    }
+}
+
 impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
+    /// `tag` is the first lane's; the others have the numbers after it.
+    pub(crate) fn new(
+        name: &'static str,
+        program: Arc<Program>,
+        data: S,
+        op: ReduceOp,
+        (tag, check): (Tag, u32),
+        members: Arc<[PeerId]>,
+    ) -> Self {
+        let lane = |(i, steps): (usize, &Vec<Step>)| {
+            let tag = Tag { number: tag.number.wrapping_add(i as u32), ..tag };
+            let mut lane =
+                Lane { tag, cursor: 0, sent: Vec::new(), receive: 0, received: Progress::default() };
+            lane.enter(0, steps.first());
+            lane
+        };
+        let lanes = program.lanes.iter().enumerate().map(lane).collect();
+        Self { name, program, data, op, check, members, lanes, element: std::marker::PhantomData }
+    }
+
     fn peer(&self, rank: Rank) -> PeerId {
         self.members[rank.index()]
     }
 
-    /// Sends the next frame of this step where there is one and the network has room.
-    fn send_one(&mut self, port: &mut dyn Port) -> Result<bool, CommError> {
-        let Some((to, blocks)) = &self.program.steps[self.cursor].send else {
-            self.sent.done = true;
-            return Ok(false);
-        };
-        let to = self.peer(*to);
-        if self.sent.done || !port.has_room(to, self.tag) {
-            return Ok(false);
+    fn step(&self, lane: usize) -> Option<&Step> {
+        self.program.lanes[lane].get(self.lanes[lane].cursor)
+    }
+
+    /// Sends one frame of each of the step's transfers, as far as the network has room.
+    fn send_some(&mut self, lane: usize, port: &mut dyn Port) -> Result<bool, CommError> {
+        let program = Arc::clone(&self.program);
+        let tag = self.lanes[lane].tag;
+        let mut moved = false;
+        let sends = &program.lanes[lane][self.lanes[lane].cursor].sends;
+        for (i, (to, blocks)) in sends.iter().enumerate() {
+            let sent = &self.lanes[lane].sent;
+            // Two transfers to the same rank would mix.
+            let waits = || sends[..i].iter().zip(sent).any(|((rank, _), sent)| rank == to && !sent.done);
+            let peer = self.peer(*to);
+            if sent[i].done || waits() || !port.has_room(peer, tag) {
+                continue;
+            }
+            let data = self.data.as_ref();
+            let whole = program.elements(blocks, data.len());
+            let part = sent[i].next::<T>(&whole);
+            let bytes: &[u8] = bytemuck::cast_slice(&data[part.clone()]);
+            let mut frame = port.lease(bytes.len());
+            frame.bytes_mut().copy_from_slice(bytes);
+            frame.check = self.check;
+            port.send(peer, tag, frame)?;
+            self.lanes[lane].sent[i].pass(&part, &whole);
+            moved = true;
         }
-        let data = self.data.as_ref();
-        let whole = self.program.elements(blocks, data.len());
-        let part = self.sent.next::<T>(&whole);
-        let bytes: &[u8] = bytemuck::cast_slice(&data[part.clone()]);
-        let mut frame = port.lease(bytes.len());
-        frame.bytes_mut().copy_from_slice(bytes);
-        frame.check = self.check;
-        port.send(to, self.tag, frame)?;
-        self.sent.pass(&part, &whole);
-        Ok(true)
+        Ok(moved)
+    }
+
+    /// Whether all of `part` that the step sends has been sent.
+    fn is_sent(&self, lane: usize, step: &Step, part: &Range<usize>) -> bool {
+        step.sends.iter().zip(&self.lanes[lane].sent).all(|((_, blocks), sent)| {
+            let whole = self.program.elements(blocks, self.data.as_ref().len());
+            let left = whole.start + sent.elements..whole.end;
+            sent.done || left.start >= part.end || part.start >= left.end
+        })
     }
 
     /// Reduces or copies the next frame of this step where it is there, straight from the frame.
-    fn receive_one(&mut self, port: &mut dyn Port) -> Result<bool, CommError> {
-        let Some((from, blocks, merge)) = &self.program.steps[self.cursor].recv else {
-            self.received.done = true;
-            return Ok(false);
-        };
-        if self.received.done {
+    fn receive_one(&mut self, lane: usize, port: &mut dyn Port) -> Result<bool, CommError> {
+        let program = Arc::clone(&self.program);
+        let step = &program.lanes[lane][self.lanes[lane].cursor];
+        let Lane { tag, receive, received, .. } = self.lanes[lane];
+        let Some((from, blocks, merge)) = step.recvs.get(receive) else { return Ok(false) };
+        let whole = program.elements(blocks, self.data.as_ref().len());
+        let part = received.next::<T>(&whole);
+        if !self.is_sent(lane, step, &part) {
             return Ok(false);
         }
         let peer = self.peer(*from);
-        let Some(frame) = port.take(peer, self.tag)? else { return Ok(false) };
-        let data = self.data.as_mut();
-        let whole = self.program.elements(blocks, data.len());
-        let part = self.received.next::<T>(&whole);
+        let Some(frame) = port.take(peer, tag)? else { return Ok(false) };
         let want = part.len() * size_of::<T>();
         if frame.len() != want || frame.check != self.check {
             return Err(CommError::Mismatch { op: self.name, peer, want, got: frame.len() });
         }
         let values: &[T] = bytemuck::cast_slice(frame.bytes());
+        let into = &mut self.data.as_mut()[part.clone()];
         match merge {
-            Merge::Reduce => T::reduce(self.op, &mut data[part.clone()], values),
-            Merge::Copy => data[part.clone()].copy_from_slice(values),
+            Merge::Reduce => T::reduce(self.op, into, values),
+            Merge::Copy => into.copy_from_slice(values),
         }
-        self.received.pass(&part, &whole);
+        let lane = &mut self.lanes[lane];
+        lane.received.pass(&part, &whole);
+        if lane.received.done {
+            lane.receive += 1;
+            lane.received = Progress::default();
+        }
         Ok(true)
+    }
+
+    /// Goes on with one lane as far as it can.
+    fn advance(&mut self, lane: usize, port: &mut dyn Port) -> Result<(), CommError> {
+        while let Some(step) = self.step(lane) {
+            let recvs = step.recvs.len();
+            // One out, one in: the frames in hand stay in cache, and the network is busy both ways.
+            let turn = self.send_some(lane, port)? | self.receive_one(lane, port)?;
+            let state = &mut self.lanes[lane];
+            if state.receive == recvs && state.sent.iter().all(|sent| sent.done) {
+                let next = state.cursor + 1;
+                state.enter(next, self.program.lanes[lane].get(next));
+            } else if !turn {
+                break;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -105,22 +186,13 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
     type Output = S;
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
-        while self.cursor < self.program.steps.len() {
-            // One out, one in: the frames in hand stay in cache, and the network is busy both ways.
-            let moved = match self.send_one(port) {
-                Ok(sent) => self.receive_one(port).map(|received| sent | received),
-                Err(e) => Err(e),
-            };
-            match moved {
-                Err(e) => return Poll::Ready(Err(e)),
-                Ok(_) if self.sent.done && self.received.done => {
-                    self.cursor += 1;
-                    self.sent = Progress::default();
-                    self.received = Progress::default();
-                }
-                Ok(true) => {}
-                Ok(false) => return Poll::Pending,
+        for lane in 0..self.lanes.len() {
+            if let Err(e) = self.advance(lane, port) {
+                return Poll::Ready(Err(e));
             }
+        }
+        if (0..self.lanes.len()).any(|lane| self.step(lane).is_some()) {
+            return Poll::Pending;
         }
         if self.op == ReduceOp::Mean {
             T::divide(self.data.as_mut(), self.members.len());
@@ -129,10 +201,13 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
     }
 
     fn waits_for(&self) -> PeerId {
-        let step = self.program.steps.get(self.cursor);
-        let from = step.and_then(|s| s.recv.as_ref()).filter(|_| !self.received.done).map(|(from, ..)| *from);
-        let to = step.and_then(|s| s.send.as_ref()).map(|(to, _)| *to);
-        self.peer(from.or(to).unwrap_or_default())
+        let waits = |lane: usize| {
+            let (step, state) = (self.step(lane)?, &self.lanes[lane]);
+            let from = step.recvs.get(state.receive).map(|(from, ..)| *from);
+            let unsent = step.sends.iter().zip(&state.sent).find(|(_, sent)| !sent.done);
+            from.or(unsent.map(|((to, _), _)| *to))
+        };
+        self.peer((0..self.lanes.len()).find_map(waits).unwrap_or_default())
     }
 
     fn finish(self) -> S {

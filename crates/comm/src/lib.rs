@@ -11,33 +11,46 @@ pub mod tcp;
 mod transport;
 mod wire;
 
-mod cost;
-mod halving_doubling;
-mod ring;
 mod steps;
+
+mod all_to_all;
+mod butterfly;
+mod doubling;
+mod grouped;
+mod ring;
 mod tree;
+
+mod algorithm;
+mod cost;
 
 mod coded;
 mod communicator;
 mod element;
 mod interpret;
 mod message;
+mod plans;
 
 // Values travel as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
 
+pub use algorithm::{Algorithm, regions};
+pub use all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
+pub use butterfly::{
+    butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
+};
 pub use coded::{Coded, Coder, Phase};
-pub use communicator::Communicator;
-pub use cost::{Algorithm, cost};
+pub use communicator::{Communicator, shift_one};
+pub use cost::cost;
+pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, ReduceOp};
 pub use endpoint::{Driver, Endpoint, Job, Role, Wake};
 pub use error::{CoderError, CommError, DownReason, Refusal, WireError};
 pub use frame::{FRAME_BYTES, Frame, Pool};
-pub use halving_doubling::halving_doubling;
+pub use grouped::{hierarchical, moshpit, square};
 pub use inbox::{Inbox, WINDOW};
 pub use message::MAX_MESSAGE;
-pub use ring::{ring, ring_all_gather, ring_reduce_scatter};
+pub use ring::{bidirectional_ring, ring, ring_all_gather, ring_reduce_scatter};
 pub use steps::{Merge, Program, Step};
 pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
-pub use tree::{binomial_broadcast, chain_broadcast, dissemination_barrier};
+pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};
 pub use wire::{HEADER_BYTES, VERSION};

@@ -1,7 +1,7 @@
 //! Endpoints in one process under virtual time over a declared topology. Real bytes move; nobody sleeps.
 //!
 //! A conservative event queue: an event (departure, arrival, deadline, fault) happens only when nothing that a rank may
-//! still do can come before it, in the order (time, kind, from, to, tag, sequence). Times and results do not depend on
+//! still do can come before it, in the order (time, kind, from, sequence). Times and results do not depend on
 //! how threads interleave. Ranks compute side by side as long as their clocks are nearer than the latency between them.
 //!
 //! Each rank is one thread. A rank that neither waits nor has dropped its endpoint holds the others back: they get no

@@ -14,32 +14,93 @@ pub enum Merge {
     Copy,
 }
 
-/// One step of one rank: at most one send and one receive, which overlap in time. The next step starts when both are
-/// done.
+/// One step of one rank: what it sends goes out side by side, what it receives is taken in the order of the list, and
+/// the two overlap in time. The next step starts when all is done.
 ///
-/// Ranges count the blocks of a [`Program`]; those of the send and the receive do not overlap.
+/// Ranges count the blocks of a [`Program`]. Where a receive falls into what is sent, the values from before are sent.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Step {
     /// To whom, and which blocks.
-    pub send: Option<(Rank, Range<usize>)>,
+    pub sends: Vec<(Rank, Range<usize>)>,
     /// From whom, into which blocks, and how.
-    pub recv: Option<(Rank, Range<usize>, Merge)>,
+    pub recvs: Vec<(Rank, Range<usize>, Merge)>,
 }
 
-/// What one rank does in a collective, over a buffer that is cut into `blocks` nearly equal blocks.
+impl Step {
+    /// Sends to one rank.
+    #[must_use]
+    pub fn send(to: Rank, blocks: Range<usize>) -> Self {
+        Self { sends: vec![(to, blocks)], recvs: Vec::new() }
+    }
+
+    /// Receives from one rank.
+    #[must_use]
+    pub fn recv(from: Rank, blocks: Range<usize>, merge: Merge) -> Self {
+        Self { sends: Vec::new(), recvs: vec![(from, blocks, merge)] }
+    }
+
+    /// This step, and a receive beside it.
+    #[must_use]
+    pub fn and_recv(mut self, from: Rank, blocks: Range<usize>, merge: Merge) -> Self {
+        self.recvs.push((from, blocks, merge));
+        self
+    }
+
+    /// Whether there is nothing in it.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.sends.is_empty() && self.recvs.is_empty()
+    }
+}
+
+/// What one rank does in a collective, over a buffer that is cut into blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Program {
-    /// Block `i` of `len` elements is `len * i / blocks..len * (i + 1) / blocks`.
+    /// How many.
     pub blocks: usize,
-    /// In order.
-    pub steps: Vec<Step>,
+    /// The element at which each block begins, and the length of the buffer. `None`: blocks are nearly equal, block `i`
+    /// of `len` elements is `len * i / blocks..len * (i + 1) / blocks`.
+    pub bounds: Option<Vec<usize>>,
+    /// Lists of steps that run side by side, on blocks of their own: chunks that are pipelined, trees, directions.
+    pub lanes: Vec<Vec<Step>>,
 }
 
 impl Program {
+    /// One list of steps over nearly equal blocks.
+    #[must_use]
+    pub fn new(blocks: usize, steps: Vec<Step>) -> Self {
+        Self { blocks, bounds: None, lanes: vec![steps] }
+    }
+
+    /// The same over blocks of so many elements each.
+    #[must_use]
+    pub fn with_counts(self, counts: &[usize]) -> Self {
+        let mut bounds = vec![0];
+        bounds.extend(counts.iter().scan(0, |end, count| {
+            *end += count;
+            Some(*end)
+        }));
+        Self { bounds: Some(bounds), ..self }
+    }
+
     /// The elements of a range of blocks in a buffer of `len` elements.
     #[must_use]
     pub fn elements(&self, blocks: &Range<usize>, len: usize) -> Range<usize> {
-        cut(len, blocks.start, self.blocks)..cut(len, blocks.end, self.blocks)
+        match &self.bounds {
+            Some(bounds) => bounds[blocks.start]..bounds[blocks.end],
+            None => cut(len, blocks.start, self.blocks)..cut(len, blocks.end, self.blocks),
+        }
+    }
+
+    /// The bytes of a range of blocks in a buffer of `len` bytes.
+    pub(crate) fn bytes(&self, blocks: &Range<usize>, len: u64) -> u64 {
+        let elements = self.bounds.as_ref().and_then(|bounds| bounds.last().copied());
+        let range = self.elements(blocks, elements.unwrap_or(len as usize));
+        match elements {
+            Some(0) => 0,
+            Some(all) => (u128::from(len) * range.len() as u128 / all as u128) as u64,
+            None => range.len() as u64,
+        }
     }
 }
 
@@ -51,18 +112,18 @@ pub(crate) const fn cut(len: usize, i: usize, blocks: usize) -> usize {
 
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some((to, range)) = &self.send {
-            write!(f, "{}..{} -> {}", range.start, range.end, to.0)?;
+        let mut gap = "";
+        for (to, range) in &self.sends {
+            write!(f, "{gap}{}..{} -> {}", range.start, range.end, to.0)?;
+            gap = "  ";
         }
-        if let Some((from, range, merge)) = &self.recv {
-            if self.send.is_some() {
-                f.write_str("  ")?;
-            }
+        for (from, range, merge) in &self.recvs {
             let sign = match merge {
                 Merge::Reduce => "+=",
                 Merge::Copy => "=",
             };
-            write!(f, "{}..{} {sign} {}", range.start, range.end, from.0)?;
+            write!(f, "{gap}{}..{} {sign} {}", range.start, range.end, from.0)?;
+            gap = "  ";
         }
         Ok(())
     }
@@ -70,7 +131,15 @@ impl fmt::Display for Step {
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "blocks {}:", self.blocks)?;
-        self.steps.iter().try_for_each(|step| write!(f, " [{step}]"))
+        write!(f, "blocks {}", self.blocks)?;
+        if let Some(bounds) = &self.bounds {
+            write!(f, " at {bounds:?}")?;
+        }
+        f.write_str(":")?;
+        for (i, lane) in self.lanes.iter().enumerate() {
+            f.write_str(if i > 0 { " |" } else { "" })?;
+            lane.iter().try_for_each(|step| write!(f, " [{step}]"))?;
+        }
+        Ok(())
     }
 }

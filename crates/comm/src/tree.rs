@@ -1,4 +1,4 @@
-//! Broadcast by a binomial tree (few latencies) or a chain of blocks (full bandwidth), and the dissemination barrier.
+//! Trees and chains: broadcast, reduction to a root, all-reduce by two trees, and the dissemination barrier.
 
 use farflung_base::Rank;
 
@@ -7,37 +7,111 @@ use crate::steps::{Merge, Program, Step};
 /// Broadcast by a binomial tree: `ceil(lg n)` rounds of the whole buffer.
 #[must_use]
 pub fn binomial_broadcast(rank: Rank, size: usize, root: Rank) -> Program {
-    let turned = (rank.index() + size - root.index()) % size;
+    let turned = turned(rank, size, root);
     let peer = |t: usize| Rank(((t + root.index()) % size) as u32);
     let mut steps = Vec::new();
     let mut reach = 1;
     while reach < size {
         if turned < reach && turned + reach < size {
-            steps.push(Step { send: Some((peer(turned + reach), 0..1)), recv: None });
+            steps.push(Step::send(peer(turned + reach), 0..1));
         } else if (reach..2 * reach).contains(&turned) {
-            steps.push(Step { send: None, recv: Some((peer(turned - reach), 0..1, Merge::Copy)) });
+            steps.push(Step::recv(peer(turned - reach), 0..1, Merge::Copy));
         }
         reach *= 2;
     }
-    Program { blocks: 1, steps }
+    Program::new(1, steps)
+}
+
+/// Reduction to the root by a binomial tree: `ceil(lg n)` rounds of the whole buffer. The others' buffers are spoilt.
+#[must_use]
+pub fn binomial_reduce(rank: Rank, size: usize, root: Rank) -> Program {
+    let mut program = binomial_broadcast(rank, size, root);
+    let lane = &mut program.lanes[0];
+    lane.reverse();
+    for step in lane {
+        let sends = step.recvs.drain(..).map(|(from, blocks, _)| (from, blocks)).collect();
+        let recvs = step.sends.drain(..).map(|(to, blocks)| (to, blocks, Merge::Reduce)).collect();
+        *step = Step { sends, recvs };
+    }
+    program
 }
 
 /// Broadcast along a chain in `blocks` blocks: `(n - 2 + blocks) / blocks` times the whole buffer's transfer time.
 #[must_use]
 pub fn chain_broadcast(rank: Rank, size: usize, root: Rank, blocks: usize) -> Program {
-    let turned = (rank.index() + size - root.index()) % size;
+    let turned = turned(rank, size, root);
     let next = (turned + 1 < size).then(|| Rank(((rank.index() + 1) % size) as u32));
     let last = (turned > 0).then(|| Rank(((rank.index() + size - 1) % size) as u32));
     // Whoever has someone before it sends a block while it receives the one after.
     let lag = usize::from(last.is_some());
     let steps = (0..blocks + lag)
         .map(|i| Step {
-            send: next.zip(i.checked_sub(lag).map(|b| b..b + 1)),
-            recv: last.filter(|_| i < blocks).map(|from| (from, i..i + 1, Merge::Copy)),
+            sends: next.zip(i.checked_sub(lag).map(|b| b..b + 1)).into_iter().collect(),
+            recvs: last
+                .filter(|_| i < blocks)
+                .map(|from| (from, i..i + 1, Merge::Copy))
+                .into_iter()
+                .collect(),
         })
-        .filter(|step| *step != Step::default())
+        .filter(|step| !step.is_empty())
         .collect();
-    Program { blocks, steps }
+    Program::new(blocks, steps)
+}
+
+/// How far behind the root a rank comes.
+const fn turned(rank: Rank, size: usize, root: Rank) -> usize {
+    (rank.index() + size - root.index()) % size
+}
+
+/// All-reduce up and down two binary trees at once, each with half of the buffer, in `chunks` chunks each: a rank that
+/// passes on in one tree is a leaf of the other. About `2 lg n` latencies and two buffers.
+///
+/// Source: Sanders, Speck and Träff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and scan".
+#[must_use]
+pub fn double_tree(rank: Rank, size: usize, chunks: usize) -> Program {
+    let lanes = (0..2 * chunks)
+        .map(|block| {
+            let first = block % 2 == 0;
+            let part = block..block + 1;
+            let up = parent(rank.index(), size, first).map(|to| Rank(to as u32));
+            let children: Vec<Rank> = (0..size)
+                .filter(|&child| parent(child, size, first) == Some(rank.index()))
+                .map(|child| Rank(child as u32))
+                .collect();
+            let mut steps: Vec<Step> =
+                children.iter().map(|&from| Step::recv(from, part.clone(), Merge::Reduce)).collect();
+            if let Some(up) = up {
+                steps.push(Step::send(up, part.clone()));
+                steps.push(Step::recv(up, part.clone(), Merge::Copy));
+            }
+            steps.extend(children.iter().map(|&to| Step::send(to, part.clone())));
+            steps
+        })
+        .collect();
+    Program { blocks: 2 * chunks, bounds: None, lanes }
+}
+
+/// The parent in the first tree, whose odd ranks are leaves, or in the second: the first in a mirror, or where that
+/// would leave a rank a leaf of both, turned by one.
+fn parent(rank: usize, size: usize, first: bool) -> Option<usize> {
+    if first {
+        return in_order_parent(rank, size);
+    }
+    if size.is_multiple_of(2) {
+        in_order_parent(size - 1 - rank, size).map(|p| size - 1 - p)
+    } else {
+        in_order_parent((rank + size - 1) % size, size).map(|p| (p + 1) % size)
+    }
+}
+
+/// The parent in the binary tree that an in-order walk numbers from 1, above which 0 stands.
+fn in_order_parent(rank: usize, size: usize) -> Option<usize> {
+    if rank == 0 {
+        return None;
+    }
+    let level = 1 << rank.trailing_zeros();
+    let right = (rank ^ level) | (level << 1);
+    Some(if right < size { right } else { rank ^ level })
 }
 
 /// Barrier by dissemination: in round `k` everyone tells the rank `2^k` further on. Carries no blocks.
@@ -51,8 +125,8 @@ pub fn dissemination_barrier(rank: Rank, size: usize) -> Program {
     while reach < size {
         let to = Rank(((me + reach) % size) as u32);
         let from = Rank(((me + size - reach) % size) as u32);
-        steps.push(Step { send: Some((to, 0..0)), recv: Some((from, 0..0, Merge::Copy)) });
+        steps.push(Step::send(to, 0..0).and_recv(from, 0..0, Merge::Copy));
         reach *= 2;
     }
-    Program { blocks: 1, steps }
+    Program::new(1, steps)
 }

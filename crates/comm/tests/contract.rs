@@ -12,13 +12,13 @@ use common::{TRANSPORTS, on_ranks};
 use farflung_base::{Nanos, PeerId, Rank};
 use farflung_comm::{Algorithm, Coder, CoderError, CommError, FRAME_BYTES, Phase, ReduceOp, Source, Tag};
 
-const ALGORITHMS: [Algorithm; 2] = [Algorithm::Ring, Algorithm::HalvingDoubling];
+const ALGORITHMS: [Algorithm; 9] = Algorithm::ALL;
 
 #[test]
 fn all_reduce_is_exact_for_every_size() {
     for (name, cluster) in TRANSPORTS {
-        for n in 1..=8 {
-            let sizes = [0, 1, n - 1, 13, 127, FRAME_BYTES / 4 + 17];
+        for n in [1, 2, 3, 6, 8] {
+            let sizes = [0, 1, n - 1, 127, FRAME_BYTES / 4 + 17];
             let ok = on_ranks(cluster(n), |comm| {
                 let me = comm.rank().index();
                 for algorithm in ALGORITHMS {
@@ -59,7 +59,7 @@ fn the_bits_are_the_same_on_every_rank_and_transport() {
             let results = on_ranks(cluster(6), |comm| {
                 let me = comm.rank().index();
                 let comm = comm.with_algorithm(algorithm);
-                let mut x: Vec<f32> = (0..100_003)
+                let mut x: Vec<f32> = (0..20_003)
                     .map(|i| (i as f32 * 0.37 + me as f32).sin() * 10f32.powi(me as i32 - 3))
                     .collect();
                 comm.all_reduce(&mut x, ReduceOp::Mean).unwrap();
@@ -114,6 +114,75 @@ fn the_other_collectives_do_what_they_say() {
                 let got = comm.recv(last, 9).unwrap();
                 assert_eq!((got.len(), got[0]), (12 << 20, last.0 as u8));
                 sent.wait().unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn the_uneven_and_the_rooted_ones_do_what_they_say() {
+    for (name, cluster) in TRANSPORTS {
+        for n in [1, 2, 3, 6] {
+            on_ranks(cluster(n), |comm| {
+                let me = comm.rank().index();
+                let counts: Vec<usize> = (0..n).map(|r| (r * 70_000 + 5 * (n - r)) % 90_001).collect();
+                let at = |r: usize| counts[..r].iter().sum::<usize>();
+                let len = at(n);
+                let mut x: Vec<i64> = (0..len).map(|i| (i + me) as i64).collect();
+                let own = comm.reduce_scatter_v(&mut x, &counts, ReduceOp::Sum).unwrap();
+                assert_eq!(own, at(me)..at(me) + counts[me]);
+                let sum = |i: usize| (i * n + n * (n - 1) / 2) as i64;
+                assert!(own.clone().all(|i| x[i] == sum(i)), "{name} {n}");
+                x.iter_mut().enumerate().filter(|(i, _)| !own.contains(i)).for_each(|(_, v)| *v = -1);
+                comm.all_gather_v(&mut x, &counts).unwrap();
+                assert!(x.iter().enumerate().all(|(i, &v)| v == sum(i)), "{name} {n}");
+
+                for root in (0..n as u32).map(Rank) {
+                    let mut x = vec![(me + 1) as u16; 1001];
+                    comm.reduce(&mut x, ReduceOp::Product, root).unwrap();
+                    let product: u16 = (1..=n as u16).product();
+                    assert!(comm.rank() != root || x.iter().all(|&v| v == product));
+                    let own = vec![me as u8; counts[me]];
+                    let gathered = comm.gather(&own, &counts, root).unwrap();
+                    assert_eq!(gathered.is_some(), comm.rank() == root);
+                    let all: Vec<u8> = (0..n).flat_map(|r| vec![r as u8; counts[r]]).collect();
+                    assert!(gathered.is_none_or(|gathered| gathered == all));
+                    let from = if comm.rank() == root { &all[..] } else { &[] };
+                    assert_eq!(comm.scatter(from, &counts, root).unwrap(), own);
+                }
+
+                let out: Vec<u32> = (0..n * 40_000).map(|i| (me * n + i / 40_000) as u32).collect();
+                let back = comm.all_to_all(&out).unwrap();
+                assert!(
+                    back.iter().enumerate().all(|(i, &v)| v as usize == i / 40_000 * n + me),
+                    "{name} {n}"
+                );
+                // Rank r sends 10 r + j to rank j, so many times.
+                let sent: Vec<usize> = (0..n).map(|j| 10 * me + j).collect();
+                let received: Vec<usize> = (0..n).map(|r| 10 * r + me).collect();
+                let out: Vec<i16> = sent.iter().flat_map(|&v| vec![v as i16; v]).collect();
+                let want: Vec<i16> = received.iter().flat_map(|&v| vec![v as i16; v]).collect();
+                assert_eq!(comm.all_to_all_v(&out, &sent, &received).unwrap(), want);
+
+                // A star, a ring, and pairs.
+                let star: Vec<Rank> = if me == 0 { (1..n as u32).map(Rank).collect() } else { vec![Rank(0)] };
+                let mut ring = vec![Rank(((me + 1) % n) as u32), Rank(((me + n - 1) % n) as u32)];
+                ring.dedup();
+                ring.retain(|&r| r != comm.rank());
+                for neighbors in [star, ring] {
+                    let theirs = comm.neighbor_exchange(&[me as f64; 3], &neighbors).unwrap();
+                    let want: Vec<Vec<f64>> = neighbors.iter().map(|r| vec![r.index() as f64; 3]).collect();
+                    assert_eq!(theirs, want, "{name} {n}");
+                }
+                for round in 0..3 {
+                    let partner = farflung_comm::shift_one(comm.rank(), n, round);
+                    let neighbors: Vec<Rank> = partner.into_iter().collect();
+                    let theirs = comm.neighbor_exchange(&[me as u8], &neighbors).unwrap();
+                    assert_eq!(theirs, neighbors.iter().map(|r| vec![r.0 as u8]).collect::<Vec<_>>());
+                }
+                assert!(comm.neighbor_exchange(&[0_u8], &[comm.rank()]).is_err());
+                assert!(comm.all_gather_v(&mut [0_u8; 3], &vec![1; n + 1]).is_err());
+                assert!(comm.reduce(&mut [0_u8], ReduceOp::Sum, Rank(n as u32)).is_err());
             });
         }
     }

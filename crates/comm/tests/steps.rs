@@ -1,11 +1,15 @@
 //! The step lists: their shape by snapshot, their truth by symbolic execution.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::collections::VecDeque;
 use std::fmt::Write;
 
-use farflung_base::Rank;
+use farflung_base::{Bandwidth, Port, Rank, Topology};
 use farflung_comm::{
-    Merge, Program, binomial_broadcast, chain_broadcast, dissemination_barrier, halving_doubling, ring,
+    Algorithm, Merge, Program, binomial_broadcast, binomial_reduce, bruck_all_to_all, butterfly,
+    chain_broadcast, direct, direct_all_gather, direct_all_to_all, direct_gather, direct_reduce_scatter,
+    direct_scatter, dissemination_barrier, double_tree, hierarchical, moshpit, pairwise_all_to_all, regions,
     ring_all_gather, ring_reduce_scatter,
 };
 
@@ -13,67 +17,142 @@ fn all(n: usize, program: impl Fn(Rank) -> Program) -> Vec<Program> {
     (0..n as u32).map(|rank| program(Rank(rank))).collect()
 }
 
+/// One block's contents and where it goes: what is on its way.
+type Wires = Vec<Vec<Vec<VecDeque<Vec<u64>>>>>;
+
 /// Runs the programs on sets of ranks as bits: afterwards `[rank][block]` says whose values are in there.
 fn execute(programs: &[Program], start: impl Fn(usize, usize) -> u64) -> Vec<Vec<u64>> {
     let n = programs.len();
     let mut state: Vec<Vec<u64>> =
         (0..n).map(|rank| (0..programs[rank].blocks).map(|b| start(rank, b)).collect()).collect();
-    let mut wires = vec![vec![VecDeque::new(); n]; n];
-    let mut cursor = vec![(0, false); n];
-    loop {
-        let mut moved = false;
-        for rank in 0..n {
-            let Some(step) = programs[rank].steps.get(cursor[rank].0) else { continue };
-            if let (Some((to, range)), false) = (&step.send, cursor[rank].1) {
-                if let Some((_, into, _)) = &step.recv {
-                    assert!(range.is_empty() || range.end <= into.start || into.end <= range.start, "{step}");
-                }
-                wires[rank][to.index()].push_back(state[rank][range.clone()].to_vec());
+    let lanes = programs.iter().map(|p| p.lanes.len()).max().unwrap_or(0);
+    let mut wires: Wires = vec![vec![vec![VecDeque::new(); n]; n]; lanes];
+    // By rank and lane: the step, whether its sends are out, and its receives that are done.
+    let mut cursor = vec![vec![(0, false, 0); lanes]; n];
+    let mut moved = true;
+    while std::mem::take(&mut moved) {
+        for (rank, lane) in (0..n).flat_map(|r| (0..programs[r].lanes.len()).map(move |l| (r, l))) {
+            let (at, sent, received) = &mut cursor[rank][lane];
+            let Some(step) = programs[rank].lanes[lane].get(*at) else { continue };
+            for (to, range) in step.sends.iter().filter(|_| !*sent) {
+                wires[lane][rank][to.index()].push_back(state[rank][range.clone()].to_vec());
                 moved = true;
             }
-            cursor[rank].1 = true;
-            if let Some((from, range, merge)) = &step.recv {
-                let Some(values) = wires[from.index()][rank].pop_front() else { continue };
-                assert_eq!(values.len(), range.len());
-                for (into, value) in state[rank][range.clone()].iter_mut().zip(values) {
-                    match merge {
-                        Merge::Copy => *into = value,
-                        Merge::Reduce => {
-                            assert_eq!(*into & value, 0, "a rank's values would count twice");
-                            *into |= value;
-                        }
+            *sent = true;
+            let Some((from, range, merge)) = step.recvs.get(*received) else {
+                (*at, *sent, *received) = (*at + 1, false, 0);
+                moved = true;
+                continue;
+            };
+            let Some(values) = wires[lane][from.index()][rank].pop_front() else { continue };
+            assert_eq!(values.len(), range.len());
+            for (into, value) in state[rank][range.clone()].iter_mut().zip(values) {
+                match merge {
+                    Merge::Copy => *into = value,
+                    Merge::Reduce => {
+                        assert_eq!(*into & value, 0, "a rank's values would count twice");
+                        *into |= value;
                     }
                 }
             }
-            cursor[rank] = (cursor[rank].0 + 1, false);
+            *received += 1;
             moved = true;
         }
-        if !moved {
-            break;
+    }
+    let done = |r: usize| (0..programs[r].lanes.len()).all(|l| cursor[r][l].0 == programs[r].lanes[l].len());
+    assert!((0..n).all(done), "a program is stuck");
+    let empty = wires.iter().flatten().flatten().all(VecDeque::is_empty);
+    assert!(empty, "something was sent that nobody received");
+    state
+}
+
+/// `n` ranks in regions of three, ten times as far from each other as within.
+fn spread(n: usize) -> Topology {
+    let mut topology = Topology::uniform(n, "1gbit,1ms".parse().unwrap());
+    for a in 0..n as u32 {
+        topology.set_port(Rank(a), Port { up: Bandwidth(1 << (20 + a % 3)), down: Bandwidth(1 << 30) });
+        for b in (0..n as u32).filter(|b| b / 3 != a / 3) {
+            topology.set_link(Rank(a), Rank(b), "100mbit,10ms".parse().unwrap());
         }
     }
-    assert!((0..n).all(|r| cursor[r].0 == programs[r].steps.len()), "a program is stuck");
-    assert!(wires.iter().flatten().all(VecDeque::is_empty), "something was sent that nobody received");
-    state
+    topology
+}
+
+/// The ranks in groups of at most `size`.
+fn groups(n: usize, size: usize) -> Vec<Vec<Rank>> {
+    let all: Vec<Rank> = (0..n as u32).map(Rank).collect();
+    all.chunks(size).map(<[Rank]>::to_vec).collect()
+}
+
+/// Every all-reduce among `n`.
+fn all_reduces(n: usize) -> Vec<(String, Vec<Program>)> {
+    let mut found: Vec<_> = Algorithm::ALL
+        .into_iter()
+        .map(|algorithm| (format!("{algorithm:?}"), all(n, |r| algorithm.program(r, n))))
+        .collect();
+    let mut add = |name: String, programs| found.push((name, programs));
+    for chunks in [1, 3] {
+        add(format!("double_tree in {chunks}"), all(n, |r| double_tree(r, n, chunks)));
+        add(format!("direct in {chunks}"), all(n, |r| direct(r, n, chunks)));
+        for size in 1..=n {
+            let groups = groups(n, size);
+            add(format!("hierarchical {size} in {chunks}"), all(n, |r| hierarchical(r, &groups, chunks)));
+        }
+        // Every second rank reduces nothing.
+        let counts: Vec<usize> = (0..n).map(|r| if r % 2 == 0 { 10 + r } else { 0 }).collect();
+        add(format!("butterfly in {chunks}"), all(n, |r| butterfly(r, &counts, chunks)));
+    }
+    for side in (1..=n).filter(|side| n.is_multiple_of(*side)) {
+        add(format!("moshpit {side}"), all(n, |r| moshpit(r, &[side, n / side])));
+    }
+    found
 }
 
 #[test]
 fn every_rank_ends_with_everything_once() {
     for n in 1..=16 {
         let everyone = (1_u64 << n) - 1;
-        for programs in [all(n, |r| ring(r, n)), all(n, |r| halving_doubling(r, n))] {
+        for (name, programs) in all_reduces(n) {
             let end = execute(&programs, |rank, _| 1 << rank);
-            assert!(end.iter().flatten().all(|&set| set == everyone), "{n}: {end:?}");
+            // Blocks of nothing may be left alone.
+            let bounds = programs[0].bounds.clone();
+            let holds = |b: usize| bounds.as_ref().is_none_or(|bounds| bounds[b + 1] > bounds[b]);
+            for blocks in end {
+                let whole = blocks.iter().enumerate().all(|(b, &set)| set == everyone || !holds(b));
+                assert!(whole, "{name} {n}: {blocks:?}");
+            }
         }
-        let scattered = execute(&all(n, |r| ring_reduce_scatter(r, n)), |rank, _| 1 << rank);
-        assert!((0..n).all(|r| scattered[r][r] == everyone));
-        let gathered = execute(&all(n, |r| ring_all_gather(r, n)), |rank, b| u64::from(rank == b) << b);
-        assert!(gathered.iter().all(|blocks| blocks.iter().enumerate().all(|(b, &set)| set == 1 << b)));
+        for scatter in [ring_reduce_scatter, direct_reduce_scatter] {
+            let scattered = execute(&all(n, |r| scatter(r, n)), |rank, _| 1 << rank);
+            assert!((0..n).all(|r| scattered[r][r] == everyone));
+        }
+        for gather in [ring_all_gather, direct_all_gather] {
+            let gathered = execute(&all(n, |r| gather(r, n)), |rank, b| u64::from(rank == b) << b);
+            assert!(gathered.iter().all(|blocks| blocks.iter().enumerate().all(|(b, &set)| set == 1 << b)));
+        }
+        for to_all in [pairwise_all_to_all, direct_all_to_all, bruck_all_to_all] {
+            // Rank r's block for rank b is r * n + b + 1.
+            let ends =
+                execute(&all(n, |r| to_all(r, n)), |r, b| if b < n { (r * n + b + 1) as u64 } else { 0 });
+            for (rank, blocks) in ends.iter().enumerate() {
+                let want: Vec<u64> = (0..n).map(|from| (from * n + rank + 1) as u64).collect();
+                assert_eq!(blocks[n..], want, "{n}");
+            }
+        }
         for root in (0..n as u32).map(Rank) {
             let holds = |rank: usize, _| u64::from(rank == root.index());
             let tree = execute(&all(n, |r| binomial_broadcast(r, n, root)), holds);
             let chain = execute(&all(n, |r| chain_broadcast(r, n, root, 5)), holds);
             assert!(tree.iter().chain(&chain).flatten().all(|&set| set == 1));
+            let reduced = execute(&all(n, |r| binomial_reduce(r, n, root)), |rank, _| 1 << rank);
+            assert_eq!(reduced[root.index()], [everyone]);
+            let own = |rank: usize, b: usize| u64::from(rank == b) << b;
+            let gathered = execute(&all(n, |r| direct_gather(r, n, root)), own);
+            let each: Vec<u64> = (0..n).map(|b| 1 << b).collect();
+            assert_eq!(gathered[root.index()], each);
+            let at_root = |rank: usize, b: usize| u64::from(rank == root.index()) << b;
+            let scattered = execute(&all(n, |r| direct_scatter(r, n, root)), at_root);
+            assert!((0..n).all(|r| scattered[r][r] == 1 << r));
         }
         let _ = execute(&all(n, |r| dissemination_barrier(r, n)), |_, _| 0);
     }
@@ -89,13 +168,41 @@ fn the_lists_are_pinned() {
         }
     };
     for n in 2..=8 {
-        print("ring", n, all(n, |r| ring(r, n)));
-        print("halving_doubling", n, all(n, |r| halving_doubling(r, n)));
+        for algorithm in Algorithm::ALL {
+            print(&format!("{algorithm:?}"), n, all(n, |r| algorithm.program(r, n)));
+        }
+        let threes = groups(n, 3);
+        print("hierarchical in threes", n, all(n, |r| hierarchical(r, &threes, 1)));
+        let counts: Vec<usize> = (0..n).map(|r| 12 * (n - 1 - r)).collect();
+        print("butterfly", n, all(n, |r| butterfly(r, &counts, 2)));
     }
     for n in [2, 3, 5, 8] {
         print("binomial_broadcast from 1", n, all(n, |r| binomial_broadcast(r, n, Rank(1))));
+        print("binomial_reduce to 1", n, all(n, |r| binomial_reduce(r, n, Rank(1))));
         print("chain_broadcast from 1 in 3", n, all(n, |r| chain_broadcast(r, n, Rank(1), 3)));
         print("dissemination_barrier", n, all(n, |r| dissemination_barrier(r, n)));
+        print("direct_gather to 1", n, all(n, |r| direct_gather(r, n, Rank(1))));
+        print("pairwise_all_to_all", n, all(n, |r| pairwise_all_to_all(r, n)));
+        print("bruck_all_to_all", n, all(n, |r| bruck_all_to_all(r, n)));
     }
     insta::assert_snapshot!("step_lists", text);
+}
+
+#[test]
+fn regions_are_those_that_are_near_each_other() {
+    assert_eq!(regions(&spread(7)), groups(7, 3));
+    let flat = Topology::uniform(5, "1gbit,1ms".parse().unwrap());
+    assert_eq!(regions(&flat), groups(5, 5));
+    for n in 1..=8 {
+        let len = 1 << 20;
+        for algorithm in Algorithm::ALL {
+            let programs = algorithm.programs(len, farflung_base::Bytes(4 << 20), &spread(n));
+            let everyone = (1_u64 << n) - 1;
+            for (rank, blocks) in execute(&programs, |rank, _| 1 << rank).iter().enumerate() {
+                let holds = |b: usize| !programs[rank].elements(&(b..b + 1), len).is_empty();
+                let whole = blocks.iter().enumerate().all(|(b, &set)| set == everyone || !holds(b));
+                assert!(whole, "{algorithm:?} {n}: {blocks:?}");
+            }
+        }
+    }
 }

@@ -23,19 +23,28 @@ fn within(got: Nanos, want: f64, tolerance: f64, what: &str) {
 }
 
 #[test]
-fn all_reduce_takes_its_closed_form() {
+fn all_reduce_takes_its_closed_form_and_its_price() {
+    // 8 ranks: latencies, and buffers through each rank.
+    let forms = [
+        (Algorithm::Ring, 14.0, 1.75),
+        (Algorithm::RecursiveDoubling, 3.0, 3.0),
+        (Algorithm::HalvingDoubling, 6.0, 1.75),
+        (Algorithm::Hierarchical, 14.0, 1.75),
+        (Algorithm::Direct, 2.0, 1.75),
+        (Algorithm::Butterfly, 2.0, 1.75),
+        // 2 x 4: rings of 4, then of 2.
+        (Algorithm::Moshpit, 8.0, 1.5 + 1.0),
+    ];
     let topology = uniform(8, "1gbit,10ms");
-    // 2 (n-1) or 2 lg n latencies, and 2 (n-1)/n of the bytes.
-    let forms = [(Algorithm::Ring, 0.14), (Algorithm::HalvingDoubling, 0.06)];
-    for (algorithm, latencies) in forms {
-        for bytes in [1_000_usize, 1_000_000, 100_000_000] {
-            let want = latencies + 1.75 * bytes as f64 * 8e-9;
+    for (algorithm, latencies, buffers) in forms {
+        for bytes in [1_000_usize, 10_000_000] {
+            let want = latencies * 0.01 + buffers * bytes as f64 * 8e-9;
             let what = format!("{algorithm:?} {bytes}");
             let programs: Vec<_> = (0..8).map(|rank| algorithm.program(Rank(rank), 8)).collect();
             within(cost(&programs, Bytes(bytes as u64), &topology), want, 0.001, &what);
             let times = on_ranks(over(&topology), |comm| {
                 let mut x = vec![1.0_f32; bytes / 4];
-                comm.clone().with_algorithm(algorithm).all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                comm.all_reduce_by(algorithm.program(comm.rank(), 8), &mut x, ReduceOp::Sum).unwrap();
                 assert!(x.iter().all(|&v| v == 8.0));
                 comm.now()
             });
@@ -47,13 +56,41 @@ fn all_reduce_takes_its_closed_form() {
 }
 
 #[test]
-fn auto_is_the_cheaper_one_on_the_declared_links() {
+fn where_links_are_uneven_the_price_is_what_it_takes() {
+    let mut topology = uniform(6, "1gbit,1ms");
+    for a in 0..6 {
+        let rate = Bandwidth(1_000_000_000 >> (a % 3));
+        topology.set_port(Rank(a), Port { up: rate, down: rate });
+        for b in (0..6).filter(|b| b / 3 != a / 3) {
+            topology.set_link(Rank(a), Rank(b), "300mbit,15ms".parse().unwrap());
+        }
+    }
+    for algorithm in Algorithm::ALL {
+        let len = 2_000_000;
+        let programs = algorithm.programs(len, Bytes(4 * len as u64), &topology);
+        let price = cost(&programs, Bytes(4 * len as u64), &topology);
+        let times = on_ranks(over(&topology), |comm| {
+            let mut x = vec![1.0_f32; len];
+            let comm = comm.with_topology(topology.clone()).unwrap().with_algorithm(algorithm);
+            comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+            assert!(x.iter().all(|&v| v == 6.0));
+            comm.now()
+        });
+        within(*times.iter().max().unwrap(), price.as_secs_f64(), 0.002, &format!("{algorithm:?}"));
+    }
+}
+
+#[test]
+fn auto_is_the_cheapest_one_on_the_declared_links() {
     let fast = uniform(8, "1gbit,10ms");
-    assert_eq!(Algorithm::Auto.resolve(Bytes(1_000), &fast), Algorithm::HalvingDoubling);
-    // Folding three ranks costs two more whole buffers.
-    let odd = uniform(7, "1gbit,10us");
-    assert_eq!(Algorithm::Auto.resolve(Bytes(100_000_000), &odd), Algorithm::Ring);
+    assert_eq!(Algorithm::Auto.resolve(Bytes(1_000), &fast), Algorithm::Direct);
     assert_eq!(Algorithm::Ring.resolve(Bytes(1_000), &fast), Algorithm::Ring);
+    for bytes in [1_000, 1_000_000, 100_000_000] {
+        let price =
+            |a: Algorithm| cost(&a.programs(bytes as usize / 4, Bytes(bytes), &fast), Bytes(bytes), &fast);
+        let least = Algorithm::ALL.into_iter().map(price).min().unwrap();
+        within(price(Algorithm::Auto), least.as_secs_f64(), 1e-5, "auto");
+    }
 }
 
 #[test]

@@ -43,9 +43,10 @@ struct Key {
     time: Nanos,
     kind: Kind,
     from: usize,
+    /// Of what the sender has sent: what departs at one time goes out in the order in which it was sent.
+    sequence: u64,
     to: usize,
     tag: Tag,
-    sequence: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -63,8 +64,7 @@ const LAST: Tag = Tag { context: u64::MAX, channel: Channel::Abort, number: u32:
 enum Event {
     Crash,
     Depart(Cargo),
-    /// With the time for which it occupies the receiver's downlink.
-    Land(Cargo, Nanos),
+    Land(Cargo, InFlight),
     Arrive(Cargo),
 }
 
@@ -394,11 +394,11 @@ impl World {
                 }
                 let flight = state.links.depart(rank(from), rank(to), time, Bytes(size));
                 let key = Key { time: flight.head, kind: Kind::Land, ..key };
-                state.queue.insert(key, Event::Land(cargo, flight.length));
+                state.queue.insert(key, Event::Land(cargo, flight));
                 None
             }
-            Event::Land(cargo, length) => {
-                let at = state.links.land(rank(to), InFlight { head: time, length });
+            Event::Land(cargo, flight) => {
+                let at = state.links.land(rank(to), flight);
                 state.queue.insert(Key { time: at, kind: Kind::Arrive, ..key }, Event::Arrive(cargo));
                 None
             }

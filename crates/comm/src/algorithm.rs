@@ -1,0 +1,145 @@
+//! Which all-reduce: the algorithms by name, and the choice among them by what they cost on declared links.
+
+use farflung_base::{Bandwidth, Bytes, Nanos, Rank, Topology};
+
+use crate::butterfly::{butterfly, direct, shares};
+use crate::cost::cost;
+use crate::doubling::{halving_doubling, recursive_doubling};
+use crate::grouped::{hierarchical, moshpit, square};
+use crate::ring::{bidirectional_ring, everyone, ring};
+use crate::steps::Program;
+use crate::tree::double_tree;
+
+/// A chunk that is smaller is not worth messages of its own.
+const LEAST_CHUNK: u64 = 16 * 1024;
+
+/// Which all-reduce.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Algorithm {
+    /// [`ring`].
+    #[default]
+    Ring,
+    /// [`bidirectional_ring`].
+    BidirectionalRing,
+    /// [`recursive_doubling`].
+    RecursiveDoubling,
+    /// [`halving_doubling`].
+    HalvingDoubling,
+    /// [`double_tree`].
+    DoubleTree,
+    /// [`hierarchical`], by the [`regions`] of the topology.
+    Hierarchical,
+    /// [`direct`].
+    Direct,
+    /// [`butterfly`], with [`shares`] by the access links of the topology.
+    Butterfly,
+    /// [`moshpit`], on the grid that is nearest to a [`square`].
+    Moshpit,
+    /// The cheapest of them by [`cost`] on the declared topology; ties go to the one named first.
+    Auto,
+}
+
+impl Algorithm {
+    /// Every algorithm, in the order of the choice; without `Auto`.
+    pub const ALL: [Self; 9] = [
+        Self::Ring,
+        Self::BidirectionalRing,
+        Self::RecursiveDoubling,
+        Self::HalvingDoubling,
+        Self::DoubleTree,
+        Self::Hierarchical,
+        Self::Direct,
+        Self::Butterfly,
+        Self::Moshpit,
+    ];
+
+    /// The algorithm that this means for a buffer of `bytes` on `topology`; never `Auto`.
+    #[must_use]
+    pub fn resolve(self, bytes: Bytes, topology: &Topology) -> Self {
+        if self != Self::Auto {
+            return self;
+        }
+        let price = |algorithm: &Self| algorithm.priced(bytes.0 as usize, bytes, topology).0;
+        Self::ALL.into_iter().min_by_key(price).unwrap_or_default()
+    }
+
+    /// One rank's steps where all links are equal, in one chunk; `Auto` that was not resolved is the ring.
+    #[must_use]
+    pub fn program(self, rank: Rank, size: usize) -> Program {
+        match self {
+            Self::Ring | Self::Auto => ring(rank, size),
+            Self::BidirectionalRing => bidirectional_ring(rank, size),
+            Self::RecursiveDoubling => recursive_doubling(rank, size),
+            Self::HalvingDoubling => halving_doubling(rank, size),
+            Self::DoubleTree => double_tree(rank, size, 1),
+            Self::Hierarchical => hierarchical(rank, &[everyone(size)], 1),
+            Self::Direct | Self::Butterfly => direct(rank, size, 1),
+            Self::Moshpit => moshpit(rank, &square(size)),
+        }
+    }
+
+    /// All ranks' steps for a buffer of `len` elements of `bytes` together, on `topology`: with its regions and
+    /// bandwidths, and in as many chunks as make it cheapest.
+    #[must_use]
+    pub fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program> {
+        self.resolve(bytes, topology).priced(len, bytes, topology).1
+    }
+
+    fn priced(self, len: usize, bytes: Bytes, topology: &Topology) -> (Nanos, Vec<Program>) {
+        let n = topology.size();
+        let all = |program: &dyn Fn(Rank) -> Program| {
+            let programs: Vec<Program> = (0..n as u32).map(|rank| program(Rank(rank))).collect();
+            (cost(&programs, bytes, topology), programs)
+        };
+        let chunked = |program: &dyn Fn(Rank, usize) -> Program| {
+            let counts = [1, 4, 16, 64].into_iter();
+            let worth = |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
+            let programs = counts.filter(worth).map(|chunks| all(&|rank| program(rank, chunks)));
+            programs.min_by_key(|(price, _)| *price).unwrap_or_default()
+        };
+        match self {
+            Self::DoubleTree => chunked(&|rank, chunks| double_tree(rank, n, chunks)),
+            Self::Hierarchical => {
+                let regions = regions(topology);
+                chunked(&|rank, chunks| hierarchical(rank, &regions, chunks))
+            }
+            Self::Direct => chunked(&|rank, chunks| direct(rank, n, chunks)),
+            Self::Butterfly => {
+                let slower = |rank: u32| {
+                    let port = topology.port(Rank(rank));
+                    port.up.min(port.down)
+                };
+                let bandwidths: Vec<Bandwidth> = (0..n as u32).map(slower).collect();
+                let counts = shares(len, &bandwidths, 0);
+                chunked(&|rank, chunks| butterfly(rank, &counts, chunks))
+            }
+            _ => all(&|rank| self.program(rank, n)),
+        }
+    }
+}
+
+/// The ranks in groups that are near each other: where the farthest pair is at least four times as far as the nearest,
+/// ranks are in one region if there is a way between them by links of less than the two latencies' geometric mean.
+#[must_use]
+pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
+    let n = topology.size();
+    let ranks = everyone(n);
+    let far = |a: Rank, b: Rank| topology.link(a, b).latency.max(topology.link(b, a).latency).0;
+    let pairs = || ranks.iter().flat_map(|&a| ranks.iter().filter(move |&&b| a < b).map(move |&b| (a, b)));
+    let nearest = pairs().map(|(a, b)| far(a, b)).min().unwrap_or(0);
+    let farthest = pairs().map(|(a, b)| far(a, b)).max().unwrap_or(0);
+    if u128::from(farthest) < 4 * u128::from(nearest) || farthest == 0 {
+        return vec![ranks];
+    }
+    let mut region: Vec<usize> = (0..n).collect();
+    for (a, b) in pairs() {
+        if u128::from(far(a, b)).pow(2) < u128::from(nearest.max(1)) * u128::from(farthest) {
+            let (from, to) =
+                (region[a.index()].max(region[b.index()]), region[a.index()].min(region[b.index()]));
+            region.iter_mut().filter(|r| **r == from).for_each(|r| *r = to);
+        }
+    }
+    let members = |r: usize| ranks.iter().copied().filter(|rank| region[rank.index()] == r).collect();
+    (0..n).map(members).filter(|group: &Vec<Rank>| !group.is_empty()).collect()
+}

@@ -1,0 +1,118 @@
+//! Bytes of any length: to everyone, from everyone, to one rank, and an all-reduce through a coder.
+
+use std::sync::Arc;
+
+use farflung_base::{PeerId, Pending, Rank};
+
+use super::{Communicator, check_word};
+use crate::CommError;
+use crate::coded::{Coded, CodedReduce, Coder};
+use crate::element::ReduceOp;
+use crate::message::{Exchange, Incoming, Outgoing, RecvMessage, SendMessage};
+use crate::transport::Tag;
+
+impl Communicator {
+    fn exchange(&self, name: &'static str, out: Vec<Arc<Vec<u8>>>) -> Result<Exchange, CommError> {
+        if out.len() != self.size() {
+            let (got, want) = (out.len(), self.size());
+            return Err(CommError::Argument { op: name, what: "number of messages", got, want });
+        }
+        let tag = self.next_tags(1)?;
+        let members = Arc::clone(&self.group.members);
+        Ok(Exchange::new(name, self.group.me, members, tag, check_word(name, 0, &[]), out))
+    }
+
+    /// The same message for every rank.
+    fn to_all(&self, bytes: Vec<u8>) -> Vec<Arc<Vec<u8>>> {
+        let bytes = Arc::new(bytes);
+        (0..self.size()).map(|_| Arc::clone(&bytes)).collect()
+    }
+
+    /// Everyone's bytes, of any lengths, in rank order.
+    pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
+        const NAME: &str = "all_gather_bytes";
+        self.run(NAME, self.exchange(NAME, self.to_all(bytes))?, true)
+    }
+
+    /// Starts a [`Communicator::all_gather_bytes`].
+    pub fn start_all_gather_bytes(&self, bytes: Vec<u8>) -> Pending<Result<Vec<Vec<u8>>, CommError>> {
+        const NAME: &str = "all_gather_bytes";
+        match self.exchange(NAME, self.to_all(bytes)) {
+            Ok(body) => self.start(NAME, body, true),
+            Err(e) => Pending::ready(Err(e)),
+        }
+    }
+
+    /// Sends `out[j]` to rank `j` and returns what the ranks sent here, in their order.
+    pub fn all_to_all_bytes(&self, out: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, CommError> {
+        const NAME: &str = "all_to_all_bytes";
+        let out = out.into_iter().map(Arc::new).collect();
+        self.run(NAME, self.exchange(NAME, out)?, true)
+    }
+
+    /// Starts an all-reduce that travels as `coder`'s bytes; gives the coder back with the result. A sum or a mean.
+    pub fn start_all_reduce_coded(
+        &self,
+        data: Vec<f32>,
+        op: ReduceOp,
+        coder: Box<dyn Coder>,
+    ) -> Pending<Result<Coded, CommError>> {
+        const NAME: &str = "all_reduce_coded";
+        if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
+            return Pending::ready(Err(CommError::Unsupported { op: NAME, element: "coded f32" }));
+        }
+        let tag = match self.next_tags(1) {
+            Ok(tag) => tag,
+            Err(e) => return Pending::ready(Err(e)),
+        };
+        let check = check_word(NAME, data.len(), &[op as u8]);
+        let members = Arc::clone(&self.group.members);
+        let body = CodedReduce::new(NAME, data, op, coder, self.group.me, members, tag, check);
+        self.start(NAME, body, true)
+    }
+
+    pub(super) fn member(&self, op: &'static str, rank: Rank) -> Result<PeerId, CommError> {
+        let members = &self.group.members;
+        let argument = CommError::Argument { op, what: "rank", got: rank.index(), want: members.len() };
+        members.get(rank.index()).copied().ok_or(argument)
+    }
+
+    fn outgoing(&self, to: Rank, tag: u32, data: Vec<u8>) -> Result<SendMessage, CommError> {
+        let to = self.member("send", to)?;
+        let tag = Tag::user(self.group.context, tag);
+        Ok(SendMessage { to, tag, out: Outgoing::new(Arc::new(data)) })
+    }
+
+    fn incoming(&self, from: Rank, tag: u32) -> Result<RecvMessage, CommError> {
+        let from = self.member("recv", from)?;
+        let tag = Tag::user(self.group.context, tag);
+        Ok(RecvMessage { from, tag, incoming: Incoming::default() })
+    }
+
+    /// Sends bytes to a rank; returns when the network has taken them. Messages neither poison a communicator nor mind
+    /// that it is poisoned.
+    pub fn send(&self, to: Rank, tag: u32, data: &[u8]) -> Result<(), CommError> {
+        self.run("send", self.outgoing(to, tag, data.to_vec())?, false)
+    }
+
+    /// Starts to send bytes to a rank.
+    pub fn start_send(&self, to: Rank, tag: u32, data: Vec<u8>) -> Pending<Result<(), CommError>> {
+        match self.outgoing(to, tag, data) {
+            Ok(body) => self.start("send", body, false),
+            Err(e) => Pending::ready(Err(e)),
+        }
+    }
+
+    /// Receives bytes from a rank. One receive at a time of each rank and tag.
+    pub fn recv(&self, from: Rank, tag: u32) -> Result<Vec<u8>, CommError> {
+        self.run("recv", self.incoming(from, tag)?, false)
+    }
+
+    /// Starts to receive bytes from a rank.
+    pub fn start_recv(&self, from: Rank, tag: u32) -> Pending<Result<Vec<u8>, CommError>> {
+        match self.incoming(from, tag) {
+            Ok(body) => self.start("recv", body, false),
+            Err(e) => Pending::ready(Err(e)),
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! All-reduces in `lg n` rounds with partners at distances that double: the whole buffer each time, or halves.
+//!
+//! For `n` not a power of two the ranks beyond fold their buffer into a partner's before and get the result after, at
+//! two latencies and two whole buffers.
+
+use farflung_base::Rank;
+
+use crate::steps::{Merge, Program, Step};
+
+/// All-reduce by recursive halving and doubling: as little traffic as a ring at `2 lg n` latencies.
+///
+/// Source: Rabenseifner 2004, "Optimization of collective reduction operations"; Thakur et al. 2005.
+#[must_use]
+pub fn halving_doubling(rank: Rank, size: usize) -> Program {
+    let power = 1 << size.ilog2();
+    folded(rank, size, power, |me, steps| {
+        let mut held = 0..power;
+        let mut distance = power / 2;
+        while distance > 0 {
+            let partner = Rank((me ^ distance) as u32);
+            let middle = held.start + distance;
+            let (keep, give) = if me & distance == 0 {
+                (held.start..middle, middle..held.end)
+            } else {
+                (middle..held.end, held.start..middle)
+            };
+            steps.push(Step::send(partner, give).and_recv(partner, keep.clone(), Merge::Reduce));
+            held = keep;
+            distance /= 2;
+        }
+        distance = 1;
+        while distance < power {
+            let partner = Rank((me ^ distance) as u32);
+            let theirs = if me & distance == 0 {
+                held.end..held.end + distance
+            } else {
+                held.start - distance..held.start
+            };
+            steps.push(Step::send(partner, held.clone()).and_recv(partner, theirs.clone(), Merge::Copy));
+            held = held.start.min(theirs.start)..held.end.max(theirs.end);
+            distance *= 2;
+        }
+    })
+}
+
+/// All-reduce by recursive doubling: `lg n` rounds of the whole buffer, the fewest latencies there can be.
+///
+/// Both partners add the same two values, so all ranks end with the same bits, but for the payload of a NaN.
+#[must_use]
+pub fn recursive_doubling(rank: Rank, size: usize) -> Program {
+    let power: usize = 1 << size.ilog2();
+    folded(rank, size, 1, |me, steps| {
+        let partners = (0..power.ilog2()).map(|round| Rank((me ^ (1 << round)) as u32));
+        steps.extend(partners.map(|to| Step::send(to, 0..1).and_recv(to, 0..1, Merge::Reduce)));
+    })
+}
+
+/// The first power of two of ranks does `inner`; the others give their buffer away before and get it back after.
+fn folded(rank: Rank, size: usize, blocks: usize, inner: impl FnOnce(usize, &mut Vec<Step>)) -> Program {
+    let power = 1 << size.ilog2();
+    let (me, extra) = (rank.index(), size - power);
+    let mut steps = Vec::new();
+    if me >= power {
+        let partner = Rank((me - power) as u32);
+        steps.push(Step::send(partner, 0..blocks));
+        steps.push(Step::recv(partner, 0..blocks, Merge::Copy));
+    } else {
+        let partner = Rank((me + power) as u32);
+        if me < extra {
+            steps.push(Step::recv(partner, 0..blocks, Merge::Reduce));
+        }
+        inner(me, &mut steps);
+        if me < extra {
+            steps.push(Step::send(partner, 0..blocks));
+        }
+    }
+    Program::new(blocks, steps)
+}

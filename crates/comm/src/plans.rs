@@ -1,0 +1,131 @@
+//! What a rank does in each collective: chosen by cost on the declared links, made once for each size.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use farflung_base::{Bytes, Rank, Topology};
+
+use crate::algorithm::Algorithm;
+use crate::all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
+use crate::butterfly::{direct_all_gather, direct_gather, direct_reduce_scatter};
+use crate::cost::cost;
+use crate::ring::{ring_all_gather, ring_reduce_scatter};
+use crate::steps::Program;
+use crate::tree::{binomial_broadcast, binomial_reduce, chain_broadcast};
+
+/// Sizes that are remembered; then the memory starts afresh.
+const REMEMBERED: usize = 256;
+
+/// A block of a chain is worth a message of its own only from a few pages on.
+const LEAST_BLOCK: u64 = 16 * 1024;
+
+/// A collective whose steps depend on the size and the links.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast(Rank),
+    Reduce(Rank),
+    AllToAll,
+}
+
+/// One rank's programs.
+#[derive(Debug)]
+pub(crate) struct Plans {
+    rank: Rank,
+    algorithm: Algorithm,
+    topology: Topology,
+    /// By kind, elements and bytes.
+    made: Mutex<BTreeMap<(Kind, usize, u64), Arc<Program>>>,
+}
+
+impl Plans {
+    pub(crate) const fn new(rank: Rank, algorithm: Algorithm, topology: Topology) -> Self {
+        Self { rank, algorithm, topology, made: Mutex::new(BTreeMap::new()) }
+    }
+
+    pub(crate) const fn algorithm(&self) -> Algorithm {
+        self.algorithm
+    }
+
+    pub(crate) const fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// This rank's steps over a buffer of `len` elements of `bytes` together.
+    pub(crate) fn program(&self, kind: Kind, len: usize, bytes: Bytes) -> Arc<Program> {
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        if made.len() >= REMEMBERED {
+            made.clear();
+        }
+        let program =
+            made.entry((kind, len, bytes.0)).or_insert_with(|| Arc::new(self.make(kind, len, bytes)));
+        Arc::clone(program)
+    }
+
+    fn make(&self, kind: Kind, len: usize, bytes: Bytes) -> Program {
+        let n = self.topology.size();
+        match kind {
+            Kind::AllReduce => match self.algorithm {
+                Algorithm::Auto
+                | Algorithm::DoubleTree
+                | Algorithm::Hierarchical
+                | Algorithm::Direct
+                | Algorithm::Butterfly => {
+                    self.algorithm.programs(len, bytes, &self.topology).swap_remove(self.rank.index())
+                }
+                fixed => fixed.program(self.rank, n),
+            },
+            Kind::ReduceScatter => self.by_cost(
+                bytes,
+                &[&|rank| ring_reduce_scatter(rank, n), &|rank| direct_reduce_scatter(rank, n)],
+            ),
+            Kind::AllGather => {
+                self.by_cost(bytes, &[&|rank| ring_all_gather(rank, n), &|rank| direct_all_gather(rank, n)])
+            }
+            Kind::AllToAll => self.by_cost(
+                bytes,
+                &[&|rank| pairwise_all_to_all(rank, n), &|rank| direct_all_to_all(rank, n), &|rank| {
+                    bruck_all_to_all(rank, n)
+                }],
+            ),
+            Kind::Broadcast(root) => {
+                let chains = [4, 16, 64].map(|blocks| move |rank| chain_broadcast(rank, n, root, blocks));
+                let tree = |rank| binomial_broadcast(rank, n, root);
+                let mut candidates: Vec<&dyn Fn(Rank) -> Program> = vec![&tree];
+                let worth = |blocks: u64| bytes.0 / blocks >= LEAST_BLOCK;
+                let chains = chains.iter().zip([4, 16, 64]).filter(|&(_, blocks)| worth(blocks));
+                candidates.extend(chains.map(|(chain, _)| chain as &dyn Fn(Rank) -> Program));
+                self.cheapest(bytes, &candidates)
+            }
+            Kind::Reduce(root) => {
+                let scattered = |rank| {
+                    let mut program = ring_reduce_scatter(rank, n);
+                    let gathered = direct_gather(rank, n, root).lanes;
+                    program.lanes[0].extend(gathered.into_iter().flatten());
+                    program
+                };
+                self.cheapest(bytes, &[&|rank| binomial_reduce(rank, n, root), &scattered])
+            }
+        }
+    }
+
+    /// The first, or the cheapest where the algorithm is to be chosen.
+    fn by_cost(&self, bytes: Bytes, candidates: &[&dyn Fn(Rank) -> Program]) -> Program {
+        let candidates = if self.algorithm == Algorithm::Auto { candidates } else { &candidates[..1] };
+        self.cheapest(bytes, candidates)
+    }
+
+    fn cheapest(&self, bytes: Bytes, candidates: &[&dyn Fn(Rank) -> Program]) -> Program {
+        if let [only] = candidates {
+            return only(self.rank);
+        }
+        let all = |program: &dyn Fn(Rank) -> Program| -> Vec<Program> {
+            (0..self.topology.size() as u32).map(|rank| program(Rank(rank))).collect()
+        };
+        let price = |program: &&&dyn Fn(Rank) -> Program| cost(&all(program), bytes, &self.topology);
+        let best = candidates.iter().min_by_key(price).expect("there are candidates");
+        best(self.rank)
+    }
+}
