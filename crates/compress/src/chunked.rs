@@ -1,6 +1,7 @@
 //! Codecs of a fixed rate that encode every chunk of a vector on its own: one loop over chunks for all of them, alone or
 //! on several threads, with and without feedback. Knows no format: that is a [`Chunks`].
 
+use crate::compressor::Memoryless;
 use crate::noise::Noise;
 use crate::simd::Level;
 use crate::wire::{CodecId, HEADER, check_body};
@@ -244,6 +245,7 @@ impl<C: Chunks> Chunked<C> {
 }
 
 impl<C> State for Chunked<C> {}
+impl<C: Chunks> Memoryless for Chunked<C> {}
 
 impl<C: Chunks> Compressor for Chunked<C> {
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {

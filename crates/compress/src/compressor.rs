@@ -77,6 +77,20 @@ pub trait Compressor: State + Debug + Send + Sync {
     fn max_payload(&self, len: usize) -> usize;
 }
 
+/// A codec that remembers nothing between calls, so that another codec may choose anew each time what it gets.
+///
+/// Feedback is not memoryless: `Sparse::new(select, ErrorFeedback::new(..))` would add the residual of one selection to
+/// the next, and does not compile. `ErrorFeedback::new(Sparse::new(select, ..)?)` is what is meant.
+///
+/// ```compile_fail
+/// use farflung_compress::{Amount, ErrorFeedback, F16, Select, Sparse};
+///
+/// let wrong = Sparse::new(Select::Largest(Amount::count(10)), ErrorFeedback::new(F16::new()));
+/// ```
+pub trait Memoryless: Compressor {}
+
+impl<C: Memoryless + ?Sized> Memoryless for Box<C> {}
+
 impl<C: Compressor + ?Sized> Compressor for Box<C> {
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         (**self).compress(x, key, out)

@@ -150,6 +150,31 @@ pub enum CompressError {
         /// Its code.
         code: u32,
     },
+    /// Indices that no encoder writes.
+    #[error("the indices {why}")]
+    Indices {
+        /// What they do, as the sentence's end.
+        why: &'static str,
+    },
+    /// A vector longer than a codec's indices reach.
+    #[error("the vector has {len} elements, more than the {max} that this codec can index")]
+    TooLong {
+        /// The vector's length.
+        len: usize,
+        /// The longest.
+        max: usize,
+    },
+    /// Feedback around an unbiased mask would count its scale as an error.
+    #[error("an unbiased mask cannot have error feedback: use one that does not scale")]
+    UnbiasedFeedback,
+    /// Not an amount of elements.
+    #[error(
+        "{text:?} is no amount of elements: write a number (64) or a share (0.01), perhaps with a multiple (0.2x128)"
+    )]
+    Amount {
+        /// What was given.
+        text: String,
+    },
     /// No codec has that name.
     #[error("unknown codec {name:?}; the codecs are {}, each also with \"+ef\"", crate::spec::names().join(", "))]
     UnknownCodec {

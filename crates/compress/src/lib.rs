@@ -13,6 +13,8 @@ pub mod int;
 pub mod uint;
 pub mod sign;
 
+pub mod sparse;
+
 pub mod error_feedback;
 pub mod spec;
 
@@ -26,13 +28,14 @@ mod simd;
 
 pub use bf16::Bf16;
 pub use chunked::{Chunked, Chunks};
-pub use compressor::{Compressor, RoundKey};
+pub use compressor::{Compressor, Memoryless, RoundKey};
 pub use error::CompressError;
 pub use error_feedback::ErrorFeedback;
 pub use f16::F16;
 pub use f32::F32;
 pub use int::{Int2, Int3, Int4, Int8};
 pub use sign::Sign;
+pub use sparse::{Amount, IndexCoding, Mask, Masked, Pattern, Select, Sparse};
 pub use spec::{CodecSpec, names, parse};
 pub use state::{State, StateMap, StateValue};
 pub use uint::{Uint2, Uint3, Uint4, Uint8};

@@ -1,6 +1,7 @@
 //! Where randomness comes from: Philox streams keyed by a [`RoundKey`], and the offsets of stochastic rounding, made a
 //! run at a time in lanes that become vector code. Knows no codec.
 
+use farflung_base::Philox;
 use farflung_base::philox::philox4x32_10;
 
 use crate::RoundKey;
@@ -21,6 +22,26 @@ impl Noise {
     /// What only this rank draws.
     pub(crate) fn private(key: RoundKey) -> Self {
         Self::of(key, key.rank.0)
+    }
+
+    /// What all ranks draw alike.
+    pub(crate) fn shared(key: RoundKey) -> Self {
+        Self::of(key, u32::MAX)
+    }
+
+    /// Uniform in `0..bound`, as [`Philox::below`].
+    pub(crate) fn below(self, position: u64, bound: u64) -> u64 {
+        Philox::new(self.seed, self.stream).below(position, bound)
+    }
+
+    /// What identifies the stream.
+    pub(crate) fn halves(self) -> [u64; 2] {
+        [self.seed, self.stream]
+    }
+
+    /// The inverse of [`Self::halves`].
+    pub(crate) fn of_halves([seed, stream]: [u64; 2]) -> Self {
+        Self { seed, stream }
     }
 
     /// The stream's number is itself a block of Philox: 64 bits of (round, shard, rank).
@@ -81,14 +102,13 @@ fn halves(word: u64) -> [u32; 2] {
 
 #[cfg(test)]
 mod tests {
-    use farflung_base::Philox;
-
     use super::*;
 
     #[test]
     fn lanes_are_the_blocks_of_philox() {
         let key = RoundKey { seed: 0x0123_4567_89ab_cdef, round: 1 << 33, shard: 7, ..RoundKey::default() };
         let noise = Noise::private(key);
+        assert_ne!(noise, Noise::shared(key));
         let rng = Philox::new(noise.seed, noise.stream);
         let mut out = [0.0; RUN];
         noise.offsets(5, &mut out);

@@ -8,9 +8,12 @@ use crate::block::DEFAULT_BLOCK;
 use crate::int::IntBlock;
 use crate::sign::SIGN_BLOCK;
 use crate::uint::UintBlock;
-use crate::{Bf16, CompressError, Compressor, ErrorFeedback, F16, F32, Int2, Sign};
+use crate::{
+    Amount, Bf16, CompressError, Compressor, ErrorFeedback, F16, F32, Int2, Mask, Masked, Memoryless,
+    Pattern, Select, Sign, Sparse,
+};
 
-type Built = Result<Box<dyn Compressor>, CompressError>;
+type Built = Result<Box<dyn Memoryless>, CompressError>;
 
 /// A method that has a name.
 struct Method {
@@ -20,7 +23,7 @@ struct Method {
     build: fn(u32) -> Built,
 }
 
-fn boxed<C: Compressor + 'static>(codec: Result<C, CompressError>) -> Built {
+fn boxed<C: Memoryless + 'static>(codec: Result<C, CompressError>) -> Built {
     Ok(Box::new(codec?))
 }
 
@@ -63,18 +66,120 @@ const METHODS: &[Method] = &[
 
 /// A codec and its parameters, as data. [`CodecSpec::build`] makes as many codecs of it as there are streams.
 ///
+/// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback. Selections without a
+/// method send f32.
+///
 /// ```
 /// use farflung_compress::{CodecSpec, Compressor};
 ///
 /// let spec: CodecSpec = "int8:64+ef".parse()?;
 /// assert_eq!(spec.to_string(), "int8:64+ef");
 /// assert_eq!(spec.build().max_payload(128), 28 + 4 + 2 * (2 + 64));
+///
+/// // CocktailSGD: one of ten elements, of these the largest fifth, in four bits.
+/// let cocktail: CodecSpec = "rolling:10x128/topk:0.2x128/int4:128+ef".parse()?;
+/// assert!(cocktail.build().max_payload(1 << 20) * 170 < 4 << 20);
 /// # Ok::<(), farflung_compress::CompressError>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct CodecSpec {
+    /// From the outside in.
+    stages: [Option<Stage>; 2],
     codec: Leaf,
     feedback: bool,
+}
+
+/// A selection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Stage {
+    TopK(Amount),
+    Sampled(Amount),
+    PerChunk {
+        kept: u32,
+        chunk: u32,
+    },
+    /// The bits of the threshold.
+    Threshold(u32),
+    Mask(Mask),
+    Unbiased(u32),
+}
+
+/// The selections, for a help text.
+const STAGES: [&str; 8] = [
+    "topk:AMOUNT",
+    "topk:KEPTofCHUNK",
+    "sampled:AMOUNT",
+    "threshold:VALUE",
+    "rolling:STRIDE[xMULTIPLE]",
+    "permuted:STRIDE[xMULTIPLE]",
+    "random:STRIDE[xMULTIPLE]",
+    "unbiased:STRIDE",
+];
+
+impl Stage {
+    /// `None` if it is no selection at all.
+    fn parse(name: &str) -> Result<Option<Self>, CompressError> {
+        let Some((kind, argument)) = name.split_once(':') else { return Ok(None) };
+        let wrong = || CompressError::UnknownCodec { name: name.to_owned() };
+        let number = |text: &str| text.parse().ok().filter(|n| *n > 0).ok_or_else(wrong);
+        let mask = |pattern| {
+            let (stride, multiple) = argument.split_once('x').unwrap_or((argument, "1"));
+            Ok(Self::Mask(Mask { pattern, stride: number(stride)?, multiple: number(multiple)? }))
+        };
+        Ok(Some(match kind {
+            "topk" => match argument.split_once("of") {
+                Some((kept, chunk)) => Self::PerChunk { kept: number(kept)?, chunk: number(chunk)? },
+                None => Self::TopK(argument.parse()?),
+            },
+            "sampled" => Self::Sampled(argument.parse()?),
+            "threshold" => {
+                let value: f32 = argument.parse().map_err(|_| wrong())?;
+                Self::Threshold(if value >= 0.0 && value.is_finite() {
+                    value.to_bits()
+                } else {
+                    return Err(wrong());
+                })
+            }
+            "rolling" => mask(Pattern::Rolling)?,
+            "permuted" => mask(Pattern::Permuted)?,
+            "random" => mask(Pattern::Random)?,
+            "unbiased" => Self::Unbiased(number(argument)?),
+            _ => return Ok(None),
+        }))
+    }
+
+    fn over(self, inner: Box<dyn Memoryless>) -> Box<dyn Memoryless> {
+        let select = match self {
+            Self::TopK(amount) => Select::Largest(amount),
+            Self::Sampled(amount) => Select::Sampled(amount),
+            Self::PerChunk { kept, chunk } => Select::PerChunk { chunk, kept },
+            Self::Threshold(bits) => Select::Threshold(f32::from_bits(bits)),
+            Self::Mask(mask) => return Box::new(Masked::new(mask, inner)),
+            Self::Unbiased(stride) => return Box::new(Masked::unbiased(stride, inner)),
+        };
+        Box::new(Sparse::new(select, inner).expect("parsing has checked the selection"))
+    }
+}
+
+impl fmt::Display for Stage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::TopK(amount) => write!(f, "topk:{amount}"),
+            Self::Sampled(amount) => write!(f, "sampled:{amount}"),
+            Self::PerChunk { kept, chunk } => write!(f, "topk:{kept}of{chunk}"),
+            Self::Threshold(bits) => write!(f, "threshold:{:?}", f32::from_bits(*bits)),
+            Self::Mask(Mask { pattern, stride, multiple }) => {
+                let name = match pattern {
+                    Pattern::Rolling => "rolling",
+                    Pattern::Permuted => "permuted",
+                    Pattern::Random => "random",
+                };
+                write!(f, "{name}:{stride}")?;
+                if *multiple == 1 { Ok(()) } else { write!(f, "x{multiple}") }
+            }
+            Self::Unbiased(stride) => write!(f, "unbiased:{stride}"),
+        }
+    }
 }
 
 /// One of [`METHODS`] and its block.
@@ -102,7 +207,7 @@ impl Leaf {
         Ok(Self { method, block })
     }
 
-    fn build(&self) -> Box<dyn Compressor> {
+    fn build(&self) -> Box<dyn Memoryless> {
         (self.method.build)(self.block).expect("parsing has built one")
     }
 }
@@ -137,17 +242,18 @@ impl fmt::Display for Leaf {
     }
 }
 
-/// The names that [`parse`] takes, for a help text. Each may be followed by `+ef`: with error feedback.
+/// The names that [`parse`] takes, for a help text: methods, then selections.
 #[must_use]
 pub fn names() -> Vec<String> {
     let name = |m: &Method| format!("{}{}", m.name, if m.block.is_some() { "[:BLOCK]" } else { "" });
-    METHODS.iter().map(name).collect()
+    METHODS.iter().map(name).chain(STAGES.map(|stage| format!("{stage}[/...]"))).collect()
 }
 
 /// The codec of that name, for one stream of vectors.
 ///
-/// Errors: [`CompressError::UnknownCodec`], which lists the names; [`CompressError::BlockSize`].
-pub fn parse(name: &str) -> Built {
+/// Errors: [`CompressError::UnknownCodec`], which lists the names; [`CompressError::BlockSize`]; [`CompressError::Amount`];
+/// [`CompressError::UnbiasedFeedback`].
+pub fn parse(name: &str) -> Result<Box<dyn Compressor>, CompressError> {
     Ok(name.parse::<CodecSpec>()?.build())
 }
 
@@ -161,8 +267,15 @@ impl CodecSpec {
     /// A codec for one stream of vectors.
     #[must_use]
     pub fn build(&self) -> Box<dyn Compressor> {
-        let codec = self.codec.build();
+        let codec = self.build_memoryless();
         if self.feedback { Box::new(ErrorFeedback::new(codec)) } else { codec }
+    }
+
+    /// The codec without its feedback.
+    #[must_use]
+    pub fn build_memoryless(&self) -> Box<dyn Memoryless> {
+        let over = |inner, stage: &Stage| stage.over(inner);
+        self.stages.iter().flatten().rev().fold(self.codec.build(), over)
     }
 }
 
@@ -170,20 +283,44 @@ impl FromStr for CodecSpec {
     type Err = CompressError;
 
     fn from_str(name: &str) -> Result<Self, CompressError> {
+        let unknown = || CompressError::UnknownCodec { name: name.to_owned() };
         let (base, feedback) = match name.strip_suffix("+ef") {
             Some(base) => (base, true),
             None => (name, false),
         };
-        let codec = Leaf::parse(base).map_err(|error| match error {
-            CompressError::UnknownCodec { .. } => CompressError::UnknownCodec { name: name.to_owned() },
+        let mut spec = Self { stages: [None; 2], codec: Leaf::parse("none")?, feedback };
+        let mut parts = base.split('/');
+        let whole_name = |error| match error {
+            CompressError::UnknownCodec { .. } => unknown(),
             error => error,
-        })?;
-        Ok(Self { codec, feedback })
+        };
+        let mut last = parts.next();
+        for slot in &mut spec.stages {
+            let Some(part) = last else { break };
+            *slot = Stage::parse(part).map_err(whole_name)?;
+            if slot.is_none() {
+                break;
+            }
+            last = parts.next();
+        }
+        if let Some(part) = last {
+            spec.codec = Leaf::parse(part).map_err(whole_name)?;
+        }
+        if parts.next().is_some() {
+            return Err(unknown());
+        }
+        if feedback && spec.stages.iter().flatten().any(|stage| matches!(stage, Stage::Unbiased(_))) {
+            return Err(CompressError::UnbiasedFeedback);
+        }
+        Ok(spec)
     }
 }
 
 impl fmt::Display for CodecSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for stage in self.stages.iter().flatten() {
+            write!(f, "{stage}/")?;
+        }
         write!(f, "{}{}", self.codec, if self.feedback { "+ef" } else { "" })
     }
 }
@@ -203,8 +340,17 @@ mod tests {
 
     #[test]
     fn every_listed_name_parses() {
+        let example = |name: String| {
+            let values = [("AMOUNT", "0.01"), ("KEPTofCHUNK", "3of8"), ("VALUE", "0.5"), ("STRIDE", "7")];
+            let name = values.iter().fold(name, |name, (what, value)| name.replace(what, value));
+            name.replace("[:BLOCK]", "").replace("[xMULTIPLE]", "x2").replace("[/...]", "/int4:32")
+        };
         for name in names() {
-            let plain = name.replace("[:BLOCK]", "");
+            let plain = example(name);
+            if plain.starts_with("unbiased") {
+                assert_eq!(parse(&format!("{plain}+ef")).unwrap_err(), CompressError::UnbiasedFeedback);
+                continue;
+            }
             for name in [plain.clone(), format!("{plain}+ef")] {
                 assert_eq!(name.parse::<CodecSpec>().unwrap().feedback(), name.ends_with("+ef"));
             }
@@ -213,9 +359,26 @@ mod tests {
 
     #[test]
     fn an_unknown_name_is_answered_with_the_names() {
-        for name in
-            ["", "int9", "int8:", "int8:x", "int8:256+EF", "+ef", "none+ef+ef", "NONE", "int8:-1", "f16:4"]
-        {
+        for name in [
+            "",
+            "int9",
+            "int8:",
+            "int8:x",
+            "int8:256+EF",
+            "+ef",
+            "none+ef+ef",
+            "NONE",
+            "int8:-1",
+            "f16:4",
+            "topk",
+            "none/none",
+            "topk:0.1/topk:0.1/topk:0.1/none",
+            "int8/topk:0.1",
+            "rolling:0",
+            "topk:0.1/",
+            "threshold:-1",
+            "topk:3of0",
+        ] {
             let error = name.parse::<CodecSpec>().unwrap_err();
             assert_eq!(error, CompressError::UnknownCodec { name: name.to_owned() });
         }

@@ -52,6 +52,10 @@ codecs! {
     UINT = 6, "uint";
     /// [`crate::Sign`].
     SIGN = 7, "sign";
+    /// [`crate::Sparse`].
+    SPARSE = 16, "sparse";
+    /// [`crate::Masked`].
+    MASKED = 17, "masked";
 }
 
 /// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates nothing.
@@ -124,6 +128,23 @@ impl Payload {
     }
 }
 
+impl Payload {
+    /// Seals a frame whose body is these parts, one after the other.
+    pub(crate) fn fill_with(&mut self, codec: CodecId, count: usize, parts: &[&[u8]]) {
+        let len = parts.iter().map(|part| part.len()).sum();
+        self.fill(codec, count, len, |mut body, crc| {
+            for part in parts {
+                let (here, rest) = body.split_at_mut(part.len());
+                here.copy_from_slice(part);
+                crc.update(part);
+                body = rest;
+            }
+            Ok(())
+        })
+        .expect("copying does not fail");
+    }
+}
+
 /// A payload in someone else's bytes, its header read and checked; the body is not copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PayloadRef<'a> {
@@ -168,6 +189,11 @@ impl<'a> PayloadRef<'a> {
             return Err(CompressError::Checksum { wanted, found });
         }
         Ok(Self { codec: CodecId(codec), count, body })
+    }
+
+    /// A body within a body.
+    pub(crate) fn nested(codec: CodecId, count: usize, body: &'a [u8]) -> Self {
+        Self { codec, count: count as u64, body }
     }
 
     /// The codec that made it; 0 if a [`Payload`] is empty.

@@ -75,7 +75,23 @@ fn decode(codec: &dyn Compressor, bytes: &[u8], out: &mut [f32]) -> Result<(), C
 fn mutants() {
     let rng = Philox::new(0x05ee_d0f0, 1);
     let x: Vec<f32> = (0..70).map(|i| (rng.uniform(i) - 0.5) * 3.0).collect();
-    for name in ["none", "f16", "bf16", "int8:16", "int8+ef", "int4:16", "int3:16", "uint2:10", "sign:9"] {
+    for name in [
+        "none",
+        "f16",
+        "bf16",
+        "int8:16",
+        "int8+ef",
+        "int4:16",
+        "int3:16",
+        "uint2:10",
+        "sign:9",
+        "topk:0.1",
+        "topk:0.5/int4:8",
+        "topk:3of20/f16",
+        "rolling:3/sign:4",
+        "permuted:4x2/topk:0.4/int8:4",
+        "random:2",
+    ] {
         let mut codec = parse(name).unwrap();
         let mut payload = Payload::new();
         codec.compress(&x, RoundKey::default(), &mut payload).unwrap();

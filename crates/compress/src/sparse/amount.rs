@@ -1,0 +1,114 @@
+//! How many elements are kept: a number, or a share of the vector, in whole multiples. A value that can be compared.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::CompressError;
+
+const MILLION: u64 = 1_000_000;
+
+/// A count of elements, or a share of a vector's length.
+///
+/// ```
+/// use farflung_compress::Amount;
+///
+/// let amount: Amount = "0.2x128".parse()?;
+/// assert_eq!(amount.of(26_112), 5120); // a fifth, rounded up, then down to a multiple of 128
+/// assert_eq!(amount.to_string(), "0.2x128");
+/// assert_eq!("1000".parse::<Amount>()?.of(300), 300);
+/// # Ok::<(), farflung_compress::CompressError>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Amount {
+    count: u32,
+    /// Whether `count` is in millionths of the length.
+    share: bool,
+    multiple: u32,
+}
+
+impl Amount {
+    /// `count` elements.
+    #[must_use]
+    pub const fn count(count: u32) -> Self {
+        Self { count, share: false, multiple: 1 }
+    }
+
+    /// So many millionths of the elements, rounded up.
+    #[must_use]
+    pub const fn millionths(share: u32) -> Self {
+        Self { count: share, share: true, multiple: 1 }
+    }
+
+    /// Rounded down to a multiple (0 counts as 1), so that the blocks of a codec underneath are full.
+    #[must_use]
+    pub const fn multiple_of(self, multiple: u32) -> Self {
+        Self { multiple: if multiple == 0 { 1 } else { multiple }, ..self }
+    }
+
+    /// How many that is of `len` elements.
+    #[must_use]
+    pub fn of(self, len: usize) -> usize {
+        let count = if self.share {
+            (len as u128 * u128::from(self.count)).div_ceil(u128::from(MILLION)).min(len as u128) as usize
+        } else {
+            (self.count as usize).min(len)
+        };
+        count - count % self.multiple as usize
+    }
+}
+
+impl fmt::Display for Amount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.share {
+            let (whole, rest) = (u64::from(self.count) / MILLION, u64::from(self.count) % MILLION);
+            let digits = format!("{whole}.{rest:06}");
+            let digits = digits.trim_end_matches('0');
+            write!(f, "{digits}{}", if rest == 0 { "0" } else { "" })?;
+        } else {
+            write!(f, "{}", self.count)?;
+        }
+        if self.multiple == 1 { Ok(()) } else { write!(f, "x{}", self.multiple) }
+    }
+}
+
+impl FromStr for Amount {
+    type Err = CompressError;
+
+    /// A number (`64`) or a decimal share with at most six digits behind the point (`0.01`), and perhaps a multiple
+    /// (`x128`).
+    fn from_str(text: &str) -> Result<Self, CompressError> {
+        let wrong = || CompressError::Amount { text: text.to_owned() };
+        let (amount, multiple) = match text.split_once('x') {
+            Some((amount, multiple)) => (amount, multiple.parse().ok().filter(|m| *m > 0).ok_or_else(wrong)?),
+            None => (text, 1),
+        };
+        let digits = |text: &str| text.bytes().all(|b| b.is_ascii_digit());
+        let parsed = match amount.split_once('.') {
+            None if digits(amount) => Self::count(amount.parse().map_err(|_| wrong())?),
+            Some((whole, part)) if digits(whole) && digits(part) && (1..=6).contains(&part.len()) => {
+                let value: u64 = format!("{whole}{part:0<6}").parse().map_err(|_| wrong())?;
+                Self::millionths(
+                    u32::try_from(value).ok().filter(|v| u64::from(*v) <= MILLION).ok_or_else(wrong)?,
+                )
+            }
+            _ => return Err(wrong()),
+        };
+        Ok(parsed.multiple_of(multiple))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn amounts_print_as_they_parse() {
+        for text in ["0", "64", "0.01", "0.2x128", "1.0", "0.000001", "64x2"] {
+            assert_eq!(text.parse::<Amount>().unwrap().to_string(), text);
+        }
+        for text in ["", ".", "0.", "x2", "1.5", "0.0000001", "-1", "1e3", "0.5x0", "0.5x", "+1"] {
+            assert!(text.parse::<Amount>().is_err(), "{text}");
+        }
+        assert_eq!("0.001".parse::<Amount>().unwrap().of(1 << 20), 1049);
+    }
+}

@@ -1,0 +1,341 @@
+//! Masks that all ranks know: nothing is sent but the values, and masks of equal keys can be summed as they are. Knows no
+//! magnitudes.
+
+use super::{Add, Spread, Values};
+use crate::chunked::{INFINITE, max_magnitude};
+use crate::compressor::{Memoryless, check_lengths};
+use crate::noise::Noise;
+use crate::simd::{Kernel, Level};
+use crate::wire::CodecId;
+use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
+
+/// Bytes before the values.
+const PREFIX: usize = 36;
+
+/// Which element of each stratum of `stride` consecutive ones is sent in a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Pattern {
+    /// The same in all strata, the next in the next round: every element is sent once in `stride` rounds.
+    Rolling,
+    /// In each stratum from another start, drawn anew every `stride` rounds: every element is sent once in them.
+    Permuted,
+    /// Any, drawn in each round.
+    Random,
+}
+
+/// One of every `stride` elements, the same on all ranks. A short last stratum is a whole one whose end is missing, so that
+/// every element has the same share of rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Mask {
+    /// Which.
+    pub pattern: Pattern,
+    /// One of how many; 0 counts as 1.
+    pub stride: u32,
+    /// The number of elements is rounded down to a multiple of this (0 counts as 1). What is left out lies together, at
+    /// another place in each round.
+    pub multiple: u32,
+}
+
+impl Mask {
+    /// A mask of one in `stride`.
+    #[must_use]
+    pub const fn one_in(pattern: Pattern, stride: u32) -> Self {
+        Self { pattern, stride, multiple: 1 }
+    }
+
+    /// The most elements of `len` that are in it.
+    fn most(self, len: usize) -> usize {
+        let strata = len.div_ceil(self.stride.max(1) as usize);
+        strata - strata % self.multiple.max(1) as usize
+    }
+}
+
+/// A mask in one round: a pure function of what is on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Drawn {
+    mask: Mask,
+    /// Elements in it.
+    kept: u32,
+    /// The index, among all that the pattern gives, of the first that is left out.
+    gap: u32,
+    phase: u32,
+    noise: Noise,
+}
+
+impl Drawn {
+    fn new(mask: Mask, key: RoundKey, len: usize) -> Self {
+        let mask = Mask { stride: mask.stride.max(1), multiple: mask.multiple.max(1), ..mask };
+        let stride = u64::from(mask.stride);
+        let (epoch, phase) = match mask.pattern {
+            Pattern::Rolling | Pattern::Permuted => (key.round / stride, key.round % stride),
+            Pattern::Random => (key.round, 0),
+        };
+        let noise = Noise::shared(RoundKey { round: epoch, ..key });
+        let mut drawn = Self { mask, kept: 0, gap: 0, phase: phase as u32, noise };
+        let all = drawn.all(len).count();
+        drawn.kept = (all - all % mask.multiple as usize) as u32;
+        // A place of its own for each round, also where the strata's noise is that of an epoch.
+        let place = Noise::shared(RoundKey { shard: !key.shard, ..key }).below(0, u64::from(drawn.kept) + 1);
+        drawn.gap = if drawn.kept as usize == all { 0 } else { place as u32 };
+        drawn
+    }
+
+    /// The indices that the pattern gives below `len`, ascending.
+    fn all(self, len: usize) -> impl Iterator<Item = usize> {
+        let stride = u64::from(self.mask.stride);
+        (0..len)
+            .step_by(self.mask.stride as usize)
+            .enumerate()
+            .map(move |(j, start)| {
+                let at = match self.mask.pattern {
+                    Pattern::Rolling => u64::from(self.phase),
+                    Pattern::Random => self.noise.below(j as u64, stride),
+                    Pattern::Permuted => {
+                        (self.noise.below(j as u64, stride) + u64::from(self.phase)) % stride
+                    }
+                };
+                start + at as usize
+            })
+            .filter(move |index| *index < len)
+    }
+
+    /// The indices of the mask, ascending.
+    fn indices(self, len: usize) -> impl Iterator<Item = usize> {
+        let (before, kept) = (self.gap as usize, self.kept as usize);
+        let left_out = if kept == 0 { usize::MAX } else { self.all(len).count().saturating_sub(kept) };
+        self.all(len)
+            .enumerate()
+            .filter(move |(i, _)| *i < before || *i - before >= left_out)
+            .map(|(_, index)| index)
+    }
+
+    fn write(self, inner: CodecId) -> [u8; PREFIX] {
+        let mut bytes = [0; PREFIX];
+        (bytes[0], bytes[1]) = (self.mask.pattern as u8, inner.0);
+        let words = [self.mask.stride, self.kept, self.gap, self.phase];
+        for (bytes, word) in bytes[4..20].as_chunks_mut().0.iter_mut().zip(words) {
+            *bytes = word.to_le_bytes();
+        }
+        for (bytes, half) in bytes[20..].as_chunks_mut().0.iter_mut().zip(self.noise.halves()) {
+            *bytes = half.to_le_bytes();
+        }
+        bytes
+    }
+
+    fn read(bytes: &[u8; PREFIX], len: usize) -> Result<(Self, CodecId), CompressError> {
+        let wrong = Err(CompressError::Indices { why: "are of a mask that no encoder writes" });
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let half = |at: usize| u64::from(word(at + 4)) << 32 | u64::from(word(at));
+        let pattern = match bytes[0] {
+            0 => Pattern::Rolling,
+            1 => Pattern::Permuted,
+            2 => Pattern::Random,
+            _ => return wrong,
+        };
+        let mask = Mask { pattern, stride: word(4), multiple: 1 };
+        let noise = Noise::of_halves([half(20), half(28)]);
+        let drawn = Self { mask, kept: word(8), gap: word(12), phase: word(16), noise };
+        let phases = if pattern == Pattern::Random { 1 } else { mask.stride };
+        if bytes[2..4] != [0, 0] || mask.stride == 0 || drawn.phase >= phases || drawn.gap > drawn.kept {
+            return wrong;
+        }
+        if drawn.kept as usize > len || drawn.kept as usize > drawn.all(len).count() {
+            return wrong;
+        }
+        Ok((drawn, CodecId(bytes[1])))
+    }
+}
+
+/// The elements of a mask, their values through the codec `C`. The rest decodes as zero.
+///
+/// The bytes are `36 +` those of the values without a header: the mask is told by its key, not by indices. A vector has
+/// fewer than 2^32 elements. NaN and infinity are refused, masked or not.
+///
+/// Sources: Wangni et al. 2018, "Gradient Sparsification"; Wang et al. 2023, "`CocktailSGD`" (rolling and permuted masks).
+/// Differs: a random mask draws one of each stratum, so that its size is fixed and its indices are ascending.
+///
+/// ```
+/// use farflung_compress::{Amount, Compressor, Int4, Mask, Masked, Pattern, Select, Sparse};
+///
+/// // CocktailSGD: random-k over top-k over four bits.
+/// let top = Sparse::new(Select::Largest(Amount::millionths(200_000).multiple_of(128)), Int4::new(128)?)?;
+/// let mask = Mask { pattern: Pattern::Rolling, stride: 10, multiple: 128 };
+/// assert!(Masked::new(mask, top).max_payload(1 << 18) < 6200);
+/// # Ok::<(), farflung_compress::CompressError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Masked<C> {
+    mask: Mask,
+    inner: C,
+    unbiased: bool,
+    level: Level,
+    kept: Vec<u32>,
+    values: Values,
+}
+
+impl<C: Memoryless> Masked<C> {
+    /// Sends the mask's elements through `inner`. For feedback.
+    #[must_use]
+    pub fn new(mask: Mask, inner: C) -> Self {
+        let (level, values) = (Level::detect(), Values::default());
+        Self { mask, inner, unbiased: false, level, kept: Vec::new(), values }
+    }
+
+    /// Sends `stride` times each element of a random mask, so that the mean of what is decoded is what was given. Not for
+    /// feedback, which would count the scale as an error.
+    #[must_use]
+    pub fn unbiased(stride: u32, inner: C) -> Self {
+        Self { unbiased: true, ..Self::new(Mask::one_in(Pattern::Random, stride), inner) }
+    }
+
+    fn encode(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        out.clear();
+        if u32::try_from(x.len()).is_err() {
+            return Err(CompressError::TooLong { len: x.len(), max: u32::MAX as usize });
+        }
+        if self.level.run(AnyNonFinite(x)) {
+            let index = x.iter().position(|x| !x.is_finite()).expect("one was seen");
+            return Err(CompressError::NonFinite { index, value: x[index] });
+        }
+        let drawn = Drawn::new(self.mask, key, x.len());
+        let scale = if self.unbiased { self.mask.stride.max(1) as f32 } else { 1.0 };
+        self.kept.clear();
+        self.kept.extend(drawn.indices(x.len()).map(|i| i as u32));
+        let Self { kept, values, .. } = self;
+        values.values.clear();
+        values.values.extend(kept.iter().map(|i| x[*i as usize] * scale));
+        values.encode(&mut self.inner, key, |i| kept[i] as usize)?;
+        let inner = values.body();
+        out.fill_with(CodecId::MASKED, x.len(), &[&drawn.write(inner.codec()), inner.body()]);
+        Ok(())
+    }
+}
+
+impl<C: Memoryless> State for Masked<C> {}
+impl<C: Memoryless> Memoryless for Masked<C> {}
+
+impl<C: Memoryless> Compressor for Masked<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        self.encode(x, key, out)
+    }
+
+    /// Errors: [`CompressError::UnbiasedFeedback`] for an unbiased mask.
+    fn compress_residual(
+        &mut self,
+        x: &[f32],
+        e: &[f32],
+        next: &mut [f32],
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        check_lengths(x, e, next).inspect_err(|_| out.clear())?;
+        if self.unbiased {
+            out.clear();
+            return Err(CompressError::UnbiasedFeedback);
+        }
+        self.level.run(Add { x, e, next });
+        self.encode(next, key, out)?;
+        let Self { inner, values, kept, .. } = self;
+        values.subtract(inner, next, |i| kept[i] as usize).inspect_err(|_| out.clear())
+    }
+
+    fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
+        let body = p.open(CodecId::MASKED, out.len())?;
+        let Some((prefix, values)) = body.split_first_chunk() else {
+            let (wanted, found) = (PREFIX as u64, body.len() as u64);
+            return Err(CompressError::BodyLength {
+                codec: CodecId::MASKED,
+                count: out.len(),
+                wanted,
+                found,
+            });
+        };
+        let (drawn, codec) = Drawn::read(prefix, out.len())?;
+        let kept = drawn.kept as usize;
+        let len = out.len();
+        let mut spread = Spread::new(&self.inner, codec, values, kept, out)?;
+        drawn.indices(len).try_for_each(|index| spread.put(index as u64))?;
+        spread.finish()
+    }
+
+    fn max_payload(&self, len: usize) -> usize {
+        self.inner.max_payload(self.mask.most(len)).saturating_add(PREFIX)
+    }
+}
+
+struct AnyNonFinite<'a>(&'a [f32]);
+
+impl Kernel for AnyNonFinite<'_> {
+    type Output = bool;
+
+    #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
+    #[inline(always)]
+    fn run(self) -> bool {
+        max_magnitude(self.0) >= INFINITE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn indices(mask: Mask, round: u64, len: usize) -> Vec<usize> {
+        let key = RoundKey { seed: 3, round, ..RoundKey::default() };
+        Drawn::new(mask, key, len).indices(len).collect()
+    }
+
+    #[test]
+    fn rolling_and_permuted_masks_send_everything_once_in_stride_rounds() {
+        for pattern in [Pattern::Rolling, Pattern::Permuted] {
+            for len in [0, 1, 9, 10, 11, 1003] {
+                let mut sent = vec![0; len];
+                for round in 20..30 {
+                    for i in indices(Mask::one_in(pattern, 10), round, len) {
+                        sent[i] += 1;
+                    }
+                }
+                assert_eq!(sent, vec![1; len], "{pattern:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_random_mask_draws_all_elements_alike() {
+        let (len, rounds) = (1003, 20_000);
+        let mut sent = vec![0_u32; len];
+        for round in 0..rounds {
+            for i in indices(Mask::one_in(Pattern::Random, 10), round, len) {
+                sent[i] += 1;
+            }
+        }
+        // 2000 expected, 42 the standard deviation; the largest of a thousand.
+        assert!(sent.iter().all(|n| n.abs_diff(2000) < 190), "{:?}", sent.iter().max());
+    }
+
+    #[test]
+    fn a_multiple_leaves_out_another_part_each_time() {
+        let mask = Mask { pattern: Pattern::Rolling, stride: 10, multiple: 128 };
+        let mut left_out = vec![0; 1 << 18];
+        for round in 0..400 {
+            let kept = indices(mask, round, 1 << 18);
+            assert_eq!(kept.len(), 26_112);
+            assert!(kept.is_sorted());
+            let mut all = indices(Mask::one_in(Pattern::Rolling, 10), round, 1 << 18);
+            all.retain(|i| kept.binary_search(i).is_err());
+            all.into_iter().for_each(|i| left_out[i] += 1);
+        }
+        assert!(left_out.iter().all(|n| *n < 40), "{:?}", left_out.iter().max());
+    }
+
+    #[test]
+    fn what_a_mask_writes_is_read() {
+        for pattern in [Pattern::Rolling, Pattern::Permuted, Pattern::Random] {
+            let drawn = Drawn::new(Mask { pattern, stride: 7, multiple: 4 }, RoundKey::default(), 1000);
+            let bytes = drawn.write(CodecId::F32);
+            let (again, inner) = Drawn::read(&bytes, 1000).unwrap();
+            assert_eq!(inner, CodecId::F32);
+            assert!(again.indices(1000).eq(drawn.indices(1000)));
+            assert_eq!(drawn.indices(1000).count(), drawn.kept as usize);
+        }
+    }
+}

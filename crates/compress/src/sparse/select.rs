@@ -1,0 +1,265 @@
+//! Which elements are kept: the largest of all, of each chunk, those above a threshold. Knows no bytes.
+
+use super::amount::Amount;
+use super::index::Chunking;
+use crate::CompressError;
+use crate::chunked::{INFINITE, magnitude, max_magnitude};
+use crate::simd::{Kernel, Level};
+
+/// A rule that chooses elements by their magnitude.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub enum Select {
+    /// Exactly the largest; of equal ones, those with the lower index.
+    ///
+    /// Source: Stich et al. 2018, "Sparsified SGD with Memory".
+    Largest(Amount),
+    /// The largest of each chunk of the vector, so many of each (the last chunk may be short).
+    PerChunk {
+        /// Elements of a chunk; at least 1.
+        chunk: u32,
+        /// Elements that are kept of it.
+        kept: u32,
+    },
+    /// All that reach the magnitude of a sample's largest: about the amount, and never over 1.3 times it, where the largest
+    /// of those found are kept. The sample is every 101st element.
+    ///
+    /// Source: Lin et al. 2018, "Deep Gradient Compression", section 3.1. Differs: the threshold is not adapted again.
+    Sampled(Amount),
+    /// All whose magnitude is at least this. Any number may pass.
+    Threshold(f32),
+}
+
+impl Select {
+    /// The most elements that are kept of `len`.
+    pub(crate) fn most(&self, len: usize) -> usize {
+        match *self {
+            Self::Largest(amount) => amount.of(len),
+            Self::PerChunk { chunk, kept } => {
+                Chunking { chunk: chunk as usize, kept: kept as usize }.total(len)
+            }
+            Self::Sampled(amount) => limit(amount.of(len), len),
+            Self::Threshold(_) => len,
+        }
+    }
+
+    /// What a decoder may know of how a selection of `kept` is spread.
+    pub(crate) fn chunking(&self, len: usize, kept: usize) -> Chunking {
+        match *self {
+            Self::PerChunk { chunk, kept } => Chunking { chunk: chunk as usize, kept: kept as usize },
+            _ => Chunking::whole(len, kept),
+        }
+    }
+}
+
+/// What [`Select::Sampled`] may keep instead of `kept`.
+fn limit(kept: usize, len: usize) -> usize {
+    (kept.saturating_mul(13) / 10).min(len)
+}
+
+/// Every so manieth element is in the sample of [`Select::Sampled`].
+const STRIDE: usize = 101;
+/// Elements in the sample from which [`Finder::largest`] guesses where to begin.
+const SAMPLE: usize = 4096;
+/// Elements that are looked at together.
+const RUN: usize = 32;
+
+/// Finds elements, and keeps its memory.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Finder {
+    /// Candidates by ascending index, as [`key`]s.
+    candidates: Vec<u64>,
+    /// Where they are reordered.
+    order: Vec<u64>,
+    sample: Vec<u32>,
+}
+
+/// Larger for a larger magnitude, then for a lower index.
+fn key(magnitude: i32, index: usize) -> u64 {
+    u64::from(magnitude.cast_unsigned()) << 32 | u64::from(!(index as u32))
+}
+
+impl Finder {
+    /// Writes the ascending indices of what `select` chooses of `x` to `out`.
+    ///
+    /// Errors: [`CompressError::NonFinite`], for the first such element.
+    pub(crate) fn find(
+        &mut self,
+        level: Level,
+        select: Select,
+        x: &[f32],
+        out: &mut Vec<u32>,
+    ) -> Result<(), CompressError> {
+        out.clear();
+        match select {
+            Select::Largest(amount) => self.largest(level, x, 0, amount.of(x.len()), out),
+            Select::PerChunk { chunk, kept } => {
+                for (i, part) in x.chunks(chunk as usize).enumerate() {
+                    let kept = (kept as usize).min(part.len());
+                    self.largest(level, part, i * chunk as usize, kept, out)?;
+                }
+                Ok(())
+            }
+            Select::Sampled(amount) => {
+                let kept = amount.of(x.len());
+                self.sample.clear();
+                self.sample.extend(x.iter().step_by(STRIDE).map(|x| magnitude(*x).cast_unsigned()));
+                let wanted = kept.div_ceil(STRIDE).clamp(1, self.sample.len().max(1));
+                let threshold = nth_largest(&mut self.sample, wanted);
+                self.above(level, x, threshold, limit(kept, x.len()), out)
+            }
+            Select::Threshold(threshold) => self.above(level, x, magnitude(threshold), x.len(), out),
+        }
+    }
+
+    /// The `kept` largest, with `offset` added to their indices.
+    fn largest(
+        &mut self,
+        level: Level,
+        x: &[f32],
+        offset: usize,
+        kept: usize,
+        out: &mut Vec<u32>,
+    ) -> Result<(), CompressError> {
+        let mut threshold = self.guess(x, kept);
+        loop {
+            self.scan(level, x, offset, threshold, kept)?;
+            if self.candidates.len() >= kept {
+                break;
+            }
+            // The sample misled: lower by a factor of four, and in the end to zero.
+            threshold = threshold.saturating_sub(2 << 23).max(0);
+        }
+        self.shrink(kept);
+        out.extend(self.candidates.iter().map(|key| !(*key as u32)));
+        Ok(())
+    }
+
+    /// All that reach `threshold`, but at most the `most` largest.
+    fn above(
+        &mut self,
+        level: Level,
+        x: &[f32],
+        threshold: i32,
+        most: usize,
+        out: &mut Vec<u32>,
+    ) -> Result<(), CompressError> {
+        self.scan(level, x, 0, threshold, most)?;
+        self.shrink(most);
+        out.extend(self.candidates.iter().map(|key| !(*key as u32)));
+        Ok(())
+    }
+
+    /// A magnitude that hardly more than `kept` elements reach, but almost always so many.
+    fn guess(&mut self, x: &[f32], kept: usize) -> i32 {
+        let stride = x.len() / SAMPLE;
+        if stride < 2 || kept == 0 {
+            return 0;
+        }
+        self.sample.clear();
+        self.sample.extend(x.iter().step_by(stride).map(|x| magnitude(*x).cast_unsigned()));
+        // The mean number of samples among the kept, and four standard deviations.
+        let mean = self.sample.len() as f64 * kept as f64 / x.len() as f64;
+        let wanted = (mean + 4.0 * mean.sqrt()).ceil() as usize + 1;
+        if wanted >= self.sample.len() { 0 } else { nth_largest(&mut self.sample, wanted) }
+    }
+
+    /// Makes everything that reaches `threshold` a candidate, as long as it can be one of the `most` largest.
+    fn scan(
+        &mut self,
+        level: Level,
+        x: &[f32],
+        offset: usize,
+        threshold: i32,
+        most: usize,
+    ) -> Result<(), CompressError> {
+        self.candidates.clear();
+        // When so many are there, all but the largest are thrown out, and the threshold rises.
+        let room = 2 * most + 8 * RUN;
+        let (mut at, mut threshold) = (0, threshold);
+        while at < x.len() {
+            let index = offset + at;
+            let scan = Scan { x: &x[at..], index, threshold, room, found: &mut self.candidates };
+            let (seen, max) = level.run(scan);
+            if max >= INFINITE {
+                let index = x.iter().position(|x| !x.is_finite()).expect("one was seen");
+                return Err(CompressError::NonFinite { index: offset + index, value: x[index] });
+            }
+            at += seen;
+            if at < x.len() {
+                self.shrink(most);
+                let least = self.candidates.iter().min().map_or(0, |key| (key >> 32) as i32);
+                // An equal magnitude with a higher index loses.
+                threshold = threshold.max(least.saturating_add(1));
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps the `kept` largest candidates, in their order.
+    fn shrink(&mut self, kept: usize) {
+        if self.candidates.len() <= kept {
+            return;
+        }
+        if kept == 0 {
+            self.candidates.clear();
+            return;
+        }
+        self.order.clear();
+        self.order.extend_from_slice(&self.candidates);
+        let at = self.order.len() - kept;
+        let (_, least, _) = self.order.select_nth_unstable(at);
+        let least = *least;
+        self.candidates.retain(|key| *key >= least);
+    }
+}
+
+/// The `n`th largest of some magnitudes, counted from 1.
+fn nth_largest(sample: &mut [u32], n: usize) -> i32 {
+    match sample.len().checked_sub(n) {
+        Some(at) if at < sample.len() => sample.select_nth_unstable(at).1.cast_signed(),
+        _ => 0,
+    }
+}
+
+/// Appends the keys of elements that reach a threshold, until there are more than `room`; how many elements were looked at,
+/// and the largest magnitude among them.
+struct Scan<'a> {
+    x: &'a [f32],
+    /// The index of the first element.
+    index: usize,
+    threshold: i32,
+    room: usize,
+    found: &'a mut Vec<u64>,
+}
+
+impl Kernel for Scan<'_> {
+    type Output = (usize, i32);
+
+    #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
+    #[inline(always)]
+    fn run(self) -> (usize, i32) {
+        let Self { x, index, threshold, room, found } = self;
+        let mut max = 0;
+        for (i, run) in x.chunks(RUN).enumerate() {
+            // Most runs have none.
+            let largest = max_magnitude(run);
+            max = max.max(largest);
+            if largest < threshold {
+                continue;
+            }
+            let start = index + i * RUN;
+            let (mut keys, mut count) = ([0; RUN], 0);
+            for (j, x) in run.iter().enumerate() {
+                let magnitude = magnitude(*x);
+                keys[count] = key(magnitude, start + j);
+                count += usize::from(magnitude >= threshold);
+            }
+            found.extend_from_slice(&keys[..count]);
+            if found.len() > room {
+                return (i * RUN + run.len(), max);
+            }
+        }
+        (x.len(), max)
+    }
+}
