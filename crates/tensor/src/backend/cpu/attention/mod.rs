@@ -1,22 +1,26 @@
 //! Causal attention of all heads, forward and backward, in tiles: never a matrix of all scores.
 //!
 //! One task owns one head of one sequence, so no sum crosses tasks and the bits do not depend on the number of threads.
-//! A task copies the head into panels of its thread's scratch, then goes over the keys tile by tile and over all queries
-//! that see the tile. Masked weights are multiplied as zeros within a register tile, so a NaN in a value may reach the
-//! five queries before it. It refuses to know projections, tensors and devices.
-//!
-//! Source: Dao et al. 2022, "`FlashAttention`", algorithms 1 and 4. Differs: keys are the outer loop of both directions;
-//! the forward pass keeps its accumulators of one head in scratch and divides once at the end.
+//! A task goes over the keys tile by tile and, for each, over the blocks of queries that see it, a register tile high. Rows
+//! of queries are read where they are; keys and values are packed into panels of the thread's scratch, which products
+//! want them in. Masked weights are multiplied as zeros within a register tile, so a NaN in a value may reach the five
+//! queries before it. It refuses to know projections, tensors and devices.
 
+mod backward;
+mod forward;
 mod head;
-mod micro;
+mod product;
+mod rows;
+mod softmax;
 #[cfg(test)]
 mod tests;
+mod vector;
 
 use std::cell::RefCell;
 use std::marker::PhantomData;
 
 use self::head::Head;
+use self::rows::{Rows, RowsMut};
 use super::pool::Pool;
 use super::simd::Isa;
 use crate::Shape;
@@ -69,27 +73,14 @@ impl Place {
         self.start + b * self.tokens * self.stride + h * l.head_dim
     }
 
+    /// The rows of one head of one sequence.
+    fn rows(self, data: &[f32], l: Layout, (b, h): (usize, usize)) -> Rows<'_> {
+        Rows::new(&data[self.of(l, b, h)..], self.stride, l.head_dim)
+    }
+
     /// Floats that a buffer must have for all heads to lie within it.
     const fn end(self, l: Layout) -> usize {
         if l.tasks() == 0 { 0 } else { self.start + (l.batch * self.tokens - 1) * self.stride + l.width() }
-    }
-}
-
-/// Rows of one head, read.
-#[derive(Debug, Clone, Copy)]
-struct Rows<'a> {
-    data: &'a [f32],
-    stride: usize,
-    width: usize,
-}
-
-impl<'a> Rows<'a> {
-    fn new(data: &'a [f32], place: Place, l: Layout, (b, h): (usize, usize)) -> Self {
-        Self { data: &data[place.of(l, b, h)..], stride: place.stride, width: l.head_dim }
-    }
-
-    fn row(&self, t: usize) -> &'a [f32] {
-        &self.data[t * self.stride..][..self.width]
     }
 }
 
@@ -102,7 +93,7 @@ struct Output<'a> {
 }
 
 #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-// SAFETY: the pointer is used only through `row`, whose callers promise disjoint rows.
+// SAFETY: the pointer is used only through methods whose callers promise disjoint parts.
 unsafe impl Sync for Output<'_> {}
 
 impl<'a> Output<'a> {
@@ -110,14 +101,26 @@ impl<'a> Output<'a> {
         Self { pointer: data.as_mut_ptr(), len: data.len(), owner: PhantomData }
     }
 
+    /// The rows of one head of one sequence.
+    ///
+    /// # Safety
+    /// Nobody else uses these rows while they are held.
+    #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
+    unsafe fn rows(&self, place: Place, l: Layout, (b, h): (usize, usize)) -> RowsMut<'a> {
+        assert!(place.end(l) <= self.len, "heads lie within their buffers");
+        let start = place.of(l, b, h);
+        // SAFETY: within the buffer, which is borrowed exclusively for `'a`; unshared by the caller's promise.
+        unsafe { RowsMut::shared(self.pointer.add(start), self.len - start, place.stride) }
+    }
+
     /// `len` floats from `start` on.
     ///
     /// # Safety
-    /// No two live slices overlap.
-    #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-    unsafe fn row(&self, start: usize, len: usize) -> &'a mut [f32] {
-        assert!(start <= self.len && len <= self.len - start, "rows lie within the buffer");
-        // SAFETY: within the buffer, which is borrowed exclusively for `'a`; disjoint by the caller's promise.
+    /// Nobody else uses these floats while they are held.
+    #[expect(unsafe_code, reason = "tasks write disjoint parts of one buffer")]
+    unsafe fn part(&self, start: usize, len: usize) -> &'a mut [f32] {
+        assert!(start <= self.len && len <= self.len - start, "the part lies within the buffer");
+        // SAFETY: within the buffer, which is borrowed exclusively for `'a`; unshared by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.add(start), len) }
     }
 }
@@ -157,16 +160,16 @@ impl Forward<'_> {
         let (y, lse) = (&y, &lse);
         pool.run(l.tasks(), |task| {
             let at = (task / l.heads, task % l.heads);
-            let [q, k, v] = [self.q, self.k, self.v].map(|(data, place)| Rows::new(data, place, l, at));
+            let qkv = [self.q, self.k, self.v].map(|(data, place)| place.rows(data, l, at));
             let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
             SCRATCH.with_borrow_mut(|scratch| {
                 #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-                // SAFETY: each task has a head of its own, hence columns and a stretch of `lse` of its own, and each of
-                // its rows is dropped before the next is taken.
-                head.forward([q, k, v], scratch, |t| unsafe {
-                    let row = y.row(place.of(l, at.0, at.1) + t * place.stride, l.head_dim);
-                    (row, lse.as_ref().map(|lse| &mut lse.row(task * l.tokens + t, 1)[0]))
-                });
+                // SAFETY: each task has a head of its own, hence columns and a stretch of `lse` of its own.
+                let (y, lse) = unsafe {
+                    let lse = lse.as_ref().map(|lse| lse.part(task * l.tokens, l.tokens));
+                    (y.rows(place, l, at), lse)
+                };
+                head.forward(qkv, y, lse, scratch);
             });
         });
     }
@@ -223,18 +226,14 @@ fn backward(
     let d_qkv = &d_qkv;
     pool.run(l.tasks(), |task| {
         let at = (task / l.heads, task % l.heads);
-        let qkv = places.map(|place| Rows::new(qkv, place, l, at));
-        let outs = [y, dy].map(|data| Rows::new(data, out, l, at));
+        let qkv = places.map(|place| place.rows(qkv, l, at));
+        let outs = [y, dy].map(|data| out.rows(data, l, at));
         let lse = &lse[task * l.tokens..][..l.tokens];
         let head = Head { isa, queries: l.tokens, keys: l.tokens, width: l.head_dim };
-        SCRATCH.with_borrow_mut(|scratch| {
-            #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-            // SAFETY: each task has a head of its own, hence columns of its own in each third, and each of its rows is
-            // dropped before the next is taken.
-            head.backward(qkv, outs, lse, scratch, |third, t| unsafe {
-                d_qkv.row(places[third].of(l, at.0, at.1) + t * places[third].stride, l.head_dim)
-            });
-        });
+        #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
+        // SAFETY: each task has a head of its own, hence columns of its own in each third.
+        let d_qkv = places.map(|place| unsafe { d_qkv.rows(place, l, at) });
+        SCRATCH.with_borrow_mut(|scratch| head.backward(qkv, outs, lse, d_qkv, scratch));
     });
 }
 

@@ -1,0 +1,174 @@
+//! The backward pass of one head: probabilities and gradients of scores are made again, a tile of them at a time.
+//!
+//! Source: Dao et al. 2022, "`FlashAttention`", algorithm 4. Differs: rows are packed when they are first used.
+
+use std::ops::Range;
+
+use super::head::{Head, panels, pieces};
+use super::product::{Left, MR, NR, Right, Share, Size, blend, multiply, pack, pack_transposed, prefetch};
+use super::rows::{Rows, RowsMut};
+use super::softmax::{Block, dots, softmax_grad};
+
+/// Keys of a tile.
+const KEYS: usize = 128;
+/// Queries of a tile: whole blocks of them, so that blocks of keys begin where blocks of queries do.
+const QUERIES: usize = 16 * MR;
+
+struct Pass<'a> {
+    head: Head,
+    q: Rows<'a>,
+    k: Rows<'a>,
+    v: Rows<'a>,
+    y: Rows<'a>,
+    dy: Rows<'a>,
+    lse: &'a [f32],
+    dq: RowsMut<'a>,
+    dk: RowsMut<'a>,
+    dv: RowsMut<'a>,
+    /// Panels of all queries, and of the gradients of their outputs.
+    queries: &'a mut [f32],
+    outputs: &'a mut [f32],
+    /// Panels of a tile's keys, also transposed, and of its values, transposed.
+    keys: &'a mut [f32],
+    keys_t: &'a mut [f32],
+    values_t: &'a mut [f32],
+    /// Inner product of each query's output and its gradient: the mean of the gradients of its probabilities.
+    means: &'a mut [f32],
+    /// Probabilities of a tile, and gradients of its scores, in rows `pitch` apart.
+    p: &'a mut [f32],
+    ds: &'a mut [f32],
+    pitch: usize,
+}
+
+impl Head {
+    /// Writes the gradients of queries, keys and values from what the forward pass read and wrote and the gradient of `y`.
+    /// There are as many queries as keys.
+    pub(super) fn backward(
+        self,
+        [q, k, v]: [Rows<'_>; 3],
+        [y, dy]: [Rows<'_>; 2],
+        lse: &[f32],
+        [dq, dk, dv]: [RowsMut<'_>; 3],
+        scratch: &mut Vec<f32>,
+    ) {
+        let (keys, width) = (self.keys.min(KEYS).next_multiple_of(NR), self.width.next_multiple_of(NR));
+        let pitch = keys + NR;
+        let (whole, across, tile) =
+            (self.queries * width, keys * self.width, self.queries.min(QUERIES) * pitch);
+        let lengths = [whole, whole, keys * width, across, across, self.queries, tile, tile];
+        let [queries, outputs, keys, keys_t, values_t, means, p, ds] = panels(scratch, lengths);
+        let head = self;
+        let mut pass = Pass {
+            head,
+            q,
+            k,
+            v,
+            y,
+            dy,
+            lse,
+            dq,
+            dk,
+            dv,
+            queries,
+            outputs,
+            keys,
+            keys_t,
+            values_t,
+            means,
+            p,
+            ds,
+            pitch,
+        };
+        pass.run();
+    }
+}
+
+impl Pass<'_> {
+    fn run(&mut self) {
+        let Head { queries, keys, .. } = self.head;
+        for tile in pieces(0..keys, KEYS) {
+            let mut packed = tile.start..tile.start;
+            for queries in pieces(tile.start..queries, QUERIES) {
+                for block in pieces(queries.clone(), MR) {
+                    while packed.end < self.head.end_seen(&block, &tile) {
+                        packed = packed.end..tile.end.min(packed.end + NR);
+                        self.pack_keys(&tile, &packed);
+                    }
+                    if tile.start == 0 {
+                        self.pack_queries(&block);
+                    }
+                    self.block_of_queries(&block, &queries, &tile);
+                }
+                for block in pieces(tile.start..tile.end.min(queries.end), MR) {
+                    self.block_of_keys(&block, &queries, &tile);
+                }
+            }
+        }
+    }
+
+    /// Packs a panel of keys and their values.
+    fn pack_keys(&mut self, tile: &Range<usize>, rows: &Range<usize>) {
+        let Head { isa, width, .. } = self.head;
+        let at = rows.start - tile.start;
+        pack(isa, self.k, rows, &mut self.keys[at * NR..], tile.len() * NR);
+        pack_transposed(isa, self.k, rows, &mut self.keys_t[at * width..]);
+        pack_transposed(isa, self.v, rows, &mut self.values_t[at * width..]);
+        let next = rows.end..tile.end.min(rows.end + NR);
+        prefetch(isa, self.k, &next);
+        prefetch(isa, self.v, &next);
+    }
+
+    /// Packs a block of queries and the gradients of their outputs.
+    fn pack_queries(&mut self, block: &Range<usize>) {
+        let Head { isa, queries, .. } = self.head;
+        pack(isa, self.q, block, &mut self.queries[block.start * NR..], queries * NR);
+        pack(isa, self.dy, block, &mut self.outputs[block.start * NR..], queries * NR);
+        dots(isa, self.y, self.dy, block, &mut self.means[block.clone()]);
+        for rows in [self.q, self.dy, self.y] {
+            prefetch(isa, rows, &(block.end..queries.min(block.end + MR)));
+        }
+    }
+
+    /// A block of queries, of a tile of them, meets a tile of keys: its rows of `p` and `ds`, and what these keys add to the
+    /// gradients of the queries.
+    fn block_of_queries(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
+        let Head { isa, width, .. } = self.head;
+        let (rows, pitch) = (block.len(), self.pitch);
+        let meeting = self.head.meeting(block, tile);
+        let at = (block.start - queries.start) * pitch;
+        let (p, ds) = (&mut self.p[at..], &mut self.ds[at..]);
+
+        let size = Size { rows, depth: width, columns: meeting.all };
+        for (of, panels, to) in [(self.q, &*self.keys_t, &mut *p), (self.dy, &*self.values_t, &mut *ds)] {
+            let rows = Left { data: of.span(block), row: of.stride, col: 1 };
+            multiply(isa, size, rows, Right { data: panels, panel: width * NR }, RowsMut::new(to, pitch));
+        }
+        let products = Block { meeting, products: p, pitch, scale: self.head.exponent_scale() };
+        softmax_grad(isa, products, ds, &self.lse[block.clone()], &self.means[block.clone()]);
+
+        let weights = Left { data: ds, row: pitch, col: 1 };
+        let keys = Right { data: self.keys, panel: tile.len() * NR };
+        let size = Size { rows, depth: meeting.all, columns: width };
+        let share = Share { old: 1.0, new: self.head.score_scale() };
+        blend(isa, size, weights, keys, self.dq.from(block.start), tile.start == 0, &[share; MR]);
+    }
+
+    /// What a tile of queries adds to the gradients of a block of keys and their values.
+    fn block_of_keys(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
+        let Head { isa, width, .. } = self.head;
+        let from = block.start.max(queries.start);
+        let at = (from - queries.start) * self.pitch + block.start - tile.start;
+        let panel = self.head.queries * NR;
+        let size = Size { rows: block.len(), depth: queries.end - from, columns: width };
+        let products = [
+            (&*self.p, &*self.outputs, &mut self.dv, 1.0),
+            (&*self.ds, &*self.queries, &mut self.dk, self.head.score_scale()),
+        ];
+        for (weights, panels, to, new) in products {
+            let weights = Left { data: &weights[at..], row: 1, col: self.pitch };
+            let right = Right { data: &panels[from * NR..], panel };
+            let first = queries.start <= block.start;
+            blend(isa, size, weights, right, to.from(block.start), first, &[Share { old: 1.0, new }; MR]);
+        }
+    }
+}

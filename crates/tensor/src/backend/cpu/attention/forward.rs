@@ -1,0 +1,110 @@
+//! The forward pass of one head: a block of queries at a time, whose scores never leave the first-level cache.
+//!
+//! Source: Dao et al. 2022, "`FlashAttention`", algorithm 1: keys are the outer loop, and the output is kept normalised.
+//! Differs: keys and values of a tile are packed when the first query sees them.
+
+use std::f32::consts::LN_2;
+use std::ops::Range;
+
+use super::head::{Head, panels, pieces};
+use super::product::{Left, MR, NR, Right, Size, blend, multiply, pack, pack_transposed, prefetch};
+use super::rows::{Rows, RowsMut};
+use super::softmax::{Block, Running, softmax};
+
+/// Keys of a tile: with their values, a quarter of a second-level cache at the usual widths.
+const KEYS: usize = 256;
+
+struct Pass<'a> {
+    head: Head,
+    q: Rows<'a>,
+    k: Rows<'a>,
+    v: Rows<'a>,
+    y: RowsMut<'a>,
+    /// Panels of a tile's keys, transposed.
+    keys: &'a mut [f32],
+    /// Panels of a tile's values, `values_panel` apart.
+    values: &'a mut [f32],
+    values_panel: usize,
+    /// Scores of a block of queries, `pitch` apart, then their exponentials.
+    scores: &'a mut [f32],
+    pitch: usize,
+    running: Running<'a>,
+}
+
+impl Head {
+    /// Writes a row of `y` for each query, and to `lse` the log of the sum of exponentials of its scores.
+    pub(super) fn forward(
+        self,
+        [q, k, v]: [Rows<'_>; 3],
+        y: RowsMut<'_>,
+        lse: Option<&mut [f32]>,
+        scratch: &mut Vec<f32>,
+    ) {
+        let keys = self.keys.min(KEYS).next_multiple_of(NR);
+        let (pitch, values_panel) = (keys + NR, keys * NR);
+        let lengths = [
+            keys * self.width,
+            self.width.div_ceil(NR) * values_panel,
+            MR * pitch,
+            self.queries,
+            self.queries,
+        ];
+        let [keys, values, scores, tops, sums] = panels(scratch, lengths);
+        let running = Running { tops, sums };
+        let mut pass = Pass { head: self, q, k, v, y, keys, values, values_panel, scores, pitch, running };
+        pass.run();
+        let Running { tops, sums } = pass.running;
+        for ((lse, top), sum) in lse.into_iter().flatten().zip(tops).zip(sums) {
+            *lse = LN_2 * (self.exponent_scale() * *top) + sum.ln();
+        }
+    }
+}
+
+impl Pass<'_> {
+    fn run(&mut self) {
+        let Head { queries, keys, .. } = self.head;
+        for tile in pieces(0..keys, KEYS) {
+            let mut packed = tile.start..tile.start;
+            for block in pieces(self.head.first_query(tile.start)..queries, MR) {
+                while packed.end < self.head.end_seen(&block, &tile) {
+                    packed = packed.end..tile.end.min(packed.end + NR);
+                    self.pack(&tile, &packed);
+                }
+                self.block(&block, &tile);
+            }
+        }
+    }
+
+    /// Packs a panel of keys and their values.
+    fn pack(&mut self, tile: &Range<usize>, rows: &Range<usize>) {
+        let (isa, at) = (self.head.isa, rows.start - tile.start);
+        pack_transposed(isa, self.k, rows, &mut self.keys[at * self.head.width..]);
+        pack(isa, self.v, rows, &mut self.values[at * NR..], self.values_panel);
+        let next = rows.end..tile.end.min(rows.end + NR);
+        prefetch(isa, self.k, &next);
+        prefetch(isa, self.v, &next);
+    }
+
+    /// A block of queries meets a tile of keys.
+    fn block(&mut self, block: &Range<usize>, tile: &Range<usize>) {
+        let Head { isa, queries, width, .. } = self.head;
+        let (rows, first, pitch) = (block.len(), tile.start == 0, self.pitch);
+        let meeting = self.head.meeting(block, tile);
+        prefetch(isa, self.q, &(block.end..queries.min(block.end + MR)));
+
+        let q = Left { data: self.q.span(block), row: self.q.stride, col: 1 };
+        let keys = Right { data: self.keys, panel: width * NR };
+        let size = Size { rows, depth: width, columns: meeting.all };
+        multiply(isa, size, q, keys, RowsMut::new(self.scores, pitch));
+
+        let scale = self.head.exponent_scale();
+        let Running { tops, sums } = &mut self.running;
+        let running = Running { tops: &mut tops[block.clone()], sums: &mut sums[block.clone()] };
+        let shares = softmax(isa, Block { meeting, products: self.scores, pitch, scale }, running, first);
+
+        let weights = Left { data: self.scores, row: pitch, col: 1 };
+        let values = Right { data: self.values, panel: self.values_panel };
+        let size = Size { rows, depth: meeting.all, columns: width };
+        blend(isa, size, weights, values, self.y.from(block.start), first, &shares);
+    }
+}

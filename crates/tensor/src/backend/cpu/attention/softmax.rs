@@ -1,0 +1,155 @@
+//! Softmax of a block of scores, and its gradient. It refuses to know where the scores come from.
+#![expect(
+    unsafe_code,
+    reason = "vector instructions and unchecked indexing; each entry point checks its bounds"
+)]
+#![expect(clippy::inline_always, reason = "vector code must take the target features of its caller")]
+
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+use super::super::simd::simd;
+use super::head::Meeting;
+use super::product::{MR, Share};
+use super::rows::Rows;
+use super::vector::{LANES, Vector, exp2, greatest, sum};
+
+/// Products of a block of queries with the keys of a tile, in rows `pitch` apart.
+pub(super) struct Block<'a> {
+    pub(super) meeting: Meeting,
+    pub(super) products: &'a mut [f32],
+    pub(super) pitch: usize,
+    /// From products to exponents of 2.
+    pub(super) scale: f32,
+}
+
+impl Block<'_> {
+    fn check(&self, rows: usize) {
+        assert!((1..=MR).contains(&rows), "a block has a size");
+        assert!(
+            (rows - 1) * self.pitch + self.meeting.padded <= self.products.len(),
+            "the block is too short"
+        );
+    }
+}
+
+/// What is known of the softmax of some queries from the tiles that they have met.
+pub(super) struct Running<'a> {
+    /// The greatest product of each query.
+    pub(super) tops: &'a mut [f32],
+    /// The sum of exponentials of each query, relative to that of its greatest product.
+    pub(super) sums: &'a mut [f32],
+}
+
+/// The exponents `scale x + shift` of eight products.
+#[inline(always)]
+unsafe fn exponentials<L: Vector>(x: *const f32, scale: f32, shift: f32) -> L::V {
+    // SAFETY: the caller's promise.
+    unsafe { exp2::<L>(L::fma(L::load(x), L::splat(scale), L::splat(shift))) }
+}
+
+simd! {
+    /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns what becomes
+    /// of weighted sums of values; if this tile is the first, what `running` holds is not read.
+    pub(super) fn softmax<L: Level + Vector>(block: Block<'_>, running: Running<'_>, first: bool) -> [Share; MR] {
+        let Running { tops, sums } = running;
+        let rows = tops.len();
+        block.check(rows);
+        let Block { meeting, products, pitch, scale } = block;
+        let mut shares = [Share { old: 0.0, new: 0.0 }; MR];
+        // Each step is taken for all rows before the next, so that no row waits for the end of another's chain.
+        // SAFETY: the rows are there in whole vectors; this function is compiled for the level.
+        unsafe {
+            let masked = L::splat(f32::NEG_INFINITY);
+            let mut lanes = [masked; MR];
+            for (r, lanes) in lanes[..rows].iter_mut().enumerate() {
+                let s = products.as_ptr().add(r * pitch);
+                for j in (0..meeting.whole).step_by(LANES) {
+                    *lanes = L::max(L::load(s.add(j)), *lanes);
+                }
+                for j in (meeting.whole..meeting.padded).step_by(LANES) {
+                    *lanes = L::max(L::first(meeting.seen_of_vector(r, j), L::load(s.add(j)), masked), *lanes);
+                }
+            }
+            for r in 0..rows {
+                let before = tops[r];
+                tops[r] = greatest::<L>(lanes[r]);
+                if !first {
+                    tops[r] = tops[r].max(before);
+                    shares[r].old = sums[r] * (scale * (before - tops[r])).exp2();
+                }
+            }
+            for (r, lanes) in lanes[..rows].iter_mut().enumerate() {
+                let (s, shift) = (products.as_mut_ptr().add(r * pitch), -scale * tops[r]);
+                *lanes = L::splat(0.0);
+                for j in (0..meeting.whole).step_by(LANES) {
+                    let e = exponentials::<L>(s.add(j), scale, shift);
+                    L::store(s.add(j), e);
+                    *lanes = L::add(*lanes, e);
+                }
+                for j in (meeting.whole..meeting.padded).step_by(LANES) {
+                    let e = exponentials::<L>(s.add(j), scale, shift);
+                    let e = L::first(meeting.seen_of_vector(r, j), e, L::splat(0.0));
+                    L::store(s.add(j), e);
+                    *lanes = L::add(*lanes, e);
+                }
+            }
+            for r in 0..rows {
+                sums[r] = shares[r].old + sum::<L>(lanes[r]);
+                let new = 1.0 / sums[r];
+                shares[r] = Share { old: shares[r].old * new, new };
+            }
+        }
+        shares
+    }
+}
+
+simd! {
+    /// Replaces products by probabilities `p`, and gradients of probabilities `dp` by those of scores, `p (dp - mean)`;
+    /// masked ones by 0. `lse` is the log of the sum of exponentials of each query.
+    pub(super) fn softmax_grad<L: Level + Vector>(block: Block<'_>, dp: &mut [f32], lse: &[f32], means: &[f32]) {
+        block.check(lse.len());
+        let Block { meeting, products, pitch, scale } = block;
+        assert!((lse.len() - 1) * pitch + meeting.padded <= dp.len(), "the block is too short");
+        for (r, (lse, mean)) in lse.iter().zip(means).enumerate() {
+            let shift = -LOG2_E * lse;
+            // SAFETY: the row is there in whole vectors; this function is compiled for the level.
+            unsafe {
+                let mean = L::splat(*mean);
+                let (p, dp) = (products.as_mut_ptr().add(r * pitch), dp.as_mut_ptr().add(r * pitch));
+                for j in (0..meeting.whole).step_by(LANES) {
+                    let x = exponentials::<L>(p.add(j), scale, shift);
+                    L::store(p.add(j), x);
+                    L::store(dp.add(j), L::mul(x, L::sub(L::load(dp.add(j)), mean)));
+                }
+                for j in (meeting.whole..meeting.padded).step_by(LANES) {
+                    let (seen, zero) = (meeting.seen_of_vector(r, j), L::splat(0.0));
+                    let x = exponentials::<L>(p.add(j), scale, shift);
+                    let d = L::mul(x, L::sub(L::load(dp.add(j)), mean));
+                    L::store(p.add(j), L::first(seen, x, zero));
+                    L::store(dp.add(j), L::first(seen, d, zero));
+                }
+            }
+        }
+    }
+}
+
+simd! {
+    /// Inner products of the rows of two matrices.
+    pub(super) fn dots<L: Level + Vector>(a: Rows<'_>, b: Rows<'_>, rows: &Range<usize>, out: &mut [f32]) {
+        let (whole, width) = (a.width / LANES * LANES, a.width);
+        let (x, y) = (a.span(rows), b.span(rows));
+        assert!(a.width == b.width, "rows have one width");
+        for (t, out) in out[..rows.len()].iter_mut().enumerate() {
+            // SAFETY: the rows are there; this function is compiled for the level.
+            unsafe {
+                let (x, y) = (x.as_ptr().add(t * a.stride), y.as_ptr().add(t * b.stride));
+                let mut lanes = L::splat(0.0);
+                for i in (0..whole).step_by(LANES) {
+                    lanes = L::fma(L::load(x.add(i)), L::load(y.add(i)), lanes);
+                }
+                *out = (whole..width).fold(sum::<L>(lanes), |sum, i| L::mul_add(*x.add(i), *y.add(i), sum));
+            }
+        }
+    }
+}

@@ -1,0 +1,276 @@
+//! Vectors of eight floats, for AVX2 and for every other CPU. It refuses to know what is computed with them.
+#![expect(unsafe_code, reason = "vector instructions; each function states what it relies on")]
+#![expect(clippy::inline_always, reason = "vector code must take the target features of its caller")]
+
+use super::super::simd::{Level, Portable};
+
+/// Floats in a vector.
+pub(super) const LANES: usize = 8;
+
+/// 1.5 * 2^23: adding it to a float below 2^22 leaves the nearest integer in the low bits of the sum.
+const ROUND: f32 = 12_582_912.0;
+
+/// Vectors of eight floats.
+///
+/// # Safety
+/// Methods may only be inlined into the copy that [`simd!`](super::super::simd::simd) compiles for this level; pointers
+/// must be valid for eight floats.
+pub(super) trait Vector: Level {
+    type V: Copy;
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    /// `a * b + c`.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// `2^n` of lanes [`ROUND`]` + n`, where `-127 <= n <= 127`; 0 for -127.
+    unsafe fn power(t: Self::V) -> Self::V;
+    /// `a` where it is greater, else `b`.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// The first `n <= 8` lanes of `v`, then lanes of `rest`.
+    unsafe fn first(n: usize, v: Self::V, rest: Self::V) -> Self::V;
+    /// Asks for the cache line of `p`, to be used soon.
+    fn prefetch(p: *const f32);
+    /// `dst[j * pitch + i] = src[i * stride + j]` for `i` and `j` below eight.
+    unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize);
+}
+
+/// `2^x` of each lane within 1.5 ulp (2 without FMA) for `x <= 127`; below -126.5 it is 0. NaN stays NaN.
+///
+/// Source: the coefficients minimise the greatest relative error, 2.6e-9, of a polynomial that is 1 at 0.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn exp2<L: Vector>(x: L::V) -> L::V {
+    const COEFFICIENTS: [f32; 6] =
+        [1.559_467_8e-4, 1.340_664_3e-3, 9.617_693e-3, 5.550_310_4e-2, 2.402_265_2e-1, 6.931_472_4e-1];
+    // SAFETY: the caller's promise.
+    unsafe {
+        // This order of operands, because NaN must come through.
+        let x = L::max(L::splat(-127.0), x);
+        let t = L::add(x, L::splat(ROUND));
+        let f = L::sub(x, L::sub(t, L::splat(ROUND)));
+        let mut p = L::splat(COEFFICIENTS[0]);
+        for c in &COEFFICIENTS[1..] {
+            p = L::fma(p, f, L::splat(*c));
+        }
+        L::mul(L::fma(p, f, L::splat(1.0)), L::power(t))
+    }
+}
+
+/// Sum of the lanes, always in the same order.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn sum<L: Vector>(v: L::V) -> f32 {
+    let mut x = [0.0; LANES];
+    // SAFETY: the array has eight floats.
+    unsafe { L::store(x.as_mut_ptr(), v) };
+    ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]))
+}
+
+/// Greatest lane.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn greatest<L: Vector>(v: L::V) -> f32 {
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let mut x = [0.0; LANES];
+    // SAFETY: the array has eight floats.
+    unsafe { L::store(x.as_mut_ptr(), v) };
+    larger(larger(larger(x[0], x[4]), larger(x[2], x[6])), larger(larger(x[1], x[5]), larger(x[3], x[7])))
+}
+
+impl Vector for Portable {
+    type V = [f32; LANES];
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<Self::V>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<Self::V>().write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        std::array::from_fn(|i| a[i] * b[i] + c[i])
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        std::array::from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    unsafe fn power(t: Self::V) -> Self::V {
+        t.map(|t| f32::from_bits((t.to_bits() << 23).wrapping_add(127 << 23)))
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn first(n: usize, v: Self::V, rest: Self::V) -> Self::V {
+        std::array::from_fn(|i| if i < n { v[i] } else { rest[i] })
+    }
+    #[inline(always)]
+    fn prefetch(_: *const f32) {}
+    #[inline(always)]
+    unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
+        for j in 0..LANES {
+            for i in 0..LANES {
+                // SAFETY: the caller's promise.
+                unsafe { *dst.add(j * pitch + i) = *src.add(i * stride + j) }
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use std::arch::x86_64::{
+        __m256, _MM_HINT_T0, _mm_loadu_ps, _mm_prefetch, _mm256_add_epi32, _mm256_add_ps, _mm256_blendv_ps,
+        _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_fmadd_ps,
+        _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_max_ps, _mm256_mul_ps, _mm256_set1_epi32,
+        _mm256_set1_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps,
+        _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+    };
+
+    use super::super::super::simd::Avx2;
+    use super::{LANES, Vector};
+
+    /// From `LANES - n` on: a mask of the first `n` lanes, in the signs.
+    static FIRST: [f32; 2 * LANES] = {
+        let mut signs = [0.0; 2 * LANES];
+        let mut i = 0;
+        while i < LANES {
+            signs[i] = -0.0;
+            i += 1;
+        }
+        signs
+    };
+
+    // SAFETY (of every block below): the caller promises AVX2, FMA and valid pointers.
+    #[expect(clippy::undocumented_unsafe_blocks, reason = "one comment above serves all of these wrappers")]
+    impl Vector for Avx2 {
+        type V = __m256;
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> __m256 {
+            unsafe { _mm256_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> __m256 {
+            unsafe { _mm256_loadu_ps(p) }
+        }
+        #[inline(always)]
+        unsafe fn store(p: *mut f32, v: __m256) {
+            unsafe { _mm256_storeu_ps(p, v) }
+        }
+        #[inline(always)]
+        unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+            unsafe { _mm256_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn add(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_add_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_sub_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn power(t: __m256) -> __m256 {
+            unsafe {
+                let bits = _mm256_slli_epi32(_mm256_castps_si256(t), 23);
+                _mm256_castsi256_ps(_mm256_add_epi32(bits, _mm256_set1_epi32(127 << 23)))
+            }
+        }
+        #[inline(always)]
+        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_max_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn first(n: usize, v: __m256, rest: __m256) -> __m256 {
+            unsafe { _mm256_blendv_ps(rest, v, _mm256_loadu_ps(FIRST.as_ptr().add(LANES - n))) }
+        }
+        #[inline(always)]
+        fn prefetch(p: *const f32) {
+            unsafe { _mm_prefetch(p.cast(), _MM_HINT_T0) }
+        }
+        #[inline(always)]
+        unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
+            unsafe {
+                // Half rows are loaded into place, so that only unpacks and shuffles within halves are left.
+                for at in [0, 4] {
+                    let mut r = [_mm256_set1_ps(0.0); 4];
+                    for (i, r) in r.iter_mut().enumerate() {
+                        let low = src.add(i * stride + at);
+                        *r = _mm256_castps128_ps256(_mm_loadu_ps(low));
+                        *r = _mm256_insertf128_ps(*r, _mm_loadu_ps(low.add(4 * stride)), 1);
+                    }
+                    let (lo01, hi01) = (_mm256_unpacklo_ps(r[0], r[1]), _mm256_unpackhi_ps(r[0], r[1]));
+                    let (lo23, hi23) = (_mm256_unpacklo_ps(r[2], r[3]), _mm256_unpackhi_ps(r[2], r[3]));
+                    let dst = dst.add(at * pitch);
+                    _mm256_storeu_ps(dst, _mm256_shuffle_ps(lo01, lo23, 0x44));
+                    _mm256_storeu_ps(dst.add(pitch), _mm256_shuffle_ps(lo01, lo23, 0xee));
+                    _mm256_storeu_ps(dst.add(2 * pitch), _mm256_shuffle_ps(hi01, hi23, 0x44));
+                    _mm256_storeu_ps(dst.add(3 * pitch), _mm256_shuffle_ps(hi01, hi23, 0xee));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::simd::{Isa, simd};
+    use super::{LANES, Vector, exp2};
+
+    simd! {
+        fn powers<L: Level + Vector>(x: &mut [f32; LANES]) {
+            // SAFETY: there are eight floats; this function is compiled for the level.
+            unsafe { L::store(x.as_mut_ptr(), exp2::<L>(L::load(x.as_ptr()))) }
+        }
+    }
+
+    #[test]
+    fn powers_of_two_are_close_everywhere() {
+        for isa in [Isa::detect(), Isa::PORTABLE] {
+            let mut worst = 0.0_f64;
+            for start in (-126_000_i32..127_000).step_by(LANES) {
+                let x: [f32; LANES] = std::array::from_fn(|i| 1e-3 * (start + i as i32) as f32);
+                let mut y = x;
+                powers(isa, &mut y);
+                for (x, y) in x.into_iter().zip(y) {
+                    worst = worst.max((f64::from(y) / f64::from(x).exp2() - 1.0).abs());
+                }
+            }
+            assert!(worst < 2.5e-7, "{isa:?}: {worst}");
+            let mut y = [0.0, 1.0, -127.0, -1e30, f32::NEG_INFINITY, f32::NAN, -f32::NAN, f32::from_bits(!0)];
+            powers(isa, &mut y);
+            assert_eq!(y[..5], [1.0, 2.0, 0.0, 0.0, 0.0], "{isa:?}");
+            assert!(y[5..].iter().all(|y| y.is_nan()), "{isa:?}");
+        }
+    }
+}
