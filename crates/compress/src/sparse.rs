@@ -58,7 +58,7 @@ pub struct Sparse<C> {
 /// Values on their way through the inner codec.
 #[derive(Debug, Clone, Default)]
 struct Values {
-    values: Vec<f32>,
+    plain: Vec<f32>,
     payload: Payload,
     decoded: Vec<f32>,
 }
@@ -71,7 +71,7 @@ impl Values {
         key: RoundKey,
         index: impl Fn(usize) -> usize,
     ) -> Result<(), CompressError> {
-        inner.compress(&self.values, key, &mut self.payload).map_err(|error| match error {
+        inner.compress(&self.plain, key, &mut self.payload).map_err(|error| match error {
             CompressError::NonFinite { index: i, value } => {
                 CompressError::NonFinite { index: index(i), value }
             }
@@ -86,7 +86,7 @@ impl Values {
         next: &mut [f32],
         index: impl Fn(usize) -> usize,
     ) -> Result<(), CompressError> {
-        self.decoded.resize(self.values.len(), 0.0);
+        self.decoded.resize(self.plain.len(), 0.0);
         inner.decompress(self.payload.view(), &mut self.decoded)?;
         for (i, decoded) in self.decoded.iter().enumerate() {
             next[index(i)] -= decoded;
@@ -139,8 +139,8 @@ impl<C: Memoryless> Sparse<C> {
         }
         let Self { kept, values, .. } = self;
         self.finder.find(self.level, self.select, x, kept)?;
-        values.values.clear();
-        values.values.extend(kept.iter().map(|i| x[*i as usize]));
+        values.plain.clear();
+        values.plain.extend(kept.iter().map(|i| x[*i as usize]));
         values.encode(&mut self.inner, key, |i| kept[i] as usize)?;
 
         let chunking = self.select.chunking(x.len(), kept.len());

@@ -202,8 +202,8 @@ impl<C: Memoryless> Masked<C> {
         self.kept.clear();
         self.kept.extend(drawn.indices(x.len()).map(|i| i as u32));
         let Self { kept, values, .. } = self;
-        values.values.clear();
-        values.values.extend(kept.iter().map(|i| x[*i as usize] * scale));
+        values.plain.clear();
+        values.plain.extend(kept.iter().map(|i| x[*i as usize] * scale));
         values.encode(&mut self.inner, key, |i| kept[i] as usize)?;
         let inner = values.body();
         out.fill_with(CodecId::MASKED, x.len(), &[&drawn.write(inner.codec()), inner.body()]);
@@ -322,7 +322,9 @@ mod tests {
             assert!(kept.is_sorted());
             let mut all = indices(Mask::one_in(Pattern::Rolling, 10), round, 1 << 18);
             all.retain(|i| kept.binary_search(i).is_err());
-            all.into_iter().for_each(|i| left_out[i] += 1);
+            for i in all {
+                left_out[i] += 1;
+            }
         }
         assert!(left_out.iter().all(|n| *n < 40), "{:?}", left_out.iter().max());
     }

@@ -60,9 +60,10 @@ fn limit(kept: usize, len: usize) -> usize {
 /// Every so manieth element is in the sample of [`Select::Sampled`].
 const STRIDE: usize = 101;
 /// Elements in the sample from which [`Finder::largest`] guesses where to begin.
-const SAMPLE: usize = 4096;
-/// Elements that are looked at together.
-const RUN: usize = 32;
+const SAMPLE: usize = 1 << 13;
+/// Elements that are looked at together, and hits among them that are worth to be picked out.
+const RUN: usize = 256;
+const FEW: usize = 32;
 
 /// Finds elements, and keeps its memory.
 #[derive(Debug, Clone, Default)]
@@ -152,8 +153,8 @@ impl Finder {
 
     /// A magnitude that hardly more than `kept` elements reach, but almost always so many.
     fn guess(&mut self, x: &[f32], kept: usize) -> i32 {
-        let stride = x.len() / SAMPLE;
-        if stride < 2 || kept == 0 {
+        let stride = (x.len() / SAMPLE).max(8);
+        if x.len() < 2 * RUN || kept == 0 {
             return 0;
         }
         self.sample.clear();
@@ -175,7 +176,7 @@ impl Finder {
     ) -> Result<(), CompressError> {
         self.candidates.clear();
         // When so many are there, all but the largest are thrown out, and the threshold rises.
-        let room = 2 * most + 8 * RUN;
+        let room = 2 * most + RUN;
         let (mut at, mut threshold) = (0, threshold);
         while at < x.len() {
             let index = offset + at;
@@ -242,24 +243,52 @@ impl Kernel for Scan<'_> {
         let Self { x, index, threshold, room, found } = self;
         let mut max = 0;
         for (i, run) in x.chunks(RUN).enumerate() {
-            // Most runs have none.
-            let largest = max_magnitude(run);
-            max = max.max(largest);
-            if largest < threshold {
-                continue;
-            }
             let start = index + i * RUN;
-            let (mut keys, mut count) = ([0; RUN], 0);
-            for (j, x) in run.iter().enumerate() {
-                let magnitude = magnitude(*x);
-                keys[count] = key(magnitude, start + j);
-                count += usize::from(magnitude >= threshold);
+            let (flags, largest) = match run.as_array() {
+                Some(run) => flags(run, threshold),
+                None => ([u32::MAX; 8], max_magnitude(run)),
+            };
+            max = max.max(largest);
+            let hits: u32 = flags.iter().map(|flags| flags.count_ones()).sum();
+            if hits > FEW as u32 {
+                for (j, x) in run.iter().enumerate() {
+                    let magnitude = magnitude(*x);
+                    if magnitude >= threshold {
+                        found.push(key(magnitude, start + j));
+                    }
+                }
+            } else if hits > 0 {
+                let (mut at, mut count) = ([0; FEW], 0);
+                for (j, mut flags) in flags.into_iter().enumerate() {
+                    while flags != 0 {
+                        at[count] = 8 * flags.trailing_zeros() as usize + j;
+                        count += 1;
+                        flags &= flags - 1;
+                    }
+                }
+                // Lane by lane they came; ascending they go.
+                at[..count].sort_unstable();
+                found.extend(at[..count].iter().map(|j| key(magnitude(run[*j]), start + j)));
             }
-            found.extend_from_slice(&keys[..count]);
             if found.len() > room {
                 return (i * RUN + run.len(), max);
             }
         }
         (x.len(), max)
     }
+}
+
+/// Bit `i` of word `j` says whether element `8 i + j` reaches the threshold; and the largest magnitude.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn flags(run: &[f32; RUN], threshold: i32) -> ([u32; 8], i32) {
+    let (mut flags, mut max) = ([0; 8], [0; 8]);
+    for eight in run.as_chunks::<8>().0 {
+        for ((flags, max), x) in flags.iter_mut().zip(&mut max).zip(eight) {
+            let magnitude = magnitude(*x);
+            *flags = *flags >> 1 | u32::from(magnitude >= threshold) << 31;
+            *max = magnitude.max(*max);
+        }
+    }
+    (flags, max.into_iter().fold(0, i32::max))
 }
