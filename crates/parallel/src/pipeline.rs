@@ -4,7 +4,10 @@
 //! Nothing here knows tensors, threads or sockets.
 
 mod action;
+mod bound;
+mod compare;
 mod cost;
+mod csv;
 mod flow;
 mod lower;
 mod lowered;
@@ -12,11 +15,14 @@ mod memory;
 mod method;
 mod order;
 mod placement;
+mod recompute;
 mod schedule;
 mod simulate;
 mod updates;
 
 pub use action::{Action, ComputeKind, Op};
+pub use bound::lower_bound;
+pub use compare::{Compared, Comparison, ComparisonRow, Figures, json, millis};
 pub use cost::{Boundary, PipelineCost, StageCost, StageMemory};
 pub use lower::Lowering;
 pub use lowered::{Content, Lowered, LoweredKind, Message, Way};

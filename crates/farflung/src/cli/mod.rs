@@ -7,6 +7,7 @@ mod generate;
 pub(crate) mod launch;
 mod logging;
 mod model;
+mod schedule;
 mod train;
 
 use std::error::Error as _;
@@ -36,6 +37,7 @@ enum Command {
     Train(train::TrainCommand),
     Generate(generate::GenerateCommand),
     Eval(eval::EvalCommand),
+    Schedule(schedule::ScheduleCommand),
     Launch(launch::LaunchCommand),
 }
 
@@ -58,6 +60,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Train(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Eval(command) => command.run(),
+        Command::Schedule(command) => command.run(),
         Command::Launch(command) => command.run(),
     };
     match outcome {

@@ -104,7 +104,7 @@ impl Lowered {
     #[must_use]
     pub fn message(&self, placement: &Placement) -> Option<(Way, Message)> {
         let Self::Move { kind, stage, microbatch, slice } = *self else { return None };
-        let action = |kind| Action { kind, stage, microbatch, slice };
+        let action = |kind| Action { stage, microbatch, slice, kind };
         let (forward, backward) = (action(ComputeKind::Forward), action(ComputeKind::Backward));
         let (way, message) = match kind {
             LoweredKind::SendForward => (Way::Send, Message::made_by(forward, placement)),

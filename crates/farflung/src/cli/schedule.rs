@@ -1,0 +1,268 @@
+//! `farflung schedule`: a pipeline's schedule, printed, drawn, simulated, or compared with all others.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use farflung::parallel::pipeline::{
+    BackwardOrder, Boundary, Comparison, ComputeOrder, Lowering, Method, PipelineCost, Schedule, Settings,
+    StageCost, json, millis, simulate,
+};
+use farflung::parallel::{ParallelError, render};
+use farflung::{Error, Result};
+use farflung_base::{Bandwidth, Bytes, Link, Nanos};
+
+/// Print, draw or simulate a pipeline's schedule, or compare them all.
+///
+/// NAME is a schedule of the list below, or `compare` for a table of all of them. Times are in the units of --cost.
+#[derive(Debug, clap::Args)]
+#[command(after_help = help())]
+pub(crate) struct ScheduleCommand {
+    /// The schedule, or `compare`.
+    #[arg(value_name = "NAME", required_unless_present = "file", conflicts_with = "file")]
+    name: Option<String>,
+    /// A schedule of your own: lines such as `r0: 0F0 0F1 0B0 0B1`, or PyTorch's CSV form in a .csv file.
+    #[arg(long, value_name = "PATH")]
+    file: Option<PathBuf>,
+    /// Ranks.
+    #[arg(long, short = 'p', value_name = "P", default_value_t = 4)]
+    stages: u32,
+    /// Microbatches of one step.
+    #[arg(long, short = 'm', value_name = "M", default_value_t = 8)]
+    microbatches: u32,
+    /// Stages on each rank; 2 for the schedules that have several, else 1.
+    #[arg(long, value_name = "V")]
+    chunks: Option<u32>,
+    /// Slices of each microbatch's tokens, for terapipe.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    slices: u16,
+    /// Time of a forward, an input gradient, a weight gradient, and a link's latency, of one chunk; entries joined by
+    /// `:` are for one stage each. For `compare`, of a rank's whole share of the model.
+    #[arg(long, value_name = "F,I,W,C", default_value = "1,1,1,0", value_parser = costs)]
+    cost: Costs,
+    /// Time for which a message holds its link.
+    #[arg(long, value_name = "TIME", default_value = "0", value_parser = time)]
+    wire: Nanos,
+    /// How much of the shorter half of an overlapped pair is free, in percent.
+    #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(..=100))]
+    overlap: u8,
+    /// Warm-up slope of 1f1b-mu; without it, the least that hides the link.
+    #[arg(long, value_name = "N")]
+    mu: Option<u32>,
+    /// Microbatches that a rank may hold, for zb-auto, varuna and compare; without it, P (and no limit in compare).
+    #[arg(long, value_name = "N")]
+    memory: Option<u32>,
+    /// Run gpipe's backwards from the first microbatch to the last.
+    #[arg(long)]
+    ascending: bool,
+    /// Recompute the forward of each microbatch before its backward, at the cost of a forward.
+    #[arg(long)]
+    recompute: bool,
+    /// What is printed.
+    #[arg(long, value_name = "FORMAT", default_value = "grid")]
+    format: Format,
+    /// The same as --format json.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    /// Who runs what when, as text.
+    Grid,
+    /// The ops of each rank.
+    Ops,
+    /// The ops with what ranks exchange.
+    Lowered,
+    /// A drawing.
+    Svg,
+    /// A trace for Perfetto or Chrome.
+    Trace,
+    /// Makespan, bubbles, peaks and ops.
+    Json,
+    /// PyTorch's form.
+    Csv,
+}
+
+/// What `--cost` says: a stage and the link behind it, or one such entry for each stage.
+#[derive(Debug, Clone)]
+struct Costs(Vec<(StageCost, Nanos)>);
+
+/// One unit of the command line is a millisecond: six decimals are whole.
+const UNIT: u64 = 1_000_000;
+
+/// The widest grid in which each op has its name; wider ones show letters.
+const WIDTH: usize = 240;
+
+fn help() -> String {
+    let mut text = "Examples:
+  farflung schedule 1f1b --stages 4 --microbatches 8
+  farflung schedule zbv -p 4 -m 8 --cost 1,1.2,0.8,0.5 --format json
+  farflung schedule 1f1b -p 3 -m 6 --cost 1,1,1,2:2,2,2,0.5:1,1,1,0 --format svg > out.svg
+  farflung schedule compare -p 8 -m 32 --cost 1,1,1,0.5 --memory 8
+  farflung schedule --file mine.txt --format lowered
+
+Schedules:\n"
+        .to_owned();
+    for method in Method::ALL {
+        let _ = writeln!(text, "  {method:<14} {}", method.summary());
+    }
+    text
+}
+
+/// Reads a decimal number of units.
+fn time(text: &str) -> std::result::Result<Nanos, String> {
+    let parse = || {
+        let (whole, fraction) = text.split_once('.').unwrap_or((text, ""));
+        let digits = |t: &str| t.bytes().all(|b| b.is_ascii_digit());
+        if !digits(whole) || !digits(fraction) || fraction.len() > 6 || (whole.len() + fraction.len()) == 0 {
+            return None;
+        }
+        let whole: u64 = if whole.is_empty() { 0 } else { whole.parse().ok()? };
+        let fraction: u64 = format!("{fraction:0<6}").parse().ok()?;
+        // Less than a million: sums over any schedule stay within 64 bits.
+        (whole < 1_000_000).then(|| Nanos(whole * UNIT + fraction))
+    };
+    parse().ok_or_else(|| {
+        format!("`{text}` is not a number such as 2 or 0.5, below a million, with up to 6 decimals")
+    })
+}
+
+/// Reads `F,I,W,C`, once or once a stage.
+fn costs(text: &str) -> std::result::Result<Costs, String> {
+    let entry = |text: &str| {
+        let values = text.split(',').map(|t| time(t.trim())).collect::<std::result::Result<Vec<_>, _>>()?;
+        let [forward, input, weight, hop] = values[..] else {
+            return Err(format!("`{text}` is not four numbers F,I,W,C"));
+        };
+        Ok((StageCost { forward, input, weight, recompute: forward, ..StageCost::UNIT }, hop))
+    };
+    text.split(':').map(entry).collect::<std::result::Result<_, _>>().map(Costs)
+}
+
+/// Sizes that a schedule does not admit are wrong on the command line, not in the run.
+fn usage(error: ParallelError) -> Error {
+    match error {
+        ParallelError::NotAdmitted { method, field, given, needs } => {
+            Error::Setting { field, value: given.to_string(), expected: format!("for {method} {needs}") }
+        }
+        ParallelError::UnknownName { name, known, .. } => {
+            Error::Setting { field: "schedule", value: name, expected: known.join(", ") }
+        }
+        ParallelError::PerStage { given, stages, .. } => Error::Setting {
+            field: "cost",
+            value: format!("for {given} stages"),
+            expected: format!("one entry or {stages}"),
+        },
+        other => other.into(),
+    }
+}
+
+impl ScheduleCommand {
+    pub(super) fn run(self) -> Result<()> {
+        if self.name.as_deref() == Some("compare") {
+            return self.compare();
+        }
+        let order = self.order()?;
+        let order = if self.recompute { order.with_recompute() } else { order };
+        let cost = self.cost_of(&order);
+        let name = self.name.as_deref().unwrap_or("file");
+        let format = if self.json { Format::Json } else { self.format };
+        super::print(&match format {
+            Format::Ops => order.to_string(),
+            Format::Csv => order.to_csv(),
+            Format::Lowered => Schedule::new(order, &Lowering::default()).map_err(usage)?.to_string(),
+            Format::Json => json(name, &order, &cost).map_err(usage)?,
+            Format::Svg => render::svg(&simulate(&order, &cost).map_err(usage)?.timeline()),
+            Format::Trace => render::trace(&simulate(&order, &cost).map_err(usage)?.timeline()),
+            Format::Grid => {
+                let simulation = simulate(&order, &cost).map_err(usage)?;
+                let timeline = simulation.timeline();
+                let grid =
+                    render::cells(&timeline, WIDTH).unwrap_or_else(|| render::grid(&timeline, WIDTH / 2));
+                let bubble = simulation.bubble_fraction() * 100.0;
+                format!("{grid}makespan {}, bubble {bubble:.1}%\n", millis(simulation.makespan()))
+            }
+        })
+    }
+
+    /// The settings for a method; costs may be one for all stages.
+    fn settings(&self) -> Settings {
+        let hop = self.cost.0.iter().map(|(_, hop)| *hop).max().unwrap_or_default();
+        Settings {
+            chunks: self.chunks,
+            slices: self.slices,
+            backward: if self.ascending { BackwardOrder::Ascending } else { BackwardOrder::Descending },
+            cost: self.cost.0.iter().map(|(stage, _)| *stage).collect(),
+            hop: hop.saturating_add(self.wire),
+            slope: self.mu,
+            memory: self.memory,
+            ..Settings::new(self.stages, self.microbatches)
+        }
+    }
+
+    fn order(&self) -> Result<ComputeOrder> {
+        if let Some(path) = &self.file {
+            let text = std::fs::read_to_string(path).map_err(|source| Error::Io {
+                action: "read",
+                path: path.clone(),
+                source,
+            })?;
+            let csv = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("csv"));
+            let order = if csv { ComputeOrder::from_csv(&text) } else { text.parse() };
+            return order.map_err(Error::from);
+        }
+        let method: Method = self.name.as_deref().unwrap_or_default().parse().map_err(usage)?;
+        method.order(&self.settings()).map_err(usage)
+    }
+
+    /// What joins a stage and the next: nothing is sent but time, a byte a nanosecond.
+    fn boundary(&self, hop: Nanos) -> Boundary {
+        let link = Link { bandwidth: Bandwidth(8_000_000_000), latency: hop };
+        Boundary { link, forward: Bytes(self.wire.0), backward: Bytes(self.wire.0) }
+    }
+
+    fn cost_of(&self, order: &ComputeOrder) -> PipelineCost {
+        let (stage, hop) = self.cost.0[0];
+        let mut cost = PipelineCost::uniform(order, stage, self.boundary(hop));
+        if self.cost.0.len() > 1 {
+            cost.stages = self.cost.0.iter().map(|(stage, _)| *stage).collect();
+            let between = &self.cost.0[..self.cost.0.len() - 1];
+            cost.boundaries = between.iter().map(|(_, hop)| self.boundary(*hop)).collect();
+        }
+        cost.overlap_percent = self.overlap;
+        cost
+    }
+
+    fn compare(&self) -> Result<()> {
+        let hop = self.settings().hop.saturating_sub(self.wire);
+        let comparison = Comparison {
+            ranks: self.stages,
+            microbatches: self.microbatches,
+            cost: self.settings().cost,
+            boundary: self.boundary(hop),
+            memory_quarters: self.memory.map(|memory| u64::from(memory) * 4),
+        };
+        let compared = comparison.run().map_err(usage)?;
+        if !self.json && self.format != Format::Json {
+            return super::print(&compared.to_string());
+        }
+        let best = compared.best().map(|(method, _)| method.name());
+        let rows: Vec<_> = compared
+            .rows
+            .iter()
+            .map(|(method, row)| match row {
+                Ok(f) => serde_json::json!({
+                    "schedule": method.name(), "makespan": units(f.makespan), "span": units(f.span),
+                    "bubble_fraction": f64::from(f.bubble_permille) / 1000.0, "peak": f.peak_quarters as f64 / 4.0,
+                    "copies": f.copies, "link_use": f64::from(f.link_permille) / 1000.0, "bound": units(f.bound),
+                }),
+                Err(error) => serde_json::json!({ "schedule": method.name(), "refused": error.to_string() }),
+            })
+            .collect();
+        super::print(&format!("{}\n", serde_json::json!({ "fastest": best, "rows": rows })))
+    }
+}
+
+fn units(time: Nanos) -> f64 {
+    time.0 as f64 / UNIT as f64
+}

@@ -1,0 +1,226 @@
+//! All schedules side by side for one pipeline: time, bubble, memory, links, and how far from the best possible.
+
+use std::fmt;
+
+use farflung_base::{Bytes, Nanos, Rank};
+
+use super::{
+    Boundary, ComputeOrder, Method, PipelineCost, Settings, StageCost, lower_bound, peaks, simulate,
+};
+use crate::ParallelError;
+
+/// The pipeline in question.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Comparison {
+    /// Ranks.
+    pub ranks: u32,
+    /// Microbatches of a step.
+    pub microbatches: u32,
+    /// Each rank's whole share of the model, a part of it where it holds several chunks; one entry or one a rank.
+    pub cost: Vec<StageCost>,
+    /// What joins ranks.
+    pub boundary: Boundary,
+    /// The most activations of a rank's whole share that a rank may hold, counted in quarters of one.
+    pub memory_quarters: Option<u64>,
+}
+
+/// What one schedule comes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Figures {
+    /// Its sizes: chunks on a rank.
+    pub chunks: u32,
+    /// Copies of the model.
+    pub copies: u32,
+    /// When the last rank is done.
+    pub makespan: Nanos,
+    /// The longest time from a rank's first op to its last.
+    pub span: Nanos,
+    /// Part of all time in which nobody computed, in tenths of a percent.
+    pub bubble_permille: u32,
+    /// Most activations of a rank, in quarters of what a rank's whole share of the model keeps of a microbatch.
+    pub peak_quarters: u64,
+    /// How busy the busiest wire is, in tenths of a percent.
+    pub link_permille: u32,
+    /// What no order of this placement beats.
+    pub bound: Nanos,
+}
+
+/// A schedule and what it comes to, or why there is none.
+pub type ComparisonRow = (Method, Result<Figures, ParallelError>);
+
+/// The answer to a [`Comparison`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Compared {
+    /// Every method, in the order of [`Method::ALL`].
+    pub rows: Vec<ComparisonRow>,
+    /// The memory that was allowed.
+    pub memory_quarters: Option<u64>,
+}
+
+impl Comparison {
+    /// Simulates every method.
+    ///
+    /// Errors: [`ParallelError::PerStage`]; that a method does not admit the sizes is its row.
+    pub fn run(&self) -> Result<Compared, ParallelError> {
+        let ranks = self.ranks as usize;
+        if self.cost.len() != 1 && self.cost.len() != ranks {
+            let given = self.cost.len();
+            return Err(ParallelError::PerStage { what: "cost", given, stages: ranks });
+        }
+        let rows = Method::ALL.into_iter().map(|method| (method, self.figures(method)));
+        Ok(Compared { rows: rows.collect(), memory_quarters: self.memory_quarters })
+    }
+
+    /// The order of a method and what its stages take.
+    ///
+    /// Errors: as [`Method::order`].
+    pub fn order(&self, method: Method) -> Result<(ComputeOrder, PipelineCost), ParallelError> {
+        let settings = Settings {
+            cost: self.cost.clone(),
+            hop: self.boundary.link.time(self.boundary.forward),
+            memory: self.memory_quarters.map(|quarters| (quarters / 4).max(1) as u32),
+            ..Settings::new(self.ranks, self.microbatches)
+        };
+        let order = method.order(&settings)?;
+        let placement = order.placement();
+        let chunks = u64::from(placement.depth() / placement.ranks());
+        let stages = placement.rank_of()[..placement.depth() as usize].iter().map(|rank| {
+            let whole = self.cost[if self.cost.len() == 1 { 0 } else { rank.index() }];
+            part(whole, chunks)
+        });
+        let cost = PipelineCost {
+            stages: stages.collect(),
+            ..PipelineCost::uniform(&order, StageCost::default(), self.boundary)
+        };
+        Ok((order, cost))
+    }
+
+    fn figures(&self, method: Method) -> Result<Figures, ParallelError> {
+        let (order, cost) = self.order(method)?;
+        let simulation = simulate(&order, &cost)?;
+        let placement = order.placement();
+        let chunks = placement.depth() / placement.ranks();
+        let most = peaks(&order).into_iter().max().unwrap_or_default();
+        Ok(Figures {
+            chunks,
+            copies: placement.copies(),
+            makespan: simulation.makespan(),
+            span: simulation.span(),
+            bubble_permille: (simulation.bubble_fraction() * 1000.0).round() as u32,
+            peak_quarters: (u64::from(most) * 4).div_ceil(u64::from(chunks)),
+            link_permille: (simulation.link_use() * 1000.0).round() as u32,
+            bound: lower_bound(&order, &cost),
+        })
+    }
+}
+
+/// One of `chunks` equal parts of a stage.
+fn part(whole: StageCost, chunks: u64) -> StageCost {
+    let time = |t: Nanos| Nanos(t.0 / chunks);
+    let mut memory = whole.memory;
+    memory.activations = Bytes(memory.activations.0.div_ceil(chunks));
+    memory.for_weight = Bytes(memory.for_weight.0.div_ceil(chunks));
+    StageCost {
+        forward: time(whole.forward),
+        input: time(whole.input),
+        weight: time(whole.weight),
+        recompute: time(whole.recompute),
+        step: time(whole.step),
+        memory,
+    }
+}
+
+impl Compared {
+    /// The synchronous schedule that trains fastest within the memory and with one copy of the model; of equals the
+    /// one that holds least.
+    #[must_use]
+    pub fn best(&self) -> Option<(Method, &Figures)> {
+        let fits = |f: &Figures| self.memory_quarters.is_none_or(|memory| f.peak_quarters <= memory);
+        let rows = self.rows.iter().filter_map(|(method, row)| Some((*method, row.as_ref().ok()?)));
+        let trains = |m: Method| m.is_synchronous() && m != Method::Inference;
+        rows.filter(|&(method, f)| trains(method) && f.copies == 1 && fits(f))
+            .min_by_key(|(_, f)| (f.makespan, f.peak_quarters))
+    }
+}
+
+impl fmt::Display for Compared {
+    /// A table: a line per method. Times are in milliseconds.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{:<13} {:>10} {:>7} {:>10} {:>6} {:>6} {:>7} {:>6}",
+            "schedule", "makespan", "bubble", "span", "peak", "copies", "link", "gap"
+        )?;
+        let best = self.best().map(|(method, _)| method);
+        for (method, row) in &self.rows {
+            let figures = match row {
+                Ok(figures) => figures,
+                Err(ParallelError::NotAdmitted { field, given, needs, .. }) => {
+                    writeln!(f, "{method:<13} not with {given} {field}: it needs {needs}")?;
+                    continue;
+                }
+                Err(error) => {
+                    writeln!(f, "{method:<13} {error}")?;
+                    continue;
+                }
+            };
+            let over = self.memory_quarters.is_some_and(|memory| figures.peak_quarters > memory);
+            let gap = figures.makespan.0 as f64 / figures.bound.0.max(1) as f64 - 1.0;
+            writeln!(
+                f,
+                "{method:<13} {:>10} {:>6.1}% {:>10} {:>6} {:>6} {:>6.1}% {:>5.1}%{}",
+                millis(figures.makespan),
+                f64::from(figures.bubble_permille) / 10.0,
+                millis(figures.span),
+                figures.peak_quarters as f64 / 4.0,
+                figures.copies,
+                f64::from(figures.link_permille) / 10.0,
+                gap * 100.0,
+                match (over, best == Some(*method)) {
+                    (true, _) => "  over the memory",
+                    (_, true) => "  <- fastest",
+                    _ => "",
+                }
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// A time in milliseconds, without rounding.
+#[must_use]
+pub fn millis(time: Nanos) -> String {
+    let text = format!("{}.{:06}", time.0 / 1_000_000, time.0 % 1_000_000);
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+/// A simulated order as one JSON object: `makespan` and `bound`, and for each of `ranks` its `bubble`, `span_bubble`,
+/// `peak` (in activations of one chunk) and `ops`. Times are milliseconds, not rounded.
+///
+/// Errors: as [`simulate`].
+pub fn json(name: &str, order: &ComputeOrder, cost: &PipelineCost) -> Result<String, ParallelError> {
+    let simulation = simulate(order, cost)?;
+    let placement = order.placement();
+    let ranks = (0..).map(Rank).zip(order.lists()).zip(peaks(order)).map(|((rank, list), peak)| {
+        let ops: Vec<String> = list.iter().map(|op| format!("\"{op}\"")).collect();
+        format!(
+            "{{\"rank\":{},\"bubble\":{},\"span_bubble\":{},\"peak\":{peak},\"ops\":[{}]}}",
+            rank.0,
+            millis(simulation.bubble(rank)),
+            millis(simulation.span_bubble(rank)),
+            ops.join(",")
+        )
+    });
+    Ok(format!(
+        "{{\"schedule\":\"{name}\",\"stages\":{},\"microbatches\":{},\"chunks\":{},\"copies\":{},\
+         \"makespan\":{},\"bound\":{},\"bubble_fraction\":{:.6},\"ranks\":[{}]}}\n",
+        placement.ranks(),
+        order.microbatches(),
+        placement.stages() / placement.ranks(),
+        placement.copies(),
+        millis(simulation.makespan()),
+        millis(lower_bound(order, cost)),
+        simulation.bubble_fraction(),
+        ranks.collect::<Vec<_>>().join(",")
+    ))
+}
