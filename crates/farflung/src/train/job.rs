@@ -82,13 +82,11 @@ impl Job {
         Nanos::from_secs_f64(flops / self.config.compute_rate)
     }
 
-    /// Threads of each worker when `local` of them share this machine. Under virtual time workers mostly take turns: an
-    /// event waits until nobody computes; so each gets all cores.
+    /// Threads of each worker when `local` of them share this machine.
     #[must_use]
-    pub fn threads(&self, local: usize, simulated: bool) -> usize {
+    pub fn threads(&self, local: usize) -> usize {
         let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         match self.config.threads {
-            0 if simulated => cores(),
             0 => cores().div_ceil(local.max(1)),
             n => n,
         }

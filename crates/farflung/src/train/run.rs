@@ -164,7 +164,7 @@ fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)
     let Seat { comm, simulated, link } = seat;
     let config = &job.config;
     let first = comm.rank().0 == 0;
-    let mut worker = Worker::new(job, comm, job.threads(local, simulated))?;
+    let mut worker = Worker::new(job, comm, job.threads(local))?;
     let run = open_folder(job, &worker)?;
     let before = match &run {
         Some(run) => checkpoint::resume(&mut worker, job, run)?.unwrap_or_default(),

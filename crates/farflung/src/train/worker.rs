@@ -169,8 +169,9 @@ impl Worker {
             self.sampler.batch(batch, inputs, targets)?;
             let len = self.sampler.context();
             let (x, y) = (self.stage.tokens(inputs, len)?, self.stage.tokens(targets, len)?);
-            let (out, saved) = self.stage.forward(&self.params, Input::Tokens(x), Some((&y, scale)))?;
+            // Declared before it is done, so that workers on simulated links compute side by side.
             self.comm.advance(self.compute.0);
+            let (out, saved) = self.stage.forward(&self.params, Input::Tokens(x), Some((&y, scale)))?;
             if let Output::Losses(losses) = out {
                 loss += stage::total(&losses)?;
             }
