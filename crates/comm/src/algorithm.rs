@@ -92,19 +92,22 @@ impl Algorithm {
             let programs: Vec<Program> = (0..n as u32).map(|rank| program(Rank(rank))).collect();
             (cost(&programs, bytes, topology), programs)
         };
-        let chunked = |program: &dyn Fn(Rank, usize) -> Program| {
+        let chunked = |windows: &[usize], program: &dyn Fn(Rank, usize) -> Program| {
             let counts = [1, 4, 16, 64].into_iter();
             let worth = |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
-            let programs = counts.filter(worth).map(|chunks| all(&|rank| program(rank, chunks)));
+            let shapes = counts.filter(worth).flat_map(|chunks| windows.iter().map(move |&w| (chunks, w)));
+            let programs =
+                shapes.map(|(chunks, window)| all(&|rank| program(rank, chunks).with_window(window)));
             programs.min_by_key(|(price, _)| *price).unwrap_or_default()
         };
+        let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, 4][..]);
         match self {
-            Self::DoubleTree => chunked(&|rank, chunks| double_tree(rank, n, chunks)),
+            Self::DoubleTree => chunked(at_once, &|rank, chunks| double_tree(rank, n, chunks)),
             Self::Hierarchical => {
                 let regions = regions(topology);
-                chunked(&|rank, chunks| hierarchical(rank, &regions, chunks))
+                chunked(at_once, &|rank, chunks| hierarchical(rank, &regions, chunks))
             }
-            Self::Direct => chunked(&|rank, chunks| direct(rank, n, chunks)),
+            Self::Direct => chunked(paced, &|rank, chunks| direct(rank, n, chunks)),
             Self::Butterfly => {
                 let slower = |rank: u32| {
                     let port = topology.port(Rank(rank));
@@ -112,7 +115,7 @@ impl Algorithm {
                 };
                 let bandwidths: Vec<Bandwidth> = (0..n as u32).map(slower).collect();
                 let counts = shares(len, &bandwidths, 0);
-                chunked(&|rank, chunks| butterfly(rank, &counts, chunks))
+                chunked(paced, &|rank, chunks| butterfly(rank, &counts, chunks))
             }
             _ => all(&|rank| self.program(rank, n)),
         }

@@ -46,7 +46,7 @@ fn butterfly_lanes(rank: Rank, owns: &[bool], chunks: usize) -> Program {
             [scatter, gather].into_iter().filter(|step| !step.is_empty()).collect()
         })
         .collect();
-    Program { blocks: n * chunks, bounds: None, lanes }
+    Program::side_by_side(n * chunks, lanes)
 }
 
 /// Reduce-scatter in one latency: block `r` of `size` ends reduced at rank `r`; the other blocks are kept.

@@ -94,12 +94,18 @@ pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
     let mut queue = BinaryHeap::new();
     // By number.
     let mut flights: Vec<InFlight> = Vec::new();
-    let lanes = |(rank, program): (usize, &Program)| (0..program.lanes.len()).map(move |lane| (rank, lane));
-    let mut awake: Vec<(usize, usize)> = programs.iter().enumerate().flat_map(lanes).collect();
+    let lanes = |(rank, program): (usize, &Program)| {
+        (0..program.lanes.len().min(program.window)).map(move |lane| (rank, lane))
+    };
+    let mut awake: VecDeque<(usize, usize)> = programs.iter().enumerate().flat_map(lanes).collect();
     loop {
-        for (rank, lane) in awake.drain(..) {
+        while let Some((rank, lane)) = awake.pop_front() {
             let program = &programs[rank];
             let cursor = &mut cursors[rank][lane];
+            let ended = program.lanes[lane].len();
+            if cursor.step == ended {
+                continue;
+            }
             'steps: while let Some(step) = program.lanes[lane].get(cursor.step) {
                 // A frame of each at a time, as they are really sent.
                 let size = |(to, blocks): &(Rank, Range<usize>)| (*to, Some(program.bytes(blocks, bytes.0)));
@@ -131,6 +137,12 @@ pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
                 }
                 *cursor = Cursor { step: cursor.step + 1, clock: cursor.clock, ..Cursor::default() };
             }
+            let (over, clock, next) =
+                (cursor.step == ended, cursor.clock, lane.saturating_add(program.window));
+            if over && next < program.lanes.len() {
+                cursors[rank][next].clock = clock;
+                awake.push_back((rank, next));
+            }
         }
         let Some(Reverse((time, class, from, number, to, lane))) = queue.pop() else { break };
         let flight = &mut flights[number];
@@ -145,7 +157,7 @@ pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
             }
             _ => {
                 arrived.entry((lane, from, to)).or_default().push_back(time);
-                awake.push((to, lane));
+                awake.push_back((to, lane));
             }
         }
     }

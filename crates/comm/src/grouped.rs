@@ -49,7 +49,7 @@ pub fn hierarchical(rank: Rank, groups: &[Vec<Rank>], chunks: usize) -> Program 
             steps
         })
         .collect();
-    Program { blocks: chunks * per_chunk, bounds: None, lanes }
+    Program::side_by_side(chunks * per_chunk, lanes)
 }
 
 /// The group that a rank is in, and its number there.

@@ -187,6 +187,10 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
         for lane in 0..self.lanes.len() {
+            let before = lane.checked_sub(self.program.window);
+            if before.is_some_and(|before| self.step(before).is_some()) {
+                break;
+            }
             if let Err(e) = self.advance(lane, port) {
                 return Poll::Ready(Err(e));
             }

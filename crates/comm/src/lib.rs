@@ -54,3 +54,6 @@ pub use steps::{Merge, Program, Step};
 pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};
 pub use wire::{HEADER_BYTES, VERSION};
+
+/// The floats of 16 bits that [`Element`] is implemented for.
+pub use half::{bf16, f16};

@@ -26,7 +26,7 @@ pub fn bidirectional_ring(rank: Rank, size: usize) -> Program {
         whole(rank.index(), &forth, |b| b..b + 1),
         whole(size - 1 - rank.index(), &back, |b| size + b..size + b + 1),
     ];
-    Program { blocks: 2 * size, bounds: None, lanes }
+    Program::side_by_side(2 * size, lanes)
 }
 
 /// Afterwards rank `r` holds the reduction of block `r` of `size`; its other blocks are spoilt.

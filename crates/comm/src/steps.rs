@@ -63,13 +63,28 @@ pub struct Program {
     pub bounds: Option<Vec<usize>>,
     /// Lists of steps that run side by side, on blocks of their own: chunks that are pipelined, trees, directions.
     pub lanes: Vec<Vec<Step>>,
+    /// Lanes under way at a time: lane `i` starts when lane `i - window` is done, so that whoever is fast does not send
+    /// so far ahead that others wait for what they need sooner.
+    pub window: usize,
 }
 
 impl Program {
     /// One list of steps over nearly equal blocks.
     #[must_use]
     pub fn new(blocks: usize, steps: Vec<Step>) -> Self {
-        Self { blocks, bounds: None, lanes: vec![steps] }
+        Self::side_by_side(blocks, vec![steps])
+    }
+
+    /// Lists of steps that all start at once.
+    #[must_use]
+    pub const fn side_by_side(blocks: usize, lanes: Vec<Vec<Step>>) -> Self {
+        Self { blocks, bounds: None, lanes, window: usize::MAX }
+    }
+
+    /// The same with so many lanes under way at a time.
+    #[must_use]
+    pub fn with_window(self, window: usize) -> Self {
+        Self { window, ..self }
     }
 
     /// The same over blocks of so many elements each.
@@ -134,6 +149,9 @@ impl fmt::Display for Program {
         write!(f, "blocks {}", self.blocks)?;
         if let Some(bounds) = &self.bounds {
             write!(f, " at {bounds:?}")?;
+        }
+        if self.window < self.lanes.len() {
+            write!(f, " window {}", self.window)?;
         }
         f.write_str(":")?;
         for (i, lane) in self.lanes.iter().enumerate() {

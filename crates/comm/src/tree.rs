@@ -88,7 +88,7 @@ pub fn double_tree(rank: Rank, size: usize, chunks: usize) -> Program {
             steps
         })
         .collect();
-    Program { blocks: 2 * chunks, bounds: None, lanes }
+    Program::side_by_side(2 * chunks, lanes)
 }
 
 /// The parent in the first tree, whose odd ranks are leaves, or in the second: the first in a mirror, or where that
