@@ -3,7 +3,8 @@
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{
-    BackwardOrder, Boundary, ComputeOrder, Method, PipelineCost, Settings, StageCost, peaks, simulate,
+    BackwardOrder, Boundary, ComputeOrder, Lowering, Method, PipelineCost, Schedule, Settings, StageCost,
+    lower_bound, peaks, simulate,
 };
 use proptest::prelude::*;
 
@@ -45,7 +46,7 @@ fn admitted(method: Method, settings: &Settings) -> Option<ComputeOrder> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(600))]
+    #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
     fn every_order_is_whole_and_within_its_memory((method, settings) in settings()) {
@@ -57,6 +58,31 @@ proptest! {
         let text = order.to_string();
         let read: ComputeOrder = text.parse().unwrap();
         prop_assert_eq!(read.with_updates(order.updates()), order);
+    }
+
+    /// What ranks exchange pairs, ends with a few buffers, reads back, and is accepted again.
+    #[test]
+    fn every_order_lowers(
+        (method, settings) in settings(),
+        ahead in 0_u32..4,
+        offload in prop::option::of(1_u32..6),
+        flags in any::<[bool; 3]>(),
+        recompute in any::<bool>(),
+    ) {
+        let Some(order) = admitted(method, &settings) else { return Ok(()) };
+        let order = if recompute { order.with_recompute() } else { order };
+        let [replicas, tied, sharded] = flags;
+        let schedule = Schedule::new(order, &Lowering { ahead, replicas, tied, sharded, offload }).unwrap();
+        // Ranks that may run far ahead of each other have as many messages under way.
+        let far_ahead =
+            [Method::BreadthFirst, Method::OneFOneBSlope, Method::ZbAuto, Method::Varuna].contains(&method);
+        let most = if far_ahead { settings.microbatches } else { 2 };
+        prop_assert!(schedule.buffers() <= most, "{method}: {}", schedule.buffers());
+        let again = schedule.lists().iter().map(|list| {
+            list.iter().map(|entry| entry.to_string().parse().unwrap()).collect()
+        });
+        let again = Schedule::check(schedule.order().clone(), again.collect()).unwrap();
+        prop_assert_eq!(again, schedule);
     }
 
     /// No order beats the work of a rank, or a microbatch's way through all stages and back.
@@ -74,6 +100,8 @@ proptest! {
             _ => 0,
         };
         prop_assert!(simulation.makespan().0 >= through);
+        let bound = lower_bound(&order, &cost);
+        prop_assert!(simulation.makespan() >= bound, "{method}: {bound} is no bound");
         for rank in (0..order.placement().ranks()).map(Rank) {
             let slots = simulation.slots(rank);
             prop_assert!(slots.windows(2).all(|pair| pair[0].end <= pair[1].start));
