@@ -116,12 +116,24 @@ impl Scale {
         header.copy_from_slice(&self.scale.to_le_bytes()[2..]);
     }
 
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    pub(crate) fn get(self) -> f32 {
+        self.scale
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    pub(crate) fn factor(self) -> f32 {
+        self.factor
+    }
+
     /// A scale whose `q`-fold is finite.
     pub(crate) fn read(header: &[u8], q: f32) -> Result<Self, f32> {
         let &[low, high] = header else { unreachable!("a header of two bytes") };
         let scale = f32::from_le_bytes([0, 0, low, high]);
-        // No encoder's scale is below 2^-100 / 127.
-        let good = scale >= f32::from_bits((127 - 107) << 23) && (scale * q).is_finite();
+        // No encoder's scale is below 2^-100 / 57344.
+        let good = scale >= f32::from_bits((127 - 116) << 23) && (scale * q).is_finite();
         if good { Ok(Self { scale, factor: 0.0 }) } else { Err(scale) }
     }
 }

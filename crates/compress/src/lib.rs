@@ -12,6 +12,10 @@ pub mod block;
 pub mod int;
 pub mod uint;
 pub mod sign;
+pub mod minifloat;
+pub mod natural;
+pub mod min_max;
+pub mod codebook;
 
 pub mod sparse;
 
@@ -28,12 +32,16 @@ mod simd;
 
 pub use bf16::Bf16;
 pub use chunked::{Chunked, Chunks};
+pub use codebook::Codebook;
 pub use compressor::{Compressor, Memoryless, RoundKey};
 pub use error::CompressError;
 pub use error_feedback::ErrorFeedback;
 pub use f16::F16;
 pub use f32::F32;
 pub use int::{Int2, Int3, Int4, Int8};
+pub use min_max::MinMaxUint8;
+pub use minifloat::{E3M0, E4M3, E5M2};
+pub use natural::Natural;
 pub use sign::Sign;
 pub use sparse::{Amount, IndexCoding, Mask, Masked, Pattern, Select, Sparse};
 pub use spec::{CodecSpec, names, parse};

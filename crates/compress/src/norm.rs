@@ -20,6 +20,23 @@ pub(crate) fn root_mean_square(max: f32, x: &[f32]) -> f32 {
     (sum(x, power.down(), |x| x * x) / x.len() as f32).sqrt() * power.up()
 }
 
+/// The mean of `x`, whose largest magnitude is `max`.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn mean(max: f32, x: &[f32]) -> f32 {
+    let power = Power::of(max);
+    sum(x, power.down(), |x| x) / x.len() as f32 * power.up()
+}
+
+/// The standard deviation of `x` about `mean`; `max` is its largest magnitude.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn deviation(max: f32, mean: f32, x: &[f32]) -> f32 {
+    let power = Power::of(max);
+    let middle = mean * power.down();
+    (sum(x, power.down(), |x| (x - middle) * (x - middle)) / x.len() as f32).sqrt() * power.up()
+}
+
 /// A power of two, near the largest magnitude: elements are divided by it, so that no sum overflows or vanishes.
 #[derive(Clone, Copy)]
 struct Power(u32);
@@ -84,6 +101,11 @@ mod tests {
                     assert!((f64::from(found) - wanted).abs() <= 1e-6 * scale, "{n} {size} {found} {wanted}");
                 };
                 near(mean_magnitude(max, &x), sum(f64::abs), sum(f64::abs));
+                near(mean(max, &x), sum(|x| x), sum(f64::abs));
+                let square = (sum(|x| x * x) - sum(|x| x).powi(2)).max(0.0);
+                if n > 30 {
+                    near(deviation(max, mean(max, &x), &x), square.sqrt(), square.sqrt());
+                }
                 near(root_mean_square(max, &x), sum(|x| x * x).sqrt(), sum(|x| x * x).sqrt());
             }
         }

@@ -50,7 +50,10 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
 mod tests {
     use farflung_base::Philox;
 
-    use crate::{Bf16, Compressor, F16, F32, Int2, Int3, Int4, Int8, Payload, RoundKey, Sign, Uint3, Uint8};
+    use crate::{
+        Bf16, Codebook, Compressor, E3M0, E4M3, F16, F32, Int2, Int3, Int4, Int8, MinMaxUint8, Natural,
+        Payload, RoundKey, Sign, Uint3, Uint8,
+    };
 
     #[test]
     fn every_version_gives_the_same_bytes_and_residuals() {
@@ -60,7 +63,7 @@ mod tests {
                 (Box::new($codec), Box::new($codec.portable()))
             };
         }
-        let table: [Pair; 13] = [
+        let table: [Pair; 18] = [
             both!(F32::new()),
             both!(F16::new()),
             both!(Bf16::new()),
@@ -74,6 +77,11 @@ mod tests {
             both!(Uint3::stochastic(100).unwrap()),
             both!(Sign::l1(4096).unwrap()),
             both!(Sign::l2(1000).unwrap()),
+            both!(E4M3::new(64).unwrap()),
+            both!(E3M0::new(64).unwrap()),
+            both!(MinMaxUint8::new(64).unwrap()),
+            both!(Natural::new()),
+            both!(Codebook::<4>::quantiles(640).unwrap()),
         ];
         for (mut fast, mut portable) in table {
             for n in [0, 1, 15, 33, 2048, 20_011] {

@@ -5,12 +5,13 @@ use std::hash::{Hash, Hasher};
 use std::str::FromStr;
 
 use crate::block::DEFAULT_BLOCK;
+use crate::codebook::CODEBOOK_BLOCK;
 use crate::int::IntBlock;
 use crate::sign::SIGN_BLOCK;
 use crate::uint::UintBlock;
 use crate::{
-    Amount, Bf16, CompressError, Compressor, ErrorFeedback, F16, F32, Int2, Mask, Masked, Memoryless,
-    Pattern, Select, Sign, Sparse,
+    Amount, Bf16, Codebook, CompressError, Compressor, E3M0, E4M3, E5M2, ErrorFeedback, F16, F32, Int2, Mask,
+    Masked, Memoryless, MinMaxUint8, Natural, Pattern, Select, Sign, Sparse,
 };
 
 type Built = Result<Box<dyn Memoryless>, CompressError>;
@@ -61,6 +62,15 @@ const METHODS: &[Method] = &[
     blocks("qsgd2", 512, |b| boxed(IntBlock::<2>::qsgd(b))),
     blocks("terngrad", 4096, |b| boxed(Int2::tern_grad(b))),
     blocks("sign", SIGN_BLOCK, |b| boxed(Sign::l1(b))),
+    blocks("e4m3", DEFAULT_BLOCK, |b| boxed(E4M3::new(b))),
+    blocks("e5m2", DEFAULT_BLOCK, |b| boxed(E5M2::new(b))),
+    blocks("e3m0", DEFAULT_BLOCK, |b| boxed(E3M0::new(b))),
+    blocks("minmax8", DEFAULT_BLOCK, |b| boxed(MinMaxUint8::new(b))),
+    plain("natural", |_| boxed(Ok(Natural::new()))),
+    blocks("meanstd8", CODEBOOK_BLOCK, |b| boxed(Codebook::<8>::mean_std(b))),
+    blocks("meanstd2", CODEBOOK_BLOCK, |b| boxed(Codebook::<2>::mean_std(b))),
+    blocks("quantile8", CODEBOOK_BLOCK, |b| boxed(Codebook::<8>::quantiles(b))),
+    blocks("quantile4", CODEBOOK_BLOCK, |b| boxed(Codebook::<4>::quantiles(b))),
     blocks("sign-l2", SIGN_BLOCK, |b| boxed(Sign::l2(b))),
 ];
 

@@ -147,7 +147,7 @@ fn bf16_below(x: f32) -> f32 {
 /// The smallest and the largest of finite numbers.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
-fn extremes(x: &[f32]) -> (f32, f32) {
+pub(crate) fn extremes(x: &[f32]) -> (f32, f32) {
     // Through the order of integers, which vector code can take a maximum of: the same for any order of the elements.
     let ordered = |x: f32| {
         let bits = x.to_bits().cast_signed();

@@ -52,6 +52,14 @@ codecs! {
     UINT = 6, "uint";
     /// [`crate::Sign`].
     SIGN = 7, "sign";
+    /// [`crate::minifloat::MinifloatBlock`], of any format.
+    MINIFLOAT = 8, "minifloat";
+    /// [`crate::Natural`].
+    NATURAL = 9, "natural";
+    /// [`crate::MinMaxUint8`].
+    MIN_MAX = 10, "min-max";
+    /// [`crate::Codebook`], of any width.
+    CODEBOOK = 11, "codebook";
     /// [`crate::Sparse`].
     SPARSE = 16, "sparse";
     /// [`crate::Masked`].

@@ -8,7 +8,7 @@ use farflung_compress::{
 use proptest::prelude::*;
 
 /// Every method, with blocks that are small, odd, and larger than the vectors.
-const CODECS: [&str; 42] = [
+const CODECS: [&str; 52] = [
     "none",
     "f16",
     "bf16",
@@ -41,6 +41,16 @@ const CODECS: [&str; 42] = [
     "sign:64",
     "sign:1000",
     "sign-l2:300",
+    "e4m3",
+    "e5m2:100",
+    "e3m0:64",
+    "minmax8:128",
+    "natural",
+    "meanstd8:1000",
+    "meanstd2",
+    "quantile8",
+    "quantile4:300",
+    "e4m3:1",
     "topk:0.1",
     "topk:1.0/int4:32",
     "topk:7of50/int8:7",
@@ -80,6 +90,7 @@ fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
     let (method, steps) = method.strip_suffix("-sr").map_or((method, 0.504), |method| (method, 1.008));
     let default = match method {
         "qsgd8" | "qsgd4" | "qsgd2" => 512,
+        "natural" | "meanstd2" | "quantile8" => 1 << 16,
         _ => 256,
     };
     let q = |bits: i32| 2_f64.powi(bits) - 1.0;
@@ -97,6 +108,14 @@ fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
             "uint" => steps * (high - low) / q(bits()) + max * 2_f64.powi(-23),
             "qsgd" => 0.01 * max + 1.008 * norm / q(bits() - 1),
             "tern" | "sign" => 2.0 * norm,
+            // Half of the last place of each element, or of a subnormal.
+            "e4m3" => max / 16.0,
+            "e5m2" => max / 8.0,
+            "e3m0" | "natu" => max,
+            "minm" => {
+                0.51 * (high - low + 1e-7) / 255.0 + 3e-5 * max + (high - low - f64::from(f32::MAX)).max(0.0)
+            }
+            "mean" | "quan" => high - low,
             // The largest numbers of all are decoded as a little less.
             _ if max > 3.3e38 => steps * max / q(bits() - 1) + 0.01 * max,
             _ => steps * max / q(bits() - 1),

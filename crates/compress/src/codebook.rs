@@ -1,0 +1,140 @@
+//! Codes that index a table of values sent along: hivemind's mean-and-deviation bins, and quantiles.
+
+use crate::CompressError;
+use crate::block::{Block, Quantizer};
+use crate::chunked::Chunked;
+use crate::norm::{deviation, mean};
+use crate::wire::CodecId;
+
+/// The block of codebook codecs where none is named.
+pub const CODEBOOK_BLOCK: u32 = 1 << 16;
+/// Elements of a block, at most, of which quantiles are taken.
+const SAMPLE: usize = 1 << 12;
+
+/// `2^BITS` values in each block's header, and a code of `BITS` bits (2, 4 or 8) for each element.
+///
+/// The table has the mean of the elements of each bin, so that decoding keeps the block's mean and never leaves its range.
+/// `4 + n BITS / 8 + 4 2^BITS ceil(n / block)` bytes for `n` elements. A block whose largest magnitude is below `2^-100`
+/// becomes zeros. NaN and infinity are refused. Bins are found with f64 on the host: only decoding is defined to the bit.
+pub type Codebook<const BITS: u32> = Chunked<Block<Table, BITS>>;
+
+/// How bins are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Table {
+    quantiles: bool,
+}
+
+impl<const BITS: u32> Codebook<BITS> {
+    /// Bins of equal width over six standard deviations around the mean; the outermost take the rest.
+    ///
+    /// Source: hivemind's `Uniform8BitQuantization` (8 bits), templar's compressor (2 bits).
+    ///
+    /// Errors: [`CompressError::BlockSize`] unless `block` is in `1..=MAX_BLOCK`.
+    pub fn mean_std(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(Table { quantiles: false }, block)
+    }
+
+    /// Bins that hold equally many elements of a sample of the block.
+    ///
+    /// Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1.
+    ///
+    /// Errors: as [`Self::mean_std`].
+    pub fn quantiles(block: u32) -> Result<Self, CompressError> {
+        Self::blocks(Table { quantiles: true }, block)
+    }
+}
+
+/// A table and the bins' upper ends, of which the last is infinite.
+#[derive(Debug, Clone, Copy)]
+pub struct Bins {
+    values: [f32; 256],
+    ends: [f32; 256],
+}
+
+impl Bins {
+    /// The bin of `x`: how many ends are at or below it, by halving.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn of<const BITS: u32>(&self, x: f32) -> u32 {
+        let mut bin = 0;
+        for step in (0..BITS).rev() {
+            let next = bin + (1 << step);
+            bin = if self.ends[next - 1] <= x { next } else { bin };
+        }
+        bin as u32
+    }
+}
+
+impl<const BITS: u32> Quantizer<BITS> for Table {
+    const ID: CodecId = CodecId::CODEBOOK;
+    const HEADER: usize = {
+        assert!(BITS == 2 || BITS == 4 || BITS == 8);
+        4 << BITS
+    };
+    const PARAMETER: u8 = BITS as u8;
+    type Fit = Bins;
+
+    fn fit(&self, max: f32, x: &[f32]) -> Bins {
+        let count = 1 << BITS;
+        let mut bins = Bins { values: [0.0; 256], ends: [f32::INFINITY; 256] };
+        if self.quantiles {
+            let (mut sample, mut taken) = ([0.0; SAMPLE], 0);
+            for (slot, x) in sample.iter_mut().zip(x.iter().step_by(x.len().div_ceil(SAMPLE))) {
+                (*slot, taken) = (*x, taken + 1);
+            }
+            let sample = &mut sample[..taken];
+            sample.sort_unstable_by(f32::total_cmp);
+            for (i, end) in bins.ends[..count - 1].iter_mut().enumerate() {
+                *end = sample[(i + 1) * taken / count];
+            }
+        } else {
+            let middle = mean(max, x);
+            let width = 6.0 / count as f32 * deviation(max, middle, x);
+            for (i, end) in bins.ends[..count - 1].iter_mut().enumerate() {
+                *end = middle + (i as f32 + 0.5 - (count / 2) as f32) * width;
+            }
+        }
+        let (mut sums, mut counts) = ([0.0_f64; 256], [0_u32; 256]);
+        for x in x {
+            let bin = bins.of::<BITS>(*x) as usize;
+            sums[bin] += f64::from(*x);
+            counts[bin] += 1;
+        }
+        for ((value, sum), count) in bins.values.iter_mut().zip(sums).zip(counts) {
+            *value = if count == 0 { 0.0 } else { (sum / f64::from(count)) as f32 };
+        }
+        bins
+    }
+
+    fn write(fit: &Bins, header: &mut [u8]) {
+        for (bytes, value) in header.as_chunks_mut().0.iter_mut().zip(fit.values) {
+            *bytes = value.to_le_bytes();
+        }
+    }
+
+    fn read(header: &[u8]) -> Result<Bins, f32> {
+        let mut bins = Bins { values: [0.0; 256], ends: [0.0; 256] };
+        for (value, bytes) in bins.values.iter_mut().zip(header.as_chunks().0) {
+            *value = f32::from_le_bytes(*bytes);
+        }
+        bins.values.into_iter().find(|value| !value.is_finite()).map_or(Ok(bins), Err)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode<const NOISY: bool>(fit: &Bins, x: f32, _: f32) -> u32 {
+        fit.of::<BITS>(x)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode(fit: &Bins, code: u32) -> f32 {
+        fit.values[code as usize % (1 << BITS)]
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn refused(_: u32) -> bool {
+        false
+    }
+}

@@ -1,0 +1,76 @@
+//! Powers of two: every magnitude is rounded to one of its two neighbours at random.
+
+use crate::block::{Block, Quantizer};
+use crate::chunked::Chunked;
+use crate::wire::CodecId;
+
+/// The block of [`Natural`], which has no header to share.
+const BLOCK: u32 = 4096;
+
+/// Natural compression: a sign and the exponent of f32, nine bits an element.
+///
+/// A magnitude `2^e (1 + f)` becomes `2^(e+1)` with probability `f`, else `2^e`, so that the mean is the value, and the
+/// variance at most an eighth of its square. Magnitudes above `2^127` become `2^127`; vectors are cut into blocks of 4096, and
+/// one whose largest magnitude is below `2^-100` becomes zeros. `4 + n + ceil(n / 8)` bytes for `n` elements, if 8 divides
+/// them. NaN and infinity are refused.
+///
+/// Source: Horváth et al. 2019, "Natural Compression for Distributed Deep Learning", Definition 1.
+pub type Natural = Chunked<Block<PowerOfTwo, 9>>;
+
+/// The arithmetic of [`Natural`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PowerOfTwo;
+
+impl Natural {
+    /// The codec.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::blocks(PowerOfTwo, BLOCK).expect("the block is allowed")
+    }
+}
+
+impl Default for Natural {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Quantizer<9> for PowerOfTwo {
+    const ID: CodecId = CodecId::NATURAL;
+    const HEADER: usize = 0;
+    type Fit = ();
+
+    fn noisy(&self) -> bool {
+        true
+    }
+
+    fn fit(&self, _: f32, _: &[f32]) {}
+
+    fn write((): &(), _: &mut [u8]) {}
+
+    fn read(_: &[u8]) -> Result<(), f32> {
+        Ok(())
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode<const NOISY: bool>((): &(), x: f32, offset: f32) -> u32 {
+        let bits = x.to_bits();
+        // A random fraction is added to the fraction: it carries into the exponent as often as it should.
+        let noise = ((offset + 0.5) * 8_388_608.0) as i32;
+        let exponent = ((bits & 0x7fff_ffff) + noise.cast_unsigned()) >> 23;
+        exponent.min(254) | (bits >> 31) << 8
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode((): &(), code: u32) -> f32 {
+        f32::from_bits((code & 0xff) << 23 | (code >> 8 & 1) << 31)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn refused(code: u32) -> bool {
+        code & 0xff == 0xff
+    }
+}
