@@ -1,18 +1,18 @@
 //! The backward pass of one head: probabilities and gradients of scores are made again, a tile of them at a time.
 //!
-//! Source: Dao et al. 2022, "`FlashAttention`", algorithm 4. Differs: rows are packed when they are first used.
+//! Source: Dao et al. 2022, "`FlashAttention`", algorithm 4.
 
 use std::ops::Range;
 
 use super::head::{Head, panels, pieces};
-use super::product::{Left, MR, NR, Right, Share, Size, blend, multiply, pack, pack_transposed, prefetch};
+use super::product::{Left, MR, NR, Right, Share, Size, blend, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
 use super::softmax::{Block, dots, softmax_grad};
 
 /// Keys of a tile.
 const KEYS: usize = 128;
 /// Queries of a tile: whole blocks of them, so that blocks of keys begin where blocks of queries do.
-const QUERIES: usize = 16 * MR;
+const QUERIES: usize = 22 * MR;
 
 struct Pass<'a> {
     head: Head,
@@ -86,17 +86,11 @@ impl Head {
 impl Pass<'_> {
     fn run(&mut self) {
         let Head { queries, keys, .. } = self.head;
+        self.pack_queries();
         for tile in pieces(0..keys, KEYS) {
-            let mut packed = tile.start..tile.start;
+            self.pack_keys(&tile);
             for queries in pieces(tile.start..queries, QUERIES) {
                 for block in pieces(queries.clone(), MR) {
-                    while packed.end < self.head.end_seen(&block, &tile) {
-                        packed = packed.end..tile.end.min(packed.end + NR);
-                        self.pack_keys(&tile, &packed);
-                    }
-                    if tile.start == 0 {
-                        self.pack_queries(&block);
-                    }
                     self.block_of_queries(&block, &queries, &tile);
                 }
                 for block in pieces(tile.start..tile.end.min(queries.end), MR) {
@@ -106,26 +100,23 @@ impl Pass<'_> {
         }
     }
 
-    /// Packs a panel of keys and their values.
-    fn pack_keys(&mut self, tile: &Range<usize>, rows: &Range<usize>) {
-        let Head { isa, width, .. } = self.head;
-        let at = rows.start - tile.start;
-        pack(isa, self.k, rows, &mut self.keys[at * NR..], tile.len() * NR);
-        pack_transposed(isa, self.k, rows, &mut self.keys_t[at * width..]);
-        pack_transposed(isa, self.v, rows, &mut self.values_t[at * width..]);
-        let next = rows.end..tile.end.min(rows.end + NR);
-        prefetch(isa, self.k, &next);
-        prefetch(isa, self.v, &next);
+    /// Packs all queries and the gradients of their outputs.
+    fn pack_queries(&mut self) {
+        let Head { isa, queries, .. } = self.head;
+        let all = 0..queries;
+        pack(isa, self.q, &all, self.queries, queries * NR);
+        pack(isa, self.dy, &all, self.outputs, queries * NR);
+        dots(isa, self.y, self.dy, &all, self.means);
     }
 
-    /// Packs a block of queries and the gradients of their outputs.
-    fn pack_queries(&mut self, block: &Range<usize>) {
-        let Head { isa, queries, .. } = self.head;
-        pack(isa, self.q, block, &mut self.queries[block.start * NR..], queries * NR);
-        pack(isa, self.dy, block, &mut self.outputs[block.start * NR..], queries * NR);
-        dots(isa, self.y, self.dy, block, &mut self.means[block.clone()]);
-        for rows in [self.q, self.dy, self.y] {
-            prefetch(isa, rows, &(block.end..queries.min(block.end + MR)));
+    /// Packs a tile of keys and their values.
+    fn pack_keys(&mut self, tile: &Range<usize>) {
+        let Head { isa, width, .. } = self.head;
+        pack(isa, self.k, tile, self.keys, tile.len() * NR);
+        for (of, panels) in [(self.k, &mut *self.keys_t), (self.v, &mut *self.values_t)] {
+            for (rows, panel) in pieces(tile.clone(), NR).zip(panels.chunks_exact_mut(width * NR)) {
+                pack_transposed(isa, of, &rows, panel);
+            }
         }
     }
 

@@ -1,13 +1,12 @@
 //! The forward pass of one head: a block of queries at a time, whose scores never leave the first-level cache.
 //!
 //! Source: Dao et al. 2022, "`FlashAttention`", algorithm 1: keys are the outer loop, and the output is kept normalised.
-//! Differs: keys and values of a tile are packed when the first query sees them.
 
 use std::f32::consts::LN_2;
 use std::ops::Range;
 
 use super::head::{Head, panels, pieces};
-use super::product::{Left, MR, NR, Right, Size, blend, multiply, pack, pack_transposed, prefetch};
+use super::product::{Left, MR, NR, Right, Size, blend, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
 use super::softmax::{Block, Running, softmax};
 
@@ -64,33 +63,27 @@ impl Pass<'_> {
     fn run(&mut self) {
         let Head { queries, keys, .. } = self.head;
         for tile in pieces(0..keys, KEYS) {
-            let mut packed = tile.start..tile.start;
+            self.pack(&tile);
             for block in pieces(self.head.first_query(tile.start)..queries, MR) {
-                while packed.end < self.head.end_seen(&block, &tile) {
-                    packed = packed.end..tile.end.min(packed.end + NR);
-                    self.pack(&tile, &packed);
-                }
                 self.block(&block, &tile);
             }
         }
     }
 
-    /// Packs a panel of keys and their values.
-    fn pack(&mut self, tile: &Range<usize>, rows: &Range<usize>) {
-        let (isa, at) = (self.head.isa, rows.start - tile.start);
-        pack_transposed(isa, self.k, rows, &mut self.keys[at * self.head.width..]);
-        pack(isa, self.v, rows, &mut self.values[at * NR..], self.values_panel);
-        let next = rows.end..tile.end.min(rows.end + NR);
-        prefetch(isa, self.k, &next);
-        prefetch(isa, self.v, &next);
+    /// Packs a tile of keys and their values.
+    fn pack(&mut self, tile: &Range<usize>) {
+        let Head { isa, width, .. } = self.head;
+        pack(isa, self.v, tile, self.values, self.values_panel);
+        for (rows, panel) in pieces(tile.clone(), NR).zip(self.keys.chunks_exact_mut(width * NR)) {
+            pack_transposed(isa, self.k, &rows, panel);
+        }
     }
 
     /// A block of queries meets a tile of keys.
     fn block(&mut self, block: &Range<usize>, tile: &Range<usize>) {
-        let Head { isa, queries, width, .. } = self.head;
+        let Head { isa, width, .. } = self.head;
         let (rows, first, pitch) = (block.len(), tile.start == 0, self.pitch);
         let meeting = self.head.meeting(block, tile);
-        prefetch(isa, self.q, &(block.end..queries.min(block.end + MR)));
 
         let q = Left { data: self.q.span(block), row: self.q.stride, col: 1 };
         let keys = Right { data: self.keys, panel: width * NR };

@@ -34,11 +34,6 @@ impl Head {
         key.saturating_sub(self.keys - self.queries)
     }
 
-    /// The end of the keys of a tile that some queries see.
-    pub(super) fn end_seen(&self, queries: &Range<usize>, tile: &Range<usize>) -> usize {
-        tile.end.min(queries.end + self.keys - self.queries)
-    }
-
     /// What some queries see of a tile of keys.
     pub(super) fn meeting(&self, queries: &Range<usize>, keys: &Range<usize>) -> Meeting {
         let first = (queries.start + self.keys - self.queries + 1).cast_signed() - keys.start.cast_signed();

@@ -156,6 +156,22 @@ pub(super) struct Share {
     pub(super) new: f32,
 }
 
+/// Blends a row of a tile into a row of C.
+///
+/// # Safety
+/// As [`Vector`]; `c` is valid for the row.
+#[inline(always)]
+unsafe fn put<L: Vector>(row: [L::V; 2], c: *mut f32, overwrite: bool, share: Share) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for (i, v) in row.into_iter().enumerate() {
+            let c = c.add(i * LANES);
+            let v = L::mul(L::splat(share.new), v);
+            L::store(c, if overwrite { v } else { L::fma(L::splat(share.old), L::load(c), v) });
+        }
+    }
+}
+
 simd! {
     /// `C = old C + new A B`, with factors for each row, or `C = new A B` where `C` holds nothing yet.
     pub(super) fn blend<L: Level + Vector>(
@@ -177,25 +193,17 @@ simd! {
         ) {
             for j in (0..size.columns).step_by(NR) {
                 let width = (size.columns - j).min(NR);
-                // SAFETY: the caller's promise; `part` has the size of a row of a tile.
+                // SAFETY: the caller's promise; a part of a row of a tile goes through a whole one.
                 unsafe {
-                    for i in 0..R {
-                        L::prefetch(c.add(i * c_row + j));
-                    }
                     let acc = tile::<L, R>(a, strides, b.add(j / NR * panel), size.depth);
                     for (i, (acc, share)) in acc.into_iter().zip(shares).enumerate() {
                         let c = c.add(i * c_row + j);
-                        let mut part = [0.0; NR];
-                        let to = if width == NR { c } else { part.as_mut_ptr() };
-                        if width < NR && !overwrite {
-                            to.copy_from_nonoverlapping(c, width);
-                        }
-                        for (l, v) in acc.into_iter().enumerate() {
-                            let to = to.add(l * LANES);
-                            let v = L::mul(L::splat(share.new), v);
-                            L::store(to, if overwrite { v } else { L::fma(L::splat(share.old), L::load(to), v) });
-                        }
-                        if width < NR {
+                        if width == NR {
+                            put::<L>(acc, c, overwrite, *share);
+                        } else {
+                            let mut part = [0.0; NR];
+                            part.as_mut_ptr().copy_from_nonoverlapping(c, width);
+                            put::<L>(acc, part.as_mut_ptr(), overwrite, *share);
                             c.copy_from_nonoverlapping(part.as_ptr(), width);
                         }
                     }
@@ -264,18 +272,6 @@ simd! {
                 for i in 0..LANES {
                     panel[j * NR + t + i] = if i < here { src[(t + i) * stride + j] } else { 0.0 };
                 }
-            }
-        }
-    }
-}
-
-simd! {
-    /// Asks for rows that will be read soon.
-    pub(super) fn prefetch<L: Level + Vector>(of: Rows<'_>, rows: &Range<usize>) {
-        let span = of.span(rows);
-        for row in (0..span.len()).step_by(of.stride) {
-            for line in (0..of.width).step_by(NR) {
-                L::prefetch(span.as_ptr().wrapping_add(row + line));
             }
         }
     }

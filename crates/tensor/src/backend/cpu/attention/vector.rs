@@ -31,8 +31,6 @@ pub(super) trait Vector: Level {
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     /// The first `n <= 8` lanes of `v`, then lanes of `rest`.
     unsafe fn first(n: usize, v: Self::V, rest: Self::V) -> Self::V;
-    /// Asks for the cache line of `p`, to be used soon.
-    fn prefetch(p: *const f32);
     /// `dst[j * pitch + i] = src[i * stride + j]` for `i` and `j` below eight.
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize);
 }
@@ -131,8 +129,6 @@ impl Vector for Portable {
         std::array::from_fn(|i| if i < n { v[i] } else { rest[i] })
     }
     #[inline(always)]
-    fn prefetch(_: *const f32) {}
-    #[inline(always)]
     unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
         for j in 0..LANES {
             for i in 0..LANES {
@@ -146,11 +142,10 @@ impl Vector for Portable {
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use std::arch::x86_64::{
-        __m256, _MM_HINT_T0, _mm_loadu_ps, _mm_prefetch, _mm256_add_epi32, _mm256_add_ps, _mm256_blendv_ps,
-        _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_fmadd_ps,
-        _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_max_ps, _mm256_mul_ps, _mm256_set1_epi32,
-        _mm256_set1_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps,
-        _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+        __m256, _mm_loadu_ps, _mm256_add_epi32, _mm256_add_ps, _mm256_blendv_ps, _mm256_castps_si256,
+        _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_fmadd_ps, _mm256_insertf128_ps, _mm256_loadu_ps,
+        _mm256_max_ps, _mm256_mul_ps, _mm256_set1_epi32, _mm256_set1_ps, _mm256_shuffle_ps,
+        _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
     };
 
     use super::super::super::simd::Avx2;
@@ -215,10 +210,6 @@ mod avx2 {
             unsafe { _mm256_blendv_ps(rest, v, _mm256_loadu_ps(FIRST.as_ptr().add(LANES - n))) }
         }
         #[inline(always)]
-        fn prefetch(p: *const f32) {
-            unsafe { _mm_prefetch(p.cast(), _MM_HINT_T0) }
-        }
-        #[inline(always)]
         unsafe fn transpose(src: *const f32, stride: usize, dst: *mut f32, pitch: usize) {
             unsafe {
                 // Half rows are loaded into place, so that only unpacks and shuffles within halves are left.
@@ -259,7 +250,7 @@ mod tests {
         for isa in [Isa::detect(), Isa::PORTABLE] {
             let mut worst = 0.0_f64;
             for start in (-126_000_i32..127_000).step_by(LANES) {
-                let x: [f32; LANES] = std::array::from_fn(|i| 1e-3 * (start + i as i32) as f32);
+                let x: [f32; LANES] = std::array::from_fn(|i| 1e-3 * (start as f32 + i as f32));
                 let mut y = x;
                 powers(isa, &mut y);
                 for (x, y) in x.into_iter().zip(y) {
