@@ -266,6 +266,14 @@ pub enum ParallelError {
         /// Tokens of the least slice.
         grain: u64,
     },
+    /// A chain of layers that no plan runs within its memory.
+    #[error("no plan runs {layers} layers backward within {budget}")]
+    Budget {
+        /// Layers of the chain.
+        layers: usize,
+        /// What was allowed.
+        budget: Bytes,
+    },
     /// A device that cannot hold its replica.
     #[error("device `{device}` has {has} and a replica needs {needs}; sharded state is not built yet")]
     Memory {

@@ -8,6 +8,7 @@ pub mod model;
 pub mod pipeline;
 pub mod plan;
 pub mod planner;
+pub mod recompute;
 pub mod render;
 pub mod share;
 pub mod simulate;

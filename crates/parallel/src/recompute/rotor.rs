@@ -1,0 +1,172 @@
+//! Rotor: the optimal plan for a chain of unequal layers under a byte budget.
+
+use farflung_base::{Bytes, Nanos};
+
+use super::{RecomputePlan, Step};
+use crate::ParallelError;
+
+/// One layer of a chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Layer {
+    /// Time of its forward.
+    pub forward: Nanos,
+    /// Time of its backward.
+    pub backward: Nanos,
+    /// What it hands to the next layer.
+    pub output: Bytes,
+    /// All that its backward needs besides its input, its output among it.
+    pub saved: Bytes,
+}
+
+/// What running layers `i..=j` costs with so much memory, and how it begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Choice {
+    /// It does not fit.
+    Impossible,
+    /// Layer i keeps all, and the rest follows.
+    All,
+    /// Layers i up to the given one run keeping nothing; the input of that one is kept.
+    KeepInput(u32),
+}
+
+/// The fastest plan for `layers` whose kept bytes never exceed `budget`, the chain's input of `input` bytes among them.
+///
+/// Sizes are counted in `budget / units`, rounded up: more units, a finer answer, a slower search (layers² · layers ·
+/// units). Either all of a layer is kept, or nothing until the next input that is.
+///
+/// Errors: [`ParallelError::Budget`] if no plan fits; [`ParallelError::Zero`] without layers or units.
+/// Source: Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains", theorem 1. Differs: what a running
+/// layer needs besides what it keeps is not counted.
+///
+/// ```
+/// use farflung_base::{Bytes, Nanos};
+/// use farflung_parallel::recompute::{Layer, rotor};
+///
+/// let layer = Layer { forward: Nanos(1), backward: Nanos(2), output: Bytes(1), saved: Bytes(4) };
+/// let all = rotor(&[layer; 8], Bytes(1), Bytes(40), 40)?;
+/// assert_eq!(all.time, Nanos(24));
+/// let tight = rotor(&[layer; 8], Bytes(1), Bytes(12), 12)?;
+/// assert!(tight.time > all.time);
+/// assert!(rotor(&[layer; 8], Bytes(1), Bytes(4), 4).is_err());
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+pub fn rotor(
+    layers: &[Layer],
+    input: Bytes,
+    budget: Bytes,
+    units: u32,
+) -> Result<RecomputePlan, ParallelError> {
+    for (field, value) in [("layers", layers.len() as u64), ("units", u64::from(units)), ("budget", budget.0)]
+    {
+        if value == 0 {
+            return Err(ParallelError::Zero { of: "the chain".to_owned(), field });
+        }
+    }
+    let cells = (layers.len() as u128).pow(2) * u128::from(units);
+    if cells > 1 << 26 {
+        return Err(ParallelError::TooLarge { actions: cells, limit: 1 << 26 });
+    }
+    let in_units = |bytes: Bytes| {
+        let units = (u128::from(bytes.0) * u128::from(units)).div_ceil(u128::from(budget.0));
+        usize::try_from(units).unwrap_or(usize::MAX)
+    };
+    let table = Table::fill(layers, &in_units, units as usize);
+    let last = layers.len() - 1;
+    let free = (units as usize).checked_sub(in_units(input));
+    let plan = free.and_then(|free| {
+        let time = table.time(0, last, free)?;
+        let mut steps = vec![Step::Keep(0)];
+        table.steps(0, last, free, &mut steps);
+        Some(RecomputePlan { steps, time })
+    });
+    plan.ok_or(ParallelError::Budget { layers: layers.len(), budget })
+}
+
+struct Table {
+    n: usize,
+    units: usize,
+    /// By first layer, last layer, memory beyond what is kept before: [`Nanos::MAX`] where it does not fit.
+    cells: Vec<(Nanos, Choice)>,
+    output: Vec<usize>,
+    saved: Vec<usize>,
+}
+
+impl Table {
+    fn fill(layers: &[Layer], in_units: &dyn Fn(Bytes) -> usize, units: usize) -> Self {
+        let n = layers.len();
+        let mut table = Self {
+            n,
+            units,
+            cells: vec![(Nanos::MAX, Choice::Impossible); n * n * (units + 1)],
+            output: layers.iter().map(|l| in_units(l.output)).collect(),
+            saved: layers.iter().map(|l| in_units(l.saved)).collect(),
+        };
+        for length in 1..=n {
+            for from in 0..=n - length {
+                for memory in 0..=units {
+                    let best = table.best(layers, from, from + length - 1, memory);
+                    let at = table.at(from, from + length - 1, memory);
+                    table.cells[at] = best;
+                }
+            }
+        }
+        table
+    }
+
+    const fn at(&self, from: usize, to: usize, memory: usize) -> usize {
+        (from * self.n + to) * (self.units + 1) + memory
+    }
+
+    fn time(&self, from: usize, to: usize, memory: usize) -> Option<Nanos> {
+        let (time, choice) = self.cells[self.at(from, to, memory)];
+        (choice != Choice::Impossible).then_some(time)
+    }
+
+    fn best(&self, layers: &[Layer], from: usize, to: usize, memory: usize) -> (Nanos, Choice) {
+        let layer = layers[from];
+        let mut best = (Nanos::MAX, Choice::Impossible);
+        if let Some(rest) = memory.checked_sub(self.saved[from]) {
+            let behind = if from == to { Some(Nanos::ZERO) } else { self.time(from + 1, to, rest) };
+            if let Some(behind) = behind {
+                best = (layer.forward + layer.backward + behind, Choice::All);
+            }
+        }
+        let mut forwards = Nanos::ZERO;
+        for next in from + 1..=to {
+            forwards += layers[next - 1].forward;
+            let Some(rest) = memory.checked_sub(self.output[next - 1]) else { continue };
+            let (behind, before) = (self.time(next, to, rest), self.time(from, next - 1, memory));
+            if let (Some(behind), Some(before)) = (behind, before) {
+                let time = forwards + behind + before;
+                if time < best.0 {
+                    best = (time, Choice::KeepInput(next as u32));
+                }
+            }
+        }
+        best
+    }
+
+    /// Layers `from..=to`, whose first input is kept and at hand.
+    fn steps(&self, from: usize, to: usize, memory: usize, steps: &mut Vec<Step>) {
+        let first = from as u32;
+        match self.cells[self.at(from, to, memory)].1 {
+            Choice::Impossible => {}
+            Choice::All => {
+                steps.push(Step::ForwardAll(first));
+                if from < to {
+                    // The next layer's input is part of what this one keeps.
+                    self.steps(from + 1, to, memory - self.saved[from], steps);
+                }
+                steps.push(Step::Backward(first));
+            }
+            Choice::KeepInput(next) => {
+                steps.extend((first..next).map(Step::Forward));
+                steps.push(Step::Keep(next));
+                let next = next as usize;
+                self.steps(next, to, memory - self.output[next - 1], steps);
+                steps.extend([Step::Drop(next as u32), Step::Restore(first)]);
+                self.steps(from, next - 1, memory, steps);
+            }
+        }
+    }
+}
