@@ -28,16 +28,26 @@ pub mod peers;
 
 mod binary;
 mod machine;
+mod ranks;
 mod workers;
 
+mod collective_cost;
+mod collective_laws;
 mod ddp_exact;
 mod default_run;
 mod diloco_exact;
 mod gemm;
 mod gpt_step;
 mod learn_nano;
+mod overlap_comm;
 mod overlap_ddp;
 mod resume;
+mod schedule_laws;
+mod schedule_vectors;
+mod simulate_scale;
+mod slow_link;
+mod uneven;
+mod zero_bubble;
 
 use std::io::Write;
 
@@ -51,8 +61,17 @@ pub const BENCHES: &[Bench] = &[
     diloco_exact::BENCH,
     overlap_ddp::BENCH,
     resume::BENCH,
+    collective_laws::BENCH,
+    collective_cost::BENCH,
+    uneven::BENCH,
+    overlap_comm::BENCH,
     learn_nano::BENCH,
     default_run::BENCH,
+    schedule_vectors::BENCH,
+    schedule_laws::BENCH,
+    slow_link::BENCH,
+    simulate_scale::BENCH,
+    zero_bubble::BENCH,
 ];
 
 /// Runs what this program's arguments ask for: benches, or the part of one that wants a process of its own.

@@ -1,0 +1,84 @@
+//! Communication that was started hides behind compute, on the virtual clock; and ranks that compute do so at once.
+
+use std::hint::black_box;
+
+use anyhow::Result;
+use farflung::base::{Nanos, Topology};
+use farflung::comm::{Algorithm, ReduceOp};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::now;
+use crate::ranks::{on_ranks, over_links};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "overlap-comm",
+    claim: "start, compute, wait takes the longer of compute and communication, not their sum; and simulated ranks \
+            really compute side by side",
+    source: "the contract of `Pending`",
+    seed: 0,
+    run,
+};
+
+const RANKS: usize = 4;
+
+/// Virtual time of an all-reduce with so much compute between its start and its wait.
+fn time(topology: &Topology, algorithm: Algorithm, len: usize, compute: f64) -> Result<f64> {
+    let times = on_ranks(over_links(topology), |comm| {
+        let comm = comm.with_topology(topology.clone())?.with_algorithm(algorithm);
+        let pending = comm.start_all_reduce(vec![1.0_f32; len], ReduceOp::Mean);
+        comm.advance(Nanos::from_secs_f64(compute));
+        pending.wait()?;
+        Ok(comm.now())
+    })?;
+    Ok(times.into_iter().max().unwrap_or(Nanos::ZERO).as_secs_f64())
+}
+
+/// Work that nothing can shorten.
+fn spin(rounds: u64) {
+    black_box((0..rounds).fold(1.0_f64, |x, i| black_box(x).mul_add(1.000_000_1, i as f64)));
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let topology = Topology::uniform(RANKS, "100mbit,20ms".parse()?);
+    let len = if options.quick { 250_000 } else { 2_500_000 };
+    for algorithm in Algorithm::ALL {
+        let alone = time(&topology, algorithm, len, 0.0)?;
+        for ratio in [0.3, 1.0, 3.0] {
+            let compute = alone * ratio;
+            let both = time(&topology, algorithm, len, compute)?;
+            let off = (both / compute.max(alone) - 1.0).abs() * 100.0;
+            let name = format!("{algorithm:?}, compute {ratio}x communication: off the longer of the two");
+            report.row(&name, off, "%", Mark::AtMost(2.0))?;
+        }
+    }
+
+    // Ranks that meet after each spell of real work, on clocks that differ by a little, and threads that never meet.
+    let rounds = if options.quick { 4_000_000 } else { 10_000_000 };
+    let spells = 10;
+    let (mut threads, mut ranks) = (0.0, 0.0);
+    for _ in 0..3 {
+        let start = now();
+        std::thread::scope(|scope| {
+            for _ in 0..RANKS {
+                scope.spawn(|| (0..spells).for_each(|_| spin(rounds)));
+            }
+        });
+        threads += start.elapsed().as_secs_f64();
+        let start = now();
+        on_ranks(over_links(&topology), |comm| {
+            for _ in 0..spells {
+                spin(rounds);
+                comm.advance(Nanos::from_millis(100));
+                comm.all_gather_bytes(vec![0; 10 * comm.rank().index()])?;
+            }
+            Ok(())
+        })?;
+        ranks += start.elapsed().as_secs_f64();
+    }
+    report.row(
+        "real work of 4 simulated ranks, of the speed of 4 threads",
+        threads / ranks,
+        "x",
+        Mark::AtLeast(0.8),
+    )
+}

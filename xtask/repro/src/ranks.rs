@@ -1,0 +1,46 @@
+//! Ranks as threads, for the benches of collectives.
+
+use std::sync::Arc;
+use std::thread;
+
+use anyhow::Result;
+use farflung::base::Topology;
+use farflung::comm::{CommError, Communicator, Transport, memory, simulated, tcp};
+
+/// One endpoint for each rank.
+pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
+
+pub(crate) fn over_memory(n: usize) -> Cluster {
+    memory::cluster(n).into_iter().map(|t| t as Arc<dyn Transport>).collect()
+}
+
+pub(crate) fn over_links(topology: &Topology) -> Cluster {
+    simulated::cluster(topology).into_iter().map(|t| t as Arc<dyn Transport>).collect()
+}
+
+/// Over sockets of the loopback interface.
+pub(crate) fn over_tcp(n: usize) -> Result<Cluster> {
+    let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let master = format!("127.0.0.1:{port}");
+    let join = |rank| tcp::join(&tcp::Config::new(rank, n as u32, &master)).map(|t| t as Arc<dyn Transport>);
+    let join = &join;
+    thread::scope(|scope| {
+        let joins: Vec<_> = (0..n as u32).map(|rank| scope.spawn(move || join(rank))).collect();
+        joins.into_iter().map(|j| Ok(j.join().expect("no rank panics")?)).collect()
+    })
+}
+
+/// Runs `work` on a thread for each rank; results come in rank order.
+pub(crate) fn on_ranks<T: Send>(
+    cluster: Cluster,
+    work: impl Fn(Communicator) -> Result<T, CommError> + Sync,
+) -> Result<Vec<T>> {
+    let work = &work;
+    thread::scope(|scope| {
+        let threads: Vec<_> = cluster
+            .into_iter()
+            .map(|transport| scope.spawn(move || work(Communicator::new(transport))))
+            .collect();
+        threads.into_iter().map(|t| Ok(t.join().expect("no rank panics")?)).collect()
+    })
+}

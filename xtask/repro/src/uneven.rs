@@ -1,0 +1,53 @@
+//! All-reduce where bandwidths differ: shares by bandwidth against equal ones.
+
+use anyhow::Result;
+use farflung::base::{Bandwidth, Bytes, Link, Nanos, Port, Rank, Topology};
+use farflung::comm::{Algorithm, ReduceOp, shares};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::ranks::{on_ranks, over_links};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "uneven",
+    claim: "on access links of 4, 2, 1 and 1 Gbit/s a butterfly with weighted shares takes the linear program's \
+            optimum, which no ring can come near: every rank of a ring carries one and a half buffers",
+    source: "hivemind's load balancing; Ryabinin et al. 2021",
+    seed: 0,
+    run,
+};
+
+const GBIT: [u64; 4] = [4, 2, 1, 1];
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let bytes: usize = if options.quick { 20_000_000 } else { 100_000_000 };
+    let len = bytes / 4;
+    let mut topology = Topology::uniform(4, Link::FREE);
+    let rates = GBIT.map(|gbit| Bandwidth(gbit * 1_000_000_000));
+    for (rank, rate) in (0..).map(Rank).zip(rates) {
+        topology.set_port(rank, Port { up: rate, down: rate });
+    }
+    let time = |algorithm: Algorithm| -> Result<f64> {
+        let times = on_ranks(over_links(&topology), |comm| {
+            let comm = comm.with_topology(topology.clone())?.with_algorithm(algorithm);
+            let mut x = vec![comm.rank().0 as f32; len];
+            comm.all_reduce(&mut x, ReduceOp::Sum)?;
+            assert!(x.iter().all(|&v| v.to_bits() == 6_f32.to_bits()), "a wrong sum");
+            Ok(comm.now())
+        })?;
+        Ok(times.into_iter().max().unwrap_or(Nanos::ZERO).as_secs_f64())
+    };
+    for (gbit, count) in GBIT.iter().zip(shares(len, &rates, 0)) {
+        report.row(&format!("share of {gbit} Gbit/s"), count as f64 / len as f64, "1", Mark::None)?;
+    }
+    let butterfly = time(Algorithm::Butterfly)?;
+    let ring = time(Algorithm::Ring)?;
+    // The slowest carries one buffer at least, and the shares are such that nobody takes longer.
+    let optimum = bytes as f64 * 8e-9;
+    report.row("weighted butterfly", butterfly, "s", Mark::None)?;
+    report.row("ring", ring, "s", Mark::None)?;
+    report.row("equal shares", time(Algorithm::Direct)?, "s", Mark::None)?;
+    report.row("weighted butterfly over the optimum", butterfly / optimum, "x", Mark::AtMost(1.05))?;
+    report.row("ring over weighted butterfly", ring / butterfly, "x", Mark::AtLeast(1.4))?;
+    let chosen = Algorithm::Auto.resolve(Bytes(bytes as u64), &topology);
+    report.row("chosen by cost", f64::from(u8::from(chosen == Algorithm::Butterfly)), "1", Mark::AtLeast(1.0))
+}
