@@ -38,6 +38,12 @@ pub enum CompressError {
     /// Error feedback around error feedback would count every residual twice.
     #[error("error feedback cannot wrap error feedback")]
     NestedFeedback,
+    /// A factor of memory that is not between 0 and 1.
+    #[error("the factor {found} of what is remembered is not in 0..=1")]
+    Decay {
+        /// The factor.
+        found: f32,
+    },
     /// An entry is not in the saved state.
     #[error("the saved state has no entry {name:?}")]
     MissingState {

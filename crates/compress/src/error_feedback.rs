@@ -1,9 +1,9 @@
 //! Memory of what was lost: the part of a vector that a codec could not send is added to the next one. Knows no codec.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
-use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State, StateMap, StateValue};
+use crate::memory::Memory;
+use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State, StateMap};
 
 /// Any codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`, so that the sum of what was decoded is the
 /// sum of what was given, less the last residual.
@@ -20,31 +20,54 @@ use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State, Sta
 #[derive(Debug, Clone, Default)]
 pub struct ErrorFeedback<C> {
     inner: C,
-    /// The length of `committed`; `None` before the first commit, when the residual is zero, of any length.
-    len: Option<usize>,
-    committed: Vec<f32>,
-    /// The residual after the last compress, if that was not committed yet.
-    latest: Vec<f32>,
-    pending: bool,
-    /// Takes the next residual if `latest` is still needed to make it.
-    spare: Vec<f32>,
+    rule: Rule,
+    memory: Memory,
+}
+
+/// What the residual becomes before it is kept.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+enum Rule {
+    #[default]
+    Whole,
+    Decayed(f32),
+    Ef21,
 }
 
 impl<C: Compressor> ErrorFeedback<C> {
     /// Wraps `inner`, with a residual of zero.
     #[must_use]
     pub fn new(inner: C) -> Self {
-        Self { inner, len: None, committed: vec![], latest: vec![], pending: false, spare: vec![] }
+        Self { inner, rule: Rule::Whole, memory: Memory::default() }
+    }
+
+    /// As [`Self::new`], but the residual is multiplied by `decay` from one vector to the next: what was not sent for long
+    /// is forgotten. The residual that is kept is already decayed.
+    ///
+    /// Source: Sarfi et al. 2025, "`SparseLoCo`", Alg. 1 (0.95 there).
+    ///
+    /// Errors: [`CompressError::Decay`] unless `decay` is in `0..=1`.
+    pub fn decayed(inner: C, decay: f32) -> Result<Self, CompressError> {
+        if (0.0..=1.0).contains(&decay) {
+            return Ok(Self { rule: Rule::Decayed(decay), ..Self::new(inner) });
+        }
+        Err(CompressError::Decay { found: decay })
+    }
+
+    /// EF21: both ends keep an estimate `h` of the vector, and what travels is `C(x - h)`, by which both move it:
+    /// `h += D(C(x - h))`. What a receiver decodes is the estimate's change, which it adds up.
+    ///
+    /// [`Self::residual`] is `-h` here. Unlike a residual it needs no bound on the vectors, and goes to `-x` if they settle.
+    ///
+    /// Source: Richtárik et al. 2021, "EF21", Alg. 1.
+    #[must_use]
+    pub fn ef21(inner: C) -> Self {
+        Self { rule: Rule::Ef21, ..Self::new(inner) }
     }
 
     /// What was not sent so far, with the last compress, committed or not; empty before the first.
     #[must_use]
     pub fn residual(&self) -> &[f32] {
-        match (self.pending, self.len) {
-            (true, _) => &self.latest,
-            (false, Some(_)) => &self.committed,
-            (false, None) => &[],
-        }
+        self.memory.get()
     }
 
     /// The codec.
@@ -62,28 +85,21 @@ impl<C: Compressor> ErrorFeedback<C> {
 
 impl<C: Compressor> Compressor for ErrorFeedback<C> {
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
-        let held = if self.pending { Some(self.latest.len()) } else { self.len };
-        match held {
-            Some(held) if held != x.len() => {
-                out.clear();
-                return Err(CompressError::LengthChanged { held, found: x.len() });
-            }
-            Some(_) => {}
-            None => {
-                self.committed.clear();
-                self.committed.resize(x.len(), 0.0);
+        let mut next = self.memory.begin(x.len()).inspect_err(|_| out.clear())?;
+        let mut result = self.inner.compress_residual(x, self.memory.now(), &mut next, key, out);
+        match self.rule {
+            Rule::Whole => {}
+            Rule::Decayed(decay) => next.iter_mut().for_each(|e| *e *= decay),
+            // `x - h` less what was sent of it, less `x`: minus the new estimate.
+            Rule::Ef21 => {
+                next.iter_mut().zip(x).for_each(|(e, x)| *e -= x);
+                if let Some(index) = next.iter().position(|e| !e.is_finite()).filter(|_| result.is_ok()) {
+                    out.clear();
+                    result = Err(CompressError::NonFinite { index, value: next[index] });
+                }
             }
         }
-        let mut next = std::mem::take(if self.pending { &mut self.spare } else { &mut self.latest });
-        next.resize(x.len(), 0.0);
-        let e = if self.pending { &self.latest } else { &self.committed };
-        let result = self.inner.compress_residual(x, e, &mut next, key, out);
-        match (&result, self.pending) {
-            (Ok(()), true) => self.spare = std::mem::replace(&mut self.latest, next),
-            (Ok(()), false) => (self.latest, self.pending) = (next, true),
-            (Err(_), true) => self.spare = next,
-            (Err(_), false) => self.latest = next,
-        }
+        self.memory.end(next, result.is_ok());
         result
     }
 
@@ -110,74 +126,37 @@ impl<C: Compressor> Compressor for ErrorFeedback<C> {
 
 impl<C: Compressor> State for ErrorFeedback<C> {
     fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
-        if self.pending {
-            return Err(CompressError::Uncommitted);
-        }
-        self.inner.save(&format!("{prefix}inner."), into)?;
-        into.insert(format!("{prefix}residual"), StateValue::F32(Cow::Borrowed(self.residual())));
-        Ok(())
+        self.memory.save(format!("{prefix}residual"), into)?;
+        self.inner.save(&format!("{prefix}inner."), into)
     }
 
     /// An empty residual loads as one that has not met its first vector.
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
-        let name = format!("{prefix}residual");
-        let Some(StateValue::F32(residual)) = from.remove(&name) else {
-            return Err(CompressError::MissingState { name });
-        };
-        if let Some(index) = residual.iter().position(|e| !e.is_finite()) {
-            return Err(CompressError::NonFinite { index, value: residual[index] });
-        }
+        let residual = Memory::load(format!("{prefix}residual"), from)?;
         self.inner.load(&format!("{prefix}inner."), from)?;
-        self.rollback_own();
-        self.committed = residual.into_owned();
-        self.len = (!self.committed.is_empty()).then_some(self.committed.len());
+        self.memory.set(residual);
         Ok(())
     }
 
     fn reshard(&mut self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
-        if self.pending {
-            return Err(CompressError::Uncommitted);
-        }
-        if let Some(len) = self.len.filter(|len| *len != held.len()) {
-            return Err(CompressError::LengthChanged { held: len, found: held.len() });
-        }
+        self.memory.check_reshard(&held)?;
         self.inner.reshard(held.clone(), wanted.clone())?;
-        if self.len.is_some() {
-            let mut moved = vec![0.0; wanted.len()];
-            let common = held.start.max(wanted.start)..held.end.min(wanted.end);
-            if !common.is_empty() {
-                let source = common.start - held.start..common.end - held.start;
-                moved[common.start - wanted.start..common.end - wanted.start]
-                    .copy_from_slice(&self.committed[source]);
-            }
-            (self.len, self.committed) = (Some(moved.len()), moved);
-        }
+        self.memory.reshard(&held, &wanted);
         Ok(())
     }
 
     fn reset(&mut self) {
         self.inner.reset();
-        self.rollback_own();
-        self.len = None;
+        self.memory.reset();
     }
 
     fn commit(&mut self) {
         self.inner.commit();
-        if self.pending {
-            std::mem::swap(&mut self.committed, &mut self.latest);
-            self.len = Some(self.committed.len());
-            self.pending = false;
-        }
+        self.memory.commit();
     }
 
     fn rollback(&mut self) {
         self.inner.rollback();
-        self.rollback_own();
-    }
-}
-
-impl<C> ErrorFeedback<C> {
-    fn rollback_own(&mut self) {
-        self.pending = false;
+        self.memory.rollback();
     }
 }

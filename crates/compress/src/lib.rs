@@ -20,11 +20,13 @@ pub mod codebook;
 pub mod sparse;
 
 pub mod error_feedback;
+pub mod momentum_correction;
 pub mod spec;
 
 mod cast;
 mod chunked;
 mod error;
+mod memory;
 mod noise;
 mod norm;
 mod pack;
@@ -41,6 +43,7 @@ pub use f32::F32;
 pub use int::{Int2, Int3, Int4, Int8};
 pub use min_max::MinMaxUint8;
 pub use minifloat::{E3M0, E4M3, E5M2};
+pub use momentum_correction::MomentumCorrection;
 pub use natural::Natural;
 pub use sign::Sign;
 pub use sparse::{Amount, IndexCoding, Mask, Masked, Pattern, Select, Sparse};

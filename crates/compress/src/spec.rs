@@ -76,8 +76,8 @@ const METHODS: &[Method] = &[
 
 /// A codec and its parameters, as data. [`CodecSpec::build`] makes as many codecs of it as there are streams.
 ///
-/// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback. Selections without a
-/// method send f32.
+/// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback, or `+ef:0.95` for
+/// one that decays. Selections without a method send f32.
 ///
 /// ```
 /// use farflung_compress::{CodecSpec, Compressor};
@@ -96,7 +96,41 @@ pub struct CodecSpec {
     /// From the outside in.
     stages: [Option<Stage>; 2],
     codec: Leaf,
-    feedback: bool,
+    feedback: Option<Feedback>,
+}
+
+/// How a residual is kept: the share of it, in millionths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Feedback(u32);
+
+impl Feedback {
+    const WHOLE: Self = Self(1_000_000);
+
+    /// The codec's name before the suffix, and what the suffix says.
+    fn split(name: &str) -> (&str, Option<Self>) {
+        let (base, suffix) = name.rsplit_once("+ef").unwrap_or((name, "-"));
+        let decay = || {
+            let (whole, part) = suffix.strip_prefix(':')?.split_once('.')?;
+            let digits = part.len() <= 6 && part.bytes().all(|b| b.is_ascii_digit());
+            let millionths = format!("{part:0<6}").parse().ok()?;
+            (whole == "0" && digits && !part.is_empty()).then_some(Self(millionths))
+        };
+        match (suffix, decay()) {
+            ("", _) => (base, Some(Self::WHOLE)),
+            (_, Some(decay)) => (base, Some(decay)),
+            _ => (name, None),
+        }
+    }
+}
+
+impl fmt::Display for Feedback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::WHOLE {
+            return f.write_str("+ef");
+        }
+        write!(f, "+ef:0.{}", format!("{:06}", self.0).trim_end_matches('0'))?;
+        if self.0 == 0 { f.write_str("0") } else { Ok(()) }
+    }
 }
 
 /// A selection.
@@ -271,14 +305,21 @@ impl CodecSpec {
     /// Whether the codec keeps a residual.
     #[must_use]
     pub fn feedback(&self) -> bool {
-        self.feedback
+        self.feedback.is_some()
     }
 
     /// A codec for one stream of vectors.
     #[must_use]
     pub fn build(&self) -> Box<dyn Compressor> {
         let codec = self.build_memoryless();
-        if self.feedback { Box::new(ErrorFeedback::new(codec)) } else { codec }
+        match self.feedback {
+            None => codec,
+            Some(Feedback::WHOLE) => Box::new(ErrorFeedback::new(codec)),
+            Some(Feedback(share)) => {
+                let decay = (f64::from(share) / 1e6) as f32;
+                Box::new(ErrorFeedback::decayed(codec, decay).expect("parsing has checked the decay"))
+            }
+        }
     }
 
     /// The codec without its feedback.
@@ -294,10 +335,7 @@ impl FromStr for CodecSpec {
 
     fn from_str(name: &str) -> Result<Self, CompressError> {
         let unknown = || CompressError::UnknownCodec { name: name.to_owned() };
-        let (base, feedback) = match name.strip_suffix("+ef") {
-            Some(base) => (base, true),
-            None => (name, false),
-        };
+        let (base, feedback) = Feedback::split(name);
         let mut spec = Self { stages: [None; 2], codec: Leaf::parse("none")?, feedback };
         let mut parts = base.split('/');
         let whole_name = |error| match error {
@@ -319,7 +357,8 @@ impl FromStr for CodecSpec {
         if parts.next().is_some() {
             return Err(unknown());
         }
-        if feedback && spec.stages.iter().flatten().any(|stage| matches!(stage, Stage::Unbiased(_))) {
+        if feedback.is_some() && spec.stages.iter().flatten().any(|stage| matches!(stage, Stage::Unbiased(_)))
+        {
             return Err(CompressError::UnbiasedFeedback);
         }
         Ok(spec)
@@ -331,7 +370,8 @@ impl fmt::Display for CodecSpec {
         for stage in self.stages.iter().flatten() {
             write!(f, "{stage}/")?;
         }
-        write!(f, "{}{}", self.codec, if self.feedback { "+ef" } else { "" })
+        write!(f, "{}", self.codec)?;
+        self.feedback.map_or(Ok(()), |feedback| write!(f, "{feedback}"))
     }
 }
 

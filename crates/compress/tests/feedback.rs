@@ -1,12 +1,12 @@
 //! Error feedback: nothing is lost, whatever fails.
-#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+#![expect(clippy::unwrap_used, clippy::float_cmp, reason = "helpers of tests fail by panicking")]
 
 use std::borrow::Cow;
 
 use farflung_base::Philox;
 use farflung_compress::{
-    CompressError, Compressor, ErrorFeedback, F16, Int8, Payload, RoundKey, State, StateMap, StateValue,
-    parse,
+    Amount, CompressError, Compressor, ErrorFeedback, F16, F32, Int8, MomentumCorrection, Payload, RoundKey,
+    Select, Sparse, State, StateMap, StateValue, parse,
 };
 
 fn normal(n: usize, std: f32, stream: u64) -> Vec<f32> {
@@ -162,4 +162,71 @@ fn feedback_around_feedback_is_refused() {
     let mut codec = ErrorFeedback::new(parse("bf16+ef").unwrap());
     let error = codec.compress(&[1.0], RoundKey::default(), &mut Payload::new()).unwrap_err();
     assert_eq!(error, CompressError::NestedFeedback);
+}
+
+#[test]
+fn a_decayed_residual_is_that_share_of_a_whole_one() {
+    let (x, mut payload) = (normal(500, 1.0, 1), Payload::new());
+    let mut whole = ErrorFeedback::new(Int8::default());
+    let mut decayed = ErrorFeedback::decayed(Int8::default(), 0.5).unwrap();
+    send(&mut whole, &x);
+    send(&mut decayed, &x);
+    assert!(whole.residual().iter().zip(decayed.residual()).all(|(w, d)| w * 0.5 == *d));
+    assert_eq!(ErrorFeedback::decayed(F16::new(), 1.5).unwrap_err(), CompressError::Decay { found: 1.5 });
+    parse("int8+ef:0.5").unwrap().compress(&x, RoundKey::default(), &mut payload).unwrap();
+}
+
+#[test]
+fn ef21_moves_its_estimate_to_what_it_is_given() {
+    let x = normal(400, 1.0, 2);
+    let mut codec = ErrorFeedback::ef21(parse("topk:0.2/int4:16").unwrap());
+    let mut estimate = vec![0.0_f32; x.len()];
+    for _ in 0..40 {
+        for (h, d) in estimate.iter_mut().zip(send(&mut codec, &x)) {
+            *h += d;
+        }
+        codec.commit();
+    }
+    // Both ends hold the same estimate but for the rounding of a sum, and it has arrived.
+    assert!(estimate.iter().zip(codec.residual()).all(|(h, e)| (h + e).abs() < 1e-5));
+    assert!(estimate.iter().zip(&x).all(|(h, x)| (h - x).abs() < 1e-3));
+}
+
+#[test]
+fn momentum_correction_is_the_recurrence_of_its_source() {
+    let (n, k, factor) = (300, 9, 0.9_f32);
+    let top = || Sparse::new(Select::Largest(Amount::count(k as u32)), F32::new()).unwrap();
+    let mut codec = MomentumCorrection::new(top(), factor).unwrap();
+    let (mut u, mut v) = (vec![0.0_f32; n], vec![0.0_f32; n]);
+    for round in 0..20 {
+        let x = normal(n, 1.0, round);
+        for i in 0..n {
+            u[i] = factor * u[i] + x[i];
+            v[i] += u[i];
+        }
+        let mut order: Vec<usize> = (0..n).collect();
+        order.sort_by(|a, b| v[*b].abs().total_cmp(&v[*a].abs()).then(a.cmp(b)));
+        let mut sent = vec![0.0; n];
+        for i in &order[..k] {
+            sent[*i] = std::mem::take(&mut v[*i]);
+            u[*i] = 0.0;
+        }
+        if round % 3 == 2 {
+            let before = codec.memory().1.to_vec();
+            codec.commit();
+            send(&mut codec, &normal(n, 5.0, 99));
+            codec.rollback();
+            assert_eq!(codec.memory().1, before);
+        }
+        assert_eq!(send(&mut codec, &x), sent);
+        assert_eq!(codec.memory(), (&u[..], &v[..]));
+    }
+    codec.commit();
+    let mut map = StateMap::new();
+    codec.save("", &mut map).unwrap();
+    let mut twin = MomentumCorrection::new(top(), factor).unwrap();
+    twin.load("", &mut map).unwrap();
+    assert_eq!(twin.memory(), codec.memory());
+    twin.reshard(0..n, 100..200).unwrap();
+    assert_eq!(twin.memory().0, &u[100..200]);
 }

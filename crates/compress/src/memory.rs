@@ -1,0 +1,131 @@
+//! A buffer that is prepared, then committed or rolled back: what every codec with memory keeps. Knows no codec.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+use crate::{CompressError, StateMap, StateValue};
+
+/// One vector of a fixed length, as it was at the last commit and as it is now.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Memory {
+    /// The length of `committed`; `None` before the first commit, when it is zero, of any length.
+    len: Option<usize>,
+    committed: Vec<f32>,
+    /// The latest, if that was not committed yet.
+    latest: Vec<f32>,
+    pending: bool,
+    /// Takes the next one if `latest` is still needed to make it.
+    spare: Vec<f32>,
+}
+
+impl Memory {
+    /// What is remembered, committed or not; empty before the first vector.
+    pub(crate) fn get(&self) -> &[f32] {
+        match (self.pending, self.len) {
+            (true, _) => &self.latest,
+            (false, Some(_)) => &self.committed,
+            (false, None) => &[],
+        }
+    }
+
+    /// A buffer for the next one, to be given back to [`Self::end`]. Until then [`Self::now`] is the one before.
+    ///
+    /// Errors: [`CompressError::LengthChanged`].
+    pub(crate) fn begin(&mut self, len: usize) -> Result<Vec<f32>, CompressError> {
+        let held = if self.pending { Some(self.latest.len()) } else { self.len };
+        match held {
+            Some(held) if held != len => return Err(CompressError::LengthChanged { held, found: len }),
+            Some(_) => {}
+            None => {
+                self.committed.clear();
+                self.committed.resize(len, 0.0);
+            }
+        }
+        let mut next = std::mem::take(if self.pending { &mut self.spare } else { &mut self.latest });
+        next.resize(len, 0.0);
+        Ok(next)
+    }
+
+    /// What is remembered, zeros before the first vector. After [`Self::begin`].
+    pub(crate) fn now(&self) -> &[f32] {
+        if self.pending { &self.latest } else { &self.committed }
+    }
+
+    /// Takes `next` as what is remembered if it is `good`, else only as memory.
+    pub(crate) fn end(&mut self, next: Vec<f32>, good: bool) {
+        match (good, self.pending) {
+            (true, true) => self.spare = std::mem::replace(&mut self.latest, next),
+            (true, false) => (self.latest, self.pending) = (next, true),
+            (false, true) => self.spare = next,
+            (false, false) => self.latest = next,
+        }
+    }
+
+    pub(crate) fn save<'a>(&'a self, name: String, into: &mut StateMap<'a>) -> Result<(), CompressError> {
+        if self.pending {
+            return Err(CompressError::Uncommitted);
+        }
+        into.insert(name, StateValue::F32(Cow::Borrowed(self.get())));
+        Ok(())
+    }
+
+    /// The entry `name`; nothing is changed until [`Self::set`]. An empty one means no vector yet.
+    pub(crate) fn load(name: String, from: &mut StateMap<'_>) -> Result<Vec<f32>, CompressError> {
+        let Some(StateValue::F32(held)) = from.remove(&name) else {
+            return Err(CompressError::MissingState { name });
+        };
+        match held.iter().position(|e| !e.is_finite()) {
+            Some(index) => Err(CompressError::NonFinite { index, value: held[index] }),
+            None => Ok(held.into_owned()),
+        }
+    }
+
+    pub(crate) fn set(&mut self, held: Vec<f32>) {
+        self.rollback();
+        self.committed = held;
+        self.len = (!self.committed.is_empty()).then_some(self.committed.len());
+    }
+
+    /// Refuses what [`Self::reshard`] cannot do.
+    pub(crate) fn check_reshard(&self, held: &Range<usize>) -> Result<(), CompressError> {
+        if self.pending {
+            return Err(CompressError::Uncommitted);
+        }
+        match self.len.filter(|len| *len != held.len()) {
+            Some(len) => Err(CompressError::LengthChanged { held: len, found: held.len() }),
+            None => Ok(()),
+        }
+    }
+
+    /// Keeps what lies in both ranges. After [`Self::check_reshard`].
+    pub(crate) fn reshard(&mut self, held: &Range<usize>, wanted: &Range<usize>) {
+        if self.len.is_none() {
+            return;
+        }
+        let mut moved = vec![0.0; wanted.len()];
+        let common = held.start.max(wanted.start)..held.end.min(wanted.end);
+        if !common.is_empty() {
+            let source = common.start - held.start..common.end - held.start;
+            moved[common.start - wanted.start..common.end - wanted.start]
+                .copy_from_slice(&self.committed[source]);
+        }
+        (self.len, self.committed) = (Some(moved.len()), moved);
+    }
+
+    pub(crate) fn reset(&mut self) {
+        self.rollback();
+        self.len = None;
+    }
+
+    pub(crate) fn commit(&mut self) {
+        if self.pending {
+            std::mem::swap(&mut self.committed, &mut self.latest);
+            self.len = Some(self.committed.len());
+            self.pending = false;
+        }
+    }
+
+    pub(crate) fn rollback(&mut self) {
+        self.pending = false;
+    }
+}

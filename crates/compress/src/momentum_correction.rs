@@ -1,0 +1,143 @@
+//! Momentum before a selection rather than after it: what is not sent goes on to gather momentum. Knows no selection but by
+//! what it decodes.
+
+use std::ops::Range;
+
+use crate::memory::Memory;
+use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
+
+/// Deep Gradient Compression's memory around a selection `C`: `u = m u + x; v += u; send C(v)`, and where something was
+/// sent, `u` becomes 0 and `v` what was lost.
+///
+/// The optimizer behind it must not apply momentum again. Clipping (by `1 / sqrt(ranks)` of the threshold) and the warm-up
+/// of the density are the caller's. Prepared, committed and rolled back as [`crate::ErrorFeedback`]; without momentum it is
+/// that.
+///
+/// State: `momentum` and `velocity` (`[n]`, f32). Memory: `20n` bytes.
+///
+/// Source: Lin et al. 2018, "Deep Gradient Compression", Alg. 4. Differs: no Nesterov momentum.
+#[derive(Debug, Clone, Default)]
+pub struct MomentumCorrection<C> {
+    inner: C,
+    factor: f32,
+    momentum: Memory,
+    velocity: Memory,
+    sent: Vec<f32>,
+}
+
+impl<C: Memoryless> MomentumCorrection<C> {
+    /// Around `inner`, with the momentum `factor`.
+    ///
+    /// Errors: [`CompressError::Decay`] unless `factor` is in `0..=1`.
+    pub fn new(inner: C, factor: f32) -> Result<Self, CompressError> {
+        if (0.0..=1.0).contains(&factor) {
+            let (momentum, velocity) = (Memory::default(), Memory::default());
+            return Ok(Self { inner, factor, momentum, velocity, sent: Vec::new() });
+        }
+        Err(CompressError::Decay { found: factor })
+    }
+
+    /// `u` and `v`, committed or not; empty before the first vector.
+    #[must_use]
+    pub fn memory(&self) -> (&[f32], &[f32]) {
+        (self.momentum.get(), self.velocity.get())
+    }
+
+    /// Makes the next `u` and `v` and the payload.
+    fn step(
+        &mut self,
+        x: &[f32],
+        [u, v]: [&mut [f32]; 2],
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        let (before_u, before_v) = (self.momentum.now(), self.velocity.now());
+        for ((((u, v), x), before_u), before_v) in
+            u.iter_mut().zip(&mut *v).zip(x).zip(before_u).zip(before_v)
+        {
+            *u = self.factor * before_u + x;
+            *v = before_v + *u;
+        }
+        self.inner.compress(v, key, out)?;
+        self.sent.resize(x.len(), 0.0);
+        self.inner.decompress(out.view(), &mut self.sent).inspect_err(|_| out.clear())?;
+        for ((u, v), sent) in u.iter_mut().zip(v).zip(&self.sent) {
+            *u = if *sent == 0.0 { *u } else { 0.0 };
+            *v -= sent;
+        }
+        Ok(())
+    }
+}
+
+impl<C: Memoryless> Compressor for MomentumCorrection<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        let mut u = self.momentum.begin(x.len()).inspect_err(|_| out.clear())?;
+        let mut v = self.velocity.begin(x.len()).inspect_err(|_| out.clear())?;
+        let result = self.step(x, [&mut u, &mut v], key, out);
+        self.momentum.end(u, result.is_ok());
+        self.velocity.end(v, result.is_ok());
+        result
+    }
+
+    fn compress_residual(
+        &mut self,
+        _: &[f32],
+        _: &[f32],
+        _: &mut [f32],
+        _: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        out.clear();
+        Err(CompressError::NestedFeedback)
+    }
+
+    fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
+        self.inner.decompress(p, out)
+    }
+
+    fn max_payload(&self, len: usize) -> usize {
+        self.inner.max_payload(len)
+    }
+}
+
+impl<C: Memoryless> State for MomentumCorrection<C> {
+    fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
+        self.momentum.save(format!("{prefix}momentum"), into)?;
+        self.velocity.save(format!("{prefix}velocity"), into)
+    }
+
+    fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
+        let momentum = Memory::load(format!("{prefix}momentum"), from)?;
+        let velocity = Memory::load(format!("{prefix}velocity"), from)?;
+        if momentum.len() != velocity.len() {
+            let (wanted, found) = (momentum.len(), velocity.len());
+            return Err(CompressError::LengthMismatch { what: "the velocity", wanted, found });
+        }
+        self.momentum.set(momentum);
+        self.velocity.set(velocity);
+        Ok(())
+    }
+
+    fn reshard(&mut self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
+        self.momentum.check_reshard(&held)?;
+        self.velocity.check_reshard(&held)?;
+        self.momentum.reshard(&held, &wanted);
+        self.velocity.reshard(&held, &wanted);
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.momentum.reset();
+        self.velocity.reset();
+    }
+
+    fn commit(&mut self) {
+        self.momentum.commit();
+        self.velocity.commit();
+    }
+
+    fn rollback(&mut self) {
+        self.momentum.rollback();
+        self.velocity.rollback();
+    }
+}
