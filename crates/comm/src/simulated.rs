@@ -20,7 +20,7 @@ use crate::endpoint::{Driver, Endpoint, Role, Wake};
 use crate::inbox::Inbox;
 use crate::transport::Tag;
 use crate::{Frame, Pool};
-pub use faults::{At, Faults};
+pub use faults::{At, Faults, Weather};
 use world::{Distances, World, distances};
 
 /// An endpoint of a simulated network.

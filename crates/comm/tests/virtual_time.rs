@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use common::{Cluster, on_ranks, over};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
-use farflung_comm::simulated::{Faults, cluster_with};
-use farflung_comm::{Algorithm, CommError, DownReason, ReduceOp, Transport, cost};
+use farflung_comm::simulated::{Faults, Weather, cluster_with};
+use farflung_comm::{Algorithm, CommError, DownReason, ReduceOp, Transport, WireError, cost};
 
 fn uniform(n: usize, link: &str) -> Topology {
     Topology::uniform(n, link.parse().unwrap())
@@ -232,6 +232,64 @@ fn a_cut_link_is_found_at_the_deadline_in_virtual_time() {
         "{errors:?}"
     );
     assert!(errors.iter().all(|(_, time)| *time <= Nanos::from_millis(2_100)), "{errors:?}");
+}
+
+/// When four ranks have all-reduced 400 kB over 100 Mbit/s and 20 ms, and what went wrong.
+fn under(faults: &Faults) -> Vec<(Nanos, Option<CommError>)> {
+    on_ranks(faulty(&uniform(4, "100mbit,20ms"), faults), |comm| {
+        let comm = comm.with_deadline(Nanos::from_millis(2_000));
+        let mut x = vec![1.0_f32; 100_000];
+        let error = comm.all_reduce(&mut x, ReduceOp::Sum).err();
+        assert!(x.iter().all(|v| if error.is_none() { *v == 4.0 } else { v.is_nan() }));
+        (comm.now(), error)
+    })
+}
+
+#[test]
+fn bad_weather_delays_and_loses_nothing() {
+    let ms = Nanos::from_millis;
+    // Six steps of 8 and 20 ms.
+    assert!(under(&Faults::new()).iter().all(|(time, _)| (ms(168)..ms(169)).contains(time)));
+    let jitter = Weather { seed: 1, jitter: ms(10), ..Weather::default() };
+    let late = under(&Faults::new().weather(jitter));
+    assert!(
+        late.iter().all(|(time, error)| error.is_none() && (ms(172)..ms(228)).contains(time)),
+        "{late:?}"
+    );
+    let lossy = Weather { seed: 1, loss: 300_000, retransmit: ms(200), ..Weather::default() };
+    let late = under(&Faults::new().weather(lossy));
+    assert!(late.iter().all(|(time, error)| error.is_none() && *time > ms(368)), "{late:?}");
+    assert_eq!(format!("{late:?}"), format!("{:?}", under(&Faults::new().weather(lossy))));
+}
+
+#[test]
+fn a_freeze_ends_and_a_partition_does_not_lose_what_comes_after() {
+    let ms = Nanos::from_millis;
+    let frozen = under(&Faults::new().at(ms(50)).freeze(PeerId(1), ms(500)));
+    assert!(frozen.iter().all(|(time, error)| error.is_none() && *time > ms(500)), "{frozen:?}");
+    assert!(frozen.iter().all(|(time, _)| *time < ms(700)), "{frozen:?}");
+    // Nothing departs in the first half of the first step.
+    let island = [PeerId(0), PeerId(1)];
+    let healed = under(&Faults::new().at(ms(5)).partition(&island, 4, ms(20)));
+    assert!(healed.iter().all(|(_, error)| error.is_none()), "{healed:?}");
+    let parted = under(&Faults::new().at(ms(5)).partition(&island, 4, Nanos::MAX));
+    assert!(parted.iter().all(|(time, error)| error.is_some() && *time <= ms(2_100)), "{parted:?}");
+}
+
+#[test]
+fn a_spoilt_frame_is_told_with_its_sender() {
+    let spoilt = under(&Faults::new().at(Nanos::from_millis(60)).corrupt(PeerId(1), PeerId(2)));
+    let told = |e: &CommError| {
+        matches!(
+            e,
+            CommError::PeerDown { peer: PeerId(1), reason: DownReason::Protocol(WireError::Checksum), .. }
+        )
+    };
+    assert!(spoilt[2].1.as_ref().is_some_and(told), "{spoilt:?}");
+    assert!(
+        spoilt.iter().all(|(time, error)| error.is_some() && *time < Nanos::from_millis(300)),
+        "{spoilt:?}"
+    );
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use farflung_base::{Link, Nanos, PeerId, Philox, Rank, Topology};
 
 use super::world::{Distances, distances};
-use super::{Faults, build};
+use super::{Faults, Weather, build};
 use crate::{CommError, Communicator, ReduceOp};
 
 /// Everything that a rank saw: its clock after each part, what went wrong, and a checksum of its values.
@@ -102,7 +102,17 @@ fn lookahead_changes_no_time_and_no_bit() {
         let faults = match seed % 4 {
             0 => Faults::new().at(Nanos::from_millis(40 + 7 * seed)).crash(PeerId(1)),
             1 => Faults::new().at(Nanos::from_millis(50)).cut(PeerId(0), PeerId(1)),
-            _ => Faults::new(),
+            2 => Faults::new()
+                .at(Nanos::from_millis(30 + seed))
+                .freeze(PeerId(0), Nanos::from_millis(100))
+                .at(Nanos::from_millis(160))
+                .corrupt(PeerId(1), PeerId(0)),
+            _ => Faults::new().weather(Weather {
+                seed,
+                jitter: Nanos::from_millis(7),
+                loss: 50_000,
+                retransmit: Nanos::from_millis(20),
+            }),
         };
         let strict = run(&topology, &faults, None, seed, None);
         for nap in 0..6 {

@@ -23,7 +23,7 @@
 //!    within one instant, and who sees what in which round is the strict queue's to say: there the bound is zero while
 //!    anyone runs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -35,7 +35,7 @@ use crate::endpoint::Wake;
 use crate::inbox::Inbox;
 use crate::transport::{Channel, Tag};
 use crate::wire::HEADER_BYTES;
-use crate::{DownReason, Frame};
+use crate::{DownReason, Frame, WireError};
 
 /// The order of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -127,6 +127,20 @@ struct State {
     links: Links,
     queue: BTreeMap<Key, Event>,
     ranks: Vec<Member>,
+    /// By sender and receiver.
+    wires: Vec<Wire>,
+    /// Frames that are still to be spoilt: from when on, from whom to whom.
+    corruptions: Vec<(Nanos, usize, usize)>,
+    /// Pairs that do not talk any more since one has sent the other something spoilt.
+    broken: BTreeSet<(usize, usize)>,
+}
+
+/// What has gone from one rank to another: nothing overtakes.
+#[derive(Debug, Clone, Copy, Default)]
+struct Wire {
+    frames: u64,
+    head: Nanos,
+    tail: Nanos,
 }
 
 /// All endpoints of a simulated network.
@@ -196,12 +210,16 @@ impl World {
     pub(super) fn new(topology: &Topology, faults: &Faults, distances: Distances) -> Self {
         let n = topology.size();
         let mut queue = BTreeMap::new();
+        let mut corruptions = Vec::new();
         for (i, (time, fault)) in faults.iter().enumerate() {
-            if let Fault::Crash(peer) = fault
-                && peer.index() < n
-            {
-                let (from, to, sequence) = (peer.index(), peer.index(), i as u64);
-                queue.insert(Key { time, kind: Kind::Crash, from, to, tag: LAST, sequence }, Event::Crash);
+            match fault {
+                Fault::Crash(peer) if peer.index() < n => {
+                    let (from, to, sequence) = (peer.index(), peer.index(), i as u64);
+                    queue
+                        .insert(Key { time, kind: Kind::Crash, from, to, tag: LAST, sequence }, Event::Crash);
+                }
+                Fault::Corrupt(from, to) => corruptions.push((time, from.index(), to.index())),
+                _ => {}
             }
         }
         let zero = Nanos::ZERO;
@@ -216,7 +234,14 @@ impl World {
         Self {
             faults: faults.clone(),
             distances,
-            state: Mutex::new(State { links: Links::new(topology), queue, ranks: vec![member; n] }),
+            state: Mutex::new(State {
+                links: Links::new(topology),
+                queue,
+                ranks: vec![member; n],
+                wires: vec![Wire::default(); n * n],
+                corruptions,
+                broken: BTreeSet::new(),
+            }),
             bells: (0..n).map(|_| Condvar::new()).collect(),
             inboxes: (0..n).map(|_| Arc::new(Inbox::new(n))).collect(),
         }
@@ -242,7 +267,8 @@ impl World {
         let Member { floor, crashed, .. } = state.ranks[from];
         if !crashed {
             // The others were promised that nothing departs before the floor.
-            state.push(from, to, tag, at.max(floor), Cargo::Frame(frame));
+            let at = self.faults.thaw(PeerId(from as u32), at.max(floor));
+            state.push(from, to, tag, at, Cargo::Frame(frame));
         }
     }
 
@@ -262,6 +288,7 @@ impl World {
             return Wake::Moved;
         }
         if state.ranks[rank].status == Status::Running {
+            let until = self.faults.thaw(PeerId(rank as u32), until);
             state.ranks[rank].status = Status::Blocked { until };
             self.fire(&mut state);
         }
@@ -382,23 +409,36 @@ impl World {
         let Key { time, from, to, .. } = key;
         let (rank, peer) = (|r: usize| Rank(r as u32), |r: usize| PeerId(r as u32));
         match event {
-            Event::Depart(cargo) => {
+            Event::Depart(mut cargo) => {
                 let size = match &cargo {
                     // Nothing leaves a crashed rank but the news.
                     Cargo::Frame(_) if state.ranks[from].crashed => return None,
+                    Cargo::Frame(_) if state.broken.contains(&(from.min(to), from.max(to))) => return None,
                     Cargo::Frame(frame) => (frame.len() + HEADER_BYTES) as u64,
                     Cargo::Gone(_) => 0,
                 };
                 if self.faults.cuts(time, peer(from), peer(to)) {
                     return None;
                 }
+                let spoilt = |&(since, a, b): &(Nanos, usize, usize)| time >= since && (a, b) == (from, to);
+                if let Some(at) = state.corruptions.iter().position(spoilt) {
+                    state.corruptions.remove(at);
+                    state.broken.insert((from.min(to), from.max(to)));
+                    cargo = Cargo::Gone(DownReason::Protocol(WireError::Checksum));
+                }
                 let flight = state.links.depart(rank(from), rank(to), time, Bytes(size));
+                let wire = &mut state.wires[from * self.bells.len() + to];
+                let late = self.faults.chances().delay(from, to, wire.frames);
+                wire.frames += 1;
+                wire.head = wire.head.max(flight.head.saturating_add(late));
+                wire.tail = wire.tail.max(flight.tail.saturating_add(late));
+                let flight = InFlight { head: wire.head, tail: wire.tail, ..flight };
                 let key = Key { time: flight.head, kind: Kind::Land, ..key };
                 state.queue.insert(key, Event::Land(cargo, flight));
                 None
             }
             Event::Land(cargo, flight) => {
-                let at = state.links.land(rank(to), flight);
+                let at = self.faults.thaw(peer(to), state.links.land(rank(to), flight));
                 state.queue.insert(Key { time: at, kind: Kind::Arrive, ..key }, Event::Arrive(cargo));
                 None
             }
@@ -408,7 +448,14 @@ impl World {
                         frame.arrived = time;
                         self.inboxes[to].deliver(peer(from), key.tag, frame);
                     }
-                    Cargo::Gone(reason) => self.inboxes[to].peer_down(peer(from), reason),
+                    Cargo::Gone(reason) => {
+                        if matches!(reason, DownReason::Protocol(_)) {
+                            // The receiver hangs up.
+                            let at = time.saturating_add(Nanos(1));
+                            state.push(to, from, LAST, at, Cargo::Gone(DownReason::Ended));
+                        }
+                        self.inboxes[to].peer_down(peer(from), reason);
+                    }
                 }
                 state.wake(to, time, Wake::Moved)
             }
