@@ -181,6 +181,38 @@ pub enum CompressError {
         /// What was given.
         text: String,
     },
+    /// Values that are not so many samples of one length.
+    #[error("{found} values are not {samples} samples of {len}")]
+    Samples {
+        /// The number of samples.
+        samples: usize,
+        /// The length of each.
+        len: usize,
+        /// All values.
+        found: usize,
+    },
+    /// A change of a sample that is not held as the sender holds it.
+    #[error(
+        "the change of sample {id} is to one with checksum {wanted:#010x}, and {found:#010x} is held (0: nothing)"
+    )]
+    CacheMiss {
+        /// The sample.
+        id: u64,
+        /// The checksum of what the sender holds.
+        wanted: u32,
+        /// The checksum of what is held here.
+        found: u32,
+    },
+    /// Held samples could not be read or written.
+    #[error("failed to {action} held samples: {why}")]
+    Store {
+        /// What was tried.
+        action: &'static str,
+        /// The system's kind of error.
+        kind: std::io::ErrorKind,
+        /// The system's words.
+        why: String,
+    },
     /// No codec has that name.
     #[error("unknown codec {name:?}; the codecs are {}, each also with \"+ef\"", crate::spec::names().join(", "))]
     UnknownCodec {

@@ -21,6 +21,7 @@ pub mod sparse;
 
 pub mod error_feedback;
 pub mod momentum_correction;
+pub mod link;
 pub mod spec;
 
 mod cast;

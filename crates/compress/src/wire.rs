@@ -64,6 +64,8 @@ codecs! {
     SPARSE = 16, "sparse";
     /// [`crate::Masked`].
     MASKED = 17, "masked";
+    /// [`crate::link::AqSgd`].
+    AQ_SGD = 24, "aq-sgd";
 }
 
 /// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates nothing.

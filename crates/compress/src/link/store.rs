@@ -1,0 +1,170 @@
+//! Where the activations of samples are held: in memory, or in a file that survives the process. Knows no codec.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::Path;
+
+use crate::CompressError;
+
+/// Holds an activation of a fixed length for each sample, as f16.
+pub trait Store: std::fmt::Debug + Send {
+    /// Values of a sample.
+    fn sample(&self) -> usize;
+
+    /// Copies what is held of `id` to `out` (two bytes a value) and answers with its [`checksum`]; 0 if nothing whole is
+    /// held, and then `out` is unspecified.
+    ///
+    /// Errors: [`CompressError::Store`].
+    fn read(&mut self, id: u64, out: &mut [u8]) -> Result<u32, CompressError>;
+
+    /// Holds `bytes` from now on.
+    ///
+    /// Errors: [`CompressError::Store`].
+    fn write(&mut self, id: u64, bytes: &[u8]) -> Result<(), CompressError>;
+
+    /// Holds nothing of `id` from now on.
+    ///
+    /// Errors: [`CompressError::Store`].
+    fn forget(&mut self, id: u64) -> Result<(), CompressError>;
+}
+
+/// The CRC-32 of what is held, but never 0.
+#[must_use]
+pub fn checksum(bytes: &[u8]) -> u32 {
+    crc32fast::hash(bytes).max(1)
+}
+
+/// Samples in memory: `2 len` bytes each, of any number.
+#[derive(Debug, Clone)]
+pub struct MemoryStore {
+    sample: usize,
+    held: BTreeMap<u64, Vec<u8>>,
+}
+
+impl MemoryStore {
+    /// For samples of so many values.
+    #[must_use]
+    pub fn new(sample: usize) -> Self {
+        Self { sample, held: BTreeMap::new() }
+    }
+}
+
+impl Store for MemoryStore {
+    fn sample(&self) -> usize {
+        self.sample
+    }
+
+    fn read(&mut self, id: u64, out: &mut [u8]) -> Result<u32, CompressError> {
+        Ok(self.held.get(&id).map_or(0, |held| {
+            out.copy_from_slice(held);
+            checksum(held)
+        }))
+    }
+
+    fn write(&mut self, id: u64, bytes: &[u8]) -> Result<(), CompressError> {
+        let held = self.held.entry(id).or_default();
+        held.clear();
+        held.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn forget(&mut self, id: u64) -> Result<(), CompressError> {
+        self.held.remove(&id);
+        Ok(())
+    }
+}
+
+/// The first bytes of a file of samples, and its version.
+const MAGIC: [u8; 8] = *b"ffaq\x01\0\0\0";
+/// Bytes before the first sample: the magic number and the values of a sample, u64.
+const HEAD: u64 = 16;
+/// Bytes of the checksum before each sample.
+const SUM: usize = 4;
+
+/// Samples in a file: a slot for each number below a capacity, `16 + capacity (4 + 2 len)` bytes in all, of which the system
+/// gives disk blocks only to those that were written.
+///
+/// A slot is a checksum and the sample. One that was torn by a crash does not match its checksum, and counts as not held.
+#[derive(Debug)]
+pub struct FileStore {
+    file: File,
+    sample: usize,
+    capacity: u64,
+    slot: Vec<u8>,
+}
+
+impl FileStore {
+    /// Opens the file, or makes it.
+    ///
+    /// Errors: [`CompressError::Store`], also for a file that is another one's or of other samples.
+    pub fn open(path: &Path, sample: usize, capacity: u64) -> Result<Self, CompressError> {
+        let failed = |source: io::Error| store_error("open", &source);
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(path)
+            .map_err(failed)?;
+        let mut head = [0; HEAD as usize];
+        head[..8].copy_from_slice(&MAGIC);
+        head[8..].copy_from_slice(&(sample as u64).to_le_bytes());
+        let slot = SUM + 2 * sample;
+        if file.metadata().map_err(failed)?.len() == 0 {
+            file.write_all(&head).map_err(failed)?;
+        }
+        file.rewind().map_err(failed)?;
+        let mut found = [0; HEAD as usize];
+        file.read_exact(&mut found).map_err(failed)?;
+        if found != head {
+            return Err(failed(io::Error::new(io::ErrorKind::InvalidData, "not a file of such samples")));
+        }
+        file.set_len(HEAD + capacity * slot as u64).map_err(failed)?;
+        Ok(Self { file, sample, capacity, slot: vec![0; slot] })
+    }
+
+    fn seek(&mut self, id: u64, action: &'static str) -> Result<(), CompressError> {
+        if id >= self.capacity {
+            let why = format!("sample {id} of {}", self.capacity);
+            return Err(store_error(action, &io::Error::new(io::ErrorKind::InvalidInput, why)));
+        }
+        let at = HEAD + id * self.slot.len() as u64;
+        self.file.seek(SeekFrom::Start(at)).map(|_| ()).map_err(|source| store_error(action, &source))
+    }
+}
+
+fn store_error(action: &'static str, source: &io::Error) -> CompressError {
+    CompressError::Store { action, kind: source.kind(), why: source.to_string() }
+}
+
+impl Store for FileStore {
+    fn sample(&self) -> usize {
+        self.sample
+    }
+
+    fn read(&mut self, id: u64, out: &mut [u8]) -> Result<u32, CompressError> {
+        self.seek(id, "read")?;
+        self.file.read_exact(&mut self.slot).map_err(|source| store_error("read", &source))?;
+        let (sum, held) = self.slot.split_first_chunk().expect("a slot begins with its checksum");
+        let sum = u32::from_le_bytes(*sum);
+        if sum != checksum(held) {
+            return Ok(0);
+        }
+        out.copy_from_slice(held);
+        Ok(sum)
+    }
+
+    fn write(&mut self, id: u64, bytes: &[u8]) -> Result<(), CompressError> {
+        let (sum, held) = self.slot.split_at_mut(SUM);
+        sum.copy_from_slice(&checksum(bytes).to_le_bytes());
+        held.copy_from_slice(bytes);
+        self.seek(id, "write")?;
+        self.file.write_all(&self.slot).map_err(|source| store_error("write", &source))
+    }
+
+    fn forget(&mut self, id: u64) -> Result<(), CompressError> {
+        self.seek(id, "write")?;
+        self.file.write_all(&[0; SUM]).map_err(|source| store_error("write", &source))
+    }
+}

@@ -1,0 +1,145 @@
+//! Links: both ends hold the same bits, whatever the order of samples and whoever crashes.
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+use farflung_base::Philox;
+use farflung_compress::link::{AqSgd, Direct, FileStore, LinkCodec, MemoryStore};
+use farflung_compress::{CompressError, Int4, Int8, Payload, PayloadRef, RoundKey};
+
+const LEN: usize = 96;
+
+/// An activation that settles from epoch to epoch.
+fn activation(id: u64, epoch: u64) -> Vec<f32> {
+    let (mut x, mut noise) = (vec![0.0; LEN], vec![0.0; LEN]);
+    Philox::new(1, id).fill_normal(1.0, &mut x);
+    Philox::new(2 + epoch, id).fill_normal(0.5_f32.powi(epoch as i32), &mut noise);
+    x.iter().zip(noise).map(|(x, n)| x + n).collect()
+}
+
+fn batch(ids: &[u64], epoch: u64) -> Vec<f32> {
+    ids.iter().flat_map(|id| activation(*id, epoch)).collect()
+}
+
+#[test]
+fn both_ends_are_the_same_and_the_error_shrinks_with_the_changes() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = |name: &str| FileStore::open(&dir.path().join(name), LEN, 20).unwrap();
+    let mut sender = AqSgd::new(Int4::new(32).unwrap(), store("a"));
+    let mut receiver = AqSgd::new(Int4::new(32).unwrap(), store("b"));
+    let (mut payload, mut errors) = (Payload::new(), Vec::new());
+    for epoch in 0..10 {
+        let mut order: Vec<u64> = (0..20).collect();
+        let rng = Philox::new(7, epoch);
+        order.sort_by_key(|id| rng.word(*id));
+        let mut error = 0.0_f64;
+        for ids in order.chunks(3) {
+            let x = batch(ids, epoch);
+            sender.encode(ids, &x, RoundKey::default(), &mut payload).unwrap();
+            let bytes = payload.as_bytes();
+            assert!(bytes.len() <= sender.max_payload(ids.len()));
+            let full = if epoch == 0 { ids.len() } else { 0 };
+            let changes = (ids.len() - full) * (LEN / 2 + 2 * LEN / 32);
+            assert_eq!(bytes.len(), 28 + 8 + 4 * ids.len() + full * 2 * LEN + 4 + changes);
+            let mut out = vec![0.0; x.len()];
+            receiver.decode(ids, PayloadRef::parse(bytes).unwrap(), &mut out).unwrap();
+            error += x.iter().zip(&out).map(|(x, o)| f64::from(x - o).powi(2)).sum::<f64>();
+        }
+        errors.push(error.sqrt());
+    }
+    assert!(errors[9] < errors[1] / 8.0, "{errors:?}");
+    let file = |name: &str| std::fs::read(dir.path().join(name)).unwrap();
+    assert_eq!(file("a"), file("b"));
+    assert_eq!(file("a").len(), 16 + 20 * (4 + 2 * LEN));
+}
+
+#[test]
+fn a_crash_between_writing_and_sending_is_found_and_mended() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("sender");
+    let open = || AqSgd::new(Int8::new(32).unwrap(), FileStore::open(&path, LEN, 4).unwrap());
+    let mut receiver = AqSgd::new(Int8::new(32).unwrap(), MemoryStore::new(LEN));
+    let (mut payload, mut out) = (Payload::new(), vec![0.0; LEN]);
+    let mut sender = open();
+    for epoch in 0..2 {
+        sender.encode(&[1], &activation(1, epoch), RoundKey::default(), &mut payload).unwrap();
+        receiver.decode(&[1], payload.view(), &mut out).unwrap();
+    }
+    // The sender has written, and dies before it sends.
+    sender.encode(&[1], &activation(1, 2), RoundKey::default(), &mut payload).unwrap();
+    drop(sender);
+    let mut sender = open();
+    sender.encode(&[1], &activation(1, 3), RoundKey::default(), &mut payload).unwrap();
+    let before = out.clone();
+    let error = receiver.decode(&[1], payload.view(), &mut out).unwrap_err();
+    assert!(matches!(error, CompressError::CacheMiss { id: 1, .. }), "{error}");
+    assert_eq!(out, before);
+    sender.forget(&[1]).unwrap();
+    sender.encode(&[1], &activation(1, 3), RoundKey::default(), &mut payload).unwrap();
+    receiver.decode(&[1], payload.view(), &mut out).unwrap();
+    // A torn write: the sample counts as not held, and is sent in full.
+    drop(sender);
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[16 + (4 + 2 * LEN) + 50] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let mut sender = open();
+    sender.encode(&[1], &activation(1, 4), RoundKey::default(), &mut payload).unwrap();
+    assert_eq!(payload.view().body().len(), 8 + 4 + 2 * LEN + 4);
+    receiver.decode(&[1], payload.view(), &mut out).unwrap();
+    assert!(FileStore::open(&path, LEN + 1, 4).is_err());
+    assert!(sender.encode(&[9], &activation(9, 0), RoundKey::default(), &mut payload).is_err());
+}
+
+#[test]
+fn channels_have_their_own_scales() {
+    // Channel c is 10^c times as large: a scale for each keeps them all.
+    let (channels, positions) = (4, 24);
+    let mut x = vec![0.0; LEN];
+    Philox::new(3, 3).fill_normal(1.0, &mut x);
+    x.iter_mut().enumerate().for_each(|(i, x)| *x *= 10_f32.powi((i % channels) as i32));
+    let mut link = Direct::per_channel(Int4::new(positions).unwrap(), LEN, channels).unwrap();
+    let (mut payload, mut out) = (Payload::new(), vec![0.0; LEN]);
+    link.encode(&[0], &x, RoundKey::default(), &mut payload).unwrap();
+    assert_eq!(payload.as_bytes().len(), 28 + 4 + 4 * (2 + 12));
+    link.decode(&[0], payload.view(), &mut out).unwrap();
+    for (i, (x, out)) in x.iter().zip(&out).enumerate() {
+        assert!((x - out).abs() <= 0.3 * 10_f32.powi((i % channels) as i32), "{i}: {x} {out}");
+    }
+    assert!(Direct::per_channel(Int8::default(), LEN, 5).is_err());
+    // The golden count of a boundary: one sample of 128 x 128 in four bits.
+    let mut link = Direct::per_channel(Int4::new(128).unwrap(), 128 * 128, 128).unwrap();
+    link.encode(&[0], &vec![1.0; 128 * 128], RoundKey::default(), &mut payload).unwrap();
+    assert_eq!(payload.view().body().len(), 4 + 8448);
+}
+
+#[test]
+fn hostile_changes_are_refused() {
+    let end = || AqSgd::new(Int8::new(32).unwrap(), MemoryStore::new(LEN));
+    let (mut sender, mut receiver) = (end(), end());
+    let (mut payload, mut out) = (Payload::new(), vec![0.0; 2 * LEN]);
+    for epoch in 0..2 {
+        sender.encode(&[0, 1], &batch(&[0, 1], epoch), RoundKey::default(), &mut payload).unwrap();
+        if epoch == 0 {
+            receiver.decode(&[0, 1], payload.view(), &mut out).unwrap();
+        }
+    }
+    let rng = Philox::new(4, 4);
+    let mut refused = 0;
+    for case in 0..5000 {
+        let mut bytes = payload.as_bytes().to_vec();
+        let [at, with, ..] = rng.block(case);
+        let at = 28 + at as usize % (bytes.len() - 28);
+        bytes[at] = with as u8;
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(&bytes[..24]);
+        crc.update(&bytes[28..]);
+        let crc = crc.finalize();
+        bytes[24..28].copy_from_slice(&crc.to_le_bytes());
+        let mut receiver = AqSgd::new(Int8::new(32).unwrap(), receiver.store().clone());
+        match receiver.decode(&[0, 1], PayloadRef::parse(&bytes).unwrap(), &mut out) {
+            Ok(()) => assert!(out.iter().all(|v| v.is_finite())),
+            Err(_) => refused += 1,
+        }
+    }
+    assert!(refused > 100, "{refused}");
+    assert!(receiver.decode(&[0], payload.view(), &mut out).is_err());
+    receiver.decode(&[0, 1], payload.view(), &mut out).unwrap();
+}
