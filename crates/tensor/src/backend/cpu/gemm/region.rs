@@ -2,8 +2,8 @@
 //! threads.
 //!
 //! A large product keeps a panel of B in the first-level cache while a block of A passes by it from the second. Where
-//! all of B fits the second-level cache, a few rows of A meet all of it before the next: rows of C are then finished in
-//! the order of memory, and the epilogue sees them whole.
+//! all of B fits a cache and many rows pass by, a few rows of A meet all of it before the next do: rows of C are then
+//! finished in the order of memory, and the epilogue sees them whole.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -19,8 +19,13 @@ const K_BLOCK: usize = 384;
 const A_BLOCK: usize = 96 * 1024;
 /// Columns whose packed panels are kept while several blocks of A pass by.
 const N_BLOCK: usize = 768;
-/// Elements of B that stay in the second-level cache, or nearly so, while rows of A pass by.
-const B_BLOCK: usize = 144 * 1024;
+/// Elements of B up to which rows of A may pass by all of it: it stays in the third-level cache.
+const B_BLOCK: usize = 1024 * 1024;
+/// Elements of B for each row that are packed ahead of all rows at most, lest packing, which nothing hides, should cost
+/// more than the order of C brings.
+const B_PER_ROW: usize = 576;
+/// Tiles of A that meet a panel of B in turn, so that it is fetched less often.
+const TILES: usize = 2;
 /// Up to this many columns, rows of A that are contiguous are read in place: packing would not pay.
 const IN_PLACE_COLUMNS: usize = 256;
 
@@ -59,7 +64,8 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
     if p.k == 0 {
         return finish_empty::<I, E>(p, rows, columns, epilogue);
     }
-    if p.a_strides.1 == 1 && columns.len().saturating_mul(p.k) <= B_BLOCK {
+    let b_elements = columns.len().saturating_mul(p.k);
+    if p.a_strides.1 == 1 && b_elements <= B_BLOCK.min(rows.len() * B_PER_ROW) {
         return by_rows::<I, E>(p, rows, columns, epilogue);
     }
     // The blocks of k depend on k alone: they are part of the order of a sum.
@@ -145,7 +151,7 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
     scratch.put_back();
 }
 
-/// The product where all of B fits the second-level cache and rows of A are contiguous.
+/// The product where all of B is packed first and rows of A, which are contiguous, are read in place.
 #[inline(always)]
 unsafe fn by_rows<I: Isa, E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
     let k_block = even_block(p.k, K_BLOCK, BLOCK);
@@ -158,28 +164,31 @@ unsafe fn by_rows<I: Isa, E: Epilogue>(p: &Product, rows: Range<usize>, columns:
         let block = Block { at, lane_stride, k_stride, lanes: columns.len(), k: (p.k - k0).min(k_block) };
         pack::<I>(block, I::NR, b_packed.add(width * k0));
     }
-    for i in rows.clone().step_by(I::MR) {
-        let tile_rows = (rows.end - i).min(I::MR);
+    for m0 in rows.clone().step_by(TILES * I::MR) {
+        let group = m0..(m0 + TILES * I::MR).min(rows.end);
         for k0 in (0..p.k).step_by(k_block) {
             let k = (p.k - k0).min(k_block);
             for (panel, j) in columns.clone().step_by(I::NR).enumerate() {
-                let tile = Tile {
-                    k,
-                    a: p.a.add(i * p.a_strides.0 + k0),
-                    a_stride: p.a_strides.0,
-                    b: b_packed.add(width * k0 + panel * I::NR * k),
-                    c: p.c.add(i * p.c_stride + j),
-                    c_stride: p.c_stride,
-                    columns: (columns.end - j).min(I::NR),
-                    accumulate: p.accumulate || k0 > 0,
-                };
-                if k0 + k == p.k {
-                    fetch_beside::<I, E>(tile_rows, p.first_row + i, j, epilogue);
+                for i in group.clone().step_by(I::MR) {
+                    let tile_rows = (group.end - i).min(I::MR);
+                    let tile = Tile {
+                        k,
+                        a: p.a.add(i * p.a_strides.0 + k0),
+                        a_stride: p.a_strides.0,
+                        b: b_packed.add(width * k0 + panel * I::NR * k),
+                        c: p.c.add(i * p.c_stride + j),
+                        c_stride: p.c_stride,
+                        columns: (columns.end - j).min(I::NR),
+                        accumulate: p.accumulate || k0 > 0,
+                    };
+                    if k0 + k == p.k {
+                        fetch_beside::<I, E>(tile_rows, p.first_row + i, j, epilogue);
+                    }
+                    I::kernel(tile_rows, tile.columns.div_ceil(I::LANES), false)(&tile);
                 }
-                I::kernel(tile_rows, tile.columns.div_ceil(I::LANES), false)(&tile);
             }
         }
-        for row in i..i + tile_rows {
+        for row in group {
             let c = p.c.add(row * p.c_stride + columns.start);
             let c = std::slice::from_raw_parts_mut(c, columns.len());
             epilogue.row::<I::Level>(p.first_row + row, columns.start, c);
