@@ -1,6 +1,7 @@
 //! A group of ranks over a transport: what its calls have in common. It knows no network.
 
 mod collectives;
+mod membership;
 mod messages;
 
 pub use collectives::shift_one;
@@ -23,6 +24,10 @@ pub(crate) trait Body: Send {
     type Output;
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>>;
     fn waits_for(&self) -> PeerId;
+    /// Steps done, where all ranks count alike.
+    fn progress(&self) -> u32 {
+        0
+    }
     fn finish(self) -> Self::Output;
 }
 
@@ -49,14 +54,38 @@ impl Group {
             return;
         }
         // An abort is passed on too: this rank may leave before the one that began has reached everybody.
+        let culprit = error.peer().unwrap_or(self.members[self.me]);
+        self.tell(Channel::Abort, culprit, 0, port);
+    }
+
+    /// Tells all others about a peer.
+    fn tell(&self, channel: Channel, about: PeerId, check: u32, port: &mut dyn Port) {
         let me = self.members[self.me];
-        let culprit = error.peer().unwrap_or(me);
-        let tag = Tag { context: self.context, channel: Channel::Abort, number: culprit.0 };
+        let tag = Tag { context: self.context, channel, number: about.0 };
         for &peer in self.members.iter().filter(|&&peer| peer != me) {
-            let frame: Frame = port.lease(0);
+            let mut frame: Frame = port.lease(0);
+            frame.check = check;
             // A peer that cannot be told has its own way of noticing.
             let _ = port.send(peer, tag, frame);
         }
+    }
+
+    /// Who is to blame when this rank has waited for `first` in vain: whoever waits has said for whom, so the way leads
+    /// to a rank that says nothing. Where it leads round in a circle, nobody is silent and a link is: the first one whose
+    /// far end is no less advanced, so that it must have sent what did not come.
+    fn root_of_waiting(&self, first: PeerId, progress: u32, port: &dyn Port) -> PeerId {
+        let mut way = vec![(self.members[self.me], progress)];
+        let mut at = first;
+        while way.iter().all(|&(seen, _)| seen != at) {
+            let Some((next, far)) = port.suspicion(self.context, at) else { return at };
+            way.push((at, far));
+            at = next;
+        }
+        let round = way.iter().skip_while(|&&(seen, _)| seen != at);
+        let mut round: Vec<_> = round.copied().collect();
+        round.extend(round.first().copied());
+        let broken = round.windows(2).find(|pair| pair[1].1 >= pair[0].1);
+        broken.map_or(first, |pair| pair[1].0)
     }
 }
 
@@ -88,8 +117,11 @@ where
         }
         Poll::Ready(())
     }
-    fn fail(&mut self, error: CommError, port: &mut dyn Port) {
+    fn fail(&mut self, mut error: CommError, port: &mut dyn Port) {
         if let Some(group) = &self.group {
+            if let (CommError::Deadline { peer, .. }, Some(body)) = (&mut error, &self.body) {
+                *peer = group.root_of_waiting(*peer, body.progress(), port);
+            }
             group.fail(&error, port);
         }
         tracing::debug!(op = self.name, %error, "failed");
@@ -101,6 +133,15 @@ where
     }
     fn limit(&self) -> Nanos {
         self.limit
+    }
+    fn alarm(&self) -> Nanos {
+        let waits = self.group.is_some() && self.limit < Nanos::MAX;
+        if waits { Nanos(self.limit.0 - self.limit.0 / 4) } else { Nanos::MAX }
+    }
+    fn warn(&mut self, port: &mut dyn Port) {
+        if let (Some(group), Some(body)) = (&self.group, &self.body) {
+            group.tell(Channel::Suspect, body.waits_for(), body.progress(), port);
+        }
     }
 }
 
@@ -267,22 +308,26 @@ impl Communicator {
             }
         }
         same.sort_unstable();
-        let me =
-            same.iter().position(|&(_, rank)| rank == self.group.me).expect("its own color is among them");
-        let members = same.iter().map(|&(_, rank)| self.group.members[rank]).collect();
+        let ranks: Vec<usize> = same.into_iter().map(|(_, rank)| rank).collect();
+        Ok(self.among(&ranks, mix(mix(mix(self.group.context, 1), u64::from(epoch)), u64::from(color))))
+    }
+
+    /// A communicator of these ranks, this one among them, in this order.
+    fn among(&self, ranks: &[usize], context: u64) -> Self {
+        let me = ranks.iter().position(|&rank| rank == self.group.me).expect("this rank is among them");
+        let members = ranks.iter().map(|&rank| self.group.members[rank]).collect();
         let declared = self.plans.topology();
-        let mut topology = Topology::uniform(same.len(), Link::FREE);
-        for (i, &(_, a)) in same.iter().enumerate() {
+        let mut topology = Topology::uniform(ranks.len(), Link::FREE);
+        for (i, &a) in ranks.iter().enumerate() {
             topology.set_port(Rank(i as u32), declared.port(Rank(a as u32)));
-            for (j, &(_, b)) in same.iter().enumerate() {
+            for (j, &b) in ranks.iter().enumerate() {
                 let link = declared.link(Rank(a as u32), Rank(b as u32));
                 topology.set_link(Rank(i as u32), Rank(j as u32), link);
             }
         }
         let plans = Plans::new(Rank(me as u32), self.plans.algorithm(), topology);
-        let context = mix(mix(mix(self.group.context, 1), u64::from(epoch)), u64::from(color));
         let group = Group { context, me, members, next: AtomicU32::new(0), failed: Mutex::default() };
-        Ok(Self { group: Arc::new(group), plans: Arc::new(plans), ..self.clone() })
+        Self { group: Arc::new(group), plans: Arc::new(plans), ..self.clone() }
     }
 }
 

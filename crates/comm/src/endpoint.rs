@@ -68,7 +68,7 @@ pub(crate) struct Shared<D> {
 #[derive(Default)]
 struct Jobs {
     next: u64,
-    /// In the order of their start, so by number; each with its deadline.
+    /// In the order of their start, so by number; each with the time at which it first acts by itself.
     live: Vec<(u64, Nanos, Arc<Cell>)>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -78,9 +78,28 @@ struct Cell(Mutex<Running>);
 
 struct Running {
     task: Option<Box<dyn Task>>,
-    clock: Nanos,
-    deadline: Nanos,
+    times: Times,
     waker: Option<Waker>,
+}
+
+/// An operation's clock, and when it acts by itself.
+#[derive(Clone, Copy)]
+struct Times {
+    clock: Nanos,
+    /// Over once it has been warned.
+    alarm: Nanos,
+    deadline: Nanos,
+}
+
+impl Times {
+    fn new(start: Nanos, task: &dyn Task) -> Self {
+        let after = |limit| start.saturating_add(limit);
+        Self { clock: start, alarm: after(task.alarm()), deadline: after(task.limit()) }
+    }
+
+    fn next(&self) -> Nanos {
+        self.alarm.min(self.deadline)
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -130,21 +149,29 @@ impl<D: Driver> Port for View<'_, D> {
         self.clock = self.clock.max(frame.arrived);
         Ok(Some(frame))
     }
+    fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
+        self.shared.inbox.suspicion(context, peer)
+    }
 }
 
 impl<D: Driver> Shared<D> {
     /// Polls one operation, and ends it where its time is over. Returns whether it is over.
-    fn poll(&self, task: &mut dyn Task, clock: &mut Nanos, deadline: Nanos, wake: Wake) -> bool {
-        let mut view = View { shared: self, op: task.name(), clock: *clock };
+    fn poll(&self, task: &mut dyn Task, times: &mut Times, wake: Wake) -> bool {
+        let mut view = View { shared: self, op: task.name(), clock: times.clock };
         let mut over = task.poll(&mut view).is_ready();
         if !over {
+            if self.driver.horizon() >= times.alarm {
+                times.alarm = Nanos::MAX;
+                view.learn();
+                task.warn(&mut view);
+            }
             let (op, peer) = (task.name(), task.waits_for());
             let error = if wake == Wake::Deadlock {
                 Some(CommError::Deadlock { op, peer })
             } else if self.inbox.has_ended() {
                 Some(CommError::Ended { op })
-            } else if self.driver.horizon() >= deadline {
-                view.clock = view.clock.max(deadline);
+            } else if self.driver.horizon() >= times.deadline {
+                view.clock = view.clock.max(times.deadline);
                 Some(CommError::Deadline { op, peer, after: task.limit() })
             } else {
                 None
@@ -155,7 +182,7 @@ impl<D: Driver> Shared<D> {
                 over = true;
             }
         }
-        *clock = view.clock;
+        times.clock = view.clock;
         over
     }
 
@@ -172,8 +199,8 @@ impl<D: Driver> Shared<D> {
             };
             from = number + 1;
             let mut running = lock(&cell.0);
-            let Running { task, clock, deadline, waker } = &mut *running;
-            let over = task.as_mut().is_none_or(|task| self.poll(task.as_mut(), clock, *deadline, wake));
+            let Running { task, times, waker } = &mut *running;
+            let over = task.as_mut().is_none_or(|task| self.poll(task.as_mut(), times, wake));
             if over {
                 *task = None;
                 if let Some(waker) = waker.take() {
@@ -184,7 +211,7 @@ impl<D: Driver> Shared<D> {
                 // Whoever waits for it on another thread looks again.
                 self.inbox.signal();
             } else {
-                earliest = earliest.min(*deadline);
+                earliest = earliest.min(times.next());
             }
         }
     }
@@ -200,10 +227,10 @@ impl<D: Driver> Shared<D> {
         !lock(&self.jobs).live.is_empty()
     }
 
-    /// The first deadline of the started operations.
+    /// Until when the started operations do nothing by themselves.
     fn first_deadline(&self) -> Nanos {
         let jobs = lock(&self.jobs);
-        jobs.live.iter().map(|&(_, deadline, _)| deadline).min().unwrap_or(Nanos::MAX)
+        jobs.live.iter().map(|&(_, acts, _)| acts).min().unwrap_or(Nanos::MAX)
     }
 
     /// Blocks until `over` says so, with all started operations going on meanwhile.
@@ -321,25 +348,23 @@ impl<D: Driver> Transport for Endpoint<D> {
 
     fn run(&self, task: &mut dyn Task) {
         let shared = self.shared();
-        let mut clock = shared.driver.now();
-        let deadline = clock.saturating_add(task.limit());
-        shared.wait_until(|wake| (shared.poll(task, &mut clock, deadline, wake), deadline));
-        shared.driver.lift(clock, shared.first_deadline());
+        let mut times = Times::new(shared.driver.now(), task);
+        shared.wait_until(|wake| (shared.poll(task, &mut times, wake), times.next()));
+        shared.driver.lift(times.clock, shared.first_deadline());
     }
 
     fn spawn(&self, mut task: Box<dyn Task>) -> Job {
         let shared = self.shared();
-        let mut clock = shared.driver.now();
-        let deadline = clock.saturating_add(task.limit());
+        let mut times = Times::new(shared.driver.now(), task.as_ref());
         // The first frames leave at once, not when somebody happens to wait.
-        let over = shared.poll(task.as_mut(), &mut clock, deadline, Wake::Moved);
-        let running = Running { task: (!over).then_some(task), clock, deadline, waker: None };
+        let over = shared.poll(task.as_mut(), &mut times, Wake::Moved);
+        let running = Running { task: (!over).then_some(task), times, waker: None };
         let cell = Arc::new(Cell(Mutex::new(running)));
         let mut jobs = lock(&shared.jobs);
         let number = jobs.next;
         jobs.next += 1;
         if !over {
-            jobs.live.push((number, deadline, Arc::clone(&cell)));
+            jobs.live.push((number, times.next(), Arc::clone(&cell)));
             if jobs.thread.is_none() && shared.driver.has_background() {
                 let shared = Arc::clone(shared);
                 let thread = std::thread::Builder::new().name("farflung-comm".to_owned());
@@ -360,6 +385,9 @@ impl<D: Driver> Transport for Endpoint<D> {
     fn events(&self) -> Vec<PeerEvent> {
         self.shared().inbox.events()
     }
+    fn retire(&self, context: u64) {
+        self.shared().inbox.retire(context);
+    }
 }
 
 trait Host: Send + Sync {
@@ -371,7 +399,7 @@ impl<D: Driver> Host for Handle<D> {
     fn wait(&self, cell: &Cell) {
         let shared = &self.0;
         shared.wait_until(|_| (lock(&cell.0).task.is_none(), Nanos::MAX));
-        let clock = lock(&cell.0).clock;
+        let clock = lock(&cell.0).times.clock;
         shared.driver.lift(clock, shared.first_deadline());
     }
 
@@ -379,7 +407,7 @@ impl<D: Driver> Host for Handle<D> {
         let mut running = lock(&cell.0);
         if let Some(mut task) = running.task.take() {
             let op = task.name();
-            let mut view = View { shared: &*self.0, op, clock: running.clock.max(self.0.driver.now()) };
+            let mut view = View { shared: &*self.0, op, clock: running.times.clock.max(self.0.driver.now()) };
             task.fail(CommError::Cancelled { op }, &mut view);
             self.0.forget(number);
         }

@@ -43,6 +43,8 @@ struct State {
     spare: Vec<VecDeque<Frame>>,
     peers: Vec<Peer>,
     aborted: BTreeMap<u64, (PeerId, PeerId)>,
+    /// Contexts whose frames nobody will take, the latest last.
+    retired: VecDeque<u64>,
     events: VecDeque<PeerEvent>,
 }
 
@@ -52,6 +54,19 @@ struct Peer {
     stats: Stats,
     /// Bytes of its frames that nobody has taken.
     held: usize,
+    /// By context: for whom it waits, and how far it is. The latest few.
+    suspicions: VecDeque<(u64, PeerId, u32)>,
+}
+
+/// Contexts that are remembered beyond their end, and suspicions of a peer.
+const REMEMBERED: usize = 64;
+
+/// Appends to what is remembered.
+fn remember<T>(memory: &mut VecDeque<T>, entry: T) {
+    if memory.len() == REMEMBERED {
+        memory.pop_front();
+    }
+    memory.push_back(entry);
 }
 
 impl fmt::Debug for Inbox {
@@ -74,6 +89,7 @@ impl Inbox {
             spare: Vec::new(),
             peers: (0..size).map(|_| Peer::default()).collect(),
             aborted: BTreeMap::new(),
+            retired: VecDeque::new(),
             events: VecDeque::new(),
         };
         Self { state: Mutex::new(state), moved: Condvar::new() }
@@ -130,7 +146,12 @@ impl Inbox {
             let known = (tag.number as usize) < state.peers.len();
             let culprit = if known { PeerId(tag.number) } else { from };
             state.aborted.entry(tag.context).or_insert((from, culprit));
-        } else {
+        } else if tag.channel == Channel::Suspect {
+            remember(
+                &mut state.peers[from.index()].suspicions,
+                (tag.context, PeerId(tag.number), frame.check),
+            );
+        } else if !state.retired.contains(&tag.context) {
             state.peers[from.index()].held += frame.len();
             let State { frames, spare, .. } = state;
             frames.entry((from, tag)).or_insert_with(|| spare.pop().unwrap_or_default()).push_back(frame);
@@ -243,6 +264,28 @@ impl Inbox {
         // What arrived before the end is still good, so this comes after.
         Self::alive(&state, op, from, tag)?;
         Ok(None)
+    }
+
+    /// For whom a peer has last said that it waits in a context, and how far it is.
+    pub(crate) fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
+        let state = self.lock();
+        let said = state.peers.get(peer.index())?.suspicions.iter().rev().find(|said| said.0 == context)?;
+        Some((said.1, said.2))
+    }
+
+    /// Drops the frames of a context, those that are here and those that come.
+    pub(crate) fn retire(&self, context: u64) {
+        let mut state = self.lock();
+        let State { frames, peers, retired, .. } = &mut *state;
+        frames.retain(|(from, tag), queue| {
+            if tag.context != context {
+                return true;
+            }
+            peers[from.index()].held -= queue.iter().map(Frame::len).sum::<usize>();
+            false
+        });
+        remember(retired, context);
+        self.move_on(&mut state);
     }
 
     pub(crate) fn has_ended(&self) -> bool {

@@ -214,6 +214,10 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
         self.peer((0..self.lanes.len()).find_map(waits).unwrap_or_default())
     }
 
+    fn progress(&self) -> u32 {
+        self.lanes.iter().map(|lane| lane.cursor as u32).sum()
+    }
+
     fn finish(self) -> S {
         self.data
     }

@@ -21,6 +21,8 @@ pub enum Channel {
     Collective = 1,
     /// The news that a context has failed.
     Abort = 2,
+    /// Whom a rank waits for, shortly before its deadline.
+    Suspect = 3,
 }
 
 /// Which conversation a frame belongs to. Frames of one (peer, tag) arrive in the order they were sent.
@@ -110,6 +112,8 @@ pub trait Port {
     /// # Errors
     /// If there is none and the peer is gone or the context was aborted, so that there never will be.
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError>;
+    /// For whom `peer` has said that it waits in this context, and how far it is.
+    fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)>;
 }
 
 /// An operation as a state machine that a transport drives.
@@ -124,6 +128,12 @@ pub trait Task: Send {
     fn waits_for(&self) -> PeerId;
     /// How long it may take from its start; [`Nanos::MAX`] is for ever.
     fn limit(&self) -> Nanos;
+    /// How long after its start it is [warned](Task::warn), where it wants to be.
+    fn alarm(&self) -> Nanos {
+        Nanos::MAX
+    }
+    /// Its deadline is near.
+    fn warn(&mut self, _port: &mut dyn Port) {}
 }
 
 /// An endpoint of a network whose members are `PeerId(0)..PeerId(size)`.
@@ -150,6 +160,8 @@ pub trait Transport: Debug + Send + Sync {
     fn traffic(&self, peer: PeerId) -> Stats;
     /// What happened to peers since the last call.
     fn events(&self) -> Vec<PeerEvent>;
+    /// Drops what has arrived for this context, and what still will.
+    fn retire(&self, context: u64);
 
     /// Sends one frame; done when the network has taken it.
     fn send(&self, to: PeerId, tag: Tag, frame: Frame, limit: Nanos) -> Pending<Result<(), CommError>> {

@@ -7,7 +7,7 @@ use crate::{FRAME_BYTES, WireError};
 pub const HEADER_BYTES: usize = 32;
 
 /// The protocol's version; every frame carries it.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 
 const MAGIC: [u8; 4] = *b"FFLC";
 
@@ -93,7 +93,7 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
         return Err(WireError::Version { want: VERSION, got: h[4] });
     }
     let kind = Kind::ALL.into_iter().find(|k| *k as u8 == h[5]).ok_or(WireError::Kind(h[5]))?;
-    let channels = [Channel::User, Channel::Collective, Channel::Abort];
+    let channels = [Channel::User, Channel::Collective, Channel::Abort, Channel::Suspect];
     let channel = channels.into_iter().find(|c| *c as u8 == h[6]).ok_or(WireError::Channel(h[6]))?;
     let length = word(24) as usize;
     if length > FRAME_BYTES {
@@ -116,7 +116,7 @@ mod tests {
     fn the_header_is_pinned() {
         let tag = Tag { context: 0x0807_0605_0403_0201, channel: Channel::Collective, number: 9 };
         let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
-        let fields = "46464c43 01 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
+        let fields = "46464c43 02 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
         assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
         // CRC-32/ISO-HDLC, as zlib has it.
         let whole = [&header[..28], b"farflung"].concat();
@@ -141,9 +141,9 @@ mod tests {
             decode(&h)
         };
         assert_eq!(with(0, b'X'), Err(WireError::Magic));
-        assert_eq!(with(4, 2), Err(WireError::Version { want: 1, got: 2 }));
+        assert_eq!(with(4, 1), Err(WireError::Version { want: 2, got: 1 }));
         assert_eq!(with(5, 0), Err(WireError::Kind(0)));
-        assert_eq!(with(6, 3), Err(WireError::Channel(3)));
+        assert_eq!(with(6, 4), Err(WireError::Channel(4)));
         assert!(matches!(with(27, 0xFF), Err(WireError::Length { .. })));
         let rng = farflung_base::Philox::new(1, 2);
         for i in 0..200_000 {

@@ -324,6 +324,27 @@ fn a_peer_that_leaves_fails_the_others_at_once() {
 }
 
 #[test]
+fn those_that_are_left_go_on_under_a_new_epoch() {
+    for (name, cluster) in TRANSPORTS {
+        on_ranks(cluster(4), |comm| {
+            let comm = comm.with_deadline(Nanos::from_millis(3_000));
+            if comm.rank().0 == 1 {
+                return;
+            }
+            let mut x = vec![1.0_f32; 1000];
+            let failed = comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
+            assert_eq!(failed.peer(), Some(PeerId(1)), "{name}: {failed}");
+            let left = comm.shrink().unwrap();
+            assert_eq!((left.size(), left.rank().0), (3, comm.rank().0.saturating_sub(1)), "{name}");
+            let mut x = vec![f64::from(comm.rank().0); 100_000];
+            left.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+            assert!(x.iter().all(|&v| v == 5.0), "{name}");
+            assert!(matches!(comm.barrier(), Err(CommError::Poisoned(_))), "{name}");
+        });
+    }
+}
+
+#[test]
 fn ranks_in_different_collectives_are_told_so() {
     for (name, cluster) in TRANSPORTS {
         let errors = on_ranks(cluster(2), |comm| {

@@ -276,6 +276,67 @@ fn a_freeze_ends_and_a_partition_does_not_lose_what_comes_after() {
     assert!(parted.iter().all(|(time, error)| error.is_some() && *time <= ms(2_100)), "{parted:?}");
 }
 
+/// What eight ranks find when something happens at `at` to an all-reduce by `algorithm`, and whether those that are
+/// left after a shrink can go on.
+fn survive(algorithm: Algorithm, faults: &Faults, lost: &[u32]) -> Vec<(Nanos, Option<CommError>, bool)> {
+    let deadline = Nanos::from_millis(2_000);
+    on_ranks(faulty(&uniform(8, "100mbit,20ms"), faults), |comm| {
+        let comm = comm.with_deadline(deadline).with_algorithm(algorithm);
+        let mut x = vec![1.0_f32; 50_000];
+        let error = comm.all_reduce(&mut x, ReduceOp::Sum).err();
+        assert!(x.iter().all(|v| if error.is_none() { *v == 8.0 } else { v.is_nan() }));
+        let time = comm.now();
+        if lost.contains(&comm.rank().0) {
+            // It has to be there for the others to wait for it.
+            let _ = comm.barrier();
+            return (time, error, false);
+        }
+        let again = comm.shrink().and_then(|left| {
+            let mut y = [1_u32; 5];
+            left.all_reduce(&mut y, ReduceOp::Sum).map(|()| y[0] as usize == left.size())
+        });
+        (time, error, again.unwrap_or(false))
+    })
+}
+
+#[test]
+fn a_silent_rank_is_named_by_all_and_the_others_go_on_without_it() {
+    for algorithm in [Algorithm::Ring, Algorithm::HalvingDoubling, Algorithm::Direct, Algorithm::DoubleTree] {
+        for at in [0, 25, 60, 110] {
+            let faults =
+                Faults::new().at(Nanos::from_millis(at)).freeze(PeerId(3), Nanos::from_millis(60_000));
+            let ends = survive(algorithm, &faults, &[3]);
+            for (rank, (time, error, again)) in ends.iter().enumerate().filter(|(rank, _)| *rank != 3) {
+                let what = format!("{algorithm:?} at {at}, rank {rank}: {error:?} at {time}");
+                match error {
+                    Some(error) => assert_eq!(error.peer(), Some(PeerId(3)), "{what}"),
+                    // Whoever had all before is well.
+                    None => assert!(*time < Nanos::from_millis(2_000), "{what}"),
+                }
+                assert!(*time <= Nanos::from_millis(2_050), "{what}");
+                let all_failed = ends.iter().all(|(_, error, _)| error.is_some());
+                assert!(*again || !all_failed, "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cut_link_is_named_by_one_of_its_ends() {
+    for at in [0, 30, 70, 150] {
+        let faults = Faults::new().at(Nanos::from_millis(at)).cut(PeerId(4), PeerId(5));
+        let ends = survive(Algorithm::Ring, &faults, &[]);
+        assert!(ends.iter().any(|(_, error, _)| error.is_some()), "at {at}");
+        for (rank, (time, error, _)) in ends.iter().enumerate() {
+            let what = format!("at {at}, rank {rank}: {error:?} at {time}");
+            // Whoever needs nothing of the other end any more is well.
+            let named = error.as_ref().map(CommError::peer);
+            assert!([None, Some(Some(PeerId(4))), Some(Some(PeerId(5)))].contains(&named), "{what}");
+            assert!(*time <= Nanos::from_millis(2_050), "{what}");
+        }
+    }
+}
+
 #[test]
 fn a_spoilt_frame_is_told_with_its_sender() {
     let spoilt = under(&Faults::new().at(Nanos::from_millis(60)).corrupt(PeerId(1), PeerId(2)));
