@@ -2,7 +2,7 @@
 
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::pipeline::{
-    Boundary, ComputeOrder, Method, PipelineCost, Settings, StageCost, peaks, simulate,
+    Boundary, Comparison, ComputeOrder, Method, PipelineCost, Settings, StageCost, peaks, simulate,
 };
 
 fn order(method: Method, p: u32, m: u32) -> ComputeOrder {
@@ -165,4 +165,46 @@ fn closed_forms_of_span_bubbles() {
         bubbles.into_iter().max().unwrap()
     });
     assert_eq!(found, [304, 78, 18]);
+}
+
+/// `DeepSpeed`'s `TrainSchedule` steps all ranks in lock-step; in which order a rank runs what is 1F1B.
+#[test]
+fn deepspeeds_lock_steps_are_1f1b() {
+    for (p, m) in [(4_i64, 8_i64), (7, 12), (3, 2)] {
+        let made = order(Method::OneFOneB, p as u32, m as u32);
+        for (s, list) in (0..).zip(made.lists()) {
+            let mut expected = Vec::new();
+            for step in 0..2 * (m + p - 1) {
+                let (even_step, even_stage) = (step % 2 == 0, s % 2 == 0);
+                let (kind, i) = match (even_step, even_stage) {
+                    (true, true) => ('F', step / 2 - s / 2),
+                    (false, false) => ('F', (step - 1) / 2 - s / 2),
+                    (true, false) => ('B', step / 2 - p + (s + 1) / 2),
+                    (false, true) => ('B', (step - 1) / 2 - p + 1 + s / 2),
+                };
+                if (0..m).contains(&i) {
+                    expected.push(format!("{s}{kind}{i}"));
+                }
+            }
+            let found: Vec<String> = list.iter().map(ToString::to_string).collect();
+            assert_eq!(found, expected, "stage {s} of {p}");
+        }
+    }
+}
+
+/// Every method beside every other, and the one that is chosen.
+#[test]
+fn compared() {
+    let comparison = Comparison {
+        ranks: 4,
+        microbatches: 8,
+        cost: vec![StageCost::UNIT],
+        boundary: Boundary::latency(Nanos::from_micros(500)),
+        memory_quarters: Some(16),
+    };
+    let compared = comparison.run().unwrap();
+    assert_eq!(compared.best().map(|(method, _)| method), Some(Method::ZbV));
+    insta::assert_snapshot!(compared.to_string());
+    let refused = Comparison { cost: vec![StageCost::UNIT; 3], ..comparison };
+    assert!(refused.run().is_err());
 }

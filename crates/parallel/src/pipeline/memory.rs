@@ -1,9 +1,10 @@
 //! What a pipeline's ranks hold: activations from their forward to the end of their backward. Order alone decides it,
 //! not time.
 
-use farflung_base::Bytes;
+use farflung_base::{Bytes, StageId};
 
-use super::{ComputeKind, ComputeOrder, Op, PipelineCost};
+use super::cost::CostTable;
+use super::{Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Op, PipelineCost, Schedule};
 use crate::ParallelError;
 
 /// The most chunk activations that each rank holds at once: forwards done, the last part of their backward not yet.
@@ -36,35 +37,132 @@ pub fn peaks(order: &ComputeOrder) -> Vec<u32> {
 ///
 /// Errors: as [`PipelineCost::check`].
 pub fn peak_bytes(order: &ComputeOrder, cost: &PipelineCost) -> Result<Vec<Bytes>, ParallelError> {
-    cost.check(order)?;
-    let table = cost.table(order);
-    let mut recomputes = vec![false; order.cells()];
-    for (_, action) in order.actions().filter(|(_, a)| a.kind == ComputeKind::Recompute) {
-        recomputes[order.cell(action)] = true;
+    let held = Held::new(order, cost)?;
+    let peak = |list: &Vec<Op>| held.peak(list.iter().map(|&op| Lowered::Compute(op)));
+    Ok(order.lists().iter().map(peak).collect())
+}
+
+impl Schedule {
+    /// The most bytes of activations that each rank holds at once, what is offloaded not among them.
+    ///
+    /// Errors: as [`PipelineCost::check`].
+    pub fn peak_bytes(&self, cost: &PipelineCost) -> Result<Vec<Bytes>, ParallelError> {
+        let held = Held::new(self.order(), cost)?;
+        Ok(self.lists().iter().map(|list| held.peak(list.iter().copied())).collect())
     }
-    let forward_only = order.is_forward_only();
-    let peak = |list: &Vec<Op>| {
+}
+
+/// What is held of each microbatch.
+struct Held<'a> {
+    order: &'a ComputeOrder,
+    table: CostTable,
+    recomputes: Vec<bool>,
+    forward_only: bool,
+}
+
+impl<'a> Held<'a> {
+    fn new(order: &'a ComputeOrder, cost: &PipelineCost) -> Result<Self, ParallelError> {
+        cost.check(order)?;
+        let mut recomputes = vec![false; order.cells()];
+        for (_, action) in order.actions().filter(|(_, a)| a.kind == ComputeKind::Recompute) {
+            recomputes[order.cell(action)] = true;
+        }
+        Ok(Self { order, table: cost.table(order), recomputes, forward_only: order.is_forward_only() })
+    }
+
+    fn peak(&self, list: impl Iterator<Item = Lowered>) -> Bytes {
         let (mut held, mut most) = (0_u64, 0_u64);
-        for action in list.iter().flat_map(Op::actions) {
-            let memory = table.of(action).memory;
-            let after_forward =
-                if recomputes[order.cell(action)] { memory.input } else { memory.activations };
-            let all = memory.activations.0;
-            // While it computes, a forward holds all that it makes, kept or not.
-            match action.kind {
-                ComputeKind::Forward => {
-                    most = most.max(held.saturating_add(all));
-                    held = held.saturating_add(if forward_only { 0 } else { after_forward.0 });
+        for entry in list {
+            match entry {
+                Lowered::Compute(op) => {
+                    for action in op.actions() {
+                        let (while_running, after) = self.change(action);
+                        most = most.max(held.saturating_add(while_running));
+                        held = held.saturating_add(after.0).saturating_sub(after.1);
+                    }
                 }
-                ComputeKind::Recompute => held = held.saturating_add(all).saturating_sub(memory.input.0),
-                ComputeKind::BackwardInput => held = held.saturating_sub(all - memory.for_weight.0.min(all)),
-                ComputeKind::BackwardWeight => held = held.saturating_sub(memory.for_weight.0.min(all)),
-                ComputeKind::Backward => held = held.saturating_sub(all),
-                ComputeKind::Step => {}
+                Lowered::Move { kind: LoweredKind::Offload, stage, microbatch, slice } => {
+                    held = held.saturating_sub(self.activations(stage, microbatch, slice));
+                }
+                Lowered::Move { kind: LoweredKind::Load, stage, microbatch, slice } => {
+                    held = held.saturating_add(self.activations(stage, microbatch, slice));
+                }
+                Lowered::Move { .. } => {}
             }
             most = most.max(held);
         }
         Bytes(most)
-    };
-    Ok(order.lists().iter().map(peak).collect())
+    }
+
+    fn activations(&self, stage: StageId, microbatch: u32, slice: u16) -> u64 {
+        let action = Action { stage, microbatch, slice, kind: ComputeKind::Forward };
+        self.table.of(action).memory.activations.0
+    }
+
+    /// What an action holds besides while it runs, and what it adds and takes away for good.
+    fn change(&self, action: Action) -> (u64, (u64, u64)) {
+        let memory = self.table.of(action).memory;
+        let all = memory.activations.0;
+        let for_weight = memory.for_weight.0.min(all);
+        match action.kind {
+            // A forward holds all that it makes while it runs, kept or not.
+            ComputeKind::Forward if self.forward_only => (all, (0, 0)),
+            ComputeKind::Forward if self.recomputes[self.order.cell(action)] => (all, (memory.input.0, 0)),
+            ComputeKind::Forward => (all, (all, 0)),
+            ComputeKind::Recompute => (all, (all, memory.input.0)),
+            ComputeKind::BackwardInput => (0, (0, all - for_weight)),
+            ComputeKind::BackwardWeight => (0, (0, for_weight)),
+            ComputeKind::Backward => (0, (0, all)),
+            ComputeKind::Step => (0, (0, 0)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_base::Nanos;
+
+    use super::*;
+    use crate::pipeline::{Boundary, Lowering, Method, Settings, StageCost, StageMemory};
+
+    /// Per microbatch 10 bytes, 4 of them until W, 1 where the stage recomputes.
+    fn cost(order: &ComputeOrder) -> PipelineCost {
+        let memory = StageMemory { activations: Bytes(10), for_weight: Bytes(4), input: Bytes(1) };
+        PipelineCost::uniform(order, StageCost { memory, ..StageCost::UNIT }, Boundary::latency(Nanos::ZERO))
+    }
+
+    fn peak(order: &ComputeOrder) -> Vec<u64> {
+        peak_bytes(order, &cost(order)).unwrap().into_iter().map(|b| b.0).collect()
+    }
+
+    #[test]
+    fn recompute_holds_inputs_and_one_microbatch() {
+        let order = Method::GPipe.order(&Settings::new(2, 4)).unwrap();
+        assert_eq!(peak(&order), [40, 40]);
+        // The last stage turns round with all of its last microbatch still there.
+        assert_eq!(peak(&order.with_recompute()), [13, 13]);
+    }
+
+    #[test]
+    fn a_split_backward_gives_back_in_two_parts() {
+        // F0 F1 I0 I1 W0 W1: 20, then 6 less twice.
+        let order: ComputeOrder = "r0: 0F0 0F1 0I0 0I1 0F2 0W0 0W1 0I2 0W2".parse().unwrap();
+        assert_eq!(peak(&order), [20]);
+        let later: ComputeOrder = "r0: 0F0 0F1 0I0 0F2 0W0 0I1 0W1 0I2 0W2".parse().unwrap();
+        assert_eq!(peak(&later), [24]);
+        let forwards = Method::Inference.order(&Settings::new(1, 5)).unwrap();
+        assert_eq!(peak(&forwards), [10]);
+    }
+
+    #[test]
+    fn what_is_offloaded_is_not_held() {
+        let order = Method::GPipe.order(&Settings::new(2, 8)).unwrap();
+        let costs = cost(&order);
+        let lowering = Lowering { offload: Some(4), ..Lowering::default() };
+        let schedule = Schedule::new(order, &lowering).unwrap();
+        let peaks = schedule.peak_bytes(&costs).unwrap();
+        // Those whose backward is near, the one that is back, and the one that is still leaving.
+        assert!(peaks.iter().all(|p| p.0 <= 40), "{peaks:?}");
+        assert!(schedule.to_string().contains("0OFFLOAD0") && schedule.to_string().contains("0LOAD0"));
+    }
 }

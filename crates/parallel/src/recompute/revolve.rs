@@ -6,6 +6,7 @@ use super::{RecomputePlan, Step};
 
 /// `C(n, k)`, or the most that fits.
 fn choose(n: u64, k: u64) -> u64 {
+    let k = k.min(n - k);
     (1..=k).fold(1_u64, |c, i| {
         let wide = u128::from(c) * u128::from(n - k + i) / u128::from(i);
         u64::try_from(wide).unwrap_or(u64::MAX)
@@ -26,7 +27,10 @@ pub fn revolve_forwards(layers: u64, slots: u64) -> Option<u64> {
     if layers <= 1 {
         return Some(0);
     }
-    let repeats = (1..).find(|&r| choose(slots + r, r) >= layers)?;
+    if slots == 1 {
+        return Some(layers.saturating_mul(layers - 1) / 2);
+    }
+    let repeats = (1..=layers).find(|&r| choose(slots + r, r) >= layers)?;
     Some(repeats * layers - choose(slots + repeats, repeats - 1))
 }
 

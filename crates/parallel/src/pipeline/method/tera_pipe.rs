@@ -37,8 +37,8 @@ pub struct Slicing {
 ///
 /// `time(length, before)` is what a stage takes for a slice of `length` tokens behind `before` others. The total is
 /// the sum over slices and `stages - 1` times the longest one. For each possible longest time, dynamic programming
-/// finds the least sum; longest times less than `tolerance` above the one before are passed over, which costs at most
-/// `stages` times `tolerance`.
+/// finds the least sum; of longest times that lie within `tolerance` only one is tried, which costs at most `stages`
+/// times `tolerance`.
 ///
 /// Errors: [`ParallelError::Zero`]; tokens that are no multiple of the grain.
 /// Source: Li et al. 2021, "`TeraPipe`", section 3.3, algorithm 1.
@@ -78,16 +78,18 @@ pub fn slice_tokens(
     longest.dedup();
 
     let mut best: Option<Slicing> = None;
-    let mut tried = None;
-    for bound in longest {
+    let mut passed: Option<Nanos> = None;
+    for (i, &bound) in longest.iter().enumerate() {
         let rest = Nanos(bound.0.saturating_mul(u64::from(stages - 1)));
         if best.as_ref().is_some_and(|b| rest >= b.total) {
             break;
         }
-        if tried.is_some_and(|t: Nanos| bound.saturating_sub(t) < tolerance) {
+        // What a lower bound admits, a higher one does: the last of those that lie close is tried for all.
+        let first = *passed.get_or_insert(bound);
+        if longest.get(i + 1).is_some_and(|next| next.saturating_sub(first) < tolerance) {
             continue;
         }
-        tried = Some(bound);
+        passed = None;
         let Some((sum, lengths)) = least_sum(&times, bound) else { continue };
         let total = sum.saturating_add(rest);
         if best.as_ref().is_none_or(|b| total < b.total) {
@@ -108,8 +110,8 @@ fn least_sum(times: &[Vec<Nanos>], bound: Nanos) -> Option<(Nanos, Vec<usize>)> 
             let before = sums[i - k].filter(|_| time <= bound)?.0;
             Some((before.saturating_add(time), k))
         };
-        // Of equal sums the one with the longest last slice: fewer slices.
-        let least = (1..).zip(ends).filter_map(with).min_by_key(|&(sum, k)| (sum, std::cmp::Reverse(k)));
+        // Of equal sums the one with the shortest last slice.
+        let least = (1..).zip(ends).filter_map(with).min_by_key(|&(sum, _)| sum);
         sums.push(least);
     }
     let (sum, _) = (*sums.last()?)?;
@@ -122,4 +124,56 @@ fn least_sum(times: &[Vec<Nanos>], bound: Nanos) -> Option<(Nanos, Vec<usize>)> 
     }
     lengths.reverse();
     Some((sum, lengths))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn time(l: u64, c: u64) -> Nanos {
+        Nanos(100_000 + 1000 * l + 2 * l * c)
+    }
+
+    fn slices(first: &[u64], count: usize) -> Vec<u64> {
+        [first, &vec![128; count]].concat()
+    }
+
+    #[test]
+    fn slicings_that_others_found() {
+        for (tokens, stages, lengths, total) in [
+            (2048, 8, slices(&[640, 256], 9), 11_899_712),
+            (1024, 4, slices(&[384], 5), 3_895_200),
+            (2048, 48, slices(&[512, 256], 10), 40_768_224),
+        ] {
+            let found = slice_tokens(tokens, 128, stages, Nanos::ZERO, time).unwrap();
+            assert_eq!((found.lengths, found.total), (lengths, Nanos(total)));
+        }
+    }
+
+    /// Against all ways to cut a short sequence, and within the tolerance where candidates are passed over.
+    #[test]
+    fn no_way_to_cut_is_better() {
+        for (tokens, stages) in [(1, 3), (5, 1), (9, 4), (12, 30)] {
+            let mut best = Nanos::MAX;
+            for cuts in 0_u32..1 << (tokens - 1) {
+                let (mut before, mut sum, mut longest) = (0, Nanos::ZERO, Nanos::ZERO);
+                for end in (1..=tokens).filter(|&end| end == tokens || cuts >> (end - 1) & 1 == 1) {
+                    let t = time(100 * (end - before), 100 * before);
+                    (sum, longest, before) = (sum + t, longest.max(t), end);
+                }
+                best = best.min(sum + longest * (stages - 1));
+            }
+            let exact = slice_tokens(100 * tokens, 100, stages as u32, Nanos::ZERO, time).unwrap();
+            assert_eq!(exact.total, best);
+            let coarse = slice_tokens(100 * tokens, 100, stages as u32, Nanos(50_000), time).unwrap();
+            assert!(coarse.total <= best + Nanos(50_000) * stages);
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_cut_is_refused() {
+        assert!(slice_tokens(100, 30, 2, Nanos::ZERO, time).is_err());
+        assert!(slice_tokens(0, 1, 2, Nanos::ZERO, time).is_err());
+        assert!(slice_tokens(1 << 40, 1, 2, Nanos::ZERO, time).is_err());
+    }
 }
