@@ -24,8 +24,8 @@ const B_BLOCK: usize = 1024 * 1024;
 /// Elements of B for each row that are packed ahead of all rows at most, lest packing, which nothing hides, should cost
 /// more than the order of C brings.
 const B_PER_ROW: usize = 576;
-/// Tiles of A that meet a panel of B in turn, so that it is fetched less often.
-const TILES: usize = 2;
+/// Elements of B that the second-level cache holds: of a larger one, each panel meets two tiles of A when it is there.
+const B_NEAR: usize = 96 * 1024;
 /// Up to this many columns, rows of A that are contiguous are read in place: packing would not pay.
 const IN_PLACE_COLUMNS: usize = 256;
 
@@ -164,8 +164,9 @@ unsafe fn by_rows<I: Isa, E: Epilogue>(p: &Product, rows: Range<usize>, columns:
         let block = Block { at, lane_stride, k_stride, lanes: columns.len(), k: (p.k - k0).min(k_block) };
         pack::<I>(block, I::NR, b_packed.add(width * k0));
     }
-    for m0 in rows.clone().step_by(TILES * I::MR) {
-        let group = m0..(m0 + TILES * I::MR).min(rows.end);
+    let group = if width * p.k <= B_NEAR { I::MR } else { 2 * I::MR };
+    for m0 in rows.clone().step_by(group) {
+        let group = m0..(m0 + group).min(rows.end);
         for k0 in (0..p.k).step_by(k_block) {
             let k = (p.k - k0).min(k_block);
             for (panel, j) in columns.clone().step_by(I::NR).enumerate() {
