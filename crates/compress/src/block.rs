@@ -180,31 +180,38 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
                 return true;
             }
             let max = f32::from_bits(max as u32);
-            if max < MIN_MAX {
-                head.fill(0);
-                bytes.fill(0);
-            } else {
-                let fit = quantizer.fit(max, values.get());
-                Q::write(&fit, head);
-                for (g, start) in (0..len).step_by(GROUP).enumerate() {
-                    if NOISY {
-                        noise.offsets(run + g as u64, &mut offsets);
-                    }
-                    let codes = &mut codes[..GROUP.min(len - start)];
-                    match &mut values {
-                        Source::Read(x) => {
-                            for ((code, x), offset) in codes.iter_mut().zip(&x[start..]).zip(&offsets) {
-                                *code = Q::encode::<NOISY>(&fit, *x, *offset);
+            let fit = (max >= MIN_MAX).then(|| quantizer.fit(max, values.get()));
+            if let Some(fit) = &fit {
+                Q::write(fit, head);
+            }
+            match fit {
+                // What a header of zeros says is zero, also where a table of values happens to be.
+                Some(fit) if !is_zero::<Q, BITS>(head) => {
+                    for (g, start) in (0..len).step_by(GROUP).enumerate() {
+                        if NOISY {
+                            noise.offsets(run + g as u64, &mut offsets);
+                        }
+                        let codes = &mut codes[..GROUP.min(len - start)];
+                        match &mut values {
+                            Source::Read(x) => {
+                                for ((code, x), offset) in codes.iter_mut().zip(&x[start..]).zip(&offsets) {
+                                    *code = Q::encode::<NOISY>(&fit, *x, *offset);
+                                }
+                            }
+                            Source::Rest(v) => {
+                                for ((code, v), offset) in codes.iter_mut().zip(&mut v[start..]).zip(&offsets)
+                                {
+                                    *code = Q::encode::<NOISY>(&fit, *v, *offset);
+                                    *v -= Q::decode(&fit, *code);
+                                }
                             }
                         }
-                        Source::Rest(v) => {
-                            for ((code, v), offset) in codes.iter_mut().zip(&mut v[start..]).zip(&offsets) {
-                                *code = Q::encode::<NOISY>(&fit, *v, *offset);
-                                *v -= Q::decode(&fit, *code);
-                            }
-                        }
+                        pack::<BITS>(codes, start, len, bytes);
                     }
-                    pack::<BITS>(codes, start, len, bytes);
+                }
+                _ => {
+                    head.fill(0);
+                    bytes.fill(0);
                 }
             }
             (rest, run) = (next, run + block.div_ceil(GROUP) as u64);

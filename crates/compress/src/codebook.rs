@@ -89,7 +89,8 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
             }
         } else {
             let middle = mean(max, x);
-            let width = 6.0 / count as f32 * deviation(max, middle, x);
+            // All ends must be finite.
+            let width = (6.0 / count as f32 * deviation(max, middle, x)).min(f32::MAX / 1024.0);
             for (i, end) in bins.ends[..count - 1].iter_mut().enumerate() {
                 *end = middle + (i as f32 + 0.5 - (count / 2) as f32) * width;
             }

@@ -33,11 +33,17 @@ mod workers;
 
 mod collective_cost;
 mod collective_laws;
+mod aqsgd_cache;
+mod cocktail_ratio;
+mod codec_bytes;
+mod codec_laws;
+mod codec_speed;
 mod ddp_exact;
 mod default_run;
 mod diloco_exact;
 mod gemm;
 mod gpt_step;
+mod hostile_payloads;
 mod learn_nano;
 mod overlap_comm;
 mod overlap_ddp;
@@ -65,6 +71,12 @@ pub const BENCHES: &[Bench] = &[
     collective_cost::BENCH,
     uneven::BENCH,
     overlap_comm::BENCH,
+    codec_bytes::BENCH,
+    codec_laws::BENCH,
+    codec_speed::BENCH,
+    cocktail_ratio::BENCH,
+    aqsgd_cache::BENCH,
+    hostile_payloads::BENCH,
     learn_nano::BENCH,
     default_run::BENCH,
     schedule_vectors::BENCH,

@@ -1,0 +1,85 @@
+//! AQ-SGD's two ends over epochs in random order, on disk, with a crash.
+
+use anyhow::{Context, Result};
+use farflung::base::Philox;
+use farflung::compress::link::{AqSgd, FileStore, LinkCodec};
+use farflung::compress::{CompressError, Int4, Payload, PayloadRef, RoundKey};
+
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "aqsgd-cache",
+    claim: "both ends of an AQ-SGD link hold the same bits over ten epochs, on disk of the stated size, through a crash",
+    source: "Wang et al. 2022, AQ-SGD, Alg. 1",
+    seed: 4,
+    run,
+};
+
+const SAMPLES: u64 = 64;
+const POSITIONS: usize = 64;
+const CHANNELS: usize = 64;
+const LEN: usize = POSITIONS * CHANNELS;
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let epochs = if options.quick { 4 } else { 10 };
+    let dir = tempfile::tempdir()?;
+    let path = |name: &str| dir.path().join(name);
+    let open = |name: &str| -> Result<_> {
+        let store = FileStore::open(&path(name), LEN, SAMPLES)?;
+        Ok(AqSgd::per_channel(Int4::new(POSITIONS as u32)?, store, CHANNELS)?)
+    };
+    let (mut sender, mut receiver) = (open("sender")?, open("receiver")?);
+    let (mut payload, mut out) = (Payload::new(), vec![0.0; 4 * LEN]);
+    let (mut differ, mut found, mut recovered, mut errors) = (0_u32, 0_u32, 0_u32, Vec::new());
+    for epoch in 0..epochs {
+        let mut order: Vec<u64> = (0..SAMPLES).collect();
+        let rng = Philox::new(report.seed(), epoch);
+        order.sort_by_key(|id| rng.word(*id));
+        let (mut lost, mut norm) = (0.0_f64, 0.0_f64);
+        for (i, ids) in order.chunks(4).enumerate() {
+            let x: Vec<f32> = ids.iter().flat_map(|id| activation(*id, epoch)).collect();
+            let key = RoundKey { round: epoch, ..RoundKey::default() };
+            sender.encode(ids, &x, key, &mut payload)?;
+            if epoch > 0 && i == 5 {
+                // The sender wrote, and died before it sent.
+                drop(sender);
+                sender = open("sender")?;
+                sender.encode(ids, &x, key, &mut payload)?;
+                let missed = receiver.decode(ids, PayloadRef::parse(payload.as_bytes())?, &mut out);
+                found += u32::from(matches!(missed, Err(CompressError::CacheMiss { .. })));
+                sender.forget(ids)?;
+                sender.encode(ids, &x, key, &mut payload)?;
+                recovered += 1;
+            }
+            receiver.decode(ids, PayloadRef::parse(payload.as_bytes())?, &mut out)?;
+            lost += x.iter().zip(&out).map(|(x, o)| f64::from(x - o).powi(2)).sum::<f64>();
+            norm += x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+        }
+        errors.push((lost / norm).sqrt());
+        let file = |name| std::fs::read(path(name));
+        differ += u32::from(file("sender")? != file("receiver")?);
+    }
+    report.row("epochs after which the two ends differ", f64::from(differ), "", Mark::AtMost(0.0))?;
+    let size = std::fs::metadata(path("sender"))?.len();
+    let formula = 16 + SAMPLES * (4 + 2 * LEN as u64);
+    report.row("bytes of a file", size as f64, "B", Mark::None)?;
+    report.row("off the formula by", size.abs_diff(formula) as f64, "B", Mark::AtMost(0.0))?;
+    report.row("crashes", f64::from(recovered), "", Mark::AtLeast(1.0))?;
+    report.row(
+        "crashes that were not found and mended",
+        f64::from(recovered - found),
+        "",
+        Mark::AtMost(0.0),
+    )?;
+    let last = *errors.last().context("there is an epoch")?;
+    report.row("relative error, first epoch with changes", errors[1], "", Mark::None)?;
+    report.row("relative error, last epoch, over the first", last / errors[1], "", Mark::AtMost(0.5))
+}
+
+/// An activation that settles.
+fn activation(id: u64, epoch: u64) -> Vec<f32> {
+    let (mut x, mut noise) = (vec![0.0; LEN], vec![0.0; LEN]);
+    Philox::new(1, id).fill_normal(1.0, &mut x);
+    Philox::new(2 + epoch, id).fill_normal(0.5 * 0.6_f32.powi(epoch as i32), &mut noise);
+    x.iter().zip(noise).map(|(x, n)| x + n).collect()
+}

@@ -1,0 +1,177 @@
+//! What every codec promises, over all methods that have a name.
+
+use anyhow::{Context, Result, ensure};
+use farflung::base::Philox;
+use farflung::compress::{
+    Chunked, Chunks, CompressError, Compressor, ErrorFeedback, Payload, RoundKey, State, parse,
+};
+use farflung::compress::{Int3, Int8, Natural, Sign, Uint4};
+
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "codec-laws",
+    claim: "unbiased codecs are, feedback loses nothing, every odd input has its stated result, threads change no byte",
+    source: "Alistarh 2017, Wen 2017, Horvath 2019, Karimireddy 2019",
+    seed: 3,
+    run,
+};
+
+const UNBIASED: [&str; 9] = [
+    "int8-sr:64",
+    "int4-sr:64",
+    "int3-sr:64",
+    "int2-sr:64",
+    "uint4-sr:64",
+    "qsgd4:64",
+    "qsgd2:64",
+    "natural",
+    "unbiased:4/none",
+];
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let draws = if options.quick { 20_000 } else { 100_000 };
+    for name in UNBIASED {
+        let beyond = worst_bias(name, draws, report.seed())?;
+        report.row(
+            &format!("{name}: bias over {draws} draws, in standard errors"),
+            beyond,
+            "",
+            Mark::AtMost(4.0),
+        )?;
+    }
+    let all = names();
+    let (mut telescope, mut odd) = (0.0_f64, 0);
+    for name in &all {
+        telescope = telescope.max(telescoping(name).with_context(|| name.clone())?);
+        odd += odd_inputs(name).with_context(|| name.clone())?;
+    }
+    report.row("codecs", all.len() as f64, "", Mark::None)?;
+    report.row("feedback: largest gap of the sums, in roundings of f32", telescope, "", Mark::AtMost(1.0))?;
+    report.row(
+        "odd inputs with another result than the stated one",
+        f64::from(odd),
+        "",
+        Mark::AtMost(0.0),
+    )?;
+    let seed = report.seed();
+    let differ = threads(&Int8::default(), seed)?
+        + threads(&Int3::stochastic(5000)?, seed)?
+        + threads(&Uint4::default(), seed)?
+        + threads(&Sign::default(), seed)?
+        + threads(&Natural::new(), seed)?;
+    report.row("payloads that differ between 1, 2, 3 and 7 threads", f64::from(differ), "", Mark::AtMost(0.0))
+}
+
+/// A codec for every name in the help text.
+pub(crate) fn names() -> Vec<String> {
+    let values = [("AMOUNT", "0.1"), ("KEPTofCHUNK", "5of40"), ("VALUE", "0.5"), ("STRIDE", "4")];
+    let example = |name: &String| {
+        let name = values.iter().fold(name.clone(), |name, (what, value)| name.replace(what, value));
+        name.replace("[:BLOCK]", "").replace("[xMULTIPLE]", "x2").replace("[/...]", "/int4:32")
+    };
+    farflung::compress::names().iter().map(example).collect()
+}
+
+/// The largest distance of a mean of decoded values from the value, in standard errors less the step of the noise.
+fn worst_bias(name: &str, draws: u64, seed: u64) -> Result<f64> {
+    let mut x = [0.0; 64];
+    Philox::new(seed, 1).fill_normal(1.0, &mut x);
+    let (mut codec, mut payload, mut out) = (parse(name)?, Payload::new(), [0.0; 64]);
+    let (mut sum, mut squares) = ([0.0_f64; 64], [0.0_f64; 64]);
+    for round in 0..draws {
+        codec.compress(&x, RoundKey { seed, round, ..RoundKey::default() }, &mut payload)?;
+        codec.decompress(payload.view(), &mut out)?;
+        for ((sum, square), out) in sum.iter_mut().zip(&mut squares).zip(out) {
+            *sum += f64::from(out);
+            *square += f64::from(out).powi(2);
+        }
+    }
+    let of = |i: usize| {
+        let mean = sum[i] / draws as f64;
+        let error = ((squares[i] / draws as f64 - mean * mean).max(0.0) / draws as f64).sqrt();
+        // Offsets have 16 bits.
+        let gap = ((mean - f64::from(x[i])).abs() - 8.0 * 2_f64.powi(-17)).max(0.0);
+        if gap > 0.0 { gap / error } else { 0.0 }
+    };
+    Ok((0..64).map(of).fold(0.0, f64::max))
+}
+
+/// Over 20 rounds: the gap of what was given, decoded and left, over what 20 rounds may round away.
+fn telescoping(name: &str) -> Result<f64> {
+    if name.starts_with("unbiased") {
+        return Ok(0.0);
+    }
+    let mut codec = ErrorFeedback::new(parse(name)?);
+    let n = 600;
+    let (mut given, mut decoded, mut largest) = (vec![0.0_f64; n], vec![0.0_f64; n], 0.0_f64);
+    let (mut payload, mut x, mut out) = (Payload::new(), vec![0.0; n], vec![0.0; n]);
+    for round in 0..20 {
+        Philox::new(9, round).fill_normal(1.0, &mut x);
+        codec.compress(&x, RoundKey { round, ..RoundKey::default() }, &mut payload)?;
+        codec.decompress(payload.view(), &mut out)?;
+        codec.commit();
+        for i in 0..n {
+            given[i] += f64::from(x[i]);
+            decoded[i] += f64::from(out[i]);
+            largest = largest.max(f64::from(codec.residual()[i].abs() + out[i].abs() + x[i].abs()));
+        }
+    }
+    let allowed = 20.0 * 2.0 * largest * 2_f64.powi(-24);
+    let gap = |i: usize| (given[i] - decoded[i] - f64::from(codec.residual()[i])).abs() / allowed;
+    Ok((0..n).map(gap).fold(0.0, f64::max))
+}
+
+/// How many of the odd inputs have another result than: refused by name, or finite, of at most the promised bytes, and zeros
+/// for zeros.
+fn odd_inputs(name: &str) -> Result<u32> {
+    let (mut codec, mut payload, mut wrong) = (parse(name)?, Payload::new(), 0);
+    let tiny = f32::from_bits(1);
+    for x in
+        [&[][..], &[0.0; 300], &[1.0], &[tiny; 300], &[-tiny], &[f32::MAX; 300], &[f32::MAX, f32::MIN, tiny]]
+    {
+        let mut out = vec![f32::NAN; x.len()];
+        let finite = codec.compress(x, RoundKey::default(), &mut payload);
+        // Only an unbiased mask can make the largest numbers too large.
+        if matches!(finite, Err(CompressError::NonFinite { .. }))
+            && name.starts_with("unbiased")
+            && x[0] > 1.0
+        {
+            continue;
+        }
+        finite?;
+        codec.decompress(payload.view(), &mut out)?;
+        let small = payload.as_bytes().len() <= codec.max_payload(x.len());
+        let zeros = x.iter().any(|x| *x != 0.0) || out.iter().all(|o| o.to_bits() == 0);
+        wrong += u32::from(!small || !zeros || out.iter().any(|o| !o.is_finite()));
+    }
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut x = [1.0; 300];
+        x[77] = bad;
+        let result = codec.compress(&x, RoundKey::default(), &mut payload);
+        let named = matches!(result, Err(CompressError::NonFinite { index: 77, .. }));
+        wrong += u32::from(!named && name != "none");
+    }
+    Ok(wrong)
+}
+
+/// How many numbers of threads give other bytes or residuals.
+fn threads<C: Chunks>(codec: &Chunked<C>, seed: u64) -> Result<u32> {
+    let n = 1_000_003;
+    let (x, e) = (crate::codec_bytes::values(n, seed), crate::codec_bytes::values(n, seed + 1));
+    let run = |threads: usize| {
+        let (mut codec, mut payload, mut next) =
+            (codec.clone().threads(threads), Payload::new(), vec![0.0; n]);
+        codec.compress_residual(&x, &e, &mut next, RoundKey::default(), &mut payload)?;
+        let mut out = vec![0.0; n];
+        codec.decompress(payload.view(), &mut out)?;
+        ensure!(out.iter().all(|o| o.is_finite()), "a decoded value is not finite");
+        Ok((payload, next, out))
+    };
+    let alone = run(1)?;
+    let mut differ = 0;
+    for threads in [2, 3, 7] {
+        differ += u32::from(run(threads)? != alone);
+    }
+    Ok(differ)
+}

@@ -1,0 +1,131 @@
+//! How fast codecs are on one core, against the others and against the memory.
+
+use std::hint::black_box;
+
+use anyhow::Result;
+use farflung::compress::{Compressor, Payload, RoundKey, State, parse};
+
+use crate::codec_bytes::values;
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::{median, now};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "codec-speed",
+    claim: "codecs run near the speed of the memory on one core, and several times faster than PyTorch's, numpy's and others",
+    source: "PyTorch 2.15, numpy 2.4, bitsandbytes, hivemind: compress_bench.py with tuned malloc",
+    seed: 5,
+    run,
+};
+
+/// A codec, its rivals, by how much encoding and decoding must be faster, and whether it must be near the memory's speed.
+struct Rival {
+    name: &'static str,
+    theirs: &'static [&'static str],
+    encode: Option<f64>,
+    decode: Option<f64>,
+    memory: bool,
+}
+
+const fn rival(
+    name: &'static str,
+    theirs: &'static [&'static str],
+    encode: Option<f64>,
+    decode: Option<f64>,
+    memory: bool,
+) -> Rival {
+    Rival { name, theirs, encode, decode, memory }
+}
+
+const INT8: &[&str] = &["torch int8 group128", "bnb blockwise 8bit", "hivemind BLOCKWISE_8BIT"];
+const INT4: &[&str] = &["torch 4bit group128+pack", "bnb nf4"];
+const TOP: &[&str] = &["torch.topk 1%", "torch sampled-threshold 1%", "numpy.argpartition 1%"];
+
+const RIVALS: [Rival; 12] = [
+    rival("sign+ef", &["sign 1bit+EF (torch+np.packbits)"], Some(4.0), Some(2.0), true),
+    rival("sign", &[], None, None, true),
+    rival("int4:128", INT4, Some(5.0), Some(2.0), true),
+    rival("int4:128+ef", &[], None, None, true),
+    rival("int8:128", INT8, Some(3.0), Some(1.0), true),
+    rival("int8:128+ef", &[], None, None, true),
+    rival("topk:0.01", TOP, Some(3.0), Some(1.0), false),
+    rival("sampled:0.01", TOP, None, Some(1.0), false),
+    rival("bf16", &["torch.to(bfloat16)"], None, None, false),
+    rival("f16", &["torch.to(float16)"], None, None, false),
+    rival("meanstd8", &["hivemind UNIFORM_8BIT"], None, None, false),
+    rival("quantile8", &["hivemind QUANTILE_8BIT"], None, None, false),
+];
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let (n, rounds) = if options.quick { (1 << 22, 3) } else { (1 << 24, 9) };
+    let x = values(n, report.seed());
+    let (read, write) = memory(&x);
+    report.row("memory: read, one core", read, "GB/s", Mark::None)?;
+    report.row("memory: read and write a vector in place, one core", write, "GB/s", Mark::None)?;
+    for Rival { name, theirs, encode, decode, memory } in RIVALS {
+        let mut codec = parse(name)?;
+        let (mut payload, mut out) = (Payload::new(), vec![0.0; n]);
+        let (mut encoding, mut decoding) = (Vec::new(), Vec::new());
+        for round in 0..=rounds {
+            let key = RoundKey { round, ..RoundKey::default() };
+            let start = now();
+            codec.compress(&x, key, &mut payload)?;
+            let encoded = now();
+            codec.decompress(black_box(payload.view()), black_box(&mut out))?;
+            if round > 0 {
+                encoding.push((encoded - start).as_secs_f64());
+                decoding.push(encoded.elapsed().as_secs_f64());
+            }
+            codec.commit();
+        }
+        let bytes = 4.0 * n as f64;
+        let (encoding, decoding) = (median(encoding), median(decoding));
+        let (rate, decoded) = (bytes / encoding / 1e9, bytes / decoding / 1e9);
+        report.row(&format!("{name}: encode"), rate, "GB/s", Mark::None)?;
+        report.row(&format!("{name}: decode"), decoded, "GB/s", Mark::None)?;
+        let best = |field| {
+            let peer =
+                |name: &&str| options.peers.best("compress", &[("name", name), ("malloc", "tuned")], field);
+            theirs.iter().filter_map(peer).max_by(f64::total_cmp)
+        };
+        let mark = |bound: Option<f64>| bound.map_or(Mark::None, Mark::AtLeast);
+        if !theirs.is_empty() {
+            report.ratio(
+                &format!("{name}: encode over the best of theirs"),
+                rate,
+                best("enc_gbs"),
+                mark(encode),
+            )?;
+            report.ratio(
+                &format!("{name}: decode over the best of theirs"),
+                decoded,
+                best("dec_gbs"),
+                mark(decode),
+            )?;
+        }
+        // Reads x, reads and writes e, writes the payload.
+        let feedback = if name.ends_with("+ef") { 2.0 * bytes / write } else { 0.0 };
+        let least = (bytes / read + feedback + payload.as_bytes().len() as f64 / write) / 1e9;
+        let bound = if memory { Mark::AtLeast(0.6) } else { Mark::None };
+        report.row(&format!("{name}: the memory's time over the encoder's"), least / encoding, "", bound)?;
+    }
+    Ok(())
+}
+
+/// GB/s of reading a vector, and of the bytes read and written when one is changed in place.
+fn memory(x: &[f32]) -> (f64, f64) {
+    let bytes = size_of_val(x) as f64;
+    let mut y = x.to_vec();
+    let (mut reads, mut writes) = (Vec::new(), Vec::new());
+    for _ in 0..7 {
+        let start = now();
+        // The order of bits, which vector code can take a maximum of.
+        let max = x.iter().fold(0, |max: i32, x| max.max(x.to_bits().cast_signed()));
+        black_box(max);
+        let middle = now();
+        y.iter_mut().for_each(|y| *y *= 0.5);
+        black_box(&mut y);
+        reads.push(bytes / (middle - start).as_secs_f64() / 1e9);
+        writes.push(2.0 * bytes / middle.elapsed().as_secs_f64() / 1e9);
+    }
+    (median(reads), median(writes))
+}
