@@ -1,0 +1,49 @@
+//! How fast pipelines are simulated.
+
+use anyhow::Result;
+use farflung::base::Nanos;
+use farflung::parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::now;
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "simulate-scale",
+    claim: "1,024 stages and 4,096 microbatches are simulated in under 2 s",
+    source: "own",
+    seed: 0,
+    run,
+};
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let m = 4096;
+    let methods: &[Method] = if options.quick {
+        &[Method::OneFOneB]
+    } else {
+        &[Method::OneFOneB, Method::GPipe, Method::OneFOneBSlope, Method::Interleaved, Method::ZbH2]
+    };
+    for &method in methods {
+        let p = if method == Method::Interleaved { 512 } else { 1024 };
+        let settings = Settings { hop: Nanos(500_000), ..Settings::new(p, m) };
+        let start = now();
+        let order = method.order(&settings)?;
+        let made = now() - start;
+        let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(settings.hop));
+        let start = now();
+        let simulation = simulate(&order, &cost)?;
+        let taken = (now() - start).as_secs_f64();
+        let events: usize = order.lists().iter().map(Vec::len).sum();
+        let chunks = order.placement().stages() / p;
+        let name = format!("{method}, {p} ranks of {chunks}, {m} microbatches");
+        report.row(
+            &format!("{name}: makespan"),
+            simulation.makespan().as_secs_f64() * 1e3,
+            "units",
+            Mark::None,
+        )?;
+        report.row(&format!("{name}: ordered and checked"), made.as_secs_f64(), "s", Mark::None)?;
+        report.row(&format!("{name}: simulated"), taken, "s", Mark::AtMost(2.0))?;
+        report.row(&format!("{name}: events"), events as f64 / taken, "1/s", Mark::None)?;
+    }
+    Ok(())
+}

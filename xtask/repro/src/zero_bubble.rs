@@ -1,0 +1,69 @@
+//! What a split backward gains, and what each schedule of the family holds.
+
+use anyhow::{Context, Result};
+use farflung::base::Nanos;
+use farflung::parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, peaks, simulate};
+
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "zero-bubble",
+    claim: "with equal F, I and W on 8 ranks and 24 microbatches, ZB-H2 trains 1.29 times as fast as 1F1B, step after \
+            step; the V schedules hold 1, a half and a third of what 1F1B holds",
+    source: "Qi et al. 2023, Zero Bubble Pipeline Parallelism; Qi et al. 2024, Pipeline Parallelism with Controllable \
+             Memory",
+    seed: 0,
+    run,
+};
+
+/// The longest span of a rank, and the most activations that one holds, in those of a rank's whole share of the model.
+fn figures(method: Method, p: u32, m: u32) -> Result<(f64, f64)> {
+    let order = method.order(&Settings::new(p, m))?;
+    let chunks = u64::from(order.placement().depth() / p);
+    // Divisible by two chunks: each does its part of a rank's work.
+    let time = Nanos(1_000_000 / chunks);
+    let stage = StageCost { forward: time, input: time, weight: time, ..StageCost::UNIT };
+    let cost = PipelineCost::uniform(&order, stage, Boundary::latency(Nanos::ZERO));
+    let most = peaks(&order).into_iter().max().context("an order has ranks")?;
+    let span = simulate(&order, &cost)?.span();
+    Ok((span.0 as f64 / 1e6, f64::from(most) / chunks as f64))
+}
+
+fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
+    let (p, m) = (8, 24);
+    let (plain, held) = figures(Method::OneFOneB, p, m)?;
+    report.row("1f1b 8x24: span of a step", plain, "units", Mark::None)?;
+    report.row("1f1b 8x24: off 3(m+p-1)", (plain - 93.0).abs(), "units", Mark::AtMost(0.0))?;
+    let (h1, _) = figures(Method::ZbH1, p, m)?;
+    report.row("zb-h1 8x24: speed over 1f1b", plain / h1, "x", Mark::AtLeast(1.17))?;
+    report.row("zb-h1, the paper's best measured gain over 1f1b in equal memory", 1.23, "x", Mark::None)?;
+    let (h2, _) = figures(Method::ZbH2, p, m)?;
+    report.row("zb-h2 8x24: speed over 1f1b", plain / h2, "x", Mark::AtLeast(1.29))?;
+    report.row(
+        "zb-h2, the paper's best measured gain over 1f1b in twice the memory",
+        1.31,
+        "x",
+        Mark::None,
+    )?;
+    let (v, _) = figures(Method::ZbV, p, m)?;
+    report.row("zbv 8x24: speed over 1f1b", plain / v, "x", Mark::AtLeast(1.29))?;
+
+    // The fractions are limits for many ranks: at each size a rank holds up to 4/3 activations more.
+    for p in [8_u32, 24] {
+        let (_, whole) = figures(Method::OneFOneB, p, 4 * p)?;
+        for (method, part) in [
+            (Method::ZbH1, 1.0),
+            (Method::ZbH2, 2.0),
+            (Method::ZbV, 1.0),
+            (Method::VHalf, 0.5),
+            (Method::VOneFOneB, 2.0 / 3.0),
+            (Method::VMin, 1.0 / 3.0),
+        ] {
+            let (_, held) = figures(method, p, 4 * p)?;
+            let most = part + 4.0 / 3.0 / f64::from(p);
+            let metric = format!("{method} on {p} ranks: memory over 1f1b");
+            report.row(&metric, held / whole, "x", Mark::AtMost(most + 1e-12))?;
+        }
+    }
+    report.row("1f1b 8x24: activations held", held, "", Mark::AtMost(8.0))
+}
