@@ -1,4 +1,4 @@
-//! A chain of transforms, fused: one pass for the norm if a link needs it, one pass for everything else.
+//! A chain of transforms, fused: one pass for the norm, one pass for everything else.
 
 use std::ops::Range;
 
@@ -119,13 +119,13 @@ pub struct Chain {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[must_use = "a prepared step changes nothing until it is committed"]
 pub struct Prepared {
-    norm: Option<f64>,
+    norm: f64,
 }
 
 impl Prepared {
-    /// Global l2 norm of the gradient before clipping, if a link needs it.
+    /// Global l2 norm of the gradient before clipping.
     #[must_use]
-    pub const fn norm(&self) -> Option<f64> {
+    pub const fn norm(&self) -> f64 {
         self.norm
     }
 }
@@ -162,18 +162,11 @@ impl Chain {
 
     /// What a step needs before any element moves. Changes nothing, so a step that is given up here never was.
     ///
-    /// Errors: [`OptimError::NotFinite`] if the norm is asked for and is not finite.
+    /// Errors: [`OptimError::NotFinite`] if the gradient's norm is not finite, whether or not a link asks for it: a step
+    /// that would leave no number in the parameters is not taken.
     pub fn prepare(&self, grads: &Tensor) -> Result<Prepared, OptimError> {
-        let norm = if self.links.iter().any(|l| l.needs_norm()) {
-            let norm = global_norm(grads)?;
-            if !norm.is_finite() {
-                return Err(OptimError::NotFinite { norm });
-            }
-            Some(norm)
-        } else {
-            None
-        };
-        Ok(Prepared { norm })
+        let norm = global_norm(grads)?;
+        if norm.is_finite() { Ok(Prepared { norm }) } else { Err(OptimError::NotFinite { norm }) }
     }
 
     /// Takes the step: one pass over parameters, gradients and state, in place.

@@ -29,8 +29,8 @@ pub struct Emit<'a> {
 pub struct StepInfo {
     /// The step, counted from 0.
     pub step: u64,
-    /// Global l2 norm of the incoming gradient, if any link asked for it.
-    pub norm: Option<f64>,
+    /// Global l2 norm of the incoming gradient.
+    pub norm: f64,
 }
 
 /// One link of a chain.
@@ -48,7 +48,7 @@ pub trait Transform: Debug + Send {
         &[]
     }
 
-    /// Whether it needs the global norm of the incoming gradient.
+    /// Whether it uses the global norm of the incoming gradient: such a link stands first.
     fn needs_norm(&self) -> bool {
         false
     }
@@ -101,8 +101,7 @@ impl Transform for ClipByGlobalNorm {
         1
     }
     fn scalars(&self, info: StepInfo, out: &mut Vec<f32>) {
-        let norm = info.norm.unwrap_or(0.0);
-        out.push((self.max / (norm + 1e-6)).min(1.0) as f32);
+        out.push((self.max / (info.norm + 1e-6)).min(1.0) as f32);
     }
     fn emit(&self, e: &mut Emit<'_>, update: Value) -> Value {
         let factor = e.program.scalar(e.scalars);
