@@ -9,7 +9,7 @@ use std::task::Poll;
 
 use farflung_base::PeerId;
 
-use crate::communicator::Body;
+use crate::communicator::{Body, progress};
 use crate::element::{Element, ReduceOp};
 use crate::error::CoderError;
 use crate::message::Exchange;
@@ -176,6 +176,9 @@ impl Body for CodedReduce {
             State::Encode => self.members[self.me],
             State::Scatter(exchange) | State::Gather(exchange) => exchange.waits_for(),
         }
+    }
+    fn progress(&self) -> u32 {
+        progress(self.tag, usize::from(matches!(self.state, State::Gather(_))))
     }
     fn finish(self) -> Self::Output {
         (self.data, self.coder)

@@ -24,11 +24,16 @@ pub(crate) trait Body: Send {
     type Output;
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>>;
     fn waits_for(&self) -> PeerId;
-    /// Steps done, where all ranks count alike.
+    /// How far it is, as all ranks count: [`progress`].
     fn progress(&self) -> u32 {
         0
     }
     fn finish(self) -> Self::Output;
+}
+
+/// The collective, or the lane of one, and its step as one number that grows.
+pub(crate) fn progress(tag: Tag, step: usize) -> u32 {
+    tag.number << 12 | step.min(0xFFF) as u32
 }
 
 /// What all clones of a communicator share.
@@ -71,8 +76,8 @@ impl Group {
     }
 
     /// Who is to blame when this rank has waited for `first` in vain: whoever waits has said for whom, so the way leads
-    /// to a rank that says nothing. Where it leads round in a circle, nobody is silent and a link is: the first one whose
-    /// far end is no less advanced, so that it must have sent what did not come.
+    /// to a rank that says nothing. Where it leads round in a circle, nobody is silent and a link is: the one whose far
+    /// end is furthest ahead, so that it must have sent what did not come.
     fn root_of_waiting(&self, first: PeerId, progress: u32, port: &dyn Port) -> PeerId {
         let mut way = vec![(self.members[self.me], progress)];
         let mut at = first;
@@ -84,8 +89,10 @@ impl Group {
         let round = way.iter().skip_while(|&&(seen, _)| seen != at);
         let mut round: Vec<_> = round.copied().collect();
         round.extend(round.first().copied());
-        let broken = round.windows(2).find(|pair| pair[1].1 >= pair[0].1);
-        broken.map_or(first, |pair| pair[1].0)
+        let ahead = |pair: &&[(PeerId, u32)]| i64::from(pair[1].1) - i64::from(pair[0].1);
+        let broken = round.windows(2).filter(|pair| ahead(pair) >= 0).max_by_key(ahead);
+        let me = self.members[self.me];
+        broken.map_or(first, |pair| if pair[1].0 == me { pair[0].0 } else { pair[1].0 })
     }
 }
 

@@ -6,7 +6,7 @@ use std::task::Poll;
 
 use farflung_base::{PeerId, Rank};
 
-use crate::communicator::Body;
+use crate::communicator::{Body, progress};
 use crate::element::{Element, ReduceOp};
 use crate::steps::{Merge, Program, Step};
 use crate::transport::{Port, Tag};
@@ -215,7 +215,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
     }
 
     fn progress(&self) -> u32 {
-        self.lanes.iter().map(|lane| lane.cursor as u32).sum()
+        let waits = (0..self.lanes.len()).find(|&lane| self.step(lane).is_some());
+        waits.map_or(u32::MAX, |lane| progress(self.lanes[lane].tag, self.lanes[lane].cursor))
     }
 
     fn finish(self) -> S {

@@ -4,7 +4,7 @@ use std::task::Poll;
 
 use farflung_base::PeerId;
 
-use crate::communicator::Body;
+use crate::communicator::{Body, progress};
 use crate::transport::{Port, Tag};
 use crate::{CommError, FRAME_BYTES};
 
@@ -138,6 +138,9 @@ impl Body for Exchange {
         let silent = self.incoming.iter().position(|i| !i.done);
         let deaf = || self.out.iter().position(|o| !o.done);
         self.members[silent.or_else(deaf).unwrap_or(self.me)]
+    }
+    fn progress(&self) -> u32 {
+        progress(self.tag, 0)
     }
     fn finish(mut self) -> Self::Output {
         self.take()

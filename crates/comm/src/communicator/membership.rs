@@ -123,7 +123,6 @@ impl Task for Ballot {
             if let Some(incoming) = &mut self.incoming[i] {
                 match incoming.poll(port, "shrink", peer, self.tag, 0) {
                     Ok(false) if incoming.bytes.len() <= 4 * self.size => continue,
-                    Ok(false) => {}
                     Ok(true) => {
                         let bytes = std::mem::take(&mut incoming.bytes);
                         self.answers[i] = self.read(&bytes);
@@ -132,7 +131,8 @@ impl Task for Ballot {
                         self.ended = Some(ended);
                         return Poll::Ready(());
                     }
-                    Err(_) => {}
+                    // Lost, or longer than any answer.
+                    _ => {}
                 }
                 self.incoming[i] = None;
             }
