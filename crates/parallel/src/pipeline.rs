@@ -31,7 +31,7 @@ pub use memory::{peak_bytes, peaks};
 pub use method::{BackwardOrder, Method, Settings, Slicing, slice_tokens, slope};
 pub use order::ComputeOrder;
 pub use placement::Placement;
-pub use run::{Cursor, Executor, Progress, Worker, run};
+pub use run::{Executor, Progress, Worker, run};
 pub use schedule::Schedule;
 pub use simulate::{Simulation, Slot, simulate};
 pub use updates::{Updates, VersionSync};

@@ -263,9 +263,9 @@ fn every_schedule_computes_what_one_process_does_in_the_predicted_time() {
     }
 }
 
-/// Each rank forgets all but its cursor, again and again.
+/// Each rank forgets all but where it stands, again and again.
 #[test]
-fn a_saved_cursor_goes_on() {
+fn a_saved_position_goes_on() {
     for (method, schedule) in schedules().filter(|(_, s)| !s.order().is_forward_only()) {
         let workers = run_all(&schedule, &uneven(schedule.order()), |rank, worker| {
             let mut executor = Executor::new(&schedule, rank);
@@ -274,9 +274,9 @@ fn a_saved_cursor_goes_on() {
                     break;
                 }
                 if steps % 3 == 0 {
-                    let cursor = executor.cursor();
-                    executor = Executor::resume(&schedule, rank, &cursor, worker).unwrap();
-                    assert_eq!(executor.cursor(), cursor);
+                    let at = executor.at();
+                    executor = Executor::resume(&schedule, rank, at, worker).unwrap();
+                    assert_eq!(executor.at(), at);
                 }
             }
         });
@@ -295,7 +295,7 @@ fn a_failure_stops_before_the_entry_that_failed() {
     one.to.insert(Rank(1), closed);
     let mut executor = Executor::new(&schedule, Rank(0));
     assert_eq!(executor.run(&mut one), Err("the peer is gone".to_owned()));
-    let entry = schedule.lists()[0][executor.cursor().at];
+    let entry = schedule.lists()[0][executor.at()];
     assert_eq!(entry, "0SEND_F0".parse::<Lowered>().unwrap());
 }
 

@@ -65,22 +65,10 @@ pub trait Worker {
         slice: u16,
     ) -> Result<(), Self::Error>;
 
-    /// Gives again what this rank's own computation made before the executor was saved, or what it had received.
+    /// Gives again what this rank's own computation made, after the executor was made anew.
     ///
     /// Errors: the worker's own, if it kept nothing.
     fn recall(&mut self, message: Message) -> Result<Self::Data, Self::Error>;
-}
-
-/// Where a rank stands between two entries: what must be saved to go on later.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Cursor {
-    /// Entries that are done.
-    pub at: usize,
-    /// Messages that were asked for and not used: they are asked for again.
-    pub awaited: Vec<Message>,
-    /// What was made here, for a stage of this rank or to be sent by the next entries: the worker
-    /// [recalls](Worker::recall) it.
-    pub made: Vec<Message>,
 }
 
 /// Whether there is more to do.
@@ -94,14 +82,17 @@ pub enum Progress {
 
 /// One rank's way through a schedule.
 ///
-/// A step that fails changes nothing that a [`Cursor`] holds, except that its input is gone: after an error, go on from
-/// the cursor of the step before, with a worker whose peers are whole again.
+/// Where it stands is one number, [`Executor::at`]: save it between two steps with what the worker holds, and go on
+/// from there later, after a lost peer is whole again for example. A step that fails leaves the number as it was, but
+/// its input is gone: go on with a new executor.
 #[derive(Debug)]
 pub struct Executor<'a, W: Worker> {
     schedule: &'a Schedule,
     rank: Rank,
     at: usize,
+    /// Asked for, not used.
     awaited: BTreeMap<Message, W::Pending>,
+    /// Made here, not used by a stage of this rank and not sent.
     made: BTreeMap<Message, W::Data>,
 }
 
@@ -116,54 +107,58 @@ impl<'a, W: Worker> Executor<'a, W> {
         Self { schedule, rank, at: 0, awaited: BTreeMap::new(), made: BTreeMap::new() }
     }
 
-    /// Where a cursor of the same schedule and rank stands: asks again for what was on its way.
+    /// Where an executor of the same schedule and rank stood: what was on its way is asked for again, in order, and
+    /// what was made here and not used is [recalled](Worker::recall).
     ///
     /// Errors: the worker's own.
     ///
     /// # Panics
     /// If the schedule has no such rank.
-    pub fn resume(
-        schedule: &'a Schedule,
-        rank: Rank,
-        cursor: &Cursor,
-        worker: &mut W,
-    ) -> Result<Self, W::Error> {
-        let mut executor = Self { at: cursor.at, ..Self::new(schedule, rank) };
+    pub fn resume(schedule: &'a Schedule, rank: Rank, at: usize, worker: &mut W) -> Result<Self, W::Error> {
+        let mut executor = Self::new(schedule, rank);
         let placement = schedule.order().placement();
-        for &message in &cursor.awaited {
+        let list = &schedule.lists()[rank.index()];
+        executor.at = at.min(list.len());
+        // What the entries so far leave open.
+        let (mut awaited, mut made): (Vec<Message>, Vec<Message>) = (Vec::new(), Vec::new());
+        for entry in &list[..executor.at] {
+            match (entry, entry.message(placement)) {
+                (_, Some((Way::Receive, message))) => awaited.push(message),
+                (_, Some((Way::Send, message))) => made.retain(|&m| m != message),
+                (Lowered::Compute(op), None) => {
+                    for action in op.actions() {
+                        if let Some(message) = Message::taken_by(action, placement) {
+                            awaited.retain(|&m| m != message);
+                            made.retain(|&m| m != message);
+                        }
+                        made.extend(Message::made_by(action, placement));
+                    }
+                }
+                (Lowered::Move { .. }, None) => {}
+            }
+        }
+        for message in awaited {
             let pending = worker.receive(placement.rank(message.from), message)?;
             executor.awaited.insert(message, pending);
         }
-        for &message in &cursor.made {
+        for message in made {
             executor.made.insert(message, worker.recall(message)?);
         }
         Ok(executor)
     }
 
-    /// What to save to go on from here.
+    /// Entries that are done.
     #[must_use]
-    pub fn cursor(&self) -> Cursor {
-        Cursor {
-            at: self.at,
-            awaited: self.in_order_of_receives(),
-            made: self.made.keys().copied().collect(),
-        }
-    }
-
-    /// Messages that are asked for, in the order in which they were.
-    fn in_order_of_receives(&self) -> Vec<Message> {
-        let placement = self.schedule.order().placement();
-        let done = &self.schedule.lists()[self.rank.index()][..self.at];
-        let received = done.iter().filter_map(|entry| match entry.message(placement) {
-            Some((Way::Receive, message)) => Some(message),
-            _ => None,
-        });
-        received.filter(|message| self.awaited.contains_key(message)).collect()
+    pub const fn at(&self) -> usize {
+        self.at
     }
 
     /// Does the next entry.
     ///
     /// Errors: the worker's own.
+    ///
+    /// # Panics
+    /// If the worker has computed nothing where another stage needs it.
     pub fn step(&mut self, worker: &mut W) -> Result<Progress, W::Error> {
         let list = &self.schedule.lists()[self.rank.index()];
         let Some(&entry) = list.get(self.at) else { return Ok(Progress::Done) };
@@ -171,7 +166,7 @@ impl<'a, W: Worker> Executor<'a, W> {
         match (entry, entry.message(placement)) {
             (Lowered::Compute(op), _) => self.compute(op, worker)?,
             (_, Some((Way::Send, message))) => {
-                let data = self.made.remove(&message).expect("a schedule sends what was made and not sent");
+                let data = self.made.remove(&message).expect("the worker made what a schedule sends");
                 worker.send(placement.rank(message.to()), message, data)?;
             }
             (_, Some((Way::Receive, message))) => {
@@ -219,7 +214,7 @@ impl<'a, W: Worker> Executor<'a, W> {
         };
         match self.awaited.remove(&message) {
             Some(pending) => worker.wait(pending).map(Some),
-            None => Ok(Some(self.made.remove(&message).expect("an order makes everything before its use"))),
+            None => Ok(Some(self.made.remove(&message).expect("the worker made what is used here"))),
         }
     }
 

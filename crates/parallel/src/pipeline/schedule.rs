@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
-use farflung_base::Rank;
+use farflung_base::{Rank, StageId};
 
 use super::lower::lower;
 use super::{ComputeKind, ComputeOrder, Lowered, Lowering, Message, Op, Way};
@@ -103,6 +103,15 @@ fn fault(rank: Rank, entry: Lowered, problem: &'static str) -> ParallelError {
     ParallelError::Schedule { rank, entry, problem }
 }
 
+/// Whether a rank holds the stage of an entry.
+fn here(order: &ComputeOrder, rank: Rank, entry: Lowered, stage: StageId) -> Result<(), ParallelError> {
+    let placement = order.placement();
+    if stage.0 < placement.stages() && placement.rank(stage) == rank {
+        return Ok(());
+    }
+    Err(fault(rank, entry, "another rank holds its stage"))
+}
+
 /// Whether computations are those of the order, and messages pair on every wire.
 fn pairing(order: &ComputeOrder, lists: &[Vec<Lowered>]) -> Result<(), ParallelError> {
     let ranks = order.placement().ranks() as usize;
@@ -153,7 +162,10 @@ fn one_rank(
         match entry {
             // Steps may be the author's or put in by lowering.
             Lowered::Compute(Op::Run(action))
-                if action.kind == ComputeKind::Step && ops.as_slice().first() != Some(&action.into()) => {}
+                if action.kind == ComputeKind::Step && ops.as_slice().first() != Some(&action.into()) =>
+            {
+                here(order, rank, entry, action.stage)?;
+            }
             Lowered::Compute(op) => {
                 if ops.next() != Some(&op) {
                     return Err(fault(rank, entry, "it is not the next of the order"));
@@ -169,9 +181,7 @@ fn one_rank(
                 }
             }
             Lowered::Move { stage, .. } => {
-                if stage.0 >= placement.stages() || placement.rank(stage) != rank {
-                    return Err(fault(rank, entry, "another rank holds its stage"));
-                }
+                here(order, rank, entry, stage)?;
                 let Some((way, message)) = entry.message(placement) else {
                     if entry.is_message() {
                         return Err(fault(rank, entry, "there is no stage at the other end"));
@@ -278,6 +288,7 @@ mod tests {
         assert!(refused("0F0 0SEND_B0", two).contains("no stage at the other end"));
         assert!(refused("0F0 1SEND_F0", two).contains("another rank"));
         assert!(refused("0F0 9SEND_F0", two).contains("another rank"));
+        assert!(refused("0F0 0SEND_F0 0RECV_B0 0B0 1STEP0", two).contains("another rank"));
         assert!(refused("0F0 0SEND_F7 0SEND_F0 0RECV_B0 0B0", two).contains("nothing to send"));
     }
 
