@@ -266,3 +266,41 @@ impl ScheduleCommand {
 fn units(time: Nanos) -> f64 {
     time.0 as f64 / UNIT as f64
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_exact_decimals() {
+        assert_eq!(time("1"), Ok(Nanos(UNIT)));
+        assert_eq!(time("0.5"), Ok(Nanos(UNIT / 2)));
+        assert_eq!(time(".000001"), Ok(Nanos(1)));
+        assert_eq!(time("12.").map(millis), Ok("12".to_owned()));
+        for bad in ["", ".", "-1", "1e3", "1.0000001", "1000000", "99999999999999999999", "1 ", "+1", "1_0"] {
+            assert!(time(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn costs_are_four_numbers_once_or_for_each_stage() {
+        let Costs(one) = costs("1,2,3,.5").unwrap();
+        assert_eq!(
+            (one[0].0.forward, one[0].0.backward(), one[0].1),
+            (Nanos(UNIT), Nanos(5 * UNIT), Nanos(UNIT / 2))
+        );
+        assert_eq!(costs("1,1,1,0:2,2,2,0").unwrap().0.len(), 2);
+        for bad in ["", "1,1,1", "1,1,1,0,0", "1,1,1,0:", "a,b,c,d"] {
+            assert!(costs(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn what_a_schedule_does_not_admit_is_a_usage_error() {
+        let error = Method::Interleaved.order(&Settings::new(4, 6)).map_err(usage).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains("`microbatches` is 6"), "{error}");
+        let error = "gpip".parse::<Method>().map_err(usage).unwrap_err();
+        assert!(error.exit_code() == 2 && error.to_string().contains("gpipe"), "{error}");
+    }
+}
