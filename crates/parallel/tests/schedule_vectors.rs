@@ -200,7 +200,7 @@ fn compared() {
         microbatches: 8,
         cost: vec![StageCost::UNIT],
         boundary: Boundary::latency(Nanos::from_micros(500)),
-        memory_quarters: Some(16),
+        memory: Some(4),
     };
     let compared = comparison.run().unwrap();
     assert_eq!(compared.best().map(|(method, _)| method), Some(Method::ZbV));

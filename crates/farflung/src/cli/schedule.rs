@@ -153,6 +153,11 @@ fn usage(error: ParallelError) -> Error {
             value: format!("for {given} stages"),
             expected: format!("one entry or {stages}"),
         },
+        ParallelError::TooLarge { actions, limit } => Error::Setting {
+            field: "microbatches",
+            value: format!("such that there are {actions} actions"),
+            expected: format!("at most {limit}"),
+        },
         other => other.into(),
     }
 }
@@ -240,7 +245,7 @@ impl ScheduleCommand {
             microbatches: self.microbatches,
             cost: self.settings().cost,
             boundary: self.boundary(hop),
-            memory_quarters: self.memory.map(|memory| u64::from(memory) * 4),
+            memory: self.memory,
         };
         let compared = comparison.run().map_err(usage)?;
         if !self.json && self.format != Format::Json {
@@ -253,8 +258,8 @@ impl ScheduleCommand {
             .map(|(method, row)| match row {
                 Ok(f) => serde_json::json!({
                     "schedule": method.name(), "makespan": units(f.makespan), "span": units(f.span),
-                    "bubble_fraction": f64::from(f.bubble_permille) / 1000.0, "peak": f.peak_quarters as f64 / 4.0,
-                    "copies": f.copies, "link_use": f64::from(f.link_permille) / 1000.0, "bound": units(f.bound),
+                    "bubble_fraction": f.bubble, "peak": f.peak,
+                    "copies": f.copies, "link_use": f.link_use, "bound": units(f.bound),
                 }),
                 Err(error) => serde_json::json!({ "schedule": method.name(), "refused": error.to_string() }),
             })

@@ -20,12 +20,12 @@ pub struct Comparison {
     pub cost: Vec<StageCost>,
     /// What joins ranks.
     pub boundary: Boundary,
-    /// The most activations of a rank's whole share that a rank may hold, counted in quarters of one.
-    pub memory_quarters: Option<u64>,
+    /// The most activations of a rank's whole share, each of one microbatch, that a rank may hold.
+    pub memory: Option<u32>,
 }
 
 /// What one schedule comes to.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Figures {
     /// Its sizes: chunks on a rank.
     pub chunks: u32,
@@ -35,12 +35,12 @@ pub struct Figures {
     pub makespan: Nanos,
     /// The longest time from a rank's first op to its last.
     pub span: Nanos,
-    /// Part of all time in which nobody computed, in tenths of a percent.
-    pub bubble_permille: u32,
-    /// Most activations of a rank, in quarters of what a rank's whole share of the model keeps of a microbatch.
-    pub peak_quarters: u64,
-    /// How busy the busiest wire is, in tenths of a percent.
-    pub link_permille: u32,
+    /// Part of all ranks' time in which they stand still, from 0 to 1.
+    pub bubble: f64,
+    /// The most activations of a rank, in what a rank's whole share of the model keeps of a microbatch.
+    pub peak: f64,
+    /// Part of the makespan in which the busiest wire is busy, from 0 to 1.
+    pub link_use: f64,
     /// What no order of this placement beats.
     pub bound: Nanos,
 }
@@ -49,12 +49,12 @@ pub struct Figures {
 pub type ComparisonRow = (Method, Result<Figures, ParallelError>);
 
 /// The answer to a [`Comparison`].
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Compared {
     /// Every method, in the order of [`Method::ALL`].
     pub rows: Vec<ComparisonRow>,
-    /// The memory that was allowed.
-    pub memory_quarters: Option<u64>,
+    /// [`Comparison::memory`].
+    pub memory: Option<u32>,
 }
 
 impl Comparison {
@@ -68,7 +68,7 @@ impl Comparison {
             return Err(ParallelError::PerStage { what: "cost", given, stages: ranks });
         }
         let rows = Method::ALL.into_iter().map(|method| (method, self.figures(method)));
-        Ok(Compared { rows: rows.collect(), memory_quarters: self.memory_quarters })
+        Ok(Compared { rows: rows.collect(), memory: self.memory })
     }
 
     /// The order of a method and what its stages take.
@@ -78,7 +78,7 @@ impl Comparison {
         let settings = Settings {
             cost: self.cost.clone(),
             hop: self.boundary.link.time(self.boundary.forward),
-            memory: self.memory_quarters.map(|quarters| (quarters / 4).max(1) as u32),
+            memory: self.memory,
             ..Settings::new(self.ranks, self.microbatches)
         };
         let order = method.order(&settings)?;
@@ -106,9 +106,9 @@ impl Comparison {
             copies: placement.copies(),
             makespan: simulation.makespan(),
             span: simulation.span(),
-            bubble_permille: (simulation.bubble_fraction() * 1000.0).round() as u32,
-            peak_quarters: (u64::from(most) * 4).div_ceil(u64::from(chunks)),
-            link_permille: (simulation.link_use() * 1000.0).round() as u32,
+            bubble: simulation.bubble_fraction(),
+            peak: f64::from(most) / f64::from(chunks),
+            link_use: simulation.link_use(),
             bound: lower_bound(&order, &cost),
         })
     }
@@ -135,11 +135,14 @@ impl Compared {
     /// one that holds least.
     #[must_use]
     pub fn best(&self) -> Option<(Method, &Figures)> {
-        let fits = |f: &Figures| self.memory_quarters.is_none_or(|memory| f.peak_quarters <= memory);
         let rows = self.rows.iter().filter_map(|(method, row)| Some((*method, row.as_ref().ok()?)));
         let trains = |m: Method| m.is_synchronous() && m != Method::Inference;
-        rows.filter(|&(method, f)| trains(method) && f.copies == 1 && fits(f))
-            .min_by_key(|(_, f)| (f.makespan, f.peak_quarters))
+        rows.filter(|&(method, f)| trains(method) && f.copies == 1 && self.fits(f))
+            .min_by(|(_, a), (_, b)| (a.makespan.cmp(&b.makespan)).then(a.peak.total_cmp(&b.peak)))
+    }
+
+    fn fits(&self, figures: &Figures) -> bool {
+        self.memory.is_none_or(|memory| figures.peak <= f64::from(memory))
     }
 }
 
@@ -164,21 +167,20 @@ impl fmt::Display for Compared {
                     continue;
                 }
             };
-            let over = self.memory_quarters.is_some_and(|memory| figures.peak_quarters > memory);
             let gap = figures.makespan.0 as f64 / figures.bound.0.max(1) as f64 - 1.0;
             writeln!(
                 f,
                 "{method:<13} {:>10} {:>6.1}% {:>10} {:>6} {:>6} {:>6.1}% {:>5.1}%{}",
                 millis(figures.makespan),
-                f64::from(figures.bubble_permille) / 10.0,
+                figures.bubble * 100.0,
                 millis(figures.span),
-                figures.peak_quarters as f64 / 4.0,
+                figures.peak,
                 figures.copies,
-                f64::from(figures.link_permille) / 10.0,
+                figures.link_use * 100.0,
                 gap * 100.0,
-                match (over, best == Some(*method)) {
-                    (true, _) => "  over the memory",
-                    (_, true) => "  <- fastest",
+                match best {
+                    _ if !self.fits(figures) => "  over the memory",
+                    Some(best) if best == *method => "  <- fastest",
                     _ => "",
                 }
             )?;

@@ -38,8 +38,8 @@ impl Lane {
 /// The eight steps that both methods share: `lanes[0]` starts, `before` ranks are nearer to its end of the pipe,
 /// `span` ranks in all.
 ///
-/// `pairs` is how often step 4 runs besides the `before` and one; `middle`: the rank whose first pair is not one, so
-/// that the gradient of its forward's twin can leave earlier.
+/// `pairs` is how often step 4 runs besides `before` and one times. On the rank in the middle its first pair is not
+/// one, so that the halves' outputs leave as soon as each is done.
 fn steps(mut lanes: [Lane; 2], before: u32, span: u32, pairs: u32) -> Vec<Op> {
     let [near, far] = &mut lanes;
     let mut list: Vec<Op> = Vec::new();

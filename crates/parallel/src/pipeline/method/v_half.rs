@@ -3,8 +3,8 @@
 use super::Lists;
 use crate::pipeline::{Action, Op};
 
-/// The slots of one rank's F and F of its two stages and I and I of the same in reverse, in the order a, z, z, a, where
-/// a is the stage on the way down and z that on the way back.
+/// The slots in which one rank runs a microbatch: F of a, F of z, I of z, I of a, where a is its stage on the way down
+/// and z the one on the way back.
 pub(super) type Block = [u32; 4];
 
 /// Slots between a microbatch and the next: a rank does six things with each.
