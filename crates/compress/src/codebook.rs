@@ -3,6 +3,7 @@
 use crate::CompressError;
 use crate::block::{Block, Quantizer};
 use crate::chunked::Chunked;
+use crate::int::ROUND;
 use crate::norm::{deviation, mean};
 use crate::wire::CodecId;
 
@@ -44,22 +45,34 @@ impl<const BITS: u32> Codebook<BITS> {
     }
 }
 
-/// A table and the bins' upper ends, of which the last is infinite.
+/// A table, and where the bins are.
 #[derive(Debug, Clone, Copy)]
 pub struct Bins {
     values: [f32; 256],
+    /// The bins' upper ends, of which the last is infinite, unless bins have equal widths.
     ends: [f32; 256],
+    /// Where the bins of equal width have their middle, and bins per unit; 0 for quantiles.
+    middle: f32,
+    factor: f32,
 }
 
 impl Bins {
-    /// The bin of `x`: how many ends are at or below it, by halving.
+    const EMPTY: Self = Self { values: [0.0; 256], ends: [f32::INFINITY; 256], middle: 0.0, factor: 0.0 };
+
+    /// The bin of `x`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
     fn of<const BITS: u32>(&self, x: f32) -> u32 {
+        if self.factor > 0.0 {
+            let half = const { (1 << BITS) as f32 / 2.0 };
+            return (((x - self.middle) * self.factor).clamp(-half, half - 1.0) + half + ROUND).to_bits()
+                & 0xff;
+        }
+        // How many ends are at or below it, by halving.
         let mut bin = 0;
         for step in (0..BITS).rev() {
-            let next = bin + (1 << step);
-            bin = if self.ends[next - 1] <= x { next } else { bin };
+            let next = bin + (1_usize << step);
+            bin += usize::from(self.ends[(next - 1) % 256] <= x) << step;
         }
         bin as u32
     }
@@ -74,9 +87,11 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
     const PARAMETER: u8 = BITS as u8;
     type Fit = Bins;
 
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
     fn fit(&self, max: f32, x: &[f32]) -> Bins {
         let count = 1 << BITS;
-        let mut bins = Bins { values: [0.0; 256], ends: [f32::INFINITY; 256] };
+        let mut bins = Bins::EMPTY;
         if self.quantiles {
             let (mut sample, mut taken) = ([0.0; SAMPLE], 0);
             for (slot, x) in sample.iter_mut().zip(x.iter().step_by(x.len().div_ceil(SAMPLE))) {
@@ -88,16 +103,14 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
                 *end = sample[(i + 1) * taken / count];
             }
         } else {
-            let middle = mean(max, x);
-            // All ends must be finite.
-            let width = (6.0 / count as f32 * deviation(max, middle, x)).min(f32::MAX / 1024.0);
-            for (i, end) in bins.ends[..count - 1].iter_mut().enumerate() {
-                *end = middle + (i as f32 + 0.5 - (count / 2) as f32) * width;
-            }
+            bins.middle = mean(max, x);
+            let width = 6.0 / count as f32 * deviation(max, bins.middle, x);
+            // Values that are all the same have one bin.
+            bins.factor = if width > 0.0 { (1.0 / width).clamp(f32::MIN_POSITIVE, f32::MAX) } else { 1.0 };
         }
         let (mut sums, mut counts) = ([0.0_f64; 256], [0_u32; 256]);
         for x in x {
-            let bin = bins.of::<BITS>(*x) as usize;
+            let bin = bins.of::<BITS>(*x) as usize % 256;
             sums[bin] += f64::from(*x);
             counts[bin] += 1;
         }
@@ -114,7 +127,7 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
     }
 
     fn read(header: &[u8]) -> Result<Bins, f32> {
-        let mut bins = Bins { values: [0.0; 256], ends: [0.0; 256] };
+        let mut bins = Bins::EMPTY;
         for (value, bytes) in bins.values.iter_mut().zip(header.as_chunks().0) {
             *value = f32::from_le_bytes(*bytes);
         }

@@ -181,6 +181,9 @@ pub enum CompressError {
         /// What was given.
         text: String,
     },
+    /// A protocol was ended before its buffers were averaged, or before it began.
+    #[error("the protocol has not exchanged all its buffers")]
+    Exchange,
     /// Values that are not so many samples of one length.
     #[error("{found} values are not {samples} samples of {len}")]
     Samples {

@@ -18,10 +18,12 @@ pub mod min_max;
 pub mod codebook;
 
 pub mod sparse;
+pub mod dct;
 
 pub mod error_feedback;
 pub mod momentum_correction;
 pub mod link;
+pub mod power_sgd;
 pub mod spec;
 
 mod cast;
@@ -37,6 +39,7 @@ pub use bf16::Bf16;
 pub use chunked::{Chunked, Chunks};
 pub use codebook::Codebook;
 pub use compressor::{Compressor, Memoryless, RoundKey};
+pub use dct::Dct;
 pub use error::CompressError;
 pub use error_feedback::ErrorFeedback;
 pub use f16::F16;
@@ -46,6 +49,7 @@ pub use min_max::MinMaxUint8;
 pub use minifloat::{E3M0, E4M3, E5M2};
 pub use momentum_correction::MomentumCorrection;
 pub use natural::Natural;
+pub use power_sgd::{PowerSgd, Protocol};
 pub use sign::Sign;
 pub use sparse::{Amount, IndexCoding, Mask, Masked, Pattern, Select, Sparse};
 pub use spec::{CodecSpec, names, parse};

@@ -6,6 +6,7 @@ use std::str::FromStr;
 
 use crate::block::DEFAULT_BLOCK;
 use crate::codebook::CODEBOOK_BLOCK;
+use crate::dct::{Dct, MAX_SIDE};
 use crate::int::IntBlock;
 use crate::sign::SIGN_BLOCK;
 use crate::uint::UintBlock;
@@ -146,10 +147,12 @@ enum Stage {
     Threshold(u32),
     Mask(Mask),
     Unbiased(u32),
+    /// A transform rather than a selection: the side of its squares.
+    Dct(u32),
 }
 
 /// The selections, for a help text.
-const STAGES: [&str; 8] = [
+const STAGES: [&str; 9] = [
     "topk:AMOUNT",
     "topk:KEPTofCHUNK",
     "sampled:AMOUNT",
@@ -158,6 +161,7 @@ const STAGES: [&str; 8] = [
     "permuted:STRIDE[xMULTIPLE]",
     "random:STRIDE[xMULTIPLE]",
     "unbiased:STRIDE",
+    "dct:SIDE",
 ];
 
 impl Stage {
@@ -188,6 +192,13 @@ impl Stage {
             "permuted" => mask(Pattern::Permuted)?,
             "random" => mask(Pattern::Random)?,
             "unbiased" => Self::Unbiased(number(argument)?),
+            "dct" => {
+                let side = number(argument)?;
+                if side > MAX_SIDE {
+                    return Err(CompressError::BlockSize { found: side, max: MAX_SIDE });
+                }
+                Self::Dct(side)
+            }
             _ => return Ok(None),
         }))
     }
@@ -200,6 +211,7 @@ impl Stage {
             Self::Threshold(bits) => Select::Threshold(f32::from_bits(bits)),
             Self::Mask(mask) => return Box::new(Masked::new(mask, inner)),
             Self::Unbiased(stride) => return Box::new(Masked::unbiased(stride, inner)),
+            Self::Dct(side) => return Box::new(Dct::new(side, inner).expect("parsing has checked the side")),
         };
         Box::new(Sparse::new(select, inner).expect("parsing has checked the selection"))
     }
@@ -222,6 +234,7 @@ impl fmt::Display for Stage {
                 if *multiple == 1 { Ok(()) } else { write!(f, "x{multiple}") }
             }
             Self::Unbiased(stride) => write!(f, "unbiased:{stride}"),
+            Self::Dct(side) => write!(f, "dct:{side}"),
         }
     }
 }
@@ -391,7 +404,13 @@ mod tests {
     #[test]
     fn every_listed_name_parses() {
         let example = |name: String| {
-            let values = [("AMOUNT", "0.01"), ("KEPTofCHUNK", "3of8"), ("VALUE", "0.5"), ("STRIDE", "7")];
+            let values = [
+                ("AMOUNT", "0.01"),
+                ("KEPTofCHUNK", "3of8"),
+                ("VALUE", "0.5"),
+                ("STRIDE", "7"),
+                ("SIDE", "8"),
+            ];
             let name = values.iter().fold(name, |name, (what, value)| name.replace(what, value));
             name.replace("[:BLOCK]", "").replace("[xMULTIPLE]", "x2").replace("[/...]", "/int4:32")
         };

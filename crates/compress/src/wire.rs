@@ -64,6 +64,8 @@ codecs! {
     SPARSE = 16, "sparse";
     /// [`crate::Masked`].
     MASKED = 17, "masked";
+    /// [`crate::Dct`].
+    DCT = 18, "dct";
     /// [`crate::link::AqSgd`].
     AQ_SGD = 24, "aq-sgd";
 }
@@ -149,6 +151,25 @@ impl Payload {
                 crc.update(part);
                 body = rest;
             }
+            Ok(())
+        })
+        .expect("copying does not fail");
+    }
+
+    /// The codec that filled it; 0 if it is empty.
+    #[must_use]
+    pub fn codec(&self) -> CodecId {
+        self.codec
+    }
+
+    /// Makes this frame's body one of `codec`, behind four bytes of its own.
+    pub(crate) fn wrap(&mut self, codec: CodecId, prefix: [u8; 4]) {
+        let (len, count) = (self.bytes.len() - HEADER, self.count as usize);
+        self.bytes.resize(HEADER + 4 + len, 0);
+        self.bytes.copy_within(HEADER..HEADER + len, HEADER + 4);
+        self.fill(codec, count, 4 + len, |body, crc| {
+            body[..4].copy_from_slice(&prefix);
+            crc.update(body);
             Ok(())
         })
         .expect("copying does not fail");

@@ -8,7 +8,7 @@ use farflung_compress::{
 use proptest::prelude::*;
 
 /// Every method, with blocks that are small, odd, and larger than the vectors.
-const CODECS: [&str; 52] = [
+const CODECS: [&str; 54] = [
     "none",
     "f16",
     "bf16",
@@ -51,6 +51,8 @@ const CODECS: [&str; 52] = [
     "quantile8",
     "quantile4:300",
     "e4m3:1",
+    "dct:8/topk:5of64/sign:5",
+    "dct:64/none",
     "topk:0.1",
     "topk:1.0/int4:32",
     "topk:7of50/int8:7",
@@ -64,7 +66,7 @@ const CODECS: [&str; 52] = [
 ];
 
 fn is_selection(name: &str) -> bool {
-    ["topk", "sampled", "threshold", "rolling", "permuted", "random", "unbiased"]
+    ["topk", "sampled", "threshold", "rolling", "permuted", "random", "unbiased", "dct"]
         .iter()
         .any(|s| name.starts_with(s))
 }
@@ -128,7 +130,13 @@ fn bounds(name: &str, x: &[f32]) -> Vec<f64> {
 fn check_round_trip(name: &str, x: &[f32]) {
     let mut codec = parse(name).unwrap();
     let mut payload = Payload::new();
-    codec.compress(x, RoundKey::default(), &mut payload).unwrap();
+    let result = codec.compress(x, RoundKey::default(), &mut payload);
+    if name.starts_with("dct") && x.iter().any(|x| x.abs() > 1e36) {
+        // A transform may overflow, and then refuses.
+        assert!(matches!(result, Ok(()) | Err(CompressError::NonFinite { .. })), "{result:?}");
+        return;
+    }
+    result.unwrap();
     if is_selection(name) {
         assert!(payload.as_bytes().len() <= codec.max_payload(x.len()), "{name}");
     } else {

@@ -65,7 +65,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 
 /// A codec for every name in the help text.
 pub(crate) fn names() -> Vec<String> {
-    let values = [("AMOUNT", "0.1"), ("KEPTofCHUNK", "5of40"), ("VALUE", "0.5"), ("STRIDE", "4")];
+    let values =
+        [("AMOUNT", "0.1"), ("KEPTofCHUNK", "5of40"), ("VALUE", "0.5"), ("STRIDE", "4"), ("SIDE", "8")];
     let example = |name: &String| {
         let name = values.iter().fold(name.clone(), |name, (what, value)| name.replace(what, value));
         name.replace("[:BLOCK]", "").replace("[xMULTIPLE]", "x2").replace("[/...]", "/int4:32")
@@ -132,7 +133,7 @@ fn odd_inputs(name: &str) -> Result<u32> {
     {
         let mut out = vec![f32::NAN; x.len()];
         let finite = codec.compress(x, RoundKey::default(), &mut payload);
-        // Only an unbiased mask can make the largest numbers too large.
+        // Only an unbiased mask and a transform can make the largest numbers too large.
         if matches!(finite, Err(CompressError::NonFinite { .. }))
             && name.starts_with("unbiased")
             && x[0] > 1.0

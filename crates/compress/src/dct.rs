@@ -1,0 +1,240 @@
+//! A cosine transform in front of a selection: what is smooth within a chunk gathers in few coefficients. Knows no shapes.
+
+use crate::chunked::{INFINITE, max_magnitude};
+use crate::compressor::{Memoryless, check_lengths};
+use crate::simd::{Kernel, Level};
+use crate::wire::CodecId;
+use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
+
+/// The largest side of a chunk.
+pub const MAX_SIDE: u32 = 64;
+/// Bytes before the coefficients' body.
+const PREFIX: usize = 4;
+
+/// The orthonormal DCT-II of each chunk of `side * side` consecutive elements, as a square, then the codec `C`. A chunk that is
+/// not full is not transformed.
+///
+/// With [`crate::Select::PerChunk`] of the same chunk and [`crate::Sign`] it is `DeMo`'s payload. The bytes are `4 +` those of
+/// `C` without a header. The transform is orthonormal up to rounding: it keeps the norm of an error. Values whose transform
+/// overflows are refused, by the index of the coefficient.
+///
+/// Source: Peng et al. 2024, "Decoupled Momentum Optimization", section 3. Differs: squares of consecutive elements, not of the
+/// tensor's rows and columns.
+#[derive(Debug, Clone)]
+pub struct Dct<C> {
+    inner: C,
+    side: usize,
+    level: Level,
+    table: Table,
+    coefficients: Vec<f32>,
+}
+
+/// `cos[k][n]` of one side, and its transpose.
+#[derive(Debug, Clone)]
+struct Table {
+    forward: Vec<f32>,
+    inverse: Vec<f32>,
+}
+
+impl Table {
+    fn new(side: usize) -> Self {
+        let mut table = Self { forward: vec![0.0; side * side], inverse: vec![0.0; side * side] };
+        for k in 0..side {
+            let norm = (if k == 0 { 1.0 } else { 2.0 } / side as f64).sqrt();
+            for n in 0..side {
+                let value = (norm * cos_quarter((2 * n + 1) * k, side)) as f32;
+                table.forward[k * side + n] = value;
+                table.inverse[n * side + k] = value;
+            }
+        }
+        table
+    }
+}
+
+/// `cos(pi m / (2 side))` by its series, in plain arithmetic: the same bits on every machine, as a library's is not.
+fn cos_quarter(m: usize, side: usize) -> f64 {
+    // Into the first quarter, where the series is short.
+    let m = m % (4 * side);
+    let m = if m > 2 * side { 4 * side - m } else { m };
+    let (m, sign) = if m > side { (2 * side - m, -1.0) } else { (m, 1.0) };
+    let angle = std::f64::consts::FRAC_PI_2 * m as f64 / side as f64;
+    let (mut term, mut sum) = (1.0, 1.0);
+    for i in 1..=14 {
+        term *= -angle * angle / f64::from((2 * i - 1) * 2 * i);
+        sum += term;
+    }
+    sign * sum
+}
+
+impl<C: Memoryless> Dct<C> {
+    /// Chunks of `side * side` elements, their coefficients through `inner`.
+    ///
+    /// Errors: [`CompressError::BlockSize`] unless `side` is in `1..=MAX_SIDE`.
+    pub fn new(side: u32, inner: C) -> Result<Self, CompressError> {
+        if !(1..=MAX_SIDE).contains(&side) {
+            return Err(CompressError::BlockSize { found: side, max: MAX_SIDE });
+        }
+        let table = Table::new(side as usize);
+        Ok(Self { inner, side: side as usize, level: Level::detect(), table, coefficients: Vec::new() })
+    }
+
+    fn transform(&self, x: &mut [f32], inverse: bool) {
+        let columns = if inverse { &self.table.inverse } else { &self.table.forward };
+        let rows = if inverse { &self.table.forward } else { &self.table.inverse };
+        self.level.run(Transform { x, side: self.side, columns, rows });
+    }
+}
+
+impl<C: Memoryless> State for Dct<C> {}
+impl<C: Memoryless> Memoryless for Dct<C> {}
+
+impl<C: Memoryless> Compressor for Dct<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        out.clear();
+        if max_magnitude(x) >= INFINITE {
+            let index = x.iter().position(|x| !x.is_finite()).expect("one was seen");
+            return Err(CompressError::NonFinite { index, value: x[index] });
+        }
+        let mut coefficients = std::mem::take(&mut self.coefficients);
+        coefficients.clear();
+        coefficients.extend_from_slice(x);
+        self.transform(&mut coefficients, false);
+        let result = self.inner.compress(&coefficients, key, out);
+        self.coefficients = coefficients;
+        result?;
+        let inner = out.codec();
+        out.wrap(CodecId::DCT, [self.side as u8, inner.0, 0, 0]);
+        Ok(())
+    }
+
+    fn compress_residual(
+        &mut self,
+        x: &[f32],
+        e: &[f32],
+        next: &mut [f32],
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        check_lengths(x, e, next).inspect_err(|_| out.clear())?;
+        for ((next, x), e) in next.iter_mut().zip(x).zip(e) {
+            *next = x + e;
+        }
+        self.compress(next, key, out)?;
+        let mut sent = std::mem::take(&mut self.coefficients);
+        let result = self.decompress(out.view(), &mut sent).inspect_err(|_| out.clear());
+        for (next, sent) in next.iter_mut().zip(&sent) {
+            *next -= sent;
+        }
+        self.coefficients = sent;
+        result
+    }
+
+    fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
+        let body = p.open(CodecId::DCT, out.len())?;
+        let Some((&[side, inner, a, b], rest)) = body.split_first_chunk::<PREFIX>() else {
+            let (wanted, found) = (PREFIX as u64, body.len() as u64);
+            return Err(CompressError::BodyLength { codec: CodecId::DCT, count: out.len(), wanted, found });
+        };
+        if usize::from(side) != self.side || (a, b) != (0, 0) {
+            return Err(CompressError::Parameter {
+                codec: CodecId::DCT,
+                wanted: self.side as u8,
+                found: side,
+            });
+        }
+        self.inner.decompress(PayloadRef::nested(CodecId(inner), out.len(), rest), out)?;
+        self.transform(out, true);
+        match out.iter().position(|x| !x.is_finite()) {
+            Some(index) => Err(CompressError::Code { index, code: out[index].to_bits() }),
+            None => Ok(()),
+        }
+    }
+
+    fn max_payload(&self, len: usize) -> usize {
+        self.inner.max_payload(len).saturating_add(PREFIX)
+    }
+}
+
+/// Each full square `X` of `x` becomes `columns X rows`, sums in the order of the index, nothing fused.
+struct Transform<'a> {
+    x: &'a mut [f32],
+    side: usize,
+    columns: &'a [f32],
+    rows: &'a [f32],
+}
+
+impl Kernel for Transform<'_> {
+    type Output = ();
+
+    #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
+    #[inline(always)]
+    fn run(self) {
+        let Self { x, side, columns, rows } = self;
+        let mut half = [0.0; (MAX_SIDE * MAX_SIDE) as usize];
+        for square in x.chunks_exact_mut(side * side) {
+            let half = &mut half[..side * side];
+            product(columns, square, half, side);
+            product(half, rows, square, side);
+        }
+    }
+}
+
+/// `out = a b`, all squares: every row of `out` is a sum of rows of `b`.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn product(a: &[f32], b: &[f32], out: &mut [f32], side: usize) {
+    for (a, out) in a.chunks_exact(side).zip(out.chunks_exact_mut(side)) {
+        out.fill(0.0);
+        for (a, b) in a.iter().zip(b.chunks_exact(side)) {
+            for (out, b) in out.iter_mut().zip(b) {
+                *out += a * b;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_base::Philox;
+
+    use super::*;
+    use crate::F32;
+
+    #[test]
+    fn the_transform_is_that_of_its_definition_and_its_own_inverse_transposed() {
+        for side in [1, 2, 3, 8, 64] {
+            let dct = Dct::new(side as u32, F32::new()).unwrap();
+            let mut x = vec![0.0; side * side + 3];
+            Philox::new(1, side as u64).fill_normal(1.0, &mut x);
+            let mut y = x.clone();
+            dct.transform(&mut y, false);
+            let angle = |n: usize, k: usize| {
+                let norm = (if k == 0 { 1.0 } else { 2.0 } / side as f64).sqrt();
+                norm * (std::f64::consts::PI * (2 * n + 1) as f64 * k as f64 / (2 * side) as f64).cos()
+            };
+            for (k, l) in [(0, 0), (side - 1, 0), (side / 2, side - 1)] {
+                let wanted: f64 =
+                    (0..side * side).map(|i| f64::from(x[i]) * angle(i / side, k) * angle(i % side, l)).sum();
+                assert!((f64::from(y[k * side + l]) - wanted).abs() < 1e-5, "{side} {k} {l}");
+            }
+            dct.transform(&mut y, true);
+            assert!(x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 1e-5));
+            assert_eq!(x[side * side..], y[side * side..]);
+        }
+    }
+
+    #[test]
+    fn what_is_smooth_needs_few_coefficients() {
+        let x: Vec<f32> =
+            (0..4096).map(|i| ((i / 64) as f32 * 0.05).cos() + (i % 64) as f32 * 0.02).collect();
+        let top =
+            |k| crate::Sparse::new(crate::Select::PerChunk { chunk: 4096, kept: k }, F32::new()).unwrap();
+        let error = |codec: &mut dyn Compressor| {
+            let (mut payload, mut out) = (Payload::new(), vec![0.0; x.len()]);
+            codec.compress(&x, RoundKey::default(), &mut payload).unwrap();
+            codec.decompress(payload.view(), &mut out).unwrap();
+            x.iter().zip(&out).map(|(x, o)| (x - o).powi(2)).sum::<f32>()
+        };
+        assert!(error(&mut Dct::new(64, top(32)).unwrap()) < 1e-3 * error(&mut top(32)));
+    }
+}
