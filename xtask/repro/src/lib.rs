@@ -33,6 +33,7 @@ mod workers;
 
 mod collective_cost;
 mod collective_laws;
+mod all_reduce;
 mod aqsgd_cache;
 mod cocktail_ratio;
 mod codec_bytes;
@@ -41,6 +42,7 @@ mod codec_speed;
 mod ddp_exact;
 mod default_run;
 mod diloco_exact;
+mod failure;
 mod gemm;
 mod gpt_step;
 mod hostile_payloads;
@@ -52,6 +54,7 @@ mod schedule_laws;
 mod schedule_vectors;
 mod simulate_scale;
 mod slow_link;
+mod soak;
 mod uneven;
 mod zero_bubble;
 
@@ -71,6 +74,9 @@ pub const BENCHES: &[Bench] = &[
     collective_cost::BENCH,
     uneven::BENCH,
     overlap_comm::BENCH,
+    failure::BENCH,
+    soak::BENCH,
+    all_reduce::BENCH,
     codec_bytes::BENCH,
     codec_laws::BENCH,
     codec_speed::BENCH,
@@ -91,11 +97,17 @@ pub const BENCHES: &[Bench] = &[
 /// Answers with the exit code.
 pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     match args.split_first() {
-        Some((first, rest)) if first == gpt_step::CHILD => match gpt_step::child(rest, out) {
-            Ok(()) => 0,
-            // An error of the stream itself has nobody to be told to.
-            Err(error) => writeln!(err, "error: {error:#}").map_or(1, |()| 1),
-        },
+        Some((first, rest)) if first == gpt_step::CHILD => told(gpt_step::child(rest, out), err),
+        Some((first, rest)) if first == all_reduce::CHILD => told(all_reduce::child(rest, out), err),
         _ => harness::main(BENCHES, args, out, err),
+    }
+}
+
+/// The exit code of a part in a process of its own.
+fn told(outcome: anyhow::Result<()>, err: &mut dyn Write) -> u8 {
+    match outcome {
+        Ok(()) => 0,
+        // An error of the stream itself has nobody to be told to.
+        Err(error) => writeln!(err, "error: {error:#}").map_or(1, |()| 1),
     }
 }

@@ -1,0 +1,181 @@
+//! How fast an all-reduce is between processes over the loopback interface, and between threads.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use farflung::base::Nanos;
+use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, tcp};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::{median, now};
+use crate::peers::Peers;
+use crate::ranks::{on_ranks, over_memory};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "all-reduce",
+    claim: "an all-reduce over TCP loopback takes at most a quarter longer than the bytes alone at 25 and 100 MiB with 2 \
+            processes, and outruns gloo and OpenMPI's TCP",
+    source: "nccl-tests' definitions: the slowest rank's time, the median of the iterations",
+    seed: 0,
+    run,
+};
+
+/// The first argument of this program when it is to be one rank.
+pub(crate) const CHILD: &str = "--all-reduce-rank";
+
+const MIB: usize = 1024;
+
+/// Median seconds of an all-reduce of so many KiB, the slowest rank's; the same on all ranks.
+fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f64, CommError> {
+    let mut x = vec![0.0_f32; kib * 256];
+    let iterations = match kib {
+        ..=64 => 200,
+        ..=1024 => 30,
+        _ if quick => 3,
+        _ => 7,
+    };
+    let mut times = Vec::new();
+    for iteration in 0..iterations + 2 {
+        x.fill(1.0);
+        comm.barrier()?;
+        let start = now();
+        comm.all_reduce(&mut x, ReduceOp::Sum)?;
+        if iteration >= 2 {
+            times.push(start.elapsed().as_secs_f64());
+        }
+        assert!(x.iter().all(|&v| v.to_bits() == (comm.size() as f32).to_bits()), "a wrong sum");
+    }
+    comm.all_reduce(&mut times, ReduceOp::Max)?;
+    Ok(median(times))
+}
+
+/// The algorithm of so many KiB: whole buffers where latency is all, a ring where bandwidth is.
+const fn algorithm(kib: usize) -> Algorithm {
+    if kib <= 16 { Algorithm::RecursiveDoubling } else { Algorithm::Ring }
+}
+
+/// One rank: its number, how many there are, where they meet, KiB, `quick` or `long`. Rank 0 prints the seconds.
+pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
+    let [rank, size, master, kib, pace] = args else { bail!("five arguments wanted") };
+    let kib = kib.parse()?;
+    let comm = Communicator::new(tcp::join(&tcp::Config::new(rank.parse()?, size.parse()?, master))?);
+    let comm = comm.with_algorithm(algorithm(kib)).with_deadline(Nanos::from_millis(60_000));
+    let seconds = measure(&comm, kib, pace == "quick")?;
+    if comm.rank().0 == 0 {
+        writeln!(out, "{seconds}")?;
+    }
+    Ok(comm.barrier()?)
+}
+
+/// The same between so many processes.
+fn between_processes(n: usize, kib: usize, quick: bool) -> Result<f64> {
+    let program = std::env::current_exe().context("failed to find this program")?;
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let mut children = Vec::new();
+    for rank in 0..n {
+        let mut command = Command::new(&program);
+        let (rank, n, master) = (rank.to_string(), n.to_string(), format!("127.0.0.1:{port}"));
+        command.args([CHILD, &rank, &n, &master, &kib.to_string(), if quick { "quick" } else { "long" }]);
+        children.push(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn()?);
+    }
+    let mut seconds = None;
+    for child in children {
+        let output = child.wait_with_output()?;
+        ensure!(output.status.success(), "a rank failed: {}", output.status);
+        let said = String::from_utf8_lossy(&output.stdout).trim().parse().ok();
+        seconds = seconds.or(said);
+    }
+    seconds.context("rank 0 said nothing")
+}
+
+/// Bytes a second that a loopback connection moves each way while both ways are busy.
+fn both_ways() -> Result<f64> {
+    const TOTAL: usize = 512 << 20;
+    fn end(stream: &TcpStream) -> Result<()> {
+        stream.set_nodelay(true)?;
+        std::thread::scope(|scope| {
+            let writing = scope.spawn(|| -> std::io::Result<()> {
+                let block = vec![1_u8; 1 << 20];
+                (0..TOTAL >> 20).try_for_each(|_| (&*stream).write_all(&block))
+            });
+            let mut block = vec![0_u8; 1 << 20];
+            let mut left = TOTAL;
+            while left > 0 {
+                let got = (&*stream).read(&mut block)?;
+                ensure!(got > 0, "the other end hung up");
+                left -= got;
+            }
+            Ok(writing.join().expect("writing does not panic")?)
+        })
+    }
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let near = TcpStream::connect(listener.local_addr()?)?;
+    let (far, _) = listener.accept()?;
+    let start = now();
+    std::thread::scope(|scope| -> Result<()> {
+        let other = scope.spawn(|| end(&far));
+        end(&near)?;
+        other.join().expect("reading does not panic")
+    })?;
+    Ok(TOTAL as f64 / start.elapsed().as_secs_f64())
+}
+
+/// A peer's milliseconds.
+fn theirs(peers: &Peers, bench: &str, n: usize, kib: usize) -> Option<f64> {
+    let (n, kib) = (n.to_string(), kib.to_string());
+    peers.least(bench, &[("op", "all_reduce"), ("nproc", &n), ("kib", &kib)], "ms")
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let limit = both_ways()?;
+    report.row("raw loopback, each way at once", limit / 1e9, "GB/s", Mark::None)?;
+    let sizes: &[usize] = if options.quick { &[1, MIB, 25 * MIB] } else { &[1, MIB, 25 * MIB, 100 * MIB] };
+    let ranks: &[usize] = if options.quick { &[2, 4] } else { &[2, 4, 8] };
+    for &n in ranks {
+        for &kib in sizes {
+            let seconds = between_processes(n, kib, options.quick)?;
+            let bytes = (kib * 1024) as f64;
+            let name = format!("{n} processes, {kib} KiB");
+            report.row(&name, seconds * 1e3, "ms", Mark::None)?;
+            let through = bytes * 2.0 * (n - 1) as f64 / n as f64;
+            report.row(&format!("{name}: busbw"), through / seconds / 1e9, "GB/s", Mark::None)?;
+            let large = kib >= 25 * MIB;
+            if n == 2 && large {
+                let fraction = through / seconds / limit;
+                report.row(&format!("{name}: of the raw loopback"), fraction, "x", Mark::AtLeast(0.8))?;
+            }
+            let ms = seconds * 1e3;
+            for (peer, small, big) in
+                [("gloo", 0.25, 1.0 / 1.7), ("gloo-fifo", 1.0, 1.0), ("openmpi-tcp", 3.0, 1.0)]
+            {
+                let mark = match kib {
+                    1 if peer != "gloo-fifo" => Mark::AtMost(small),
+                    _ if large && n > 2 => Mark::AtMost(big),
+                    _ => Mark::None,
+                };
+                let figure = theirs(&options.peers, peer, n, kib);
+                report.ratio(&format!("{name}: time over {peer}'s"), ms, figure, mark)?;
+            }
+        }
+    }
+    for &n in ranks {
+        for &kib in sizes {
+            let times = on_ranks(over_memory(n), |comm| {
+                measure(&comm.with_algorithm(algorithm(kib)), kib, options.quick)
+            })?;
+            let ms = times[0] * 1e3;
+            let name = format!("{n} threads, {kib} KiB");
+            report.row(&name, ms, "ms", Mark::None)?;
+            let figure = theirs(&options.peers, "openmpi-shm", n, kib);
+            report.ratio(
+                &format!("{name}: time over OpenMPI's shared memory"),
+                ms,
+                figure,
+                Mark::AtMost(1.0),
+            )?;
+        }
+    }
+    Ok(())
+}

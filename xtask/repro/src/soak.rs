@@ -1,0 +1,175 @@
+//! Random collectives under random faults in virtual time: every seed ends, and ends alike each time.
+
+use anyhow::Result;
+use farflung::base::{Bandwidth, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
+use farflung::comm::simulated::{Faults, Weather, cluster_with};
+use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, Transport};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::ranks::{Cluster, on_ranks};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "soak",
+    claim: "200 random collectives of 8 ranks on random links under random faults end for every seed, and to the same \
+            times, errors and bits each time and on every machine",
+    source: "deterministic simulation as in FoundationDB and turmoil",
+    seed: 0,
+    run,
+};
+
+const N: usize = 8;
+const COLLECTIVES: u64 = 200;
+
+/// Digest of the first 50 seeds, and of the first 1000.
+const PINNED: [u64; 2] = [0x8074_6f5f_7ea7_0c0a, 0x1e06_ffbc_cea7_6226];
+
+/// A running digest.
+#[derive(Debug, Clone, Copy, Default)]
+struct Digest(u64);
+
+impl Digest {
+    fn add(&mut self, value: u64) {
+        self.0 = (self.0.rotate_left(7) ^ value).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+
+    fn text(&mut self, text: &str) {
+        text.bytes().for_each(|b| self.add(b.into()));
+    }
+}
+
+fn links(rng: Philox) -> Topology {
+    let mut topology = Topology::uniform(N, Link::FREE);
+    let ranks = || (0..N as u32).map(Rank);
+    for a in ranks() {
+        let rate = |i| Bandwidth(10_000_000 << rng.below(10 * u64::from(a.0) + i, 7));
+        topology.set_port(a, Port { up: rate(0), down: rate(1) });
+        for b in ranks() {
+            let i = 1000 + 10 * (u64::from(a.0) * N as u64 + u64::from(b.0));
+            let latency = Nanos::from_micros(100 << rng.below(i, 9));
+            topology.set_link(a, b, Link { bandwidth: Bandwidth(1_000_000_000), latency });
+        }
+    }
+    topology
+}
+
+/// Up to three faults within the time that all takes, and weather at every second seed.
+fn faults(rng: Philox, seed: u64) -> Faults {
+    let mut faults = Faults::new();
+    if seed % 2 == 1 {
+        let (jitter, retransmit) = (Nanos::from_millis(5), Nanos::from_millis(200));
+        faults = faults.weather(Weather { seed, jitter, loss: 2_000, retransmit });
+    }
+    for i in 0..rng.below(0, 4) {
+        let word = |j| rng.below(10 * (i + 1) + j, 1 << 30);
+        let at = faults.at(Nanos::from_millis(word(0) % 20_000));
+        let peer = |j| PeerId((word(j) % N as u64) as u32);
+        let later = Nanos::from_millis(word(0) % 20_000 + word(4) % 4_000);
+        faults = match word(1) % 5 {
+            0 => at.crash(peer(2)),
+            1 => at.freeze(peer(2), later),
+            2 => at.cut_until(peer(2), peer(3), later),
+            3 => at.corrupt(peer(2), peer(3)),
+            _ => at.partition(&[peer(2), peer(3)], N, later),
+        };
+    }
+    faults
+}
+
+/// One random collective; all ranks draw alike.
+fn collective(comm: &Communicator, draw: impl Fn(u64) -> u64) -> Result<u64, CommError> {
+    let n = comm.size();
+    let len = (draw(1) % 3_000) as usize;
+    let root = Rank((draw(2) % n as u64) as u32);
+    let algorithm = Algorithm::ALL[(draw(3) % Algorithm::ALL.len() as u64) as usize];
+    let mut x: Vec<f32> = (0..len).map(|i| (i % 97) as f32 + comm.rank().0 as f32 * 0.1).collect();
+    match draw(0) % 10 {
+        0..4 => comm.all_reduce_by(algorithm.program(comm.rank(), n), &mut x, ReduceOp::Sum)?,
+        4 => {
+            let own = comm.reduce_scatter(&mut x, ReduceOp::Max)?;
+            x = x[own].to_vec();
+        }
+        5 => comm.all_gather(&mut x)?,
+        6 => comm.broadcast(&mut x, root)?,
+        7 => {
+            comm.reduce(&mut x, ReduceOp::Mean, root)?;
+            x.truncate(if comm.rank() == root { len } else { 0 });
+        }
+        8 => x = comm.all_to_all(&x[..len / n * n])?,
+        _ => comm.barrier()?,
+    }
+    let mut digest = Digest::default();
+    x.iter().for_each(|v| digest.add(v.to_bits().into()));
+    Ok(digest.0)
+}
+
+fn rank(mut comm: Communicator, rng: Philox) -> u64 {
+    let mut digest = Digest::default();
+    let mut next = 0;
+    while next < COLLECTIVES {
+        let result = collective(&comm, |i| rng.below(100_000 + 10 * next + i, 1 << 40));
+        next += 1;
+        digest.add(comm.now().0);
+        match result {
+            Ok(bits) => digest.add(bits),
+            Err(error) => {
+                digest.text(&error.to_string());
+                // The survivors meet at the furthest that any of them is.
+                let again = comm.shrink().and_then(|left| {
+                    let mut at = [next];
+                    left.all_reduce(&mut at, ReduceOp::Max)?;
+                    Ok((left, at[0]))
+                });
+                match again {
+                    Ok((left, at)) => (comm, next) = (left, at),
+                    Err(error @ CommError::Ended { .. }) => {
+                        digest.text(&error.to_string());
+                        break;
+                    }
+                    Err(error) => digest.text(&error.to_string()),
+                }
+            }
+        }
+    }
+    digest.add(comm.size() as u64);
+    digest.0
+}
+
+/// The digest of one seed.
+fn soak(seed: u64) -> Result<u64> {
+    let topology = links(Philox::new(seed, 1));
+    let endpoints = cluster_with(&topology, &faults(Philox::new(seed, 2), seed));
+    let cluster: Cluster = endpoints.into_iter().map(|t| t as std::sync::Arc<dyn Transport>).collect();
+    let ends = on_ranks(cluster, |comm| {
+        Ok(rank(comm.with_deadline(Nanos::from_millis(2_000)), Philox::new(seed, 3)))
+    })?;
+    let mut digest = Digest::default();
+    ends.into_iter().for_each(|end| digest.add(end));
+    Ok(digest.0)
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let (seeds, pinned) = if options.quick { (50, PINNED[0]) } else { (1000, PINNED[1]) };
+    // Two seeds at a time: ranks of one mostly wait for each other.
+    let halves: Vec<Result<Vec<u64>>> = std::thread::scope(|scope| {
+        let half = |first: u64| scope.spawn(move || (first..seeds).step_by(2).map(soak).collect());
+        [half(0), half(1)].into_iter().map(|h| h.join().expect("no seed panics")).collect()
+    });
+    let halves = halves.into_iter().collect::<Result<Vec<_>>>()?;
+    let mut digest = Digest::default();
+    for seed in 0..seeds as usize {
+        digest.add(halves[seed % 2][seed / 2]);
+    }
+    // A few once more.
+    let mut other = 0;
+    for seed in (0..seeds).step_by(seeds as usize / 5) {
+        other += u32::from(soak(seed)? != halves[seed as usize % 2][seed as usize / 2]);
+    }
+    report.row("seeds that ended", seeds as f64, "1", Mark::None)?;
+    report.row("seeds that ended otherwise the second time", f64::from(other), "1", Mark::AtMost(0.0))?;
+    report.row(
+        "digest of all seeds is the pinned one",
+        f64::from(u8::from(digest.0 == pinned)),
+        "1",
+        Mark::AtLeast(1.0),
+    )
+}
