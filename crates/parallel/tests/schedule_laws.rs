@@ -1,6 +1,6 @@
 //! What holds for every schedule at every size: who depends on whom is checked where an order is made.
 
-use farflung_base::{Nanos, Rank};
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{
     BackwardOrder, Boundary, ComputeOrder, Lowering, Method, PipelineCost, Schedule, Settings, StageCost,
@@ -87,10 +87,14 @@ proptest! {
 
     /// No order beats the work of a rank, or a microbatch's way through all stages and back.
     #[test]
-    fn no_order_beats_its_bounds((method, settings) in settings()) {
+    fn no_order_beats_its_bounds((method, settings) in settings(), wire in 0_u64..60, overlap in 0_u8..=100) {
         let Some(order) = admitted(method, &settings) else { return Ok(()) };
         let stage = settings.cost[0];
-        let cost = PipelineCost::uniform(&order, stage, Boundary::latency(settings.hop));
+        // A byte a nanosecond.
+        let link = Link { bandwidth: Bandwidth(8_000_000_000), latency: settings.hop };
+        let boundary = Boundary { link, forward: Bytes(wire), backward: Bytes(wire / 2) };
+        let mut cost = PipelineCost::uniform(&order, stage, boundary);
+        cost.overlap_percent = overlap;
         let simulation = simulate(&order, &cost).unwrap();
         let depth = u64::from(order.placement().depth());
         // A slice is through sooner than a whole microbatch.
@@ -168,6 +172,7 @@ fn what_a_method_cannot_do_is_refused_with_the_reason() {
     assert!(refused(Method::OneFOneB, at(1, 0)).contains("0 microbatches"));
     assert!(refused(Method::OneFOneB, Settings { chunks: Some(2), ..at(2, 2) }).contains("2 chunks"));
     assert!(refused(Method::Hanayo, Settings { chunks: Some(3), ..at(2, 2) }).contains("two for each wave"));
+    assert!(refused(Method::DualPipe, Settings { chunks: Some(3), ..at(2, 4) }).contains("3 chunks"));
     assert!(refused(Method::ZbV, Settings { chunks: Some(1), ..at(2, 2) }).contains("1 chunks"));
     assert!(refused(Method::ZbAuto, Settings { memory: Some(0), ..at(2, 2) }).contains("0 memory"));
     assert!(refused(Method::TeraPipe, Settings { slices: 0, ..at(2, 2) }).contains("slices"));

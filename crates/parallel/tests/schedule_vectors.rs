@@ -143,6 +143,10 @@ fn slow_links_follow_the_law() {
     });
     // GPipe's bound for these is 447: the slope that reaches it is 3.
     assert_eq!(found, [11130, 6240, 4470]);
+    // Room for 20 is room for slope 2.
+    let tight = Settings { hop: unit(30), memory: Some(20), ..Settings::new(8, 128) };
+    let made = Method::OneFOneBSlope.order(&tight).unwrap();
+    assert_eq!((peaks(&made)[0], times(&made, stage(10, 10, 10), unit(30)).0), (15, 6240));
 }
 
 /// `DualPipe` on 8 ranks with 20 microbatches: (p/2-1)(F&B + B - 3W), and the weighted costs of zero bubble.

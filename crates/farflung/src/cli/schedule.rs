@@ -48,7 +48,8 @@ pub(crate) struct ScheduleCommand {
     /// Warm-up slope of 1f1b-mu; without it, the least that hides the link.
     #[arg(long, value_name = "N")]
     mu: Option<u32>,
-    /// Microbatches that a rank may hold, for zb-auto, varuna and compare; without it, P (and no limit in compare).
+    /// Microbatches that a rank may hold, for 1f1b-mu, zb-auto, varuna and compare; without it, P for zb-auto and
+    /// varuna, and no limit for the others.
     #[arg(long, value_name = "N")]
     memory: Option<u32>,
     /// Run gpipe's backwards from the first microbatch to the last.

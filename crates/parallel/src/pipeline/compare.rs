@@ -218,7 +218,7 @@ pub fn json(name: &str, order: &ComputeOrder, cost: &PipelineCost) -> Result<Str
          \"makespan\":{},\"bound\":{},\"bubble_fraction\":{:.6},\"ranks\":[{}]}}\n",
         placement.ranks(),
         order.microbatches(),
-        placement.stages() / placement.ranks(),
+        placement.depth() / placement.ranks(),
         placement.copies(),
         millis(simulation.makespan()),
         millis(lower_bound(order, cost)),

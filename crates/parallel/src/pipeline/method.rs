@@ -85,7 +85,7 @@ pub struct Settings {
     pub ranks: u32,
     /// Microbatches of one step, over all copies of the model.
     pub microbatches: u32,
-    /// Stages on each rank; `None` is the method's least, 2 where it needs several.
+    /// Stages on each rank, of each copy of the model; `None` is the method's least, 2 where it needs several.
     pub chunks: Option<u32>,
     /// Slices of each microbatch's tokens ([`Method::TeraPipe`]).
     pub slices: u16,
@@ -96,7 +96,7 @@ pub struct Settings {
     pub cost: Vec<StageCost>,
     /// From the end of a stage on one rank to the start of its successor on the next, for the same methods.
     pub hop: Nanos,
-    /// Warm-up slope of [`Method::OneFOneBSlope`]; `None`: [`slope`] of the costs.
+    /// Warm-up slope of [`Method::OneFOneBSlope`]; `None`: [`slope`] of the costs, within `memory` if that is given.
     pub slope: Option<u32>,
     /// Chunk activations that a rank may hold, where `I` gives back half of one ([`Method::ZbAuto`]), or microbatches
     /// in flight ([`Method::Varuna`]); `None` is as many as ranks, what 1F1B takes.
@@ -210,7 +210,7 @@ impl Method {
         }
     }
 
-    /// How many stages a rank holds when nobody says.
+    /// How many stages of each copy of the model a rank holds when nobody says.
     #[must_use]
     pub const fn default_chunks(self) -> u32 {
         match self {
@@ -221,9 +221,7 @@ impl Method {
             | Self::VMin
             | Self::VOneFOneB
             | Self::Hanayo
-            | Self::DualPipeV
-            | Self::Chimera
-            | Self::DualPipe => 2,
+            | Self::DualPipeV => 2,
             _ => 1,
         }
     }
@@ -304,6 +302,8 @@ impl Method {
                 return refuse("chunks", chunks, "an even number: two for each wave".to_owned());
             }
             Self::Interleaved | Self::BreadthFirst | Self::Hanayo => {}
+            // One of each copy: whoever counts both is right too.
+            Self::Chimera | Self::DualPipe if chunks == 2 => {}
             _ if chunks != self.default_chunks() => {
                 return refuse("chunks", chunks, format!("{}", self.default_chunks()));
             }

@@ -33,10 +33,12 @@ pub fn slope(work: Nanos, hop: Nanos) -> u32 {
     u32::try_from(hidden.saturating_add(1)).unwrap_or(u32::MAX)
 }
 
-/// The slope that `settings` ask for, or that their fastest stage needs.
+/// The slope that `settings` ask for, or that their slowest stage needs, as far as their memory goes.
 pub(super) fn slope_of(settings: &Settings) -> u32 {
     settings.slope.unwrap_or_else(|| {
         let work = settings.cost.iter().map(|c| c.forward + c.backward()).max();
-        slope(work.unwrap_or_default(), settings.hop)
+        let needed = slope(work.unwrap_or_default(), settings.hop);
+        let most = |memory: u32| memory.saturating_sub(1) / settings.ranks.saturating_sub(1).max(1);
+        needed.min(settings.memory.map_or(u32::MAX, most)).max(1)
     })
 }
