@@ -2,6 +2,7 @@
 //!
 //! Results go to stdout; progress, logs and errors go to stderr.
 
+mod compress;
 mod eval;
 mod generate;
 pub(crate) mod launch;
@@ -37,6 +38,7 @@ enum Command {
     Train(train::TrainCommand),
     Generate(generate::GenerateCommand),
     Eval(eval::EvalCommand),
+    Compress(compress::CompressCommand),
     Schedule(schedule::ScheduleCommand),
     Launch(launch::LaunchCommand),
 }
@@ -60,6 +62,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Train(command) => command.run(),
         Command::Generate(command) => command.run(),
         Command::Eval(command) => command.run(),
+        Command::Compress(command) => command.run(),
         Command::Schedule(command) => command.run(),
         Command::Launch(command) => command.run(),
     };

@@ -1,0 +1,306 @@
+//! `farflung compress`.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use farflung::compress::{CodecSpec, Compressor, ErrorFeedback, Payload, RoundKey};
+use farflung::{Error, Result};
+use plotters::prelude::*;
+use safetensors::{Dtype, SafeTensors};
+
+/// Look at what codecs do.
+#[derive(Debug, clap::Args)]
+pub(crate) struct CompressCommand {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Action {
+    Analyze(Analyze),
+}
+
+/// Measure every codec on the tensors of a file: bytes, error and speed.
+///
+/// The error is that of one payload: what error feedback would send later counts as lost.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung compress analyze gradient.safetensors
+  farflung compress analyze model.safetensors --tensor mlp --codec int4:128 --codec topk:0.01/f16 --svg codecs.svg
+  farflung compress analyze model.safetensors --json
+
+Codecs are named as in the documentation of farflung-compress: METHOD[:BLOCK], SELECTION:AMOUNT/METHOD.")]
+struct Analyze {
+    /// Tensors in f32, f16 or bf16; all of them are taken as one vector.
+    #[arg(value_name = "FILE.safetensors")]
+    file: PathBuf,
+    /// Only tensors whose name contains this.
+    #[arg(long, value_name = "TEXT")]
+    tensor: Option<String>,
+    /// A codec to measure, again for each; without any, a choice of all kinds.
+    #[arg(long, value_name = "CODEC")]
+    codec: Vec<CodecSpec>,
+    /// Values at most, from the first on.
+    #[arg(long, value_name = "N", default_value_t = 1 << 24, value_parser = clap::value_parser!(u64).range(1..))]
+    values: u64,
+    /// Draw ratio against error to this file.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    /// Print a JSON object for each codec.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is measured without `--codec`.
+const CHOICE: [&str; 26] = [
+    "f16",
+    "bf16",
+    "e4m3",
+    "e5m2",
+    "int8",
+    "uint8",
+    "minmax8",
+    "meanstd8",
+    "quantile8",
+    "natural",
+    "int4:128",
+    "uint4:128",
+    "e3m0:128",
+    "quantile4",
+    "int3:128",
+    "uint2:64",
+    "int2:64",
+    "terngrad",
+    "sign",
+    "topk:0.1/f16",
+    "topk:0.01",
+    "topk:64of4096/int4:64",
+    "sampled:0.01",
+    "rolling:10",
+    "rolling:10x128/topk:0.2x128/int4:128",
+    "dct:64/topk:32of4096",
+];
+
+/// One codec on one vector.
+struct Row {
+    codec: String,
+    bytes: usize,
+    /// f32 bytes over the payload's.
+    ratio: f64,
+    /// `|x - y| / |x|`.
+    relative: f64,
+    cosine: f64,
+    /// The largest difference of an element.
+    largest: f64,
+    /// GB/s of f32, and with feedback.
+    encode: f64,
+    feedback: Option<f64>,
+    decode: f64,
+}
+
+impl CompressCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        match self.action {
+            Action::Analyze(analyze) => analyze.run(),
+        }
+    }
+}
+
+impl Analyze {
+    fn run(self) -> Result<()> {
+        let x = self.read()?;
+        let choice = || CHOICE.iter().map(|name| name.parse()).collect::<Result<Vec<_>, _>>();
+        let codecs = if self.codec.is_empty() { choice()? } else { self.codec };
+        let rows = codecs.into_iter().map(|codec| measure(codec, &x)).collect::<Result<Vec<_>>>()?;
+        super::print(&if self.json { json(&rows) } else { table(&rows, x.len()) })?;
+        if let Some(path) = self.svg {
+            let mut svg = String::new();
+            draw(&mut svg, &rows).map_err(|error| Error::Plot { what: error.to_string() })?;
+            std::fs::write(&path, svg).map_err(|source| Error::Io { action: "write", path, source })?;
+        }
+        Ok(())
+    }
+
+    fn read(&self) -> Result<Vec<f32>> {
+        let io = |source| Error::Io { action: "read", path: self.file.clone(), source };
+        let bytes = std::fs::read(&self.file).map_err(io)?;
+        let invalid = |why: String| io(std::io::Error::new(std::io::ErrorKind::InvalidData, why));
+        let tensors = SafeTensors::deserialize(&bytes).map_err(|error| invalid(error.to_string()))?;
+        let mut names = tensors.names();
+        names.sort_unstable();
+        let limit = usize::try_from(self.values).unwrap_or(usize::MAX);
+        let mut x = Vec::new();
+        for name in names.into_iter().filter(|name| self.tensor.as_ref().is_none_or(|t| name.contains(t))) {
+            let tensor = tensors.tensor(name).map_err(|error| invalid(error.to_string()))?;
+            append(&mut x, tensor.dtype(), tensor.data());
+            if x.len() >= limit {
+                break;
+            }
+        }
+        x.truncate(limit);
+        match x.iter().position(|x| !x.is_finite()) {
+            _ if x.is_empty() => Err(invalid("no such tensor of f32, f16 or bf16".to_owned())),
+            Some(index) => Err(invalid(format!("value {index} is {}", x[index]))),
+            None => Ok(x),
+        }
+    }
+}
+
+/// Widens a tensor; other types have no values to compress.
+fn append(x: &mut Vec<f32>, dtype: Dtype, data: &[u8]) {
+    let halves = || data.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
+    match dtype {
+        Dtype::F32 => x.extend(data.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes))),
+        Dtype::BF16 => x.extend(halves().map(|bits| f32::from_bits(u32::from(bits) << 16))),
+        Dtype::F16 => x.extend(halves().map(|bits| {
+            // The fields at their places in f32, and the bias mended by an exact product; infinity and NaN come out large.
+            let wide = u32::from(bits);
+            let magnitude = f32::from_bits((wide & 0x7fff) << 13) * f32::from_bits((254 - 15) << 23);
+            f32::from_bits(magnitude.to_bits() | (wide & 0x8000) << 16)
+        })),
+        _ => {}
+    }
+}
+
+fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
+    let mut codec = spec.build();
+    let (mut payload, mut y) = (Payload::new(), vec![0.0; x.len()]);
+    let rate = |seconds: f64| 4e-9 * x.len() as f64 / seconds;
+    let key = RoundKey::default();
+    // The first pass touches new memory, the second tells the speed.
+    codec.compress(x, key, &mut payload)?;
+    codec.rollback();
+    let encode = timed(|| codec.compress(x, key, &mut payload))?;
+    codec.decompress(payload.view(), &mut y)?;
+    let decode = timed(|| codec.decompress(payload.view(), &mut y))?;
+    let feedback = if spec.feedback() || spec.to_string().starts_with("unbiased") {
+        None
+    } else {
+        let (mut with, mut other) = (ErrorFeedback::new(spec.build()), Payload::new());
+        with.compress(x, key, &mut other)?;
+        with.compress(x, key, &mut other)?;
+        Some(timed(|| with.compress(x, key, &mut other))?)
+    };
+    let (mut lost, mut norm, mut found, mut product, mut largest) =
+        (0.0_f64, 0.0_f64, 0.0_f64, 0.0_f64, 0.0_f64);
+    for (x, y) in x.iter().map(|x| f64::from(*x)).zip(y.iter().map(|y| f64::from(*y))) {
+        lost += (x - y).powi(2);
+        norm += x * x;
+        found += y * y;
+        product += x * y;
+        largest = largest.max((x - y).abs());
+    }
+    let or_zero = |value: f64| if value.is_finite() { value } else { 0.0 };
+    let bytes = payload.as_bytes().len();
+    Ok(Row {
+        codec: spec.to_string(),
+        bytes,
+        ratio: 4.0 * x.len() as f64 / bytes as f64,
+        relative: or_zero((lost / norm).sqrt()),
+        cosine: or_zero(product / (norm * found).sqrt()),
+        largest,
+        encode: rate(encode),
+        feedback: feedback.map(rate),
+        decode: rate(decode),
+    })
+}
+
+#[expect(clippy::disallowed_methods, reason = "it measures speed")]
+fn timed(run: impl FnOnce() -> Result<(), farflung::compress::CompressError>) -> Result<f64> {
+    let start = Instant::now();
+    run()?;
+    Ok(start.elapsed().as_secs_f64().max(1e-9))
+}
+
+fn table(rows: &[Row], values: usize) -> String {
+    let width = rows.iter().map(|row| row.codec.len()).max().unwrap_or(0).max(5);
+    let mut text = format!("{values} values, {} bytes as f32\n", 4 * values);
+    let _ = writeln!(
+        text,
+        "{:<width$}  {:>12} {:>8} {:>9} {:>8} {:>10} {:>8} {:>8} {:>8}",
+        "codec", "bytes", "ratio", "rel. L2", "cosine", "max error", "encode", "with ef", "decode GB/s"
+    );
+    for Row { codec, bytes, ratio, relative, cosine, largest, encode, feedback, decode } in rows {
+        let feedback = feedback.map_or_else(|| "-".to_owned(), |rate| format!("{rate:.2}"));
+        let _ = writeln!(
+            text,
+            "{codec:<width$}  {bytes:>12} {ratio:>8.2} {relative:>9.2e} {cosine:>8.5} {largest:>10.3e} {encode:>8.2} {feedback:>8} {decode:>8.2}"
+        );
+    }
+    text
+}
+
+fn json(rows: &[Row]) -> String {
+    let line = |row: &Row| {
+        let object = serde_json::json!({
+            "codec": row.codec, "bytes": row.bytes, "ratio": row.ratio, "relative_l2": row.relative, "cosine": row.cosine,
+            "max_error": row.largest, "encode_gb_s": row.encode, "encode_with_feedback_gb_s": row.feedback,
+            "decode_gb_s": row.decode,
+        });
+        format!("{object}\n")
+    };
+    rows.iter().map(line).collect()
+}
+
+/// A point for each codec, both axes logarithmic.
+fn draw(svg: &mut String, rows: &[Row]) -> Result<(), Box<dyn std::error::Error>> {
+    // What loses nothing lies on the lower edge.
+    const EXACT: f64 = 1e-5;
+    let points = || rows.iter().map(|row| (row.ratio.max(0.1), row.relative.max(EXACT), &row.codec));
+    let far = points().map(|(ratio, ..)| ratio).fold(2.0, f64::max) * 4.0;
+    let root = SVGBackend::with_string(svg, (1000, 640)).into_drawing_area();
+    root.fill(&WHITE)?;
+    let mut chart = ChartBuilder::on(&root)
+        .caption("codecs: bytes saved against error", ("sans-serif", 20))
+        .margin(15)
+        .x_label_area_size(45)
+        .y_label_area_size(70)
+        .build_cartesian_2d((0.9..far).log_scale(), (EXACT..3.0).log_scale())?;
+    chart
+        .configure_mesh()
+        .x_desc("ratio (f32 bytes over the payload's)")
+        .y_desc("relative error (L2)")
+        .y_label_formatter(&|error| format!("{error:.0e}"))
+        .label_style(("sans-serif", 14))
+        .draw()?;
+    let blue = RGBColor(31, 119, 180);
+    chart.draw_series(points().map(|(ratio, error, _)| Circle::new((ratio, error), 4, blue.filled())))?;
+    chart.draw_series(points().map(|(ratio, error, codec)| {
+        Text::new(codec.clone(), (ratio * 1.03, error * 1.02), ("sans-serif", 12).into_font())
+    }))?;
+    root.present()?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_codec_of_the_choice_is_measured_and_drawn() {
+        let x: Vec<f32> = (0..20_000).map(|i| (i as f32 * 0.37).sin() * 1e-3).collect();
+        let rows: Vec<Row> = CHOICE.iter().map(|name| measure(name.parse().unwrap(), &x).unwrap()).collect();
+        assert!(
+            rows.iter().all(|row| row.ratio > 1.0 && row.relative < 2.0 && row.cosine > 0.0),
+            "{}",
+            table(&rows, 1)
+        );
+        let f16 = &rows[0];
+        assert!(f16.relative < 1e-3 && f16.cosine > 0.999);
+        assert_eq!(json(&rows).lines().count(), CHOICE.len());
+        let mut svg = String::new();
+        draw(&mut svg, &rows).unwrap();
+        assert!(svg.starts_with("<svg") && svg.contains("int4:128") && !svg.contains("NaN"));
+    }
+
+    #[test]
+    fn tensors_of_three_types_are_widened() {
+        let mut x = Vec::new();
+        append(&mut x, Dtype::F32, &1.5_f32.to_le_bytes());
+        append(&mut x, Dtype::BF16, &0xc000_u16.to_le_bytes());
+        append(&mut x, Dtype::F16, &[0x00, 0x3c, 0x01, 0x00]);
+        append(&mut x, Dtype::I64, &[0; 8]);
+        assert_eq!(x, [1.5, -2.0, 1.0, 2.0_f32.powi(-24)]);
+    }
+}
