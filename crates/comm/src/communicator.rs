@@ -155,7 +155,8 @@ where
 /// Ranks `0..size` over a transport, with collectives that are matched by the order in which each rank starts them.
 ///
 /// Clones are the same communicator. After a failed collective it is poisoned: every later call fails with the reason.
-/// Results come back whole or not at all; a slice that was worked on in place is filled with NaN (`u64::MAX`) instead.
+/// Results come back whole or not at all; a slice that was worked on in place is filled with NaN (integers: their
+/// greatest value) instead.
 #[derive(Debug, Clone)]
 pub struct Communicator {
     transport: Arc<dyn Transport>,

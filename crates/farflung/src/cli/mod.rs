@@ -8,6 +8,7 @@ mod generate;
 pub(crate) mod launch;
 mod logging;
 mod model;
+mod net;
 mod schedule;
 mod train;
 
@@ -41,6 +42,7 @@ enum Command {
     Compress(compress::CompressCommand),
     Schedule(schedule::ScheduleCommand),
     Launch(launch::LaunchCommand),
+    Net(net::NetCommand),
 }
 
 /// Prints a result on stdout; a reader that went away is an error, not a panic.
@@ -65,6 +67,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Compress(command) => command.run(),
         Command::Schedule(command) => command.run(),
         Command::Launch(command) => command.run(),
+        Command::Net(command) => command.run(),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,0 +1,299 @@
+//! `farflung net`: what the links between the processes of a job can do.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::ValueEnum;
+use farflung::base::{Bandwidth, Bytes, Link, Nanos, Rank};
+use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, tcp};
+use farflung::parallel::{Between, Cluster, Device, Speed};
+use farflung::{Error, Result, launch_env};
+
+/// Measure the network between the processes of a job; to be run under `farflung launch` or another launcher.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung launch -n 4 -- net bench
+  farflung launch -n 4 -- net bench --op all_gather --algorithm ring --json
+  RANK=1 WORLD_SIZE=3 MASTER_ADDR=10.0.0.1 farflung net probe
+  farflung launch -n 3 -- net probe --out links.toml")]
+pub(crate) struct NetCommand {
+    #[command(subcommand)]
+    command: Net,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Net {
+    Bench(BenchArgs),
+    Probe(ProbeArgs),
+}
+
+/// Time a collective at growing sizes, in the columns of nccl-tests: busbw is what each process's link carries.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example: farflung launch -n 4 -- net bench --max 4194304")]
+struct BenchArgs {
+    /// What to time.
+    #[arg(long, value_enum, default_value_t = Op::AllReduce)]
+    op: Op,
+    /// How to reduce; auto chooses by cost for a LAN.
+    #[arg(long, value_enum, default_value_t = How::Ring)]
+    algorithm: How,
+    /// The smallest buffer, in bytes.
+    #[arg(long, value_name = "BYTES", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(4..))]
+    min: u64,
+    /// The largest buffer, in bytes.
+    #[arg(long, value_name = "BYTES", default_value_t = 64 << 20, value_parser = clap::value_parser!(u64).range(4..=4 << 30))]
+    max: u64,
+    /// Times that each size is run; the median is told.
+    #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    iterations: u32,
+    /// Print a JSON object a line.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Measure latency and bandwidth of every pair, one after the other, and print a topology file.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example: farflung launch -n 3 -- net probe --out links.toml")]
+struct ProbeArgs {
+    /// Bytes of the transfers by which bandwidth is measured.
+    #[arg(long, value_name = "BYTES", default_value_t = 4 << 20, value_parser = clap::value_parser!(u64).range(1024..=1 << 30))]
+    bytes: u64,
+    /// Floating-point operations a second that the file says of each device; they are not measured.
+    #[arg(long, value_name = "N", default_value_t = 50_000_000_000)]
+    flops: u64,
+    /// Where rank 0 writes the file; without it, on the screen.
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Op {
+    AllReduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+    AllToAll,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+#[value(rename_all = "kebab-case")]
+enum How {
+    Ring,
+    BidirectionalRing,
+    RecursiveDoubling,
+    HalvingDoubling,
+    DoubleTree,
+    Hierarchical,
+    Direct,
+    Butterfly,
+    Moshpit,
+    Auto,
+}
+
+impl How {
+    const fn algorithm(self) -> Algorithm {
+        match self {
+            Self::Ring => Algorithm::Ring,
+            Self::BidirectionalRing => Algorithm::BidirectionalRing,
+            Self::RecursiveDoubling => Algorithm::RecursiveDoubling,
+            Self::HalvingDoubling => Algorithm::HalvingDoubling,
+            Self::DoubleTree => Algorithm::DoubleTree,
+            Self::Hierarchical => Algorithm::Hierarchical,
+            Self::Direct => Algorithm::Direct,
+            Self::Butterfly => Algorithm::Butterfly,
+            Self::Moshpit => Algorithm::Moshpit,
+            Self::Auto => Algorithm::Auto,
+        }
+    }
+}
+
+impl Op {
+    /// Runs it once over `x`.
+    fn run(self, comm: &Communicator, x: &mut [f32]) -> Result<(), CommError> {
+        match self {
+            Self::AllReduce => comm.all_reduce(x, ReduceOp::Sum),
+            Self::ReduceScatter => comm.reduce_scatter(x, ReduceOp::Sum).map(|_| ()),
+            Self::AllGather => comm.all_gather(x),
+            Self::Broadcast => comm.broadcast(x, Rank(0)),
+            Self::AllToAll => comm.all_to_all(x).map(|_| ()),
+        }
+    }
+
+    /// As on the command line.
+    fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    }
+
+    /// What each link carries, over the buffer: nccl-tests' factor.
+    fn factor(self, n: f64) -> f64 {
+        match self {
+            Self::AllReduce => 2.0 * (n - 1.0) / n,
+            Self::Broadcast => 1.0,
+            Self::ReduceScatter | Self::AllGather | Self::AllToAll => (n - 1.0) / n,
+        }
+    }
+}
+
+impl NetCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let Some(env) = launch_env::detect(|name| std::env::var(name).ok())? else {
+            let expected = "a launcher around it, such as `farflung launch -n 2 -- net bench`".to_owned();
+            return Err(Error::Setting { field: "net", value: "alone".to_owned(), expected });
+        };
+        let master = format!("{}:{}", env.master_addr, env.master_port);
+        let comm =
+            Communicator::new(tcp::join(&tcp::Config::new(env.rank.0, env.world_size as u32, master))?);
+        match self.command {
+            Net::Bench(args) => args.run(&comm),
+            Net::Probe(args) => args.run(&comm),
+        }
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "it measures real time")]
+fn now() -> Instant {
+    Instant::now()
+}
+
+fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+impl BenchArgs {
+    fn run(self, comm: &Communicator) -> Result<()> {
+        let comm = comm.clone().with_algorithm(self.algorithm.algorithm());
+        let first = comm.rank().0 == 0;
+        let n = comm.size() as f64;
+        if first && !self.json {
+            super::print(&format!(
+                "{:>12} {:>12} {:>12} {:>12}\n",
+                "bytes", "time us", "algbw GB/s", "busbw GB/s"
+            ))?;
+        }
+        let mut bytes = self.min;
+        while bytes <= self.max {
+            let per_rank = (bytes as usize / 4).div_ceil(comm.size());
+            let mut x = vec![1.0_f32; per_rank * comm.size()];
+            let mut times = Vec::new();
+            for iteration in 0..=self.iterations {
+                x.fill(1.0);
+                comm.barrier()?;
+                let start = now();
+                self.op.run(&comm, &mut x)?;
+                if iteration > 0 {
+                    times.push(start.elapsed().as_secs_f64());
+                }
+            }
+            // The slowest rank's time counts.
+            comm.all_reduce(&mut times, ReduceOp::Max)?;
+            let time = median(times);
+            let size = size_of_val(&x[..]);
+            let algbw = size as f64 / time / 1e9;
+            let busbw = algbw * self.op.factor(n);
+            if first && self.json {
+                let row = serde_json::json!({
+                    "op": self.op.name(), "ranks": comm.size(), "bytes": size,
+                    "time_us": time * 1e6, "algbw_gbs": algbw, "busbw_gbs": busbw,
+                });
+                super::print(&format!("{row}\n"))?;
+            } else if first {
+                super::print(&format!("{size:>12} {:>12.1} {algbw:>12.3} {busbw:>12.3}\n", time * 1e6))?;
+            }
+            bytes *= 4;
+        }
+        Ok(comm.barrier()?)
+    }
+}
+
+/// The tag of probes.
+const PROBE: u32 = 7;
+
+impl ProbeArgs {
+    /// What this rank measures of its link to `to`, where the other answers.
+    fn measure(&self, comm: &Communicator, to: Rank) -> Result<Link> {
+        let mut turns = Vec::new();
+        for _ in 0..20 {
+            let start = now();
+            comm.send(to, PROBE, &[0; 8])?;
+            comm.recv(to, PROBE)?;
+            turns.push(start.elapsed());
+        }
+        let turn = turns.into_iter().min().unwrap_or(Duration::ZERO);
+        let data = vec![0; self.bytes as usize];
+        let mut transfers = Vec::new();
+        for _ in 0..3 {
+            let start = now();
+            comm.send(to, PROBE, &data)?;
+            comm.recv(to, PROBE)?;
+            transfers.push(start.elapsed().saturating_sub(turn).as_secs_f64());
+        }
+        let rate = self.bytes as f64 * 8.0 / median(transfers).max(1e-9);
+        Ok(Link { bandwidth: Bandwidth(rate as u64), latency: Nanos::from(turn / 2) })
+    }
+
+    fn run(self, comm: &Communicator) -> Result<()> {
+        let (n, me) = (comm.size() as u32, comm.rank());
+        let mut own = Vec::new();
+        for (a, b) in (0..n).flat_map(|a| (a + 1..n).map(move |b| (Rank(a), Rank(b)))) {
+            if me == a {
+                let link = self.measure(comm, b)?;
+                own.extend([b.0.into(), link.bandwidth.0, link.latency.0].map(u64::to_le_bytes).concat());
+            } else if me == b {
+                for _ in 0..23 {
+                    comm.recv(a, PROBE)?;
+                    comm.send(a, PROBE, &[0; 8])?;
+                }
+            }
+            comm.barrier()?;
+        }
+        let all = comm.all_gather_bytes(own)?;
+        if me.0 > 0 {
+            return Ok(());
+        }
+        let name = |rank: usize| format!("rank-{rank}");
+        let device = |rank| Device {
+            name: name(rank),
+            count: 1,
+            speed: Speed::Flops(self.flops),
+            memory: None,
+            region: None,
+            up: None,
+            down: None,
+        };
+        let mut links = Vec::new();
+        for (from, bytes) in all.iter().enumerate() {
+            for row in bytes.as_chunks::<8>().0.chunks_exact(3) {
+                let [to, bandwidth, latency] = [row[0], row[1], row[2]].map(u64::from_le_bytes);
+                let link = Link { bandwidth: Bandwidth(bandwidth), latency: Nanos(latency) };
+                tracing::info!(from, to, %link, bytes = %Bytes(self.bytes), "measured");
+                links.push(Between { ends: [name(from), name(to as usize)], link });
+            }
+        }
+        let devices = (0..n as usize).map(device).collect();
+        let text = Cluster { default: None, regions: Vec::new(), devices, links }.to_string();
+        match &self.out {
+            None => super::print(&text),
+            Some(path) => std::fs::write(path, text).map_err(|source| Error::Io {
+                action: "write",
+                path: path.clone(),
+                source,
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factors_are_those_of_nccl_tests_and_names_those_of_the_flags() {
+        let near = |a: f64, b: f64| (a - b).abs() < 1e-12;
+        assert!(near(Op::AllReduce.factor(8.0), 1.75));
+        assert!(near(Op::AllGather.factor(8.0), 0.875) && near(Op::Broadcast.factor(8.0), 1.0));
+        assert_eq!(Op::ReduceScatter.name(), "reduce_scatter");
+        assert_eq!(median(vec![3.0, 1.0, 2.0]).to_string(), "2");
+    }
+}
