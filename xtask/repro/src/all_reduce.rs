@@ -31,8 +31,8 @@ const MIB: usize = 1024;
 fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f64, CommError> {
     let mut x = vec![0.0_f32; kib * 256];
     let iterations = match kib {
-        ..=64 => 200,
-        ..=1024 => 30,
+        0..=64 => 200,
+        65..=MIB => 30,
         _ if quick => 3,
         _ => 7,
     };

@@ -33,7 +33,9 @@ impl Digest {
     }
 
     fn text(&mut self, text: &str) {
-        text.bytes().for_each(|b| self.add(b.into()));
+        for b in text.bytes() {
+            self.add(b.into());
+        }
     }
 }
 
@@ -98,7 +100,9 @@ fn collective(comm: &Communicator, draw: impl Fn(u64) -> u64) -> Result<u64, Com
         _ => comm.barrier()?,
     }
     let mut digest = Digest::default();
-    x.iter().for_each(|v| digest.add(v.to_bits().into()));
+    for v in &x {
+        digest.add(v.to_bits().into());
+    }
     Ok(digest.0)
 }
 
@@ -143,7 +147,9 @@ fn soak(seed: u64) -> Result<u64> {
         Ok(rank(comm.with_deadline(Nanos::from_millis(2_000)), Philox::new(seed, 3)))
     })?;
     let mut digest = Digest::default();
-    ends.into_iter().for_each(|end| digest.add(end));
+    for end in ends {
+        digest.add(end);
+    }
     Ok(digest.0)
 }
 
