@@ -74,8 +74,10 @@ proptest! {
         let [replicas, tied, sharded] = flags;
         let schedule = Schedule::new(order, &Lowering { ahead, replicas, tied, sharded, offload }).unwrap();
         // Ranks that may run far ahead of each other have as many messages under way.
-        let far_ahead =
-            [Method::BreadthFirst, Method::OneFOneBSlope, Method::ZbAuto, Method::Varuna].contains(&method);
+        let far_ahead = matches!(
+            method,
+            Method::BreadthFirst | Method::OneFOneBSlope | Method::ZbAuto | Method::Varuna | Method::Hanayo
+        );
         let most = if far_ahead { settings.microbatches } else { 2 };
         prop_assert!(schedule.buffers() <= most, "{method}: {}", schedule.buffers());
         let again = schedule.lists().iter().map(|list| {

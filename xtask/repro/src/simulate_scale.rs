@@ -29,18 +29,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let order = method.order(&settings)?;
         let made = now() - start;
         let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(settings.hop));
-        let start = now();
-        let simulation = simulate(&order, &cost)?;
-        let taken = (now() - start).as_secs_f64();
+        // The best of three: other work on the machine only ever adds.
+        let mut taken = f64::INFINITY;
+        let mut makespan = Nanos::ZERO;
+        for _ in 0..3 {
+            let start = now();
+            makespan = simulate(&order, &cost)?.makespan();
+            taken = taken.min((now() - start).as_secs_f64());
+        }
         let events: usize = order.lists().iter().map(Vec::len).sum();
         let chunks = order.placement().stages() / p;
         let name = format!("{method}, {p} ranks of {chunks}, {m} microbatches");
-        report.row(
-            &format!("{name}: makespan"),
-            simulation.makespan().as_secs_f64() * 1e3,
-            "units",
-            Mark::None,
-        )?;
+        report.row(&format!("{name}: makespan"), makespan.as_secs_f64() * 1e3, "units", Mark::None)?;
         report.row(&format!("{name}: ordered and checked"), made.as_secs_f64(), "s", Mark::None)?;
         report.row(&format!("{name}: simulated"), taken, "s", Mark::AtMost(2.0))?;
         report.row(&format!("{name}: events"), events as f64 / taken, "1/s", Mark::None)?;
