@@ -135,7 +135,7 @@ fn odd_inputs(name: &str) -> Result<u32> {
         let finite = codec.compress(x, RoundKey::default(), &mut payload);
         // Only an unbiased mask and a transform can make the largest numbers too large.
         if matches!(finite, Err(CompressError::NonFinite { .. }))
-            && name.starts_with("unbiased")
+            && (name.starts_with("unbiased") || name.starts_with("dct"))
             && x[0] > 1.0
         {
             continue;
