@@ -449,7 +449,8 @@ impl World {
                         self.inboxes[to].deliver(peer(from), key.tag, frame);
                     }
                     Cargo::Gone(reason) => {
-                        if matches!(reason, DownReason::Protocol(_)) {
+                        let there = state.ranks[to].status != Status::Gone;
+                        if there && matches!(reason, DownReason::Protocol(_)) {
                             // The receiver hangs up.
                             let at = time.saturating_add(Nanos(1));
                             state.push(to, from, LAST, at, Cargo::Gone(DownReason::Ended));
