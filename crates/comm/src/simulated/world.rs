@@ -131,7 +131,8 @@ struct State {
     wires: Vec<Wire>,
     /// Frames that are still to be spoilt: from when on, from whom to whom.
     corruptions: Vec<(Nanos, usize, usize)>,
-    /// Pairs that do not talk any more since one has sent the other something spoilt.
+    /// Senders and receivers between whom nothing passes any more, because something spoilt was sent or has come back.
+    /// Each way is its sender's own, as everything is on which its departures depend.
     broken: BTreeSet<(usize, usize)>,
 }
 
@@ -413,7 +414,7 @@ impl World {
                 let size = match &cargo {
                     // Nothing leaves a crashed rank but the news.
                     Cargo::Frame(_) if state.ranks[from].crashed => return None,
-                    Cargo::Frame(_) if state.broken.contains(&(from.min(to), from.max(to))) => return None,
+                    Cargo::Frame(_) if state.broken.contains(&(from, to)) => return None,
                     Cargo::Frame(frame) => (frame.len() + HEADER_BYTES) as u64,
                     Cargo::Gone(_) => 0,
                 };
@@ -423,7 +424,7 @@ impl World {
                 let spoilt = |&(since, a, b): &(Nanos, usize, usize)| time >= since && (a, b) == (from, to);
                 if let Some(at) = state.corruptions.iter().position(spoilt) {
                     state.corruptions.remove(at);
-                    state.broken.insert((from.min(to), from.max(to)));
+                    state.broken.insert((from, to));
                     cargo = Cargo::Gone(DownReason::Protocol(WireError::Checksum));
                 }
                 let flight = state.links.depart(rank(from), rank(to), time, Bytes(size));
@@ -454,6 +455,7 @@ impl World {
                             // The receiver hangs up.
                             let at = time.saturating_add(Nanos(1));
                             state.push(to, from, LAST, at, Cargo::Gone(DownReason::Ended));
+                            state.broken.insert((to, from));
                         }
                         self.inboxes[to].peer_down(peer(from), reason);
                     }
