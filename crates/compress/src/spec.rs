@@ -100,6 +100,13 @@ pub struct CodecSpec {
     feedback: Option<Feedback>,
 }
 
+/// Every value as it is.
+impl Default for CodecSpec {
+    fn default() -> Self {
+        Self { stages: [None; 2], codec: Leaf { method: &METHODS[0], block: 0 }, feedback: None }
+    }
+}
+
 /// How a residual is kept: the share of it, in millionths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Feedback(u32);
@@ -321,6 +328,16 @@ impl CodecSpec {
         self.feedback.is_some()
     }
 
+    /// The same with error feedback, where it has none and there is something to feed back: a codec that loses nothing,
+    /// or only by chance, stays as it is.
+    #[must_use]
+    pub fn with_feedback(self) -> Self {
+        if self.feedback.is_some() || self == Self::default() {
+            return self;
+        }
+        format!("{self}+ef").parse().unwrap_or(self)
+    }
+
     /// A codec for one stream of vectors.
     #[must_use]
     pub fn build(&self) -> Box<dyn Compressor> {
@@ -391,6 +408,15 @@ impl fmt::Display for CodecSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn feedback_is_added_where_there_is_something_to_feed_back() {
+        let with = |name: &str| name.parse::<CodecSpec>().expect(name).with_feedback().to_string();
+        assert_eq!([with("int8"), with("topk:0.01/f16")], ["int8+ef", "topk:0.01/f16+ef"]);
+        assert_eq!([with("int4+ef:0.95"), with("none")], ["int4+ef:0.95", "none"]);
+        assert_eq!(with("unbiased:10/f16"), "unbiased:10/f16");
+        assert_eq!(CodecSpec::default(), "none".parse().expect("none"));
+    }
 
     #[test]
     fn names_print_as_they_parse() {

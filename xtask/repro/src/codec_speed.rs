@@ -122,7 +122,9 @@ fn memory(x: &[f32]) -> (f64, f64) {
         let max = x.iter().fold(0, |max: i32, x| max.max(x.to_bits().cast_signed()));
         black_box(max);
         let middle = now();
-        y.iter_mut().for_each(|y| *y *= 0.5);
+        for y in &mut *y {
+            *y *= 0.5;
+        }
         black_box(&mut y);
         reads.push(bytes / (middle - start).as_secs_f64() / 1e9);
         writes.push(2.0 * bytes / middle.elapsed().as_secs_f64() / 1e9);

@@ -124,6 +124,10 @@ fn gpipe_7_by_12(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
+#[expect(
+    clippy::redundant_closure_for_method_calls,
+    reason = "the method's path stands for one lifetime only"
+)]
 fn chimera_and_hanayo(report: &mut Report<'_>) -> Result<()> {
     let halves = StageCost { input: Nanos(UNIT / 2), weight: Nanos(UNIT / 2), ..StageCost::UNIT };
     for (p, m, slots) in [(4, 4, 10.0), (4, 8, 18.0), (8, 8, 22.0)] {

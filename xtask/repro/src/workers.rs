@@ -6,7 +6,8 @@ use std::net::TcpListener;
 
 use anyhow::{Context, Result, anyhow};
 use farflung::base::{Link, Rank};
-use farflung::config::choice::{CodecKind, OptimizerKind, ScheduleKind, SyncKind, TransportKind};
+use farflung::compress::CodecSpec;
+use farflung::config::choice::{OptimizerKind, ScheduleKind, SyncKind, TransportKind};
 use farflung::train::{Job, Seat, Worker, seats};
 use farflung::{LaunchEnv, Stop, TrainConfig};
 
@@ -33,7 +34,7 @@ pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
         batch: 4,
         seed,
         sync: SyncKind::Ddp,
-        codec: CodecKind::None,
+        codec: CodecSpec::default(),
         schedule: ScheduleKind::Constant,
         min_lr: 0.0,
         warmup: 0,

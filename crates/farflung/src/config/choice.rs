@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use farflung_compress::CodecSpec;
 use toml::Value;
 
 use super::value::Setting;
@@ -99,54 +100,15 @@ choice!(
     }
 );
 
-/// How values are packed for a link.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum CodecKind {
-    /// f32 as it is.
-    None,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-    /// Eight bits with a scale for each block.
-    Int8 {
-        /// Values that share a scale.
-        block: usize,
-    },
-}
-
-impl fmt::Display for CodecKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::None => f.write_str("none"),
-            Self::F16 => f.write_str("f16"),
-            Self::Bf16 => f.write_str("bf16"),
-            Self::Int8 { block } => write!(f, "int8:{block}"),
-        }
-    }
-}
-
-impl CodecKind {
-    /// Values that share a scale where `int8` names no number.
-    pub const BLOCK: usize = 256;
-}
-
-impl Setting for CodecKind {
+impl Setting for CodecSpec {
     fn expected() -> String {
-        "one of none f16 bf16 int8 int8:BLOCK, with BLOCK from 1 to 65536".to_owned()
+        format!(
+            "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /",
+            farflung_compress::names().join(" ")
+        )
     }
     fn parse(text: &str) -> Option<Self> {
-        match text {
-            "none" => Some(Self::None),
-            "f16" => Some(Self::F16),
-            "bf16" => Some(Self::Bf16),
-            "int8" => Some(Self::Int8 { block: Self::BLOCK }),
-            _ => {
-                let block = text.strip_prefix("int8:")?.parse().ok()?;
-                (1..=65536).contains(&block).then_some(Self::Int8 { block })
-            }
-        }
+        text.parse().ok()
     }
     fn value(&self) -> Value {
         Value::String(self.to_string())

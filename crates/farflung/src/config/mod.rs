@@ -15,16 +15,20 @@ use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use farflung_base::{Link, Nanos};
+use farflung_compress::CodecSpec;
 
 use crate::{Error, Result};
-use choice::{
-    CodecKind, DeviceKind, OptimizerKind, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
-};
+use choice::{DeviceKind, OptimizerKind, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind};
 use value::Setting;
 
 /// The default link, `home`: a fibre or cable line's uplink.
 const HOME: Link =
     Link { bandwidth: farflung_base::Bandwidth(20_000_000), latency: Nanos::from_micros(25_000) };
+
+/// Eight bits a value, with a scale for each 256.
+fn default_codec() -> CodecSpec {
+    "int8".parse().expect("it is in the list of codecs")
+}
 
 /// The type of a resolved setting: itself with a default, `Option` without.
 macro_rules! resolved {
@@ -178,9 +182,11 @@ settings! {
         outer_lr: f64, "RATE", 0.7;
         /// DiLoCo's outer Nesterov momentum.
         outer_momentum: f64, "X", 0.9;
-        /// How values are packed for the link: none, f16, bf16, int8 or int8:BLOCK.
-        codec: CodecKind, "CODEC", CodecKind::Int8 { block: 256 };
-        /// Carry what the codec dropped over to the next average.
+        /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, and many more; a
+        /// wrong name lists them.
+        codec: CodecSpec, "CODEC", default_codec();
+        /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95) or is
+        /// unbiased.
         error_feedback: bool, "BOOL", true;
         /// Megabytes of gradients that are averaged together.
         bucket_mb: f64, "MB", 4.0;

@@ -25,7 +25,7 @@ fn what_is_printed_reads_back_the_same() {
         lr: 1.234_567_890_123e-5,
         link: Link { bandwidth: farflung_base::Bandwidth(123_456_789), latency: Nanos(1_234_567) },
         deadline: Nanos(1),
-        codec: CodecKind::Int8 { block: 64 },
+        codec: "topk:0.01/int4:64+ef:0.95".parse().unwrap(),
         resume: Resume::Path("runs/x/step-3".into()),
         clip: 0.0,
         ..TrainConfig::default()
@@ -68,7 +68,7 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
         ("overlap = 1", "true or false"),
         ("model = 3", "a text"),
         ("link = \"100mbit\"", "BANDWIDTH,LATENCY"),
-        ("codec = \"int8:0\"", "int8:BLOCK"),
+        ("codec = \"int8:0\"", "int8[:BLOCK]"),
         ("optimizer = \"adam\"", "one of adamw sgd"),
         ("steps = [1]", "a whole number"),
         ("deadline = 30", "a time"),

@@ -4,6 +4,7 @@
 use std::fmt;
 
 use farflung_base::{Bytes, Link, Nanos};
+use farflung_compress::CodecSpec;
 use farflung_parallel::{Answer, Codec, WhatIf};
 use farflung_zoo::{Sampling, generate};
 use serde::Serialize;
@@ -11,7 +12,6 @@ use serde::Serialize;
 use super::checkpoint::Totals;
 use super::job::Job;
 use super::worker::Worker;
-use crate::config::choice::CodecKind;
 use crate::plot::loss_curve_svg;
 use crate::{Error, Result, RunDir, StepMetrics, run_dir};
 
@@ -99,13 +99,13 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
         return Ok(None);
     }
     let config = &job.config;
-    let codec = match config.codec {
-        CodecKind::None => Codec::F32,
-        CodecKind::F16 => Codec::F16,
-        CodecKind::Bf16 => Codec::BF16,
-        CodecKind::Int8 { block } => {
-            Codec { name: "int8".into(), block: block as u64, block_bytes: block as u64 + 4 }
-        }
+    // What a codec sends depends on the values; here it is the most that it may.
+    let block = 4096;
+    let codec = if config.codec == CodecSpec::default() {
+        Codec::F32
+    } else {
+        let block_bytes = config.codec.build().max_payload(block) as u64;
+        Codec { name: config.codec.to_string().into(), block: block as u64, block_bytes }
     };
     let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_worker() as f64;
     let parameters = job.model.parameters();

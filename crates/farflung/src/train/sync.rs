@@ -9,7 +9,7 @@ use farflung_zoo::Stage;
 
 use super::job::Job;
 use crate::Result;
-use crate::config::choice::{CodecKind, SyncKind};
+use crate::config::choice::SyncKind;
 
 /// Whether all replicas are the same after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,9 +45,9 @@ impl Sync {
         let config = &job.config;
         // One worker has nobody to send to, and nothing to lose bits for.
         let codec: CodecSpec = match config.codec {
-            kind if job.world == 1 || kind == CodecKind::None => "none".parse()?,
-            kind if config.error_feedback => format!("{kind}+ef").parse()?,
-            kind => kind.to_string().parse()?,
+            _ if job.world == 1 => CodecSpec::default(),
+            codec if config.error_feedback => codec.with_feedback(),
+            codec => codec,
         };
         let average = AverageConfig {
             codec,
