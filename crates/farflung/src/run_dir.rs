@@ -100,7 +100,7 @@ impl RunDir {
         MetricsWriter::open(&self.path.join(METRICS), step)
     }
 
-    /// Begins `step-N`; it exists once [`CheckpointWriter::commit`] returned.
+    /// Begins `step-N`; it exists once its writer has committed.
     pub fn begin_checkpoint(&self, step: u64, packing: Packing) -> Result<CheckpointWriter> {
         CheckpointWriter::begin(&self.path, step, packing)
     }
