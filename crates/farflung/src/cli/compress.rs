@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use farflung::compress::{CodecSpec, Compressor, ErrorFeedback, Payload, RoundKey};
+use farflung::compress::{CodecSpec, Payload, RoundKey};
 use farflung::{Error, Result};
+use half::{bf16, f16};
 use plotters::prelude::*;
 use safetensors::{Dtype, SafeTensors};
 
@@ -152,13 +153,8 @@ fn append(x: &mut Vec<f32>, dtype: Dtype, data: &[u8]) {
     let halves = || data.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes));
     match dtype {
         Dtype::F32 => x.extend(data.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes))),
-        Dtype::BF16 => x.extend(halves().map(|bits| f32::from_bits(u32::from(bits) << 16))),
-        Dtype::F16 => x.extend(halves().map(|bits| {
-            // The fields at their places in f32, and the bias mended by an exact product; infinity and NaN come out large.
-            let wide = u32::from(bits);
-            let magnitude = f32::from_bits((wide & 0x7fff) << 13) * f32::from_bits((254 - 15) << 23);
-            f32::from_bits(magnitude.to_bits() | (wide & 0x8000) << 16)
-        })),
+        Dtype::BF16 => x.extend(halves().map(|bits| bf16::from_bits(bits).to_f32())),
+        Dtype::F16 => x.extend(halves().map(|bits| f16::from_bits(bits).to_f32())),
         _ => {}
     }
 }
@@ -174,10 +170,11 @@ fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
     let encode = timed(|| codec.compress(x, key, &mut payload))?;
     codec.decompress(payload.view(), &mut y)?;
     let decode = timed(|| codec.decompress(payload.view(), &mut y))?;
-    let feedback = if spec.feedback() || spec.to_string().starts_with("unbiased") {
+    let with_feedback = spec.with_feedback();
+    let feedback = if with_feedback == spec {
         None
     } else {
-        let (mut with, mut other) = (ErrorFeedback::new(spec.build()), Payload::new());
+        let (mut with, mut other) = (with_feedback.build(), Payload::new());
         with.compress(x, key, &mut other)?;
         with.compress(x, key, &mut other)?;
         Some(timed(|| with.compress(x, key, &mut other))?)

@@ -206,7 +206,7 @@ settings! {
     "Machine" {
         /// Where tensors live: cpu.
         device: DeviceKind, "KIND", DeviceKind::Cpu;
-        /// Threads of each worker; 0 shares the cores among the workers, or gives each all of them on simulated links.
+        /// Threads of each worker; 0 shares the cores among the workers.
         threads: usize, "N", 0usize;
     }
     "Evaluation and checkpoints" {
