@@ -8,7 +8,8 @@ use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, Transformer, Transform
 use crate::weights::Weights;
 use crate::{GptConfig, TensorSpec, ZooError};
 
-/// A range of a model's layers; the first stage has the embeddings, the last the head.
+/// A range of a model's layers; the first stage has the embeddings, the last the head. A range between two layers has no
+/// parameters and gives what it takes.
 #[derive(Debug, Clone)]
 pub struct Stage {
     config: GptConfig,
@@ -43,8 +44,21 @@ pub enum Output {
 #[derive(Debug)]
 pub struct Saved {
     tokens: Option<Tensor>,
+    /// Blocks whose part was let go of; those behind them follow in `blocks`.
+    forgotten: usize,
     blocks: Vec<TransformerSaved>,
     head: Option<HeadSaved>,
+    /// The gradient at the embedding's output, between the two halves of the backward pass.
+    dx: Option<Tensor>,
+}
+
+impl Saved {
+    /// Lets go of what the first `layers` blocks keep, or all of them if there are fewer, until [`Stage::recompute`].
+    pub fn forget(&mut self, layers: usize) {
+        let layers = layers.min(self.blocks.len());
+        self.blocks.drain(..layers);
+        self.forgotten += layers;
+    }
 }
 
 impl Stage {
@@ -55,14 +69,15 @@ impl Stage {
 
     /// The given layers of a model.
     ///
-    /// Errors: [`ZooError::Config`] for a bad config, or a range that is empty or outside it.
+    /// Errors: [`ZooError::Config`] for a bad config, or a range that is not within its layers; it may be empty between two of them.
     pub fn new(config: GptConfig, layers: Range<usize>, device: &Device) -> Result<Self, ZooError> {
         config.validate()?;
-        if layers.is_empty() || layers.end > config.layers {
+        let between = layers.start == layers.end && layers.start > 0 && layers.end < config.layers;
+        if (layers.is_empty() && !between) || layers.end > config.layers {
             return Err(ZooError::Config {
                 field: "layers",
                 value: layers.end,
-                expected: "a range within the model's layers, at least one long",
+                expected: "a range within the model's layers, at least one long at either end",
             });
         }
         let (first, last) = (layers.start == 0, layers.end == config.layers);
@@ -177,9 +192,12 @@ impl Stage {
         match (&self.head, targets) {
             (Some(head), Some((targets, scale))) => {
                 let (losses, saved) = head.forward(&cx, x, targets, scale)?;
-                Ok((Output::Losses(losses), Saved { tokens, blocks, head: Some(saved) }))
+                let saved = Saved { tokens, forgotten: 0, blocks, head: Some(saved), dx: None };
+                Ok((Output::Losses(losses), saved))
             }
-            (None, None) => Ok((Output::Hidden(x), Saved { tokens, blocks, head: None })),
+            (None, None) => {
+                Ok((Output::Hidden(x), Saved { tokens, forgotten: 0, blocks, head: None, dx: None }))
+            }
             (Some(_), None) => Err(ZooError::StageInput { expected: "targets" }),
             (None, Some(_)) => Err(ZooError::StageInput { expected: "no targets" }),
         }
@@ -198,6 +216,7 @@ impl Stage {
         grads: &mut Grads<'_>,
         mut ready: impl FnMut(Range<usize>, &Tensor),
     ) -> Result<Option<Tensor>, ZooError> {
+        self.check_whole(&saved)?;
         let cx = self.cx(params);
         let has_head = saved.head.is_some();
         let mut dx = match (&self.head, saved.head, dy) {
@@ -224,6 +243,76 @@ impl Stage {
             ready(self.span(0, 1), grads.flat);
         }
         Ok(Some(dx))
+    }
+
+    /// Runs the blocks again whose part of `saved` was let go of, on the input of the forward pass: the same bits are back.
+    pub fn recompute(&self, params: &Tensor, input: Input, saved: &mut Saved) -> Result<(), ZooError> {
+        let cx = self.cx(params);
+        let (mut x, _) = self.enter(&cx, input, 0)?;
+        let count = std::mem::take(&mut saved.forgotten);
+        let mut again = Vec::with_capacity(self.blocks.len());
+        for block in &self.blocks[..count] {
+            let (y, saved) = block.forward(&cx, x)?;
+            again.push(saved);
+            x = y;
+        }
+        saved.blocks.splice(0..0, again);
+        Ok(())
+    }
+
+    /// The first half of [`Stage::backward`]: the gradient that the stage before waits for. What the weights need stays
+    /// in `saved`; no gradient is written.
+    pub fn backward_input(
+        &self,
+        params: &Tensor,
+        saved: &mut Saved,
+        dy: Option<Tensor>,
+    ) -> Result<Option<Tensor>, ZooError> {
+        self.check_whole(saved)?;
+        let cx = self.cx(params);
+        let mut dx = match (&self.head, &mut saved.head, dy) {
+            (Some(head), Some(saved), None) => head.backward_input(&cx, saved)?,
+            (None, None, Some(dy)) => dy,
+            _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
+        };
+        for (block, saved) in self.blocks.iter().zip(&mut saved.blocks).rev() {
+            dx = block.backward_input(&cx, saved, dx)?;
+        }
+        if self.embedding.is_none() {
+            return Ok(Some(dx));
+        }
+        saved.dx = Some(dx);
+        Ok(None)
+    }
+
+    /// The second half of [`Stage::backward`]: the gradients of the weights, the same bits as at once. It needs no
+    /// parameters.
+    ///
+    /// # Panics
+    /// If [`Stage::backward_input`] did not run before.
+    pub fn backward_weight(&self, saved: Saved, grads: &mut Grads<'_>) -> Result<(), ZooError> {
+        // The halves for the weights look at shapes alone, which the gradients share.
+        let nothing = self.device.zeros(0)?;
+        let cx = self.cx(&nothing);
+        let has_head = saved.head.is_some();
+        if let (Some(head), Some(saved)) = (&self.head, saved.head) {
+            head.backward_weight(&cx, saved, grads)?;
+        }
+        for (block, saved) in self.blocks.iter().zip(saved.blocks).rev() {
+            block.backward_weight(&cx, saved, grads)?;
+        }
+        if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {
+            let dx = saved.dx.expect("backward_input runs before backward_weight");
+            embedding.backward(&cx, &tokens, &dx, grads, has_head)?;
+        }
+        Ok(())
+    }
+
+    fn check_whole(&self, saved: &Saved) -> Result<(), ZooError> {
+        if saved.blocks.len() == self.blocks.len() {
+            return Ok(());
+        }
+        Err(ZooError::StageInput { expected: "what was let go of, computed again" })
     }
 
     /// Elements of the flat buffers that `count` parameters from `first` on take, padding included.

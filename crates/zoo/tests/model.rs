@@ -259,6 +259,77 @@ fn what_a_stage_does_not_take_is_refused() {
     );
 }
 
+/// A stage for each part of a cut, some of them without layers; recomputed, and backward in halves, all inputs first.
+#[test]
+fn halves_recomputation_and_empty_stages_change_no_bit() {
+    let cpu = Device::cpu(1).unwrap();
+    let (scale, x, y) = (0.05, ids(20, 0), ids(20, 1));
+    let whole = Stage::whole(CONFIG, &cpu).unwrap();
+    let targets = whole.tokens(&y, 10).unwrap();
+    let run = |cuts: &[usize], halves: bool| {
+        let parts: Vec<Stage> =
+            cuts.windows(2).map(|w| Stage::new(CONFIG, w[0]..w[1], &cpu).unwrap()).collect();
+        let params: Vec<Tensor> = parts.iter().map(|s| s.init(5).unwrap()).collect();
+        let mut input = Some(Input::Tokens(whole.tokens(&x, 10).unwrap()));
+        let (mut losses, mut kept) = (Vec::new(), Vec::new());
+        for (i, (stage, p)) in parts.iter().zip(&params).enumerate() {
+            let taken = input.take().unwrap();
+            let again = match &taken {
+                Input::Tokens(t) => {
+                    Input::Tokens(cpu.tensor(&t.to_vec::<u32>().unwrap(), t.shape()).unwrap())
+                }
+                Input::Hidden(h) => {
+                    Input::Hidden(cpu.tensor(&h.to_vec::<f32>().unwrap(), h.shape()).unwrap())
+                }
+            };
+            let last = i + 1 == parts.len();
+            let (out, mut saved) = stage.forward(p, taken, last.then_some((&targets, scale))).unwrap();
+            if halves {
+                saved.forget(i + 1);
+                stage.recompute(p, again, &mut saved).unwrap();
+            }
+            kept.push(saved);
+            match out {
+                Output::Hidden(h) => input = Some(Input::Hidden(h)),
+                Output::Losses(l) => losses = l.to_vec::<f32>().unwrap(),
+            }
+        }
+        let mut grads: Vec<Tensor> = parts.iter().map(|s| s.zeros().unwrap()).collect();
+        let mut dy = None;
+        if halves {
+            for ((stage, p), saved) in parts.iter().zip(&params).zip(&mut kept).rev() {
+                dy = stage.backward_input(p, saved, dy).unwrap();
+            }
+        }
+        for (((stage, p), saved), flat) in parts.iter().zip(&params).zip(kept).zip(&mut grads).rev() {
+            let mut grads = Grads { flat, accumulate: false };
+            if halves {
+                stage.backward_weight(saved, &mut grads).unwrap();
+            } else {
+                dy = stage.backward(p, saved, dy, &mut grads, |_, _| {}).unwrap();
+            }
+        }
+        assert!(dy.is_none());
+        let grads: Vec<f32> = grads.iter().flat_map(|g| g.to_vec::<f32>().unwrap()).collect();
+        (losses, grads)
+    };
+    for cuts in [&[0, 3][..], &[0, 1, 3]] {
+        assert_eq!(run(cuts, true), run(cuts, false), "{cuts:?}");
+    }
+    // Stages that hold nothing pass on what they take.
+    assert_eq!(run(&[0, 1, 1, 3], true), run(&[0, 1, 3], false));
+    assert_eq!(run(&[0, 2, 2, 2, 3], false), run(&[0, 2, 3], true));
+    let (_, mut saved) = whole
+        .forward(
+            &whole.init(5).unwrap(),
+            Input::Tokens(whole.tokens(&x, 10).unwrap()),
+            Some((&targets, scale)),
+        )
+        .unwrap();
+    saved.forget(1);
+    assert!(whole.backward_input(&whole.init(5).unwrap(), &mut saved, None).is_err());
+}
+
 /// The slope of `loss` along a direction, by central differences with Richardson's extrapolation, against what the
 /// gradient says. The outputs are f32, the sums f64: the step is wide enough that rounding is below the tolerance.
 #[track_caller]
