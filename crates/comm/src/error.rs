@@ -63,8 +63,8 @@ pub enum WireError {
     Malformed(&'static str),
 }
 
-/// Why a rank was not let into a job.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+/// Why a rank was not let into a job. On the wire variants are numbers in this order, so new ones come last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error, serde::Serialize, serde::Deserialize)]
 #[non_exhaustive]
 pub enum Refusal {
     /// It expects another number of ranks.
@@ -216,6 +216,24 @@ pub enum CommError {
         ranks: Vec<Rank>,
         /// The time they were given.
         after: Nanos,
+    },
+    /// Keys of a store had no value in time.
+    #[error("store at {store}: after {after} still without a value: {}", .keys.join(", "))]
+    Absent {
+        /// Where the store is.
+        store: String,
+        /// The keys that were waited for in vain.
+        keys: Vec<String>,
+        /// The time they were given.
+        after: Nanos,
+    },
+    /// A store did not do what it was asked: it is full, or the value is no number.
+    #[error("{op} of `{key}` in the store: it is full, or the value is no number")]
+    Denied {
+        /// The call.
+        op: &'static str,
+        /// With which key.
+        key: String,
     },
     /// The master did not let this rank in, or a peer was not who it should be.
     #[error("{peer} refused: {reason}")]

@@ -9,6 +9,8 @@ pub mod memory;
 pub mod simulated;
 pub mod tcp;
 mod transport;
+
+mod control;
 mod wire;
 
 mod steps;
@@ -40,6 +42,7 @@ pub use butterfly::{
 };
 pub use coded::{Coded, Coder, Phase};
 pub use communicator::{Communicator, shift_one};
+pub use control::{Control, Listed};
 pub use cost::cost;
 pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, ReduceOp};
@@ -53,7 +56,7 @@ pub use ring::{bidirectional_ring, ring, ring_all_gather, ring_reduce_scatter};
 pub use steps::{Merge, Program, Step};
 pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};
-pub use wire::{HEADER_BYTES, VERSION};
+pub use wire::{HEADER_BYTES, Message, Parsed, VERSION, parse};
 
 /// The floats of 16 bits that [`Element`] is implemented for.
 pub use half::{bf16, f16};

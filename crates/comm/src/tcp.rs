@@ -6,6 +6,7 @@
 
 mod link;
 mod rendezvous;
+mod store;
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -23,6 +24,7 @@ use crate::transport::Tag;
 use crate::{CommError, Frame, Pool};
 use link::Link;
 pub use rendezvous::Config;
+pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 
 /// Bytes of a peer that may lie unread here before its socket is left alone.
 pub const HELD: usize = 4 * WINDOW * crate::FRAME_BYTES;

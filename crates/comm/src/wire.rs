@@ -1,5 +1,6 @@
 //! The framed header that every byte on a socket belongs to; the README's WIRE section is its specification.
 
+use crate::control::Control;
 use crate::transport::{Channel, Tag};
 use crate::{FRAME_BYTES, WireError};
 
@@ -7,7 +8,7 @@ use crate::{FRAME_BYTES, WireError};
 pub const HEADER_BYTES: usize = 32;
 
 /// The protocol's version; every frame carries it.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 
 const MAGIC: [u8; 4] = *b"FFLC";
 
@@ -21,29 +22,12 @@ pub(crate) enum Kind {
     Credit = 2,
     /// Nothing follows.
     Bye = 3,
-    /// Who connects.
-    Hello = 4,
-    /// Who is where.
-    Table = 5,
-    /// Come in.
-    Welcome = 6,
-    /// Stay out.
-    Refuse = 7,
-    /// The rendezvous failed: these ranks did not come.
-    Missing = 8,
+    /// Something said before there is a link: a [`Control`] message.
+    Control = 4,
 }
 
 impl Kind {
-    const ALL: [Self; 8] = [
-        Self::Data,
-        Self::Credit,
-        Self::Bye,
-        Self::Hello,
-        Self::Table,
-        Self::Welcome,
-        Self::Refuse,
-        Self::Missing,
-    ];
+    const ALL: [Self; 4] = [Self::Data, Self::Credit, Self::Bye, Self::Control];
 }
 
 /// A frame's header, decoded.
@@ -104,6 +88,80 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     Ok(Header { kind, tag, check: word(20), length, crc: word(28) })
 }
 
+/// A whole frame of untrusted bytes, by its kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Message<'a> {
+    /// A payload for a tag.
+    Data {
+        /// Which conversation it belongs to.
+        tag: Tag,
+        /// The word that both ends of a collective compute alike.
+        check: u32,
+        /// The bytes.
+        payload: &'a [u8],
+    },
+    /// So many frames of the tag were taken.
+    Credit {
+        /// Which conversation.
+        tag: Tag,
+        /// How many.
+        frames: u32,
+    },
+    /// Nothing follows.
+    Bye,
+    /// Something said before there is a link, or to a store.
+    Control(Control<'a>),
+}
+
+/// What the first bytes of a stream are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Parsed<'a> {
+    /// The beginning of a frame; so many bytes are needed to know more.
+    Part(usize),
+    /// A frame, which takes so many bytes.
+    Whole(Message<'a>, usize),
+}
+
+/// Reads the frame that a stream of untrusted bytes begins with. Allocates nothing but the lists of control messages,
+/// by what is there of them.
+///
+/// # Errors
+/// What is wrong with it; whatever follows is lost with it.
+pub fn parse(bytes: &[u8]) -> Result<Parsed<'_>, WireError> {
+    let Some((head, rest)) = bytes.split_first_chunk::<HEADER_BYTES>() else {
+        return Ok(Parsed::Part(HEADER_BYTES));
+    };
+    let header = decode(head)?;
+    let whole = HEADER_BYTES + header.length;
+    let Some(payload) = rest.get(..header.length) else { return Ok(Parsed::Part(whole)) };
+    if checksum(head, payload) != header.crc {
+        return Err(WireError::Checksum);
+    }
+    let Header { tag, check, .. } = header;
+    let message = match header.kind {
+        Kind::Data => Message::Data { tag, check, payload },
+        Kind::Credit => Message::Credit { tag, frames: check },
+        Kind::Bye => Message::Bye,
+        Kind::Control => Message::Control(Control::decode(payload)?),
+    };
+    Ok(Parsed::Whole(message, whole))
+}
+
+/// A control message as a frame.
+///
+/// # Errors
+/// [`WireError::Length`] if it does not fit into one.
+pub(crate) fn framed(message: &Control<'_>) -> Result<Vec<u8>, WireError> {
+    let payload = message.encode();
+    if payload.len() > FRAME_BYTES {
+        return Err(WireError::Length { max: FRAME_BYTES, got: payload.len() });
+    }
+    let mut frame = encode(Kind::Control, NO_TAG, 0, &payload).to_vec();
+    frame.extend(payload);
+    Ok(frame)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -116,7 +174,7 @@ mod tests {
     fn the_header_is_pinned() {
         let tag = Tag { context: 0x0807_0605_0403_0201, channel: Channel::Collective, number: 9 };
         let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
-        let fields = "46464c43 02 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
+        let fields = "46464c43 03 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
         assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
         // CRC-32/ISO-HDLC, as zlib has it.
         let whole = [&header[..28], b"farflung"].concat();
@@ -141,7 +199,7 @@ mod tests {
             decode(&h)
         };
         assert_eq!(with(0, b'X'), Err(WireError::Magic));
-        assert_eq!(with(4, 1), Err(WireError::Version { want: 2, got: 1 }));
+        assert_eq!(with(4, 1), Err(WireError::Version { want: 3, got: 1 }));
         assert_eq!(with(5, 0), Err(WireError::Kind(0)));
         assert_eq!(with(6, 4), Err(WireError::Channel(4)));
         assert!(matches!(with(27, 0xFF), Err(WireError::Length { .. })));
@@ -156,5 +214,23 @@ mod tests {
                 assert!(header.length <= FRAME_BYTES);
             }
         }
+    }
+
+    #[test]
+    fn a_stream_is_read_frame_by_frame() {
+        let tag = Tag { context: 1, channel: Channel::User, number: 2 };
+        let mut stream = encode(Kind::Data, tag, 5, b"abc").to_vec();
+        stream.extend(b"abc");
+        let data = stream.len();
+        stream.extend(framed(&Control::Welcome(9)).unwrap());
+        assert_eq!(parse(&stream[..31]), Ok(Parsed::Part(32)));
+        assert_eq!(parse(&stream[..34]), Ok(Parsed::Part(35)));
+        assert_eq!(parse(&stream), Ok(Parsed::Whole(Message::Data { tag, check: 5, payload: b"abc" }, 35)));
+        let welcome = Message::Control(Control::Welcome(9));
+        assert_eq!(parse(&stream[data..]), Ok(Parsed::Whole(welcome, 34)));
+        stream[33] ^= 1;
+        assert_eq!(parse(&stream), Err(WireError::Checksum));
+        let long = "x".repeat(FRAME_BYTES);
+        assert!(matches!(framed(&Control::Get(&long)), Err(WireError::Length { .. })));
     }
 }

@@ -13,8 +13,8 @@ use common::{free_port, on_ranks, tcp_at};
 use farflung_base::{Nanos, PeerId, Philox, Rank};
 use farflung_comm::tcp::{Config, join};
 use farflung_comm::{
-    CommError, Communicator, DownReason, HEADER_BYTES, PeerEvent, ReduceOp, Refusal, Transport, VERSION,
-    WireError,
+    CommError, Communicator, Control, DownReason, HEADER_BYTES, Message, Parsed, PeerEvent, ReduceOp,
+    Refusal, Transport, VERSION, WireError, parse,
 };
 
 fn config(rank: u32, size: u32, port: u16) -> Config {
@@ -60,6 +60,49 @@ fn the_missing_are_named_to_everyone() {
     assert!(matches!(join(&alone).unwrap_err(), CommError::Missing { ranks, .. } if ranks == [Rank(0)]));
 }
 
+/// Addresses that were free a moment ago.
+fn peers(n: usize) -> Vec<String> {
+    let held: Vec<_> = (0..n).map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    held.iter().map(|listener| listener.local_addr().unwrap().to_string()).collect()
+}
+
+#[test]
+fn ranks_that_know_all_addresses_need_no_master() {
+    let all = peers(4);
+    let sums = std::thread::scope(|scope| {
+        let joins: Vec<_> = (0..4)
+            .map(|rank| {
+                let config = Config::with_peers(rank, all.clone());
+                scope.spawn(move || {
+                    let comm = Communicator::new(join(&config).unwrap());
+                    let mut x = [f64::from(rank)];
+                    comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+                    x[0]
+                })
+            })
+            .collect();
+        joins.into_iter().map(|join| join.join().unwrap()).collect::<Vec<_>>()
+    });
+    assert_eq!(sums, [6.0; 4]);
+
+    let all = peers(4);
+    std::thread::scope(|scope| {
+        let waiting = [0, 2].map(|rank| {
+            let mut config = Config::with_peers(rank, all.clone());
+            config.deadline = Duration::from_millis(400);
+            scope.spawn(move || join(&config).unwrap_err())
+        });
+        for thread in waiting {
+            let error = thread.join().unwrap();
+            let CommError::Missing { ranks, .. } = &error else { unreachable!("{error}") };
+            assert_eq!(ranks, &[Rank(1), Rank(3)]);
+        }
+    });
+    let mut short = Config::with_peers(0, all);
+    short.peers.pop();
+    assert!(matches!(join(&short).unwrap_err(), CommError::Argument { what: "number of peers", .. }));
+}
+
 #[test]
 fn a_port_in_use_and_a_bad_address_are_told() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -93,7 +136,9 @@ fn the_wrong_ones_are_refused_and_the_job_goes_on() {
         old.write_all(&header).unwrap();
         let mut answer = Vec::new();
         old.read_to_end(&mut answer).unwrap();
-        assert_eq!(answer[HEADER_BYTES..], [5, VERSION, 0, 0, 0, VERSION + 1, 0, 0, 0]);
+        let want = Control::Refuse(Refusal::Version { want: VERSION, got: VERSION + 1 });
+        let length = answer.len();
+        assert_eq!(parse(&answer), Ok(Parsed::Whole(Message::Control(want), length)));
 
         // Garbage, a silent one, and a claimed length beyond all bounds do not hold up the others.
         let silent = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -126,11 +171,8 @@ fn impostor(port: u16, bytes: &[u8]) -> TcpStream {
             Err(_) => std::thread::sleep(Duration::from_millis(5)),
         }
     };
-    let mut hello = vec![1, 0, 0, 0, 2, 0, 0, 0, 8, 0];
-    hello.extend(b"farflung");
-    hello.extend([9, 0]);
-    hello.extend(b"1.2.3.4:5");
-    stream.write_all(&message(4, &hello)).unwrap();
+    let hello = Control::Hello { rank: 1, world_size: 2, job: "farflung", listen: "1.2.3.4:5" };
+    stream.write_all(&message(4, &hello.encode())).unwrap();
     stream.write_all(bytes).unwrap();
     stream
 }

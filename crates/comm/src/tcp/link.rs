@@ -301,7 +301,7 @@ impl Link {
                 incoming.said_goodbye = true;
                 inbox.peer_down(self.peer, DownReason::Left);
             }
-            other => return Err(WireError::Kind(other as u8)),
+            Kind::Control => return Err(WireError::Kind(header.kind as u8)),
         }
         Ok(())
     }

@@ -1,23 +1,26 @@
-//! How the ranks of a job find each other: all meet at the master's address, get a table of addresses, and connect
-//! pairwise, each end naming itself. Everything has a deadline; what does not belong here is refused with the reason.
+//! How the ranks of a job find each other: all meet at the master's address and get a table of addresses, or have one
+//! from the start; then they connect pairwise, each end naming itself. Everything has a deadline; what does not belong
+//! here is refused with the reason.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use farflung_base::Rank;
 
+use crate::control::{Control, HELLO, Listed};
 use crate::error::Refusal;
 use crate::memory::real_start;
-use crate::wire::{self, HEADER_BYTES, Kind, NO_TAG, VERSION};
+use crate::wire::{self, Message, Parsed, VERSION};
 use crate::{CommError, WireError};
 
-/// The longest control message.
-const CONTROL: usize = 64 * 1024;
 /// Strangers that may stand at the door at a time.
 const AT_THE_DOOR: usize = 256;
 /// Between two looks at the door.
 const PAUSE: Duration = Duration::from_millis(2);
+/// For one attempt to connect, so that one host that swallows packets does not take the time of the others.
+const ATTEMPT: Duration = Duration::from_secs(2);
 
 /// Who this process is and where the others are.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,13 +30,17 @@ pub struct Config {
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,
-    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`.
+    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`. Not used with `peers`.
     pub master: String,
+    /// Where each rank is reached, in their order, as `host:port`; empty where the master knows. Ranks may have
+    /// different lists, where a peer is reached by different ways.
+    pub peers: Vec<String>,
     /// Processes of other jobs are refused.
     pub job: String,
     /// The time that the whole rendezvous may take.
     pub deadline: Duration,
-    /// The address at which this rank listens for its peers; by default the one from which it reaches the master.
+    /// The address at which this rank listens for its peers; by default the one from which it reaches the master, or its
+    /// own of `peers`, whose port counts in any case.
     pub listen: Option<IpAddr>,
 }
 
@@ -42,83 +49,120 @@ impl Config {
     #[must_use]
     pub fn new(rank: u32, world_size: u32, master: impl Into<String>) -> Self {
         let (master, job) = (master.into(), "farflung".to_owned());
-        Self { rank, world_size, master, job, deadline: Duration::from_mins(1), listen: None }
+        Self {
+            rank,
+            world_size,
+            master,
+            peers: Vec::new(),
+            job,
+            deadline: Duration::from_mins(1),
+            listen: None,
+        }
+    }
+
+    /// The same for ranks that know each other's addresses and need no master.
+    #[must_use]
+    pub fn with_peers(rank: u32, peers: Vec<String>) -> Self {
+        let first = peers.first().cloned().unwrap_or_default();
+        let mut config = Self::new(rank, peers.len() as u32, first);
+        config.peers = peers;
+        config
     }
 }
 
 /// A time after which nothing is tried any more.
 #[derive(Clone, Copy)]
-struct Until {
+pub(super) struct Until {
     start: Instant,
     limit: Duration,
 }
 
 impl Until {
-    fn left(self) -> Option<Duration> {
+    pub(super) fn after(limit: Duration) -> Self {
+        Self { start: real_start(), limit }
+    }
+
+    /// As good as never.
+    pub(super) fn never() -> Self {
+        Self::after(Duration::from_secs(u32::MAX.into()))
+    }
+
+    pub(super) fn left(self) -> Option<Duration> {
         self.limit.checked_sub(self.start.elapsed()).filter(|left| !left.is_zero())
     }
 }
 
 /// Streams to all peers by rank, none to the own.
-pub(super) fn meet(config: &Config) -> Result<Vec<Option<TcpStream>>, CommError> {
-    let (rank, size) = (config.rank, config.world_size);
+type Streams = Vec<Option<TcpStream>>;
+
+/// Finds all peers.
+pub(super) fn meet(config: &Config) -> Result<Streams, CommError> {
+    let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
+    let (rank, size) = (config.rank as usize, config.world_size as usize);
     if rank >= size {
-        let (got, want) = (rank as usize, size as usize);
-        return Err(CommError::Argument { op: "rendezvous", what: "rank", got, want });
+        return argument("rank", rank, size);
     }
     if config.job.len() > 512 {
-        let got = config.job.len();
-        return Err(CommError::Argument { op: "rendezvous", what: "length of the job id", got, want: 512 });
+        return argument("length of the job id", config.job.len(), 512);
     }
-    let until = Until { start: real_start(), limit: config.deadline };
-    if rank == 0 { host(config, until) } else { visit(config, until) }
+    if !config.peers.is_empty() && config.peers.len() != size {
+        return argument("number of peers", config.peers.len(), size);
+    }
+    let until = Until::after(config.deadline);
+    if !config.peers.is_empty() {
+        by_list(config, until)
+    } else if rank == 0 {
+        host(config, until)
+    } else {
+        visit(config, until)
+    }
 }
 
 fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
-    CommError::Missing { master: config.master.clone(), ranks, after: config.deadline.into() }
+    let master = if config.peers.is_empty() { config.master.clone() } else { "the listed peers".to_owned() };
+    CommError::Missing { master, ranks, after: config.deadline.into() }
 }
 
-fn resolve(config: &Config) -> Result<Vec<SocketAddr>, CommError> {
-    match config.master.to_socket_addrs() {
+pub(super) fn resolve(what: &'static str, address: &str) -> Result<Vec<SocketAddr>, CommError> {
+    match address.to_socket_addrs() {
         Ok(addresses) => Ok(addresses.collect()),
-        Err(e) => Err(CommError::io("master address", &config.master, &e)),
+        Err(e) => Err(CommError::io(what, &address, &e)),
     }
+}
+
+fn nobody(config: &Config) -> Streams {
+    (0..config.world_size).map(|_| None).collect()
 }
 
 /// Rank 0: lets everyone in, then tells everyone where the others are.
-fn host(config: &Config, until: Until) -> Result<Vec<Option<TcpStream>>, CommError> {
-    let addresses = resolve(config)?;
+fn host(config: &Config, until: Until) -> Result<Streams, CommError> {
+    let addresses = resolve("master address", &config.master)?;
     let listener =
         TcpListener::bind(&addresses[..]).map_err(|e| CommError::io("listen at", &config.master, &e))?;
-    let mut streams: Vec<Option<TcpStream>> = (0..config.world_size).map(|_| None).collect();
+    let mut streams = nobody(config);
     let mut table = vec![String::new(); config.world_size as usize];
-    let come = admit(config, &listener, until, &mut streams, 0, |hello| {
-        table[hello.rank as usize] = hello.listen;
-    });
+    let never = AtomicBool::new(false);
+    let come = admit(config, &listener, until, &never, &mut streams, |rank, listen| table[rank] = listen);
     if let Err(ranks) = come {
-        let message: Vec<u8> = ranks.iter().flat_map(|r| r.0.to_le_bytes()).collect();
+        let message = Control::Missing(Listed(ranks.iter().map(|rank| rank.0).collect()));
         for stream in streams.iter_mut().flatten() {
             // They have deadlines of their own.
-            let _ = say(stream, Kind::Missing, &message);
+            let _ = say(stream, &message);
         }
         return Err(missing(config, ranks));
     }
-    let mut message = Vec::new();
-    for address in &table {
-        text(&mut message, address);
-    }
+    let message = Control::Table(Listed(table.iter().map(String::as_str).collect()));
     for (rank, stream) in streams.iter_mut().enumerate() {
         if let Some(stream) = stream {
-            say(stream, Kind::Table, &message)
-                .map_err(|e| CommError::io("table to", &Rank(rank as u32), &e))?;
+            say(stream, &message).map_err(|e| CommError::io("table to", &Rank(rank as u32), &e))?;
         }
     }
     Ok(streams)
 }
 
-/// Every other rank: asks the master, then connects to the lower ranks and lets the higher ones in.
-fn visit(config: &Config, until: Until) -> Result<Vec<Option<TcpStream>>, CommError> {
-    let addresses = resolve(config)?;
+/// Every other rank: asks the master, then meets the others where they are.
+fn visit(config: &Config, until: Until) -> Result<Streams, CommError> {
+    let addresses = resolve("master address", &config.master)?;
     let mut master = connect(&addresses, until).ok_or_else(|| missing(config, vec![Rank(0)]))?;
     let io = |what| move |e: std::io::Error| CommError::io(what, &config.master, &e);
     let local = match config.listen {
@@ -126,52 +170,128 @@ fn visit(config: &Config, until: Until) -> Result<Vec<Option<TcpStream>>, CommEr
         None => master.local_addr().map_err(io("socket to"))?.ip(),
     };
     let listener = TcpListener::bind((local, 0)).map_err(|e| CommError::io("listen at", &local, &e))?;
-    let own = listener.local_addr().map_err(|e| CommError::io("listen at", &local, &e))?;
-    let hello = Hello {
-        rank: config.rank,
-        world_size: config.world_size,
-        job: config.job.clone(),
-        listen: own.to_string(),
-    };
-    say(&mut master, Kind::Hello, &hello.encode()).map_err(io("hello to"))?;
+    let own = listener.local_addr().map_err(|e| CommError::io("listen at", &local, &e))?.to_string();
+    say(&mut master, &hello(config, &own)).map_err(io("hello to"))?;
     // The master gives up at its own deadline and then says who is missing; there is a moment for that.
     let patient = Until { limit: until.limit + Duration::from_secs(1), ..until };
-    let table = answer(config, &config.master, &mut master, patient, Kind::Table)?;
-    let mut table = Reader(&table);
-    let mut streams: Vec<Option<TcpStream>> = (0..config.world_size).map(|_| None).collect();
+    let table = answer(config, &config.master, &mut master, patient, |message| match message {
+        Control::Table(Listed(table)) if table.len() == config.world_size as usize => table
+            [1..config.rank as usize]
+            .iter()
+            .map(|address| address.parse().ok())
+            .collect::<Option<Vec<SocketAddr>>>(),
+        _ => None,
+    })?;
+    let lower: Vec<_> = (1..).zip(table).map(|(rank, address)| (rank, vec![address])).collect();
+    let mut streams = pairwise(config, &listener, &own, &lower, until)?;
     streams[0] = Some(master);
-    for (rank, stream) in streams.iter_mut().enumerate() {
-        let lie =
-            || CommError::Handshake { peer: config.master.clone(), source: WireError::Malformed("table") };
-        let address = table.text().ok_or_else(lie)?;
-        if rank == 0 || rank >= config.rank as usize {
-            continue;
-        }
-        let to: SocketAddr = address.parse().map_err(|_| lie())?;
-        let absent = || missing(config, vec![Rank(rank as u32)]);
-        let mut peer = connect(&[to], until).ok_or_else(absent)?;
-        say(&mut peer, Kind::Hello, &hello.encode()).map_err(|e| CommError::io("hello to", &to, &e))?;
-        let welcome = answer(config, &address, &mut peer, until, Kind::Welcome)?;
-        if Reader(&welcome).u32() != Some(rank as u32) {
-            let source = WireError::Malformed("welcome");
-            return Err(CommError::Handshake { peer: address, source });
-        }
-        *stream = Some(peer);
-    }
-    let me = config.rank as usize;
-    admit(config, &listener, until, &mut streams, me, |_| {}).map_err(|ranks| missing(config, ranks))?;
     Ok(streams)
 }
 
-/// Lets in all ranks above `me`; strangers are turned away. The ranks that have not come by the deadline are the error.
+/// Every rank, where all know where all are.
+fn by_list(config: &Config, until: Until) -> Result<Streams, CommError> {
+    let me = config.rank as usize;
+    let own = &config.peers[me];
+    let mut at = resolve("own address", own)?;
+    if let Some(ip) = config.listen {
+        for address in &mut at {
+            address.set_ip(ip);
+        }
+    }
+    let listener = TcpListener::bind(&at[..]).map_err(|e| CommError::io("listen at", own, &e))?;
+    let resolved = |(rank, peer): (usize, &String)| Ok((rank, resolve("address of a peer", peer)?));
+    let lower: Vec<_> =
+        config.peers[..me].iter().enumerate().map(resolved).collect::<Result<_, CommError>>()?;
+    pairwise(config, &listener, own, &lower, until)
+}
+
+/// Connects to lower ranks at their addresses and lets the higher ones in, at the same time.
+fn pairwise(
+    config: &Config,
+    listener: &TcpListener,
+    own: &str,
+    lower: &[(usize, Vec<SocketAddr>)],
+    until: Until,
+) -> Result<Streams, CommError> {
+    let mut streams = nobody(config);
+    let given_up = AtomicBool::new(false);
+    let (come, reached) = std::thread::scope(|scope| {
+        let reaching = scope.spawn(|| {
+            reach(config, own, lower, until).inspect_err(|_| given_up.store(true, Ordering::Relaxed))
+        });
+        let come = admit(config, listener, until, &given_up, &mut streams, |_, _| {});
+        (come, reaching.join().expect("nothing in it panics"))
+    });
+    let (mut absent, found) = match reached {
+        Ok(found) => (Vec::new(), found),
+        Err(CommError::Missing { ranks, .. }) => (ranks, Vec::new()),
+        Err(other) => return Err(other),
+    };
+    absent.extend(come.err().into_iter().flatten());
+    if !absent.is_empty() {
+        return Err(missing(config, absent));
+    }
+    for (rank, stream) in found {
+        streams[rank] = Some(stream);
+    }
+    Ok(streams)
+}
+
+/// Connects to all of them, as they come up; the error names those that did not.
+fn reach(
+    config: &Config,
+    own: &str,
+    lower: &[(usize, Vec<SocketAddr>)],
+    until: Until,
+) -> Result<Vec<(usize, TcpStream)>, CommError> {
+    let mut found = Vec::new();
+    let mut left: Vec<_> = lower.iter().collect();
+    loop {
+        let mut still = Vec::new();
+        for peer in left {
+            match attempt(&peer.1, until) {
+                Some(mut stream) => {
+                    // At once, so that it is not missed there while others still are here.
+                    say(&mut stream, &hello(config, own))
+                        .map_err(|e| CommError::io("hello to", &Rank(peer.0 as u32), &e))?;
+                    found.push((peer.0, stream));
+                }
+                None => still.push(peer),
+            }
+        }
+        left = still;
+        let Some(rest) = until.left() else { break };
+        if left.is_empty() {
+            break;
+        }
+        std::thread::sleep(rest.min(5 * PAUSE));
+    }
+    if !left.is_empty() {
+        return Err(missing(config, left.iter().map(|(rank, _)| Rank(*rank as u32)).collect()));
+    }
+    for (rank, stream) in &mut found {
+        let name = stream.peer_addr().map_or_else(|_| Rank(*rank as u32).to_string(), |at| at.to_string());
+        answer(config, &name, stream, until, |message| match message {
+            Control::Welcome(by) if *by as usize == *rank => Some(()),
+            _ => None,
+        })?;
+    }
+    Ok(found)
+}
+
+/// Lets in all ranks above the own; strangers are turned away. The ranks that have not come by the deadline are the
+/// error, also where all is given up before.
 fn admit(
     config: &Config,
     listener: &TcpListener,
     until: Until,
+    given_up: &AtomicBool,
     streams: &mut [Option<TcpStream>],
-    me: usize,
-    mut note: impl FnMut(Hello),
+    mut note: impl FnMut(usize, String),
 ) -> Result<(), Vec<Rank>> {
+    let me = config.rank as usize;
+    // The master's answer is the table.
+    let welcomes = me > 0 || !config.peers.is_empty();
     let mut door: Vec<(TcpStream, Vec<u8>)> = Vec::new();
     // A listener that blocks would only be looked at when somebody comes.
     let _ = listener.set_nonblocking(true);
@@ -181,7 +301,7 @@ fn admit(
         if absent.is_empty() {
             return Ok(());
         }
-        if until.left().is_none() {
+        if until.left().is_none() || given_up.load(Ordering::Relaxed) {
             return Err(absent);
         }
         while let Ok((stream, _)) = listener.accept() {
@@ -196,20 +316,25 @@ fn admit(
                 Heard::Nothing => still.push((stream, bytes)),
                 Heard::Nonsense => {}
                 Heard::Other(version) => {
-                    refuse(&mut stream, Refusal::Version { want: VERSION, got: version });
+                    let reason = Refusal::Version { want: VERSION, got: version };
+                    // Whoever is refused may be gone already.
+                    let _ = say(&mut stream, &Control::Refuse(reason));
                 }
-                Heard::Hello(hello) => {
-                    if let Err(refusal) = check(config, &hello, streams, me) {
-                        refuse(&mut stream, refusal);
-                        continue;
-                    }
-                    let welcome = (me as u32).to_le_bytes();
-                    let ready = stream.set_nonblocking(false).is_ok()
-                        && (me == 0 || say(&mut stream, Kind::Welcome, &welcome).is_ok());
-                    if ready {
-                        moved = true;
-                        streams[hello.rank as usize] = Some(stream);
-                        note(hello);
+                Heard::Hello => {
+                    let Ok(Parsed::Whole(Message::Control(hello), _)) = wire::parse(&bytes) else { continue };
+                    match check(config, &hello, streams) {
+                        Err(refusal) => {
+                            let _ = say(&mut stream, &Control::Refuse(refusal));
+                        }
+                        Ok((rank, listen)) => {
+                            let ready = stream.set_nonblocking(false).is_ok()
+                                && (!welcomes || say(&mut stream, &Control::Welcome(config.rank)).is_ok());
+                            if ready {
+                                moved = true;
+                                streams[rank] = Some(stream);
+                                note(rank, listen);
+                            }
+                        }
                     }
                 }
             }
@@ -225,27 +350,21 @@ enum Heard {
     Nothing,
     Nonsense,
     Other(u8),
-    Hello(Hello),
+    /// All of a greeting.
+    Hello,
 }
 
-/// Reads on in a greeting without blocking.
+/// Reads on in a greeting without blocking, and not a byte further: what follows belongs to the link.
 fn hear(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Heard {
     let mut buffer = [0; 512];
     loop {
-        // A header first, then exactly its payload: what follows belongs to the link.
-        let want = match bytes.first_chunk::<HEADER_BYTES>().map(wire::decode) {
-            None => HEADER_BYTES,
-            Some(Err(WireError::Version { got, .. })) => return Heard::Other(got),
-            Some(Ok(header)) if header.kind == Kind::Hello && header.length <= 1024 => {
-                HEADER_BYTES + header.length
-            }
-            Some(_) => return Heard::Nonsense,
+        let want = match wire::parse(bytes) {
+            Ok(Parsed::Part(want)) if want <= HELLO => want,
+            Ok(Parsed::Whole(Message::Control(Control::Hello { .. }), _)) => return Heard::Hello,
+            Err(WireError::Version { got, .. }) => return Heard::Other(got),
+            _ => return Heard::Nonsense,
         };
-        let rest = want - bytes.len();
-        if rest == 0 {
-            return whole(bytes).and_then(Hello::decode).map_or(Heard::Nonsense, Heard::Hello);
-        }
-        match stream.read(&mut buffer[..rest.min(512)]) {
+        match stream.read(&mut buffer[..(want - bytes.len()).min(512)]) {
             Ok(0) => return Heard::Nonsense,
             Ok(n) => bytes.extend_from_slice(&buffer[..n]),
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -255,185 +374,93 @@ fn hear(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Heard {
     }
 }
 
-/// The payload of a message that is complete and unharmed.
-fn whole(bytes: &[u8]) -> Option<&[u8]> {
-    let (header, payload) = bytes.split_first_chunk::<HEADER_BYTES>()?;
-    let decoded = wire::decode(header).ok()?;
-    (wire::checksum(header, payload) == decoded.crc).then_some(payload)
-}
-
-fn check(config: &Config, hello: &Hello, streams: &[Option<TcpStream>], me: usize) -> Result<(), Refusal> {
-    if hello.job != config.job {
+/// The rank that greets, and where it listens.
+fn check(
+    config: &Config,
+    hello: &Control<'_>,
+    streams: &[Option<TcpStream>],
+) -> Result<(usize, String), Refusal> {
+    let &Control::Hello { rank, world_size, job, listen } = hello else { return Err(Refusal::Job) };
+    if job != config.job {
         return Err(Refusal::Job);
     }
-    if hello.world_size != config.world_size {
-        return Err(Refusal::WorldSize { want: config.world_size, got: hello.world_size });
+    if world_size != config.world_size {
+        return Err(Refusal::WorldSize { want: config.world_size, got: world_size });
     }
-    match streams.get(hello.rank as usize) {
-        None => Err(Refusal::Rank(hello.rank)),
-        Some(None) if hello.rank as usize > me => Ok(()),
-        Some(_) => Err(Refusal::Taken(hello.rank)),
+    match streams.get(rank as usize) {
+        None => Err(Refusal::Rank(rank)),
+        Some(None) if rank > config.rank => Ok((rank as usize, listen.to_owned())),
+        Some(_) => Err(Refusal::Taken(rank)),
     }
+}
+
+fn hello<'a>(config: &'a Config, listen: &'a str) -> Control<'a> {
+    Control::Hello { rank: config.rank, world_size: config.world_size, job: &config.job, listen }
+}
+
+/// Tries each address once.
+fn attempt(addresses: &[SocketAddr], until: Until) -> Option<TcpStream> {
+    addresses.iter().find_map(|address| TcpStream::connect_timeout(address, until.left()?.min(ATTEMPT)).ok())
 }
 
 /// Tries until the deadline.
-fn connect(addresses: &[SocketAddr], until: Until) -> Option<TcpStream> {
+pub(super) fn connect(addresses: &[SocketAddr], until: Until) -> Option<TcpStream> {
     loop {
-        for address in addresses {
-            let left = until.left()?;
-            if let Ok(stream) = TcpStream::connect_timeout(address, left) {
-                return Some(stream);
-            }
+        if let Some(stream) = attempt(addresses, until) {
+            return Some(stream);
         }
-        std::thread::sleep(PAUSE.min(until.left()?) * 5);
+        std::thread::sleep(until.left()?.min(5 * PAUSE));
     }
 }
 
-fn say(stream: &mut TcpStream, kind: Kind, payload: &[u8]) -> std::io::Result<()> {
-    let header = wire::encode(kind, NO_TAG, 0, payload);
-    stream.write_all(&[&header[..], payload].concat())
+pub(super) fn say(stream: &mut TcpStream, message: &Control<'_>) -> std::io::Result<()> {
+    let frame = wire::framed(message).map_err(|e| std::io::Error::new(ErrorKind::InvalidInput, e))?;
+    stream.write_all(&frame)
 }
 
-fn refuse(stream: &mut TcpStream, refusal: Refusal) {
-    let (code, want, got) = match refusal {
-        Refusal::WorldSize { want, got } => (1, want, got),
-        Refusal::Job => (2, 0, 0),
-        Refusal::Rank(rank) => (3, 0, rank),
-        Refusal::Taken(rank) => (4, 0, rank),
-        Refusal::Version { want, got } => (5, want.into(), got.into()),
-    };
-    let message = [&[code][..], &u32::to_le_bytes(want), &u32::to_le_bytes(got)].concat();
-    // Whoever is refused may be gone already.
-    let _ = say(stream, Kind::Refuse, &message);
-}
-
-/// Waits for a message of the given kind; refusals and losses become errors.
-fn answer(
+/// Waits for a message that `wanted` takes; refusals and losses become errors.
+fn answer<T>(
     config: &Config,
     from: &str,
     stream: &mut TcpStream,
     until: Until,
-    kind: Kind,
-) -> Result<Vec<u8>, CommError> {
+    wanted: impl FnOnce(&Control<'_>) -> Option<T>,
+) -> Result<T, CommError> {
+    let bytes = read_message(from, stream, until)?;
     let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
-    let mut header = [0; HEADER_BYTES];
-    read_all(config, from, stream, until, &mut header)?;
-    let decoded = wire::decode(&header).map_err(wrong)?;
-    if decoded.length > CONTROL {
-        return Err(wrong(WireError::Length { max: CONTROL, got: decoded.length }));
-    }
-    let mut payload = vec![0; decoded.length];
-    read_all(config, from, stream, until, &mut payload)?;
-    if wire::checksum(&header, &payload) != decoded.crc {
-        return Err(wrong(WireError::Checksum));
-    }
-    let mut reader = Reader(&payload);
-    match decoded.kind {
-        got if got == kind => Ok(payload),
-        Kind::Missing => {
-            let mut ranks = Vec::new();
-            while let Some(rank) = reader.u32() {
-                ranks.push(Rank(rank));
-            }
-            Err(missing(config, ranks))
-        }
-        Kind::Refuse => {
-            let code = reader.u8();
-            let (Some(code), Some(want), Some(got)) = (code, reader.u32(), reader.u32()) else {
-                return Err(wrong(WireError::Malformed("refusal")));
-            };
-            let reason = match code {
-                1 => Refusal::WorldSize { want, got },
-                2 => Refusal::Job,
-                3 => Refusal::Rank(got),
-                4 => Refusal::Taken(got),
-                5 => Refusal::Version { want: want as u8, got: got as u8 },
-                _ => return Err(wrong(WireError::Malformed("refusal"))),
-            };
-            Err(CommError::Refused { peer: from.to_owned(), reason })
-        }
-        other => Err(wrong(WireError::Kind(other as u8))),
+    let Parsed::Whole(Message::Control(message), _) = wire::parse(&bytes).map_err(wrong)? else {
+        return Err(wrong(WireError::Malformed("control message")));
+    };
+    match &message {
+        Control::Missing(Listed(ranks)) => Err(missing(config, ranks.iter().copied().map(Rank).collect())),
+        Control::Refuse(reason) => Err(CommError::Refused { peer: from.to_owned(), reason: *reason }),
+        other => wanted(other).ok_or_else(|| wrong(WireError::Malformed("answer"))),
     }
 }
 
-fn read_all(
-    config: &Config,
-    from: &str,
-    stream: &mut TcpStream,
-    until: Until,
-    mut bytes: &mut [u8],
-) -> Result<(), CommError> {
-    while !bytes.is_empty() {
+/// The bytes of one whole message, as many as come: nothing is allocated by a length that is only claimed.
+pub(super) fn read_message(from: &str, stream: &mut TcpStream, until: Until) -> Result<Vec<u8>, CommError> {
+    let mut bytes = Vec::new();
+    let mut buffer = [0; 4096];
+    loop {
+        let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
+        let want = match wire::parse(&bytes).map_err(wrong)? {
+            Parsed::Part(want) => want,
+            Parsed::Whole(..) => return Ok(bytes),
+        };
+        let io = |e: &std::io::Error| CommError::io("answer of", &from, e);
         let late = || CommError::Io {
             what: "no answer in time of",
             address: from.to_owned(),
             kind: ErrorKind::TimedOut,
-            message: format!("waited for {:?}", config.deadline),
+            message: format!("waited for {:?}", until.limit),
         };
-        let left = until.left().ok_or_else(late)?;
-        let io = |e: &std::io::Error| CommError::io("answer of", &from, e);
-        stream.set_read_timeout(Some(left)).map_err(|e| io(&e))?;
-        match stream.read(bytes) {
+        stream.set_read_timeout(Some(until.left().ok_or_else(late)?)).map_err(|e| io(&e))?;
+        match stream.read(&mut buffer[..(want - bytes.len()).min(4096)]) {
             Ok(0) => return Err(io(&ErrorKind::UnexpectedEof.into())),
-            Ok(n) => bytes = &mut bytes[n..],
+            Ok(n) => bytes.extend_from_slice(&buffer[..n]),
             Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
             Err(e) => return Err(io(&e)),
         }
-    }
-    Ok(())
-}
-
-/// The greeting.
-struct Hello {
-    rank: u32,
-    world_size: u32,
-    job: String,
-    listen: String,
-}
-
-impl Hello {
-    fn encode(&self) -> Vec<u8> {
-        let mut out = [self.rank.to_le_bytes(), self.world_size.to_le_bytes()].concat();
-        text(&mut out, &self.job);
-        text(&mut out, &self.listen);
-        out
-    }
-
-    fn decode(bytes: &[u8]) -> Option<Self> {
-        let mut reader = Reader(bytes);
-        Some(Self {
-            rank: reader.u32()?,
-            world_size: reader.u32()?,
-            job: reader.text()?,
-            listen: reader.text()?,
-        })
-    }
-}
-
-/// A length of two bytes and so much of the text.
-fn text(out: &mut Vec<u8>, text: &str) {
-    let len = u16::try_from(text.len()).unwrap_or(u16::MAX);
-    out.extend(len.to_le_bytes());
-    out.extend(&text.as_bytes()[..len as usize]);
-}
-
-/// Reads control messages of untrusted bytes.
-struct Reader<'a>(&'a [u8]);
-
-impl Reader<'_> {
-    fn take(&mut self, n: usize) -> Option<&[u8]> {
-        let (head, rest) = self.0.split_at_checked(n)?;
-        self.0 = rest;
-        Some(head)
-    }
-    fn u8(&mut self) -> Option<u8> {
-        self.take(1).map(|b| b[0])
-    }
-    fn u32(&mut self) -> Option<u32> {
-        self.take(4)?.try_into().ok().map(u32::from_le_bytes)
-    }
-    fn text(&mut self) -> Option<String> {
-        let len = u16::from_le_bytes(self.take(2)?.try_into().ok()?);
-        String::from_utf8(self.take(len.into())?.to_vec()).ok()
     }
 }
