@@ -3,14 +3,15 @@
 
 use crate::compressor::Memoryless;
 use crate::noise::Noise;
-use crate::simd::Level;
+use crate::simd::{Level, Stream};
+use crate::threads;
 use crate::wire::{CodecId, HEADER, check_body};
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
 /// Elements, roughly, that are encoded and hashed at a time: few enough that all the buffers stay near.
 const CHUNK: usize = 2048;
-/// Elements, at least, that a thread is started for.
-const MIN_PER_THREAD: usize = 1 << 17;
+/// The longest chunk that is made beside the vector, and then written past the caches.
+const ASIDE: usize = 4096;
 
 /// How one chunk becomes bytes.
 ///
@@ -84,14 +85,6 @@ impl Values<'_> {
         }
     }
 
-    /// The same values again, for a shorter time.
-    pub(crate) fn reborrow(&mut self) -> Values<'_> {
-        match self {
-            Self::Read(x) => Values::Read(x),
-            Self::Feedback { x, e, next } => Values::Feedback { x, e, next },
-        }
-    }
-
     /// The error for the first value that is not finite; they begin at `offset` of the vector.
     pub(crate) fn first_non_finite(&self, offset: usize) -> CompressError {
         let value = |i: usize| match self {
@@ -118,11 +111,11 @@ impl<C: Chunks> Chunked<C> {
         Self { chunks, level: Level::detect(), threads: 1 }
     }
 
-    /// The codec on up to `threads` threads (0 counts as 1) where the vector is long enough. They are started in each
-    /// call, and the bytes are the same for any number.
+    /// The codec on up to so many threads: [`Compressor::set_threads`].
     #[must_use]
-    pub fn threads(self, threads: usize) -> Self {
-        Self { threads: threads.max(1), ..self }
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.set_threads(threads);
+        self
     }
 
     /// The codec compiled for the baseline of the target.
@@ -152,15 +145,15 @@ impl<C: Chunks> Chunked<C> {
             let (head, body) = body.split_at_mut(self.prefix());
             head.copy_from_slice(self.chunks.parameters().as_ref().map_or(&[], |p| p));
             crc.update(head);
-            let (hash, result) = self.encode_part(self.pieces(len), 0, values, body, noise);
+            let (hash, result) = self.encode_part(threads::worth(self.threads, len), 0, values, body, noise);
             crc.combine(&hash);
             result
         })
     }
 
-    /// How many threads so many elements are worth.
-    fn pieces(&self, len: usize) -> usize {
-        self.threads.min(len / MIN_PER_THREAD).max(1)
+    /// How chunks of a vector of `len` elements are written past the caches, if they are.
+    fn stream(&self, len: usize) -> Option<Stream> {
+        Stream::for_len(self.level, len).filter(|_| self.chunk() <= ASIDE)
     }
 
     /// Encodes `values`, which begin at `at`, on so many threads; with the checksum of the bytes.
@@ -205,11 +198,21 @@ impl<C: Chunks> Chunked<C> {
         noise: Noise,
         crc: &mut crc32fast::Hasher,
     ) -> Result<(), CompressError> {
+        let mut aside = Aside::new(self.stream(rest.len()));
         while rest.len() > 0 {
             let len = self.chunk().min(rest.len());
             let (mut values, next) = rest.split_at(len);
             let (bytes, next_out) = out.split_at_mut(self.chunks.bytes(len));
-            if self.chunks.encode(self.level, at, values.reborrow(), bytes, noise) {
+            let encode = |values: Values<'_>, bytes: &mut [u8]| {
+                self.chunks.encode(self.level, at, values, bytes, noise)
+            };
+            let refused = match &mut values {
+                Values::Feedback { x, e, next } => {
+                    aside.write(next, |next| encode(Values::Feedback { x, e, next }, bytes))
+                }
+                Values::Read(x) => encode(Values::Read(x), bytes),
+            };
+            if refused {
                 return Err(values.first_non_finite(at));
             }
             crc.update(bytes);
@@ -228,8 +231,9 @@ impl<C: Chunks> Chunked<C> {
         let (left, middle) = self.halves(pieces, out.len());
         if left == 0 {
             let (chunk, unit) = (self.chunk(), self.chunks.bytes(self.chunk()));
+            let mut aside = Aside::new(self.stream(out.len()));
             for (i, (out, bytes)) in out.chunks_mut(chunk).zip(body.chunks(unit)).enumerate() {
-                self.chunks.decode(self.level, at + i * chunk, bytes, out)?;
+                aside.write(out, |out| self.chunks.decode(self.level, at + i * chunk, bytes, out))?;
             }
             return Ok(());
         }
@@ -244,14 +248,31 @@ impl<C: Chunks> Chunked<C> {
     }
 }
 
-impl<C> State for Chunked<C> {}
-impl<C: Chunks> Memoryless for Chunked<C> {}
+/// Where a chunk is made that is then written past the caches.
+#[expect(clippy::large_enum_variant, reason = "it is made once for a vector, on the stack")]
+enum Aside {
+    Not,
+    There([f32; ASIDE], Stream),
+}
 
-impl<C: Chunks> Compressor for Chunked<C> {
-    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
-        self.encode(Values::Read(x), key, out)
+impl Aside {
+    fn new(stream: Option<Stream>) -> Self {
+        stream.map_or(Self::Not, |stream| Self::There([0.0; ASIDE], stream))
     }
 
+    /// Lets `make` fill all of `out`.
+    fn write<R>(&mut self, out: &mut [f32], make: impl FnOnce(&mut [f32]) -> R) -> R {
+        let Self::There(aside, stream) = self else { return make(out) };
+        let aside = &mut aside[..out.len()];
+        let result = make(aside);
+        stream.copy(aside, out);
+        result
+    }
+}
+
+impl<C> State for Chunked<C> {}
+
+impl<C: Chunks> Memoryless for Chunked<C> {
     fn compress_residual(
         &mut self,
         x: &[f32],
@@ -262,6 +283,12 @@ impl<C: Chunks> Compressor for Chunked<C> {
     ) -> Result<(), CompressError> {
         crate::compressor::check_lengths(x, e, next).inspect_err(|_| out.clear())?;
         self.encode(Values::Feedback { x, e, next }, key, out)
+    }
+}
+
+impl<C: Chunks> Compressor for Chunked<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        self.encode(Values::Read(x), key, out)
     }
 
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
@@ -275,11 +302,15 @@ impl<C: Chunks> Compressor for Chunked<C> {
         };
         let codec = Self { chunks: theirs, ..*self };
         check_body(C::ID, out.len(), codec.body_len(out.len()), body.len())?;
-        codec.decode_part(codec.pieces(out.len()), 0, chunks, out)
+        codec.decode_part(threads::worth(self.threads, out.len()), 0, chunks, out)
     }
 
     fn max_payload(&self, len: usize) -> usize {
         self.body_len(len).saturating_add(HEADER)
+    }
+
+    fn set_threads(&mut self, threads: usize) {
+        self.threads = threads.max(1);
     }
 }
 

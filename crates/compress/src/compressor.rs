@@ -5,6 +5,8 @@ use std::fmt::Debug;
 
 use farflung_base::Rank;
 
+use crate::chunked::{INFINITE, max_magnitude, sum};
+use crate::simd::{Kernel, Level};
 use crate::{CompressError, Payload, PayloadRef, State};
 
 /// Which use of a codec this is, so that whatever a codec draws is a pure function of it: masks that all ranks share
@@ -34,38 +36,6 @@ pub trait Compressor: State + Debug + Send + Sync {
     /// Then `out` is empty and the codec's memory is as it was.
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError>;
 
-    /// Encodes `v = x + e` into `out` and writes what the payload lost, `v - D(C(v))`, to `next`. All are `[n]`.
-    ///
-    /// `e` is only read, so a failure leaves it as it was. The default makes three passes and a buffer; codecs fuse it
-    /// into one pass.
-    ///
-    /// Errors: those of [`Self::compress`], [`CompressError::LengthMismatch`], and [`CompressError::NonFinite`] for
-    /// any codec. Then `out` is empty and `next` is unspecified.
-    fn compress_residual(
-        &mut self,
-        x: &[f32],
-        e: &[f32],
-        next: &mut [f32],
-        key: RoundKey,
-        out: &mut Payload,
-    ) -> Result<(), CompressError> {
-        check_lengths(x, e, next).inspect_err(|_| out.clear())?;
-        for ((next, x), e) in next.iter_mut().zip(x).zip(e) {
-            *next = x + e;
-        }
-        if let Some(index) = next.iter().position(|v| !v.is_finite()) {
-            out.clear();
-            return Err(CompressError::NonFinite { index, value: next[index] });
-        }
-        self.compress(next, key, out)?;
-        let mut sent = vec![0.0; next.len()];
-        self.decompress(out.view(), &mut sent).inspect_err(|_| out.clear())?;
-        for (next, sent) in next.iter_mut().zip(&sent) {
-            *next -= sent;
-        }
-        Ok(())
-    }
-
     /// Decodes `p`, which is untrusted, into all of `out` (`[n]`).
     ///
     /// Errors: [`CompressError::WrongCodec`], [`CompressError::CountMismatch`], [`CompressError::BodyLength`], and
@@ -75,27 +45,53 @@ pub trait Compressor: State + Debug + Send + Sync {
     /// The most bytes that the payload of `len` elements can have, header included (`usize::MAX` if it would not fit
     /// in memory).
     fn max_payload(&self, len: usize) -> usize;
+
+    /// Lets the codec use up to so many threads (0 counts as 1) where a vector is long enough. They are started in each
+    /// call, and the bytes are the same for any number. A codec that does not say so works on the caller's thread.
+    fn set_threads(&mut self, threads: usize) {
+        let _ = threads;
+    }
 }
 
-/// A codec that remembers nothing between calls, so that another codec may choose anew each time what it gets.
+/// A codec that remembers nothing between calls, so that another codec may choose anew each time what it gets, and feedback
+/// can stand around it.
 ///
-/// Feedback is not memoryless: `Sparse::new(select, ErrorFeedback::new(..))` would add the residual of one selection to
-/// the next, and does not compile. `ErrorFeedback::new(Sparse::new(select, ..)?)` is what is meant.
+/// Feedback is not memoryless: around feedback it would count every residual twice, and
+/// `Sparse::new(select, ErrorFeedback::new(..))` would add the residual of one selection to the next. Neither compiles.
+/// `ErrorFeedback::new(Sparse::new(select, ..)?)` is what is meant.
 ///
 /// ```compile_fail
 /// use farflung_compress::{Amount, ErrorFeedback, F16, Select, Sparse};
 ///
 /// let wrong = Sparse::new(Select::Largest(Amount::count(10)), ErrorFeedback::new(F16::new()));
 /// ```
-pub trait Memoryless: Compressor {}
-
-impl<C: Memoryless + ?Sized> Memoryless for Box<C> {}
-
-impl<C: Compressor + ?Sized> Compressor for Box<C> {
-    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
-        (**self).compress(x, key, out)
+///
+/// ```compile_fail
+/// use farflung_compress::{Compressor, ErrorFeedback, F16};
+///
+/// let wrong: Box<dyn Compressor> = Box::new(ErrorFeedback::new(ErrorFeedback::new(F16::new())));
+/// ```
+pub trait Memoryless: Compressor {
+    /// Encodes `v = x + e` into `out` and writes what the payload lost, `v - D(C(v))`, to `next`. All are `[n]`.
+    ///
+    /// `e` is only read, so a failure leaves it as it was. The default makes three passes and a buffer; codecs fuse it
+    /// into one pass.
+    ///
+    /// Errors: those of [`Compressor::compress`], [`CompressError::LengthMismatch`], and [`CompressError::NonFinite`] for
+    /// any codec. Then `out` is empty and `next` is unspecified.
+    fn compress_residual(
+        &mut self,
+        x: &[f32],
+        e: &[f32],
+        next: &mut [f32],
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        residual_of(self, &mut Vec::new(), x, e, next, key, out)
     }
+}
 
+impl<C: Memoryless + ?Sized> Memoryless for Box<C> {
     fn compress_residual(
         &mut self,
         x: &[f32],
@@ -106,6 +102,12 @@ impl<C: Compressor + ?Sized> Compressor for Box<C> {
     ) -> Result<(), CompressError> {
         (**self).compress_residual(x, e, next, key, out)
     }
+}
+
+impl<C: Compressor + ?Sized> Compressor for Box<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        (**self).compress(x, key, out)
+    }
 
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
         (**self).decompress(p, out)
@@ -113,6 +115,80 @@ impl<C: Compressor + ?Sized> Compressor for Box<C> {
 
     fn max_payload(&self, len: usize) -> usize {
         (**self).max_payload(len)
+    }
+
+    fn set_threads(&mut self, threads: usize) {
+        (**self).set_threads(threads);
+    }
+}
+
+/// [`Memoryless::compress_residual`] for any codec, by its two other functions; `sent` is only memory.
+pub(crate) fn residual_of<C: Compressor + ?Sized>(
+    codec: &mut C,
+    sent: &mut Vec<f32>,
+    x: &[f32],
+    e: &[f32],
+    next: &mut [f32],
+    key: RoundKey,
+    out: &mut Payload,
+) -> Result<(), CompressError> {
+    add(x, e, next, out)?;
+    codec.compress(next, key, out)?;
+    sent.resize(next.len(), 0.0);
+    codec.decompress(out.view(), sent).inspect_err(|_| out.clear())?;
+    for (next, sent) in next.iter_mut().zip(sent) {
+        *next -= *sent;
+    }
+    Ok(())
+}
+
+/// `next = x + e`: how every residual begins that is not fused. If it fails, `out` is empty.
+pub(crate) fn add(x: &[f32], e: &[f32], next: &mut [f32], out: &mut Payload) -> Result<(), CompressError> {
+    check_lengths(x, e, next).inspect_err(|_| out.clear())?;
+    if Level::detect().run(Add { x, e, next }) {
+        out.clear();
+        return Err(first_non_finite(next));
+    }
+    Ok(())
+}
+
+/// The error for vectors in which something is not finite.
+pub(crate) fn first_non_finite(x: &[f32]) -> CompressError {
+    let index = x.iter().position(|x| !x.is_finite()).expect("the caller saw one");
+    CompressError::NonFinite { index, value: x[index] }
+}
+
+/// Refuses vectors that are not finite.
+pub(crate) fn check_finite(x: &[f32]) -> Result<(), CompressError> {
+    if Level::detect().run(AnyNonFinite(x)) { Err(first_non_finite(x)) } else { Ok(()) }
+}
+
+/// `next = x + e`; whether something in it is not finite.
+struct Add<'a> {
+    x: &'a [f32],
+    e: &'a [f32],
+    next: &'a mut [f32],
+}
+
+impl Kernel for Add<'_> {
+    type Output = bool;
+
+    #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
+    #[inline(always)]
+    fn run(self) -> bool {
+        sum(self.x, self.e, self.next) >= INFINITE
+    }
+}
+
+struct AnyNonFinite<'a>(&'a [f32]);
+
+impl Kernel for AnyNonFinite<'_> {
+    type Output = bool;
+
+    #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
+    #[inline(always)]
+    fn run(self) -> bool {
+        max_magnitude(self.0) >= INFINITE
     }
 }
 

@@ -1,7 +1,6 @@
 //! A cosine transform in front of a selection: what is smooth within a chunk gathers in few coefficients. Knows no shapes.
 
-use crate::chunked::{INFINITE, max_magnitude};
-use crate::compressor::{Memoryless, check_lengths};
+use crate::compressor::{Memoryless, check_finite, residual_of};
 use crate::simd::{Kernel, Level};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
@@ -27,6 +26,7 @@ pub struct Dct<C> {
     level: Level,
     table: Table,
     coefficients: Vec<f32>,
+    sent: Vec<f32>,
 }
 
 /// `cos[k][n]` of one side, and its transpose.
@@ -75,7 +75,14 @@ impl<C: Memoryless> Dct<C> {
             return Err(CompressError::BlockSize { found: side, max: MAX_SIDE });
         }
         let table = Table::new(side as usize);
-        Ok(Self { inner, side: side as usize, level: Level::detect(), table, coefficients: Vec::new() })
+        Ok(Self {
+            inner,
+            side: side as usize,
+            level: Level::detect(),
+            table,
+            coefficients: Vec::new(),
+            sent: Vec::new(),
+        })
     }
 
     fn transform(&self, x: &mut [f32], inverse: bool) {
@@ -86,15 +93,27 @@ impl<C: Memoryless> Dct<C> {
 }
 
 impl<C: Memoryless> State for Dct<C> {}
-impl<C: Memoryless> Memoryless for Dct<C> {}
+
+impl<C: Memoryless> Memoryless for Dct<C> {
+    fn compress_residual(
+        &mut self,
+        x: &[f32],
+        e: &[f32],
+        next: &mut [f32],
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        let mut sent = std::mem::take(&mut self.sent);
+        let result = residual_of(self, &mut sent, x, e, next, key, out);
+        self.sent = sent;
+        result
+    }
+}
 
 impl<C: Memoryless> Compressor for Dct<C> {
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         out.clear();
-        if max_magnitude(x) >= INFINITE {
-            let index = x.iter().position(|x| !x.is_finite()).expect("one was seen");
-            return Err(CompressError::NonFinite { index, value: x[index] });
-        }
+        check_finite(x)?;
         let mut coefficients = std::mem::take(&mut self.coefficients);
         coefficients.clear();
         coefficients.extend_from_slice(x);
@@ -105,28 +124,6 @@ impl<C: Memoryless> Compressor for Dct<C> {
         let inner = out.codec();
         out.wrap(CodecId::DCT, [self.side as u8, inner.0, 0, 0]);
         Ok(())
-    }
-
-    fn compress_residual(
-        &mut self,
-        x: &[f32],
-        e: &[f32],
-        next: &mut [f32],
-        key: RoundKey,
-        out: &mut Payload,
-    ) -> Result<(), CompressError> {
-        check_lengths(x, e, next).inspect_err(|_| out.clear())?;
-        for ((next, x), e) in next.iter_mut().zip(x).zip(e) {
-            *next = x + e;
-        }
-        self.compress(next, key, out)?;
-        let mut sent = std::mem::take(&mut self.coefficients);
-        let result = self.decompress(out.view(), &mut sent).inspect_err(|_| out.clear());
-        for (next, sent) in next.iter_mut().zip(&sent) {
-            *next -= sent;
-        }
-        self.coefficients = sent;
-        result
     }
 
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {

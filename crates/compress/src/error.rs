@@ -35,9 +35,6 @@ pub enum CompressError {
     /// The state was to be saved or resharded between a compress and its commit or rollback.
     #[error("the state has changes that were neither committed nor rolled back")]
     Uncommitted,
-    /// Error feedback around error feedback would count every residual twice.
-    #[error("error feedback cannot wrap error feedback")]
-    NestedFeedback,
     /// A factor of memory that is not between 0 and 1.
     #[error("the factor {found} of what is remembered is not in 0..=1")]
     Decay {

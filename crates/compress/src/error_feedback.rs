@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::memory::Memory;
-use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State, StateMap};
+use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
 /// Any codec with error feedback: `v = x + e; send C(v); e = v - D(C(v))`, so that the sum of what was decoded is the
 /// sum of what was given, less the last residual.
@@ -13,7 +13,7 @@ use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State, Sta
 /// three buffers instead of two, and cannot be saved. The first vector fixes the length; another one is
 /// [`CompressError::LengthChanged`], never a silent reset.
 ///
-/// State: `residual` (`[n]`, f32), and the codec's own under `inner.`. Memory: `8n` bytes.
+/// State: `residual` (`[n]`, f32). Memory: `8n` bytes.
 ///
 /// Sources: Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes
 /// `SignSGD`", Alg. 2. Differs: the learning rate is not in `x`, unless the caller puts it there.
@@ -33,7 +33,7 @@ enum Rule {
     Ef21,
 }
 
-impl<C: Compressor> ErrorFeedback<C> {
+impl<C: Memoryless> ErrorFeedback<C> {
     /// Wraps `inner`, with a residual of zero.
     #[must_use]
     pub fn new(inner: C) -> Self {
@@ -83,7 +83,7 @@ impl<C: Compressor> ErrorFeedback<C> {
     }
 }
 
-impl<C: Compressor> Compressor for ErrorFeedback<C> {
+impl<C: Memoryless> Compressor for ErrorFeedback<C> {
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         let mut next = self.memory.begin(x.len()).inspect_err(|_| out.clear())?;
         let mut result = self.inner.compress_residual(x, self.memory.now(), &mut next, key, out);
@@ -103,18 +103,6 @@ impl<C: Compressor> Compressor for ErrorFeedback<C> {
         result
     }
 
-    fn compress_residual(
-        &mut self,
-        _: &[f32],
-        _: &[f32],
-        _: &mut [f32],
-        _: RoundKey,
-        out: &mut Payload,
-    ) -> Result<(), CompressError> {
-        out.clear();
-        Err(CompressError::NestedFeedback)
-    }
-
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
         self.inner.decompress(p, out)
     }
@@ -122,41 +110,39 @@ impl<C: Compressor> Compressor for ErrorFeedback<C> {
     fn max_payload(&self, len: usize) -> usize {
         self.inner.max_payload(len)
     }
+
+    fn set_threads(&mut self, threads: usize) {
+        self.inner.set_threads(threads);
+    }
 }
 
-impl<C: Compressor> State for ErrorFeedback<C> {
+impl<C: Memoryless> State for ErrorFeedback<C> {
     fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
-        self.memory.save(format!("{prefix}residual"), into)?;
-        self.inner.save(&format!("{prefix}inner."), into)
+        self.memory.save(format!("{prefix}residual"), into)
     }
 
     /// An empty residual loads as one that has not met its first vector.
     fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
         let residual = Memory::load(format!("{prefix}residual"), from)?;
-        self.inner.load(&format!("{prefix}inner."), from)?;
         self.memory.set(residual);
         Ok(())
     }
 
     fn reshard(&mut self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
         self.memory.check_reshard(&held)?;
-        self.inner.reshard(held.clone(), wanted.clone())?;
         self.memory.reshard(&held, &wanted);
         Ok(())
     }
 
     fn reset(&mut self) {
-        self.inner.reset();
         self.memory.reset();
     }
 
     fn commit(&mut self) {
-        self.inner.commit();
         self.memory.commit();
     }
 
     fn rollback(&mut self) {
-        self.inner.rollback();
         self.memory.rollback();
     }
 }

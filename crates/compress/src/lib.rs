@@ -34,6 +34,7 @@ mod noise;
 mod norm;
 mod pack;
 mod simd;
+mod threads;
 
 pub use bf16::Bf16;
 pub use chunked::{Chunked, Chunks};

@@ -79,24 +79,16 @@ impl<C: Memoryless> Compressor for MomentumCorrection<C> {
         result
     }
 
-    fn compress_residual(
-        &mut self,
-        _: &[f32],
-        _: &[f32],
-        _: &mut [f32],
-        _: RoundKey,
-        out: &mut Payload,
-    ) -> Result<(), CompressError> {
-        out.clear();
-        Err(CompressError::NestedFeedback)
-    }
-
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
         self.inner.decompress(p, out)
     }
 
     fn max_payload(&self, len: usize) -> usize {
         self.inner.max_payload(len)
+    }
+
+    fn set_threads(&mut self, threads: usize) {
+        self.inner.set_threads(threads);
     }
 }
 

@@ -1,7 +1,10 @@
 //! The only place that knows about instruction sets: a kernel is plain Rust, compiled once for the baseline and once
 //! for AVX2, and chosen at run time. Both versions do the same IEEE operations in the same order (Rust neither fuses nor
 //! reassociates), so they give the same bytes; a test over all codecs says so.
-#![expect(unsafe_code, reason = "calling a function compiled for AVX2, after the processor was asked")]
+#![expect(
+    unsafe_code,
+    reason = "functions compiled for AVX2, after the processor was asked; stores past the caches"
+)]
 
 /// A loop over plain slices. `run` must be `#[inline(always)]`, or it stays compiled for the baseline.
 pub(crate) trait Kernel {
@@ -40,6 +43,56 @@ impl Level {
     }
 }
 
+/// Writes long vectors past the caches: what is written is not read first, and pushes nothing out that is still needed.
+#[derive(Debug)]
+pub(crate) struct Stream(Level);
+
+/// Elements of a vector, at least, that is too long to be found in a cache afterwards.
+const LONG: usize = 1 << 21;
+
+impl Stream {
+    /// For a vector of so many elements; `None` if it had better be written as usual.
+    pub(crate) fn for_len(level: Level, len: usize) -> Option<Self> {
+        (level.avx2 && len >= LONG).then_some(Self(level))
+    }
+
+    /// `to = from`, of equal lengths. Other threads may look at it once `self` is dropped.
+    pub(crate) fn copy(&self, from: &[f32], to: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if self.0.avx2 {
+            // SAFETY: `avx2` is true only if `detect` found the feature on this processor.
+            return unsafe { stream_avx2(from, to) };
+        }
+        to.copy_from_slice(from);
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 processor has SSE.
+        unsafe {
+            std::arch::x86_64::_mm_sfence();
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn stream_avx2(from: &[f32], to: &mut [f32]) {
+    use std::arch::x86_64::{_mm256_loadu_ps, _mm256_stream_ps};
+    assert_eq!(from.len(), to.len());
+    let head = to.as_ptr().align_offset(32).min(to.len());
+    let ((from_head, from), (to_head, to)) = (from.split_at(head), to.split_at_mut(head));
+    to_head.copy_from_slice(from_head);
+    let ((from, from_tail), (to, to_tail)) = (from.as_chunks::<8>(), to.as_chunks_mut::<8>());
+    for (from, to) in from.iter().zip(to) {
+        // SAFETY: both are eight elements, and `to` is at a multiple of 32 bytes from the first one on.
+        unsafe { _mm256_stream_ps(to.as_mut_ptr(), _mm256_loadu_ps(from.as_ptr())) };
+    }
+    to_tail.copy_from_slice(from_tail);
+}
+
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
 fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
@@ -51,13 +104,13 @@ mod tests {
     use farflung_base::Philox;
 
     use crate::{
-        Bf16, Codebook, Compressor, E3M0, E4M3, F16, F32, Int2, Int3, Int4, Int8, MinMaxUint8, Natural,
+        Bf16, Codebook, E3M0, E4M3, F16, F32, Int2, Int3, Int4, Int8, Memoryless, MinMaxUint8, Natural,
         Payload, RoundKey, Sign, Uint3, Uint8,
     };
 
     #[test]
     fn every_version_gives_the_same_bytes_and_residuals() {
-        type Pair = (Box<dyn Compressor>, Box<dyn Compressor>);
+        type Pair = (Box<dyn Memoryless>, Box<dyn Memoryless>);
         macro_rules! both {
             ($codec:expr) => {
                 (Box::new($codec), Box::new($codec.portable()))
@@ -90,7 +143,7 @@ mod tests {
                     Philox::new(1, n as u64).fill_normal(std, &mut x);
                     Philox::new(2, n as u64).fill_normal(std / 100.0, &mut e);
                     let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-                    let run = |codec: &mut Box<dyn Compressor>| {
+                    let run = |codec: &mut Box<dyn Memoryless>| {
                         let (mut p, mut q) = (Payload::new(), Payload::new());
                         let (mut next, mut out) = (vec![0.0; n], vec![0.0; n]);
                         codec.compress(&x, RoundKey::default(), &mut p).unwrap();

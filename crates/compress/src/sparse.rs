@@ -12,9 +12,8 @@ pub use index::IndexCoding;
 pub use mask::{Mask, Masked, Pattern};
 pub use select::Select;
 
-use crate::chunked::{INFINITE, sum};
-use crate::compressor::{Memoryless, check_lengths};
-use crate::simd::{Kernel, Level};
+use crate::compressor::{Memoryless, add};
+use crate::simd::{Level, Stream};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 use index::{Chunking, Coding};
@@ -49,54 +48,65 @@ pub struct Sparse<C> {
     indices: IndexCoding,
     inner: C,
     level: Level,
+    threads: usize,
     finder: Finder,
-    kept: Vec<u32>,
+    kept: Kept,
     coded: Vec<u8>,
-    values: Values,
 }
 
-/// Values on their way through the inner codec.
+/// The elements that were chosen, on their way through the inner codec.
 #[derive(Debug, Clone, Default)]
-struct Values {
-    plain: Vec<f32>,
+struct Kept {
+    /// Where they are, ascending.
+    indices: Vec<u32>,
+    values: Vec<f32>,
     payload: Payload,
     decoded: Vec<f32>,
 }
 
-impl Values {
-    /// Encodes `values` into `payload`; an element that is refused is named by its index in the whole vector.
+impl Kept {
+    /// Encodes the values at the indices, times `scale`; an element that is refused is named by its index in `x`.
     fn encode<C: Compressor>(
         &mut self,
         inner: &mut C,
+        x: &[f32],
+        scale: f32,
         key: RoundKey,
-        index: impl Fn(usize) -> usize,
-    ) -> Result<(), CompressError> {
-        inner.compress(&self.plain, key, &mut self.payload).map_err(|error| match error {
-            CompressError::NonFinite { index: i, value } => {
-                CompressError::NonFinite { index: index(i), value }
+    ) -> Result<PayloadRef<'_>, CompressError> {
+        self.values.clear();
+        self.values.extend(self.indices.iter().map(|i| x[*i as usize] * scale));
+        let result = inner.compress(&self.values, key, &mut self.payload);
+        result.map_err(|error| match error {
+            CompressError::NonFinite { index, value } => {
+                CompressError::NonFinite { index: self.indices[index] as usize, value }
             }
             error => error,
-        })
+        })?;
+        Ok(self.payload.view())
     }
 
-    /// Subtracts what the payload says from `next`, at `index` of each value.
+    /// Subtracts from `next` what the payload says. If it fails, `out` is empty.
     fn subtract<C: Compressor>(
         &mut self,
         inner: &C,
         next: &mut [f32],
-        index: impl Fn(usize) -> usize,
+        out: &mut Payload,
     ) -> Result<(), CompressError> {
-        self.decoded.resize(self.plain.len(), 0.0);
-        inner.decompress(self.payload.view(), &mut self.decoded)?;
-        for (i, decoded) in self.decoded.iter().enumerate() {
-            next[index(i)] -= decoded;
+        self.decoded.resize(self.values.len(), 0.0);
+        inner.decompress(self.payload.view(), &mut self.decoded).inspect_err(|_| out.clear())?;
+        for (index, decoded) in self.indices.iter().zip(&self.decoded) {
+            next[*index as usize] -= decoded;
         }
         Ok(())
     }
+}
 
-    fn body(&self) -> PayloadRef<'_> {
-        self.payload.view()
+/// Refuses vectors whose indices do not fit 32 bits.
+fn check_indexable(x: &[f32]) -> Result<(), CompressError> {
+    if u32::try_from(x.len()).is_ok() {
+        return Ok(());
     }
+    Err(CompressError::TooLong { len: x.len(), max: u32::MAX as usize })
 }
 
 impl<C: Memoryless> Sparse<C> {
@@ -119,10 +129,10 @@ impl<C: Memoryless> Sparse<C> {
             indices: IndexCoding::Smallest,
             inner,
             level: Level::detect(),
+            threads: 1,
             finder: Finder::default(),
-            kept: Vec::new(),
+            kept: Kept::default(),
             coded: Vec::new(),
-            values: Values::default(),
         })
     }
 
@@ -134,25 +144,19 @@ impl<C: Memoryless> Sparse<C> {
 
     fn encode(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         out.clear();
-        if u32::try_from(x.len()).is_err() {
-            return Err(CompressError::TooLong { len: x.len(), max: u32::MAX as usize });
-        }
-        let Self { kept, values, .. } = self;
-        self.finder.find(self.level, self.select, x, kept)?;
-        values.plain.clear();
-        values.plain.extend(kept.iter().map(|i| x[*i as usize]));
-        values.encode(&mut self.inner, key, |i| kept[i] as usize)?;
-
-        let chunking = self.select.chunking(x.len(), kept.len());
-        let coding = Coding::choose(self.indices, kept, x.len(), chunking);
+        check_indexable(x)?;
+        self.finder.find(self.level, self.threads, self.select, x, &mut self.kept.indices)?;
+        let kept = self.kept.indices.len();
+        let chunking = self.select.chunking(x.len(), kept);
+        let coding = Coding::choose(self.indices, &self.kept.indices, x.len(), chunking);
         self.coded.clear();
-        coding.write(kept, x.len(), chunking, &mut self.coded);
-        let (inner, indices) = (values.body(), &self.coded);
+        coding.write(&self.kept.indices, x.len(), chunking, &mut self.coded);
+        let (indices, inner) = (&self.coded, self.kept.encode(&mut self.inner, x, 1.0, key)?);
         let mut prefix = [0; PREFIX];
-        prefix[..4].copy_from_slice(&(kept.len() as u32).to_le_bytes());
-        prefix[4..8].copy_from_slice(&(indices.len() as u32).to_le_bytes());
-        prefix[8..12].copy_from_slice(&(chunking.chunk as u32).to_le_bytes());
-        prefix[12..16].copy_from_slice(&(chunking.kept as u32).to_le_bytes());
+        let words = [kept, indices.len(), chunking.chunk, chunking.kept];
+        for (bytes, word) in prefix[..16].as_chunks_mut().0.iter_mut().zip(words) {
+            *bytes = (word as u32).to_le_bytes();
+        }
         prefix[16..18].copy_from_slice(&coding.tag());
         prefix[18] = inner.codec().0;
         out.fill_with(CodecId::SPARSE, x.len(), &[&prefix, indices, inner.body()]);
@@ -161,13 +165,8 @@ impl<C: Memoryless> Sparse<C> {
 }
 
 impl<C: Memoryless> State for Sparse<C> {}
-impl<C: Memoryless> Memoryless for Sparse<C> {}
 
-impl<C: Memoryless> Compressor for Sparse<C> {
-    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
-        self.encode(x, key, out)
-    }
-
+impl<C: Memoryless> Memoryless for Sparse<C> {
     fn compress_residual(
         &mut self,
         x: &[f32],
@@ -176,11 +175,15 @@ impl<C: Memoryless> Compressor for Sparse<C> {
         key: RoundKey,
         out: &mut Payload,
     ) -> Result<(), CompressError> {
-        check_lengths(x, e, next).inspect_err(|_| out.clear())?;
-        self.level.run(Add { x, e, next });
+        add(x, e, next, out)?;
         self.encode(next, key, out)?;
-        let Self { inner, values, kept, .. } = self;
-        values.subtract(inner, next, |i| kept[i] as usize).inspect_err(|_| out.clear())
+        self.kept.subtract(&self.inner, next, out)
+    }
+}
+
+impl<C: Memoryless> Compressor for Sparse<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        self.encode(x, key, out)
     }
 
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
@@ -202,7 +205,7 @@ impl<C: Memoryless> Compressor for Sparse<C> {
         }
         let (indices, values) =
             rest.split_at_checked(indices).ok_or_else(|| wrong(PREFIX.saturating_add(indices)))?;
-        let mut spread = Spread::new(&self.inner, CodecId(prefix[18]), values, kept, out)?;
+        let mut spread = Spread::new(self.level, &self.inner, CodecId(prefix[18]), values, kept, out)?;
         coding.read(indices, kept, spread.len(), chunking, |index| spread.put(index))?;
         spread.finish()
     }
@@ -212,38 +215,34 @@ impl<C: Memoryless> Compressor for Sparse<C> {
         let indices = Coding::most(self.indices, kept, len, self.select.chunking(len, kept));
         self.inner.max_payload(kept).saturating_add(PREFIX).saturating_add(indices)
     }
-}
 
-/// `next = x + e`.
-struct Add<'a> {
-    x: &'a [f32],
-    e: &'a [f32],
-    next: &'a mut [f32],
-}
-
-impl Kernel for Add<'_> {
-    type Output = bool;
-
-    #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
-    #[inline(always)]
-    fn run(self) -> bool {
-        sum(self.x, self.e, self.next) >= INFINITE
+    fn set_threads(&mut self, threads: usize) {
+        self.threads = threads.max(1);
+        self.inner.set_threads(threads);
     }
 }
 
-/// Moves values from the end of a vector to ascending indices, and zeros what lies between: no other memory is needed,
-/// because the value at `n - k + j` is read before anything at or behind it is written.
+/// Elements that are put together before they are written.
+const WINDOW: usize = 1024;
+
+/// Moves values from the end of a vector to ascending indices, and zeros what lies between: no memory of the vector's length
+/// is needed, because the value at `n - k + j` is read before anything at or behind it is written.
 struct Spread<'a> {
     out: &'a mut [f32],
     /// Where the next value lies.
     from: usize,
-    /// The first element that is not written yet.
+    /// The least index that may come next.
     next: usize,
+    /// Where the window begins in `out`.
+    start: usize,
+    window: [f32; WINDOW],
+    stream: Option<Stream>,
 }
 
 impl<'a> Spread<'a> {
     /// Decodes the values to the end of `out`.
     fn new<C: Compressor>(
+        level: Level,
         inner: &C,
         codec: CodecId,
         values: &[u8],
@@ -256,7 +255,8 @@ impl<'a> Spread<'a> {
         if let Some(index) = out[from..].iter().position(|value| !value.is_finite()) {
             return Err(CompressError::Code { index, code: out[from + index].to_bits() });
         }
-        Ok(Self { out, from, next: 0 })
+        let stream = Stream::for_len(level, out.len());
+        Ok(Self { out, from, next: 0, start: 0, window: [0.0; WINDOW], stream })
     }
 
     fn len(&self) -> usize {
@@ -265,25 +265,40 @@ impl<'a> Spread<'a> {
 
     #[inline]
     fn put(&mut self, index: u64) -> Result<(), CompressError> {
-        let at = index as usize;
         // An index beyond its value's place leaves no room for the values after it.
-        if at < self.next || index > self.from as u64 || self.from == self.out.len() {
+        if index < self.next as u64 || index > self.from as u64 || self.from == self.out.len() {
             return Err(CompressError::Indices { why: "are not ascending, or lie outside of the vector" });
         }
-        let value = self.out[self.from];
-        self.out[self.next..at].fill(0.0);
-        self.out[at] = value;
+        let (at, value) = (index as usize, self.out[self.from]);
+        while at - self.start >= WINDOW {
+            self.write();
+        }
+        self.window[at - self.start] = value;
         self.next = at + 1;
         self.from += 1;
         Ok(())
     }
 
+    /// Writes the window, and begins the next one.
+    fn write(&mut self) {
+        let len = WINDOW.min(self.out.len() - self.start);
+        let (window, out) = (&mut self.window[..len], &mut self.out[self.start..][..len]);
+        match &self.stream {
+            Some(stream) => stream.copy(window, out),
+            None => out.copy_from_slice(window),
+        }
+        window.fill(0.0);
+        self.start += len;
+    }
+
     /// Zeros what lies behind the last value.
-    fn finish(self) -> Result<(), CompressError> {
+    fn finish(mut self) -> Result<(), CompressError> {
         if self.from < self.out.len() {
             return Err(CompressError::Indices { why: "are fewer than the values" });
         }
-        self.out[self.next..].fill(0.0);
+        while self.start < self.out.len() {
+            self.write();
+        }
         Ok(())
     }
 }

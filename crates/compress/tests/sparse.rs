@@ -7,8 +7,8 @@
 
 use farflung_base::Philox;
 use farflung_compress::{
-    Amount, CompressError, Compressor, F32, IndexCoding, Int4, Mask, Masked, Memoryless, Pattern, Payload,
-    RoundKey, Select, Sparse, parse,
+    Amount, CodecSpec, CompressError, Compressor, F32, IndexCoding, Int4, Mask, Masked, Memoryless, Pattern,
+    Payload, RoundKey, Select, Sparse, parse,
 };
 
 fn normal(n: usize, stream: u64) -> Vec<f32> {
@@ -92,6 +92,7 @@ fn an_unbiased_mask_has_the_value_as_its_mean() {
         let error = f64::from(x.abs()) * (3.0 / rounds as f64).sqrt();
         assert!((sum / rounds as f64 - f64::from(*x)).abs() < 4.0 * error, "{x}");
     }
+    let mut codec = "unbiased:4".parse::<CodecSpec>().unwrap().build_memoryless();
     let residual = codec.compress_residual(&x, &x, &mut [0.0; 40], RoundKey::default(), &mut Payload::new());
     assert_eq!(residual, Err(CompressError::UnbiasedFeedback));
 }

@@ -3,7 +3,8 @@
 use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
 use farflung::compress::{
-    Chunked, Chunks, CompressError, Compressor, ErrorFeedback, Payload, RoundKey, State, parse,
+    Chunked, Chunks, CodecSpec, CompressError, Compressor, ErrorFeedback, Memoryless, Payload, RoundKey,
+    State, parse,
 };
 use farflung::compress::{Int3, Int8, Natural, Sign, Uint4};
 
@@ -103,7 +104,7 @@ fn telescoping(name: &str) -> Result<f64> {
     if name.starts_with("unbiased") {
         return Ok(0.0);
     }
-    let mut codec = ErrorFeedback::new(parse(name)?);
+    let mut codec = ErrorFeedback::new(name.parse::<CodecSpec>()?.build_memoryless());
     let n = 600;
     let (mut given, mut decoded, mut largest) = (vec![0.0_f64; n], vec![0.0_f64; n], 0.0_f64);
     let (mut payload, mut x, mut out) = (Payload::new(), vec![0.0; n], vec![0.0; n]);

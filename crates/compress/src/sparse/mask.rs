@@ -1,11 +1,10 @@
 //! Masks that all ranks know: nothing is sent but the values, and masks of equal keys can be summed as they are. Knows no
 //! magnitudes.
 
-use super::{Add, Spread, Values};
-use crate::chunked::{INFINITE, max_magnitude};
-use crate::compressor::{Memoryless, check_lengths};
+use super::{Kept, Spread, check_indexable};
+use crate::compressor::{Memoryless, add, check_finite};
 use crate::noise::Noise;
-use crate::simd::{Kernel, Level};
+use crate::simd::Level;
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
@@ -169,16 +168,14 @@ pub struct Masked<C> {
     inner: C,
     unbiased: bool,
     level: Level,
-    kept: Vec<u32>,
-    values: Values,
+    kept: Kept,
 }
 
 impl<C: Memoryless> Masked<C> {
     /// Sends the mask's elements through `inner`. For feedback.
     #[must_use]
     pub fn new(mask: Mask, inner: C) -> Self {
-        let (level, values) = (Level::detect(), Values::default());
-        Self { mask, inner, unbiased: false, level, kept: Vec::new(), values }
+        Self { mask, inner, unbiased: false, level: Level::detect(), kept: Kept::default() }
     }
 
     /// Sends `stride` times each element of a random mask, so that the mean of what is decoded is what was given. Not for
@@ -190,35 +187,21 @@ impl<C: Memoryless> Masked<C> {
 
     fn encode(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         out.clear();
-        if u32::try_from(x.len()).is_err() {
-            return Err(CompressError::TooLong { len: x.len(), max: u32::MAX as usize });
-        }
-        if self.level.run(AnyNonFinite(x)) {
-            let index = x.iter().position(|x| !x.is_finite()).expect("one was seen");
-            return Err(CompressError::NonFinite { index, value: x[index] });
-        }
+        check_indexable(x)?;
+        check_finite(x)?;
         let drawn = Drawn::new(self.mask, key, x.len());
         let scale = if self.unbiased { self.mask.stride.max(1) as f32 } else { 1.0 };
-        self.kept.clear();
-        self.kept.extend(drawn.indices(x.len()).map(|i| i as u32));
-        let Self { kept, values, .. } = self;
-        values.plain.clear();
-        values.plain.extend(kept.iter().map(|i| x[*i as usize] * scale));
-        values.encode(&mut self.inner, key, |i| kept[i] as usize)?;
-        let inner = values.body();
+        self.kept.indices.clear();
+        self.kept.indices.extend(drawn.indices(x.len()).map(|i| i as u32));
+        let inner = self.kept.encode(&mut self.inner, x, scale, key)?;
         out.fill_with(CodecId::MASKED, x.len(), &[&drawn.write(inner.codec()), inner.body()]);
         Ok(())
     }
 }
 
 impl<C: Memoryless> State for Masked<C> {}
-impl<C: Memoryless> Memoryless for Masked<C> {}
 
-impl<C: Memoryless> Compressor for Masked<C> {
-    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
-        self.encode(x, key, out)
-    }
-
+impl<C: Memoryless> Memoryless for Masked<C> {
     /// Errors: [`CompressError::UnbiasedFeedback`] for an unbiased mask.
     fn compress_residual(
         &mut self,
@@ -228,15 +211,19 @@ impl<C: Memoryless> Compressor for Masked<C> {
         key: RoundKey,
         out: &mut Payload,
     ) -> Result<(), CompressError> {
-        check_lengths(x, e, next).inspect_err(|_| out.clear())?;
         if self.unbiased {
             out.clear();
             return Err(CompressError::UnbiasedFeedback);
         }
-        self.level.run(Add { x, e, next });
+        add(x, e, next, out)?;
         self.encode(next, key, out)?;
-        let Self { inner, values, kept, .. } = self;
-        values.subtract(inner, next, |i| kept[i] as usize).inspect_err(|_| out.clear())
+        self.kept.subtract(&self.inner, next, out)
+    }
+}
+
+impl<C: Memoryless> Compressor for Masked<C> {
+    fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+        self.encode(x, key, out)
     }
 
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
@@ -253,7 +240,7 @@ impl<C: Memoryless> Compressor for Masked<C> {
         let (drawn, codec) = Drawn::read(prefix, out.len())?;
         let kept = drawn.kept as usize;
         let len = out.len();
-        let mut spread = Spread::new(&self.inner, codec, values, kept, out)?;
+        let mut spread = Spread::new(self.level, &self.inner, codec, values, kept, out)?;
         drawn.indices(len).try_for_each(|index| spread.put(index as u64))?;
         spread.finish()
     }
@@ -261,17 +248,9 @@ impl<C: Memoryless> Compressor for Masked<C> {
     fn max_payload(&self, len: usize) -> usize {
         self.inner.max_payload(self.mask.most(len)).saturating_add(PREFIX)
     }
-}
 
-struct AnyNonFinite<'a>(&'a [f32]);
-
-impl Kernel for AnyNonFinite<'_> {
-    type Output = bool;
-
-    #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
-    #[inline(always)]
-    fn run(self) -> bool {
-        max_magnitude(self.0) >= INFINITE
+    fn set_threads(&mut self, threads: usize) {
+        self.inner.set_threads(threads);
     }
 }
 

@@ -5,6 +5,7 @@ use super::index::Chunking;
 use crate::CompressError;
 use crate::chunked::{INFINITE, magnitude, max_magnitude};
 use crate::simd::{Kernel, Level};
+use crate::threads;
 
 /// A rule that chooses elements by their magnitude.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -65,14 +66,23 @@ const SAMPLE: usize = 1 << 13;
 const RUN: usize = 256;
 const FEW: usize = 32;
 
-/// Finds elements, and keeps its memory.
+/// Finds elements on any number of threads, and keeps its memory.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Finder {
+    /// One for each thread; at least one after the first use.
+    scratch: Vec<Scratch>,
+}
+
+/// A thread's memory.
+#[derive(Debug, Clone, Default)]
+struct Scratch {
     /// Candidates by ascending index, as [`key`]s.
     candidates: Vec<u64>,
     /// Where they are reordered.
     order: Vec<u64>,
     sample: Vec<u32>,
+    /// What was found in a thread's chunks.
+    found: Vec<u32>,
 }
 
 /// Larger for a larger magnitude, then for a lower index.
@@ -80,77 +90,123 @@ fn key(magnitude: i32, index: usize) -> u64 {
     u64::from(magnitude.cast_unsigned()) << 32 | u64::from(!(index as u32))
 }
 
+fn index(key: u64) -> u32 {
+    !(key as u32)
+}
+
 impl Finder {
-    /// Writes the ascending indices of what `select` chooses of `x` to `out`.
+    /// Writes the ascending indices of what `select` chooses of `x` to `out`, with up to so many threads.
     ///
     /// Errors: [`CompressError::NonFinite`], for the first such element.
     pub(crate) fn find(
         &mut self,
         level: Level,
+        threads: usize,
         select: Select,
         x: &[f32],
         out: &mut Vec<u32>,
     ) -> Result<(), CompressError> {
         out.clear();
+        let pieces = threads::worth(threads, x.len());
+        if self.scratch.len() < pieces {
+            self.scratch.resize_with(pieces, Scratch::default);
+        }
+        let scratch = &mut self.scratch[..pieces];
         match select {
-            Select::Largest(amount) => self.largest(level, x, 0, amount.of(x.len()), out),
+            Select::Largest(amount) => largest(scratch, level, x, 0, amount.of(x.len()))?,
             Select::PerChunk { chunk, kept } => {
-                for (i, part) in x.chunks(chunk as usize).enumerate() {
-                    let kept = (kept as usize).min(part.len());
-                    self.largest(level, part, i * chunk as usize, kept, out)?;
-                }
-                Ok(())
+                return per_chunk(scratch, level, x, (chunk as usize, kept as usize), out);
             }
             Select::Sampled(amount) => {
-                let kept = amount.of(x.len());
-                self.sample.clear();
-                self.sample.extend(x.iter().step_by(STRIDE).map(|x| magnitude(*x).cast_unsigned()));
-                let wanted = kept.div_ceil(STRIDE).clamp(1, self.sample.len().max(1));
-                let threshold = nth_largest(&mut self.sample, wanted);
-                self.above(level, x, threshold, limit(kept, x.len()), out)
+                let (kept, sample) = (amount.of(x.len()), &mut scratch[0].sample);
+                sample.clear();
+                sample.extend(x.iter().step_by(STRIDE).map(|x| magnitude(*x).cast_unsigned()));
+                let wanted = kept.div_ceil(STRIDE).clamp(1, sample.len().max(1));
+                let (threshold, most) = (nth_largest(sample, wanted), limit(kept, x.len()));
+                scan(scratch, level, x, 0, threshold, most)?;
+                scratch[0].shrink(most);
             }
-            Select::Threshold(threshold) => self.above(level, x, magnitude(threshold), x.len(), out),
+            Select::Threshold(threshold) => scan(scratch, level, x, 0, magnitude(threshold), x.len())?,
         }
-    }
-
-    /// The `kept` largest, with `offset` added to their indices.
-    fn largest(
-        &mut self,
-        level: Level,
-        x: &[f32],
-        offset: usize,
-        kept: usize,
-        out: &mut Vec<u32>,
-    ) -> Result<(), CompressError> {
-        let mut threshold = self.guess(x, kept);
-        loop {
-            self.scan(level, x, offset, threshold, kept)?;
-            if self.candidates.len() >= kept {
-                break;
-            }
-            // The sample misled: lower by a factor of four, and in the end to zero.
-            threshold = threshold.saturating_sub(2 << 23).max(0);
-        }
-        self.shrink(kept);
-        out.extend(self.candidates.iter().map(|key| !(*key as u32)));
+        out.extend(scratch[0].candidates.iter().map(|key| index(*key)));
         Ok(())
     }
+}
 
-    /// All that reach `threshold`, but at most the `most` largest.
-    fn above(
-        &mut self,
-        level: Level,
-        x: &[f32],
-        threshold: i32,
-        most: usize,
-        out: &mut Vec<u32>,
-    ) -> Result<(), CompressError> {
-        self.scan(level, x, 0, threshold, most)?;
-        self.shrink(most);
-        out.extend(self.candidates.iter().map(|key| !(*key as u32)));
+/// The `kept` largest of each chunk, the chunks shared out among the threads.
+fn per_chunk(
+    scratch: &mut [Scratch],
+    level: Level,
+    x: &[f32],
+    (chunk, kept): (usize, usize),
+    out: &mut Vec<u32>,
+) -> Result<(), CompressError> {
+    let each = x.len().div_ceil(chunk).div_ceil(scratch.len()).max(1) * chunk;
+    let find = |(i, (x, scratch)): (usize, (&[f32], &mut Scratch))| {
+        scratch.found.clear();
+        for (j, part) in x.chunks(chunk).enumerate() {
+            largest(std::slice::from_mut(scratch), level, part, i * each + j * chunk, kept.min(part.len()))?;
+            let Scratch { found, candidates, .. } = scratch;
+            found.extend(candidates.iter().map(|key| index(*key)));
+        }
         Ok(())
+    };
+    let pieces = x.len().div_ceil(each);
+    threads::try_each(x.chunks(each).zip(&mut *scratch).enumerate(), find)?;
+    for scratch in &scratch[..pieces] {
+        out.extend_from_slice(&scratch.found);
     }
+    Ok(())
+}
 
+/// Makes the `kept` largest the candidates of the first of `scratch`, with `offset` added to their indices.
+fn largest(
+    scratch: &mut [Scratch],
+    level: Level,
+    x: &[f32],
+    offset: usize,
+    kept: usize,
+) -> Result<(), CompressError> {
+    let mut threshold = scratch[0].guess(x, kept);
+    loop {
+        scan(scratch, level, x, offset, threshold, kept)?;
+        if scratch[0].candidates.len() >= kept {
+            break;
+        }
+        // The sample misled: lower by a factor of four, and in the end to zero.
+        threshold = threshold.saturating_sub(2 << 23).max(0);
+    }
+    scratch[0].shrink(kept);
+    Ok(())
+}
+
+/// Makes everything that reaches `threshold` a candidate of the first of `scratch`, as long as it can be one of the `most`
+/// largest.
+fn scan(
+    scratch: &mut [Scratch],
+    level: Level,
+    x: &[f32],
+    offset: usize,
+    threshold: i32,
+    most: usize,
+) -> Result<(), CompressError> {
+    let each = x.len().div_ceil(scratch.len()).max(1);
+    let pieces = x.len().div_ceil(each);
+    threads::try_each(x.chunks(each).zip(&mut *scratch).enumerate(), |(i, (x, scratch))| {
+        scratch.scan(level, x, offset + i * each, threshold, most)
+    })?;
+    match &mut scratch[..pieces] {
+        [] => scratch[0].candidates.clear(),
+        [first, others @ ..] => {
+            for other in others {
+                first.candidates.extend_from_slice(&other.candidates);
+            }
+        }
+    }
+    Ok(())
+}
+
+impl Scratch {
     /// A magnitude that hardly more than `kept` elements reach, but almost always so many.
     fn guess(&mut self, x: &[f32], kept: usize) -> i32 {
         let stride = (x.len() / SAMPLE).max(8);
@@ -165,7 +221,7 @@ impl Finder {
         if wanted >= self.sample.len() { 0 } else { nth_largest(&mut self.sample, wanted) }
     }
 
-    /// Makes everything that reaches `threshold` a candidate, as long as it can be one of the `most` largest.
+    /// The part of [`scan`] that one thread does.
     fn scan(
         &mut self,
         level: Level,
