@@ -147,7 +147,7 @@ impl Average {
 
     /// Begins a round. A round before it that was not committed is rolled back.
     pub fn begin(&mut self) -> Averaging<'_> {
-        // Only a round that was leaked rather than dropped left something here.
+        // Of a round that was started and never finished.
         self.in_flight.clear();
         self.rollback();
         for slot in &mut self.slots {
@@ -166,10 +166,27 @@ impl Average {
     ///
     /// Errors: as [`Averaging::finish`].
     pub fn all(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
+        self.start_all(flat)?;
+        self.finish_all(flat)
+    }
+
+    /// Begins a round of a whole buffer whose values are final, for which nobody has to wait yet. It ends with
+    /// [`Average::finish_all`]; a round that does not is given up by the next.
+    ///
+    /// Errors: [`OptimError::Tensor`] for a buffer of another length.
+    pub fn start_all(&mut self, flat: &Tensor) -> Result<(), OptimError> {
         let len = self.len;
         let mut averaging = self.begin();
         averaging.ready(0..len, flat)?;
-        averaging.finish(flat)
+        averaging.finished = true;
+        Ok(())
+    }
+
+    /// Ends the round that [`Average::start_all`] began: waits for all buckets, then writes the means into `flat`.
+    ///
+    /// Errors: as [`Averaging::finish`].
+    pub fn finish_all(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
+        Averaging { average: self, finished: false }.finish(flat)
     }
 
     /// Makes the finished round final: all ranks agreed on the step. Without one it does nothing.

@@ -123,6 +123,14 @@ pub struct Prepared {
 }
 
 impl Prepared {
+    /// A step of a part of a model whose whole gradient has this global l2 norm: the root of what
+    /// [`sum_of_squares`] gives, summed over all parts. [`Chain::prepare`] is for a chain that has the whole model.
+    ///
+    /// Errors: [`OptimError::NotFinite`].
+    pub fn with_norm(norm: f64) -> Result<Self, OptimError> {
+        if norm.is_finite() { Ok(Self { norm }) } else { Err(OptimError::NotFinite { norm }) }
+    }
+
     /// Global l2 norm of the gradient before clipping.
     #[must_use]
     pub const fn norm(&self) -> f64 {
@@ -132,15 +140,19 @@ impl Prepared {
 
 /// Global l2 norm of a flat buffer, padding (which is zero) included; partial sums are added in f64 in order.
 pub fn global_norm(flat: &Tensor) -> Result<f64, TensorError> {
-    let device = flat.device();
-    let len = flat.shape().len();
-    let mut partials = device.empty(DType::F32, len.div_ceil(Op::SQUARES_CHUNK))?;
-    device.run(Op::SumSquares { x: flat.view(), partials: partials.view_mut() })?;
-    let sum: f64 = match partials.host::<f32>() {
+    Ok(sum_of_squares(flat, 0..flat.shape().len())?.sqrt())
+}
+
+/// Sum of the squares of a part of a flat buffer: what several holders of a model add up to a global norm. Partial sums
+/// are added in f64 in order.
+pub fn sum_of_squares(flat: &Tensor, range: Range<usize>) -> Result<f64, TensorError> {
+    let x = flat.view().part(range.start, range.len())?;
+    let mut partials = flat.device().empty(DType::F32, range.len().div_ceil(Op::SQUARES_CHUNK))?;
+    flat.device().run(Op::SumSquares { x, partials: partials.view_mut() })?;
+    Ok(match partials.host::<f32>() {
         Some(partials) => partials.iter().map(|&s| f64::from(s)).sum(),
         None => partials.to_vec::<f32>()?.iter().map(|&s| f64::from(s)).sum(),
-    };
-    Ok(sum.sqrt())
+    })
 }
 
 impl Chain {
@@ -165,8 +177,7 @@ impl Chain {
     /// Errors: [`OptimError::NotFinite`] if the gradient's norm is not finite, whether or not a link asks for it: a step
     /// that would leave no number in the parameters is not taken.
     pub fn prepare(&self, grads: &Tensor) -> Result<Prepared, OptimError> {
-        let norm = global_norm(grads)?;
-        if norm.is_finite() { Ok(Prepared { norm }) } else { Err(OptimError::NotFinite { norm }) }
+        Prepared::with_norm(global_norm(grads)?)
     }
 
     /// Takes the step: one pass over parameters, gradients and state, in place.

@@ -15,7 +15,7 @@ mod average;
 
 #[cfg(feature = "sync")]
 pub use average::{Average, AverageConfig, Averaged, Averaging, agree, loss_scale};
-pub use chain::{Chain, ChainBuilder, Prepared, global_norm};
+pub use chain::{Chain, ChainBuilder, Prepared, global_norm, sum_of_squares};
 pub use error::OptimError;
 pub use outer::OuterOptimizer;
 pub use preset::{AdamW, Sgd, adamw, diloco_outer, sgd};

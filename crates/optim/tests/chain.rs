@@ -421,3 +421,31 @@ fn the_outer_momentum_is_nesterovs_and_survives_a_restart() {
     }
     assert_eq!(outer.step(), 20);
 }
+
+/// A model in two parts, each with a chain of its own, steps as the whole if both know the global norm.
+#[test]
+fn parts_that_know_the_global_norm_step_as_the_whole() {
+    let shapes = [("w", Shape::from([8, 8])), ("b", Shape::from(64))].map(|(n, s)| (n.to_owned(), s));
+    let whole = ParamLayout::new(shapes.clone());
+    let values = |seed: f32| (0..128).map(|i| (i as f32 * 0.37 + seed).sin() * 3.0).collect::<Vec<f32>>();
+    let (start, grad) = (values(0.0), values(1.0));
+    let builder = || adamw(AdamW { clip: Some(1.0), ..AdamW::default() });
+    let mut chain = builder().build(&CPU, &whole).unwrap();
+    let (mut params, grads) = (CPU.tensor(&start, 128).unwrap(), CPU.tensor(&grad, 128).unwrap());
+    let prepared = chain.prepare(&grads).unwrap();
+    chain.commit(&mut params, &grads, prepared).unwrap();
+    let squares = [0..64, 64..128].map(|range| farflung_optim::sum_of_squares(&grads, range).unwrap());
+    let norm = squares.iter().sum::<f64>().sqrt();
+    assert!(norm > 1.0 && (norm - prepared.norm()).abs() < 1e-6 * norm);
+    for (i, shape) in shapes.into_iter().enumerate() {
+        let at = 64 * i..64 * (i + 1);
+        let mut chain = builder().build(&CPU, &ParamLayout::new([shape])).unwrap();
+        let mut part = CPU.tensor(&start[at.clone()], 64).unwrap();
+        let grads = CPU.tensor(&grad[at.clone()], 64).unwrap();
+        let prepared = farflung_optim::Prepared::with_norm(norm).unwrap();
+        chain.commit(&mut part, &grads, prepared).unwrap();
+        let (got, want) = (part.to_vec::<f32>().unwrap(), params.to_vec::<f32>().unwrap());
+        assert!(got.iter().zip(&want[at]).all(|(a, b)| (a - b).abs() < 1e-6), "{i}");
+    }
+    assert!(farflung_optim::Prepared::with_norm(f64::NAN).is_err());
+}
