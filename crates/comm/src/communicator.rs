@@ -13,11 +13,11 @@ use std::task::Poll;
 
 use farflung_base::{Link, Nanos, PeerId, Pending, Rank, Topology};
 
+use crate::CommError;
 use crate::algorithm::Algorithm;
 use crate::plans::Plans;
 use crate::steps::cut;
 use crate::transport::{Channel, Port, Slot, Stats, Tag, Task, Transport, get, pending, put};
-use crate::{CommError, Frame};
 
 /// An operation without its frame: deadline, failure and result are the [`Guard`]'s.
 pub(crate) trait Body: Send {
@@ -68,10 +68,8 @@ impl Group {
         let me = self.members[self.me];
         let tag = Tag { context: self.context, channel, number: about.0 };
         for &peer in self.members.iter().filter(|&&peer| peer != me) {
-            let mut frame: Frame = port.lease(0);
-            frame.check = check;
             // A peer that cannot be told has its own way of noticing.
-            let _ = port.send(peer, tag, frame);
+            let _ = port.send_bytes(peer, tag, check, &[]);
         }
     }
 

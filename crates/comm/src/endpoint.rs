@@ -33,6 +33,10 @@ pub enum Wake {
 pub trait Driver: fmt::Debug + Send + Sync + 'static {
     /// Takes a frame that departs at `at` (real networks: now). Never blocks.
     fn submit(&self, to: PeerId, tag: Tag, at: Nanos, frame: Frame);
+    /// [`Driver::submit`] of a frame with these bytes and this check word, for networks that need no buffer for them.
+    fn submit_bytes(&self, to: PeerId, tag: Tag, at: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
+        self.submit(to, tag, at, pool.copy_of(bytes, check));
+    }
     /// Whether the network takes another frame of this tag; where not, it signals the inbox when it does.
     fn has_room(&self, to: PeerId, tag: Tag) -> bool;
     /// A frame of this peer and tag was taken from the inbox; `left` of them are still there.
@@ -124,9 +128,6 @@ impl<D: Driver> Port for View<'_, D> {
     fn me(&self) -> PeerId {
         self.shared.me
     }
-    fn lease(&mut self, len: usize) -> Frame {
-        self.shared.pool.lease(len)
-    }
     fn has_room(&mut self, to: PeerId, tag: Tag) -> bool {
         to == self.shared.me || self.shared.inbox.is_down(to) || self.shared.driver.has_room(to, tag)
     }
@@ -138,6 +139,18 @@ impl<D: Driver> Port for View<'_, D> {
         }
         self.shared.inbox.count_sent(self.op, to, tag, frame.len()).inspect_err(|_| self.learn())?;
         self.shared.driver.submit(to, tag, self.clock, frame);
+        Ok(())
+    }
+    fn send_bytes(&mut self, to: PeerId, tag: Tag, check: u32, bytes: &[u8]) -> Result<(), CommError> {
+        let Shared { me, inbox, pool, driver, .. } = self.shared;
+        if to == *me {
+            let mut frame = pool.copy_of(bytes, check);
+            frame.arrived = self.clock;
+            inbox.deliver_own(to, tag, frame);
+            return Ok(());
+        }
+        inbox.count_sent(self.op, to, tag, bytes.len()).inspect_err(|_| self.learn())?;
+        driver.submit_bytes(to, tag, self.clock, check, bytes, pool);
         Ok(())
     }
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError> {

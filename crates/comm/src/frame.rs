@@ -38,6 +38,14 @@ impl Pool {
         }
         Frame { words, len, check: 0, arrived: Nanos::ZERO, pool: Arc::clone(self) }
     }
+
+    /// A frame with these bytes and this check word.
+    pub(crate) fn copy_of(self: &Arc<Self>, bytes: &[u8], check: u32) -> Frame {
+        let mut frame = self.lease(bytes.len());
+        frame.bytes_mut().copy_from_slice(bytes);
+        frame.check = check;
+        frame
+    }
 }
 
 impl fmt::Debug for Pool {

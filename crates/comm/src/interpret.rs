@@ -112,11 +112,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             let data = self.data.as_ref();
             let whole = program.elements(blocks, data.len());
             let part = sent[i].next::<T>(&whole);
-            let bytes: &[u8] = bytemuck::cast_slice(&data[part.clone()]);
-            let mut frame = port.lease(bytes.len());
-            frame.bytes_mut().copy_from_slice(bytes);
-            frame.check = self.check;
-            port.send(peer, tag, frame)?;
+            port.send_bytes(peer, tag, self.check, bytemuck::cast_slice(&data[part.clone()]))?;
             self.lanes[lane].sent[i].pass(&part, &whole);
             moved = true;
         }

@@ -34,12 +34,9 @@ impl Outgoing {
     ) -> Result<bool, CommError> {
         while !self.done && port.has_room(to, tag) {
             let part = &self.bytes[self.at..self.bytes.len().min(self.at + FRAME_BYTES)];
-            let mut frame = port.lease(part.len());
-            frame.bytes_mut().copy_from_slice(part);
-            frame.check = check;
             self.at += part.len();
             self.done = part.len() < FRAME_BYTES;
-            port.send(to, tag, frame)?;
+            port.send_bytes(to, tag, check, part)?;
         }
         Ok(self.done)
     }

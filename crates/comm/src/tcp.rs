@@ -9,6 +9,7 @@ mod rendezvous;
 mod store;
 
 use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 
 use farflung_base::{Nanos, PeerId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt;
 
 use crate::endpoint::{Driver, Endpoint, Role, Wake};
 use crate::inbox::{Inbox, WINDOW};
@@ -28,9 +30,6 @@ pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 
 /// Bytes of a peer that may lie unread here before its socket is left alone.
 pub const HELD: usize = 4 * WINDOW * crate::FRAME_BYTES;
-
-/// Frames that wait for one socket; beyond that operations hold back, so that what is sent is still in cache.
-const QUEUED: usize = 4;
 
 /// The time that goodbyes may take.
 const PARTING: Duration = Duration::from_secs(5);
@@ -71,6 +70,7 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
                     .set_nodelay(true)
                     .and_then(|()| stream.set_nonblocking(true))
                     .map_err(io("socket of"))?;
+                within_one_machine(&stream);
                 inbox.peer_up(PeerId(peer as u32));
                 Some(Link::new(PeerId(peer as u32), stream))
             }
@@ -81,6 +81,16 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
     let driver =
         TcpDriver { start: real_start(), links, inbox: Arc::clone(&inbox), pool: Arc::clone(&pool), bell };
     Ok(Arc::new(Endpoint::new(PeerId(config.rank), driver, inbox, pool)))
+}
+
+/// Between processes of one machine there is no queue whose length a congestion control could guess. One that paces
+/// costs a timer for every few packets there, so the plainest is chosen.
+fn within_one_machine(stream: &TcpStream) {
+    let (own, peer) = (stream.local_addr(), stream.peer_addr());
+    if own.is_ok_and(|own| peer.is_ok_and(|peer| own.ip() == peer.ip())) {
+        // Where it is not to be had, the system's choice works too.
+        let _ = sockopt::set_tcp_congestion(stream, "reno");
+    }
 }
 
 impl TcpDriver {
@@ -129,6 +139,13 @@ impl Driver for TcpDriver {
     fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
         let link = self.link(to);
         link.push(tag, frame);
+        if link.wants_to_write() {
+            self.nudge();
+        }
+    }
+    fn submit_bytes(&self, to: PeerId, tag: Tag, _: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
+        let link = self.link(to);
+        link.push_bytes(tag, check, bytes, pool);
         if link.wants_to_write() {
             self.nudge();
         }

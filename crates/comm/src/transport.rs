@@ -98,8 +98,6 @@ pub enum PeerEvent {
 pub trait Port {
     /// This endpoint.
     fn me(&self) -> PeerId;
-    /// A buffer of `len` bytes, at most [`FRAME_BYTES`](crate::FRAME_BYTES).
-    fn lease(&mut self, len: usize) -> Frame;
     /// Whether [`Port::send`] to this peer may be called now; where not, the task is polled again when it may.
     fn has_room(&mut self, to: PeerId, tag: Tag) -> bool;
     /// Hands a frame to the network.
@@ -107,6 +105,12 @@ pub trait Port {
     /// # Errors
     /// If the peer is known to be gone or the context was aborted.
     fn send(&mut self, to: PeerId, tag: Tag, frame: Frame) -> Result<(), CommError>;
+    /// Sends `bytes`, at most [`FRAME_BYTES`](crate::FRAME_BYTES), as a frame. A network that takes them at once needs
+    /// no buffer for them.
+    ///
+    /// # Errors
+    /// As [`Port::send`].
+    fn send_bytes(&mut self, to: PeerId, tag: Tag, check: u32, bytes: &[u8]) -> Result<(), CommError>;
     /// The next frame of this peer and tag, if it is there.
     ///
     /// # Errors

@@ -1,14 +1,14 @@
 //! One socket to one peer: frames out of a queue, frames into the inbox, credits both ways.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::io::{self, ErrorKind, IoSlice, Read, Write};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::PeerId;
 
-use super::{HELD, QUEUED};
+use super::HELD;
 use crate::inbox::{Inbox, WINDOW};
 use crate::transport::Tag;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, NO_TAG};
@@ -16,8 +16,12 @@ use crate::{DownReason, Frame, Pool, WireError};
 
 /// Frames taken for which one credit is sent.
 const CREDIT: u32 = 8;
-/// Frames read of one socket before the others have their turn.
-const TURN: usize = 16;
+/// Bytes read of one socket before the others have their turn, and what has been read is used while it is in cache.
+const TURN: usize = crate::FRAME_BYTES;
+/// What a small frame counts of it.
+const LEAST: usize = TURN / 16;
+/// Frames that one system call writes at most.
+const WRITTEN: usize = 4;
 /// Tags for which frames are counted.
 const COUNTED: usize = 1024;
 
@@ -71,12 +75,16 @@ struct Out {
     in_flight: Counts,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct In {
     header: [u8; HEADER_BYTES],
-    /// Bytes of the header, then of the payload, that have been read.
+    /// The one after it, which is read along with the payload.
+    next: [u8; HEADER_BYTES],
+    /// Bytes of the header, then of the payload and the next header, that have been read.
     have: usize,
     body: Option<(Header, Frame)>,
+    /// The socket gave less than was asked for, or its turn is over.
+    enough: bool,
     said_goodbye: bool,
 }
 
@@ -90,7 +98,7 @@ impl Link {
             peer,
             stream,
             out: Mutex::default(),
-            incoming: Mutex::new(In { header: [0; HEADER_BYTES], have: 0, body: None, said_goodbye: false }),
+            incoming: Mutex::default(),
             taken: Mutex::default(),
             open: AtomicBool::new(true),
             waiting: AtomicBool::new(false),
@@ -114,7 +122,7 @@ impl Link {
 
     pub(super) fn has_room(&self, tag: Tag) -> bool {
         let out = lock(&self.out);
-        out.queue.len() < QUEUED && out.in_flight.0.get(&tag).is_none_or(|&n| (n as usize) < WINDOW)
+        out.queue.is_empty() && out.in_flight.0.get(&tag).is_none_or(|&n| (n as usize) < WINDOW)
     }
 
     /// Queues a frame and writes what the socket takes.
@@ -123,6 +131,38 @@ impl Link {
         let mut out = lock(&self.out);
         out.in_flight.add(tag);
         self.enqueue(&mut out, header, Some(frame));
+    }
+
+    /// Writes what the socket takes straight from `bytes`, and queues a copy of the rest.
+    pub(super) fn push_bytes(&self, tag: Tag, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
+        let header = wire::encode(Kind::Data, tag, check, bytes);
+        let mut out = lock(&self.out);
+        out.in_flight.add(tag);
+        if !out.queue.is_empty() {
+            out.queue.push_back((header, Some(pool.copy_of(bytes, check))));
+            return;
+        }
+        // A broken socket is found by whoever reads it.
+        let Ok(written) = self.write_once(&[IoSlice::new(&header), IoSlice::new(bytes)]) else { return };
+        if written < HEADER_BYTES + bytes.len() {
+            let mut frame = pool.lease(bytes.len());
+            let from = written.saturating_sub(HEADER_BYTES);
+            frame.bytes_mut()[from..].copy_from_slice(&bytes[from..]);
+            out.queue.push_back((header, Some(frame)));
+            out.at = written;
+            self.waiting.store(true, Ordering::Release);
+        }
+    }
+
+    /// How much of it the socket takes now.
+    fn write_once(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        loop {
+            match (&self.stream).write_vectored(slices) {
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(0),
+                result => return result,
+            }
+        }
     }
 
     fn enqueue(&self, out: &mut Out, header: [u8; HEADER_BYTES], frame: Option<Frame>) {
@@ -159,15 +199,15 @@ impl Link {
     pub(super) fn flush(&self) -> bool {
         let mut out = lock(&self.out);
         self.write(&mut out);
-        out.queue.len() < QUEUED
+        out.queue.is_empty()
     }
 
     fn write(&self, out: &mut Out) {
         while !out.queue.is_empty() {
-            let mut slices: [IoSlice<'_>; 2 * QUEUED] = std::array::from_fn(|_| IoSlice::new(&[]));
+            let mut slices: [IoSlice<'_>; 2 * WRITTEN] = std::array::from_fn(|_| IoSlice::new(&[]));
             let mut used = 0;
             let mut skip = out.at;
-            for (header, frame) in out.queue.iter().take(QUEUED) {
+            for (header, frame) in out.queue.iter().take(WRITTEN) {
                 let payload = frame.as_ref().map_or(&[][..], Frame::bytes);
                 for part in [&header[..], payload] {
                     let rest = &part[skip.min(part.len())..];
@@ -178,7 +218,8 @@ impl Link {
                     }
                 }
             }
-            match (&self.stream).write_vectored(&slices[..used]) {
+            match self.write_once(&slices[..used]) {
+                Ok(0) => break,
                 Ok(written) => {
                     out.at += written;
                     while let Some((_, frame)) = out.queue.front() {
@@ -190,8 +231,6 @@ impl Link {
                         out.queue.pop_front();
                     }
                 }
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => break,
                 Err(_) => {
                     // What the peer sent before may still lie in the socket, a goodbye perhaps: reading finds the reason.
                     out.queue.clear();
@@ -202,12 +241,17 @@ impl Link {
         self.waiting.store(!out.queue.is_empty(), Ordering::Release);
     }
 
-    /// Reads what is there, at most a turn's frames, into the inbox.
-    pub(super) fn read(&self, inbox: &Inbox, pool: &std::sync::Arc<Pool>) {
+    /// Reads what is there, at most a turn's, into the inbox.
+    pub(super) fn read(&self, inbox: &Inbox, pool: &Arc<Pool>) {
         let mut incoming = lock(&self.incoming);
-        for _ in 0..TURN {
+        incoming.enough = false;
+        let mut bytes = 0;
+        loop {
             match self.read_frame(&mut incoming, pool) {
                 Ok(Some((header, frame))) => {
+                    bytes += frame.len().max(LEAST);
+                    // What is in hand is still handled: no poll would tell of a frame that has come along whole.
+                    incoming.enough |= bytes >= TURN;
                     if let Err(e) = self.handle(&mut incoming, &header, frame, inbox) {
                         self.end(inbox, DownReason::Protocol(e));
                         return;
@@ -241,41 +285,43 @@ impl Link {
     }
 
     /// The next whole frame, or none where the socket has no more for now.
-    fn read_frame(
-        &self,
-        incoming: &mut In,
-        pool: &std::sync::Arc<Pool>,
-    ) -> Result<Option<(Header, Frame)>, End> {
+    fn read_frame(&self, incoming: &mut In, pool: &Arc<Pool>) -> Result<Option<(Header, Frame)>, End> {
         loop {
-            let In { header, have, body, .. } = incoming;
-            let rest = match body {
-                None => &mut header[*have..],
-                Some((_, frame)) => &mut frame.bytes_mut()[*have..],
-            };
-            if !rest.is_empty() {
-                match (&self.stream).read(rest) {
-                    Ok(0) => return Err(End::Closed),
-                    Ok(n) => *have += n,
-                    Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                    Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
-                    Err(e) => return Err(End::Io(e)),
-                }
-            }
+            let In { header, next, have, body, enough, .. } = incoming;
             match body {
                 None if *have == HEADER_BYTES => {
                     let decoded = wire::decode(header).map_err(End::Wire)?;
                     *have = 0;
                     *body = Some((decoded, pool.lease(decoded.length)));
                 }
-                Some((decoded, _)) if *have == decoded.length => {
-                    *have = 0;
+                Some((decoded, _)) if *have >= decoded.length => {
+                    *have -= decoded.length;
                     let (decoded, frame) = body.take().expect("it was matched");
                     if wire::checksum(header, frame.bytes()) != decoded.crc {
                         return Err(End::Wire(WireError::Checksum));
                     }
+                    *header = *next;
                     return Ok(Some((decoded, frame)));
                 }
-                _ => {}
+                _ if *enough => return Ok(None),
+                _ => {
+                    let (first, second) = match body {
+                        None => (&mut header[*have..], &mut [][..]),
+                        Some((_, frame)) => (&mut frame.bytes_mut()[*have..], &mut next[..]),
+                    };
+                    let asked = first.len() + second.len();
+                    let mut slices = [IoSliceMut::new(first), IoSliceMut::new(second)];
+                    match (&self.stream).read_vectored(&mut slices) {
+                        Ok(0) => return Err(End::Closed),
+                        Ok(n) => {
+                            *have += n;
+                            *enough = n < asked;
+                        }
+                        Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                        Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(None),
+                        Err(e) => return Err(End::Io(e)),
+                    }
+                }
             }
         }
     }
