@@ -1,7 +1,7 @@
 //! What has arrived at an endpoint and what its threads sleep on. It knows no network and no operation.
 
 use std::collections::hash_map::Entry;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -42,7 +42,8 @@ struct State {
     /// Emptied queues, so that a new tag allocates nothing.
     spare: Vec<VecDeque<Frame>>,
     peers: Vec<Peer>,
-    aborted: BTreeMap<u64, (PeerId, PeerId)>,
+    /// The latest few: context, who said so, and the culprit.
+    aborted: VecDeque<(u64, PeerId, PeerId)>,
     /// Contexts whose frames nobody will take, the latest last.
     retired: VecDeque<u64>,
     events: VecDeque<PeerEvent>,
@@ -52,10 +53,15 @@ struct State {
 struct Peer {
     down: Option<DownReason>,
     stats: Stats,
-    /// Bytes of its frames that nobody has taken.
+    /// What its frames that nobody has taken hold of memory.
     held: usize,
     /// By context: for whom it waits, and how far it is. The latest few.
     suspicions: VecDeque<(u64, PeerId, u32)>,
+}
+
+/// What a frame holds of memory, with the queue that it may be alone in: frames of nothing are not for nothing.
+const fn weight(frame: &Frame) -> usize {
+    frame.len() + 256
 }
 
 /// Contexts that are remembered beyond their end, and suspicions of a peer.
@@ -88,7 +94,7 @@ impl Inbox {
             frames: HashMap::new(),
             spare: Vec::new(),
             peers: (0..size).map(|_| Peer::default()).collect(),
-            aborted: BTreeMap::new(),
+            aborted: VecDeque::new(),
             retired: VecDeque::new(),
             events: VecDeque::new(),
         };
@@ -145,14 +151,16 @@ impl Inbox {
             // The number of an abort's tag is the culprit; a lying one is the sender's own doing.
             let known = (tag.number as usize) < state.peers.len();
             let culprit = if known { PeerId(tag.number) } else { from };
-            state.aborted.entry(tag.context).or_insert((from, culprit));
+            if !state.aborted.iter().any(|&(context, ..)| context == tag.context) {
+                remember(&mut state.aborted, (tag.context, from, culprit));
+            }
         } else if tag.channel == Channel::Suspect {
             remember(
                 &mut state.peers[from.index()].suspicions,
                 (tag.context, PeerId(tag.number), frame.check),
             );
         } else if !state.retired.contains(&tag.context) {
-            state.peers[from.index()].held += frame.len();
+            state.peers[from.index()].held += weight(&frame);
             let State { frames, spare, .. } = state;
             frames.entry((from, tag)).or_insert_with(|| spare.pop().unwrap_or_default()).push_back(frame);
         }
@@ -188,7 +196,7 @@ impl Inbox {
         self.lock().frames.get(&(from, tag)).map_or(0, VecDeque::len)
     }
 
-    /// Bytes of a peer's frames that nobody has taken.
+    /// Bytes of memory that a peer's frames hold that nobody has taken.
     #[must_use]
     pub fn held(&self, from: PeerId) -> usize {
         self.lock().peers[from.index()].held
@@ -216,7 +224,8 @@ impl Inbox {
         }
         // Messages between two ranks still pass, so that the survivors can talk.
         if tag.channel == Channel::Collective
-            && let Some(&(by, culprit)) = state.aborted.get(&tag.context)
+            && let Some(&(_, by, culprit)) =
+                state.aborted.iter().find(|&&(context, ..)| context == tag.context)
         {
             return Err(CommError::Aborted { op, by, culprit });
         }
@@ -258,7 +267,7 @@ impl Inbox {
                 let queue = queue.remove();
                 state.spare.push(queue);
             }
-            state.peers[from.index()].held -= frame.len();
+            state.peers[from.index()].held -= weight(&frame);
             return Ok(Some((frame, left)));
         }
         // What arrived before the end is still good, so this comes after.
@@ -281,7 +290,7 @@ impl Inbox {
             if tag.context != context {
                 return true;
             }
-            peers[from.index()].held -= queue.iter().map(Frame::len).sum::<usize>();
+            peers[from.index()].held -= queue.iter().map(weight).sum::<usize>();
             false
         });
         remember(retired, context);
