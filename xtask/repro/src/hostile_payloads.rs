@@ -5,6 +5,7 @@ use farflung::base::Philox;
 use farflung::compress::{Compressor, Payload, PayloadRef, RoundKey, parse};
 
 use crate::harness::{Bench, Mark, Options, Report};
+use crate::mutate::mutate;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "hostile-payloads",
@@ -31,7 +32,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         for case in 0..cases {
             bytes.clear();
             bytes.extend_from_slice(payload.as_bytes());
-            mutate(&mut bytes, &rng, 1000 + case);
+            if mutate(&mut bytes, &rng, 1000 + case) % 4 != 0 {
+                seal(&mut bytes);
+            }
             let Ok(p) = PayloadRef::parse(&bytes) else { continue };
             reached += 1;
             let inside = &mut out[1..=x.len()];
@@ -50,20 +53,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("accepted with a value that is not finite", bad as f64, "", Mark::AtMost(0.0))
 }
 
-fn mutate(bytes: &mut Vec<u8>, rng: &Philox, case: u64) {
-    let [kind, at, with, seals] = rng.block(case);
-    let at = at as usize % bytes.len().max(1);
-    match kind % 6 {
-        0 => bytes[at] ^= 1 << (with % 8),
-        1 => bytes[at] = [0, 1, 0x7f, 0x80, 0xff][with as usize % 5],
-        2 => bytes.truncate(at),
-        3 => bytes.extend_from_slice(&with.to_le_bytes()[..=at % 4]),
-        // A whole field.
-        4 => bytes[at & !3..].iter_mut().zip(with.to_le_bytes()).for_each(|(b, w)| *b = w),
-        _ => bytes[at..].fill(with as u8),
-    }
-    // A forger can compute checksums, and states a length that fits.
-    if seals % 4 != 0 && bytes.len() >= 28 {
+/// A forger can compute checksums, and states a length that fits.
+fn seal(bytes: &mut [u8]) {
+    if bytes.len() >= 28 {
         let body = bytes.len() as u64 - 28;
         bytes[16..24].copy_from_slice(&body.to_le_bytes());
         let mut crc = crc32fast::Hasher::new();

@@ -26,8 +26,10 @@
 pub mod harness;
 pub mod peers;
 
+mod allocations;
 mod binary;
 mod machine;
+mod mutate;
 mod ranks;
 mod workers;
 
@@ -45,6 +47,7 @@ mod diloco_exact;
 mod failure;
 mod gemm;
 mod gpt_step;
+mod hostile_frames;
 mod hostile_payloads;
 mod learn_nano;
 mod overlap_comm;
@@ -82,6 +85,7 @@ pub const BENCHES: &[Bench] = &[
     codec_speed::BENCH,
     cocktail_ratio::BENCH,
     aqsgd_cache::BENCH,
+    hostile_frames::BENCH,
     hostile_payloads::BENCH,
     learn_nano::BENCH,
     default_run::BENCH,

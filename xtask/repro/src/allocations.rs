@@ -1,0 +1,82 @@
+//! How much a stretch of code allocates: the program's allocator counts on threads that ask for it. It knows nobody else.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+/// The system's allocator, with a count.
+struct Counting;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+thread_local! {
+    /// What this thread has done since [`counted`] began; `None` while nobody counts.
+    static COUNT: Cell<Option<Count>> = const { Cell::new(None) };
+}
+
+/// What one thread allocated in a stretch.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Count {
+    /// Bytes, freed again or not.
+    pub(crate) total: usize,
+    /// The most bytes at a time that were allocated in the stretch and not yet freed.
+    pub(crate) peak: usize,
+    held: usize,
+}
+
+fn count(freed: usize, allocated: usize) {
+    let step = |count: Count| {
+        // What is freed may have been allocated before the stretch.
+        let held = count.held.saturating_sub(freed) + allocated;
+        Count { total: count.total + allocated, peak: count.peak.max(held), held }
+    };
+    // A thread that ends has no count any more, and may still allocate.
+    let _ = COUNT.try_with(|count| count.set(count.get().map(step)));
+}
+
+#[expect(unsafe_code, reason = "an allocator is one by the language's unsafe trait")]
+// SAFETY: everything is the system allocator's own doing; counting neither allocates nor panics.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(0, layout.size());
+        // SAFETY: the caller keeps the contract, which is the same.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        count(0, layout.size());
+        // SAFETY: as above.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        count(layout.size(), 0);
+        // SAFETY: as above.
+        unsafe { System.dealloc(at, layout) }
+    }
+    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        count(layout.size(), size);
+        // SAFETY: as above.
+        unsafe { System.realloc(at, layout, size) }
+    }
+}
+
+/// Runs `work`, and says what this thread allocated meanwhile.
+pub(crate) fn counted<T>(work: impl FnOnce() -> T) -> (T, Count) {
+    COUNT.set(Some(Count::default()));
+    let result = work();
+    (result, COUNT.replace(None).unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_allocated_is_counted() {
+        let (kept, count) = counted(|| {
+            drop(vec![0_u8; 1000]);
+            Vec::<u8>::with_capacity(24)
+        });
+        assert_eq!((kept.capacity(), count), (24, Count { total: 1024, peak: 1000, held: 24 }));
+        assert_eq!(counted(|| ()).1, Count::default());
+    }
+}

@@ -1,0 +1,264 @@
+//! Mutated frames, greetings and control messages against everything that reads what a socket gives.
+
+use std::io::Write;
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::time::Duration;
+
+use anyhow::Result;
+use farflung::base::{Nanos, PeerId, Philox, Rank};
+use farflung::comm::tcp::{Config, HELD, join};
+use farflung::comm::{Communicator, Control, HEADER_BYTES, Inbox, Message, Parsed, Pool, parse};
+
+use crate::allocations::counted;
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::mutate::mutate;
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "hostile-frames",
+    claim: "no mutated frame, greeting, length or control message makes its reader panic, or allocate more than what \
+            is there asks for; a peer that floods is held to its bound",
+    source: "the streams in crates/comm/tests/corpus, written after the README's WIRE section, mutated by a seeded driver",
+    seed: 0x05ee_d0f1,
+    run,
+};
+
+const CORPUS: [(&str, &[u8]); 9] = [
+    ("data", include_bytes!("../../../crates/comm/tests/corpus/data.bin")),
+    ("links", include_bytes!("../../../crates/comm/tests/corpus/credit_abort_suspect_bye.bin")),
+    ("hello", include_bytes!("../../../crates/comm/tests/corpus/hello.bin")),
+    ("table", include_bytes!("../../../crates/comm/tests/corpus/table.bin")),
+    ("welcome", include_bytes!("../../../crates/comm/tests/corpus/welcome.bin")),
+    ("refuse", include_bytes!("../../../crates/comm/tests/corpus/refuse.bin")),
+    ("missing", include_bytes!("../../../crates/comm/tests/corpus/missing.bin")),
+    ("requests", include_bytes!("../../../crates/comm/tests/corpus/store_requests.bin")),
+    ("answers", include_bytes!("../../../crates/comm/tests/corpus/store_answers.bin")),
+];
+
+/// What a list of the shortest elements takes while it grows, for each byte on the wire: 16 for a text, twice that for
+/// the room that a vector leaves, and twice that for the smaller ones before it.
+const BYTES_PER_BYTE: usize = 64;
+
+/// What came of a number of inputs.
+#[derive(Debug, Default, PartialEq)]
+struct Tally {
+    inputs: u64,
+    frames: u64,
+    control: u64,
+    refused: u64,
+    /// The most that reading allocated, over what it may.
+    greed: f64,
+}
+
+/// A forger can compute checksums, and states a length that fits, of the first frame.
+fn seal(bytes: &mut [u8], length: bool) {
+    let Some((head, body)) = bytes.split_first_chunk_mut::<HEADER_BYTES>() else { return };
+    if length {
+        head[24..28].copy_from_slice(&(body.len() as u32).to_le_bytes());
+    }
+    let claimed = u32::from_le_bytes([head[24], head[25], head[26], head[27]]) as usize;
+    let Some(payload) = body.get(..claimed) else { return };
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(&head[..28]);
+    crc.update(payload);
+    head[28..].copy_from_slice(&crc.finalize().to_le_bytes());
+}
+
+/// The `case`-th input.
+fn input(rng: &Philox, case: u64, bytes: &mut Vec<u8>) {
+    let [which, times, ..] = rng.block(4 * case);
+    bytes.clear();
+    bytes.extend_from_slice(CORPUS[which as usize % CORPUS.len()].1);
+    let mut chance = 0;
+    for i in 0..1 + u64::from(times % 3) {
+        chance = mutate(bytes, rng, 4 * case + 1 + i);
+    }
+    match chance % 4 {
+        0 => {}
+        1 => seal(bytes, true),
+        _ => seal(bytes, false),
+    }
+}
+
+/// Reads inputs as a socket's reader does, into an inbox.
+fn storm(seed: u64, cases: std::ops::Range<u64>) -> Tally {
+    let (rng, pool) = (Philox::new(seed, 1), Pool::new());
+    let (mut inbox, peer) = (Inbox::new(3), PeerId(1));
+    let mut tally = Tally::default();
+    let mut bytes = Vec::new();
+    for case in cases {
+        input(&rng, case, &mut bytes);
+        tally.inputs += 1;
+        let mut rest = &bytes[..];
+        loop {
+            let (parsed, count) = counted(|| parse(rest));
+            let greed = count.total as f64 / (BYTES_PER_BYTE * rest.len().max(1)) as f64;
+            tally.greed = tally.greed.max(greed);
+            let Ok(Parsed::Whole(message, length)) = parsed else {
+                tally.refused += u64::from(parsed.is_err());
+                break;
+            };
+            tally.frames += 1;
+            match message {
+                Message::Data { tag, check, payload } => {
+                    let mut frame = pool.lease(payload.len());
+                    frame.bytes_mut().copy_from_slice(payload);
+                    frame.check = check;
+                    inbox.deliver(peer, tag, frame);
+                }
+                Message::Control(_) => tally.control += 1,
+                _ => {}
+            }
+            rest = &rest[length..];
+        }
+        // A peer of which so much lies unread is not read any more.
+        if inbox.held(peer) >= HELD {
+            inbox = Inbox::new(3);
+        }
+    }
+    tally
+}
+
+/// What an inbox holds at most of a peer that sends frames of `len` bytes for ever new conversations, on every channel.
+fn flood(len: usize, frames: u64) -> usize {
+    let mut streams = Vec::new();
+    for channel in 0..4_u8 {
+        let mut bytes = CORPUS[0].1[..HEADER_BYTES].to_vec();
+        bytes.resize(HEADER_BYTES + len, 7);
+        bytes[6] = channel;
+        streams.push(bytes);
+    }
+    let ((), count) = counted(|| {
+        let (inbox, pool, peer) = (Inbox::new(3), Pool::new(), PeerId(1));
+        for number in 0..frames {
+            if inbox.held(peer) >= HELD {
+                break;
+            }
+            for stream in &mut streams {
+                stream[8..16].copy_from_slice(&number.to_le_bytes());
+                seal(stream, true);
+                if let Ok(Parsed::Whole(Message::Data { tag, payload, .. }, _)) = parse(stream) {
+                    let mut frame = pool.lease(payload.len());
+                    frame.bytes_mut().copy_from_slice(payload);
+                    inbox.deliver(peer, tag, frame);
+                }
+            }
+        }
+    });
+    count.peak
+}
+
+/// A job of two in which strangers stand at the door and the second rank says a mutated thing. Returns whether the first
+/// is still in its senses: it let the right one in and ended with an error or a message, in time.
+fn session(rng: &Philox, case: u64) -> Result<bool> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let master = std::thread::spawn(move || {
+        let mut config = Config::new(0, 2, format!("127.0.0.1:{port}"));
+        config.deadline = Duration::from_secs(10);
+        let comm = Communicator::new(join(&config)?).with_deadline(Nanos::from_millis(300));
+        // Any end is good.
+        let _ = comm.recv(Rank(1), 9);
+        Ok::<_, farflung::comm::CommError>(())
+    });
+    let connect = || {
+        let mut tries = 0;
+        loop {
+            match TcpStream::connect(("127.0.0.1", port)) {
+                Ok(stream) => return Ok(stream),
+                Err(error) if tries == 2_000 => return Err(error),
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+            tries += 1;
+        }
+    };
+    let mut bytes = Vec::new();
+    for stranger in 0..4 {
+        input(rng, 16 * case + stranger, &mut bytes);
+        // Hung up on, perhaps.
+        let _ = connect()?.write_all(&bytes);
+    }
+    let mut second = connect()?;
+    let hello = Control::Hello { rank: 1, world_size: 2, job: "farflung", listen: "127.0.0.1:1" }.encode();
+    let mut greeting = CORPUS[2].1[..HEADER_BYTES].to_vec();
+    greeting.extend(hello);
+    seal(&mut greeting, true);
+    second.write_all(&greeting)?;
+    for i in 4..8 {
+        input(rng, 16 * case + i, &mut bytes);
+        let _ = second.write_all(&bytes);
+    }
+    let _ = second.shutdown(Shutdown::Write);
+    Ok(matches!(master.join(), Ok(Ok(()))))
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let (cases, sessions) = if options.quick { (500_000, 40) } else { (10_000_000, 400) };
+    let half = cases / 2;
+    let seed = report.seed();
+    let halves = std::thread::scope(|scope| {
+        let other = scope.spawn(move || storm(seed, half..cases));
+        Ok::<_, anyhow::Error>([
+            storm(seed, 0..half),
+            other.join().map_err(|_| anyhow::anyhow!("a reader panicked"))?,
+        ])
+    })?;
+    let sum = |field: fn(&Tally) -> u64| halves.iter().map(field).sum::<u64>() as f64;
+    let inputs = sum(|t| t.inputs);
+    report.row("inputs", inputs, "", Mark::AtLeast(cases as f64))?;
+    report.row(
+        "frames that were taken, for each input",
+        sum(|t| t.frames) / inputs,
+        "",
+        Mark::AtLeast(0.3),
+    )?;
+    report.row("control messages among them", sum(|t| t.control), "", Mark::None)?;
+    report.row("inputs that were refused: share", sum(|t| t.refused) / inputs, "", Mark::None)?;
+    let greed = halves.iter().map(|t| t.greed).fold(0.0, f64::max);
+    report.row("most allocated over 64 bytes a byte", greed, "", Mark::AtMost(1.0))?;
+    for len in [0, 1, 4096] {
+        let peak = flood(len, 1 << 20) as f64 / HELD as f64;
+        report.row(
+            &format!("held of a flood of frames of {len} bytes, over the bound"),
+            peak,
+            "",
+            Mark::AtMost(1.5),
+        )?;
+    }
+    let rng = Philox::new(report.seed(), 2);
+    let mut bad = 0;
+    for case in 0..sessions {
+        bad += u32::from(!session(&rng, case)?);
+    }
+    report.row("jobs over sockets with strangers and a liar", sessions as f64, "", Mark::None)?;
+    report.row("jobs that did not keep their senses", f64::from(bad), "", Mark::AtMost(0.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_corpus_is_whole_and_says_what_we_would_say() {
+        for (name, bytes) in CORPUS {
+            let mut rest = bytes;
+            while !rest.is_empty() {
+                let Ok(Parsed::Whole(message, length)) = parse(rest) else {
+                    unreachable!("{name}: {:?}", parse(rest))
+                };
+                if let Message::Control(control) = message {
+                    assert_eq!(control.encode(), rest[HEADER_BYTES..length], "{name}: {control:?}");
+                }
+                rest = &rest[length..];
+            }
+        }
+    }
+
+    #[test]
+    fn a_short_storm_and_a_session() {
+        let tally = storm(7, 0..20_000);
+        assert_eq!(tally.inputs, 20_000);
+        assert!(tally.greed <= 1.0 && tally.frames > 6_000 && tally.control > 2_000, "{tally:?}");
+        assert_eq!(storm(7, 0..20_000), tally);
+        assert!(flood(0, 1 << 20) < 3 * HELD / 2);
+        assert!(session(&Philox::new(7, 2), 0).unwrap());
+    }
+}
