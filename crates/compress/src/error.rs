@@ -1,5 +1,6 @@
 //! What can go wrong, each with the field that is wrong. Knows no codec's details.
 
+use crate::lossless::Packing;
 use crate::wire::CodecId;
 
 /// Why a vector could not be encoded, a payload not decoded, or a state not kept.
@@ -213,8 +214,25 @@ pub enum CompressError {
         /// The system's words.
         why: String,
     },
+    /// A packer that this build does not have.
+    #[error("this build has no {packing}: enable the feature {packing:?} of farflung-compress", packing = packing.to_string())]
+    NotBuilt {
+        /// The packer.
+        packing: Packing,
+    },
+    /// A packed body that no packer made, or another one, or that unpacks to more than its codec makes.
+    #[error("the payload is for {packing}, but {why}")]
+    Packed {
+        /// The decoder's packer.
+        packing: Packing,
+        /// What is wrong, as the sentence's end.
+        why: &'static str,
+    },
     /// No codec has that name.
-    #[error("unknown codec {name:?}; the codecs are {}, each also with \"+ef\"", crate::spec::names().join(", "))]
+    #[error(
+        "unknown codec {name:?}; the codecs are {}, each also with \"+ef\", and \"+zstd\" or \"+lz4\" at the end",
+        crate::spec::names().join(", ")
+    )]
     UnknownCodec {
         /// The name.
         name: String,

@@ -22,6 +22,7 @@ pub mod dct;
 
 pub mod error_feedback;
 pub mod momentum_correction;
+pub mod lossless;
 pub mod link;
 pub mod power_sgd;
 pub mod spec;
@@ -46,6 +47,7 @@ pub use error_feedback::ErrorFeedback;
 pub use f16::F16;
 pub use f32::F32;
 pub use int::{Int2, Int3, Int4, Int8};
+pub use lossless::{Lossless, Packing};
 pub use min_max::MinMaxUint8;
 pub use minifloat::{E3M0, E4M3, E5M2};
 pub use momentum_correction::MomentumCorrection;

@@ -2,17 +2,19 @@
 //! sends what changed since the sample was last seen. Knows no pipeline.
 
 mod channels;
+mod samples;
 mod store;
 
+pub use samples::Samples;
 pub use store::{FileStore, MemoryStore, Store, checksum};
 
 use crate::cast::Format;
-use crate::chunked::{INFINITE, max_magnitude};
-use crate::compressor::Memoryless;
+use crate::compressor::{Memoryless, check_finite};
 use crate::f16::Binary16;
 use crate::wire::{CodecId, HEADER};
 use crate::{CompressError, Payload, PayloadRef, RoundKey};
 use channels::Channels;
+use samples::read_f16;
 
 /// One end of a link that carries activations or their gradients, `[samples, positions, channels]`, each with the stable
 /// number of its sample.
@@ -109,15 +111,17 @@ fn check_samples(ids: &[u64], len: usize, found: usize) -> Result<(), CompressEr
 /// Bytes of the payload before the samples' bases.
 const PREFIX: usize = 8;
 
-/// AQ-SGD: both ends keep each sample's activation as f16; what travels is the change since then, through the codec `C`. A
+/// AQ-SGD: both ends keep each sample's activation `m`; what travels is the change since then, through the codec `C`. A
 /// sample that is not held is sent in full, as f16.
 ///
-/// Both ends set `m = f16(m + D(C(x - m)))`, bit for bit the same, and the receiver goes on with `m`. A change names the
-/// checksum of the `m` that it is to be added to, so that ends which do not hold the same (one crashed between writing and
-/// sending) find out and start the sample anew. `m` saturates at 65504. There is no rollback: a step that is given up leaves
-/// both ends with the newer activation.
+/// Both ends make `a = f16(m + D(C(x - m)))`, bit for bit the same; the receiver goes on with `a`, and both hold it in the
+/// place of `m`: as it is, or in fewer bits ([`Samples`]), which are what the next change is measured against. A change names
+/// the checksum of the bytes that it is to be added to, so that ends which do not hold the same (one crashed between writing
+/// and sending) find out and start the sample anew. `a` saturates at 65504. There is no rollback: a step that is given up
+/// leaves both ends with the newer activation.
 ///
-/// Bytes: `8 + 4 s`, for samples in full `2 len` each, and the body of the codec's payload of the others together.
+/// Bytes: `8 + 4 s`, for samples in full `2 len` each, and the body of the codec's payload of the others together. State: that
+/// of the store.
 ///
 /// Source: Wang et al. 2022, "Fine-tuning Language Models over Slow Networks using Activation Compression with
 /// Guarantees", Alg. 1. Differs: the gate is per sample, not per epoch.
@@ -140,13 +144,16 @@ const PREFIX: usize = 8;
 #[derive(Debug)]
 pub struct AqSgd<C, S> {
     inner: C,
-    store: S,
+    pub(crate) store: S,
     channels: Channels,
     payload: Payload,
-    /// The samples' `m` as bytes, one after the other.
+    /// One sample's `m`, as it is held.
     held: Vec<u8>,
+    /// All samples' `m`, then `a`.
+    values: Vec<f32>,
     /// Checksums of what is held; 0 for a sample in full.
     bases: Vec<u32>,
+    /// `x - m` of the samples that have a base, then as decoded.
     deltas: Vec<f32>,
 }
 
@@ -155,15 +162,17 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
     #[must_use]
     pub fn new(inner: C, store: S) -> Self {
         let (payload, channels) = (Payload::new(), Channels::new(1));
-        Self { inner, store, channels, payload, held: Vec::new(), bases: Vec::new(), deltas: Vec::new() }
+        let (held, values, bases, deltas) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { inner, store, channels, payload, held, values, bases, deltas }
     }
 
     /// As [`Self::new`], with the values of each channel (the fastest dimension) together, as in [`Direct::per_channel`].
     ///
     /// Errors: [`CompressError::Samples`] if samples are not whole positions.
     pub fn per_channel(inner: C, store: S, channels: usize) -> Result<Self, CompressError> {
-        if channels == 0 || !store.sample().is_multiple_of(channels) {
-            return Err(CompressError::Samples { samples: 1, len: channels, found: store.sample() });
+        let len = store.samples().len();
+        if channels == 0 || !len.is_multiple_of(channels) {
+            return Err(CompressError::Samples { samples: 1, len: channels, found: len });
         }
         Ok(Self { channels: Channels::new(channels), ..Self::new(inner, store) })
     }
@@ -173,37 +182,48 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
         &self.store
     }
 
-    /// Reads what is held of `ids` into `held` and `bases`.
+    /// Reads what is held of `ids` into `values` and `bases`.
     fn read(&mut self, ids: &[u64]) -> Result<(), CompressError> {
-        let bytes = 2 * self.store.sample();
-        self.held.resize(ids.len() * bytes, 0);
+        let samples = self.store.samples();
+        self.held.resize(samples.bytes(), 0);
+        self.values.resize(ids.len() * samples.len(), 0.0);
         self.bases.clear();
-        for (id, held) in ids.iter().zip(self.held.chunks_mut(bytes.max(1))) {
-            self.bases.push(self.store.read(*id, held)?);
+        for (id, values) in ids.iter().zip(self.values.chunks_mut(samples.len().max(1))) {
+            let base = self.store.read(*id, &mut self.held)?;
+            // What cannot be read is not held: somebody else wrote it.
+            let whole = base != 0 && samples.read(&self.held, values).is_ok();
+            self.bases.push(if whole { base } else { 0 });
         }
+        // Samples of no values have nothing to change.
+        self.bases.resize(ids.len(), 0);
         Ok(())
     }
 
-    /// Adds the changes to what is held, and keeps it.
+    /// Adds the decoded changes to `values`, and holds these.
     fn write(&mut self, ids: &[u64]) -> Result<(), CompressError> {
-        let sample = self.store.sample();
-        let mut deltas = self.deltas.chunks(sample.max(1));
-        for ((id, base), held) in ids.iter().zip(&self.bases).zip(self.held.chunks_mut((2 * sample).max(1))) {
+        let Self { store, held, values, bases, deltas, .. } = self;
+        let samples = store.samples();
+        let mut deltas = deltas.chunks(samples.len().max(1));
+        for ((id, base), values) in ids.iter().zip(bases).zip(values.chunks_mut(samples.len().max(1))) {
             if *base != 0 {
                 let delta = deltas.next().expect("there is one for each sample that has a base");
-                for (code, delta) in held.as_chunks_mut().0.iter_mut().zip(delta) {
-                    *code = Binary16::encode(Binary16::decode(*code) + delta);
-                }
+                values.iter_mut().zip(delta).for_each(|(value, delta)| *value = f16(*value + delta));
             }
-            self.store.write(*id, held)?;
+            samples.write(values, held);
+            store.write(*id, held)?;
         }
         Ok(())
     }
 
     /// Values that travel as changes.
     fn changed(&self) -> usize {
-        self.bases.iter().filter(|base| **base != 0).count() * self.store.sample()
+        self.bases.iter().filter(|base| **base != 0).count() * self.store.samples().len()
     }
+}
+
+/// Rounded to f16, saturating.
+fn f16(x: f32) -> f32 {
+    Binary16::decode(Binary16::encode(x))
 }
 
 impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
@@ -215,21 +235,17 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
         out: &mut Payload,
     ) -> Result<(), CompressError> {
         out.clear();
-        let sample = self.store.sample();
-        check_samples(ids, sample, x.len())?;
-        if max_magnitude(x) >= INFINITE {
-            let index = x.iter().position(|x| !x.is_finite()).expect("one was seen");
-            return Err(CompressError::NonFinite { index, value: x[index] });
-        }
+        let samples = self.store.samples();
+        check_samples(ids, samples.len(), x.len())?;
+        check_finite(x)?;
         self.read(ids)?;
         self.deltas.clear();
-        let samples = x.chunks(sample.max(1)).zip(self.held.chunks_mut((2 * sample).max(1)));
-        for ((x, held), base) in samples.zip(&self.bases) {
-            let codes = held.as_chunks_mut().0.iter_mut().zip(x);
+        let each = x.chunks(samples.len().max(1)).zip(self.values.chunks_mut(samples.len().max(1)));
+        for ((x, values), base) in each.zip(&self.bases) {
             if *base == 0 {
-                codes.for_each(|(code, x)| *code = Binary16::encode(*x));
+                values.iter_mut().zip(x).for_each(|(value, x)| *value = f16(*x));
             } else {
-                self.deltas.extend(codes.map(|(code, x)| x - Binary16::decode(*code)));
+                self.deltas.extend(x.iter().zip(values).map(|(x, value)| x - *value));
             }
         }
         self.inner.compress(self.channels.gather(&self.deltas), key, &mut self.payload)?;
@@ -237,21 +253,22 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
         let Self { inner, channels, deltas, .. } = self;
         channels.scatter(deltas, |values| inner.decompress(changes, values))?;
 
-        let in_full: usize = self.bases.iter().filter(|base| **base == 0).count();
-        let len = PREFIX + 4 * ids.len() + in_full * 2 * sample + changes.body().len();
-        let (bases, held) = (&self.bases, &self.held);
+        let in_full = x.len() - self.changed();
+        let len = PREFIX + 4 * ids.len() + 2 * in_full + changes.body().len();
+        let (bases, values) = (&self.bases, &self.values);
         out.fill(CodecId::AQ_SGD, x.len(), len, |body, crc| {
             let (prefix, rest) = body.split_at_mut(PREFIX);
             prefix[..4].copy_from_slice(&(ids.len() as u32).to_le_bytes());
-            prefix[4..].copy_from_slice(&[changes.codec().0, 0, 0, 0]);
-            let (words, mut rest) = rest.split_at_mut(4 * bases.len());
+            prefix[4..].copy_from_slice(&[changes.codec().0, samples.tag(), 0, 0]);
+            let (words, rest) = rest.split_at_mut(4 * bases.len());
             for (word, base) in words.as_chunks_mut().0.iter_mut().zip(bases) {
                 *word = base.to_le_bytes();
             }
-            for (held, _) in held.chunks((2 * sample).max(1)).zip(bases).filter(|(_, base)| **base == 0) {
-                let (here, after) = rest.split_at_mut(held.len());
-                here.copy_from_slice(held);
-                rest = after;
+            let (full, rest) = rest.split_at_mut(2 * in_full);
+            let each = values.chunks(samples.len().max(1)).zip(bases);
+            let unheld = each.filter(|(_, base)| **base == 0).flat_map(|(values, _)| values);
+            for (code, value) in full.as_chunks_mut().0.iter_mut().zip(unheld) {
+                *code = Binary16::encode(*value);
             }
             rest.copy_from_slice(changes.body());
             crc.update(body);
@@ -261,20 +278,24 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
     }
 
     fn decode(&mut self, ids: &[u64], p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
-        let sample = self.store.sample();
-        check_samples(ids, sample, out.len())?;
+        let samples = self.store.samples();
+        check_samples(ids, samples.len(), out.len())?;
         let body = p.open(CodecId::AQ_SGD, out.len())?;
         let wrong = |wanted: usize| {
             let (wanted, found) = (wanted as u64, body.len() as u64);
-            CompressError::BodyLength { codec: CodecId::AQ_SGD, count: ids.len() * sample, wanted, found }
+            CompressError::BodyLength { codec: CodecId::AQ_SGD, count: out.len(), wanted, found }
         };
         let words = PREFIX + 4 * ids.len();
         let (head, rest) = body.split_at_checked(words).ok_or_else(|| wrong(words))?;
-        let (prefix, bases) = head.split_at(PREFIX);
-        let (count, inner) = prefix.split_at(4);
-        if count != (ids.len() as u32).to_le_bytes() || inner[1..] != [0, 0, 0] {
+        let (&[a, b, c, d, inner, tag, 0, 0], bases) =
+            head.split_first_chunk::<PREFIX>().expect("it is as long")
+        else {
+            return Err(wrong(words));
+        };
+        if [a, b, c, d] != (ids.len() as u32).to_le_bytes() {
             return Err(wrong(words));
         }
+        samples.check_tag(tag)?;
         self.read(ids)?;
         for ((base, id), held) in bases.as_chunks().0.iter().zip(ids).zip(&mut self.bases) {
             let wanted = u32::from_le_bytes(*base);
@@ -285,26 +306,19 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
         }
         let in_full = out.len() - self.changed();
         let (full, changes) = rest.split_at_checked(2 * in_full).ok_or_else(|| wrong(words + 2 * in_full))?;
-        if let Some(index) = full.as_chunks().0.iter().position(|code| Binary16::refused(*code)) {
-            let code = u32::from(u16::from_le_bytes(full.as_chunks().0[index]));
-            return Err(CompressError::Code { index, code });
-        }
         self.deltas.resize(out.len() - in_full, 0.0);
-        let changes = PayloadRef::nested(CodecId(inner[0]), self.deltas.len(), changes);
-        let Self { inner, channels, deltas, .. } = self;
+        let changes = PayloadRef::nested(CodecId(inner), self.deltas.len(), changes);
+        let Self { inner, channels, deltas, values, bases, .. } = self;
         channels.scatter(deltas, |values| inner.decompress(changes, values))?;
-        if max_magnitude(&self.deltas) >= INFINITE {
-            let index = self.deltas.iter().position(|d| !d.is_finite()).expect("one was seen");
-            return Err(CompressError::Code { index, code: self.deltas[index].to_bits() });
+        if let Some(index) = deltas.iter().position(|delta| !delta.is_finite()) {
+            return Err(CompressError::Code { index, code: deltas[index].to_bits() });
         }
-        let held = self.held.chunks_mut((2 * sample).max(1)).zip(&self.bases);
-        for ((held, _), full) in held.filter(|(_, base)| **base == 0).zip(full.chunks((2 * sample).max(1))) {
-            held.copy_from_slice(full);
+        let each = values.chunks_mut(samples.len().max(1)).zip(&*bases).filter(|(_, base)| **base == 0);
+        for ((values, _), full) in each.zip(full.chunks((2 * samples.len()).max(1))) {
+            read_f16(full, values)?;
         }
         self.write(ids)?;
-        for (out, code) in out.iter_mut().zip(self.held.as_chunks().0) {
-            *out = Binary16::decode(*code);
-        }
+        out.copy_from_slice(&self.values);
         Ok(())
     }
 
@@ -313,12 +327,12 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
     }
 
     fn max_payload(&self, samples: usize) -> usize {
-        let sample = self.store.sample();
-        let of = |full: usize| (samples - full).saturating_mul(sample);
+        let len = self.store.samples().len();
+        let of = |full: usize| (samples - full).saturating_mul(len);
         // Each sample either way; the codec's body may have a prefix even without any.
         let split = |full: usize| {
             let changes = self.inner.max_payload(of(full)) - HEADER;
-            full.saturating_mul(2 * sample).saturating_add(changes)
+            full.saturating_mul(2 * len).saturating_add(changes)
         };
         split(0).max(split(samples)).saturating_add(HEADER + PREFIX + 4 * samples)
     }

@@ -11,8 +11,8 @@ use crate::int::IntBlock;
 use crate::sign::SIGN_BLOCK;
 use crate::uint::UintBlock;
 use crate::{
-    Amount, Bf16, Codebook, CompressError, Compressor, E3M0, E4M3, E5M2, ErrorFeedback, F16, F32, Int2, Mask,
-    Masked, Memoryless, MinMaxUint8, Natural, Pattern, Select, Sign, Sparse,
+    Amount, Bf16, Codebook, CompressError, Compressor, E3M0, E4M3, E5M2, ErrorFeedback, F16, F32, Int2,
+    Lossless, Mask, Masked, Memoryless, MinMaxUint8, Natural, Packing, Pattern, Select, Sign, Sparse,
 };
 
 type Built = Result<Box<dyn Memoryless>, CompressError>;
@@ -78,7 +78,7 @@ const METHODS: &[Method] = &[
 /// A codec and its parameters, as data. [`CodecSpec::build`] makes as many codecs of it as there are streams.
 ///
 /// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback, or `+ef:0.95` for
-/// one that decays. Selections without a method send f32.
+/// one that decays, then perhaps `+zstd` or `+lz4` for a last stage that is used where it helps. Selections without a method send f32.
 ///
 /// ```
 /// use farflung_compress::{CodecSpec, Compressor};
@@ -98,12 +98,18 @@ pub struct CodecSpec {
     stages: [Option<Stage>; 2],
     codec: Leaf,
     feedback: Option<Feedback>,
+    packing: Option<Packing>,
 }
 
 /// Every value as it is.
 impl Default for CodecSpec {
     fn default() -> Self {
-        Self { stages: [None; 2], codec: Leaf { method: &METHODS[0], block: 0 }, feedback: None }
+        Self {
+            stages: [None; 2],
+            codec: Leaf { method: &METHODS[0], block: 0 },
+            feedback: None,
+            packing: None,
+        }
     }
 }
 
@@ -332,15 +338,30 @@ impl CodecSpec {
     /// or only by chance, stays as it is.
     #[must_use]
     pub fn with_feedback(self) -> Self {
-        if self.feedback.is_some() || self == Self::default() {
-            return self;
+        let loses = !matches!(self.stages, [None, None]) || self.codec != Self::default().codec;
+        if self.feedback.is_none() && loses && !self.is_unbiased() {
+            return Self { feedback: Some(Feedback::WHOLE), ..self };
         }
-        format!("{self}+ef").parse().unwrap_or(self)
+        self
+    }
+
+    fn is_unbiased(&self) -> bool {
+        self.stages.iter().flatten().any(|stage| matches!(stage, Stage::Unbiased(_)))
     }
 
     /// A codec for one stream of vectors.
     #[must_use]
     pub fn build(&self) -> Box<dyn Compressor> {
+        let codec = self.build_unpacked();
+        match self.packing {
+            None => codec,
+            Some(packing) => {
+                Box::new(Lossless::new(packing, codec).expect("parsing has checked that it is built"))
+            }
+        }
+    }
+
+    fn build_unpacked(&self) -> Box<dyn Compressor> {
         let codec = self.build_memoryless();
         match self.feedback {
             None => codec,
@@ -352,7 +373,7 @@ impl CodecSpec {
         }
     }
 
-    /// The codec without its feedback.
+    /// The codec without its feedback and its last stage, so that something can go around it.
     #[must_use]
     pub fn build_memoryless(&self) -> Box<dyn Memoryless> {
         let over = |inner, stage: &Stage| stage.over(inner);
@@ -365,8 +386,14 @@ impl FromStr for CodecSpec {
 
     fn from_str(name: &str) -> Result<Self, CompressError> {
         let unknown = || CompressError::UnknownCodec { name: name.to_owned() };
-        let (base, feedback) = Feedback::split(name);
-        let mut spec = Self { stages: [None; 2], codec: Leaf::parse("none")?, feedback };
+        let packed = |packing: Packing| Some((name.strip_suffix(&format!("+{packing}"))?, packing));
+        let (unpacked, packing) = match packed(Packing::Zstd).or_else(|| packed(Packing::Lz4)) {
+            Some((_, packing)) if !packing.is_built() => return Err(CompressError::NotBuilt { packing }),
+            Some((unpacked, packing)) => (unpacked, Some(packing)),
+            None => (name, None),
+        };
+        let (base, feedback) = Feedback::split(unpacked);
+        let mut spec = Self { feedback, packing, ..Self::default() };
         let mut parts = base.split('/');
         let whole_name = |error| match error {
             CompressError::UnknownCodec { .. } => unknown(),
@@ -387,8 +414,7 @@ impl FromStr for CodecSpec {
         if parts.next().is_some() {
             return Err(unknown());
         }
-        if feedback.is_some() && spec.stages.iter().flatten().any(|stage| matches!(stage, Stage::Unbiased(_)))
-        {
+        if feedback.is_some() && spec.is_unbiased() {
             return Err(CompressError::UnbiasedFeedback);
         }
         Ok(spec)
@@ -401,7 +427,8 @@ impl fmt::Display for CodecSpec {
             write!(f, "{stage}/")?;
         }
         write!(f, "{}", self.codec)?;
-        self.feedback.map_or(Ok(()), |feedback| write!(f, "{feedback}"))
+        self.feedback.map_or(Ok(()), |feedback| write!(f, "{feedback}"))?;
+        self.packing.map_or(Ok(()), |packing| write!(f, "+{packing}"))
     }
 }
 
@@ -414,14 +441,26 @@ mod tests {
         let with = |name: &str| name.parse::<CodecSpec>().expect(name).with_feedback().to_string();
         assert_eq!([with("int8"), with("topk:0.01/f16")], ["int8+ef", "topk:0.01/f16+ef"]);
         assert_eq!([with("int4+ef:0.95"), with("none")], ["int4+ef:0.95", "none"]);
-        assert_eq!(with("unbiased:10/f16"), "unbiased:10/f16");
+        assert_eq!([with("unbiased:10/f16"), with("none+lz4")], ["unbiased:10/f16", "none+lz4"]);
+        assert_eq!([with("int8+zstd"), with("topk:0.1")], ["int8+ef+zstd", "topk:0.1/none+ef"]);
         assert_eq!(CodecSpec::default(), "none".parse().expect("none"));
     }
 
     #[test]
     fn names_print_as_they_parse() {
-        for name in ["none", "f16", "bf16", "int8", "int8:1", "int8:4096", "none+ef", "bf16+ef", "int8:64+ef"]
-        {
+        for name in [
+            "none",
+            "f16",
+            "bf16",
+            "int8",
+            "int8:1",
+            "int8:4096",
+            "none+ef",
+            "bf16+ef",
+            "int8:64+ef",
+            "none+lz4",
+            "int8:64+ef:0.5+zstd",
+        ] {
             assert_eq!(name.parse::<CodecSpec>().unwrap().to_string(), name);
         }
         assert_eq!("int8:256".parse::<CodecSpec>().unwrap().to_string(), "int8");
@@ -462,6 +501,9 @@ mod tests {
             "int8:256+EF",
             "+ef",
             "none+ef+ef",
+            "none+zstd+ef",
+            "none+lz4+zstd",
+            "+zstd",
             "NONE",
             "int8:-1",
             "f16:4",

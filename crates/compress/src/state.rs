@@ -5,7 +5,9 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use crate::CompressError;
+use crate::link::{AqSgd, Store};
+use crate::lossless::Lossless;
+use crate::{CompressError, Compressor, Memoryless};
 
 /// Named entries of a saved state; borrowed when saving (nothing is copied), usually owned when loading.
 pub type StateMap<'a> = BTreeMap<String, StateValue<'a>>;
@@ -16,6 +18,8 @@ pub type StateMap<'a> = BTreeMap<String, StateValue<'a>>;
 pub enum StateValue<'a> {
     /// A flat buffer.
     F32(Cow<'a, [f32]>),
+    /// Something that is not numbers of one kind.
+    Bytes(Cow<'a, [u8]>),
 }
 
 /// Memory between calls. Every method has a default for a codec that has none.
@@ -57,28 +61,37 @@ pub trait State {
     fn rollback(&mut self) {}
 }
 
-impl<S: State + ?Sized> State for Box<S> {
-    fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
-        (**self).save(prefix, into)
-    }
+/// State that is all another's.
+macro_rules! state_of {
+    ([$($generics:tt)*] $type:ty, $self:ident => $inner:expr) => {
+        impl<$($generics)*> State for $type {
+            fn save<'a>(&'a $self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
+                $inner.save(prefix, into)
+            }
 
-    fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
-        (**self).load(prefix, from)
-    }
+            fn load(&mut $self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
+                $inner.load(prefix, from)
+            }
 
-    fn reshard(&mut self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
-        (**self).reshard(held, wanted)
-    }
+            fn reshard(&mut $self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
+                $inner.reshard(held, wanted)
+            }
 
-    fn reset(&mut self) {
-        (**self).reset();
-    }
+            fn reset(&mut $self) {
+                $inner.reset();
+            }
 
-    fn commit(&mut self) {
-        (**self).commit();
-    }
+            fn commit(&mut $self) {
+                $inner.commit();
+            }
 
-    fn rollback(&mut self) {
-        (**self).rollback();
-    }
+            fn rollback(&mut $self) {
+                $inner.rollback();
+            }
+        }
+    };
 }
+
+state_of!([S: State + ?Sized] Box<S>, self => (**self));
+state_of!([C: Compressor] Lossless<C>, self => self.inner);
+state_of!([C: Memoryless, S: Store + State] AqSgd<C, S>, self => self.store);

@@ -68,6 +68,8 @@ codecs! {
     DCT = 18, "dct";
     /// [`crate::link::AqSgd`].
     AQ_SGD = 24, "aq-sgd";
+    /// [`crate::Lossless`], where it helped.
+    PACKED = 32, "packed";
 }
 
 /// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates nothing.

@@ -227,3 +227,40 @@ fn momentum_correction_is_the_recurrence_of_its_source() {
     twin.reshard(0..n, 100..200).unwrap();
     assert_eq!(twin.memory().0, &u[100..200]);
 }
+
+#[test]
+fn momentum_correction_is_saved_loaded_resharded_and_rolled_back() {
+    let make = || {
+        let top = Sparse::new(Select::Largest(Amount::count(4)), F32::new()).unwrap();
+        MomentumCorrection::new(top, 0.9).unwrap()
+    };
+    let mut codec = make();
+    for round in 0..3 {
+        send(&mut codec, &normal(40, 1.0, round));
+        codec.commit();
+    }
+    let held = codec.memory();
+    let (u, v) = (held.0.to_vec(), held.1.to_vec());
+    send(&mut codec, &normal(40, 1.0, 7));
+    assert_eq!(codec.save("", &mut StateMap::new()), Err(CompressError::Uncommitted));
+    codec.rollback();
+    assert_eq!(codec.memory(), (&u[..], &v[..]));
+
+    let mut map = StateMap::new();
+    codec.save("m.", &mut map).unwrap();
+    assert_eq!(map.keys().collect::<Vec<_>>(), ["m.momentum", "m.velocity"]);
+    let mut twin = make();
+    twin.load("m.", &mut map).unwrap();
+    let x = normal(40, 1.0, 8);
+    assert_eq!(send(&mut twin, &x), send(&mut codec, &x));
+
+    // Of 100..140, the next world holds 90..120 here.
+    codec.rollback();
+    codec.reshard(100..140, 90..120).unwrap();
+    let (moved_u, moved_v) = codec.memory();
+    assert_eq!((&moved_u[..10], &moved_u[10..]), (&[0.0; 10][..], &u[..20]));
+    assert_eq!((&moved_v[..10], &moved_v[10..]), (&[0.0; 10][..], &v[..20]));
+    assert_eq!(codec.reshard(0..40, 0..10), Err(CompressError::LengthChanged { held: 30, found: 40 }));
+    codec.reset();
+    assert_eq!(codec.memory(), (&[][..], &[][..]));
+}

@@ -1,8 +1,10 @@
 //! Links: both ends hold the same bits, whatever the order of samples and whoever crashes.
 
 use farflung_base::Philox;
-use farflung_compress::link::{AqSgd, Direct, FileStore, LinkCodec, MemoryStore};
-use farflung_compress::{CompressError, Int4, Int8, Payload, PayloadRef, RoundKey};
+use farflung_compress::link::{AqSgd, Direct, FileStore, LinkCodec, MemoryStore, Samples};
+use farflung_compress::{
+    CompressError, Int4, Int8, Payload, PayloadRef, RoundKey, State, StateMap, StateValue,
+};
 
 const LEN: usize = 96;
 
@@ -48,6 +50,66 @@ fn both_ends_are_the_same_and_the_error_shrinks_with_the_changes() {
     let file = |name: &str| std::fs::read(dir.path().join(name)).unwrap();
     assert_eq!(file("a"), file("b"));
     assert_eq!(file("a").len(), 16 + 20 * (4 + 2 * LEN));
+}
+
+#[test]
+fn few_bits_are_the_same_at_both_ends_and_their_loss_is_sent_too() {
+    let dir = tempfile::tempdir().unwrap();
+    let x = batch(&[0, 1, 2], 9);
+    let norm = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    for (name, samples, bytes, allowed) in [
+        ("int8", Samples::int8(LEN), LEN + 2 * LEN.div_ceil(64), 0.001),
+        ("int4", Samples::int4(LEN), LEN / 2 + 2 * LEN.div_ceil(64), 0.01),
+    ] {
+        assert_eq!(samples.bytes(), bytes);
+        let path = |end: &str| dir.path().join(format!("{name}-{end}"));
+        let open =
+            |end: &str| AqSgd::new(Int4::new(32).unwrap(), FileStore::open(&path(end), samples, 3).unwrap());
+        let (mut sender, mut receiver) = (open("a"), open("b"));
+        let (mut payload, mut out) = (Payload::new(), vec![0.0; x.len()]);
+        for round in 0..4 {
+            sender.encode(&[0, 1, 2], &x, RoundKey::default(), &mut payload).unwrap();
+            receiver.decode(&[0, 1, 2], payload.view(), &mut out).unwrap();
+            let lost = x.iter().zip(&out).map(|(x, o)| f64::from(x - o).powi(2)).sum::<f64>().sqrt();
+            assert!(lost < allowed * norm, "{name}, {round}: {}", lost / norm);
+        }
+        let file = |end: &str| std::fs::read(path(end)).unwrap();
+        assert_eq!(file("a"), file("b"));
+        assert_eq!(file("a").len(), 16 + 3 * (4 + bytes));
+        // Held otherwise, the ends cannot go together, nor the files.
+        let mut other = AqSgd::new(Int4::new(32).unwrap(), MemoryStore::new(LEN));
+        let error = other.decode(&[0, 1, 2], payload.view(), &mut out).unwrap_err();
+        assert!(matches!(error, CompressError::Parameter { wanted: 0, .. }), "{error}");
+        assert!(FileStore::open(&path("a"), LEN, 3).is_err());
+    }
+}
+
+#[test]
+fn what_is_held_in_memory_is_saved_and_loaded() {
+    let end = || AqSgd::new(Int8::new(32).unwrap(), MemoryStore::new(Samples::int4(LEN)));
+    let (mut sender, mut receiver) = (end(), end());
+    let (mut payload, mut out) = (Payload::new(), vec![0.0; 2 * LEN]);
+    for epoch in 0..2 {
+        sender.encode(&[3, 70], &batch(&[3, 70], epoch), RoundKey::default(), &mut payload).unwrap();
+        receiver.decode(&[3, 70], payload.view(), &mut out).unwrap();
+    }
+    let mut map = StateMap::new();
+    receiver.save("link.", &mut map).unwrap();
+    assert_eq!(map.keys().collect::<Vec<_>>(), ["link.3", "link.70"]);
+    map.insert("other".to_owned(), StateValue::F32(vec![1.0].into()));
+    let mut again = end();
+    again.load("link.", &mut map).unwrap();
+    assert_eq!(map.len(), 1);
+    sender.encode(&[70, 3], &batch(&[70, 3], 2), RoundKey::default(), &mut payload).unwrap();
+    again.decode(&[70, 3], payload.view(), &mut out).unwrap();
+    // A sample that another link held is missed, and sent anew.
+    again.reset();
+    let error = again.decode(&[70, 3], payload.view(), &mut out).unwrap_err();
+    assert!(matches!(error, CompressError::CacheMiss { id: 70, found: 0, .. }), "{error}");
+    let mut short = StateMap::new();
+    short.insert("5".to_owned(), StateValue::Bytes(vec![0; 7].into()));
+    let error = again.load("", &mut short).unwrap_err();
+    assert!(matches!(error, CompressError::LengthMismatch { found: 7, .. }), "{error}");
 }
 
 #[test]

@@ -1,18 +1,23 @@
 //! Where the activations of samples are held: in memory, or in a file that survives the process. Knows no codec.
+//!
+//! The file is read and written at an offset, not mapped: a mapping's memory may change or vanish under safe code if somebody
+//! else writes or truncates the file. The system's page cache holds the same pages either way; what is paid is one copy of a
+//! sample, which is far less than decoding it.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::Path;
 
-use crate::CompressError;
+use super::Samples;
+use crate::{CompressError, State, StateMap, StateValue};
 
-/// Holds an activation of a fixed length for each sample, as f16.
+/// Holds an activation of a fixed length for each sample.
 pub trait Store: std::fmt::Debug + Send {
-    /// Values of a sample.
-    fn sample(&self) -> usize;
+    /// What a sample is.
+    fn samples(&self) -> Samples;
 
-    /// Copies what is held of `id` to `out` (two bytes a value) and answers with its [`checksum`]; 0 if nothing whole is
+    /// Copies what is held of `id` to `out` ([`Samples::bytes`]) and answers with its [`checksum`]; 0 if nothing whole is
     /// held, and then `out` is unspecified.
     ///
     /// Errors: [`CompressError::Store`].
@@ -35,24 +40,58 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     crc32fast::hash(bytes).max(1)
 }
 
-/// Samples in memory: `2 len` bytes each, of any number.
+/// Samples in memory, of any number.
+///
+/// State: the bytes of each sample, under its number. There is nothing to commit; and to reshard only where samples move to
+/// other links, which find out by themselves that they do not hold them.
 #[derive(Debug, Clone)]
 pub struct MemoryStore {
-    sample: usize,
+    samples: Samples,
     held: BTreeMap<u64, Vec<u8>>,
 }
 
 impl MemoryStore {
-    /// For samples of so many values.
+    /// For such samples; a number is their length, and then they are held as f16.
     #[must_use]
-    pub fn new(sample: usize) -> Self {
-        Self { sample, held: BTreeMap::new() }
+    pub fn new(samples: impl Into<Samples>) -> Self {
+        Self { samples: samples.into(), held: BTreeMap::new() }
+    }
+}
+
+impl State for MemoryStore {
+    fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
+        let entry =
+            |(id, held): (&u64, &'a Vec<u8>)| (format!("{prefix}{id}"), StateValue::Bytes(held.into()));
+        into.extend(self.held.iter().map(entry));
+        Ok(())
+    }
+
+    /// Errors: [`CompressError::LengthMismatch`] for other samples.
+    fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
+        let names =
+            from.range(prefix.to_owned()..).map(|(name, _)| name).take_while(|n| n.starts_with(prefix));
+        let ids: Vec<u64> = names.filter_map(|name| name[prefix.len()..].parse().ok()).collect();
+        let mut held = BTreeMap::new();
+        for id in ids {
+            let Some(StateValue::Bytes(bytes)) = from.remove(&format!("{prefix}{id}")) else { continue };
+            let (wanted, found) = (self.samples.bytes(), bytes.len());
+            if wanted != found {
+                return Err(CompressError::LengthMismatch { what: "a held sample", wanted, found });
+            }
+            held.insert(id, bytes.into_owned());
+        }
+        self.held = held;
+        Ok(())
+    }
+
+    fn reset(&mut self) {
+        self.held.clear();
     }
 }
 
 impl Store for MemoryStore {
-    fn sample(&self) -> usize {
-        self.sample
+    fn samples(&self) -> Samples {
+        self.samples
     }
 
     fn read(&mut self, id: u64, out: &mut [u8]) -> Result<u32, CompressError> {
@@ -76,20 +115,20 @@ impl Store for MemoryStore {
 }
 
 /// The first bytes of a file of samples, and its version.
-const MAGIC: [u8; 8] = *b"ffaq\x01\0\0\0";
-/// Bytes before the first sample: the magic number and the values of a sample, u64.
+const MAGIC: [u8; 5] = *b"ffaq\x01";
+/// Bytes before the first sample: the magic number, how samples are held, two zeros, and the values of a sample, u64.
 const HEAD: u64 = 16;
 /// Bytes of the checksum before each sample.
 const SUM: usize = 4;
 
-/// Samples in a file: a slot for each number below a capacity, `16 + capacity (4 + 2 len)` bytes in all, of which the system
+/// Samples in a file: a slot for each number below a capacity, `16 + capacity (4 + bytes)` bytes in all, of which the system
 /// gives disk blocks only to those that were written.
 ///
 /// A slot is a checksum and the sample. One that was torn by a crash does not match its checksum, and counts as not held.
 #[derive(Debug)]
 pub struct FileStore {
     file: File,
-    sample: usize,
+    samples: Samples,
     capacity: u64,
     slot: Vec<u8>,
 }
@@ -98,7 +137,8 @@ impl FileStore {
     /// Opens the file, or makes it.
     ///
     /// Errors: [`CompressError::Store`], also for a file that is another one's or of other samples.
-    pub fn open(path: &Path, sample: usize, capacity: u64) -> Result<Self, CompressError> {
+    pub fn open(path: &Path, samples: impl Into<Samples>, capacity: u64) -> Result<Self, CompressError> {
+        let samples = samples.into();
         let failed = |source: io::Error| store_error("open", &source);
         let mut file = OpenOptions::new()
             .read(true)
@@ -108,9 +148,10 @@ impl FileStore {
             .open(path)
             .map_err(failed)?;
         let mut head = [0; HEAD as usize];
-        head[..8].copy_from_slice(&MAGIC);
-        head[8..].copy_from_slice(&(sample as u64).to_le_bytes());
-        let slot = SUM + 2 * sample;
+        head[..5].copy_from_slice(&MAGIC);
+        head[5] = samples.tag();
+        head[8..].copy_from_slice(&(samples.len() as u64).to_le_bytes());
+        let slot = SUM + samples.bytes();
         if file.metadata().map_err(failed)?.len() == 0 {
             file.write_all(&head).map_err(failed)?;
         }
@@ -121,7 +162,7 @@ impl FileStore {
             return Err(failed(io::Error::new(io::ErrorKind::InvalidData, "not a file of such samples")));
         }
         file.set_len(HEAD + capacity * slot as u64).map_err(failed)?;
-        Ok(Self { file, sample, capacity, slot: vec![0; slot] })
+        Ok(Self { file, samples, capacity, slot: vec![0; slot] })
     }
 
     fn seek(&mut self, id: u64, action: &'static str) -> Result<(), CompressError> {
@@ -139,8 +180,8 @@ fn store_error(action: &'static str, source: &io::Error) -> CompressError {
 }
 
 impl Store for FileStore {
-    fn sample(&self) -> usize {
-        self.sample
+    fn samples(&self) -> Samples {
+        self.samples
     }
 
     fn read(&mut self, id: u64, out: &mut [u8]) -> Result<u32, CompressError> {

@@ -31,7 +31,8 @@ enum Action {
   farflung compress analyze model.safetensors --tensor mlp --codec int4:128 --codec topk:0.01/f16 --svg codecs.svg
   farflung compress analyze model.safetensors --json
 
-Codecs are named as in the documentation of farflung-compress: METHOD[:BLOCK], SELECTION:AMOUNT/METHOD.")]
+Codecs are named as in the documentation of farflung-compress: METHOD[:BLOCK], SELECTION:AMOUNT/METHOD,
+each with +zstd or +lz4 behind it for a lossless last stage.")]
 struct Analyze {
     /// Tensors in f32, f16 or bf16; all of them are taken as one vector.
     #[arg(value_name = "FILE.safetensors")]
@@ -54,7 +55,7 @@ struct Analyze {
 }
 
 /// What is measured without `--codec`.
-const CHOICE: [&str; 26] = [
+const CHOICE: [&str; 29] = [
     "f16",
     "bf16",
     "e4m3",
@@ -81,6 +82,9 @@ const CHOICE: [&str; 26] = [
     "rolling:10",
     "rolling:10x128/topk:0.2x128/int4:128",
     "dct:64/topk:32of4096",
+    "none+zstd",
+    "int8+zstd",
+    "int8+lz4",
 ];
 
 /// One codec on one vector.
