@@ -214,6 +214,16 @@ pub enum CompressError {
         /// The system's words.
         why: String,
     },
+    /// A device's codec is not the host's.
+    #[error("on the device, {codec} of {len} elements differs from the host's in {what}")]
+    Device {
+        /// The codec's name.
+        codec: String,
+        /// What differs.
+        what: &'static str,
+        /// The vector's length.
+        len: usize,
+    },
     /// A packer that this build does not have.
     #[error("this build has no {packing}: enable the feature {packing:?} of farflung-compress", packing = packing.to_string())]
     NotBuilt {

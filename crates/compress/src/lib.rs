@@ -26,6 +26,7 @@ pub mod lossless;
 pub mod link;
 pub mod power_sgd;
 pub mod spec;
+pub mod device;
 
 mod cast;
 mod chunked;

@@ -328,6 +328,13 @@ pub fn parse(name: &str) -> Result<Box<dyn Compressor>, CompressError> {
 }
 
 impl CodecSpec {
+    /// The method's name and its block (0 if it has none), if there is no selection before it: what a device needs to know
+    /// to choose a kernel.
+    #[must_use]
+    pub fn method(&self) -> Option<(&'static str, u32)> {
+        matches!(self.stages, [None, None]).then(|| self.codec.key())
+    }
+
     /// Whether the codec keeps a residual.
     #[must_use]
     pub fn feedback(&self) -> bool {
@@ -464,6 +471,8 @@ mod tests {
             assert_eq!(name.parse::<CodecSpec>().unwrap().to_string(), name);
         }
         assert_eq!("int8:256".parse::<CodecSpec>().unwrap().to_string(), "int8");
+        let method = |name: &str| name.parse::<CodecSpec>().unwrap().method();
+        assert_eq!([method("int4:32+ef"), method("topk:0.1/int4")], [Some(("int4", 32)), None]);
     }
 
     #[test]

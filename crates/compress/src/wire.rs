@@ -112,15 +112,32 @@ impl Payload {
         (self.codec, self.count) = (CodecId::default(), 0);
     }
 
-    /// Lets `write` fill a body of exactly `body` bytes and then seals the frame. `write` gives each part of the body
-    /// to the hasher, in order, while it is still in cache. If it fails, the payload is left empty.
-    pub(crate) fn fill(
+    /// Lets `write` fill a body of exactly `body` bytes, and seals the frame: for codecs outside of this crate, as a
+    /// device's are. If it fails, the payload is left empty.
+    ///
+    /// Errors: those of `write`.
+    pub fn seal<E>(
         &mut self,
         codec: CodecId,
         count: usize,
         body: usize,
-        write: impl FnOnce(&mut [u8], &mut Hasher) -> Result<(), CompressError>,
-    ) -> Result<(), CompressError> {
+        write: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.fill(codec, count, body, |body, crc| {
+            write(body)?;
+            crc.update(body);
+            Ok(())
+        })
+    }
+
+    /// As [`Self::seal`], but `write` gives each part of the body to the hasher, in order, while it is still in cache.
+    pub(crate) fn fill<E>(
+        &mut self,
+        codec: CodecId,
+        count: usize,
+        body: usize,
+        write: impl FnOnce(&mut [u8], &mut Hasher) -> Result<(), E>,
+    ) -> Result<(), E> {
         // Only growth is filled with zeros; bytes of the last payload are overwritten.
         self.bytes.resize(HEADER + body, 0);
         (self.codec, self.count) = (codec, count as u64);
@@ -146,7 +163,7 @@ impl Payload {
     /// Seals a frame whose body is these parts, one after the other.
     pub(crate) fn fill_with(&mut self, codec: CodecId, count: usize, parts: &[&[u8]]) {
         let len = parts.iter().map(|part| part.len()).sum();
-        self.fill(codec, count, len, |mut body, crc| {
+        let sealed: Result<(), std::convert::Infallible> = self.fill(codec, count, len, |mut body, crc| {
             for part in parts {
                 let (here, rest) = body.split_at_mut(part.len());
                 here.copy_from_slice(part);
@@ -154,8 +171,8 @@ impl Payload {
                 body = rest;
             }
             Ok(())
-        })
-        .expect("copying does not fail");
+        });
+        let Ok(()) = sealed;
     }
 
     /// The codec that filled it; 0 if it is empty.
@@ -169,12 +186,11 @@ impl Payload {
         let (len, count) = (self.bytes.len() - HEADER, self.count as usize);
         self.bytes.resize(HEADER + 4 + len, 0);
         self.bytes.copy_within(HEADER..HEADER + len, HEADER + 4);
-        self.fill(codec, count, 4 + len, |body, crc| {
+        let sealed: Result<(), std::convert::Infallible> = self.seal(codec, count, 4 + len, |body| {
             body[..4].copy_from_slice(&prefix);
-            crc.update(body);
             Ok(())
-        })
-        .expect("copying does not fail");
+        });
+        let Ok(()) = sealed;
     }
 }
 

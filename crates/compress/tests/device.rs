@@ -1,0 +1,137 @@
+//! The law of device codecs: the host keeps it, and one that does not is found out.
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+use farflung_compress::device::{Device, DeviceCodec, Host, Residual, check};
+use farflung_compress::{CodecSpec, CompressError, Payload, PayloadRef, RoundKey};
+
+#[test]
+fn the_host_keeps_the_law() {
+    for name in [
+        "none",
+        "f16",
+        "bf16",
+        "int8",
+        "int4:128",
+        "int3:100",
+        "int2",
+        "int4-sr",
+        "uint4",
+        "sign",
+        "sign-l2:64",
+        "e4m3",
+        "e3m0",
+        "natural",
+        "minmax8",
+        "meanstd8:512",
+        "quantile4:300",
+        "qsgd4",
+        "terngrad",
+        "topk:0.1",
+        "sampled:0.05/int8",
+        "rolling:3/sign",
+        "unbiased:4/f16",
+        "dct:8/topk:5of64",
+    ] {
+        assert!(check(&Host, name.parse().unwrap()).unwrap(), "{name}");
+    }
+}
+
+/// A host with one fault, of a kind that kernels have.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Faulty {
+    /// A last bit of the payload.
+    Bytes,
+    /// A rounding of the residual.
+    Residual,
+    /// A value that is not finite goes through.
+    Infinity,
+    /// A scale is decoded with another rounding.
+    Decoded,
+    /// Codes are not checked.
+    Trusting,
+    /// There are no kernels.
+    None,
+}
+
+#[derive(Debug)]
+struct Wrong(Faulty, Box<dyn DeviceCodec<Host>>);
+
+impl Device for Faulty {
+    type Vector = Vec<f32>;
+    type Error = CompressError;
+
+    fn upload(&self, x: &[f32]) -> Result<Vec<f32>, CompressError> {
+        Host.upload(x)
+    }
+
+    fn download(&self, x: &Vec<f32>, out: &mut [f32]) -> Result<(), CompressError> {
+        Host.download(x, out)
+    }
+
+    fn codec(&self, spec: CodecSpec) -> Option<Box<dyn DeviceCodec<Self>>> {
+        (*self != Self::None).then(|| Box::new(Wrong(*self, Host.codec(spec).unwrap())) as Box<_>)
+    }
+}
+
+impl DeviceCodec<Faulty> for Wrong {
+    fn compress(
+        &mut self,
+        x: &Vec<f32>,
+        residual: Option<Residual<'_, Vec<f32>>>,
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        let Self(fault, codec) = self;
+        if *fault == Faulty::Infinity {
+            let x: Vec<f32> = x.iter().map(|x| x.clamp(-f32::MAX, f32::MAX)).collect();
+            return codec.compress(&x, residual, key, out);
+        }
+        match residual {
+            None => codec.compress(x, None, key, out)?,
+            Some(Residual { before, after }) => {
+                codec.compress(x, Some(Residual { before, after: &mut *after }), key, out)?;
+                if *fault == Faulty::Residual {
+                    for e in after.iter_mut() {
+                        *e *= 1.000_000_1;
+                    }
+                }
+            }
+        }
+        let (id, count, mut body) = (out.codec(), out.view().count() as usize, out.view().body().to_vec());
+        if let (Faulty::Bytes, Some(last)) = (*fault, body.last_mut()) {
+            *last ^= 1;
+        }
+        out.seal(id, count, body.len(), |bytes| {
+            bytes.copy_from_slice(&body);
+            Ok(())
+        })
+    }
+
+    fn decompress(&mut self, p: PayloadRef<'_>, out: &mut Vec<f32>) -> Result<(), CompressError> {
+        let result = self.1.decompress(p, out);
+        match self.0 {
+            Faulty::Decoded => out.iter_mut().for_each(|o| *o *= 1.000_000_1),
+            Faulty::Trusting => return Ok(()),
+            _ => {}
+        }
+        result
+    }
+}
+
+#[test]
+fn every_fault_is_found() {
+    for (fault, wanted) in [
+        (Faulty::Bytes, "its bytes"),
+        (Faulty::Residual, "its residual"),
+        (Faulty::Infinity, "what it refuses"),
+        (Faulty::Decoded, "what it decodes"),
+        (Faulty::Trusting, "which payloads it refuses"),
+    ] {
+        for name in ["int8", "int4:128", "topk:0.1/f16"] {
+            let error = check(&fault, name.parse().unwrap()).unwrap_err();
+            let CompressError::Device { codec, what, .. } = &error else { unreachable!("{error}") };
+            assert_eq!((*what, codec.parse::<CodecSpec>()), (wanted, name.parse()), "{error}");
+        }
+    }
+    assert!(!check(&Faulty::None, "int8".parse().unwrap()).unwrap());
+}
