@@ -27,6 +27,7 @@ pub mod link;
 pub mod power_sgd;
 pub mod spec;
 pub mod device;
+pub mod mutate;
 
 mod cast;
 mod chunked;
@@ -52,6 +53,7 @@ pub use lossless::{Lossless, Packing};
 pub use min_max::MinMaxUint8;
 pub use minifloat::{E3M0, E4M3, E5M2};
 pub use momentum_correction::MomentumCorrection;
+pub use mutate::mutate;
 pub use natural::Natural;
 pub use power_sgd::{PowerSgd, Protocol};
 pub use sign::Sign;

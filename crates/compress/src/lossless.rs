@@ -48,44 +48,81 @@ impl Packing {
             Self::Lz4 => cfg!(feature = "lz4"),
         }
     }
+}
 
-    /// `bytes`, packed at the beginning of `out`: how many. `None` if they do not become fewer.
-    fn pack(self, bytes: &[u8], out: &mut Vec<u8>) -> Option<usize> {
-        let packed = match self {
+/// A packer's own memory, which it makes on the first use and keeps.
+struct Memory<T>(Option<T>);
+
+impl<T> Default for Memory<T> {
+    fn default() -> Self {
+        Self(None)
+    }
+}
+
+impl<T> fmt::Debug for Memory<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Memory").finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug, Default)]
+struct Packer {
+    packed: Vec<u8>,
+    #[cfg(feature = "zstd")]
+    zstd: Memory<zstd::zstd_safe::CCtx<'static>>,
+}
+
+impl Packer {
+    /// `bytes`, packed. `None` if they do not become fewer.
+    fn pack(&mut self, packing: Packing, bytes: &[u8]) -> Option<&[u8]> {
+        let out = &mut self.packed;
+        let len = match packing {
             #[cfg(feature = "zstd")]
-            Self::Zstd => {
+            Packing::Zstd => {
                 // Too long a result does not fit, and is not wanted.
                 out.resize(bytes.len(), 0);
-                zstd::bulk::compress_to_buffer(bytes, out.as_mut_slice(), 1).ok()
+                let context = self.zstd.0.get_or_insert_with(zstd::zstd_safe::CCtx::create);
+                context.compress(out.as_mut_slice(), bytes, 1).ok()?
             }
             #[cfg(feature = "lz4")]
-            Self::Lz4 => {
+            Packing::Lz4 => {
                 out.resize(lz4_flex::block::get_maximum_output_size(bytes.len()), 0);
-                lz4_flex::block::compress_into(bytes, out).ok()
+                lz4_flex::block::compress_into(bytes, out).ok()?
             }
             #[cfg(not(all(feature = "zstd", feature = "lz4")))]
+            _ => return None,
+        };
+        (len < bytes.len()).then_some(&out[..len])
+    }
+}
+
+#[derive(Debug, Default)]
+struct Unpacker {
+    unpacked: Vec<u8>,
+    #[cfg(feature = "zstd")]
+    zstd: Memory<zstd::zstd_safe::DCtx<'static>>,
+}
+
+impl Unpacker {
+    /// What was packed. `None` if nothing was, or more than `bound` bytes, which are never exceeded.
+    fn unpack(&mut self, packing: Packing, bytes: &[u8], bound: usize) -> Option<&[u8]> {
+        let out = &mut self.unpacked;
+        out.resize(bound, 0);
+        let len = match packing {
+            #[cfg(feature = "zstd")]
+            Packing::Zstd => {
+                let context = self.zstd.0.get_or_insert_with(zstd::zstd_safe::DCtx::create);
+                context.decompress(out.as_mut_slice(), bytes).ok()?
+            }
+            #[cfg(feature = "lz4")]
+            Packing::Lz4 => lz4_flex::block::decompress_into(bytes, out).ok()?,
+            #[cfg(not(all(feature = "zstd", feature = "lz4")))]
             _ => {
-                out.clear();
-                None
+                let _ = bytes;
+                return None;
             }
         };
-        packed.filter(|len| *len < bytes.len())
-    }
-
-    /// Unpacks into `out`, which is never exceeded: how many bytes. `None` if `bytes` are nothing that was packed, or more
-    /// than `out` holds.
-    fn unpack(self, bytes: &[u8], out: &mut [u8]) -> Option<usize> {
-        match self {
-            #[cfg(feature = "zstd")]
-            Self::Zstd => zstd::bulk::decompress_to_buffer(bytes, out).ok(),
-            #[cfg(feature = "lz4")]
-            Self::Lz4 => lz4_flex::block::decompress_into(bytes, out).ok(),
-            #[cfg(not(all(feature = "zstd", feature = "lz4")))]
-            _ => {
-                let _ = (bytes, out);
-                None
-            }
-        }
+        Some(&out[..len])
     }
 }
 
@@ -112,9 +149,8 @@ impl Packing {
 pub struct Lossless<C> {
     pub(crate) inner: C,
     packing: Packing,
-    packed: Vec<u8>,
-    /// Where bodies are unpacked.
-    unpacked: Mutex<Vec<u8>>,
+    packer: Packer,
+    unpacker: Mutex<Unpacker>,
 }
 
 impl<C: Compressor> Lossless<C> {
@@ -123,7 +159,7 @@ impl<C: Compressor> Lossless<C> {
     /// Errors: [`CompressError::NotBuilt`] if this build does not have it.
     pub fn new(packing: Packing, inner: C) -> Result<Self, CompressError> {
         if packing.is_built() {
-            return Ok(Self { inner, packing, packed: Vec::new(), unpacked: Mutex::default() });
+            return Ok(Self { inner, packing, packer: Packer::default(), unpacker: Mutex::default() });
         }
         Err(CompressError::NotBuilt { packing })
     }
@@ -136,18 +172,18 @@ impl<C: Compressor> Lossless<C> {
 
     fn pack(&mut self, out: &mut Payload) {
         let plain = out.view();
-        let (body, packed) = (plain.body(), &mut self.packed);
+        let body = plain.body();
         if body.len() > 2 * SAMPLE {
             let middle = &body[body.len() / 2 - SAMPLE / 2..][..SAMPLE];
-            if self.packing.pack(middle, packed).is_none() {
+            if self.packer.pack(self.packing, middle).is_none() {
                 return;
             }
         }
-        let Some(len) = self.packing.pack(body, packed).filter(|len| PREFIX + len < body.len()) else {
-            return;
-        };
-        let (prefix, count) = ([self.packing.tag(), plain.codec().0, 0, 0], plain.count() as usize);
-        out.fill_with(CodecId::PACKED, count, &[&prefix, &packed[..len]]);
+        let Some(packed) = self.packer.pack(self.packing, body) else { return };
+        if PREFIX + packed.len() < body.len() {
+            let (prefix, count) = ([self.packing.tag(), plain.codec().0, 0, 0], plain.count() as usize);
+            out.fill_with(CodecId::PACKED, count, &[&prefix, packed]);
+        }
     }
 }
 
@@ -173,10 +209,10 @@ impl<C: Compressor> Compressor for Lossless<C> {
         }
         let bound = self.inner.max_payload(out.len()) - HEADER;
         // Only memory: it does not matter what a panicking thread left in it.
-        let mut unpacked = self.unpacked.lock().unwrap_or_else(PoisonError::into_inner);
-        unpacked.resize(bound, 0);
-        let len = self.packing.unpack(packed, &mut unpacked).ok_or_else(|| wrong("cannot be unpacked"))?;
-        self.inner.decompress(PayloadRef::nested(CodecId(codec), out.len(), &unpacked[..len]), out)
+        let mut unpacker = self.unpacker.lock().unwrap_or_else(PoisonError::into_inner);
+        let plain =
+            unpacker.unpack(self.packing, packed, bound).ok_or_else(|| wrong("cannot be unpacked"))?;
+        self.inner.decompress(PayloadRef::nested(CodecId(codec), out.len(), plain), out)
     }
 
     fn max_payload(&self, len: usize) -> usize {
