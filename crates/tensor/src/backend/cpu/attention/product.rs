@@ -226,6 +226,22 @@ simd! {
     }
 }
 
+/// Rows between the one that is copied and the one that is asked for: rows of a head lie apart, and the CPU does not see
+/// that they follow.
+const AHEAD: usize = 12;
+
+/// Asks for a row.
+///
+/// # Safety
+/// As [`Vector`], but the row need not be there.
+#[inline(always)]
+unsafe fn fetch<L: Vector>(row: *const f32, width: usize) {
+    for j in (0..width).step_by(NR) {
+        // SAFETY: the caller's promise.
+        unsafe { L::prefetch(row.wrapping_add(j)) };
+    }
+}
+
 simd! {
     /// Copies rows into panels of a right operand, `panel` apart; columns that are missing from the last panel are zero.
     pub(super) fn pack<L: Level + Vector>(from: Rows<'_>, rows: &Range<usize>, panels: &mut [f32], panel: usize) {
@@ -234,6 +250,8 @@ simd! {
         assert!((width.div_ceil(NR) - 1) * panel + rows.len() * NR <= panels.len(), "the panels are too short");
         let dst = panels.as_mut_ptr();
         for t in 0..rows.len() {
+            // SAFETY: this function is compiled for the level.
+            unsafe { fetch::<L>(src.as_ptr().wrapping_add((t + AHEAD) * stride), width) };
             for j in (0..width).step_by(NR) {
                 let here = (width - j).min(NR);
                 // SAFETY: the rows are there, and the panels hold them; this function is compiled for the level.
@@ -260,6 +278,10 @@ simd! {
         let panel = &mut panel[..width * NR];
         for t in (0..NR).step_by(LANES) {
             let here = rows.len().saturating_sub(t).min(LANES);
+            for i in 0..LANES {
+                // SAFETY: this function is compiled for the level.
+                unsafe { fetch::<L>(src.as_ptr().wrapping_add((t + NR + i) * stride), width) };
+            }
             let whole = if here == LANES { width / LANES * LANES } else { 0 };
             for j in (0..whole).step_by(LANES) {
                 // SAFETY: eight rows from `t` on are there, and the panel has `width` of them; this function is compiled

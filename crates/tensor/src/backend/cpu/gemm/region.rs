@@ -74,7 +74,9 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
     let n_block =
         if rows.len() <= m_block { columns.len() } else { even_block(columns.len(), N_BLOCK, I::NR) };
     let in_place = p.a_strides.1 == 1 && columns.len() <= IN_PLACE_COLUMNS;
-    let a_len = if in_place { 0 } else { m_block * k_block + BLOCK };
+    // A line more than it holds, so that panels of a power of two do not all want the same lines of the cache.
+    let a_panel = I::MR * k_block + LINE;
+    let a_len = if in_place { 0 } else { m_block / I::MR * a_panel + BLOCK };
     let b_panel = k_block * I::NR;
     let b_panels = if rows.len() <= m_block { 1 } else { n_block.div_ceil(I::NR) };
     let mut scratch = Scratch::take(a_len + 2 * LINE + b_panels * b_panel + BLOCK);
@@ -101,7 +103,8 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                 let a = p.a.add(m0 * p.a_strides.0 + k0 * p.a_strides.1);
                 if !in_place {
                     let (lane_stride, k_stride) = p.a_strides;
-                    pack::<I>(Block { at: a, lane_stride, k_stride, lanes: m1 - m0, k }, I::MR, a_packed);
+                    let block = Block { at: a, lane_stride, k_stride, lanes: m1 - m0, k };
+                    pack::<I>(block, I::MR, a_panel, a_packed);
                 }
                 for (panel, j) in (n0..n1).step_by(I::NR).enumerate() {
                     tile.b = if b_panels == 1 { b_packed } else { b_packed.add(panel * b_panel) };
@@ -116,7 +119,7 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                     };
                     let mut ahead = Ahead::nothing();
                     if m0 == rows.start {
-                        pack::<I>(block(j, tile.columns), I::NR, tile.b.cast_mut());
+                        pack::<I>(block(j, tile.columns), I::NR, b_panel, tile.b.cast_mut());
                         let next = j + I::NR;
                         if next < n1 {
                             ahead =
@@ -133,7 +136,7 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                         tile.a = if in_place {
                             a.add((i - m0) * p.a_strides.0)
                         } else {
-                            a_packed.add((i - m0) * k)
+                            a_packed.add((i - m0) / I::MR * a_panel)
                         };
                         tile.c = p.c.add(i * p.c_stride + j);
                         if last {
@@ -162,7 +165,7 @@ unsafe fn by_rows<I: Isa, E: Epilogue>(p: &Product, rows: Range<usize>, columns:
     for k0 in (0..p.k).step_by(k_block) {
         let at = p.b.add(k0 * k_stride + columns.start * lane_stride);
         let block = Block { at, lane_stride, k_stride, lanes: columns.len(), k: (p.k - k0).min(k_block) };
-        pack::<I>(block, I::NR, b_packed.add(width * k0));
+        pack::<I>(block, I::NR, I::NR * block.k, b_packed.add(width * k0));
     }
     let group = if width * p.k <= B_NEAR { I::MR } else { 2 * I::MR };
     for m0 in rows.clone().step_by(group) {
