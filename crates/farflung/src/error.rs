@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use farflung_comm::CommError;
 use farflung_optim::OptimError;
+use farflung_parallel::ParallelError;
 use farflung_zoo::ZooError;
 
 use crate::signals::Signal;
@@ -191,7 +192,7 @@ pub enum Error {
     Zoo(#[from] ZooError),
     /// A plan or a topology file.
     #[error(transparent)]
-    Parallel(#[from] farflung_parallel::ParallelError),
+    Parallel(#[from] ParallelError),
     /// A codec.
     #[error(transparent)]
     Compress(#[from] farflung_compress::CompressError),
@@ -201,6 +202,14 @@ pub enum Error {
     /// A collective, without a peer to blame.
     #[error(transparent)]
     Comm(CommError),
+    /// What a rank of a pipeline got from another is not what was to come.
+    #[error("{message} {problem}")]
+    Message {
+        /// Which message.
+        message: String,
+        /// How one can tell.
+        problem: &'static str,
+    },
     /// The user or the system asked for a stop.
     #[error("stopped by {0}")]
     Stopped(Signal),
@@ -224,6 +233,25 @@ impl Error {
             Self::Child { code, .. } => *code,
             _ => 1,
         }
+    }
+
+    /// What a schedule does not admit, as the setting that is wrong: on the command line, not in the run.
+    #[must_use]
+    pub fn schedule(error: ParallelError) -> Self {
+        let (field, value, expected) = match error {
+            ParallelError::NotAdmitted { method, field, given, needs } => {
+                (field, given.to_string(), format!("for {method} {needs}"))
+            }
+            ParallelError::UnknownName { name, known, .. } => ("schedule", name, known.join(", ")),
+            ParallelError::PerStage { given, stages, .. } => {
+                ("cost", format!("for {given} stages"), format!("one entry or {stages}"))
+            }
+            ParallelError::TooLarge { actions, limit } => {
+                ("microbatches", format!("such that there are {actions} actions"), format!("at most {limit}"))
+            }
+            other => return other.into(),
+        };
+        Self::Setting { field, value, expected }
     }
 
     /// Whether it is about a peer rather than about this rank.

@@ -36,7 +36,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         lr: 1e-3,
         min_lr: 1e-3,
         warmup: 50,
-        schedule: ScheduleKind::Constant,
+        lr_schedule: ScheduleKind::Constant,
         weight_decay: 0.1,
         beta1: 0.9,
         beta2: 0.95,

@@ -35,7 +35,7 @@ pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
         seed,
         sync: SyncKind::Ddp,
         codec: CodecSpec::default(),
-        schedule: ScheduleKind::Constant,
+        lr_schedule: ScheduleKind::Constant,
         min_lr: 0.0,
         warmup: 0,
         threads: 1,

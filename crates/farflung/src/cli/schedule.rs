@@ -7,7 +7,7 @@ use farflung::parallel::pipeline::{
     BackwardOrder, Boundary, Comparison, ComputeOrder, Lowering, Method, PipelineCost, Schedule, Settings,
     StageCost, json, millis, simulate,
 };
-use farflung::parallel::{ParallelError, render};
+use farflung::parallel::render;
 use farflung::{Error, Result};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos};
 
@@ -140,29 +140,6 @@ fn costs(text: &str) -> std::result::Result<Costs, String> {
     text.split(':').map(entry).collect::<std::result::Result<_, _>>().map(Costs)
 }
 
-/// Sizes that a schedule does not admit are wrong on the command line, not in the run.
-fn usage(error: ParallelError) -> Error {
-    match error {
-        ParallelError::NotAdmitted { method, field, given, needs } => {
-            Error::Setting { field, value: given.to_string(), expected: format!("for {method} {needs}") }
-        }
-        ParallelError::UnknownName { name, known, .. } => {
-            Error::Setting { field: "schedule", value: name, expected: known.join(", ") }
-        }
-        ParallelError::PerStage { given, stages, .. } => Error::Setting {
-            field: "cost",
-            value: format!("for {given} stages"),
-            expected: format!("one entry or {stages}"),
-        },
-        ParallelError::TooLarge { actions, limit } => Error::Setting {
-            field: "microbatches",
-            value: format!("such that there are {actions} actions"),
-            expected: format!("at most {limit}"),
-        },
-        other => other.into(),
-    }
-}
-
 impl ScheduleCommand {
     pub(super) fn run(self) -> Result<()> {
         if self.name.as_deref() == Some("compare") {
@@ -176,12 +153,14 @@ impl ScheduleCommand {
         super::print(&match format {
             Format::Ops => order.to_string(),
             Format::Csv => order.to_csv(),
-            Format::Lowered => Schedule::new(order, &Lowering::default()).map_err(usage)?.to_string(),
-            Format::Json => json(name, &order, &cost).map_err(usage)?,
-            Format::Svg => render::svg(&simulate(&order, &cost).map_err(usage)?.timeline()),
-            Format::Trace => render::trace(&simulate(&order, &cost).map_err(usage)?.timeline()),
+            Format::Lowered => {
+                Schedule::new(order, &Lowering::default()).map_err(Error::schedule)?.to_string()
+            }
+            Format::Json => json(name, &order, &cost).map_err(Error::schedule)?,
+            Format::Svg => render::svg(&simulate(&order, &cost).map_err(Error::schedule)?.timeline()),
+            Format::Trace => render::trace(&simulate(&order, &cost).map_err(Error::schedule)?.timeline()),
             Format::Grid => {
-                let simulation = simulate(&order, &cost).map_err(usage)?;
+                let simulation = simulate(&order, &cost).map_err(Error::schedule)?;
                 let timeline = simulation.timeline();
                 let grid =
                     render::cells(&timeline, WIDTH).unwrap_or_else(|| render::grid(&timeline, WIDTH / 2));
@@ -217,8 +196,8 @@ impl ScheduleCommand {
             let order = if csv { ComputeOrder::from_csv(&text) } else { text.parse() };
             return order.map_err(Error::from);
         }
-        let method: Method = self.name.as_deref().unwrap_or_default().parse().map_err(usage)?;
-        method.order(&self.settings()).map_err(usage)
+        let method: Method = self.name.as_deref().unwrap_or_default().parse().map_err(Error::schedule)?;
+        method.order(&self.settings()).map_err(Error::schedule)
     }
 
     /// What joins a stage and the next: nothing is sent but time, a byte a nanosecond.
@@ -248,7 +227,7 @@ impl ScheduleCommand {
             boundary: self.boundary(hop),
             memory: self.memory,
         };
-        let compared = comparison.run().map_err(usage)?;
+        let compared = comparison.run().map_err(Error::schedule)?;
         if !self.json && self.format != Format::Json {
             return super::print(&compared.to_string());
         }
@@ -303,10 +282,10 @@ mod tests {
 
     #[test]
     fn what_a_schedule_does_not_admit_is_a_usage_error() {
-        let error = Method::Interleaved.order(&Settings::new(4, 6)).map_err(usage).unwrap_err();
+        let error = Method::Interleaved.order(&Settings::new(4, 6)).map_err(Error::schedule).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains("`microbatches` is 6"), "{error}");
-        let error = "gpip".parse::<Method>().map_err(usage).unwrap_err();
+        let error = "gpip".parse::<Method>().map_err(Error::schedule).unwrap_err();
         assert!(error.exit_code() == 2 && error.to_string().contains("gpipe"), "{error}");
     }
 }

@@ -1,20 +1,17 @@
 //! `farflung train`.
 
+use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use farflung::train::{Watch, run};
+use farflung::parallel::pipeline::Method;
+use farflung::train::{Watch, refusal, run};
 use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainArgs, TrainConfig, launch_env};
 
 /// Train a model with several workers, here over simulated links, or one worker a process under `farflung launch`.
 ///
 /// Without arguments: a small GPT learns from real text with four workers behind home uplinks.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:
-  farflung train
-  farflung train --model baby --data book.txt --steps 1000 --workers 2 --link 100mbit,20ms
-  farflung train --sync ddp --codec int8 --out runs/mine --checkpoint-every 100
-  farflung train --config runs/mine/config.toml --out runs/mine --resume auto
-  farflung launch -n 4 -- train --sync ddp")]
+#[command(after_help = help())]
 pub(crate) struct TrainCommand {
     /// A TOML file with any of the settings below; flags win over it.
     #[arg(long, value_name = "FILE")]
@@ -24,6 +21,27 @@ pub(crate) struct TrainCommand {
     print_config: bool,
     #[command(flatten)]
     args: TrainArgs,
+}
+
+fn help() -> String {
+    let mut text = "Examples:
+  farflung train
+  farflung train --model baby --data book.txt --steps 1000 --workers 2 --link 100mbit,20ms
+  farflung train --sync ddp --codec int8 --out runs/mine --checkpoint-every 100
+  farflung train --config runs/mine/config.toml --out runs/mine --resume auto
+  farflung train --stages 4 --schedule zb-h1 --microbatches 8
+  farflung launch -n 4 -- train --sync ddp
+
+Schedules of --schedule (`farflung schedule` draws them):\n"
+        .to_owned();
+    for method in Method::ALL {
+        match refusal(method) {
+            None => writeln!(text, "  {method:<14} {}", method.summary()),
+            Some(reason) => writeln!(text, "  {method:<14} not in train: {reason}"),
+        }
+        .expect("a string takes everything");
+    }
+    text
 }
 
 /// Progress on stderr.

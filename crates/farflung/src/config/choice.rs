@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use farflung_compress::CodecSpec;
+use farflung_parallel::pipeline::{Method, VersionSync};
 use toml::Value;
 
 use super::value::Setting;
@@ -112,6 +113,69 @@ impl Setting for CodecSpec {
     }
     fn value(&self) -> Value {
         Value::String(self.to_string())
+    }
+}
+
+impl Setting for Method {
+    fn expected() -> String {
+        ["one of"].into_iter().chain(Self::ALL.map(Self::name)).collect::<Vec<_>>().join(" ")
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
+    }
+}
+
+impl Setting for VersionSync {
+    fn expected() -> String {
+        "newest or vertical".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "newest" => Some(Self::Newest),
+            "vertical" => Some(Self::Vertical),
+            _ => None,
+        }
+    }
+    fn value(&self) -> Value {
+        let word = match self {
+            Self::Newest => "newest",
+            Self::Vertical => "vertical",
+        };
+        Value::String(word.to_owned())
+    }
+}
+
+/// What a pipeline computes again right before a backward pass, rather than keep it from the forward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recompute {
+    /// Nothing.
+    None,
+    /// All of a stage, from its input.
+    Full,
+    /// So many of a stage's layers, from its input; what the others need is kept.
+    Layers(usize),
+}
+
+impl Setting for Recompute {
+    fn expected() -> String {
+        "none, full, or a number of layers".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        match text {
+            "none" => Some(Self::None),
+            "full" => Some(Self::Full),
+            layers => layers.parse().ok().filter(|&layers| layers > 0).map(Self::Layers),
+        }
+    }
+    fn value(&self) -> Value {
+        match self {
+            Self::None => Value::String("none".to_owned()),
+            Self::Full => Value::String("full".to_owned()),
+            Self::Layers(layers) => layers.value(),
+        }
     }
 }
 

@@ -16,9 +16,12 @@ use std::path::{Path, PathBuf};
 
 use farflung_base::{Link, Nanos};
 use farflung_compress::CodecSpec;
+use farflung_parallel::pipeline::{Method, VersionSync};
 
 use crate::{Error, Result};
-use choice::{DeviceKind, OptimizerKind, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind};
+use choice::{
+    DeviceKind, OptimizerKind, Recompute, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
+};
 use value::Setting;
 
 /// The default link, `home`: a fibre or cable line's uplink.
@@ -157,7 +160,7 @@ settings! {
         /// Steps over which the learning rate rises from zero.
         warmup: u64, "N", 50u64;
         /// The learning rate's way after the warm-up: cosine, linear or constant.
-        schedule: ScheduleKind, "KIND", ScheduleKind::Cosine;
+        lr_schedule: ScheduleKind, "KIND", ScheduleKind::Cosine;
         /// Decoupled weight decay of matrices.
         weight_decay: f64, "X", 0.1;
         /// Decay of AdamW's first moment.
@@ -202,6 +205,24 @@ settings! {
         compute_rate: f64, "FLOPS", 5e10;
         /// Longest wait for a peer.
         deadline: Nanos, "TIME", Nanos::from_millis(60_000);
+    }
+    "Pipeline" {
+        /// Ranks that share one copy of the model in a pipeline; the workers are one such pipeline or several replicas.
+        stages: usize, "P", 1usize;
+        /// The pipeline's schedule; the list is below.
+        schedule: Method, "NAME", Method::OneFOneB;
+        /// Microbatches of a step, instead of --accumulate; a pipeline has twice as many as stages unless told.
+        microbatches: usize, "M";
+        /// Parts of the model on each rank; 2 for the schedules that have several, else 1.
+        chunks: usize, "V";
+        /// What a pipeline computes again for its backward passes, to hold less: none, full (each stage), or the number
+        /// of layers of each stage.
+        recompute: Recompute, "WHAT", Recompute::None;
+        /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna.
+        memory: usize, "N";
+        /// Which version of the weights a microbatch sees under pipedream: newest (each stage's own) or vertical (the
+        /// one that the first stage had).
+        version_sync: VersionSync, "KIND", VersionSync::Newest;
     }
     "Machine" {
         /// Where tensors live: cpu.
@@ -316,13 +337,15 @@ impl TrainConfig {
             ("workers", self.workers as u64),
             ("sync-every", self.sync_every),
             ("eval-batches", self.eval_batches),
+            ("stages", self.stages as u64),
         ];
         for (field, value) in positive {
             check(field, &value, value >= 1, "at least 1")?;
         }
         let sizes =
             [("layers", self.layers), ("heads", self.heads), ("dim", self.dim), ("context", self.context)];
-        for (field, value) in sizes {
+        let counts = [("microbatches", self.microbatches), ("chunks", self.chunks), ("memory", self.memory)];
+        for (field, value) in sizes.into_iter().chain(counts) {
             if let Some(value) = value {
                 check(field, &value, value >= 1, "at least 1")?;
             }
@@ -349,6 +372,11 @@ impl TrainConfig {
         }
         for (field, value) in [("bucket-mb", self.bucket_mb), ("compute-rate", self.compute_rate)] {
             check(field, &value, value > 0.0 && value.is_finite(), "more than 0")?;
+        }
+        if let Some(microbatches) = self.microbatches.filter(|_| self.accumulate > 1) {
+            let (good, expected) =
+                (microbatches == self.accumulate, "the same as `accumulate`, which is its other name");
+            check("microbatches", &microbatches, good, expected)?;
         }
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
         check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;

@@ -1,22 +1,24 @@
-//! A worker's whole state on disk. Each rank keeps its own folder, so that no state crosses a slow link and no machine
+//! A rank's whole state on disk. Each rank keeps its own folder, so that optimizer states cross no slow link and no machine
 //! needs a shared disk; a checkpoint counts once every rank has it.
 //!
-//! A rank's `step-N/` holds `config.json` and `model.safetensors` (Hugging Face's layout), `optimizer.safetensors` (flat
-//! moments, outer state, residuals) and `trainer.json`.
+//! A rank's `step-N/` holds `config.json` and `model.safetensors` (Hugging Face's layout; of a pipeline, rank 0 has all of
+//! the model and the others their parts), `optimizer.safetensors` (moments, outer state, residuals) and `trainer.json`. A
+//! run that cuts the model in another way reads the folders of all ranks, which it must be able to reach.
+
+mod source;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use farflung_base::Rank;
-use farflung_comm::ReduceOp;
+use farflung_comm::Communicator;
 use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_tensors_to};
-use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
 
 use super::job::Job;
-use super::worker::Worker;
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Packing, Result, RunDir, run_dir};
+pub(super) use source::Source;
 
 /// What a run has used up to a step, summed over its resumes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -33,6 +35,15 @@ pub(super) struct Totals {
 struct Trainer {
     rank: u32,
     world: usize,
+    /// First layer of each part that the rank holds, and the one behind its last; none without a pipeline.
+    #[serde(default)]
+    parts: Vec<(usize, usize)>,
+    /// Ranks of a pipeline.
+    #[serde(default = "one")]
+    stages: usize,
+    /// Sequences of a step, over all replicas.
+    #[serde(default)]
+    sequences: u64,
     seed: u64,
     sync: String,
     codec: String,
@@ -41,6 +52,10 @@ struct Trainer {
     outer_step: u64,
     rounds: u64,
     totals: Totals,
+}
+
+const fn one() -> usize {
+    1
 }
 
 /// Where a rank keeps its checkpoints, given the run's folder.
@@ -52,87 +67,166 @@ const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const TRAINER: &str = "trainer.json";
 
+/// A named tensor to be written.
+pub(super) struct Named {
+    pub(super) name: String,
+    pub(super) shape: Vec<usize>,
+    pub(super) values: Vec<f32>,
+}
+
+/// Steps done, and those of what has a pace of its own.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Counters {
+    pub(super) step: u64,
+    pub(super) outer_step: u64,
+    pub(super) rounds: u64,
+}
+
+/// What a rank keeps.
+pub(super) trait Keeps {
+    fn comm(&self) -> &Communicator;
+    /// Layers of the parts that it holds; none where it holds the whole model as a replica of its own.
+    fn parts(&self) -> Vec<(usize, usize)>;
+    fn counters(&self) -> Counters;
+    /// What of the model it writes: all of it on rank 0.
+    fn weights(&self) -> Result<Vec<Named>>;
+    fn states(&self) -> Result<Vec<Named>>;
+    /// Takes up where `from` was written.
+    fn restore(&mut self, from: &Source) -> Result<()>;
+}
+
+fn write(
+    named: &[Named],
+    metadata: &BTreeMap<String, String>,
+    out: &mut dyn std::io::Write,
+) -> std::io::Result<()> {
+    let views: Vec<_> = named
+        .iter()
+        .map(|n| TensorView { name: &n.name, shape: &n.shape, data: TensorData::F32(&n.values) })
+        .collect();
+    write_tensors_to(out, &views, metadata)
+}
+
 /// Writes this rank's checkpoint; all ranks must call it after the same step, with replicas the same. It becomes the
 /// newest on any rank only after all have written theirs.
-pub(super) fn save(worker: &Worker, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
+pub(super) fn save(keeper: &impl Keeps, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
     let packing = if job.config.compress_checkpoints { Packing::Zstd } else { Packing::Plain };
-    let mut writer = run.begin_checkpoint(worker.step, packing)?;
-    writer.write("config.json", config_text(worker.stage.config(), Dtype::F32).as_bytes())?;
-
-    let params = worker.params.to_vec::<f32>()?;
-    let shapes: Vec<_> = worker.stage.layout().params().to_vec();
-    let views: Vec<_> = shapes
-        .iter()
-        .map(|p| TensorView {
-            name: &p.name,
-            shape: p.shape.dims(),
-            data: TensorData::F32(&params[p.range()]),
-        })
-        .collect();
+    let Counters { step, outer_step, rounds } = keeper.counters();
+    let mut writer = run.begin_checkpoint(step, packing)?;
+    writer.write("config.json", config_text(&job.model, Dtype::F32).as_bytes())?;
+    let weights = keeper.weights()?;
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    writer.write_with(MODEL, |out| write_tensors_to(out, &views, &metadata))?;
-
-    let mut states = Vec::new();
-    for (name, state) in worker.chain.states() {
-        states.push((format!("chain.{name}"), state.to_vec::<f32>()?));
-    }
-    if let Some(outer) = worker.sync.outer() {
-        for (name, state) in outer.states() {
-            states.push((format!("outer.{name}"), state.to_vec::<f32>()?));
-        }
-    }
-    states.extend(worker.sync.average().save("average.")?);
-    let lens: Vec<[usize; 1]> = states.iter().map(|(_, v)| [v.len()]).collect();
-    let views: Vec<_> = states
-        .iter()
-        .zip(&lens)
-        .map(|((name, v), len)| TensorView { name, shape: len, data: TensorData::F32(v) })
-        .collect();
-    writer.write_with(OPTIMIZER, |out| write_tensors_to(out, &views, &BTreeMap::new()))?;
+    writer.write_with(MODEL, |out| write(&weights, &metadata, out))?;
+    let states = keeper.states()?;
+    writer.write_with(OPTIMIZER, |out| write(&states, &BTreeMap::new(), out))?;
 
     let trainer = Trainer {
-        rank: worker.comm.rank().0,
+        rank: keeper.comm().rank().0,
         world: job.world,
+        parts: keeper.parts(),
+        stages: job.config.stages,
+        sequences: job.sequences(),
         seed: job.config.seed,
         sync: job.config.sync.to_string(),
         codec: job.config.codec.to_string(),
         data_hash: job.hash.clone(),
-        step: worker.step,
-        outer_step: worker.sync.outer().map_or(0, farflung_optim::OuterOptimizer::step),
-        rounds: worker.sync.average().round(),
+        step,
+        outer_step,
+        rounds,
         totals,
     };
     let text = serde_json::to_vec_pretty(&trainer).expect("numbers and names have no way to fail");
     writer.write(TRAINER, &text)?;
 
-    worker.comm.barrier()?;
+    keeper.comm().barrier()?;
     run.commit(writer)?;
-    worker.comm.barrier()?;
+    keeper.comm().barrier()?;
     // The one before is kept even when only one is wanted: another rank may have died between the two lines above.
     run.prune(if job.config.keep_last == 0 { 0 } else { job.config.keep_last.max(2) })
 }
 
 /// Finds the newest step that every rank has, and restores it. `None` starts at step 0.
-pub(super) fn resume(worker: &mut Worker, job: &Job, run: &RunDir) -> Result<Option<Totals>> {
-    let rank = worker.comm.rank();
-    let checkpoint = match &job.config.resume {
-        Resume::No => return Ok(None),
-        Resume::Path(path) => Some(Checkpoint::open(&of_rank(path, rank))?),
+pub(super) fn resume(keeper: &mut impl Keeps, job: &Job, run: &RunDir) -> Result<Option<Totals>> {
+    let rank = keeper.comm().rank();
+    let parts = keeper.parts();
+    let fits = |checkpoint: &Checkpoint| {
+        source::trainer(checkpoint).is_ok_and(|t| t.world == job.world && t.parts == parts)
+    };
+    let found = match &job.config.resume {
+        Resume::No => None,
+        Resume::Path(path) => Some(match Checkpoint::open(&of_rank(path, rank)) {
+            Ok(own) if fits(&own) => (vec![own], true),
+            _ => (all_of(path)?, false),
+        }),
         Resume::Auto => {
-            let mut newest = run.latest()?;
+            let own = run.latest()?.filter(fits);
             // A rank that was cut off while it committed may be one checkpoint behind the others.
-            let mut agreed = [newest.as_ref().map_or(0, Checkpoint::step)];
-            worker.comm.all_reduce(&mut agreed, ReduceOp::Min)?;
-            if newest.as_ref().is_some_and(|c| c.step() != agreed[0]) {
-                newest = match agreed[0] {
-                    0 => None,
-                    step => Some(Checkpoint::open(&run.path().join(run_dir::folder(step)))?),
-                };
+            let mine = own.as_ref().map_or(0, Checkpoint::step);
+            let steps = tell(keeper.comm(), mine)?;
+            match (steps.iter().copied().min().unwrap_or(0), own) {
+                (0, _) => cut_otherwise(keeper.comm(), run, job)?.map(|all| (all, false)),
+                (agreed, Some(own)) if own.step() == agreed => Some((vec![own], true)),
+                (agreed, _) => {
+                    Some((vec![Checkpoint::open(&run.path().join(run_dir::folder(agreed)))?], true))
+                }
             }
-            newest
         }
     };
-    checkpoint.map(|c| restore(worker, job, &c)).transpose()
+    let Some((checkpoints, own)) = found else { return Ok(None) };
+    let source = Source::read(job.model, checkpoints, own)?;
+    check(&source.trainer, job)?;
+    keeper.restore(&source)?;
+    Ok(Some(source.trainer.totals))
+}
+
+/// Everyone's number, by rank.
+fn tell(comm: &Communicator, mine: u64) -> Result<Vec<u64>> {
+    let all = comm.all_gather_bytes(mine.to_le_bytes().to_vec())?;
+    let word = |(rank, bytes): (usize, &Vec<u8>)| {
+        let word = bytes.as_slice().try_into().map(u64::from_le_bytes);
+        word.map_err(|_| Error::Message { message: format!("rank {rank}'s step"), problem: "is no number" })
+    };
+    all.iter().enumerate().map(word).collect()
+}
+
+/// Checkpoints of all ranks of a run whose ranks held other parts than they do now: of the newest step that all have, as
+/// rank 0 sees it. `None` if there is no such run, or if it never got as far as one on all ranks.
+fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<Vec<Checkpoint>>> {
+    let root = job.out.as_deref().unwrap_or(run.path());
+    let mut step = 0;
+    let mut missing = None;
+    if comm.rank().0 == 0 {
+        for at in run.checkpoints()?.into_iter().rev() {
+            let path = root.join(run_dir::folder(at));
+            match all_of(&path) {
+                Ok(_) => {
+                    step = at;
+                    break;
+                }
+                // The same ranks as now: they never all had it. Others must be somewhere else.
+                Err(error) => {
+                    let same = Checkpoint::open(&path).and_then(|c| source::trainer(&c));
+                    let same = same.is_ok_and(|t| t.world == job.world && t.stages == job.config.stages);
+                    missing = missing.or(Some(error).filter(|_| !same));
+                }
+            }
+        }
+    }
+    let agreed = tell(comm, step)?.into_iter().max().unwrap_or(0);
+    match (agreed, missing) {
+        (0, Some(error)) => Err(error),
+        (0, None) => Ok(None),
+        (step, _) => all_of(&root.join(run_dir::folder(step))).map(Some),
+    }
+}
+
+/// The checkpoints that together hold a model and its states: rank 0's at `path`, and those of the other ranks of its
+/// first pipeline beside it.
+fn all_of(path: &Path) -> Result<Vec<Checkpoint>> {
+    let first = Checkpoint::open(path)?;
+    let ranks = source::trainer(&first)?.stages as u32;
+    let others = (1..ranks).map(|rank| Checkpoint::open(&of_rank(path, Rank(rank))));
+    std::iter::once(Ok(first)).chain(others).collect()
 }
 
 /// The checkpoint of another rank beside rank 0's.
@@ -143,10 +237,8 @@ fn of_rank(path: &Path, rank: Rank) -> PathBuf {
     }
 }
 
-fn restore(worker: &mut Worker, job: &Job, checkpoint: &Checkpoint) -> Result<Totals> {
-    let damaged = |name: &str, what| Error::Damaged { path: checkpoint.path().join(name), what };
-    let trainer: Trainer = serde_json::from_slice(&checkpoint.read(TRAINER)?)
-        .map_err(|_| damaged(TRAINER, "it does not hold a trainer's counters"))?;
+/// Whether the rest of the run would mean anything.
+fn check(trainer: &Trainer, job: &Job) -> Result<()> {
     let same = |field, found: String, expected: String| {
         if found == expected {
             Ok(())
@@ -155,49 +247,15 @@ fn restore(worker: &mut Worker, job: &Job, checkpoint: &Checkpoint) -> Result<To
             Err(Error::Setting { field, value: found, expected })
         }
     };
-    same("workers", job.world.to_string(), trainer.world.to_string())?;
+    if trainer.stages == 1 && job.config.stages == 1 {
+        same("workers", job.world.to_string(), trainer.world.to_string())?;
+    } else {
+        // However the model is cut, a step takes the same sequences.
+        let words = |sequences| format!("such that a step takes {sequences} sequences");
+        same("microbatches", words(job.sequences()), words(trainer.sequences))?;
+    }
     same("seed", job.config.seed.to_string(), trainer.seed.to_string())?;
     same("sync", job.config.sync.to_string(), trainer.sync.clone())?;
     same("codec", job.config.codec.to_string(), trainer.codec.clone())?;
-    same("data", job.hash.clone(), trainer.data_hash.clone())?;
-
-    let bytes = checkpoint.read(MODEL)?;
-    let model = SafeTensors::deserialize(&bytes).map_err(|_| damaged(MODEL, "it is not safetensors"))?;
-    let mut flat = vec![0.0_f32; worker.stage.layout().len()];
-    for p in worker.stage.layout().params() {
-        let found = model.tensor(&p.name).map_err(|_| damaged(MODEL, "a tensor is missing"))?;
-        if found.shape() != p.shape.dims() {
-            return Err(damaged(MODEL, "it holds a model of another shape"));
-        }
-        floats(found.data(), &mut flat[p.range()]);
-    }
-    let bytes = checkpoint.read(OPTIMIZER)?;
-    let states = SafeTensors::deserialize(&bytes).map_err(|_| damaged(OPTIMIZER, "it is not safetensors"))?;
-    let states: BTreeMap<String, Vec<f32>> = states
-        .iter()
-        .map(|(name, t)| {
-            let mut values = vec![0.0; t.data().len() / 4];
-            floats(t.data(), &mut values);
-            (name.to_owned(), values)
-        })
-        .collect();
-    let get = |prefix: &'static str| {
-        let states = &states;
-        move |name: &str| states.get(&format!("{prefix}{name}")).map(Vec::as_slice)
-    };
-    worker.params.write(&flat)?;
-    worker.chain.restore(trainer.step, get("chain."))?;
-    if let Some(outer) = worker.sync.outer_mut() {
-        outer.restore(trainer.outer_step, get("outer."))?;
-    }
-    worker.sync.average_mut().restore("average.", trainer.rounds, get(""))?;
-    worker.step = trainer.step;
-    Ok(trainer.totals)
-}
-
-/// Little-endian bytes as numbers.
-fn floats(bytes: &[u8], out: &mut [f32]) {
-    for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(4)) {
-        *out = f32::from_le_bytes(bytes.try_into().expect("chunks of four"));
-    }
+    same("data", job.hash.clone(), trainer.data_hash.clone())
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use farflung_base::Nanos;
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
+use super::stages;
 use crate::config::choice::TokenizerKind;
 use crate::signals::Stop;
 use crate::{Result, TrainConfig, corpus};
@@ -57,23 +58,41 @@ impl Job {
         Ok(Self { config, model, tokenizer, training, held_out, source, hash, world, stop, out: None })
     }
 
-    /// This rank's batches.
+    /// A replica's batches; without stages, each rank is one.
     pub fn sampler(&self, rank: usize) -> Result<Sampler, ZooError> {
-        let shard = Shard { rank, world: self.world, batch: self.config.batch };
+        let shard = Shard { rank, world: self.replicas(), batch: self.config.batch };
         Sampler::random(self.training.clone(), self.config.seed, shard, self.model.context)
     }
 
-    /// This rank's share of the held-out batches.
+    /// A replica's share of the held-out batches.
     pub fn evaluation(&self, rank: usize) -> Result<Sampler, ZooError> {
-        let shard = Shard { rank, world: self.world, batch: self.config.batch };
-        let steps = (self.config.eval_batches as usize).div_ceil(self.world);
+        let shard = Shard { rank, world: self.replicas(), batch: self.config.batch };
+        let steps = (self.config.eval_batches as usize).div_ceil(self.replicas());
         Sampler::evaluation(self.held_out.clone(), shard, self.model.context, steps)
     }
 
-    /// Tokens that one worker trains on in a step.
+    /// Copies of the model that train side by side: the workers, or as many of them as there are stages make one.
     #[must_use]
-    pub const fn tokens_per_worker(&self) -> u64 {
-        (self.config.batch * self.config.accumulate * self.model.context) as u64
+    pub const fn replicas(&self) -> usize {
+        self.world / self.config.stages
+    }
+
+    /// Microbatches whose gradients a replica sums for a step.
+    #[must_use]
+    pub fn microbatches(&self) -> usize {
+        stages::microbatches(&self.config)
+    }
+
+    /// Sequences of a step, over all replicas.
+    #[must_use]
+    pub fn sequences(&self) -> u64 {
+        (self.config.batch * self.microbatches() * self.replicas()) as u64
+    }
+
+    /// Tokens that one replica trains on in a step.
+    #[must_use]
+    pub fn tokens_per_replica(&self) -> u64 {
+        (self.config.batch * self.microbatches() * self.model.context) as u64
     }
 
     /// Modelled time of `flops` on a worker.

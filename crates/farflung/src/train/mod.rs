@@ -1,5 +1,5 @@
-//! Training: binds a config to models, communicators, codecs and optimizer chains, one [`Worker`] a rank. The only place
-//! where all the crates meet.
+//! Training: binds a config to models, communicators, codecs and optimizer chains, one [`Worker`] a rank, or one
+//! [`Pipelined`] where ranks share a model. The only place where all the crates meet.
 //!
 //! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
 
@@ -8,6 +8,7 @@ mod job;
 mod links;
 mod report;
 mod run;
+mod stages;
 mod sync;
 mod worker;
 
@@ -15,5 +16,6 @@ pub use job::Job;
 pub use links::{Seat, seats};
 pub use report::{Report, SampleText};
 pub use run::{Quiet, Watch, run, run_job};
+pub use stages::{PipelinePlan, Pipelined, refusal};
 pub use sync::Synced;
 pub use worker::{StepDone, Worker};

@@ -6,12 +6,12 @@ use std::fmt;
 use farflung_base::{Bytes, Link, Nanos};
 use farflung_compress::CodecSpec;
 use farflung_parallel::{Answer, Codec, WhatIf};
-use farflung_zoo::{Sampling, generate};
+use farflung_tensor::Tensor;
+use farflung_zoo::{Sampling, Stage, generate};
 use serde::Serialize;
 
 use super::checkpoint::Totals;
 use super::job::Job;
-use super::worker::Worker;
 use crate::plot::loss_curve_svg;
 use crate::{Error, Result, RunDir, StepMetrics, run_dir};
 
@@ -72,9 +72,9 @@ pub struct Report {
 }
 
 /// A continuation of the prompt, if the settings want one.
-pub(super) fn sample(job: &Job, worker: &Worker) -> Result<Option<SampleText>> {
+pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option<SampleText>> {
     let config = &job.config;
-    if config.sample_tokens == 0 || worker.stage().config().vocab != job.tokenizer.vocab_size() {
+    if config.sample_tokens == 0 || stage.config().vocab != job.tokenizer.vocab_size() {
         return Ok(None);
     }
     let sampling = Sampling {
@@ -85,7 +85,7 @@ pub(super) fn sample(job: &Job, worker: &Worker) -> Result<Option<SampleText>> {
     };
     let prompt = job.tokenizer.encode(&config.prompt);
     let mut tokens = Vec::new();
-    generate(worker.stage(), worker.params(), &prompt, config.sample_tokens, &sampling, |t| {
+    generate(stage, params, &prompt, config.sample_tokens, &sampling, |t| {
         tokens.push(t);
         true
     })?;
@@ -95,7 +95,7 @@ pub(super) fn sample(job: &Job, worker: &Worker) -> Result<Option<SampleText>> {
 
 /// What other ways to synchronise would have taken on this link.
 fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
-    if job.world < 2 {
+    if job.world < 2 || job.config.stages > 1 {
         return Ok(None);
     }
     let config = &job.config;
@@ -107,7 +107,7 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
         let block_bytes = config.codec.build().max_payload(block) as u64;
         Codec { name: config.codec.to_string().into(), block: block as u64, block_bytes }
     };
-    let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_worker() as f64;
+    let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_replica() as f64;
     let parameters = job.model.parameters();
     let answer = WhatIf {
         parameters,
@@ -136,7 +136,7 @@ impl Report {
         let what_if = link.map(|link| what_if(job, link)).transpose()?.flatten();
         let tail = &rows[rows.len() - rows.len().div_ceil(10)..];
         let mean = |tail: &[StepMetrics]| tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64;
-        let tokens = job.tokens_per_worker() * job.world as u64 * job.config.steps;
+        let tokens = job.tokens_per_replica() * job.replicas() as u64 * job.config.steps;
         Ok(Self {
             model: job.config.model.clone(),
             parameters: job.model.parameters(),

@@ -3,13 +3,17 @@
 use std::time::Instant;
 
 use farflung_base::{Link, Nanos};
+use farflung_comm::Communicator;
+use farflung_tensor::Tensor;
+use farflung_zoo::Stage;
 
 use super::checkpoint::{self, Totals};
 use super::job::Job;
 use super::links::{Seat, seats};
 use super::report::{Report, sample};
+use super::stages::Pipelined;
 use super::sync::Synced;
-use super::worker::{StepDone, Worker};
+use super::worker::{StepDone, Worker, hash};
 use crate::config::choice::Resume;
 use crate::{Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig};
 
@@ -29,6 +33,84 @@ pub struct Quiet;
 impl Watch for Quiet {
     fn step(&mut self, _: &StepMetrics, _: Option<f64>) {}
     fn note(&mut self, _: &str) {}
+}
+
+/// One rank of a run, with a replica of its own or a part of one. What is said of all must be called by all.
+pub(super) trait Member {
+    fn comm(&self) -> &Communicator;
+    fn steps_done(&self) -> u64;
+    /// Something about the run that is worth a line.
+    fn note(&self) -> Result<Option<String>>;
+    fn step(&mut self, stop: bool) -> Result<StepDone>;
+    fn evaluate(&mut self) -> Result<f64>;
+    fn resume(&mut self, job: &Job, run: &RunDir) -> Result<Option<Totals>>;
+    fn save(&mut self, job: &Job, run: &RunDir, totals: Totals) -> Result<()>;
+    /// All of the model, on rank 0: for all to call.
+    fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>>;
+}
+
+impl Member for Worker {
+    fn comm(&self) -> &Communicator {
+        self.comm()
+    }
+    fn steps_done(&self) -> u64 {
+        self.steps_done()
+    }
+    fn note(&self) -> Result<Option<String>> {
+        Ok(None)
+    }
+    fn step(&mut self, stop: bool) -> Result<StepDone> {
+        self.step(stop)
+    }
+    fn evaluate(&mut self) -> Result<f64> {
+        self.evaluate()
+    }
+    fn resume(&mut self, job: &Job, run: &RunDir) -> Result<Option<Totals>> {
+        checkpoint::resume(self, job, run)
+    }
+    fn save(&mut self, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
+        checkpoint::save(self, job, run, totals)
+    }
+    fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>> {
+        Ok((self.comm().rank().0 == 0).then_some((self.stage(), self.params())))
+    }
+}
+
+impl Member for Pipelined {
+    fn comm(&self) -> &Communicator {
+        self.comm()
+    }
+    fn steps_done(&self) -> u64 {
+        self.steps_done()
+    }
+    fn note(&self) -> Result<Option<String>> {
+        let plan = self.plan();
+        let (time, bubble) = plan.prediction()?;
+        Ok(Some(format!(
+            "{} over {} stages, {} microbatches: predicted {time} a step, {:.0}% of it bubble",
+            plan.method,
+            plan.placement().ranks(),
+            plan.microbatches(),
+            bubble * 100.0
+        )))
+    }
+    fn step(&mut self, stop: bool) -> Result<StepDone> {
+        self.step(stop)
+    }
+    fn evaluate(&mut self) -> Result<f64> {
+        self.evaluate()
+    }
+    fn resume(&mut self, job: &Job, run: &RunDir) -> Result<Option<Totals>> {
+        checkpoint::resume(self, job, run)
+    }
+    fn save(&mut self, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
+        self.gather_whole()?;
+        checkpoint::save(self, job, run, totals)
+    }
+    fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>> {
+        self.gather_whole()?;
+        Ok(self.gathered())
+    }
 }
 
 /// Trains as the settings say: all workers in this process, or one of them under a launcher. The report is rank 0's;
@@ -89,16 +171,16 @@ struct Clock {
 }
 
 impl Clock {
-    fn new(worker: &Worker, before: Totals) -> Self {
+    fn new(comm: &Communicator, before: Totals) -> Self {
         #[expect(clippy::disallowed_methods, reason = "the run reports how long it really took")]
         let wall = Instant::now();
-        Self { before, start: worker.comm.now(), wall }
+        Self { before, start: comm.now(), wall }
     }
 
-    fn totals(&self, worker: &Worker) -> Totals {
-        let stats = worker.comm.stats();
+    fn totals(&self, comm: &Communicator) -> Totals {
+        let stats = comm.stats();
         Totals {
-            time_s: self.before.time_s + worker.comm.now().saturating_sub(self.start).as_secs_f64(),
+            time_s: self.before.time_s + comm.now().saturating_sub(self.start).as_secs_f64(),
             wall_s: self.before.wall_s + self.wall.elapsed().as_secs_f64(),
             bytes_sent: self.before.bytes_sent + stats.sent.wire.0,
             bytes_received: self.before.bytes_received + stats.received.wire.0,
@@ -119,7 +201,7 @@ struct Record<'a, 'w> {
 
 impl Record<'_, '_> {
     fn step(&mut self, done: StepDone, val_loss: Option<f64>, totals: &Totals) -> Result<()> {
-        let tokens = self.job.tokens_per_worker() * self.job.world as u64;
+        let tokens = self.job.tokens_per_replica() * self.job.replicas() as u64;
         let row = StepMetrics {
             step: done.step,
             time_s: totals.time_s,
@@ -144,17 +226,17 @@ impl Record<'_, '_> {
 }
 
 /// A rank's folder, opened; rank 0 makes the one in which the others have theirs.
-fn open_folder(job: &Job, worker: &Worker) -> Result<Option<RunDir>> {
+fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     let Some(out) = &job.out else { return Ok(None) };
-    let rank = worker.comm.rank();
+    let rank = comm.rank();
     let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
     if rank.0 > 0 {
-        worker.comm.barrier()?;
+        comm.barrier()?;
     }
     let run = RunDir::open(&checkpoint::folder(out, rank), existing)?;
     run.write_config(&job.config.to_toml())?;
     if rank.0 == 0 {
-        worker.comm.barrier()?;
+        comm.barrier()?;
     }
     Ok(Some(run))
 }
@@ -162,25 +244,44 @@ fn open_folder(job: &Job, worker: &Worker) -> Result<Option<RunDir>> {
 /// One rank's run.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
     let Seat { comm, simulated, link } = seat;
+    let threads = job.threads(local);
+    if job.config.stages > 1 {
+        train(job, Pipelined::new(job, comm, threads)?, (simulated, link), watch)
+    } else {
+        train(job, Worker::new(job, comm, threads)?, (simulated, link), watch)
+    }
+}
+
+fn train(
+    job: &Job,
+    mut worker: impl Member,
+    (simulated, link): (bool, Option<Link>),
+    watch: Option<&mut (dyn Watch + '_)>,
+) -> Result<Option<Report>> {
     let config = &job.config;
-    let first = comm.rank().0 == 0;
-    let mut worker = Worker::new(job, comm, job.threads(local))?;
-    let run = open_folder(job, &worker)?;
+    let first = worker.comm().rank().0 == 0;
+    let run = open_folder(job, worker.comm())?;
     let before = match &run {
-        Some(run) => checkpoint::resume(&mut worker, job, run)?.unwrap_or_default(),
+        Some(run) => worker.resume(job, run)?.unwrap_or_default(),
         None => Totals::default(),
     };
-    let metrics = run.as_ref().filter(|_| first).map(|run| run.metrics(worker.step)).transpose()?;
-    let clock = Clock::new(&worker, before);
+    let begun = worker.steps_done();
+    let metrics = run.as_ref().filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
+    let clock = Clock::new(worker.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
-    if let Some(watch) = record.watch.as_deref_mut().filter(|_| worker.step > 0) {
-        watch.note(&format!("resumed at step {}", worker.step));
+    if let Some(watch) = record.watch.as_deref_mut() {
+        if let Some(note) = worker.note()? {
+            watch.note(&note);
+        }
+        if begun > 0 {
+            watch.note(&format!("resumed at step {begun}"));
+        }
     }
 
-    let first_loss = if worker.step == 0 { Some(worker.evaluate()?) } else { None };
+    let first_loss = if begun == 0 { Some(worker.evaluate()?) } else { None };
     let mut last_loss = first_loss;
-    let (mut evaluated, mut saved) = (worker.step, worker.step);
-    while worker.step < config.steps {
+    let (mut evaluated, mut saved) = (begun, begun);
+    while worker.steps_done() < config.steps {
         let done = worker.step(job.stop.requested().is_some())?;
         let agreed = done.synced == Synced::Yes;
         let end = done.step == config.steps;
@@ -193,25 +294,24 @@ fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)
             evaluated = done.step;
         }
         if first {
-            record.step(done, val_loss, &clock.totals(&worker))?;
+            record.step(done, val_loss, &clock.totals(worker.comm()))?;
         }
         if let Some(run) = &run
             && agreed
             && (end || stop || due(config.checkpoint_every, saved))
         {
-            checkpoint::save(&worker, job, run, clock.totals(&worker))?;
+            let totals = clock.totals(worker.comm());
+            worker.save(job, run, totals)?;
             saved = done.step;
         }
         if stop {
             return Err(Error::Stopped(job.stop.requested().unwrap_or(Signal::Terminate)));
         }
     }
-    if !first {
-        return Ok(None);
-    }
-    let text = sample(job, &worker)?;
-    let hash = worker.hash()?.to_hex().to_string();
-    let totals = clock.totals(&worker);
+    let totals = clock.totals(worker.comm());
+    let Some((stage, params)) = worker.whole()? else { return Ok(None) };
+    let text = sample(job, stage, params)?;
+    let hash = hash(stage, params)?.to_hex().to_string();
     let report =
         Report::new(job, (simulated, link), (first_loss, last_loss), record.rows, totals, hash, text)?;
     if let Some(run) = &run {

@@ -40,22 +40,27 @@ pub(super) fn vote(comm: &Communicator, loss: f64, stop: bool) -> Pending<Result
     comm.start_all_reduce(vec![loss, f64::from(u8::from(stop))], ReduceOp::Mean)
 }
 
+/// How a job's values are averaged.
+pub(super) fn average_config(job: &Job) -> AverageConfig {
+    let config = &job.config;
+    // One worker has nobody to send to, and nothing to lose bits for.
+    let codec: CodecSpec = match config.codec {
+        _ if job.world == 1 => CodecSpec::default(),
+        codec if config.error_feedback => codec.with_feedback(),
+        codec => codec,
+    };
+    AverageConfig {
+        codec,
+        bucket_bytes: (config.bucket_mb * 1e6) as usize,
+        overlap: config.overlap,
+        seed: config.seed,
+    }
+}
+
 impl Sync {
     pub(super) fn new(job: &Job, comm: &Communicator, stage: &Stage, params: &Tensor) -> Result<Self> {
         let config = &job.config;
-        // One worker has nobody to send to, and nothing to lose bits for.
-        let codec: CodecSpec = match config.codec {
-            _ if job.world == 1 => CodecSpec::default(),
-            codec if config.error_feedback => codec.with_feedback(),
-            codec => codec,
-        };
-        let average = AverageConfig {
-            codec,
-            bucket_bytes: (config.bucket_mb * 1e6) as usize,
-            overlap: config.overlap,
-            seed: config.seed,
-        };
-        let average = Average::new(comm.clone(), stage.layout(), average)?;
+        let average = Average::new(comm.clone(), stage.layout(), average_config(job))?;
         Ok(match config.sync {
             SyncKind::Ddp => Self::Ddp(average),
             SyncKind::Diloco => {

@@ -1,13 +1,16 @@
 //! One rank: its replica of the model, its optimizer, its batches, and how it agrees with the others.
 
+use std::collections::BTreeMap;
+
 use farflung_base::Nanos;
 use farflung_comm::{Communicator, ReduceOp};
-use farflung_optim::{AdamW, Chain, Prepared, Schedule, Sgd, adamw, sgd};
-use farflung_tensor::{Device, Tensor};
+use farflung_optim::{AdamW, Chain, OuterOptimizer, Prepared, Schedule, Sgd, adamw, sgd};
+use farflung_tensor::{Device, Param, ParamLayout, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::weights::Weights;
 use farflung_zoo::{Input, Output, Sampler, Stage, stage};
 
+use super::checkpoint::{Counters, Keeps, Named, Source};
 use super::job::Job;
 use super::sync::{Sync, Synced, vote};
 use crate::config::choice::{OptimizerKind, ScheduleKind};
@@ -45,15 +48,15 @@ pub struct StepDone {
     pub stop: bool,
 }
 
-/// The optimizer chain of a config.
-fn chain(config: &TrainConfig, device: &Device, stage: &Stage) -> Result<Chain> {
-    let decay = match config.schedule {
+/// The optimizer chain of a config that makes so many updates in a step.
+pub(super) fn chain(config: &TrainConfig, device: &Device, stage: &Stage, updates: u64) -> Result<Chain> {
+    let decay = match config.lr_schedule {
         ScheduleKind::Constant => farflung_optim::Decay::Constant,
         ScheduleKind::Linear => farflung_optim::Decay::Linear,
         ScheduleKind::Cosine => farflung_optim::Decay::Cosine,
     };
     let least = config.min_lr.min(config.lr);
-    let schedule = Schedule::new(config.lr, least, config.warmup, config.steps, decay)?;
+    let schedule = Schedule::new(config.lr, least, config.warmup * updates, config.steps * updates, decay)?;
     let clip = (config.clip > 0.0).then_some(config.clip);
     let weight_decay = config.weight_decay;
     let links = match config.optimizer {
@@ -66,6 +69,89 @@ fn chain(config: &TrainConfig, device: &Device, stage: &Stage) -> Result<Chain> 
         }
     };
     Ok(links.build(device, stage.layout())?)
+}
+
+impl Keeps for Worker {
+    fn comm(&self) -> &Communicator {
+        &self.comm
+    }
+    fn parts(&self) -> Vec<(usize, usize)> {
+        Vec::new()
+    }
+    fn counters(&self) -> Counters {
+        Counters {
+            step: self.step,
+            outer_step: self.sync.outer().map_or(0, OuterOptimizer::step),
+            rounds: self.sync.average().round(),
+        }
+    }
+    fn weights(&self) -> Result<Vec<Named>> {
+        named(&self.stage, &self.params, str::to_owned)
+    }
+    fn states(&self) -> Result<Vec<Named>> {
+        let mut states = Vec::new();
+        for (name, state) in self.chain.states() {
+            states.push((format!("chain.{name}"), state.to_vec::<f32>()?));
+        }
+        if let Some(outer) = self.sync.outer() {
+            for (name, state) in outer.states() {
+                states.push((format!("outer.{name}"), state.to_vec::<f32>()?));
+            }
+        }
+        states.extend(self.sync.average().save("average.")?);
+        let flat = |(name, values): (String, Vec<f32>)| Named { name, shape: vec![values.len()], values };
+        Ok(states.into_iter().map(flat).collect())
+    }
+    fn restore(&mut self, from: &Source) -> Result<()> {
+        self.params.write(&from.weights(self.stage.layout())?)?;
+        restore_chain(&mut self.chain, self.stage.layout(), from, from.step())?;
+        if let Some(outer) = self.sync.outer_mut() {
+            outer.restore(from.outer_step(), |name| from.state(&format!("outer.{name}")))?;
+        }
+        // What codecs still owe belongs to ranks; where those held other parts, it is let go of.
+        if from.own {
+            self.sync.average_mut().restore("average.", from.rounds(), |name| from.state(name))?;
+        }
+        self.step = from.step();
+        Ok(())
+    }
+}
+
+/// The tensors of a stage's flat buffer.
+pub(super) fn named(stage: &Stage, flat: &Tensor, name: impl Fn(&str) -> String) -> Result<Vec<Named>> {
+    let all = flat.to_vec::<f32>()?;
+    let tensor = |p: &Param| Named {
+        name: name(&p.name),
+        shape: p.shape.dims().to_vec(),
+        values: all[p.range()].to_vec(),
+    };
+    Ok(stage.layout().params().iter().map(tensor).collect())
+}
+
+/// An optimizer after so many updates, with a checkpoint's states.
+pub(super) fn restore_chain(
+    chain: &mut Chain,
+    layout: &ParamLayout,
+    from: &Source,
+    updates: u64,
+) -> Result<()> {
+    let states: BTreeMap<String, Vec<f32>> = chain
+        .states()
+        .filter_map(|(name, _)| Some((name.to_owned(), from.flat(&format!("chain.{name}"), layout)?)))
+        .collect();
+    Ok(chain.restore(updates, |name| states.get(name).map(Vec::as_slice))?)
+}
+
+/// Hash of a stage's parameters, padding left out.
+pub(super) fn hash(stage: &Stage, params: &Tensor) -> Result<blake3::Hash> {
+    let all = params.to_vec::<f32>()?;
+    let mut hasher = blake3::Hasher::new();
+    for p in stage.layout().params() {
+        for value in &all[p.range()] {
+            hasher.update(&value.to_le_bytes());
+        }
+    }
+    Ok(hasher.finalize())
 }
 
 impl Worker {
@@ -83,11 +169,11 @@ impl Worker {
         let compute = (job.modelled(flops / 3.0), job.modelled(flops * 2.0 / 3.0));
         Ok(Self {
             grads: stage.zeros()?,
-            chain: chain(&job.config, &device, &stage)?,
+            chain: chain(&job.config, &device, &stage, 1)?,
             sync: Sync::new(job, &comm, &stage, &params)?,
             sampler: job.sampler(rank)?,
             evaluation: job.evaluation(rank)?,
-            accumulate: job.config.accumulate,
+            accumulate: job.microbatches(),
             world: job.world,
             stage,
             params,
@@ -130,14 +216,7 @@ impl Worker {
 
     /// Hash of the parameters, padding left out: equal on all replicas after each agreed step.
     pub fn hash(&self) -> Result<blake3::Hash> {
-        let all = self.params.to_vec::<f32>()?;
-        let mut hasher = blake3::Hasher::new();
-        for p in self.stage.layout().params() {
-            for value in &all[p.range()] {
-                hasher.update(&value.to_le_bytes());
-            }
-        }
-        Ok(hasher.finalize())
+        hash(&self.stage, &self.params)
     }
 
     /// One optimizer step: forward and backward of each microbatch, averaging as the run's method says, and the update.

@@ -1,0 +1,164 @@
+//! A part of the model on one rank: its parameters in all versions that microbatches still need, its gradients, its
+//! optimizer. It knows neither other ranks' parts nor the schedule.
+
+use std::collections::BTreeMap;
+
+use farflung_optim::{Average, Chain, Prepared};
+use farflung_parallel::pipeline::StageCost;
+use farflung_tensor::{Op, Tensor};
+use farflung_zoo::block::Grads;
+use farflung_zoo::{Input, Output, Saved, Stage};
+
+use crate::Result;
+
+/// A part with its state.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) stage: Stage,
+    pub(super) params: Tensor,
+    pub(super) grads: Tensor,
+    pub(super) chain: Chain,
+    /// Over all that hold the same part; none where this rank is the only one, or the part has no parameters.
+    pub(super) average: Option<Average>,
+    /// Modelled times.
+    pub(super) cost: StageCost,
+    /// Whether `grads` hold what the next update takes, rather than what the last one took.
+    pending: bool,
+    reducing: bool,
+    /// Updates since the pipeline was empty: the version of `params`.
+    version: u32,
+    older: BTreeMap<u32, Tensor>,
+}
+
+/// What a part keeps of a microbatch.
+#[derive(Debug)]
+pub(super) struct Held {
+    /// None between a forward of which nothing was kept and its recomputation.
+    pub(super) saved: Option<Saved>,
+    /// The hidden states that came in, where they are needed again.
+    pub(super) input: Option<Tensor>,
+    pub(super) version: u32,
+}
+
+/// A copy on the same device.
+pub(super) fn copy(x: &Tensor) -> Result<Tensor> {
+    let mut y = x.device().empty(x.dtype(), x.shape())?;
+    x.device().run(Op::Cast { x: x.view(), y: y.view_mut() })?;
+    Ok(y)
+}
+
+impl Part {
+    pub(super) fn new(
+        stage: Stage,
+        params: Tensor,
+        chain: Chain,
+        average: Option<Average>,
+        cost: StageCost,
+    ) -> Result<Self> {
+        let grads = stage.zeros()?;
+        let older = BTreeMap::new();
+        Ok(Self {
+            stage,
+            params,
+            grads,
+            chain,
+            average,
+            cost,
+            pending: false,
+            reducing: false,
+            version: 0,
+            older,
+        })
+    }
+
+    /// The pipeline is empty: all that begins sees the newest parameters, and nothing is in the gradients.
+    pub(super) fn begin(&mut self) {
+        (self.pending, self.reducing, self.version) = (false, false, 0);
+        self.older.clear();
+    }
+
+    /// The parameters of a version.
+    fn at(&self, version: u32) -> &Tensor {
+        if version == self.version {
+            return &self.params;
+        }
+        self.older.get(&version).expect("versions that microbatches still see are kept")
+    }
+
+    pub(super) fn forward(
+        &self,
+        version: u32,
+        input: Input,
+        targets: Option<(&Tensor, f32)>,
+    ) -> Result<(Output, Saved)> {
+        Ok(self.stage.forward(self.at(version), input, targets)?)
+    }
+
+    pub(super) fn recompute(&self, version: u32, input: Input, saved: &mut Saved) -> Result<()> {
+        Ok(self.stage.recompute(self.at(version), input, saved)?)
+    }
+
+    pub(super) fn backward_input(
+        &self,
+        version: u32,
+        saved: &mut Saved,
+        dy: Option<Tensor>,
+    ) -> Result<Option<Tensor>> {
+        Ok(self.stage.backward_input(self.at(version), saved, dy)?)
+    }
+
+    /// Adds a microbatch's gradients of the weights.
+    pub(super) fn backward_weight(&mut self, saved: Saved) -> Result<()> {
+        let accumulate = std::mem::replace(&mut self.pending, true);
+        let mut grads = Grads { flat: &mut self.grads, accumulate };
+        Ok(self.stage.backward_weight(saved, &mut grads)?)
+    }
+
+    /// The gradients of an update are complete here: those of the other holders may come.
+    pub(super) fn reduce(&mut self) -> Result<()> {
+        if !std::mem::replace(&mut self.pending, true) {
+            // A copy of the model that saw no microbatch adds nothing.
+            self.grads = self.stage.zeros()?;
+        }
+        if let Some(average) = &mut self.average {
+            average.start_all(&self.grads)?;
+        }
+        self.reducing = true;
+        Ok(())
+    }
+
+    /// The gradients are those of all holders after this.
+    pub(super) fn finish_reduce(&mut self) -> Result<()> {
+        if !self.reducing {
+            self.reduce()?;
+        }
+        if let Some(average) = &mut self.average {
+            average.finish_all(&mut self.grads)?;
+        }
+        self.reducing = false;
+        Ok(())
+    }
+
+    /// Takes an update that all agreed on. The version before it is kept if `needed`, the oldest that a microbatch will
+    /// still see, is not newer.
+    pub(super) fn commit(&mut self, prepared: Prepared, needed: Option<u32>) -> Result<()> {
+        if needed.is_some_and(|needed| needed <= self.version) {
+            self.older.insert(self.version, copy(&self.params)?);
+        }
+        if !self.stage.layout().is_empty() {
+            self.chain.commit(&mut self.params, &self.grads, prepared)?;
+        }
+        if let Some(average) = &mut self.average {
+            average.commit();
+        }
+        self.version += 1;
+        self.older.retain(|&version, _| needed.is_some_and(|needed| needed <= version));
+        self.pending = false;
+        Ok(())
+    }
+
+    /// The elements of the token table in the flat buffers, in a part that has it.
+    pub(super) fn table(&self) -> std::ops::Range<usize> {
+        self.stage.layout().params()[0].range()
+    }
+}

@@ -1,0 +1,282 @@
+//! How a job's model lies on the ranks of a pipeline: which layers each part has, in which order the ranks work, and what
+//! that is modelled to take. A pure function of the settings, so that every rank finds the same. It knows no tensors.
+
+use std::ops::Range;
+
+use farflung_base::{Bytes, Link, Nanos, Rank, StageId};
+use farflung_parallel::pipeline::{
+    Action, Boundary, ComputeOrder, Lowering, Method, Op, PipelineCost, Placement, Schedule, Settings,
+    StageCost, Updates, simulate,
+};
+
+use super::super::job::Job;
+use super::super::links::topology;
+use crate::config::choice::{Recompute, SyncKind};
+use crate::{Error, Result, TrainConfig};
+
+/// Why `train` does not run a schedule; `None` if it does.
+///
+/// The one table behind `farflung train --help` and what a run refuses.
+#[must_use]
+pub const fn refusal(method: Method) -> Option<&'static str> {
+    match method {
+        Method::Inference => Some("it has no backward passes, so nothing would be trained"),
+        Method::TeraPipe => Some("the model's attention takes whole sequences, not slices of their tokens"),
+        _ => None,
+    }
+}
+
+/// A pipeline of a job, the same on each of its replicas.
+#[derive(Debug, Clone)]
+pub struct PipelinePlan {
+    /// Who made the schedule.
+    pub method: Method,
+    /// A step's work.
+    pub schedule: Schedule,
+    /// The layers of each part of the model.
+    pub layers: Vec<Range<usize>>,
+    /// What parts and links are modelled to take, on the first replica's ranks.
+    pub cost: PipelineCost,
+    /// Pipelines that train side by side.
+    pub replicas: usize,
+}
+
+fn refuse(field: &'static str, value: impl ToString, expected: impl Into<String>) -> Error {
+    Error::Setting { field, value: value.to_string(), expected: expected.into() }
+}
+
+impl PipelinePlan {
+    /// The plan of a job with more than one stage.
+    ///
+    /// Errors: [`Error::Setting`] with the setting that cannot be, and what a pipeline needs instead.
+    pub fn new(job: &Job) -> Result<Self> {
+        let config = &job.config;
+        let method = config.schedule;
+        check(config, job.world)?;
+        let (ranks, microbatches) = (config.stages as u32, job.microbatches() as u32);
+        let chunks = config.chunks.map(|chunks| chunks as u32);
+        let per_rank = chunks.unwrap_or(method.default_chunks());
+        let both_ways = matches!(method, Method::Chimera | Method::DualPipe);
+        let parts = if both_ways { ranks } else { ranks.saturating_mul(per_rank) };
+        let layers = cut(job.model.layers, parts as usize)?;
+        let stages: Vec<_> = layers.iter().map(|layers| part_cost(job, layers)).collect();
+        let topology = topology(config, job.world)?;
+        let bytes = hidden_bytes(job);
+        // The link of neighbours stands for all of them: no schedule depends on more.
+        let hops = (1..ranks).map(|r| {
+            let (from, to) = (Rank(r - 1), Rank(r));
+            let link = Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency };
+            link.time(bytes)
+        });
+        let settings = Settings {
+            chunks,
+            hop: hops.max().unwrap_or_default(),
+            cost: stages.clone(),
+            memory: config.memory.map(|memory| memory as u32),
+            ..Settings::new(ranks, microbatches)
+        };
+        let order = method.order(&settings).map_err(Error::schedule)?;
+        let order = if config.recompute == Recompute::None { order } else { order.with_recompute() };
+        let order = match order.updates() {
+            Updates::Stashed { .. } => order.with_updates(Updates::Stashed { sync: config.version_sync }),
+            _ => order,
+        };
+        let placement = order.placement();
+        let between = |part: u32| {
+            let (from, to) = (placement.rank(StageId(part)), placement.rank(StageId(part + 1)));
+            let link = Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency };
+            Boundary { link, forward: bytes, backward: bytes }
+        };
+        let boundaries = (0..placement.depth() - 1).map(between).collect();
+        let cost = PipelineCost { stages, boundaries, slices: Vec::new(), overlap_percent: 0 };
+        let replicas = job.replicas();
+        let lowering = Lowering {
+            replicas: replicas > 1,
+            tied: Tie::of(placement) == Tie::Across,
+            ..Lowering::default()
+        };
+        let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
+        Ok(Self { method, schedule, layers, cost, replicas })
+    }
+
+    /// Which rank holds which part.
+    #[must_use]
+    pub fn placement(&self) -> &Placement {
+        self.schedule.order().placement()
+    }
+
+    /// When weights change.
+    #[must_use]
+    pub fn updates(&self) -> Updates {
+        self.schedule.order().updates()
+    }
+
+    /// Microbatches of a step on each replica.
+    #[must_use]
+    pub fn microbatches(&self) -> u32 {
+        self.schedule.order().microbatches()
+    }
+
+    /// Microbatches whose gradients one update takes, on each replica.
+    #[must_use]
+    pub fn per_update(&self) -> u32 {
+        match self.updates() {
+            Updates::Flush => self.microbatches(),
+            Updates::Stashed { .. } => 1,
+            Updates::TwoVersions { every } => every,
+        }
+    }
+
+    /// Forwards alone, on the same ranks: each stage all microbatches, those of two copies in turns.
+    ///
+    /// Errors: none that a placement of a method has.
+    pub(super) fn forwards(&self, microbatches: u32) -> Result<Schedule> {
+        let placement = self.placement();
+        let list = |rank| {
+            let stages = placement.stages_of(rank);
+            let op = |stage: StageId| {
+                let copy = stage.0 / placement.depth();
+                let mine = (0..microbatches).filter(move |m| m % placement.copies() == copy);
+                mine.map(move |m| Op::Run(Action::forward(stage.0, m)))
+            };
+            stages.flat_map(op).collect()
+        };
+        let lists = (0..placement.ranks()).map(Rank).map(list).collect();
+        let order = ComputeOrder::new(placement.clone(), microbatches, 1, lists).map_err(Error::schedule)?;
+        Schedule::new(order, &Lowering::default()).map_err(Error::schedule)
+    }
+
+    /// What a step's pipeline is predicted to take, and the part of it in which ranks stand still.
+    ///
+    /// Errors: none for a plan of [`PipelinePlan::new`].
+    pub fn prediction(&self) -> Result<(Nanos, f64)> {
+        let simulation = simulate(self.schedule.order(), &self.cost)?;
+        Ok((simulation.makespan(), simulation.bubble_fraction()))
+    }
+}
+
+/// Whether the settings go together with a pipeline.
+fn check(config: &TrainConfig, world: usize) -> Result<()> {
+    let (method, stages) = (config.schedule, config.stages);
+    if let Some(reason) = refusal(method) {
+        return Err(refuse("schedule", method, format!("one that trains: {reason}")));
+    }
+    if !world.is_multiple_of(stages) {
+        return Err(refuse("workers", world, format!("a multiple of the {stages} stages")));
+    }
+    if config.sync == SyncKind::Diloco {
+        let expected =
+            "ddp with `stages`: an outer step would have to be taken by all stages of a replica at once";
+        return Err(refuse("sync", config.sync, expected));
+    }
+    if !method.is_synchronous() && config.clip > 0.0 {
+        let expected =
+            format!("0 with {method}: its stages step at different times, so no step has a global norm");
+        return Err(refuse("clip", config.clip, expected));
+    }
+    let microbatches = microbatches(config);
+    if method == Method::PipeDream2Bw && !microbatches.is_multiple_of(stages) {
+        let expected = format!("for {method} a multiple of the {stages} stages: as many make one update");
+        return Err(refuse("microbatches", microbatches, expected));
+    }
+    Ok(())
+}
+
+/// Microbatches of a step: what `--microbatches` or `--accumulate` says, or what keeps a pipeline busy.
+pub(in super::super) fn microbatches(config: &TrainConfig) -> usize {
+    let unless_told = if config.stages > 1 { 2 * config.stages } else { 1 };
+    let accumulated = Some(config.accumulate).filter(|&n| n > 1);
+    config.microbatches.or(accumulated).unwrap_or(unless_told)
+}
+
+/// Cuts layers into parts as equal as they can be; the first and the last have one at least.
+fn cut(layers: usize, parts: usize) -> Result<Vec<Range<usize>>> {
+    if parts > 1 && layers < 2 {
+        return Err(refuse("stages", parts, format!("1 for a model of {layers} layer: it cannot be cut")));
+    }
+    let bound = |part: usize| match part {
+        0 => 0,
+        part if part == parts => layers,
+        part => ((2 * part * layers + parts) / (2 * parts)).clamp(1, layers - 1),
+    };
+    Ok((0..parts).map(|part| bound(part)..bound(part + 1)).collect())
+}
+
+/// Bytes of the hidden states of a microbatch.
+fn hidden_bytes(job: &Job) -> Bytes {
+    Bytes((job.config.batch * job.model.context * job.model.dim * size_of::<f32>()) as u64)
+}
+
+/// The modelled times of a part for a microbatch. Together they are those of the whole model.
+fn part_cost(job: &Job, layers: &Range<usize>) -> StageCost {
+    let model = &job.model;
+    let (d, context) = (model.dim as f64, model.context as f64);
+    let tokens = (job.config.batch * model.context) as f64;
+    let (matrices, attention) = (24.0 * d * d, 4.0 * d * context);
+    let head = if layers.end == model.layers { 2.0 * d * model.vocab as f64 } else { 0.0 };
+    let time = |blocks: usize, block: f64, head: f64| job.modelled(tokens * (blocks as f64 * block + head));
+    let blocks = layers.len();
+    let forward = matrices + attention;
+    StageCost {
+        forward: time(blocks, forward, head),
+        input: time(blocks, matrices + 2.0 * attention, head),
+        weight: time(blocks, matrices, head),
+        recompute: match job.config.recompute {
+            Recompute::Layers(again) => time(blocks.min(again), forward, 0.0),
+            _ => time(blocks, forward, head),
+        },
+        ..StageCost::default()
+    }
+}
+
+/// Where the two users of the token table are: the embedding and the head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tie {
+    /// One part has both.
+    Whole,
+    /// Each rank that holds one holds the other.
+    Local,
+    /// On two ranks.
+    Across,
+}
+
+impl Tie {
+    pub(super) fn of(placement: &Placement) -> Self {
+        let holders = |wanted: fn(&Placement, StageId) -> bool| {
+            let stages = (0..placement.stages()).map(StageId).filter(|&s| wanted(placement, s));
+            let mut ranks: Vec<Rank> = stages.map(|s| placement.rank(s)).collect();
+            ranks.sort_unstable();
+            ranks
+        };
+        match placement.depth() {
+            1 => Self::Whole,
+            _ if holders(Placement::is_first) == holders(Placement::is_last) => Self::Local,
+            _ => Self::Across,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_cut_evenly_and_the_ends_have_one() {
+        let lens = |layers, parts| cut(layers, parts).unwrap().iter().map(Range::len).collect::<Vec<_>>();
+        assert_eq!(lens(4, 2), [2, 2]);
+        assert_eq!(lens(12, 5).iter().sum::<usize>(), 12);
+        assert_eq!(lens(4, 8), [1, 0, 1, 0, 1, 0, 0, 1]);
+        assert_eq!(lens(2, 8), [1, 0, 0, 0, 0, 0, 0, 1]);
+        assert_eq!(lens(3, 1), [3]);
+        assert!(cut(1, 2).is_err());
+    }
+
+    #[test]
+    fn the_table_is_shared_within_a_rank_or_across_two() {
+        assert_eq!(Tie::of(&Placement::looped(4, 1)), Tie::Across);
+        assert_eq!(Tie::of(&Placement::looped(4, 2)), Tie::Across);
+        assert_eq!(Tie::of(&Placement::wave(4, 2)), Tie::Local);
+        assert_eq!(Tie::of(&Placement::both_ways(4)), Tie::Local);
+        assert_eq!(Tie::of(&Placement::looped(1, 1)), Tie::Whole);
+    }
+}

@@ -1,0 +1,147 @@
+//! Whole runs in pipelines as a user starts them: over simulated links, over TCP, cut in another way when resumed, and
+//! refused.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+struct Run(tempfile::TempDir);
+
+impl Run {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let text: String = (0..4000).map(|i| format!("{} is the square of {i}. ", i * i)).collect();
+        std::fs::write(folder.path().join("text.txt"), text).unwrap();
+        Self(folder)
+    }
+
+    fn at(&self, name: &str) -> std::path::PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// `farflung BEFORE train ... ARGS`, on a small model of four layers.
+    fn farflung(&self, before: &[&str], out: &str, args: &str) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
+        command.args(before).arg("train").args(
+            "--layers 4 --heads 2 --dim 16 --context 16 --batch 2 --warmup 2 --lr 0.01 --min-lr 0.01 --eval-batches 4 --eval-every 2 \
+             --sample-tokens 0 --codec none --threads 1 --quiet true"
+                .split(' '),
+        );
+        command.arg("--data").arg(self.at("text.txt")).arg("--out").arg(self.at(out));
+        if !args.contains("--steps") {
+            command.args(["--steps", "6"]);
+        }
+        command.args(args.split(' ')).output().unwrap()
+    }
+
+    fn done(&self, before: &[&str], out: &str, args: &str) -> Vec<farflung::StepMetrics> {
+        let output = self.farflung(before, out, args);
+        assert!(output.status.success(), "{args}: {}", String::from_utf8_lossy(&output.stderr));
+        farflung::metrics::read(&self.at(out).join("metrics.jsonl")).unwrap()
+    }
+}
+
+fn same(what: &str, a: &[farflung::StepMetrics], b: &[farflung::StepMetrics]) {
+    assert_eq!(a.len(), b.len(), "{what}");
+    for (a, b) in a.iter().zip(b) {
+        assert!((a.train_loss - b.train_loss).abs() < 1e-5, "{what}: {a:?} {b:?}");
+        let (x, y) = (a.val_loss.unwrap_or(0.0), b.val_loss.unwrap_or(0.0));
+        assert!((x - y).abs() < 1e-5 && a.tokens == b.tokens, "{what}: {a:?} {b:?}");
+    }
+}
+
+fn model(out: &Path) -> Vec<u8> {
+    std::fs::read(out.join("step-00000006/model.safetensors")).unwrap()
+}
+
+#[test]
+fn a_run_is_cut_in_another_way_at_each_resume() {
+    let run = Run::new();
+    let whole = run.done(&[], "whole", "--workers 1 --accumulate 8");
+    // Four stages, then one process, then two stages of a V with two replicas.
+    let stop_at = |steps: &str, args: &str| {
+        run.done(&[], "cut", &format!("{args} --steps {steps} --lr-schedule constant --resume auto"))
+    };
+    let constant = run.done(&[], "constant", "--workers 1 --accumulate 8 --lr-schedule constant");
+    stop_at("2", "--stages 4 --schedule zb-h1 --microbatches 8");
+    stop_at("3", "--workers 1 --accumulate 8");
+    stop_at("5", "--stages 2 --schedule zbv --microbatches 4");
+    let cut = stop_at("6", "--workers 2 --stages 2 --schedule gpipe --microbatches 8 --recompute full");
+    same("resumed", &cut, &constant);
+    assert_eq!(whole.len(), 6);
+    // Rank 0 has the whole model for `eval`.
+    let mut eval = Command::new(env!("CARGO_BIN_EXE_farflung"));
+    eval.arg("eval").arg(run.at("cut")).arg("--data").arg(run.at("text.txt"));
+    let eval = eval.args(["--batches", "2", "--json"]).output().unwrap();
+    assert!(eval.status.success(), "{eval:?}");
+    // A step of other sequences is another run.
+    let other = run.farflung(&[], "cut", "--stages 4 --microbatches 4 --steps 7 --resume auto");
+    let message = String::from_utf8_lossy(&other.stderr);
+    assert!(other.status.code() == Some(2) && message.contains("16 sequences"), "{message}");
+}
+
+#[test]
+fn a_killed_pipeline_resumes_with_the_same_bits() {
+    let run = Run::new();
+    for args in ["--stages 4 --schedule 1f1b", "--stages 2 --schedule chimera --codec int8"] {
+        let (alone, twice) = (format!("alone {args}"), format!("twice {args}"));
+        let constant = format!("{args} --lr-schedule constant");
+        let a = run.done(&[], &alone, &constant);
+        run.done(&[], &twice, &format!("{constant} --steps 3"));
+        let b = run.done(&[], &twice, &format!("{constant} --resume auto"));
+        same(args, &a, &b);
+        assert_eq!(model(&run.at(&alone)), model(&run.at(&twice)), "{args}");
+    }
+}
+
+#[test]
+fn processes_over_tcp_train_as_threads_over_simulated_links() {
+    let run = Run::new();
+    let args = "--stages 2 --schedule zb-h1 --microbatches 4 --workers 2";
+    let threads = run.done(&[], "threads", args);
+    let processes = run.done(&["launch", "-n", "2", "--"], "processes", args);
+    same("tcp", &processes, &threads);
+    assert_eq!(model(&run.at("threads")), model(&run.at("processes")));
+}
+
+#[test]
+fn stages_that_do_not_flush_learn() {
+    let run = Run::new();
+    for schedule in ["pipedream", "pipedream-2bw"] {
+        let args = format!("--stages 4 --schedule {schedule} --clip 0 --microbatches 8");
+        let rows = run.done(&[], schedule, &args);
+        assert!(rows[5].train_loss < rows[0].train_loss - 0.1, "{schedule}: {rows:?}");
+    }
+}
+
+#[test]
+fn what_does_not_run_is_refused_with_the_reason() {
+    let run = Run::new();
+    for (args, reason) in [
+        ("--stages 4 --schedule inference", "nothing would be trained"),
+        ("--stages 4 --schedule terapipe", "whole sequences"),
+        ("--stages 4 --schedule pipedream", "no step has a global norm"),
+        ("--stages 4 --schedule pipedream-2bw --clip 0 --microbatches 6", "a multiple of the 4 stages"),
+        ("--stages 4 --schedule interleaved --microbatches 6", "a multiple of the 4 stages"),
+        ("--stages 3 --workers 4", "a multiple of the 3 stages"),
+        ("--stages 4 --sync diloco", "all stages of a replica at once"),
+        ("--stages 4 --schedule dualpipe --microbatches 4", "at least 8"),
+        ("--stages 4 --chunks 3", "for 1f1b 1"),
+        ("--stages 2 --layers 1", "cannot be cut"),
+        ("--stages 2 --microbatches 4 --accumulate 2", "`microbatches` is 4"),
+        ("--stages 4 --schedule gpip", "zb-h1"),
+    ] {
+        let output = run.farflung(&[], "refused", args);
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{args}: {message}");
+        assert!(message.contains(reason), "{args}: {message}");
+    }
+    let help = Command::new(env!("CARGO_BIN_EXE_farflung")).args(["train", "--help"]).output().unwrap();
+    let help = String::from_utf8_lossy(&help.stdout);
+    for method in farflung::parallel::pipeline::Method::ALL {
+        let refused = farflung::train::refusal(method);
+        let line = help.lines().find(|l| l.trim_start().split(' ').next() == Some(method.name()));
+        assert_eq!(line.unwrap().contains("not in train"), refused.is_some(), "{method}");
+    }
+}

@@ -1,0 +1,248 @@
+//! Pipelines of real GPT stages against one process with the same microbatches.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use farflung::config::choice::{OptimizerKind, Recompute, ScheduleKind, TransportKind};
+use farflung::parallel::pipeline::{Method, Updates, VersionSync};
+use farflung::tensor::{Device, Tensor};
+use farflung::train::{Job, Pipelined, Seat, Worker, refusal, seats};
+use farflung::zoo::block::Grads;
+use farflung::zoo::{Input, Output, Stage, stage};
+use farflung::{Stop, TrainConfig};
+
+const STEPS: u64 = 3;
+
+/// A GPT of four layers on a text of its own.
+fn config() -> (tempfile::TempDir, TrainConfig) {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("text.txt");
+    let text: String = (0..4000).map(|i| format!("{} is the square of {i}. ", i * i)).collect();
+    std::fs::write(&data, text).unwrap();
+    let config = TrainConfig {
+        data: Some(data),
+        layers: Some(4),
+        heads: Some(2),
+        dim: Some(16),
+        context: Some(16),
+        batch: 2,
+        steps: STEPS,
+        warmup: 0,
+        lr: 0.01,
+        lr_schedule: ScheduleKind::Constant,
+        clip: 0.0,
+        codec: "none".parse().unwrap(),
+        eval_batches: 4,
+        transport: TransportKind::Memory,
+        threads: 1,
+        ..TrainConfig::default()
+    };
+    (folder, config)
+}
+
+fn job(config: &TrainConfig) -> Job {
+    Job::new(config.clone(), config.workers, Stop::manual()).unwrap()
+}
+
+/// Runs `work` as each rank, a thread each.
+fn on_all<T: Send>(job: &Job, work: impl Fn(Seat) -> T + Sync) -> Vec<T> {
+    let work = &work;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = seats(&job.config, None)
+            .unwrap()
+            .into_iter()
+            .map(|seat| scope.spawn(move || work(seat)))
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Losses, the last gradient, the parameters and the held-out loss of a run.
+#[derive(Debug, PartialEq)]
+struct Trace {
+    losses: Vec<f64>,
+    grads: Vec<f32>,
+    params: Vec<f32>,
+    held_out: f64,
+}
+
+fn alone(config: &TrainConfig, microbatches: usize) -> Trace {
+    let config =
+        TrainConfig { workers: 1, stages: 1, accumulate: microbatches, microbatches: None, ..config.clone() };
+    let job = job(&config);
+    on_all(&job, |seat| {
+        let mut worker = Worker::new(&job, seat.comm, 1).unwrap();
+        let losses = (0..STEPS).map(|_| worker.step(false).unwrap().loss).collect();
+        Trace {
+            losses,
+            grads: worker.grads().to_vec().unwrap(),
+            params: worker.params().to_vec().unwrap(),
+            held_out: worker.evaluate().unwrap(),
+        }
+    })
+    .remove(0)
+}
+
+fn piped(config: &TrainConfig) -> Trace {
+    let job = job(config);
+    let traces = on_all(&job, |seat| {
+        let mut rank = Pipelined::new(&job, seat.comm, 1).unwrap();
+        let losses = (0..STEPS).map(|_| rank.step(false).unwrap().loss).collect();
+        let held_out = rank.evaluate().unwrap();
+        let grads = rank.gather_grads().unwrap();
+        let params = rank.gather_params().unwrap();
+        Some(Trace { losses, grads: grads?.to_vec().unwrap(), params: params?.to_vec().unwrap(), held_out })
+    });
+    traces.into_iter().flatten().next().unwrap()
+}
+
+fn off(a: &[f32], b: &[f32]) -> f64 {
+    let square = |x: f64| x * x;
+    let off: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(a - b))).sum();
+    (off / b.iter().map(|&b| square(f64::from(b))).sum::<f64>()).sqrt()
+}
+
+fn close(name: &str, got: &Trace, want: &Trace) {
+    let losses = got.losses.iter().zip(&want.losses).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+    assert!(losses < 1e-6, "{name}: losses {losses}");
+    assert!((got.held_out - want.held_out).abs() < 1e-6, "{name}: {} {}", got.held_out, want.held_out);
+    assert!(off(&got.grads, &want.grads) < 1e-5, "{name}: gradients {}", off(&got.grads, &want.grads));
+    assert!(off(&got.params, &want.params) < 1e-5, "{name}: parameters {}", off(&got.params, &want.params));
+}
+
+#[test]
+fn every_synchronous_schedule_trains_as_one_process() {
+    let (_folder, config) = config();
+    let want = alone(&config, 4);
+    for schedule in Method::ALL.into_iter().filter(|m| m.is_synchronous() && refusal(*m).is_none()) {
+        let config = TrainConfig { workers: 2, stages: 2, schedule, microbatches: Some(4), ..config.clone() };
+        close(schedule.name(), &piped(&config), &want);
+    }
+}
+
+#[test]
+fn recomputation_replicas_and_a_clipped_norm_change_nothing() {
+    let (_folder, config) = config();
+    let config = TrainConfig { clip: 0.1, ..config };
+    let want = alone(&config, 8);
+    let four = TrainConfig { workers: 4, stages: 2, microbatches: Some(4), ..config.clone() };
+    for (schedule, recompute) in [
+        (Method::OneFOneB, Recompute::None),
+        (Method::GPipe, Recompute::Full),
+        (Method::Chimera, Recompute::Layers(1)),
+        (Method::ZbV, Recompute::None),
+    ] {
+        close(schedule.name(), &piped(&TrainConfig { schedule, recompute, ..four.clone() }), &want);
+    }
+    let long = TrainConfig { workers: 4, stages: 4, microbatches: Some(8), ..config };
+    for schedule in [Method::ZbH1, Method::DualPipeV] {
+        close(schedule.name(), &piped(&TrainConfig { schedule, ..long.clone() }), &want);
+    }
+}
+
+/// One process that gives each part of the model the version of its weights that the method's rule says.
+fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
+    let job = job(&TrainConfig { workers: 1, stages: 1, microbatches: None, ..config.clone() });
+    let device = Device::cpu(1).unwrap();
+    let depth = config.stages as u32;
+    let m = config.microbatches.unwrap() as u32;
+    let per_update = if let Updates::TwoVersions { every } = updates { every } else { 1 };
+    let stages: Vec<Stage> =
+        (0..config.stages).map(|k| Stage::new(job.model, k..k + 1, &device).unwrap()).collect();
+    let mut params: Vec<Vec<f32>> =
+        stages.iter().map(|s| s.init(config.seed).unwrap().to_vec().unwrap()).collect();
+    let sampler = job.sampler(0).unwrap();
+    let tokens = 16.0 * 2.0;
+    let mut losses = Vec::new();
+    for step in 0..STEPS {
+        // By version, by part.
+        let mut versions = vec![params.clone()];
+        let mut sums: Vec<Vec<f32>> = params.iter().map(|p| vec![0.0; p.len()]).collect();
+        let mut loss = 0.0;
+        for micro in 0..m {
+            let seen: Vec<Tensor> = (0..depth)
+                .map(|k| {
+                    let values = &versions[updates.version(k, depth, micro) as usize][k as usize];
+                    device.tensor(values, values.len()).unwrap()
+                })
+                .collect();
+            let (mut x, mut y) = (Vec::new(), Vec::new());
+            sampler.batch(step * u64::from(m) + u64::from(micro), &mut x, &mut y).unwrap();
+            let targets = stages[0].tokens(&y, 16).unwrap();
+            let mut input = Input::Tokens(stages[0].tokens(&x, 16).unwrap());
+            let mut kept = Vec::new();
+            for (k, (stage, p)) in stages.iter().zip(&seen).enumerate() {
+                let scale = 1.0 / (tokens * per_update as f32);
+                let targets = (k + 1 == stages.len()).then_some((&targets, scale));
+                let (out, saved) = stage.forward(p, input, targets).unwrap();
+                kept.push(saved);
+                input = match out {
+                    Output::Hidden(h) => Input::Hidden(h),
+                    Output::Losses(l) => {
+                        loss += stage::total(&l).unwrap();
+                        Input::Hidden(l)
+                    }
+                };
+            }
+            let mut dy = None;
+            for (k, saved) in kept.into_iter().enumerate().rev() {
+                let mut flat = stages[k].zeros().unwrap();
+                let mut grads = Grads { flat: &mut flat, accumulate: false };
+                dy = stages[k].backward(&seen[k], saved, dy, &mut grads, |_, _| {}).unwrap();
+                let values = flat.to_vec::<f32>().unwrap();
+                sums[k].iter_mut().zip(values).for_each(|(sum, g)| *sum += g);
+            }
+            if (micro + 1) % per_update == 0 {
+                // The token table has two users.
+                let table = stages[0].layout().params()[0].range();
+                let last = stages.len() - 1;
+                for i in table {
+                    let sum = sums[0][i] + sums[last][i];
+                    (sums[0][i], sums[last][i]) = (sum, sum);
+                }
+                for (p, sum) in params.iter_mut().zip(&mut sums) {
+                    p.iter_mut().zip(&*sum).for_each(|(p, g)| *p -= config.lr as f32 * g);
+                    sum.fill(0.0);
+                }
+                versions.push(params.clone());
+            }
+        }
+        losses.push(loss / (f64::from(tokens) * f64::from(m)));
+    }
+    let mut whole = vec![0.0; Stage::whole(job.model, &device).unwrap().layout().len()];
+    let layout = Stage::whole(job.model, &device).unwrap().layout().clone();
+    for (stage, p) in stages.iter().zip(&params) {
+        for param in stage.layout().params() {
+            let to = &layout.params()[layout.find(&param.name).unwrap()];
+            whole[to.range()].copy_from_slice(&p[param.range()]);
+        }
+    }
+    (losses, whole)
+}
+
+#[test]
+fn asynchronous_schedules_train_as_one_process_with_the_same_stale_weights() {
+    let (_folder, config) = config();
+    let config = TrainConfig {
+        optimizer: OptimizerKind::Sgd,
+        momentum: 0.0,
+        weight_decay: 0.0,
+        lr: 0.5,
+        min_lr: 0.0,
+        workers: 4,
+        stages: 4,
+        microbatches: Some(12),
+        ..config
+    };
+    for (schedule, version_sync, updates) in [
+        (Method::PipeDream, VersionSync::Newest, Updates::Stashed { sync: VersionSync::Newest }),
+        (Method::PipeDream, VersionSync::Vertical, Updates::Stashed { sync: VersionSync::Vertical }),
+        (Method::PipeDream2Bw, VersionSync::Newest, Updates::TwoVersions { every: 4 }),
+    ] {
+        let config = TrainConfig { schedule, version_sync, ..config.clone() };
+        let got = piped(&config);
+        let (losses, params) = stale(&config, updates);
+        let worst = got.losses.iter().zip(&losses).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(worst < 1e-6, "{schedule} {updates}: {:?} {losses:?}", got.losses);
+        assert!(off(&got.params, &params) < 1e-6, "{schedule} {updates}: {}", off(&got.params, &params));
+    }
+}
