@@ -1,5 +1,6 @@
 //! A group of ranks over a transport: what its calls have in common. It knows no network.
 
+mod admission;
 mod collectives;
 mod membership;
 mod messages;
@@ -43,10 +44,17 @@ struct Group {
     me: usize,
     members: Arc<[PeerId]>,
     next: AtomicU32,
+    /// How often it was shrunk.
+    shrinks: AtomicU32,
     failed: Mutex<Option<Arc<CommError>>>,
 }
 
 impl Group {
+    fn new(context: u64, me: usize, members: Arc<[PeerId]>) -> Arc<Self> {
+        let zero = AtomicU32::default;
+        Arc::new(Self { context, me, members, next: zero(), shrinks: zero(), failed: Mutex::default() })
+    }
+
     /// Notes the first failure and tells the others, so that they need not wait for their deadlines.
     fn fail(&self, error: &CommError, port: &mut dyn Port) {
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -168,22 +176,27 @@ impl Communicator {
     /// declared topology of 1 Gbit/s and 200 us.
     #[must_use]
     pub fn new(transport: Arc<dyn Transport>) -> Self {
-        let size = transport.size();
-        let me = transport.me().index();
+        let (size, me) = (transport.size(), transport.me().index());
         let members = (0..size as u32).map(PeerId).collect();
+        Self::of(transport, me, members, 0, Nanos::from_millis(60_000))
+    }
+
+    /// So many members, this rank among them, with the ring and the default topology.
+    fn of(
+        transport: Arc<dyn Transport>,
+        me: usize,
+        members: Arc<[PeerId]>,
+        context: u64,
+        deadline: Nanos,
+    ) -> Self {
         let [.., (_, bandwidth, us), _] = Link::NAMED;
         let link = Link { bandwidth: farflung_base::Bandwidth(bandwidth), latency: Nanos::from_micros(us) };
+        let topology = Topology::uniform(members.len(), link);
         Self {
             transport,
-            group: Arc::new(Group {
-                context: 0,
-                me,
-                members,
-                next: AtomicU32::new(0),
-                failed: Mutex::default(),
-            }),
-            deadline: Nanos::from_millis(60_000),
-            plans: Arc::new(Plans::new(Rank(me as u32), Algorithm::default(), Topology::uniform(size, link))),
+            group: Group::new(context, me, members),
+            deadline,
+            plans: Arc::new(Plans::new(Rank(me as u32), Algorithm::default(), topology)),
         }
     }
 
@@ -332,8 +345,8 @@ impl Communicator {
             }
         }
         let plans = Plans::new(Rank(me as u32), self.plans.algorithm(), topology);
-        let group = Group { context, me, members, next: AtomicU32::new(0), failed: Mutex::default() };
-        Self { group: Arc::new(group), plans: Arc::new(plans), ..self.clone() }
+        let group = Group::new(context, me, members);
+        Self { group, plans: Arc::new(plans), ..self.clone() }
     }
 }
 

@@ -4,6 +4,7 @@
 //! Bounded memory: a tag's sender stops after [`WINDOW`] frames that were not taken, and a peer of which
 //! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.
 
+mod growth;
 mod link;
 mod rendezvous;
 mod store;
@@ -24,6 +25,7 @@ use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
 use crate::transport::Tag;
 use crate::{CommError, Frame, Pool};
+pub use growth::{ask_in, let_in};
 use link::Link;
 pub use rendezvous::Config;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
