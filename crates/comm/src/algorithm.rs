@@ -2,22 +2,33 @@
 
 use farflung_base::{Bandwidth, Bytes, Nanos, Rank, Topology};
 
+use crate::FRAME_BYTES;
 use crate::butterfly::{butterfly, direct, shares};
 use crate::cost::cost;
 use crate::doubling::{halving_doubling, recursive_doubling};
 use crate::grouped::{hierarchical, moshpit, square};
-use crate::ring::{bidirectional_ring, everyone, ring};
+use crate::inbox::WINDOW;
+use crate::ring::{bidirectional_ring, everyone, pipelined_ring, ring};
 use crate::steps::Program;
 use crate::tree::double_tree;
 
 /// A chunk that is smaller is not worth messages of its own.
 const LEAST_CHUNK: u64 = 16 * 1024;
 
+/// Chunks under way at a time that keep what travels in cache, where links are so fast that this counts.
+const PACED: usize = 8;
+
+/// Frames that one rank of a pipelined ring may be ahead of the next, about: as many as that one may leave unread.
+const AHEAD: usize = 4 * WINDOW;
+
+/// More are not worth what it takes to price them.
+const MOST_CHUNKS: usize = 256;
+
 /// Which all-reduce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Algorithm {
-    /// [`ring`].
+    /// [`ring`]; large blocks as a [`pipelined_ring`], a frame of each at a time.
     #[default]
     Ring,
     /// [`bidirectional_ring`].
@@ -100,8 +111,14 @@ impl Algorithm {
                 shapes.map(|(chunks, window)| all(&|rank| program(rank, chunks).with_window(window)));
             programs.min_by_key(|(price, _)| *price).unwrap_or_default()
         };
-        let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, 4][..]);
+        let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, PACED / 2][..]);
         match self {
+            Self::Ring => {
+                let chunks = (bytes.0 as usize).div_ceil(n * FRAME_BYTES).clamp(1, MOST_CHUNKS);
+                let windowed = |window| all(&|rank| pipelined_ring(rank, n, chunks).with_window(window));
+                let (paced, ahead) = (windowed(PACED), windowed(PACED.max(AHEAD / n)));
+                if ahead.0 < paced.0 { ahead } else { paced }
+            }
             Self::DoubleTree => chunked(at_once, &|rank, chunks| double_tree(rank, n, chunks)),
             Self::Hierarchical => {
                 let regions = regions(topology);

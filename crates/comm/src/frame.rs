@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use farflung_base::Nanos;
 
+use crate::wire::HEADER_BYTES;
+
 /// The most bytes that one frame carries.
 pub const FRAME_BYTES: usize = 256 * 1024;
 
@@ -36,7 +38,7 @@ impl Pool {
         if words.len() * 8 < len {
             words.resize(len.div_ceil(8), 0);
         }
-        Frame { words, len, check: 0, arrived: Nanos::ZERO, pool: Arc::clone(self) }
+        Frame { words, len, check: 0, arrived: Nanos::ZERO, came_with: None, pool: Arc::clone(self) }
     }
 
     /// A frame with these bytes and this check word.
@@ -62,6 +64,8 @@ pub struct Frame {
     pub check: u32,
     /// When it arrived, on the receiver's clock; set by the transport.
     pub arrived: Nanos,
+    /// The header with which it came over a socket, for whoever passes it on unchanged.
+    pub(crate) came_with: Option<[u8; HEADER_BYTES]>,
     pool: Arc<Pool>,
 }
 
@@ -74,6 +78,7 @@ impl Frame {
 
     /// The payload, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.came_with = None;
         &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
     }
 

@@ -10,7 +10,7 @@ use crate::communicator::{Body, progress};
 use crate::element::{Element, ReduceOp};
 use crate::steps::{Merge, Program, Step};
 use crate::transport::{Port, Tag};
-use crate::{CommError, FRAME_BYTES};
+use crate::{CommError, FRAME_BYTES, Frame};
 
 /// A program at work on a buffer of `T`.
 pub(crate) struct Interpreter<T, S> {
@@ -21,6 +21,8 @@ pub(crate) struct Interpreter<T, S> {
     check: u32,
     members: Arc<[PeerId]>,
     lanes: Vec<Lane>,
+    /// Lanes before this one are over.
+    first: usize,
     element: std::marker::PhantomData<T>,
 }
 
@@ -34,6 +36,8 @@ struct Lane {
     /// The step's receive that is under way; those before it are done.
     receive: usize,
     received: Progress,
+    /// The frame that was copied last, and where to: the next step of many programs passes it on.
+    copied: Option<(Range<usize>, Frame)>,
 }
 
 /// How far one transfer is: elements moved, and whether its last frame has passed.
@@ -78,13 +82,19 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
     ) -> Self {
         let lane = |(i, steps): (usize, &Vec<Step>)| {
             let tag = Tag { number: tag.number.wrapping_add(i as u32), ..tag };
-            let mut lane =
-                Lane { tag, cursor: 0, sent: Vec::new(), receive: 0, received: Progress::default() };
+            let mut lane = Lane {
+                tag,
+                cursor: 0,
+                sent: Vec::new(),
+                receive: 0,
+                received: Progress::default(),
+                copied: None,
+            };
             lane.enter(0, steps.first());
             lane
         };
         let lanes = program.lanes.iter().enumerate().map(lane).collect();
-        Self { name, program, data, op, check, members, lanes, element: std::marker::PhantomData }
+        Self { name, program, data, op, check, members, lanes, first: 0, element: std::marker::PhantomData }
     }
 
     fn peer(&self, rank: Rank) -> PeerId {
@@ -112,7 +122,10 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             let data = self.data.as_ref();
             let whole = program.elements(blocks, data.len());
             let part = sent[i].next::<T>(&whole);
-            port.send_bytes(peer, tag, self.check, bytemuck::cast_slice(&data[part.clone()]))?;
+            match self.lanes[lane].copied.take_if(|(range, _)| *range == part) {
+                Some((_, frame)) => port.send(peer, tag, frame)?,
+                None => port.send_bytes(peer, tag, self.check, bytemuck::cast_slice(&data[part.clone()]))?,
+            }
             self.lanes[lane].sent[i].pass(&part, &whole);
             moved = true;
         }
@@ -151,7 +164,11 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             Merge::Reduce => T::reduce(self.op, into, values),
             Merge::Copy => into.copy_from_slice(values),
         }
+        let next = program.lanes[lane].get(self.lanes[lane].cursor + 1);
+        let sends = next.map_or(&[][..], |step| &step.sends);
+        let passed_on = *merge == Merge::Copy && sends.iter().any(|(_, sent)| sent == blocks);
         let lane = &mut self.lanes[lane];
+        lane.copied = passed_on.then(|| (part.clone(), frame));
         lane.received.pass(&part, &whole);
         if lane.received.done {
             lane.receive += 1;
@@ -182,7 +199,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
     type Output = S;
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
-        for lane in 0..self.lanes.len() {
+        for lane in self.first..self.lanes.len() {
             let before = lane.checked_sub(self.program.window);
             if before.is_some_and(|before| self.step(before).is_some()) {
                 break;
@@ -191,7 +208,9 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
                 return Poll::Ready(Err(e));
             }
         }
-        if (0..self.lanes.len()).any(|lane| self.step(lane).is_some()) {
+        let over = (self.first..self.lanes.len()).take_while(|&lane| self.step(lane).is_none()).count();
+        self.first += over;
+        if self.first < self.lanes.len() {
             return Poll::Pending;
         }
         if self.op == ReduceOp::Mean {

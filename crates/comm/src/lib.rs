@@ -52,7 +52,7 @@ pub use frame::{FRAME_BYTES, Frame, Pool};
 pub use grouped::{hierarchical, moshpit, square};
 pub use inbox::{Inbox, WINDOW};
 pub use message::MAX_MESSAGE;
-pub use ring::{bidirectional_ring, ring, ring_all_gather, ring_reduce_scatter};
+pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
 pub use steps::{Merge, Program, Step};
 pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};

@@ -69,6 +69,7 @@ impl Plans {
         match kind {
             Kind::AllReduce => match self.algorithm {
                 Algorithm::Auto
+                | Algorithm::Ring
                 | Algorithm::DoubleTree
                 | Algorithm::Hierarchical
                 | Algorithm::Direct

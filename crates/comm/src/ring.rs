@@ -16,6 +16,15 @@ pub fn ring(rank: Rank, size: usize) -> Program {
     Program::new(size, whole(rank.index(), &members, |b| b..b + 1))
 }
 
+/// [`ring`] in `chunks` parts of each block, which follow each other round: what a rank has reduced it passes on at once,
+/// not when its whole block has come. The same sums in the same order, so the same bits.
+#[must_use]
+pub fn pipelined_ring(rank: Rank, size: usize, chunks: usize) -> Program {
+    let members = everyone(size);
+    let lane = |chunk| whole(rank.index(), &members, |b| b * chunks + chunk..b * chunks + chunk + 1);
+    Program::side_by_side(size * chunks, (0..chunks).map(lane).collect())
+}
+
 /// All-reduce in two rings at once, one each way round with half of the buffer: twice as fast where the links to both
 /// neighbours are separate, and no faster behind one access link.
 #[must_use]

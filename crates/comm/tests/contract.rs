@@ -10,7 +10,9 @@ use std::ops::Range;
 
 use common::{TRANSPORTS, on_ranks};
 use farflung_base::{Nanos, PeerId, Rank};
-use farflung_comm::{Algorithm, Coder, CoderError, CommError, FRAME_BYTES, Phase, ReduceOp, Source, Tag};
+use farflung_comm::{
+    Algorithm, Coder, CoderError, CommError, FRAME_BYTES, Phase, ReduceOp, Source, Tag, pipelined_ring, ring,
+};
 
 const ALGORITHMS: [Algorithm; 9] = Algorithm::ALL;
 
@@ -68,6 +70,24 @@ fn the_bits_are_the_same_on_every_rank_and_transport() {
             for bits in results {
                 assert!(reference.get_or_insert_with(|| bits.clone()) == &bits, "{name} {algorithm:?}");
             }
+        }
+    }
+}
+
+#[test]
+fn a_pipelined_ring_has_the_bits_of_a_plain_one() {
+    for (name, cluster) in TRANSPORTS {
+        for n in [1, 2, 3] {
+            on_ranks(cluster(n), |comm| {
+                let me = comm.rank();
+                let values = |i: u32| (i as f32 * 0.37 + me.0 as f32).sin();
+                let x: Vec<f32> = (0..400_003).map(values).collect();
+                let (mut plain, mut chunked, mut chosen) = (x.clone(), x.clone(), x);
+                comm.all_reduce_by(ring(me, n), &mut plain, ReduceOp::Sum).unwrap();
+                comm.all_reduce_by(pipelined_ring(me, n, 5), &mut chunked, ReduceOp::Sum).unwrap();
+                comm.all_reduce(&mut chosen, ReduceOp::Sum).unwrap();
+                assert!(plain == chunked && plain == chosen, "{name} {n}");
+            });
         }
     }
 }

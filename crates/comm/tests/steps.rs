@@ -9,8 +9,8 @@ use farflung_base::{Bandwidth, Port, Rank, Topology};
 use farflung_comm::{
     Algorithm, Merge, Program, binomial_broadcast, binomial_reduce, bruck_all_to_all, butterfly,
     chain_broadcast, direct, direct_all_gather, direct_all_to_all, direct_gather, direct_reduce_scatter,
-    direct_scatter, dissemination_barrier, double_tree, hierarchical, moshpit, pairwise_all_to_all, regions,
-    ring_all_gather, ring_reduce_scatter,
+    direct_scatter, dissemination_barrier, double_tree, hierarchical, moshpit, pairwise_all_to_all,
+    pipelined_ring, regions, ring_all_gather, ring_reduce_scatter,
 };
 
 fn all(n: usize, program: impl Fn(Rank) -> Program) -> Vec<Program> {
@@ -92,6 +92,7 @@ fn all_reduces(n: usize) -> Vec<(String, Vec<Program>)> {
         .collect();
     let mut add = |name: String, programs| found.push((name, programs));
     for chunks in [1, 3] {
+        add(format!("pipelined_ring in {chunks}"), all(n, |r| pipelined_ring(r, n, chunks)));
         add(format!("double_tree in {chunks}"), all(n, |r| double_tree(r, n, chunks)));
         add(format!("direct in {chunks}"), all(n, |r| direct(r, n, chunks)));
         for size in 1..=n {
@@ -171,6 +172,7 @@ fn the_lists_are_pinned() {
         for algorithm in Algorithm::ALL {
             print(&format!("{algorithm:?}"), n, all(n, |r| algorithm.program(r, n)));
         }
+        print("pipelined_ring in 2", n, all(n, |r| pipelined_ring(r, n, 2)));
         let threes = groups(n, 3);
         print("hierarchical in threes", n, all(n, |r| hierarchical(r, &threes, 1)));
         let counts: Vec<usize> = (0..n).map(|r| 12 * (n - 1 - r)).collect();

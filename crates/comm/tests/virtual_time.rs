@@ -105,8 +105,9 @@ fn a_wait_costs_the_greater_of_compute_and_communication() {
         *times.iter().max().unwrap()
     };
     let alone = reduce(0);
-    within(alone, 6.0 * 0.02 + 1.5 * (4 << 20) as f64 * 8e-8, 0.02, "alone");
-    for compute in [50, 300, 623, 700, 2000] {
+    // Of the six latencies of a pipelined ring five hide behind transfers.
+    within(alone, 0.02 + 1.5 * (4 << 20) as f64 * 8e-8, 0.02, "alone");
+    for compute in [50, 300, 523, 700, 2000] {
         within(reduce(compute), alone.as_secs_f64().max(compute as f64 / 1e3), 0.02, "overlapped");
     }
 }
@@ -197,7 +198,7 @@ fn faulty(topology: &Topology, faults: &Faults) -> Cluster {
 
 #[test]
 fn a_crash_in_the_middle_names_the_peer_and_no_result_is_half() {
-    for at in [0, 10, 60, 130, 400, 500] {
+    for at in [0, 10, 60, 130, 300, 400] {
         let faults = Faults::new().at(Nanos::from_millis(at)).crash(PeerId(2));
         let ends = on_ranks(faulty(&uniform(4, "100mbit,20ms"), &faults), |comm| {
             let mut x = vec![1.0_f32; 1 << 20];
@@ -210,7 +211,7 @@ fn a_crash_in_the_middle_names_the_peer_and_no_result_is_half() {
                 Some(error) if rank == 2 => assert!(matches!(error, CommError::Ended { .. }), "{error}"),
                 Some(error) => assert_eq!(error.peer(), Some(PeerId(2)), "at {at} ms, rank {rank}: {error}"),
                 // Whoever needs nothing more of the lost peer ends with the whole sum.
-                None => assert!(at == 500 && rank < 2, "at {at} ms, rank {rank}"),
+                None => assert!(at == 400 && rank < 2, "at {at} ms, rank {rank}"),
             }
             assert!(*time < Nanos::from_millis(at + 700), "at {at} ms, rank {rank}: {time}");
         }
