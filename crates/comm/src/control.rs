@@ -97,8 +97,14 @@ impl<'a> Control<'a> {
 }
 
 /// A list that makes room for what is there, not for what it claims.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed<T>(pub Vec<T>);
+
+impl<T> Default for Listed<T> {
+    fn default() -> Self {
+        Self(Vec::new())
+    }
+}
 
 impl<T: Serialize> Serialize for Listed<T> {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

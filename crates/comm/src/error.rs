@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId, Rank};
 
+use crate::simulated::Happening;
+
 /// Why a peer is not there any more.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -217,6 +219,16 @@ pub enum CommError {
         /// The time they were given.
         after: Nanos,
     },
+    /// A run that was to be the same as a recorded one was not.
+    #[error("the run left the recording after {after} happenings: recorded is {}, seen was {}", or_end(.recorded.as_deref()), or_end(.seen.as_deref()))]
+    Diverged {
+        /// Happenings that were the same.
+        after: usize,
+        /// What is recorded next.
+        recorded: Option<Box<Happening>>,
+        /// What happened instead.
+        seen: Option<Box<Happening>>,
+    },
     /// Keys of a store had no value in time.
     #[error("store at {store}: after {after} still without a value: {}", .keys.join(", "))]
     Absent {
@@ -268,6 +280,10 @@ pub enum CommError {
 
 fn list(ranks: &[Rank]) -> String {
     ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+fn or_end(happening: Option<&Happening>) -> String {
+    happening.map_or_else(|| "the end".to_owned(), ToString::to_string)
 }
 
 impl CommError {

@@ -9,6 +9,7 @@
 //! come by `wait`; awaiting a pending value as a future does not let time pass.
 
 mod faults;
+mod recording;
 mod world;
 
 use std::fmt;
@@ -21,6 +22,7 @@ use crate::inbox::Inbox;
 use crate::transport::Tag;
 use crate::{Frame, Pool};
 pub use faults::{At, Faults, Weather};
+pub use recording::{Happening, Reached, Recorder, Recording, record};
 use world::{Distances, World, distances};
 
 /// An endpoint of a simulated network.
@@ -35,19 +37,20 @@ pub fn cluster(topology: &Topology) -> Vec<Arc<Simulated>> {
 /// A [`cluster`] in which `faults` happen.
 #[must_use]
 pub fn cluster_with(topology: &Topology, faults: &Faults) -> Vec<Arc<Simulated>> {
-    build(topology, faults, distances(topology))
+    build(topology, faults, distances(topology)).0
 }
 
-fn build(topology: &Topology, faults: &Faults, distances: Distances) -> Vec<Arc<Simulated>> {
+fn build(topology: &Topology, faults: &Faults, distances: Distances) -> (Vec<Arc<Simulated>>, Arc<World>) {
     let world = Arc::new(World::new(topology, faults, distances));
     let pool = Pool::new();
-    (0..topology.size())
+    let ranks = (0..topology.size())
         .map(|me| {
             let driver = SimulatedDriver { me, world: Arc::clone(&world) };
             let inbox = Arc::clone(&world.inboxes[me]);
             Arc::new(Endpoint::new(PeerId(me as u32), driver, inbox, Arc::clone(&pool)))
         })
-        .collect()
+        .collect();
+    (ranks, world)
 }
 
 /// One rank's view of the simulated network.

@@ -1,15 +1,18 @@
 //! What goes wrong in a simulated network, as data. Rules of time alone: nothing here depends on what ranks do.
 
 use farflung_base::{Nanos, PeerId, Philox};
+use serde::{Deserialize, Serialize};
+
+use crate::control::Listed;
 
 /// What goes wrong in a simulated network, and when.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Faults {
-    timed: Vec<(Nanos, Fault)>,
+    timed: Listed<(Nanos, Fault)>,
     weather: Weather,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Fault {
     Crash(PeerId),
     Cut(PeerId, PeerId, Nanos),
@@ -18,7 +21,7 @@ pub(super) enum Fault {
 }
 
 /// What befalls every frame on every link, by chance.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weather {
     /// Of the chances.
     pub seed: u64,
@@ -70,7 +73,7 @@ impl Faults {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (Nanos, Fault)> + '_ {
-        self.timed.iter().copied()
+        self.timed.0.iter().copied()
     }
 
     /// Whether what departs between the two at `time` is lost.
@@ -94,8 +97,8 @@ impl Faults {
 
 impl At {
     fn with(mut self, fault: Fault) -> Faults {
-        self.0.timed.push((self.1, fault));
-        self.0.timed.sort_by_key(|&(time, _)| time);
+        self.0.timed.0.push((self.1, fault));
+        self.0.timed.0.sort_by_key(|&(time, _)| time);
         self.0
     }
 

@@ -15,7 +15,7 @@ type Seen = (Vec<Nanos>, Vec<String>, u32);
 /// A run that depends on `seed` in what is done, and on `nap` only in how the threads interleave.
 fn run(topology: &Topology, faults: &Faults, distances: Distances, seed: u64, nap: Option<u64>) -> Vec<Seen> {
     let n = topology.size();
-    let ranks = build(topology, faults, distances);
+    let (ranks, _) = build(topology, faults, distances);
     std::thread::scope(|scope| {
         let threads: Vec<_> = ranks
             .into_iter()
@@ -130,7 +130,7 @@ fn what_was_started_may_fail_before_the_clock_of_the_rank_that_runs() {
     let ms = Nanos::from_millis;
     std::thread::scope(|scope| {
         let [first, second] =
-            <[_; 2]>::try_from(build(&topology, &Faults::new(), distances(&topology))).unwrap();
+            <[_; 2]>::try_from(build(&topology, &Faults::new(), distances(&topology)).0).unwrap();
         scope.spawn(move || {
             let comm = Communicator::new(first).with_deadline(ms(50));
             let started = comm.start_all_reduce(vec![1.0_f32; 2], ReduceOp::Sum);
@@ -171,7 +171,7 @@ fn ranks_within_a_latency_of_each_other_run_at_the_same_time() {
     // Everybody has to be in the barrier of the machine at once, with clocks that differ by a little.
     let topology = Topology::uniform(4, "100mbit,20ms".parse().unwrap());
     let met = Arc::new(std::sync::Barrier::new(4));
-    let ranks = build(&topology, &Faults::new(), distances(&topology));
+    let (ranks, _) = build(&topology, &Faults::new(), distances(&topology));
     std::thread::scope(|scope| {
         for transport in ranks {
             let met = Arc::clone(&met);

@@ -30,6 +30,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use farflung_base::{Bytes, Nanos, PeerId, Rank, Topology};
 
 use super::faults::{Fault, Faults};
+use super::recording::{Happening, Reached};
 use crate::cost::{InFlight, Links};
 use crate::endpoint::Wake;
 use crate::inbox::Inbox;
@@ -134,6 +135,8 @@ struct State {
     /// Senders and receivers between whom nothing passes any more, because something spoilt was sent or has come back.
     /// Each way is its sender's own, as everything is on which its departures depend.
     broken: BTreeSet<(usize, usize)>,
+    /// What has reached the ranks, where that is recorded.
+    record: Option<Vec<Happening>>,
 }
 
 /// What has gone from one rank to another: nothing overtakes.
@@ -242,10 +245,21 @@ impl World {
                 wires: vec![Wire::default(); n * n],
                 corruptions,
                 broken: BTreeSet::new(),
+                record: None,
             }),
             bells: (0..n).map(|_| Condvar::new()).collect(),
             inboxes: (0..n).map(|_| Arc::new(Inbox::new(n))).collect(),
         }
+    }
+
+    /// From now on what reaches the ranks is recorded.
+    pub(super) fn record(&self) {
+        self.lock().record = Some(Vec::new());
+    }
+
+    /// What was recorded.
+    pub(super) fn recorded(&self) -> Vec<Happening> {
+        self.lock().record.take().unwrap_or_default()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -444,6 +458,17 @@ impl World {
                 None
             }
             Event::Arrive(cargo) => {
+                // Who has left sees nothing, at whatever time others get round to that.
+                if let Some(record) = &mut state.record
+                    && state.ranks[to].status != Status::Gone
+                {
+                    record.push(match &cargo {
+                        Cargo::Frame(frame) => {
+                            Happening::frame(time, from, key.sequence, to, key.tag, frame.bytes())
+                        }
+                        Cargo::Gone(_) => Happening::bare(time, from, key.sequence, to, Reached::Gone),
+                    });
+                }
                 match cargo {
                     Cargo::Frame(mut frame) => {
                         frame.arrived = time;
@@ -464,6 +489,9 @@ impl World {
             }
             Event::Crash if state.ranks[to].status == Status::Gone => None,
             Event::Crash => {
+                if let Some(record) = &mut state.record {
+                    record.push(Happening::bare(time, from, key.sequence, to, Reached::Crash));
+                }
                 state.part(to, time, &DownReason::Crashed);
                 state.ranks[to].crashed = true;
                 self.inboxes[to].end();

@@ -1,0 +1,221 @@
+//! A run on a simulated network as a file: its links, its faults, and all that reached any rank, so that the same program
+//! can be run on it again and be held to every bit. It knows no program.
+
+use std::fmt;
+use std::sync::Arc;
+
+use farflung_base::{Link, Nanos, PeerId, Port, Rank, Topology};
+use serde::{Deserialize, Serialize};
+
+use super::world::World;
+use super::{Faults, Simulated, build, distances};
+use crate::control::Listed;
+use crate::transport::{Channel, Tag};
+use crate::{CommError, WireError};
+
+const MAGIC: [u8; 4] = *b"FFLR";
+const VERSION: u8 = 1;
+/// Magic, version, and a checksum of what follows.
+const HEADER: usize = 9;
+
+/// What reached a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Reached {
+    /// Its crash.
+    Crash,
+    /// A frame: the conversation it belongs to, its length, and a checksum of its bytes.
+    Frame {
+        /// The communicator.
+        context: u64,
+        /// What the number counts, as on the wire.
+        channel: u8,
+        /// Of the message or collective.
+        number: u32,
+        /// Bytes.
+        length: u32,
+        /// CRC-32 of the bytes.
+        crc: u32,
+    },
+    /// The news that its sender is gone.
+    Gone,
+}
+
+/// Something that reached a rank, and when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Happening {
+    /// When.
+    pub time: u64,
+    /// From whom.
+    pub from: u32,
+    /// The number of what the sender has sent.
+    pub sequence: u64,
+    /// Whom.
+    pub to: u32,
+    /// What.
+    pub what: Reached,
+}
+
+impl Happening {
+    pub(super) fn frame(time: Nanos, from: usize, sequence: u64, to: usize, tag: Tag, bytes: &[u8]) -> Self {
+        let what = Reached::Frame {
+            context: tag.context,
+            channel: tag.channel as u8,
+            number: tag.number,
+            length: bytes.len() as u32,
+            crc: crc32fast::hash(bytes),
+        };
+        Self::bare(time, from, sequence, to, what)
+    }
+
+    pub(super) const fn bare(time: Nanos, from: usize, sequence: u64, to: usize, what: Reached) -> Self {
+        Self { time: time.0, from: from as u32, sequence, to: to as u32, what }
+    }
+}
+
+impl fmt::Display for Happening {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (time, from, to) = (Nanos(self.time), PeerId(self.from), PeerId(self.to));
+        match self.what {
+            Reached::Crash => write!(f, "the crash of {to} at {time}"),
+            Reached::Gone => write!(f, "at {time} at {to} the news that {from} is gone"),
+            Reached::Frame { context, channel, number, length, crc } => {
+                let what = match channel {
+                    c if c == Channel::User as u8 => "message",
+                    c if c == Channel::Collective as u8 => "collective",
+                    c if c == Channel::Abort as u8 => "abort",
+                    _ => "suspicion",
+                };
+                write!(
+                    f,
+                    "at {time} at {to} a frame of {length} bytes (crc {crc:08x}) from {from} for {what} {number} of \
+                     context {context:x}"
+                )
+            }
+        }
+    }
+}
+
+/// What was recorded of a run. Two runs with equal recordings were the same, bit for bit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Recording {
+    topology: Topology,
+    faults: Faults,
+    happenings: Vec<Happening>,
+}
+
+/// A recording under way.
+#[must_use = "finish it when the ranks are done"]
+pub struct Recorder {
+    world: Arc<World>,
+    topology: Topology,
+    faults: Faults,
+}
+
+impl fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Recorder({} ranks)", self.topology.size())
+    }
+}
+
+/// A [`cluster_with`](super::cluster_with), all of which is recorded.
+pub fn record(topology: &Topology, faults: &Faults) -> (Vec<Arc<Simulated>>, Recorder) {
+    let (ranks, world) = build(topology, faults, distances(topology));
+    world.record();
+    (ranks, Recorder { world, topology: topology.clone(), faults: faults.clone() })
+}
+
+impl Recorder {
+    /// What has happened; to be called when all ranks are done.
+    #[must_use]
+    pub fn finish(self) -> Recording {
+        let mut happenings = self.world.recorded();
+        // Ranks that run side by side are noted in any order.
+        happenings.sort_unstable();
+        Recording { topology: self.topology, faults: self.faults, happenings }
+    }
+}
+
+/// What lies in a file behind the header: the links and ports of all ranks, the faults, the happenings.
+type Body = (Listed<Link>, Listed<Port>, Faults, Listed<Happening>);
+
+impl Recording {
+    /// The links of the run.
+    #[must_use]
+    pub const fn topology(&self) -> &Topology {
+        &self.topology
+    }
+
+    /// What reached the ranks, in the order of time.
+    #[must_use]
+    pub fn happenings(&self) -> &[Happening] {
+        &self.happenings
+    }
+
+    /// The same network with the same faults again, recorded too: run the program on it, and
+    /// [compare](Recording::compare) what comes of it.
+    pub fn replay(&self) -> (Vec<Arc<Simulated>>, Recorder) {
+        record(&self.topology, &self.faults)
+    }
+
+    /// Holds another run to this one.
+    ///
+    /// # Errors
+    /// [`CommError::Diverged`] with the first in which they differ.
+    pub fn compare(&self, other: &Self) -> Result<(), CommError> {
+        let (recorded, seen) = (&self.happenings, &other.happenings);
+        let same = recorded.iter().zip(seen).take_while(|(a, b)| a == b).count();
+        if same == recorded.len() && same == seen.len() {
+            return Ok(());
+        }
+        let at = |all: &[Happening]| all.get(same).copied().map(Box::new);
+        Err(CommError::Diverged { after: same, recorded: at(recorded), seen: at(seen) })
+    }
+
+    /// As the bytes of a file.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let ranks = || (0..self.topology.size() as u32).map(Rank);
+        let links = ranks().flat_map(|a| ranks().map(move |b| self.topology.link(a, b))).collect();
+        let ports = ranks().map(|rank| self.topology.port(rank)).collect();
+        let body: Body = (Listed(links), Listed(ports), self.faults.clone(), Listed(self.happenings.clone()));
+        let body = postcard::to_stdvec(&body).expect("numbers are plain data");
+        let mut bytes = MAGIC.to_vec();
+        bytes.push(VERSION);
+        bytes.extend(crc32fast::hash(&body).to_le_bytes());
+        bytes.extend(body);
+        bytes
+    }
+
+    /// Reads the untrusted bytes of a file.
+    ///
+    /// # Errors
+    /// What is wrong with them.
+    pub fn decode(bytes: &[u8]) -> Result<Self, WireError> {
+        const MALFORMED: WireError = WireError::Malformed("recording");
+        let (header, body) = bytes.split_first_chunk::<HEADER>().ok_or(MALFORMED)?;
+        if header[..4] != MAGIC {
+            return Err(WireError::Magic);
+        }
+        if header[4] != VERSION {
+            return Err(WireError::Version { want: VERSION, got: header[4] });
+        }
+        if header[5..] != crc32fast::hash(body).to_le_bytes() {
+            return Err(WireError::Checksum);
+        }
+        let Ok(((links, ports, faults, happenings), [])) = postcard::take_from_bytes::<Body>(body) else {
+            return Err(MALFORMED);
+        };
+        let n = ports.0.len();
+        if links.0.len() != n * n {
+            return Err(MALFORMED);
+        }
+        let mut topology = Topology::uniform(n, Link::FREE);
+        for (a, &port) in ports.0.iter().enumerate() {
+            topology.set_port(Rank(a as u32), port);
+            for b in (0..n).filter(|&b| b != a) {
+                topology.set_link(Rank(a as u32), Rank(b as u32), links.0[a * n + b]);
+            }
+        }
+        Ok(Self { topology, faults, happenings: happenings.0 })
+    }
+}
