@@ -54,7 +54,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ..config(report.seed(), false)
     };
     let first = job(shape.clone(), Over::Memory)?;
-    let flops = first.model.flops_per_token(first.model.context) as f64 * first.tokens_per_worker() as f64;
+    let flops = first.model.flops_per_token(first.model.context) as f64 * first.tokens_per_replica() as f64;
     let computing = |overlap| TrainConfig { compute_rate: flops / COMPUTE, overlap, ..shape.clone() };
     let free = Over::Simulated(Link::FREE);
     let compute = steps_time(&again(&first, computing(true), free), steps)?;
@@ -97,7 +97,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 fn predicted(job: &Job, link: Link, steps: u32) -> Result<f64> {
     let mut shape = ModelShape::dense(job.model.parameters(), job.model.context as u64, 0);
     shape.sequences_per_microbatch = job.config.batch as u64;
-    shape.tokens_per_step = job.tokens_per_worker() * u64::from(WORKERS);
+    shape.tokens_per_step = job.tokens_per_replica() * u64::from(WORKERS);
     let microbatch = Nanos::from_secs_f64(COMPUTE);
     let forward = Nanos(microbatch.0 / 3);
     let backward = microbatch.saturating_sub(forward);

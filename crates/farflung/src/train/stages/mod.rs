@@ -14,7 +14,7 @@ pub use plan::{PipelinePlan, refusal};
 
 use std::collections::BTreeMap;
 
-use farflung_base::{Rank, StageId};
+use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::{Average, Prepared, loss_scale, sum_of_squares};
 use farflung_parallel::pipeline::{Schedule, Updates, run};
@@ -49,6 +49,8 @@ pub struct Pipelined {
     step: u64,
     /// Of each part in a step.
     updates: u64,
+    /// The transport's clock when the last step's microbatches began to pass here, and when they had.
+    pass: (Nanos, Nanos),
 }
 
 /// What ranks tell each other at the end of a pass: sums that are the same on all of them, in the same order.
@@ -122,7 +124,17 @@ impl Pipelined {
         };
         let held_out = hands.evaluation.steps().unwrap_or(0).max(1) as u32;
         let evaluation = plan.forwards(held_out)?;
-        Ok(Self { plan, evaluation, position, replica, hands, whole: None, step: 0, updates })
+        Ok(Self {
+            plan,
+            evaluation,
+            position,
+            replica,
+            hands,
+            whole: None,
+            step: 0,
+            updates,
+            pass: (Nanos::ZERO, Nanos::ZERO),
+        })
     }
 
     /// Steps done.
@@ -143,6 +155,13 @@ impl Pipelined {
         &self.plan
     }
 
+    /// The transport's clock when the last step's microbatches began to pass here, and when all had: what the simulator
+    /// predicts. What ranks agree on afterwards is not in it.
+    #[must_use]
+    pub const fn last_pass(&self) -> (Nanos, Nanos) {
+        self.pass
+    }
+
     /// One pass of a step's microbatches through the pipeline, and the update; where stages do not wait for each other,
     /// their updates.
     ///
@@ -151,7 +170,9 @@ impl Pipelined {
         let microbatches = self.plan.microbatches();
         let first = self.step * u64::from(microbatches);
         self.hands.begin(Pass::Training { first }, microbatches);
+        let begun = self.hands.comm.now();
         run(&self.plan.schedule, self.position, &mut self.hands)?;
+        self.pass = (begun, self.hands.comm.now());
         self.hands.sent()?;
         let flush = self.plan.updates() == Updates::Flush;
         if flush {
