@@ -111,7 +111,7 @@ impl Algorithm {
                 shapes.map(|(chunks, window)| all(&|rank| program(rank, chunks).with_window(window)));
             programs.min_by_key(|(price, _)| *price).unwrap_or_default()
         };
-        let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, PACED / 2][..]);
+        let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, 4][..]);
         match self {
             Self::Ring => {
                 let chunks = (bytes.0 as usize).div_ceil(n * FRAME_BYTES).clamp(1, MOST_CHUNKS);

@@ -3,6 +3,7 @@
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -18,6 +19,8 @@ pub const WINDOW: usize = 32;
 
 /// Frames by sender and tag, peers by state, and a counter that every change moves.
 pub struct Inbox {
+    /// Counts changes, under the lock; read without it.
+    signal: AtomicU64,
     state: Mutex<State>,
     moved: Condvar,
 }
@@ -30,7 +33,6 @@ pub(crate) enum Idle {
 }
 
 struct State {
-    signal: u64,
     /// Threads that wait for a result.
     waiting: u32,
     /// Threads that sleep on `moved`.
@@ -64,6 +66,9 @@ const fn weight(frame: &Frame) -> usize {
     frame.len() + 256
 }
 
+/// How often a waiting thread looks before it sleeps: some tens of microseconds.
+const LOOKS: u32 = 32;
+
 /// Contexts that are remembered beyond their end, and suspicions of a peer.
 const REMEMBERED: usize = 64;
 
@@ -77,7 +82,7 @@ fn remember<T>(memory: &mut VecDeque<T>, entry: T) {
 
 impl fmt::Debug for Inbox {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Inbox(signal {})", self.lock().signal)
+        write!(f, "Inbox(signal {})", self.seen())
     }
 }
 
@@ -86,7 +91,6 @@ impl Inbox {
     #[must_use]
     pub fn new(size: usize) -> Self {
         let state = State {
-            signal: 0,
             waiting: 0,
             asleep: 0,
             driving: false,
@@ -98,15 +102,15 @@ impl Inbox {
             retired: VecDeque::new(),
             events: VecDeque::new(),
         };
-        Self { state: Mutex::new(state), moved: Condvar::new() }
+        Self { signal: AtomicU64::new(0), state: Mutex::new(state), moved: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn move_on(&self, state: &mut State) {
-        state.signal += 1;
+    fn move_on(&self, state: &State) {
+        self.signal.fetch_add(1, Ordering::Release);
         if state.asleep > 0 {
             self.moved.notify_all();
         }
@@ -118,13 +122,13 @@ impl Inbox {
 
     /// Counts a change and wakes whoever sleeps.
     pub fn signal(&self) {
-        self.move_on(&mut self.lock());
+        self.move_on(&self.lock());
     }
 
     /// The counter of changes.
     #[must_use]
     pub fn seen(&self) -> u64 {
-        self.lock().signal
+        self.signal.load(Ordering::Acquire)
     }
 
     /// Puts an arrived frame in. Frames on [`Channel::Abort`] end their context.
@@ -136,14 +140,14 @@ impl Inbox {
         received.wire += Bytes((frame.len() + HEADER_BYTES) as u64);
         received.frames += 1;
         Self::put(&mut state, from, tag, frame);
-        self.move_on(&mut state);
+        self.move_on(&state);
     }
 
     /// Puts a frame of this endpoint to itself in; it is not counted as traffic.
     pub(crate) fn deliver_own(&self, from: PeerId, tag: Tag, frame: Frame) {
         let mut state = self.lock();
         Self::put(&mut state, from, tag, frame);
-        self.move_on(&mut state);
+        self.move_on(&state);
     }
 
     fn put(state: &mut State, from: PeerId, tag: Tag, frame: Frame) {
@@ -173,7 +177,7 @@ impl Inbox {
         if entry.down.is_none() {
             entry.down = Some(reason.clone());
             state.events.push_back(PeerEvent::Down(peer, reason));
-            self.move_on(&mut state);
+            self.move_on(&state);
         }
     }
 
@@ -181,7 +185,7 @@ impl Inbox {
     pub fn peer_up(&self, peer: PeerId) {
         let mut state = self.lock();
         state.events.push_back(PeerEvent::Up(peer));
-        self.move_on(&mut state);
+        self.move_on(&state);
     }
 
     /// Whether a peer is gone.
@@ -294,7 +298,7 @@ impl Inbox {
             false
         });
         remember(retired, context);
-        self.move_on(&mut state);
+        self.move_on(&state);
     }
 
     pub(crate) fn has_ended(&self) -> bool {
@@ -305,7 +309,7 @@ impl Inbox {
     pub fn end(&self) {
         let mut state = self.lock();
         state.ended = true;
-        state.signal += 1;
+        self.signal.fetch_add(1, Ordering::Release);
         self.moved.notify_all();
     }
 
@@ -334,7 +338,7 @@ impl Inbox {
             if state.ended {
                 return Idle::End;
             }
-            let seen = state.signal;
+            let seen = self.seen();
             if state.waiting == 0 {
                 // The list of jobs has a lock of its own, which is never taken under this one.
                 drop(state);
@@ -342,7 +346,7 @@ impl Inbox {
                     return Idle::Work;
                 }
                 state = self.lock();
-                if state.signal != seen || state.ended {
+                if self.seen() != seen || state.ended {
                     continue;
                 }
             }
@@ -352,21 +356,28 @@ impl Inbox {
         }
     }
 
-    /// Sleeps until the counter has moved past `seen`, or for `timeout`. Where `drive` is given and no other thread
+    /// Sleeps until the counter has moved past `seen`, or for `timeout`. Whoever waits for a result first looks a few
+    /// times, and lets others run in between: what it waits for is often on its way, and waking up takes longer. Where `drive` is given and no other thread
     /// is at it, this thread drives the network with it instead of sleeping.
     pub fn park(&self, seen: u64, role: Role, timeout: impl Fn() -> Nanos, drive: Option<&dyn Fn(Nanos)>) {
+        let looks = if role == Role::Waiter { LOOKS } else { 0 };
+        if drive.is_none() && self.comes(seen, looks, || {}) {
+            return;
+        }
         let mut state = self.lock();
         loop {
             let gives_way = role == Role::Background && state.waiting > 0;
             let left = timeout();
-            if state.signal != seen || state.ended || gives_way || left == Nanos::ZERO {
+            if self.seen() != seen || state.ended || gives_way || left == Nanos::ZERO {
                 return;
             }
             match drive {
                 Some(drive) if !state.driving => {
                     state.driving = true;
                     drop(state);
-                    drive(left);
+                    if !self.comes(seen, looks, || drive(Nanos::ZERO)) {
+                        drive(left);
+                    }
                     state = self.lock();
                     state.driving = false;
                     if state.asleep > 0 {
@@ -381,6 +392,18 @@ impl Inbox {
                 }
             }
         }
+    }
+
+    /// Whether the counter moves past `seen` while this thread looks so many times.
+    fn comes(&self, seen: u64, looks: u32, look: impl Fn()) -> bool {
+        (0..looks).any(|_| {
+            look();
+            let moved = self.seen() != seen;
+            if !moved {
+                std::thread::yield_now();
+            }
+            moved
+        })
     }
 
     /// Whether some thread drives the network right now.
