@@ -2,10 +2,10 @@
 //! the first-level cache.
 #![expect(clippy::inline_always, reason = "inlined into the function that enables the vectors")]
 
+use super::gelu::bias_gelu;
 use super::gemm::{Epilogue, Init, Mat, MatMut, NoEpilogue, gemm};
 use super::pool::Pool;
-use super::simd::Level;
-use super::vmath;
+use super::vector::Vector;
 
 /// What an op does with its finished rows; slices of whole matrices as wide as the result.
 pub(super) enum Fused<'a> {
@@ -20,7 +20,7 @@ struct Bias<'a>(&'a [f32]);
 
 impl Epilogue for Bias<'_> {
     #[inline(always)]
-    fn row<L: Level>(&self, _: usize, col: usize, c: &mut [f32]) {
+    fn row<L: Vector>(&self, _: usize, col: usize, c: &mut [f32]) {
         for (c, b) in c.iter_mut().zip(&self.0[col..]) {
             *c += b;
         }
@@ -35,7 +35,7 @@ struct BiasAdd<'a> {
 
 impl Epilogue for BiasAdd<'_> {
     #[inline(always)]
-    fn row<L: Level>(&self, row: usize, col: usize, c: &mut [f32]) {
+    fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]) {
         let residual = &self.residual[row * self.cols + col..][..c.len()];
         for ((c, b), r) in c.iter_mut().zip(&self.bias[col..]).zip(residual) {
             *c = *c + b + r;
@@ -55,7 +55,7 @@ struct Times<'a> {
 
 impl Epilogue for Times<'_> {
     #[inline(always)]
-    fn row<L: Level>(&self, row: usize, col: usize, c: &mut [f32]) {
+    fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]) {
         let factor = &self.factor[row * self.cols + col..][..c.len()];
         for (c, factor) in c.iter_mut().zip(factor) {
             *c *= factor;
@@ -74,9 +74,11 @@ struct BiasGelu<'a> {
 
 impl Epilogue for BiasGelu<'_> {
     #[inline(always)]
-    fn row<L: Level>(&self, _: usize, col: usize, c: &mut [f32]) {
-        for (c, b) in c.iter_mut().zip(&self.bias[col..]) {
-            (*c, _) = vmath::gelu::<L>(*c + b);
+    fn row<L: Vector>(&self, _: usize, col: usize, c: &mut [f32]) {
+        #[expect(unsafe_code, reason = "an epilogue runs where the vectors of its level are enabled")]
+        // SAFETY: it is inlined into the function that enables them.
+        unsafe {
+            bias_gelu::<L>(c, &self.bias[col..], None);
         }
     }
 }
@@ -94,14 +96,16 @@ unsafe impl Sync for BiasGeluSlope<'_> {}
 
 impl Epilogue for BiasGeluSlope<'_> {
     #[inline(always)]
-    fn row<L: Level>(&self, row: usize, col: usize, c: &mut [f32]) {
+    fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]) {
         let start = row * self.cols + col;
         assert!(start + c.len() <= self.len, "slope is as large as the result");
         #[expect(unsafe_code, reason = "tasks of one product write disjoint segments of a second matrix")]
         // SAFETY: in bounds as just checked; the segments of different calls do not overlap.
         let slope = unsafe { std::slice::from_raw_parts_mut(self.slope.add(start), c.len()) };
-        for ((c, b), slope) in c.iter_mut().zip(&self.bias[col..]).zip(slope) {
-            (*c, *slope) = vmath::gelu::<L>(*c + b);
+        #[expect(unsafe_code, reason = "an epilogue runs where the vectors of its level are enabled")]
+        // SAFETY: it is inlined into the function that enables them.
+        unsafe {
+            bias_gelu::<L>(c, &self.bias[col..], Some(slope));
         }
     }
 

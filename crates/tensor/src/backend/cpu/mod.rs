@@ -4,6 +4,7 @@
 mod attention;
 mod cast;
 mod embed;
+mod gelu;
 mod gemm;
 mod loss;
 mod map;
@@ -14,6 +15,7 @@ mod pool;
 mod reduce;
 mod simd;
 mod storage;
+mod vector;
 mod vmath;
 
 use std::array;

@@ -2,13 +2,12 @@
 //!
 //! Source: Dao et al. 2022, "`FlashAttention`", algorithm 1: keys are the outer loop, and the output is kept normalised.
 
-use std::f32::consts::LN_2;
 use std::ops::Range;
 
 use super::head::{Head, panels, pieces};
 use super::product::{Left, MR, NR, Right, Size, blend, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
-use super::softmax::{Block, Running, softmax};
+use super::softmax::{Block, Running, logs, softmax};
 
 /// Keys of a tile: with their values, a quarter of a second-level cache at the usual widths.
 const KEYS: usize = 256;
@@ -53,8 +52,8 @@ impl Head {
         let mut pass = Pass { head: self, q, k, v, y, keys, values, values_panel, scores, pitch, running };
         pass.run();
         let Running { tops, sums } = pass.running;
-        for ((lse, top), sum) in lse.into_iter().flatten().zip(tops).zip(sums) {
-            *lse = LN_2 * (self.exponent_scale() * *top) + sum.ln();
+        if let Some(lse) = lse {
+            logs(self.isa, tops, sums, self.exponent_scale(), lse);
         }
     }
 }

@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
+use super::super::vector::LANES;
 use super::product::NR;
-use super::vector::LANES;
 use crate::backend::cpu::simd::Isa;
 
 /// Sizes of one head.

@@ -14,7 +14,6 @@ mod rows;
 mod softmax;
 #[cfg(test)]
 mod tests;
-mod vector;
 
 use std::cell::RefCell;
 use std::marker::PhantomData;

@@ -9,8 +9,8 @@
 use std::ops::Range;
 
 use super::super::simd::simd;
+use super::super::vector::{LANES, Vector};
 use super::rows::{Rows, RowsMut};
-use super::vector::{LANES, Vector};
 
 /// Rows of a full tile.
 pub(super) const MR: usize = 6;

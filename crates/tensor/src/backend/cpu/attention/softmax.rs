@@ -5,14 +5,15 @@
 )]
 #![expect(clippy::inline_always, reason = "vector code must take the target features of its caller")]
 
-use std::f32::consts::LOG2_E;
+use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 use super::super::simd::simd;
+use super::super::vector::{LANES, Vector, exp2, greatest, sum};
+use super::super::vmath;
 use super::head::Meeting;
 use super::product::{MR, Share};
 use super::rows::Rows;
-use super::vector::{LANES, Vector, exp2, greatest, sum};
 
 /// Products of a block of queries with the keys of a tile, in rows `pitch` apart.
 pub(super) struct Block<'a> {
@@ -45,7 +46,7 @@ pub(super) struct Running<'a> {
 #[inline(always)]
 unsafe fn exponentials<L: Vector>(x: *const f32, scale: f32, shift: f32) -> L::V {
     // SAFETY: the caller's promise.
-    unsafe { exp2::<L>(L::fma(L::load(x), L::splat(scale), L::splat(shift))) }
+    unsafe { exp2::<L, 1>([L::fma(L::load(x), L::splat(scale), L::splat(shift))])[0] }
 }
 
 simd! {
@@ -101,6 +102,15 @@ simd! {
             }
         }
         shares
+    }
+}
+
+simd! {
+    /// The log of the sum of exponentials of each query, from its greatest product and the sum relative to that.
+    pub(super) fn logs<L: Level>(tops: &[f32], sums: &[f32], scale: f32, lse: &mut [f32]) {
+        for ((lse, top), sum) in lse.iter_mut().zip(tops).zip(sums) {
+            *lse = L::mul_add(LN_2 * scale, *top, vmath::ln::<L>(*sum));
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 
 use super::micro::{Kernel, Tile, micro};
 use crate::backend::cpu::simd;
+use crate::backend::cpu::vector::Vector;
 
 /// Elements moved by one [`Isa::transpose`].
 pub(super) const BLOCK: usize = 8;
@@ -18,7 +19,7 @@ pub(super) trait Isa {
     type V: Copy;
     const LANES: usize;
     /// What epilogues may ask of it.
-    type Level: simd::Level;
+    type Level: Vector;
     /// Rows of a full tile: at most 8, and 6 or 8 because of [`Isa::transpose`].
     const MR: usize;
     /// Columns of a full tile: two vectors.

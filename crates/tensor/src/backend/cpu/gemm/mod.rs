@@ -22,7 +22,7 @@ mod tests;
 use std::ops::Range;
 
 use super::pool::Pool;
-use super::simd;
+use super::vector::Vector;
 use isa::{Isa, Portable};
 use region::{Product, region};
 
@@ -102,7 +102,7 @@ pub(crate) enum Init {
 pub(crate) trait Epilogue: Sync {
     /// Called once for each element, in segments of a row: `c[0]` is the element (`row`, `col`). Runs inside the
     /// function that enables the CPU's vectors: mark it `#[inline(always)]` and its loops use them.
-    fn row<L: simd::Level>(&self, row: usize, col: usize, c: &mut [f32]);
+    fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]);
 
     /// Where the element (`row`, `col`) of another matrix lies that [`Epilogue::row`] will read or write there: it is
     /// fetched while the products are computed.
@@ -118,7 +118,7 @@ pub(crate) struct NoEpilogue;
 
 impl Epilogue for NoEpilogue {
     #[inline(always)]
-    fn row<L: simd::Level>(&self, _: usize, _: usize, _: &mut [f32]) {}
+    fn row<L: Vector>(&self, _: usize, _: usize, _: &mut [f32]) {}
 }
 
 /// Independent products of one shape, `count.0 * count.1` in all: product (i, j) starts `i * s.0 + j * s.1` elements

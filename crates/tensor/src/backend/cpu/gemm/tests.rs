@@ -178,7 +178,7 @@ struct Probe<'a> {
 
 impl Epilogue for Probe<'_> {
     #[inline(always)]
-    fn row<L: simd::Level>(&self, row: usize, col: usize, c: &mut [f32]) {
+    fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]) {
         assert!(!c.is_empty() && col + c.len() <= self.columns);
         for (j, c) in c.iter_mut().enumerate() {
             let at = row * self.columns + col + j;

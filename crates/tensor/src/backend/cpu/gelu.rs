@@ -1,0 +1,181 @@
+//! GELU and its derivative, for rows that are still in cache. It refuses to know where they come from.
+#![expect(unsafe_code, reason = "vector instructions; each function states what it relies on")]
+#![expect(clippy::inline_always, reason = "vector code must take the target features of its caller")]
+
+use std::f32::consts::LOG2_E;
+
+use super::vector::{LANES, Vector, exp2};
+
+/// Vectors computed side by side: one alone is a chain of forty instructions, each waiting for the last.
+const SIDE: usize = 4;
+/// Elements computed side by side.
+const GROUP: usize = SIDE * LANES;
+
+/// GELU in its tanh form, and its derivative: `x s` and `s (1 + x (1 - s) y')` for `s = sigmoid(y)` and
+/// `y = 2 sqrt(2 / pi) (x + 0.044715 x^3)`, since `(1 + tanh(y / 2)) / 2 = sigmoid(y)`. Within 4e-7 of the
+/// larger of 1 and their own size for `|x|` up to 1e10; NaN stays NaN.
+///
+/// Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+unsafe fn gelu<L: Vector>(x: [L::V; SIDE]) -> ([L::V; SIDE], [L::V; SIDE]) {
+    /// 2 sqrt(2 / pi), and 0.044715 times that.
+    const LINEAR: f32 = 1.595_769;
+    const CUBIC: f32 = 0.071_354_814;
+    /// Beyond it the sigmoid is 0 or 1, and 2 to this power is still a normal number.
+    const MAX: f32 = 126.0;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let one = L::splat(1.0);
+        let (mut square, mut z) = (x, x);
+        for i in 0..SIDE {
+            square[i] = L::mul(x[i], x[i]);
+            // The exponent of `e^-y = 2^z`.
+            z[i] = L::fma(L::splat(-CUBIC * LOG2_E), square[i], L::splat(-LINEAR * LOG2_E));
+        }
+        L::in_step(&mut z);
+        for i in 0..SIDE {
+            // This order of operands, because NaN must come through.
+            z[i] = L::min(L::splat(MAX), L::mul(x[i], z[i]));
+        }
+        L::in_step(&mut z);
+        let e = exp2::<L, SIDE>(z);
+        let (mut s, mut value, mut slope) = (x, x, x);
+        for i in 0..SIDE {
+            s[i] = L::div(one, L::add(one, e[i]));
+        }
+        L::in_step(&mut s);
+        for i in 0..SIDE {
+            value[i] = L::mul(x[i], s[i]);
+            let inner = L::fma(L::splat(3.0 * CUBIC), square[i], L::splat(LINEAR));
+            slope[i] = L::mul(s[i], L::fma(L::mul(value[i], e[i]), inner, one));
+        }
+        (value, slope)
+    }
+}
+
+/// A group of [`bias_gelu`].
+///
+/// # Safety
+/// As [`Vector`]; the pointers are valid for a group.
+#[inline(always)]
+unsafe fn group<L: Vector>(x: *mut f32, bias: *const f32, slope: Option<*mut f32>) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut v = [L::splat(0.0); SIDE];
+        for (i, v) in v.iter_mut().enumerate() {
+            *v = L::add(L::load(x.add(i * LANES)), L::load(bias.add(i * LANES)));
+        }
+        let (value, slopes) = gelu::<L>(v);
+        for i in 0..SIDE {
+            L::store(x.add(i * LANES), value[i]);
+            if let Some(slope) = slope {
+                L::store(slope.add(i * LANES), slopes[i]);
+            }
+        }
+    }
+}
+
+/// `x = gelu(x + bias)`, and the derivative there in `slope`, where it is asked for.
+///
+/// # Safety
+/// As [`Vector`].
+#[inline(always)]
+pub(super) unsafe fn bias_gelu<L: Vector>(x: &mut [f32], bias: &[f32], mut slope: Option<&mut [f32]>) {
+    let bias = &bias[..x.len()];
+    if let Some(slope) = &slope {
+        assert_eq!(slope.len(), x.len(), "a slope for each value");
+    }
+    let whole = x.len() / GROUP * GROUP;
+    for at in (0..whole).step_by(GROUP) {
+        let slope = slope.as_mut().map(|slope| slope[at..].as_mut_ptr());
+        // SAFETY: the caller's promise; a group is there from `at` on.
+        unsafe { group::<L>(x[at..].as_mut_ptr(), bias[at..].as_ptr(), slope) };
+    }
+    // What is left goes through a whole group, so that a value does not depend on its place.
+    let rest = x.len() - whole;
+    if rest > 0 {
+        let (mut values, mut biases, mut slopes) = ([0.0; GROUP], [0.0; GROUP], [0.0; GROUP]);
+        values[..rest].copy_from_slice(&x[whole..]);
+        biases[..rest].copy_from_slice(&bias[whole..]);
+        // SAFETY: the caller's promise; the arrays are groups.
+        unsafe { group::<L>(values.as_mut_ptr(), biases.as_ptr(), Some(slopes.as_mut_ptr())) };
+        x[whole..].copy_from_slice(&values[..rest]);
+        if let Some(slope) = slope {
+            slope[whole..].copy_from_slice(&slopes[..rest]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::{Isa, simd};
+    use super::super::vector::Vector;
+
+    simd! {
+        fn gelus<L: Level + Vector>(x: &mut [f32], slope: &mut [f32]) {
+            let bias = vec![0.0; x.len()];
+            // SAFETY: this function is compiled for the level.
+            unsafe { super::bias_gelu::<L>(x, &bias, Some(slope)) }
+        }
+    }
+
+    const ISAS: [fn() -> Isa; 2] = [Isa::detect, || Isa::PORTABLE];
+
+    /// GELU and its derivative by the definition, without cancellation on either side of zero.
+    fn exact_gelu(x: f64) -> (f64, f64) {
+        let (k, c) = ((2.0 / std::f64::consts::PI).sqrt(), 0.044_715);
+        let s = 1.0 / (1.0 + (-2.0 * k * (x + c * x.powi(3))).exp());
+        (x * s, s + x * s * (1.0 - s) * 2.0 * k * (1.0 + 3.0 * c * x * x))
+    }
+
+    #[test]
+    fn gelu_and_its_derivative_are_close_everywhere() {
+        for isa in ISAS {
+            let mut worst = (0.0_f64, 0.0_f64);
+            for bits in (1e-30_f32.to_bits()..1e10_f32.to_bits()).step_by(2999) {
+                for x in [f32::from_bits(bits), -f32::from_bits(bits)] {
+                    let (mut value, mut slope) = ([x], [0.0]);
+                    gelus(isa(), &mut value, &mut slope);
+                    let (v, s) = exact_gelu(f64::from(x));
+                    let error = |got: f32, want: f64| (f64::from(got) - want).abs() / want.abs().max(1.0);
+                    worst = (worst.0.max(error(value[0], v)), worst.1.max(error(slope[0], s)));
+                }
+            }
+            println!("gelu {:?} {worst:?}", isa());
+            assert!(worst.0 < 4e-7 && worst.1 < 4e-7, "{:?}: {worst:?}", isa());
+        }
+    }
+
+    #[test]
+    fn limits() {
+        for isa in ISAS {
+            let payload = f32::from_bits(0xffff_ffff);
+            let (mut values, mut slopes) = ([f32::NAN, payload, 0.0, -0.0, 1e6, -1e6], [0.0; 6]);
+            gelus(isa(), &mut values, &mut slopes);
+            assert!(values[..2].iter().chain(&slopes[..2]).all(|x| x.is_nan()));
+            assert_eq!((&values[2..5], &slopes[2..5]), (&[0.0, 0.0, 1e6][..], &[0.5, 0.5, 1.0][..]));
+            assert!(values[5].abs() < 1e-30 && slopes[5].abs() < 1e-15);
+        }
+    }
+
+    #[test]
+    fn a_value_does_not_depend_on_its_place() {
+        for isa in ISAS {
+            let x: Vec<f32> = (0..75).map(|i| 0.11 * (i as f32 - 40.0)).collect();
+            let (mut all, mut slopes) = (x.clone(), vec![0.0; x.len()]);
+            gelus(isa(), &mut all, &mut slopes);
+            for (i, &x) in x.iter().enumerate() {
+                let (mut one, mut slope) = ([x], [0.0]);
+                gelus(isa(), &mut one, &mut slope);
+                assert_eq!(
+                    (one[0].to_bits(), slope[0].to_bits()),
+                    (all[i].to_bits(), slopes[i].to_bits()),
+                    "{i}"
+                );
+            }
+        }
+    }
+}
