@@ -52,6 +52,8 @@ mod hostile_payloads;
 mod learn_nano;
 mod overlap_comm;
 mod overlap_ddp;
+mod pipeline_exact;
+mod predict_vs_run;
 mod resume;
 mod schedule_laws;
 mod schedule_vectors;
@@ -92,6 +94,8 @@ pub const BENCHES: &[Bench] = &[
     schedule_vectors::BENCH,
     schedule_laws::BENCH,
     slow_link::BENCH,
+    pipeline_exact::BENCH,
+    predict_vs_run::BENCH,
     simulate_scale::BENCH,
     zero_bubble::BENCH,
 ];

@@ -220,9 +220,9 @@ settings! {
         recompute: Recompute, "WHAT", Recompute::None;
         /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna.
         memory: usize, "N";
-        /// Which version of the weights a microbatch sees under pipedream: newest (each stage's own) or vertical (the
-        /// one that the first stage had).
-        version_sync: VersionSync, "KIND", VersionSync::Newest;
+        /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that the first
+        /// had) or newest (each stage's own; the last then waits for the first at each update of their token table).
+        version_sync: VersionSync, "KIND", VersionSync::Vertical;
     }
     "Machine" {
         /// Where tensors live: cpu.

@@ -107,13 +107,17 @@ impl Hands {
     fn forward(&mut self, action: Action, hidden: Option<Tensor>) -> Result<Option<Tensor>> {
         let Action { stage, microbatch, .. } = action;
         let place = (stage, microbatch);
-        let part = &self.parts[&stage];
         let version = match self.pass {
             Pass::Training { .. } => {
                 self.updates.version(self.placement.part(stage), self.placement.depth(), microbatch)
             }
             Pass::Evaluation => 0,
         };
+        self.parts
+            .get_mut(&stage)
+            .expect("the schedule gives a rank its own stages")
+            .catch_up(Some(version))?;
+        let part = &self.parts[&stage];
         let again = self.pass != Pass::Evaluation && self.again.binary_search(&place).is_ok();
         let kept = hidden.as_ref().filter(|_| again).map(copy).transpose()?;
         let input = self.input(part, microbatch, hidden)?;
@@ -187,8 +191,10 @@ impl Hands {
         let needed = next.map(|next| self.updates.version(part, self.placement.depth(), next));
         let mine = self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages");
         mine.finish_reduce()?;
-        self.tied.finish(&mut self.parts, &self.placement, Some(stage))?;
-        let mine = self.parts.get_mut(&stage).expect("it was there");
+        if let Some(table) = self.tied.exchange(stage, mine)? {
+            // Whoever waited here for the other user of the table would keep the pipeline waiting.
+            return mine.put_off(table, needed);
+        }
         let norm = farflung_optim::global_norm(&mine.grads)?;
         mine.commit(Prepared::with_norm(norm)?, needed)
     }

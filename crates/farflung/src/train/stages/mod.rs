@@ -30,7 +30,7 @@ use crate::{Error, Result};
 use hands::{Hands, Pass, floats, recomputed};
 use part::Part;
 use plan::Tie;
-use tied::Tied;
+use tied::{Across, Tied};
 
 /// Tags of parts that are gathered, counted down, far from those of messages between stages.
 const GATHERED: u32 = u32::MAX;
@@ -177,8 +177,9 @@ impl Pipelined {
         let flush = self.plan.updates() == Updates::Flush;
         if flush {
             self.hands.parts.values_mut().try_for_each(Part::finish_reduce)?;
-            self.hands.tied.finish(&mut self.hands.parts, &self.hands.placement, None)?;
+            self.hands.tied.finish(&mut self.hands.parts, &self.hands.placement)?;
         }
+        self.hands.parts.values_mut().try_for_each(|part| part.catch_up(None))?;
         let told = self.tell(stop)?;
         if flush {
             let prepared = Prepared::with_norm(told.squares.iter().sum::<f64>().sqrt())?;
@@ -432,7 +433,7 @@ fn tie(comm: &Communicator, placement: &Placement, replicas: usize, position: Ra
             let replica = comm.rank().0 / placement.ranks();
             let pair = comm.split(mine.map_or(0, |_| 1 + replica), comm.rank().0)?;
             let early = replicas == 1;
-            mine.map_or(Tied::No, |stage| Tied::Across { pair, stage, early, sum: None })
+            mine.map_or(Tied::No, |stage| Tied::Across(Across { pair, stage, early, round: 0, begun: None }))
         }
     })
 }

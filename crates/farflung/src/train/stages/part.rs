@@ -1,7 +1,7 @@
 //! A part of the model on one rank: its parameters in all versions that microbatches still need, its gradients, its
 //! optimizer. It knows neither other ranks' parts nor the schedule.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use farflung_optim::{Average, Chain, Prepared};
 use farflung_parallel::pipeline::StageCost;
@@ -9,6 +9,7 @@ use farflung_tensor::{Op, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::{Input, Output, Saved, Stage};
 
+use super::tied::Exchange;
 use crate::Result;
 
 /// A part with its state.
@@ -28,6 +29,19 @@ pub(super) struct Part {
     /// Updates since the pipeline was empty: the version of `params`.
     version: u32,
     older: BTreeMap<u32, Tensor>,
+    /// Updates whose gradients are complete here, and wait for the sum of the token table's.
+    due: VecDeque<Due>,
+    /// A buffer of gradients that an update has taken.
+    spare: Option<Tensor>,
+}
+
+/// An update to come.
+#[derive(Debug)]
+struct Due {
+    grads: Tensor,
+    table: Exchange,
+    /// The oldest version that a microbatch will still see.
+    needed: Option<u32>,
 }
 
 /// What a part keeps of a microbatch.
@@ -68,6 +82,8 @@ impl Part {
             reducing: false,
             version: 0,
             older,
+            due: VecDeque::new(),
+            spare: None,
         })
     }
 
@@ -75,6 +91,35 @@ impl Part {
     pub(super) fn begin(&mut self) {
         (self.pending, self.reducing, self.version) = (false, false, 0);
         self.older.clear();
+        self.due.clear();
+    }
+
+    /// The update after the gradients so far waits for the table's sum, and the next begins.
+    pub(super) fn put_off(&mut self, table: Exchange, needed: Option<u32>) -> Result<()> {
+        let next = self.spare.take().map_or_else(|| self.stage.zeros(), Ok)?;
+        let grads = std::mem::replace(&mut self.grads, next);
+        self.due.push_back(Due { grads, table, needed });
+        if let Some(average) = &mut self.average {
+            average.commit();
+        }
+        self.pending = false;
+        Ok(())
+    }
+
+    /// Takes the updates that are due until there is this version; all of them without one.
+    pub(super) fn catch_up(&mut self, version: Option<u32>) -> Result<()> {
+        while version.is_none_or(|version| self.version < version) {
+            let Some(Due { mut grads, table, needed }) = self.due.pop_front() else { break };
+            let range = self.table();
+            grads.view_mut().part(range.start, range.len())?.write(&table.wait()?)?;
+            std::mem::swap(&mut self.grads, &mut grads);
+            let pending = self.pending;
+            let prepared = Prepared::with_norm(farflung_optim::global_norm(&self.grads)?)?;
+            self.commit(prepared, needed)?;
+            std::mem::swap(&mut self.grads, &mut grads);
+            (self.pending, self.spare) = (pending, Some(grads));
+        }
+        Ok(())
     }
 
     /// The parameters of a version.

@@ -3,12 +3,13 @@
 
 use std::collections::BTreeMap;
 
-use farflung_base::{Pending, StageId};
-use farflung_comm::{CommError, Communicator, ReduceOp};
+use farflung_base::{Pending, Rank, StageId};
+use farflung_comm::{CommError, Communicator};
 use farflung_parallel::pipeline::Placement;
 
+use super::hands::floats;
 use super::part::Part;
-use crate::Result;
+use crate::{Error, Result};
 
 /// How this rank's table gradients meet the others.
 #[derive(Debug)]
@@ -18,33 +19,83 @@ pub(super) enum Tied {
     /// Both users are on this rank.
     Here,
     /// The other user is on another rank.
-    Across {
-        /// The two ranks.
-        pair: Communicator,
-        /// The stage of this one.
-        stage: StageId,
-        /// Whether the gradients are those of one rank alone, so that the sum may start before any mean is there.
-        early: bool,
-        sum: Option<Pending<Result<Vec<f32>, CommError>>>,
-    },
+    Across(Across),
+}
+
+/// One of two ranks that hold a user each.
+#[derive(Debug)]
+pub(super) struct Across {
+    /// The two ranks.
+    pub(super) pair: Communicator,
+    /// This one's stage.
+    pub(super) stage: StageId,
+    /// Whether the gradients are those of one rank alone, so that they may leave before any mean is there.
+    pub(super) early: bool,
+    /// Exchanges so far: each has a tag of its own, since several may be on their way.
+    pub(super) round: u32,
+    pub(super) begun: Option<Exchange>,
+}
+
+/// Both users' gradients, on their way to each other: whoever is first has nothing to wait for but the other's.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    mine: Vec<f32>,
+    theirs: Pending<Result<Vec<u8>, CommError>>,
+    sent: Pending<Result<(), CommError>>,
+}
+
+impl Exchange {
+    /// The sum, the same bits on both sides.
+    pub(super) fn wait(self) -> Result<Vec<f32>> {
+        let Self { mine: mut sum, theirs, sent } = self;
+        let theirs = floats(&theirs.wait()?, sum.len()).ok_or_else(|| Error::Message {
+            message: "the token table's gradient".to_owned(),
+            problem: "is not as long as the table",
+        })?;
+        sum.iter_mut().zip(theirs).for_each(|(sum, theirs)| *sum += theirs);
+        sent.wait()?;
+        Ok(sum)
+    }
+}
+
+impl Across {
+    fn start(&mut self, part: &Part) -> Result<Exchange> {
+        let mine = table(part)?;
+        let (other, tag) = (Rank(1 - self.pair.rank().0), self.round);
+        self.round = self.round.wrapping_add(1);
+        let bytes = mine.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let sent = self.pair.start_send(other, tag, bytes);
+        Ok(Exchange { mine, theirs: self.pair.start_recv(other, tag), sent })
+    }
 }
 
 impl Tied {
-    /// This rank's gradient of the table is complete; the sum may start.
+    /// This rank's gradient of the table is complete; the exchange may start.
     pub(super) fn start(&mut self, part: &Part) -> Result<()> {
-        if let Self::Across { pair, sum, early: true, .. } = self {
-            *sum = Some(pair.start_all_reduce(table(part)?, ReduceOp::Sum));
+        if let Self::Across(across) = self
+            && across.early
+        {
+            across.begun = Some(across.start(part)?);
         }
         Ok(())
     }
 
-    /// The table's gradient is the sum of both users' after this. `only` is the stage whose gradients are complete;
-    /// `None` says all are.
+    /// The exchange of the table's gradients, if `stage` holds the table and the other user is elsewhere.
+    pub(super) fn exchange(&mut self, stage: StageId, part: &Part) -> Result<Option<Exchange>> {
+        match self {
+            Self::Across(across) if across.stage == stage => match across.begun.take() {
+                Some(begun) => Ok(Some(begun)),
+                None => across.start(part).map(Some),
+            },
+            _ => Ok(None),
+        }
+    }
+
+    /// The table's gradient is the sum of both users' after this, where all parts' gradients are complete.
     pub(super) fn finish(
         &mut self,
         parts: &mut BTreeMap<StageId, Part>,
         placement: &Placement,
-        only: Option<StageId>,
     ) -> Result<()> {
         match self {
             Self::No => {}
@@ -60,15 +111,11 @@ impl Tied {
                     write(parts, stage, &sum)?;
                 }
             }
-            Self::Across { pair, stage, sum, .. } => {
-                if only.is_some_and(|only| only != *stage) {
-                    return Ok(());
+            Self::Across(Across { stage, .. }) => {
+                let stage = *stage;
+                if let Some(exchange) = self.exchange(stage, &parts[&stage])? {
+                    write(parts, stage, &exchange.wait()?)?;
                 }
-                let sum = match sum.take() {
-                    Some(sum) => sum.wait()?,
-                    None => pair.start_all_reduce(table(&parts[stage])?, ReduceOp::Sum).wait()?,
-                };
-                write(parts, *stage, &sum)?;
             }
         }
         Ok(())

@@ -1,0 +1,238 @@
+//! A pipeline is one process: every schedule that trains, against the same microbatches in one place.
+
+use anyhow::{Context, Result};
+use farflung::TrainConfig;
+use farflung::parallel::pipeline::{Method, Updates, VersionSync};
+use farflung::tensor::{Device, Tensor};
+use farflung::train::{Job, Pipelined, Worker, refusal, seats};
+use farflung::zoo::block::Grads;
+use farflung::zoo::{Input, Output, Stage, stage};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::workers::{Over, again, config, farthest, job, on_all, plain_sgd, relative_l2};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "pipeline-exact",
+    claim: "each synchronous schedule trains as one process, to the bit where gradients are summed in the same order; \
+            PipeDream and 2BW train as one process that uses the same stale weights",
+    source: "Huang et al. 2019; Narayanan et al. 2019 and 2021; Qi et al. 2023 and 2024",
+    seed: 1337,
+    run,
+};
+
+const LAYERS: usize = 4;
+
+/// What a run left behind.
+struct Trace {
+    losses: Vec<f64>,
+    first_grads: Vec<f32>,
+    params: Vec<f32>,
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let (steps, cuts): (u64, &[usize]) = if options.quick { (3, &[2]) } else { (10, &[2, 4]) };
+    let base = TrainConfig { layers: Some(LAYERS), batch: 2, clip: 0.0, ..config(report.seed(), false) };
+    let first = job(TrainConfig { workers: 1, ..base.clone() }, Over::Memory)?;
+    for &stages in cuts {
+        let microbatches = 2 * stages;
+        let alone = TrainConfig { workers: 1, accumulate: microbatches, ..base.clone() };
+        let alone = alone_trace(&again(&first, alone, Over::Memory), steps)?;
+        for schedule in Method::ALL.into_iter().filter(|m| m.is_synchronous() && refusal(*m).is_none()) {
+            let config = TrainConfig {
+                workers: stages,
+                stages,
+                schedule,
+                microbatches: Some(microbatches),
+                ..base.clone()
+            };
+            let piped = piped_trace(&again(&first, config, Over::Memory), steps)?;
+            let in_order = !matches!(
+                schedule,
+                Method::GPipe | Method::BreadthFirst | Method::Chimera | Method::DualPipe
+            );
+            compare(report, &format!("{schedule} on {stages}"), (&piped, &alone), in_order, &first)?;
+        }
+    }
+    for (schedule, updates) in [
+        (Method::PipeDream, Updates::Stashed { sync: VersionSync::Newest }),
+        (Method::PipeDream, Updates::Stashed { sync: VersionSync::Vertical }),
+        (Method::PipeDream2Bw, Updates::TwoVersions { every: LAYERS as u32 }),
+    ] {
+        let version_sync = match updates {
+            Updates::Stashed { sync } => sync,
+            _ => VersionSync::Newest,
+        };
+        let config = TrainConfig {
+            workers: LAYERS,
+            stages: LAYERS,
+            schedule,
+            version_sync,
+            microbatches: Some(3 * LAYERS),
+            ..plain_sgd(base.clone(), 0.2)
+        };
+        let job = again(&first, config, Over::Memory);
+        let (piped, stale) = (piped_trace(&job, steps)?, stale_trace(&job, updates, steps)?);
+        let name = format!("{schedule} on {LAYERS}, {updates}");
+        report.row(
+            &format!("{name}: largest difference of losses"),
+            farthest(&piped.losses, &stale.losses),
+            "nats",
+            Mark::AtMost(1e-6),
+        )?;
+        let params = relative_l2(&piped.params, &stale.params);
+        report.row(&format!("{name}: parameters, relative l2"), params, "", Mark::AtMost(1e-6))?;
+    }
+    Ok(())
+}
+
+/// `in_order`: whether each part's gradients are summed from the first microbatch to the last, on one rank.
+fn compare(
+    report: &mut Report<'_>,
+    name: &str,
+    (piped, alone): (&Trace, &Trace),
+    in_order: bool,
+    job: &Job,
+) -> Result<()> {
+    report.row(
+        &format!("{name}: largest difference of losses"),
+        farthest(&piped.losses, &alone.losses),
+        "nats",
+        Mark::AtMost(1e-6),
+    )?;
+    let grads = relative_l2(&piped.first_grads, &alone.first_grads);
+    report.row(&format!("{name}: first gradient, relative l2"), grads, "", Mark::AtMost(1e-6))?;
+    // The token table's two gradients are each summed on their own, then together: another order than one process has.
+    let table = job.model.vocab * job.model.dim;
+    let pairs = piped.first_grads.iter().zip(&alone.first_grads).skip(table);
+    let differing = pairs.filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    let mark = if in_order { Mark::AtMost(0.0) } else { Mark::None };
+    let metric = format!("{name}: first gradient but the token table's, numbers whose bits differ");
+    report.row(&metric, differing as f64, "", mark)
+}
+
+fn alone_trace(job: &Job, steps: u64) -> Result<Trace> {
+    let trace = |worker: &mut Worker| {
+        let mut trace = Trace { losses: Vec::new(), first_grads: Vec::new(), params: Vec::new() };
+        for step in 0..steps {
+            trace.losses.push(worker.step(false)?.loss);
+            if step == 0 {
+                trace.first_grads = worker.grads().to_vec()?;
+            }
+        }
+        trace.params = worker.params().to_vec()?;
+        Ok(trace)
+    };
+    Ok(on_all(job, trace)?.remove(0))
+}
+
+fn piped_trace(job: &Job, steps: u64) -> Result<Trace> {
+    let work = |mut rank: Pipelined| {
+        let mut losses = Vec::new();
+        let mut first_grads = None;
+        for step in 0..steps {
+            losses.push(rank.step(false)?.loss);
+            if step == 0 {
+                first_grads = rank.gather_grads()?;
+            }
+        }
+        let (Some(grads), Some(params)) = (first_grads, rank.gather_params()?) else { return Ok(None) };
+        Ok(Some(Trace { losses, first_grads: grads.to_vec()?, params: params.to_vec()? }))
+    };
+    let traces: Vec<Result<Option<Trace>>> = std::thread::scope(|scope| {
+        let work = &work;
+        let threads: Vec<_> = seats(&job.config, None)?
+            .into_iter()
+            .map(|seat| scope.spawn(move || work(Pipelined::new(job, seat.comm, 1)?)))
+            .collect();
+        anyhow::Ok(threads.into_iter().map(|t| t.join().expect("no rank panics")).collect())
+    })?;
+    let traces = traces.into_iter().collect::<Result<Vec<_>>>()?;
+    traces.into_iter().flatten().next().context("rank 0 has the model")
+}
+
+/// One process that gives each part of the model, a layer each, the version of its weights that the rule says.
+fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
+    let config = &job.config;
+    let device = Device::cpu(1)?;
+    let parts: Vec<Stage> =
+        (0..LAYERS).map(|k| Stage::new(job.model, k..k + 1, &device)).collect::<Result<_, _>>()?;
+    let mut params: Vec<Vec<f32>> =
+        parts.iter().map(|s| Ok(s.init(config.seed)?.to_vec()?)).collect::<Result<_>>()?;
+    let microbatches = job.microbatches() as u32;
+    let per_update = if let Updates::TwoVersions { every } = updates { every } else { 1 };
+    let tokens = (config.batch * job.model.context) as f32;
+    let sampler = job.sampler(0)?;
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let mut versions = vec![params.clone()];
+        let mut sums: Vec<Vec<f32>> = params.iter().map(|p| vec![0.0; p.len()]).collect();
+        let mut loss = 0.0;
+        for micro in 0..microbatches {
+            let seen = (0..LAYERS as u32).map(|k| {
+                let version = updates.version(k, LAYERS as u32, micro) as usize;
+                let values = &versions[version][k as usize];
+                Ok(device.tensor(values, values.len())?)
+            });
+            let seen: Vec<Tensor> = seen.collect::<Result<_>>()?;
+            let (mut x, mut y) = (Vec::new(), Vec::new());
+            sampler.batch(step * u64::from(microbatches) + u64::from(micro), &mut x, &mut y)?;
+            let batch = (parts[0].tokens(&x, job.model.context)?, parts[0].tokens(&y, job.model.context)?);
+            loss += backward(&parts, &seen, batch, 1.0 / (tokens * per_update as f32), &mut sums)?;
+            if (micro + 1).is_multiple_of(per_update) {
+                // The token table has two users.
+                for i in parts[0].layout().params()[0].range() {
+                    let sum = sums[0][i] + sums[LAYERS - 1][i];
+                    (sums[0][i], sums[LAYERS - 1][i]) = (sum, sum);
+                }
+                for (p, sum) in params.iter_mut().zip(&mut sums) {
+                    p.iter_mut().zip(&*sum).for_each(|(p, g)| *p -= config.lr as f32 * g);
+                    sum.fill(0.0);
+                }
+                versions.push(params.clone());
+            }
+        }
+        losses.push(loss / (f64::from(tokens) * f64::from(microbatches)));
+    }
+    let whole = Stage::whole(job.model, &device)?;
+    let mut all = vec![0.0; whole.layout().len()];
+    for (part, values) in parts.iter().zip(&params) {
+        for param in part.layout().params() {
+            let to = &whole.layout().params()[whole.layout().find(&param.name)?];
+            all[to.range()].copy_from_slice(&values[param.range()]);
+        }
+    }
+    Ok(Trace { losses, first_grads: Vec::new(), params: all })
+}
+
+/// Forward and backward of a microbatch; gradients go to `sums`. Gives the sum of the losses.
+fn backward(
+    parts: &[Stage],
+    params: &[Tensor],
+    (tokens, targets): (Tensor, Tensor),
+    scale: f32,
+    sums: &mut [Vec<f32>],
+) -> Result<f64> {
+    let (mut hidden, mut kept, mut loss) = (None, Vec::new(), 0.0);
+    let mut tokens = Some(tokens);
+    for (k, (part, p)) in parts.iter().zip(params).enumerate() {
+        let input = match hidden.take() {
+            Some(x) => Input::Hidden(x),
+            None => Input::Tokens(tokens.take().context("the first part alone takes tokens")?),
+        };
+        let targets = (k + 1 == parts.len()).then_some((&targets, scale));
+        let (output, saved) = part.forward(p, input, targets)?;
+        kept.push(saved);
+        match output {
+            Output::Hidden(x) => hidden = Some(x),
+            Output::Losses(losses) => loss = stage::total(&losses)?,
+        }
+    }
+    let mut dy = None;
+    for (k, saved) in kept.into_iter().enumerate().rev() {
+        let mut flat = parts[k].zeros()?;
+        let mut grads = Grads { flat: &mut flat, accumulate: false };
+        dy = parts[k].backward(&params[k], saved, dy, &mut grads, |_, _| {})?;
+        sums[k].iter_mut().zip(flat.to_vec::<f32>()?).for_each(|(sum, g)| *sum += g);
+    }
+    Ok(loss)
+}
