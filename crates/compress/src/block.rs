@@ -35,8 +35,19 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     fn noisy(&self) -> bool {
         false
     }
-    /// The header of the finite `x` with the largest magnitude `max`, which is not too small.
-    fn fit(&self, max: f32, x: &[f32]) -> Self::Fit;
+    /// The bits of the largest magnitude, as [`max_magnitude`] gives them, and a number for [`Self::fit`]. If there is a
+    /// residual, the sums go to `next`.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    #[must_use]
+    fn survey(values: Values<'_>) -> (i32, f32) {
+        match values {
+            Values::Read(x) => (max_magnitude(x), 0.0),
+            Values::Feedback { x, e, next } => (sum(x, e, next), 0.0),
+        }
+    }
+    /// The header of the finite `x` with the largest magnitude `max`, which is not too small, and what [`Self::survey`] found.
+    fn fit(&self, max: f32, surveyed: f32, x: &[f32]) -> Self::Fit;
     /// Writes the header.
     fn write(fit: &Self::Fit, header: &mut [u8]);
     /// Reads a header that is not all zero; the offending number if no encoder writes it.
@@ -172,15 +183,17 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
             let (head, bytes) = out.split_at_mut(Q::HEADER);
             let (values, next) = rest.split_at(len);
             // The values are `x`, or the sums in `next`, which then become what is lost.
-            let (max, mut values) = match values {
-                Values::Read(x) => (max_magnitude(x), Source::Read(x)),
-                Values::Feedback { x, e, next } => (sum(x, e, next), Source::Rest(next)),
+            let ((max, surveyed), mut values) = match values {
+                Values::Read(x) => (Q::survey(Values::Read(x)), Source::Read(x)),
+                Values::Feedback { x, e, next } => {
+                    (Q::survey(Values::Feedback { x, e, next: &mut *next }), Source::Rest(next))
+                }
             };
             if max >= INFINITE {
                 return true;
             }
             let max = f32::from_bits(max as u32);
-            let fit = (max >= MIN_MAX).then(|| quantizer.fit(max, values.get()));
+            let fit = (max >= MIN_MAX).then(|| quantizer.fit(max, surveyed, values.get()));
             if let Some(fit) = &fit {
                 Q::write(fit, head);
             }

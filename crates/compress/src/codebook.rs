@@ -54,10 +54,56 @@ pub struct Bins {
     /// Where the bins of equal width have their middle, and bins per unit; 0 for quantiles.
     middle: f32,
     factor: f32,
+    grid: Grid,
+}
+
+/// Cells of a grid over the ends of unequal bins.
+const CELLS: usize = 1 << 12;
+
+/// Which bin to look at first: that of each cell's lower edge.
+#[derive(Debug, Clone, Copy)]
+struct Grid {
+    low: f32,
+    /// Cells per unit.
+    factor: f32,
+    first: [u8; CELLS],
+}
+
+impl Grid {
+    /// Over ends that are ascending, but for the last, which is infinite.
+    fn new(ends: &[f32]) -> Self {
+        let (low, high) = (ends[0], ends[ends.len().saturating_sub(2)]);
+        let factor = (CELLS - 1) as f32 / (high - low);
+        // Ends that are all the same, or too near or far for a number of cells.
+        let factor = if factor.is_normal() { factor } else { 0.0 };
+        let mut grid = Self { low, factor, first: [0; CELLS] };
+        let mut bin = 0;
+        // A cell's first bin is that of the last end below the cell, however the cell of an element is rounded.
+        for (cell, first) in grid.first.iter_mut().enumerate() {
+            *first = bin as u8;
+            while bin + 1 < ends.len() && grid_cell(low, factor, ends[bin]) <= cell {
+                bin += 1;
+            }
+        }
+        grid
+    }
+}
+
+/// The cell of an element; it does not fall where the element rises.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn grid_cell(low: f32, factor: f32, x: f32) -> usize {
+    ((x - low) * factor).clamp(0.0, (CELLS - 1) as f32) as usize
 }
 
 impl Bins {
-    const EMPTY: Self = Self { values: [0.0; 256], ends: [f32::INFINITY; 256], middle: 0.0, factor: 0.0 };
+    const EMPTY: Self = Self {
+        values: [0.0; 256],
+        ends: [f32::INFINITY; 256],
+        middle: 0.0,
+        factor: 0.0,
+        grid: Grid { low: 0.0, factor: 0.0, first: [0; CELLS] },
+    };
 
     /// The bin of `x`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
@@ -68,11 +114,10 @@ impl Bins {
             return (((x - self.middle) * self.factor).clamp(-half, half - 1.0) + half + ROUND).to_bits()
                 & 0xff;
         }
-        // How many ends are at or below it, by halving.
-        let mut bin = 0;
-        for step in (0..BITS).rev() {
-            let next = bin + (1_usize << step);
-            bin += usize::from(self.ends[(next - 1) % 256] <= x) << step;
+        // How many ends are at or below it.
+        let mut bin = usize::from(self.grid.first[grid_cell(self.grid.low, self.grid.factor, x) % CELLS]);
+        while self.ends[bin % 256] <= x {
+            bin += 1;
         }
         bin as u32
     }
@@ -89,7 +134,7 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn fit(&self, max: f32, x: &[f32]) -> Bins {
+    fn fit(&self, max: f32, _: f32, x: &[f32]) -> Bins {
         let count = 1 << BITS;
         let mut bins = Bins::EMPTY;
         if self.quantiles {
@@ -102,6 +147,7 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
             for (i, end) in bins.ends[..count - 1].iter_mut().enumerate() {
                 *end = sample[(i + 1) * taken / count];
             }
+            bins.grid = Grid::new(&bins.ends[..count]);
         } else {
             bins.middle = mean(max, x);
             let width = 6.0 / count as f32 * deviation(max, bins.middle, x);

@@ -1,7 +1,10 @@
 //! A cosine transform in front of a selection: what is smooth within a chunk gathers in few coefficients. Knows no shapes.
 
+use std::convert::Infallible;
+
 use crate::compressor::{Memoryless, check_finite, residual_of};
 use crate::simd::{Kernel, Level};
+use crate::threads;
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
@@ -24,6 +27,7 @@ pub struct Dct<C> {
     inner: C,
     side: usize,
     level: Level,
+    threads: usize,
     table: Table,
     coefficients: Vec<f32>,
     sent: Vec<f32>,
@@ -79,6 +83,7 @@ impl<C: Memoryless> Dct<C> {
             inner,
             side: side as usize,
             level: Level::detect(),
+            threads: 1,
             table,
             coefficients: Vec::new(),
             sent: Vec::new(),
@@ -88,7 +93,13 @@ impl<C: Memoryless> Dct<C> {
     fn transform(&self, x: &mut [f32], inverse: bool) {
         let columns = if inverse { &self.table.inverse } else { &self.table.forward };
         let rows = if inverse { &self.table.forward } else { &self.table.inverse };
-        self.level.run(Transform { x, side: self.side, columns, rows });
+        let (side, pieces) = (self.side, threads::worth(self.threads, x.len()));
+        let each = x.len().div_ceil(side * side).div_ceil(pieces).max(1) * side * side;
+        let done: Result<(), Infallible> = threads::try_each(x.chunks_mut(each), |x| {
+            self.level.run(Transform { x, side, columns, rows });
+            Ok(())
+        });
+        let Ok(()) = done;
     }
 }
 
@@ -150,6 +161,11 @@ impl<C: Memoryless> Compressor for Dct<C> {
     fn max_payload(&self, len: usize) -> usize {
         self.inner.max_payload(len).saturating_add(PREFIX)
     }
+
+    fn set_threads(&mut self, threads: usize) {
+        self.threads = threads.max(1);
+        self.inner.set_threads(threads);
+    }
 }
 
 /// Each full square `X` of `x` becomes `columns X rows`, sums in the order of the index, nothing fused.
@@ -176,15 +192,41 @@ impl Kernel for Transform<'_> {
     }
 }
 
-/// `out = a b`, all squares: every row of `out` is a sum of rows of `b`.
+/// Rows of a product whose sums stay in registers while they run, of twice `LANES` columns.
+const ROWS: usize = 4;
+const LANES: usize = 8;
+
+/// `out = a b`, all squares: each element a sum in the order of the index.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 fn product(a: &[f32], b: &[f32], out: &mut [f32], side: usize) {
-    for (a, out) in a.chunks_exact(side).zip(out.chunks_exact_mut(side)) {
-        out.fill(0.0);
-        for (a, b) in a.iter().zip(b.chunks_exact(side)) {
-            for (out, b) in out.iter_mut().zip(b) {
-                *out += a * b;
+    if !side.is_multiple_of(2 * LANES) {
+        for (a, out) in a.chunks_exact(side).zip(out.chunks_exact_mut(side)) {
+            out.fill(0.0);
+            for (a, b) in a.iter().zip(b.chunks_exact(side)) {
+                out.iter_mut().zip(b).for_each(|(out, b)| *out += a * b);
+            }
+        }
+        return;
+    }
+    for (a, out) in a.chunks_exact(ROWS * side).zip(out.chunks_exact_mut(ROWS * side)) {
+        let rows: [&[f32]; ROWS] = std::array::from_fn(|row| &a[row * side..][..side]);
+        for column in (0..side).step_by(2 * LANES) {
+            let (mut low, mut high) = ([[0.0; LANES]; ROWS], [[0.0; LANES]; ROWS]);
+            for (k, b) in b.chunks_exact(side).enumerate() {
+                let b = &b[column..][..2 * LANES];
+                let b_low: [f32; LANES] = std::array::from_fn(|j| b[j]);
+                let b_high: [f32; LANES] = std::array::from_fn(|j| b[LANES + j]);
+                for row in 0..ROWS {
+                    let a = rows[row][k];
+                    low[row] = std::array::from_fn(|j| low[row][j] + a * b_low[j]);
+                    high[row] = std::array::from_fn(|j| high[row][j] + a * b_high[j]);
+                }
+            }
+            for ((low, high), out) in low.iter().zip(&high).zip(out.chunks_exact_mut(side)) {
+                let (out_low, out_high) = out[column..][..2 * LANES].split_at_mut(LANES);
+                out_low.copy_from_slice(low);
+                out_high.copy_from_slice(high);
             }
         }
     }
@@ -199,7 +241,7 @@ mod tests {
 
     #[test]
     fn the_transform_is_that_of_its_definition_and_its_own_inverse_transposed() {
-        for side in [1, 2, 3, 8, 64] {
+        for side in [1, 2, 3, 8, 16, 20, 64] {
             let dct = Dct::new(side as u32, F32::new()).unwrap();
             let mut x = vec![0.0; side * side + 3];
             Philox::new(1, side as u64).fill_normal(1.0, &mut x);

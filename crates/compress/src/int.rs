@@ -160,7 +160,7 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn fit(&self, max: f32, x: &[f32]) -> Scale {
+    fn fit(&self, max: f32, _: f32, x: &[f32]) -> Scale {
         let q = const { largest::<BITS>() as f32 };
         let top = match self.range {
             Range::Max => max,

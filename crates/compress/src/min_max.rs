@@ -60,7 +60,7 @@ impl Quantizer<8> for MinMax {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn fit(&self, _: f32, x: &[f32]) -> Levels {
+    fn fit(&self, _: f32, _: f32, x: &[f32]) -> Levels {
         let (min, max) = extremes(x);
         Levels::new(min, max)
     }

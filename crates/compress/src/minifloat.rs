@@ -99,7 +99,7 @@ impl<const E: u32, const M: u32, const BITS: u32> Quantizer<BITS> for Minifloat<
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn fit(&self, max: f32, _: &[f32]) -> Scale {
+    fn fit(&self, max: f32, _: f32, _: &[f32]) -> Scale {
         Scale::up_to(max, Self::largest())
     }
 

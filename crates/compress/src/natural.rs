@@ -44,7 +44,7 @@ impl Quantizer<9> for PowerOfTwo {
         true
     }
 
-    fn fit(&self, _: f32, _: &[f32]) {}
+    fn fit(&self, _: f32, _: f32, _: &[f32]) {}
 
     fn write((): &(), _: &mut [u8]) {}
 

@@ -1,6 +1,8 @@
 //! Sums over a block in one fixed order: 32 lanes over each run of 1024 elements, then a tree over the lanes, then the
 //! runs. Knows no codec.
 
+use crate::chunked::{Values, magnitude};
+
 const LANES: usize = 32;
 const RUN: usize = 1024;
 
@@ -37,6 +39,103 @@ pub(crate) fn deviation(max: f32, mean: f32, x: &[f32]) -> f32 {
     (sum(x, power.down(), |x| (x - middle) * (x - middle)) / x.len() as f32).sqrt() * power.up()
 }
 
+/// The largest magnitude, as bits, and the sum of all, in the order of [`sum`] but unscaled, in one
+/// pass over `x`, or over the sums `x + e`, which go to `next`.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn survey(values: Values<'_>) -> (i32, f32) {
+    let (mut max, mut total) = (0, 0.0);
+    match values {
+        Values::Read(x) => {
+            for x in x.chunks(RUN) {
+                let mut lanes = Lanes::new();
+                let (rows, rest) = x.as_chunks::<LANES>();
+                for row in rows {
+                    lanes.add(row);
+                }
+                lanes.add(rest);
+                total += lanes.total();
+                max = max.max(lanes.largest());
+            }
+        }
+        Values::Feedback { x, e, next } => {
+            for ((x, e), next) in x.chunks(RUN).zip(e.chunks(RUN)).zip(next.chunks_mut(RUN)) {
+                let mut lanes = Lanes::new();
+                let ((xs, x), (es, e), (rows, rest)) =
+                    (x.as_chunks::<LANES>(), e.as_chunks::<LANES>(), next.as_chunks_mut::<LANES>());
+                for ((x, e), row) in xs.iter().zip(es).zip(rows) {
+                    *row = std::array::from_fn(|j| x[j] + e[j]);
+                    lanes.add(row);
+                }
+                x.iter().zip(e).zip(&mut *rest).for_each(|((x, e), sum)| *sum = x + e);
+                lanes.add(rest);
+                total += lanes.total();
+                max = max.max(lanes.largest());
+            }
+        }
+    }
+    (max, total)
+}
+
+/// The mean magnitude of `x`, given what [`survey`] found: the same bits as [`mean_magnitude`].
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn surveyed_mean_magnitude(max: f32, total: f32, x: &[f32]) -> f32 {
+    // Dividing by a power of two that is at most 1 makes nothing subnormal and nothing infinite, so that it is exact, and the
+    // sum is the same without it.
+    if max < 2.0 { total / x.len() as f32 } else { mean_magnitude(max, x) }
+}
+
+/// Sums and maxima that run beside each other.
+struct Lanes {
+    sums: [f32; LANES],
+    largest: [i32; LANES],
+}
+
+impl Lanes {
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn new() -> Self {
+        Self { sums: [0.0; LANES], largest: [0; LANES] }
+    }
+
+    /// Adds the magnitudes of a row.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn add(&mut self, row: &[f32]) {
+        for ((sum, largest), x) in self.sums.iter_mut().zip(&mut self.largest).zip(row) {
+            *sum += x.abs();
+            *largest = (*largest).max(magnitude(*x));
+        }
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn total(&self) -> f32 {
+        tree(self.sums)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn largest(&self) -> i32 {
+        self.largest.iter().fold(0, |max, lane| max.max(*lane))
+    }
+}
+
+/// The sum of all lanes: each adds the one a half further, then of these each the one a quarter further, and so on.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn tree(mut lanes: [f32; LANES]) -> f32 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for lane in 0..half {
+            lanes[lane] += lanes[lane + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
 /// A power of two, near the largest magnitude: elements are divided by it, so that no sum overflows or vanishes.
 #[derive(Clone, Copy)]
 struct Power(u32);
@@ -71,14 +170,7 @@ fn sum(x: &[f32], factor: f32, term: impl Fn(f32) -> f32) -> f32 {
         for (lane, x) in lanes.iter_mut().zip(rest) {
             *lane += term(x * factor);
         }
-        let mut half = LANES / 2;
-        while half > 0 {
-            for lane in 0..half {
-                lanes[lane] += lanes[lane + half];
-            }
-            half /= 2;
-        }
-        total += lanes[0];
+        total += tree(lanes);
     }
     total
 }
@@ -107,6 +199,31 @@ mod tests {
                     near(deviation(max, mean(max, &x), &x), square.sqrt(), square.sqrt());
                 }
                 near(root_mean_square(max, &x), sum(|x| x * x).sqrt(), sum(|x| x * x).sqrt());
+            }
+        }
+    }
+
+    #[test]
+    fn a_survey_gives_the_same_bits() {
+        for n in [1, 31, 32, 33, 1024, 1025, 4096, 5000] {
+            for size in [1e-29_f32, 1e-10, 0.3, 1.0, 30.0, 1e30] {
+                let (mut x, mut e, mut next) = (vec![0.0; n], vec![0.0; n], vec![0.0; n]);
+                Philox::new(3, n as u64).fill_normal(size, &mut x);
+                Philox::new(4, n as u64).fill_normal(size / 10.0, &mut e);
+                // Some are subnormal beside the others.
+                x.iter_mut().step_by(3).for_each(|x| *x *= 1e-20);
+                x.iter_mut().step_by(5).for_each(|x| *x *= 1e-20);
+                let largest = |x: &[f32]| x.iter().fold(0.0_f32, |m, x| m.max(x.abs()));
+                let check = |(max, total): (i32, f32), x: &[f32]| {
+                    let max = f32::from_bits(max as u32);
+                    assert_eq!(max.to_bits(), largest(x).to_bits());
+                    let mean = surveyed_mean_magnitude(max, total, x);
+                    assert_eq!(mean.to_bits(), mean_magnitude(max, x).to_bits(), "{n} {size}");
+                };
+                check(survey(Values::Read(&x)), &x);
+                let found = survey(Values::Feedback { x: &x, e: &e, next: &mut next });
+                check(found, &next);
+                assert!(x.iter().zip(&e).zip(&next).all(|((x, e), n)| (x + e).to_bits() == n.to_bits()));
             }
         }
     }

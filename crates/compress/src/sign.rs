@@ -2,8 +2,8 @@
 
 use crate::CompressError;
 use crate::block::{Block, Quantizer};
-use crate::chunked::Chunked;
-use crate::norm::{mean_magnitude, root_mean_square};
+use crate::chunked::{Chunked, Values};
+use crate::norm::{root_mean_square, survey, surveyed_mean_magnitude};
 use crate::wire::CodecId;
 
 /// The block of [`Sign::default`]: a scale of four bytes costs 0.8 % of the signs, and the block stays in the first-level
@@ -62,9 +62,15 @@ impl Quantizer<1> for SignBit {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn fit(&self, max: f32, x: &[f32]) -> f32 {
+    fn survey(values: Values<'_>) -> (i32, f32) {
+        survey(values)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn fit(&self, max: f32, total: f32, x: &[f32]) -> f32 {
         match self.norm {
-            Norm::L1 => mean_magnitude(max, x),
+            Norm::L1 => surveyed_mean_magnitude(max, total, x),
             Norm::L2 => root_mean_square(max, x),
         }
         // A rounding must not lead beyond the largest magnitude, which may be the last finite one.

@@ -77,7 +77,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
 
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]
-    fn fit(&self, _: f32, x: &[f32]) -> Line {
+    fn fit(&self, _: f32, _: f32, x: &[f32]) -> Line {
         let q = const { largest::<BITS>() };
         let (low, high) = extremes(x);
         // The difference of the largest numbers is not finite; that of their parts is.

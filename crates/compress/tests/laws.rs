@@ -353,6 +353,40 @@ fn any_number_of_threads_gives_the_same_bytes() {
 }
 
 #[test]
+fn any_number_of_threads_selects_and_transforms_alike() {
+    let n = 600_001;
+    let (mut x, e) = (normal(n, 1.0, 1), normal(n, 0.01, 2));
+    // Ties across the threads' parts.
+    x.iter_mut().step_by(1000).for_each(|x| *x = 3.0);
+    for name in [
+        "topk:0.001/int4:64",
+        "topk:700",
+        "topk:5of1000/f16",
+        "sampled:0.01",
+        "threshold:2.5",
+        "rolling:3/topk:0.01",
+        "dct:16/int8",
+    ] {
+        let run = |threads| {
+            let (mut codec, mut p, mut next, mut out) =
+                (memoryless(name), Payload::new(), vec![0.0; n], vec![0.0; n]);
+            codec.set_threads(threads);
+            codec.compress_residual(&x, &e, &mut next, RoundKey::default(), &mut p).unwrap();
+            codec.decompress(p.view(), &mut out).unwrap();
+            let mut bad = x.clone();
+            (bad[3], bad[500_000]) = (f32::NAN, f32::INFINITY);
+            let error = codec.compress(&bad, RoundKey::default(), &mut Payload::new());
+            assert!(matches!(error, Err(CompressError::NonFinite { index: 3, .. })), "{name}: {error:?}");
+            (p, next, out)
+        };
+        let alone = run(1);
+        for threads in [2, 4] {
+            assert!(run(threads) == alone, "{name} on {threads} threads");
+        }
+    }
+}
+
+#[test]
 fn random_rounding_has_the_value_as_its_mean() {
     // The law: within four standard errors over 1e5 draws. Values of one block share its scale; the first is the largest.
     let mut x: Vec<f32> = normal(64, 1.0, 3);
