@@ -60,7 +60,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         + threads(&Int3::stochastic(5000)?, seed)?
         + threads(&Uint4::default(), seed)?
         + threads(&Sign::default(), seed)?
-        + threads(&Natural::new(), seed)?;
+        + threads(&Natural::new(), seed)?
+        + composed_threads("topk:0.01/int4:128+ef", seed)?
+        + composed_threads("topk:64of4096", seed)?
+        + composed_threads("dct:64/topk:32of4096", seed)?;
     report.row("payloads that differ between 1, 2, 3 and 7 threads", f64::from(differ), "", Mark::AtMost(0.0))
 }
 
@@ -169,6 +172,23 @@ fn threads<C: Chunks>(codec: &Chunked<C>, seed: u64) -> Result<u32> {
         codec.decompress(payload.view(), &mut out)?;
         ensure!(out.iter().all(|o| o.is_finite()), "a decoded value is not finite");
         Ok((payload, next, out))
+    };
+    let alone = run(1)?;
+    let mut differ = 0;
+    for threads in [2, 3, 7] {
+        differ += u32::from(run(threads)? != alone);
+    }
+    Ok(differ)
+}
+
+/// As [`threads`], for a codec by its name.
+fn composed_threads(name: &str, seed: u64) -> Result<u32> {
+    let x = crate::codec_bytes::values(1_000_003, seed);
+    let run = |threads| {
+        let (mut codec, mut payload) = (parse(name)?, Payload::new());
+        codec.set_threads(threads);
+        codec.compress(&x, RoundKey::default(), &mut payload)?;
+        anyhow::Ok(payload)
     };
     let alone = run(1)?;
     let mut differ = 0;

@@ -49,10 +49,10 @@ const RIVALS: [Rival; 12] = [
     rival("int8:128+ef", &[], None, None, true),
     rival("topk:0.01", TOP, Some(3.0), Some(1.0), false),
     rival("sampled:0.01", TOP, None, Some(1.0), false),
-    rival("bf16", &["torch.to(bfloat16)"], None, None, false),
-    rival("f16", &["torch.to(float16)"], None, None, false),
-    rival("meanstd8", &["hivemind UNIFORM_8BIT"], None, None, false),
-    rival("quantile8", &["hivemind QUANTILE_8BIT"], None, None, false),
+    rival("bf16", &["torch.to(bfloat16)"], None, Some(1.0), false),
+    rival("f16", &["torch.to(float16)", "hivemind FLOAT16"], None, Some(1.0), false),
+    rival("meanstd8", &["hivemind UNIFORM_8BIT"], None, Some(1.0), false),
+    rival("quantile8", &["hivemind QUANTILE_8BIT"], None, Some(1.0), false),
 ];
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

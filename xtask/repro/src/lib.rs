@@ -49,6 +49,7 @@ mod gemm;
 mod gpt_step;
 mod hostile_frames;
 mod hostile_payloads;
+mod instructions;
 mod learn_nano;
 mod overlap_comm;
 mod overlap_ddp;
@@ -89,6 +90,7 @@ pub const BENCHES: &[Bench] = &[
     aqsgd_cache::BENCH,
     hostile_frames::BENCH,
     hostile_payloads::BENCH,
+    instructions::BENCH,
     learn_nano::BENCH,
     default_run::BENCH,
     schedule_vectors::BENCH,
@@ -106,6 +108,7 @@ pub const BENCHES: &[Bench] = &[
 pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     match args.split_first() {
         Some((first, rest)) if first == gpt_step::CHILD => told(gpt_step::child(rest, out), err),
+        Some((first, rest)) if first == instructions::CHILD => told(instructions::child(rest, out), err),
         Some((first, rest)) if first == all_reduce::CHILD => told(all_reduce::child(rest, out), err),
         _ => harness::main(BENCHES, args, out, err),
     }

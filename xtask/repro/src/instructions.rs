@@ -1,0 +1,126 @@
+//! Instructions per element of the hot codecs: a figure that a noisy machine cannot blur.
+//!
+//! It needs valgrind, which counts them, and a processor with AVX2, for which the figures were recorded.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use farflung::compress::{Compressor, Payload, RoundKey, State, parse};
+
+use crate::codec_bytes::values;
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "instructions",
+    claim: "no hot codec takes more instructions for an element than were recorded",
+    source: "valgrind's callgrind; records/instructions.txt, on x86-64 with AVX2",
+    seed: 6,
+    run,
+};
+
+/// The first argument of this program where it is to be the one whose instructions are counted.
+pub(crate) const CHILD: &str = "--one-of-each-codec";
+
+/// Elements of a vector: 32 chunks, which fit a cache.
+const LEN: usize = 1 << 16;
+
+/// Codec, then instructions per element of encoding and of decoding.
+const RECORD: &str = include_str!("../records/instructions.txt");
+/// What a release of the compiler or of the allocator may change without a regression.
+const TOLERANCE: f64 = 1.03;
+
+const INSTALL: &str =
+    "failed to run valgrind, which counts the instructions: install it (apt-get install valgrind)";
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let recorded: Vec<(&str, [f64; 2])> = RECORD
+        .lines()
+        .filter(|line| !line.starts_with('#'))
+        .map(|line| {
+            let mut fields = line.split_whitespace();
+            let name = fields.next().context("a line without a codec")?;
+            let mut figure = || -> Result<f64> { Ok(fields.next().context("a figure is missing")?.parse()?) };
+            Ok((name, [figure()?, figure()?]))
+        })
+        .collect::<Result<_>>()
+        .context("failed to read the record")?;
+    // The slow ones take valgrind some seconds.
+    let names: Vec<&str> = recorded
+        .iter()
+        .filter(|(_, [encode, _])| !options.quick || *encode < 20.0)
+        .map(|(name, _)| *name)
+        .collect();
+    let counted = count(&names)?;
+    for (name, marks) in recorded.iter().filter(|(name, _)| names.contains(name)) {
+        for (what, mark) in ["encode", "decode"].into_iter().zip(marks) {
+            let found =
+                *counted.get(&format!("{name} {what}")).with_context(|| format!("no figure of {name}"))?;
+            report.row(&format!("{name}: {what}, an element"), found, "", Mark::AtMost(mark * TOLERANCE))?;
+        }
+    }
+    Ok(())
+}
+
+/// Instructions per element of `NAME encode` and `NAME decode`.
+fn count(names: &[&str]) -> Result<BTreeMap<String, f64>> {
+    let dir = tempfile::tempdir()?;
+    let program = std::env::current_exe().context("failed to find this program")?;
+    let out = dir.path().join("count");
+    let mut valgrind = Command::new("valgrind");
+    // Only what runs in `measured` is counted, and each return from it begins a file of its own.
+    let measured = concat!(module_path!(), "::measured*");
+    valgrind
+        .arg("--tool=callgrind")
+        .arg(format!("--callgrind-out-file={}", out.display()))
+        // The same pattern twice would be taken for one option only.
+        .arg(format!("--toggle-collect=*{measured}"))
+        .arg(format!("--dump-after={measured}"))
+        .arg(program)
+        .arg(CHILD)
+        .args(names)
+        .stdin(Stdio::null());
+    let run = valgrind.output().context(INSTALL)?;
+    ensure!(run.status.success(), "the codecs under valgrind: {}", String::from_utf8_lossy(&run.stderr));
+    let steps = String::from_utf8(run.stdout)?;
+    let mut counted = BTreeMap::new();
+    for (i, step) in steps.lines().enumerate() {
+        let path = out.with_extension((i + 1).to_string());
+        let text = std::fs::read_to_string(&path).with_context(|| format!("no file of {step}"))?;
+        let total = text.lines().find_map(|line| line.strip_prefix("totals: ")).context("no total")?;
+        counted.insert(step.to_owned(), total.trim().parse::<f64>()? / LEN as f64);
+    }
+    Ok(counted)
+}
+
+/// Encodes and decodes once with each codec, warm, and says so.
+pub(crate) fn child(names: &[String], out: &mut dyn Write) -> Result<()> {
+    let x = values(LEN, BENCH.seed);
+    let mut decoded = vec![0.0; LEN];
+    for name in names {
+        let (mut codec, mut payload) = (parse(name)?, Payload::new());
+        for _ in 0..2 {
+            codec.compress(&x, RoundKey::default(), &mut payload)?;
+            codec.commit();
+        }
+        let mut result = Ok(());
+        measured(&mut || result = codec.compress(&x, RoundKey::default(), &mut payload));
+        result?;
+        writeln!(out, "{name} encode")?;
+        let mut result = Ok(());
+        measured(&mut || result = codec.decompress(payload.view(), &mut decoded));
+        result?;
+        writeln!(out, "{name} decode")?;
+        if decoded.iter().any(|value| !value.is_finite()) {
+            bail!("{name} decoded a value that is not finite");
+        }
+    }
+    Ok(())
+}
+
+/// What valgrind looks for by its name.
+#[inline(never)]
+fn measured(work: &mut dyn FnMut()) {
+    work();
+}
