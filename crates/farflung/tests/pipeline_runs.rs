@@ -11,7 +11,8 @@ struct Run(tempfile::TempDir);
 impl Run {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let text: String = (0..4000).map(|i| format!("{} is the square of {i}. ", i * i)).collect();
+        let text =
+            (0..4000).map(|i| format!("{} is the square of {i}.", i * i)).collect::<Vec<_>>().join(" ");
         std::fs::write(folder.path().join("text.txt"), text).unwrap();
         Self(folder)
     }

@@ -16,7 +16,7 @@ const STEPS: u64 = 3;
 fn config() -> (tempfile::TempDir, TrainConfig) {
     let folder = tempfile::tempdir().unwrap();
     let data = folder.path().join("text.txt");
-    let text: String = (0..4000).map(|i| format!("{} is the square of {i}. ", i * i)).collect();
+    let text = (0..4000).map(|i| format!("{} is the square of {i}.", i * i)).collect::<Vec<_>>().join(" ");
     std::fs::write(&data, text).unwrap();
     let config = TrainConfig {
         data: Some(data),

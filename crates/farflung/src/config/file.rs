@@ -47,10 +47,11 @@ impl TrainArgs {
     }
 }
 
-/// The known key that is spelled most like `key`, if not more than a third of it differs.
+/// The known key that is spelled most like `key`, rather one as long, if not more than a third of it differs.
 fn nearest(key: &str) -> Option<String> {
     let keys = TrainArgs::KEYS.iter().map(|name| dashed(name));
-    let (distance, name) = keys.map(|name| (edits(key, &name), name)).min()?;
+    let (distance, _, name) =
+        keys.map(|name| (edits(key, &name), name.len().abs_diff(key.len()), name)).min()?;
     (distance <= key.len().div_ceil(3)).then_some(name)
 }
 

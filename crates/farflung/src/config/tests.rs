@@ -28,9 +28,15 @@ fn what_is_printed_reads_back_the_same() {
         codec: "topk:0.01/int4:64+ef:0.95".parse().unwrap(),
         resume: Resume::Path("runs/x/step-3".into()),
         clip: 0.0,
+        stages: 4,
+        schedule: Method::ZbV,
+        microbatches: Some(12),
+        recompute: Recompute::Layers(2),
+        version_sync: VersionSync::Newest,
         ..TrainConfig::default()
     };
-    for config in [TrainConfig::default(), odd] {
+    let full = TrainConfig { recompute: Recompute::Full, ..TrainConfig::default() };
+    for config in [TrainConfig::default(), odd, full] {
         let text = config.to_toml();
         assert_eq!(TrainConfig::fill(toml(&text).unwrap()), config, "{text}");
     }
@@ -72,6 +78,8 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
         ("optimizer = \"adam\"", "one of adamw sgd"),
         ("steps = [1]", "a whole number"),
         ("deadline = 30", "a time"),
+        ("schedule = \"gpip\"", "one of gpipe 1f1b"),
+        ("recompute = 0", "none, full, or a number of layers"),
     ] {
         let key = text.split(' ').next().unwrap();
         let message = toml(&format!("\n{text}")).unwrap_err().to_string();

@@ -163,16 +163,13 @@ impl Hands {
         let part = &self.parts[&stage];
         let input = self.input(part, microbatch, held.input.take())?;
         self.comm.advance(part.cost.recompute);
-        held.saved = Some(match held.saved {
-            Some(mut saved) => {
-                part.recompute(held.version, input, &mut saved)?;
-                saved
-            }
-            None => {
-                let targets = self.targets(stage, microbatch)?;
-                part.forward(held.version, input, targets.as_ref().map(|t| (t, self.scale)))?.1
-            }
-        });
+        if let Some(saved) = &mut held.saved {
+            part.recompute(held.version, input, saved)?;
+        } else {
+            let targets = self.targets(stage, microbatch)?;
+            let (_, saved) = part.forward(held.version, input, targets.as_ref().map(|t| (t, self.scale)))?;
+            held.saved = Some(saved);
+        }
         self.held.insert((stage, microbatch), held);
         Ok(())
     }

@@ -282,15 +282,14 @@ impl Pipelined {
         let mut all = whole.zeros()?;
         for stage in stages {
             let there = Stage::new(config, self.plan.layers[stage.index()].clone(), device)?;
-            let values = match parts.get(&stage) {
-                Some(part) => of(part).to_vec::<f32>()?,
-                None => {
-                    let bytes = comm.recv(placement.rank(stage), GATHERED - stage.0)?;
-                    floats(&bytes, there.layout().len()).ok_or_else(|| Error::Message {
-                        message: format!("part {stage} of the model"),
-                        problem: "is not as long as its parameters",
-                    })?
-                }
+            let values = if let Some(part) = parts.get(&stage) {
+                of(part).to_vec::<f32>()?
+            } else {
+                let bytes = comm.recv(placement.rank(stage), GATHERED - stage.0)?;
+                floats(&bytes, there.layout().len()).ok_or_else(|| Error::Message {
+                    message: format!("part {stage} of the model"),
+                    problem: "is not as long as its parameters",
+                })?
             };
             for param in there.layout().params() {
                 let to = &whole.layout().params()[whole.layout().find(&param.name)?];

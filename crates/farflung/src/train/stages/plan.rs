@@ -41,7 +41,7 @@ pub struct PipelinePlan {
     pub replicas: usize,
 }
 
-fn refuse(field: &'static str, value: impl ToString, expected: impl Into<String>) -> Error {
+fn refuse(field: &'static str, value: &dyn ToString, expected: impl Into<String>) -> Error {
     Error::Setting { field, value: value.to_string(), expected: expected.into() }
 }
 
@@ -159,25 +159,25 @@ impl PipelinePlan {
 fn check(config: &TrainConfig, world: usize) -> Result<()> {
     let (method, stages) = (config.schedule, config.stages);
     if let Some(reason) = refusal(method) {
-        return Err(refuse("schedule", method, format!("one that trains: {reason}")));
+        return Err(refuse("schedule", &method, format!("one that trains: {reason}")));
     }
     if !world.is_multiple_of(stages) {
-        return Err(refuse("workers", world, format!("a multiple of the {stages} stages")));
+        return Err(refuse("workers", &world, format!("a multiple of the {stages} stages")));
     }
     if config.sync == SyncKind::Diloco {
         let expected =
             "ddp with `stages`: an outer step would have to be taken by all stages of a replica at once";
-        return Err(refuse("sync", config.sync, expected));
+        return Err(refuse("sync", &config.sync, expected));
     }
     if !method.is_synchronous() && config.clip > 0.0 {
         let expected =
             format!("0 with {method}: its stages step at different times, so no step has a global norm");
-        return Err(refuse("clip", config.clip, expected));
+        return Err(refuse("clip", &config.clip, expected));
     }
     let microbatches = microbatches(config);
     if method == Method::PipeDream2Bw && !microbatches.is_multiple_of(stages) {
         let expected = format!("for {method} a multiple of the {stages} stages: as many make one update");
-        return Err(refuse("microbatches", microbatches, expected));
+        return Err(refuse("microbatches", &microbatches, expected));
     }
     Ok(())
 }
@@ -192,7 +192,7 @@ pub(in super::super) fn microbatches(config: &TrainConfig) -> usize {
 /// Cuts layers into parts as equal as they can be; the first and the last have one at least.
 fn cut(layers: usize, parts: usize) -> Result<Vec<Range<usize>>> {
     if parts > 1 && layers < 2 {
-        return Err(refuse("stages", parts, format!("1 for a model of {layers} layer: it cannot be cut")));
+        return Err(refuse("stages", &parts, format!("1 for a model of {layers} layer: it cannot be cut")));
     }
     let bound = |part: usize| match part {
         0 => 0,

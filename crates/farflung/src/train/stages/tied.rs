@@ -13,6 +13,7 @@ use crate::{Error, Result};
 
 /// How this rank's table gradients meet the others.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one of it on a rank")]
 pub(super) enum Tied {
     /// The table is elsewhere, or one part has both users.
     No,
