@@ -25,10 +25,18 @@ pub(crate) const BENCH: Bench = Bench {
 /// The first argument of this program when it is to be one rank.
 pub(crate) const CHILD: &str = "--all-reduce-rank";
 
-const MIB: usize = 1024;
+pub(crate) const MIB: usize = 1024;
+
+/// How the system schedules the ranks: the same for both sides of a comparison.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Class {
+    Default,
+    /// Real time, first in first out, where the system allows it.
+    Fifo,
+}
 
 /// Median seconds of an all-reduce of so many KiB, the slowest rank's; the same on all ranks.
-fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f64, CommError> {
+pub(crate) fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f64, CommError> {
     let mut x = vec![0.0_f32; kib * 256];
     let iterations = match kib {
         0..=64 => 200,
@@ -70,12 +78,19 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
 }
 
 /// The same between so many processes.
-fn between_processes(n: usize, kib: usize, quick: bool) -> Result<f64> {
+pub(crate) fn between_processes(n: usize, kib: usize, quick: bool, class: Class) -> Result<f64> {
     let program = std::env::current_exe().context("failed to find this program")?;
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let mut children = Vec::new();
     for rank in 0..n {
-        let mut command = Command::new(&program);
+        let mut command = match class {
+            Class::Default => Command::new(&program),
+            Class::Fifo => {
+                let mut command = Command::new("chrt");
+                command.args(["-f", "1"]).arg(&program);
+                command
+            }
+        };
         let (rank, n, master) = (rank.to_string(), n.to_string(), format!("127.0.0.1:{port}"));
         command.args([CHILD, &rank, &n, &master, &kib.to_string(), if quick { "quick" } else { "long" }]);
         children.push(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn()?);
@@ -90,17 +105,23 @@ fn between_processes(n: usize, kib: usize, quick: bool) -> Result<f64> {
     seconds.context("rank 0 said nothing")
 }
 
-/// Bytes a second that a loopback connection moves each way while both ways are busy.
-fn both_ways() -> Result<f64> {
+/// Bytes a second that a loopback connection moves each way while both ways are busy: the best of three block sizes.
+pub(crate) fn both_ways() -> Result<f64> {
+    let rates: Vec<f64> =
+        [64 << 10, 256 << 10, 1 << 20].into_iter().map(both_ways_in).collect::<Result<_>>()?;
+    Ok(rates.into_iter().fold(0.0, f64::max))
+}
+
+fn both_ways_in(block: usize) -> Result<f64> {
     const TOTAL: usize = 512 << 20;
-    fn end(stream: &TcpStream) -> Result<()> {
+    fn end(stream: &TcpStream, block: usize) -> Result<()> {
         stream.set_nodelay(true)?;
         std::thread::scope(|scope| {
             let writing = scope.spawn(|| -> std::io::Result<()> {
-                let block = vec![1_u8; 1 << 20];
-                (0..TOTAL >> 20).try_for_each(|_| (&*stream).write_all(&block))
+                let bytes = vec![1_u8; block];
+                (0..TOTAL / block).try_for_each(|_| (&*stream).write_all(&bytes))
             });
-            let mut block = vec![0_u8; 1 << 20];
+            let mut block = vec![0_u8; block];
             let mut left = TOTAL;
             while left > 0 {
                 let got = (&*stream).read(&mut block)?;
@@ -115,8 +136,8 @@ fn both_ways() -> Result<f64> {
     let (far, _) = listener.accept()?;
     let start = now();
     std::thread::scope(|scope| -> Result<()> {
-        let other = scope.spawn(|| end(&far));
-        end(&near)?;
+        let other = scope.spawn(|| end(&far, block));
+        end(&near, block)?;
         other.join().expect("reading does not panic")
     })?;
     Ok(TOTAL as f64 / start.elapsed().as_secs_f64())
@@ -133,30 +154,34 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("raw loopback, each way at once", limit / 1e9, "GB/s", Mark::None)?;
     let sizes: &[usize] = if options.quick { &[1, MIB, 25 * MIB] } else { &[1, MIB, 25 * MIB, 100 * MIB] };
     let ranks: &[usize] = if options.quick { &[2, 4] } else { &[2, 4, 8] };
+    let fifo = Command::new("chrt").args(["-f", "1", "true"]).status().is_ok_and(|status| status.success());
     for &n in ranks {
         for &kib in sizes {
-            let seconds = between_processes(n, kib, options.quick)?;
-            let bytes = (kib * 1024) as f64;
+            let seconds = between_processes(n, kib, options.quick, Class::Default)?;
             let name = format!("{n} processes, {kib} KiB");
             report.row(&name, seconds * 1e3, "ms", Mark::None)?;
-            let through = bytes * 2.0 * (n - 1) as f64 / n as f64;
+            let through = (kib * 1024) as f64 * 2.0 * (n - 1) as f64 / n as f64;
             report.row(&format!("{name}: busbw"), through / seconds / 1e9, "GB/s", Mark::None)?;
             let large = kib >= 25 * MIB;
             if n == 2 && large {
                 let fraction = through / seconds / limit;
                 report.row(&format!("{name}: of the raw loopback"), fraction, "x", Mark::AtLeast(0.8))?;
             }
-            let ms = seconds * 1e3;
-            for (peer, small, big) in
-                [("gloo", 0.25, 1.0 / 1.7), ("gloo-fifo", 1.0, 1.0), ("openmpi-tcp", 3.0, 1.0)]
-            {
+            let against = |report: &mut Report<'_>, seconds: f64, peer: &str, small, big| {
                 let mark = match kib {
-                    1 if peer != "gloo-fifo" => Mark::AtMost(small),
+                    1 => Mark::AtMost(small),
                     _ if large && n > 2 => Mark::AtMost(big),
                     _ => Mark::None,
                 };
                 let figure = theirs(&options.peers, peer, n, kib);
-                report.ratio(&format!("{name}: time over {peer}'s"), ms, figure, mark)?;
+                report.ratio(&format!("{name}: time over {peer}'s"), seconds * 1e3, figure, mark)
+            };
+            against(report, seconds, "gloo", 0.25, 1.0 / 1.7)?;
+            against(report, seconds, "openmpi-tcp", 3.0, 1.0)?;
+            if fifo {
+                let seconds = between_processes(n, kib, options.quick, Class::Fifo)?;
+                report.row(&format!("{name}, FIFO"), seconds * 1e3, "ms", Mark::None)?;
+                against(report, seconds, "gloo-fifo", 0.25, 1.0)?;
             }
         }
     }

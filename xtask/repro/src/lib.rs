@@ -36,6 +36,7 @@ mod workers;
 mod collective_cost;
 mod collective_laws;
 mod all_reduce;
+mod all_reduce_limit;
 mod aqsgd_cache;
 mod cocktail_ratio;
 mod codec_bytes;
@@ -83,6 +84,7 @@ pub const BENCHES: &[Bench] = &[
     failure::BENCH,
     soak::BENCH,
     all_reduce::BENCH,
+    all_reduce_limit::BENCH,
     codec_bytes::BENCH,
     codec_laws::BENCH,
     codec_speed::BENCH,

@@ -1,0 +1,63 @@
+//! How much of what the machine can move at all an all-reduce moves: over loopback sockets, and between threads.
+
+use std::hint::black_box;
+
+use anyhow::Result;
+
+use crate::all_reduce::{Class, MIB, between_processes, both_ways, measure};
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::now;
+use crate::ranks::{on_ranks, over_memory};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "all-reduce-limit",
+    claim: "an all-reduce between 2 processes moves at least 0.8 of what bare sockets move, reduction and checksums included",
+    source: "the machine's own rates, measured in the same run: a bare loopback connection busy both ways, and memcpy",
+    seed: 0,
+    run,
+};
+
+/// Bytes a second that one thread copies, past the caches.
+fn memcpy() -> f64 {
+    const BYTES: usize = 64 << 20;
+    let (from, mut to) = (vec![1_u8; BYTES], vec![0_u8; BYTES]);
+    let once = || {
+        let start = now();
+        to.copy_from_slice(black_box(&from));
+        black_box(&mut to);
+        BYTES as f64 / start.elapsed().as_secs_f64()
+    };
+    std::iter::repeat_with(once).take(8).fold(0.0, f64::max)
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let sizes: &[usize] = if options.quick { &[25 * MIB] } else { &[25 * MIB, 100 * MIB] };
+    let copied = memcpy();
+    report.row("memcpy, one thread", copied / 1e9, "GB/s", Mark::None)?;
+    for &kib in sizes {
+        for n in [2, 4] {
+            // What each rank sends, and receives as much.
+            let through = (kib * 1024) as f64 * 2.0 * (n - 1) as f64 / n as f64;
+            // The limit is measured beside each figure: the machine may be shared.
+            let limit = both_ways()?;
+            let rate = through / between_processes(n, kib, options.quick, Class::Default)?;
+            let name = format!("{n} processes, {kib} KiB");
+            report.row(&format!("{name}: raw loopback, both ways"), 2.0 * limit / 1e9, "GB/s", Mark::None)?;
+            report.row(&format!("{name}: all ranks send"), n as f64 * rate / 1e9, "GB/s", Mark::None)?;
+            let mark = if n == 2 { Mark::AtLeast(0.8) } else { Mark::None };
+            report.row(
+                &format!("{name}: of the raw loopback"),
+                n as f64 * rate / (2.0 * limit),
+                "x",
+                mark,
+            )?;
+
+            let times = on_ranks(over_memory(n), |comm| measure(&comm, kib, options.quick))?;
+            let rate = through / times[0];
+            let name = format!("{n} threads, {kib} KiB");
+            report.row(&format!("{name}: busbw"), rate / 1e9, "GB/s", Mark::None)?;
+            report.row(&format!("{name}: of one thread's memcpy"), rate / copied, "x", Mark::None)?;
+        }
+    }
+    Ok(())
+}
