@@ -66,3 +66,25 @@ fn a_port_in_use_or_an_address_of_nobody_is_an_error() {
     let stderr = text(&output.stderr);
     assert!(stderr.starts_with("error: failed to find a free port at 203.0.113.1\n  cause: "), "{stderr}");
 }
+
+#[test]
+fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("homes.toml");
+    let homes = "default = \"20mbit,25ms\"\n[[device]]\nname = \"home\"\ncount = 4\nflops = \"2 TFLOPS\"\nmemory = \"8GB\"\n";
+    std::fs::write(&path, homes).unwrap();
+    let file = path.to_str().unwrap();
+    let output = farflung(&["plan", file, "--model", "gpt2", "--sequences", "64"]);
+    assert!(output.status.success(), "{output:?}");
+    assert!(text(&output.stdout).contains("diloco"), "{}", text(&output.stdout));
+    let output = farflung(&["plan", file, "--model", "gpt2", "--codec", "int8", "--json"]);
+    let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(plan["ranks"].as_array().unwrap().len(), 4);
+    assert!(
+        plan["codec"].as_str().unwrap().contains("int8") && plan["candidates"].as_array().unwrap().len() > 1
+    );
+    assert_eq!(farflung(&["plan", file, "--model", "gpt5"]).status.code(), Some(2));
+    std::fs::write(&path, "[[device]]\nname = \"home\"\nspeed = 3\n").unwrap();
+    let output = farflung(&["plan", file]);
+    assert!(!output.status.success() && text(&output.stderr).contains("speed"), "{output:?}");
+}

@@ -9,6 +9,7 @@ pub(crate) mod launch;
 mod logging;
 mod model;
 mod net;
+mod plan;
 mod schedule;
 mod train;
 
@@ -41,6 +42,7 @@ enum Command {
     Eval(eval::EvalCommand),
     Compress(compress::CompressCommand),
     Schedule(schedule::ScheduleCommand),
+    Plan(plan::PlanCommand),
     Launch(launch::LaunchCommand),
     Net(net::NetCommand),
 }
@@ -66,6 +68,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Eval(command) => command.run(),
         Command::Compress(command) => command.run(),
         Command::Schedule(command) => command.run(),
+        Command::Plan(command) => command.run(),
         Command::Launch(command) => command.run(),
         Command::Net(command) => command.run(),
     };

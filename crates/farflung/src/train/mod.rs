@@ -14,7 +14,7 @@ mod worker;
 
 pub use job::Job;
 pub use links::{Seat, seats};
-pub use report::{Report, SampleText};
+pub use report::{Report, SampleText, planned_codec};
 pub use run::{Quiet, Watch, run, run_job};
 pub use stages::{PipelinePlan, Pipelined, refusal};
 pub use sync::Synced;

@@ -93,20 +93,24 @@ pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option
     Ok(Some(SampleText { prompt: config.prompt.clone(), text }))
 }
 
+/// A codec as planners see it. What it sends depends on the values; here it is the most that it may.
+#[must_use]
+pub fn planned_codec(codec: CodecSpec) -> Codec {
+    if codec == CodecSpec::default() {
+        return Codec::F32;
+    }
+    let block = 4096;
+    let block_bytes = codec.build().max_payload(block) as u64;
+    Codec { name: codec.to_string().into(), block: block as u64, block_bytes }
+}
+
 /// What other ways to synchronise would have taken on this link.
 fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
     if job.world < 2 || job.config.stages > 1 {
         return Ok(None);
     }
     let config = &job.config;
-    // What a codec sends depends on the values; here it is the most that it may.
-    let block = 4096;
-    let codec = if config.codec == CodecSpec::default() {
-        Codec::F32
-    } else {
-        let block_bytes = config.codec.build().max_payload(block) as u64;
-        Codec { name: config.codec.to_string().into(), block: block as u64, block_bytes }
-    };
+    let codec = planned_codec(config.codec);
     let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_replica() as f64;
     let parameters = job.model.parameters();
     let answer = WhatIf {

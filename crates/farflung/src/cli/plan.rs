@@ -1,0 +1,95 @@
+//! `farflung plan`: how the machines of a topology file should train a model together, and why.
+
+use std::path::PathBuf;
+
+use clap::builder::RangedU64ValueParser;
+use farflung::compress::CodecSpec;
+use farflung::config::value::Setting;
+use farflung::parallel::{Cluster, Limits, ModelShape, Planned, plan};
+use farflung::train::planned_codec;
+use farflung::zoo::GptConfig;
+use farflung::{Error, Result};
+
+/// Decide how unequal machines over given links should train a model: in step or with local steps, and each one's share.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung plan homes.toml --model gpt2 --sequences 64
+  farflung plan continents.toml --model gpt3-xl --codec int8 --overhead 10 --json")]
+pub(crate) struct PlanCommand {
+    /// TOML file with devices, links and regions, as for `train --topology`; devices have a speed.
+    #[arg(value_name = "FILE")]
+    topology: PathBuf,
+    /// Model preset: nano, baby, gpt2, and the larger ones of GPT-2 and GPT-3.
+    #[arg(long, value_name = "NAME", default_value = "gpt2")]
+    model: String,
+    /// Tokens of a sequence, instead of the preset's.
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
+    context: Option<usize>,
+    /// Sequences of a step, over all machines.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..))]
+    sequences: u64,
+    /// How averaged values are packed.
+    #[arg(long, value_name = "CODEC", default_value = "none", value_parser = CodecSpec::from_flag)]
+    codec: CodecSpec,
+    /// Time that communication may add to a step, in percent of its compute.
+    #[arg(long, value_name = "PERCENT", default_value_t = Limits::default().overhead_percent)]
+    overhead: u32,
+    /// The most local steps between two averages.
+    #[arg(long, value_name = "STEPS", default_value_t = Limits::default().max_every, value_parser = clap::value_parser!(u32).range(1..))]
+    max_every: u32,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl PlanCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let text = std::fs::read_to_string(&self.topology).map_err(|source| Error::Io {
+            action: "read",
+            path: self.topology.clone(),
+            source,
+        })?;
+        let cluster: Cluster = text.parse()?;
+        let preset = GptConfig::preset(&self.model)?;
+        let model = GptConfig { context: self.context.unwrap_or(preset.context), ..preset };
+        let context = model.context as u64;
+        let tokens = context.checked_mul(self.sequences).ok_or_else(|| Error::Setting {
+            field: "sequences",
+            value: self.sequences.to_string(),
+            expected: "a step of fewer tokens".to_owned(),
+        })?;
+        let shape = ModelShape {
+            tensors: model.tensors().iter().map(|t| t.count() as u64).collect(),
+            flops_per_token: model.flops_per_token(model.context),
+            ..ModelShape::dense(model.parameters(), context, tokens)
+        };
+        let limits = Limits {
+            overhead_percent: self.overhead,
+            max_every: self.max_every,
+            codec: planned_codec(self.codec),
+            ..Limits::default()
+        };
+        let planned = plan(&shape, &cluster, &limits)?;
+        super::print(&if self.json { format!("{}\n", json(&planned)) } else { planned.to_string() })
+    }
+}
+
+/// The choice, each machine's share, and what was compared; times in seconds.
+fn json(planned: &Planned) -> serde_json::Value {
+    let plan = &planned.plan;
+    let ranks = planned.ranks.iter().map(|(name, microbatches, compute)| {
+        serde_json::json!({ "name": name, "microbatches": microbatches, "compute_s": compute.as_secs_f64() })
+    });
+    let candidates = planned.candidates.iter().map(|c| {
+        serde_json::json!({
+            "sync": c.sync.to_string(), "algorithm": c.algorithm.to_string(), "step_s": c.step.as_secs_f64(),
+            "bytes_per_step": c.sent_per_step.0, "overhead_percent": c.overhead as f64 / 100.0,
+        })
+    });
+    serde_json::json!({
+        "sync": plan.sync.to_string(), "algorithm": plan.algorithm.to_string(),
+        "codec": plan.sync_codec.to_string(), "precision": plan.precision.to_string(),
+        "ranks": ranks.collect::<Vec<_>>(), "candidates": candidates.collect::<Vec<_>>(),
+        "compute_s": planned.compute.as_secs_f64(), "within": planned.within,
+    })
+}
