@@ -106,6 +106,26 @@ fn processes_over_tcp_train_as_threads_over_simulated_links() {
 }
 
 #[test]
+fn a_schedule_of_ones_own_trains_as_any_other() {
+    let run = Run::new();
+    let whole = run.done(&[], "whole", "--workers 1 --accumulate 4");
+    // Three parts on two ranks, weight gradients last, and a file for another number of ranks.
+    let own = "r0: 0F0 0F1 2F0 2I0 2F1 2I1 0I0 2W0 0W0 0I1 2W1 0F2 0F3 2F2 0W1 2I2 2W2 2F3 2I3 0I2 0W2 0I3 2W3 0W3\n\
+               r1: 1F0 1F1 1I0 1W0 1I1 1F2 1F3 1I2 1W1 1W2 1I3 1W3\n";
+    std::fs::write(run.at("own.txt"), own).unwrap();
+    let flags = |stages: u32, microbatches: u32| {
+        let file = run.at("own.txt").display().to_string();
+        format!("--workers {stages} --stages {stages} --microbatches {microbatches} --schedule-file {file}")
+    };
+    same("own", &run.done(&[], "own", &flags(2, 4)), &whole);
+    for (args, reason) in [(flags(3, 4), "for 3 ranks"), (flags(2, 6), "of 6 microbatches")] {
+        let output = run.farflung(&[], "refused", &args);
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && message.contains(reason), "{args}: {message}");
+    }
+}
+
+#[test]
 fn stages_that_do_not_flush_learn() {
     let run = Run::new();
     for schedule in ["pipedream", "pipedream-2bw"] {

@@ -8,6 +8,7 @@ use farflung::parallel::pipeline::{
     StageCost, json, millis, simulate,
 };
 use farflung::parallel::render;
+use farflung::train::read_schedule;
 use farflung::{Error, Result};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos};
 
@@ -187,14 +188,7 @@ impl ScheduleCommand {
 
     fn order(&self) -> Result<ComputeOrder> {
         if let Some(path) = &self.file {
-            let text = std::fs::read_to_string(path).map_err(|source| Error::Io {
-                action: "read",
-                path: path.clone(),
-                source,
-            })?;
-            let csv = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("csv"));
-            let order = if csv { ComputeOrder::from_csv(&text) } else { text.parse() };
-            return order.map_err(Error::from);
+            return read_schedule(path);
         }
         let method: Method = self.name.as_deref().unwrap_or_default().parse().map_err(Error::schedule)?;
         method.order(&self.settings()).map_err(Error::schedule)

@@ -211,6 +211,8 @@ settings! {
         stages: usize, "P", 1usize;
         /// The pipeline's schedule; the list is below.
         schedule: Method, "NAME", Method::OneFOneB;
+        /// A schedule of your own instead of --schedule, as `farflung schedule --file` reads it.
+        schedule_file: PathBuf, "PATH";
         /// Microbatches of a step, instead of --accumulate; a pipeline has twice as many as stages unless told.
         microbatches: usize, "M";
         /// Parts of the model on each rank; 2 for the schedules that have several, else 1.

@@ -16,6 +16,6 @@ pub use job::Job;
 pub use links::{Seat, seats};
 pub use report::{Report, SampleText, planned_codec};
 pub use run::{Quiet, Watch, run, run_job};
-pub use stages::{PipelinePlan, Pipelined, refusal};
+pub use stages::{PipelinePlan, Pipelined, read_schedule, refusal};
 pub use sync::Synced;
 pub use worker::{StepDone, Worker};

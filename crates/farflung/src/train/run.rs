@@ -88,7 +88,7 @@ impl Member for Pipelined {
         let (time, bubble) = plan.prediction()?;
         Ok(Some(format!(
             "{} over {} stages, {} microbatches: predicted {time} a step, {:.0}% of it bubble",
-            plan.method,
+            plan.name,
             plan.placement().ranks(),
             plan.microbatches(),
             bubble * 100.0

@@ -10,7 +10,7 @@ mod plan;
 mod tied;
 
 pub(super) use plan::microbatches;
-pub use plan::{PipelinePlan, refusal};
+pub use plan::{PipelinePlan, read_schedule, refusal};
 
 use std::collections::BTreeMap;
 
@@ -391,7 +391,7 @@ fn same_schedule(comm: &Communicator, plan: &PipelinePlan) -> Result<()> {
         None => Ok(()),
         Some(rank) => Err(Error::Setting {
             field: "schedule",
-            value: plan.method.to_string(),
+            value: plan.name.clone(),
             expected: format!("the same pipeline settings as on rank {rank}"),
         }),
     }

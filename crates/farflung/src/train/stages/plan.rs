@@ -2,6 +2,7 @@
 //! that is modelled to take. A pure function of the settings, so that every rank finds the same. It knows no tensors.
 
 use std::ops::Range;
+use std::path::Path;
 
 use farflung_base::{Bytes, Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
@@ -29,8 +30,8 @@ pub const fn refusal(method: Method) -> Option<&'static str> {
 /// A pipeline of a job, the same on each of its replicas.
 #[derive(Debug, Clone)]
 pub struct PipelinePlan {
-    /// Who made the schedule.
-    pub method: Method,
+    /// The schedule's name, or the file that it comes from.
+    pub name: String,
     /// A step's work.
     pub schedule: Schedule,
     /// The layers of each part of the model.
@@ -53,11 +54,15 @@ impl PipelinePlan {
         let config = &job.config;
         let method = config.schedule;
         check(config, job.world)?;
+        let own = config.schedule_file.as_deref().map(|path| own_order(path, job)).transpose()?;
         let (ranks, microbatches) = (config.stages as u32, job.microbatches() as u32);
         let chunks = config.chunks.map(|chunks| chunks as u32);
         let per_rank = chunks.unwrap_or(method.default_chunks());
-        let both_ways = matches!(method, Method::Chimera | Method::DualPipe);
-        let parts = if both_ways { ranks } else { ranks.saturating_mul(per_rank) };
+        let parts = match (&own, method) {
+            (Some(own), _) => own.placement().depth(),
+            (None, Method::Chimera | Method::DualPipe) => ranks,
+            (None, _) => ranks.saturating_mul(per_rank),
+        };
         let layers = cut(job.model.layers, parts as usize)?;
         let stages: Vec<_> = layers.iter().map(|layers| part_cost(job, layers)).collect();
         let topology = topology(config, job.world)?;
@@ -75,7 +80,9 @@ impl PipelinePlan {
             memory: config.memory.map(|memory| memory as u32),
             ..Settings::new(ranks, microbatches)
         };
-        let order = method.order(&settings).map_err(Error::schedule)?;
+        let name =
+            config.schedule_file.as_ref().map_or(method.to_string(), |path| path.display().to_string());
+        let order = own.map_or_else(|| method.order(&settings).map_err(Error::schedule), Ok)?;
         let order = if config.recompute == Recompute::None { order } else { order.with_recompute() };
         let order = match order.updates() {
             Updates::Stashed { .. } => order.with_updates(Updates::Stashed { sync: config.version_sync }),
@@ -96,7 +103,7 @@ impl PipelinePlan {
             ..Lowering::default()
         };
         let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
-        Ok(Self { method, schedule, layers, cost, replicas })
+        Ok(Self { name, schedule, layers, cost, replicas })
     }
 
     /// Which rank holds which part.
@@ -155,10 +162,41 @@ impl PipelinePlan {
     }
 }
 
+/// Reads a schedule: lines such as `r0: 0F0 0F1 0B0 0B1`, or `PyTorch`'s form in a `.csv` file.
+///
+/// Errors: [`Error::Io`]; [`Error::Parallel`] with the line, or with why it could not run.
+pub fn read_schedule(path: &Path) -> Result<ComputeOrder> {
+    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let csv = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("csv"));
+    Ok(if csv { ComputeOrder::from_csv(&text) } else { text.parse() }?)
+}
+
+/// A schedule of the user's own, if it fits the job.
+fn own_order(path: &Path, job: &Job) -> Result<ComputeOrder> {
+    let order = read_schedule(path)?;
+    let refuse = |what: &str| Err(refuse("schedule-file", &path.display(), format!("a schedule {what}")));
+    let placement = order.placement();
+    if placement.ranks() as usize != job.config.stages {
+        return refuse(&format!("for {} ranks, as `stages` says", job.config.stages));
+    }
+    if order.microbatches() as usize != job.microbatches() {
+        return refuse(&format!("of {} microbatches, as `microbatches` says", job.microbatches()));
+    }
+    if order.is_forward_only() || order.slices() > 1 {
+        return refuse("with backward passes, of whole sequences");
+    }
+    if placement.copies() > 1 && Tie::of(placement) == Tie::Across {
+        return refuse("whose copies of the model begin and end on the same ranks: they share a token table");
+    }
+    Ok(order)
+}
+
 /// Whether the settings go together with a pipeline.
 fn check(config: &TrainConfig, world: usize) -> Result<()> {
     let (method, stages) = (config.schedule, config.stages);
-    if let Some(reason) = refusal(method) {
+    if config.schedule_file.is_none()
+        && let Some(reason) = refusal(method)
+    {
         return Err(refuse("schedule", &method, format!("one that trains: {reason}")));
     }
     if !world.is_multiple_of(stages) {
@@ -169,13 +207,14 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
             "ddp with `stages`: an outer step would have to be taken by all stages of a replica at once";
         return Err(refuse("sync", &config.sync, expected));
     }
-    if !method.is_synchronous() && config.clip > 0.0 {
+    let own = config.schedule_file.is_some();
+    if !own && !method.is_synchronous() && config.clip > 0.0 {
         let expected =
             format!("0 with {method}: its stages step at different times, so no step has a global norm");
         return Err(refuse("clip", &config.clip, expected));
     }
     let microbatches = microbatches(config);
-    if method == Method::PipeDream2Bw && !microbatches.is_multiple_of(stages) {
+    if !own && method == Method::PipeDream2Bw && !microbatches.is_multiple_of(stages) {
         let expected = format!("for {method} a multiple of the {stages} stages: as many make one update");
         return Err(refuse("microbatches", &microbatches, expected));
     }
