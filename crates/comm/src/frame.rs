@@ -38,7 +38,14 @@ impl Pool {
         if words.len() * 8 < len {
             words.resize(len.div_ceil(8), 0);
         }
-        Frame { words, len, check: 0, arrived: Nanos::ZERO, came_with: None, pool: Arc::clone(self) }
+        Frame {
+            words,
+            len: len as u32,
+            check: 0,
+            arrived: Nanos::ZERO,
+            came_with: None,
+            pool: Arc::clone(self),
+        }
     }
 
     /// A frame with these bytes and this check word.
@@ -59,13 +66,13 @@ impl fmt::Debug for Pool {
 /// A lease of a pooled buffer; dropping it gives the buffer back. Aligned to 8 bytes.
 pub struct Frame {
     words: Vec<u64>,
-    len: usize,
+    len: u32,
     /// A word that both ends of an operation compute alike, so that mismatched operations are noticed.
     pub check: u32,
     /// When it arrived, on the receiver's clock; set by the transport.
     pub arrived: Nanos,
     /// The header with which it came over a socket, for whoever passes it on unchanged.
-    pub(crate) came_with: Option<[u8; HEADER_BYTES]>,
+    pub(crate) came_with: Option<Box<[u8; HEADER_BYTES]>>,
     pool: Arc<Pool>,
 }
 
@@ -73,19 +80,20 @@ impl Frame {
     /// The payload.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.words)[..self.len]
+        &bytemuck::cast_slice(&self.words)[..self.len()]
     }
 
     /// The payload, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.came_with = None;
-        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+        let len = self.len();
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..len]
     }
 
     /// Length of the payload in bytes.
     #[must_use]
     pub const fn len(&self) -> usize {
-        self.len
+        self.len as usize
     }
 
     /// Whether there is no payload.
@@ -97,7 +105,7 @@ impl Frame {
 
 impl fmt::Debug for Frame {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Frame({} bytes)", self.len)
+        write!(f, "Frame({} bytes)", self.len())
     }
 }
 
@@ -113,6 +121,12 @@ impl Drop for Frame {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_frame_of_nothing_is_small() {
+        // Four of them are the least queue, and must stay below what the inbox counts for one.
+        assert!(4 * size_of::<Frame>() < 256);
+    }
 
     #[test]
     fn buffers_come_back_and_are_aligned() {

@@ -22,6 +22,8 @@ const TURN: usize = crate::FRAME_BYTES;
 const LEAST: usize = TURN / 16;
 /// Frames that one system call writes at most.
 const WRITTEN: usize = 4;
+/// Bytes from which on a checksum is worth remembering for whoever passes the frame on.
+const LONG: usize = 4096;
 /// Tags for which frames are counted.
 const COUNTED: usize = 1024;
 
@@ -132,7 +134,7 @@ impl Link {
             wire::decode(header)
                 .is_ok_and(|h| h == Header { kind: Kind::Data, tag, check, length, crc: h.crc })
         };
-        let known = frame.came_with.filter(same);
+        let known = frame.came_with.as_deref().copied().filter(same);
         let header = known.unwrap_or_else(|| wire::encode(Kind::Data, tag, frame.check, frame.bytes()));
         let mut out = lock(&self.out);
         out.in_flight.add(tag);
@@ -306,7 +308,9 @@ impl Link {
                     if wire::checksum(header, frame.bytes()) != decoded.crc {
                         return Err(End::Wire(WireError::Checksum));
                     }
-                    frame.came_with = Some(*header);
+                    if decoded.length >= LONG {
+                        frame.came_with = Some(Box::new(*header));
+                    }
                     *header = *next;
                     return Ok(Some((decoded, frame)));
                 }
