@@ -10,6 +10,7 @@ mod logging;
 mod model;
 mod net;
 mod plan;
+mod relay;
 mod schedule;
 mod train;
 

@@ -1,6 +1,6 @@
 //! `farflung net`: what the links between the processes of a job can do.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
@@ -9,14 +9,25 @@ use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, tcp};
 use farflung::parallel::{Between, Cluster, Device, Speed};
 use farflung::{Error, Result, launch_env};
 
-/// Measure the network between the processes of a job; to be run under `farflung launch` or another launcher.
+use super::relay::RelayArgs;
+
+/// Measure the network between the processes of a job, or put a bad link into it. To be run under `farflung launch` or
+/// another launcher, or with a list of peers; a relay alone.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung launch -n 4 -- net bench
   farflung launch -n 4 -- net bench --op all_gather --algorithm ring --json
   RANK=1 WORLD_SIZE=3 MASTER_ADDR=10.0.0.1 farflung net probe
-  farflung launch -n 3 -- net probe --out links.toml")]
+  farflung launch -n 3 -- net probe --out links.toml
+  farflung net bench --peers peers.toml --rank 0
+  farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms")]
 pub(crate) struct NetCommand {
+    /// Where each rank is reached, as TOML: `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`. Instead of a launcher.
+    #[arg(long, value_name = "FILE", global = true, requires = "rank")]
+    peers: Option<PathBuf>,
+    /// This process's rank among the peers.
+    #[arg(long, value_name = "N", global = true, requires = "peers")]
+    rank: Option<u32>,
     #[command(subcommand)]
     command: Net,
 }
@@ -25,6 +36,7 @@ pub(crate) struct NetCommand {
 enum Net {
     Bench(BenchArgs),
     Probe(ProbeArgs),
+    Relay(RelayArgs),
 }
 
 /// Time a collective at growing sizes, in the columns of nccl-tests: busbw is what each process's link carries.
@@ -137,18 +149,28 @@ impl Op {
 
 impl NetCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let Some(env) = launch_env::detect(|name| std::env::var(name).ok())? else {
-            let expected = "a launcher around it, such as `farflung launch -n 2 -- net bench`".to_owned();
-            return Err(Error::Setting { field: "net", value: "alone".to_owned(), expected });
-        };
-        let master = format!("{}:{}", env.master_addr, env.master_port);
-        let comm =
-            Communicator::new(tcp::join(&tcp::Config::new(env.rank.0, env.world_size as u32, master))?);
+        let join =
+            || Ok::<_, Error>(Communicator::new(tcp::join(&place(self.peers.as_deref(), self.rank)?)?));
         match self.command {
-            Net::Bench(args) => args.run(&comm),
-            Net::Probe(args) => args.run(&comm),
+            Net::Bench(args) => args.run(&join()?),
+            Net::Probe(args) => args.run(&join()?),
+            Net::Relay(args) => args.run(),
         }
     }
+}
+
+/// This process's place in its job: by a list of peers, or by a launcher's variables.
+fn place(peers: Option<&Path>, rank: Option<u32>) -> Result<tcp::Config> {
+    if let (Some(path), Some(rank)) = (peers, rank) {
+        return Ok(tcp::Config::with_peers(rank, farflung::peers::read(path)?));
+    }
+    let Some(env) = launch_env::detect(|name| std::env::var(name).ok())? else {
+        let expected =
+            "a launcher around it, such as `farflung launch -n 2 -- net bench`, or --peers".to_owned();
+        return Err(Error::Setting { field: "net", value: "alone".to_owned(), expected });
+    };
+    let master = format!("{}:{}", env.master_addr, env.master_port);
+    Ok(tcp::Config::new(env.rank.0, env.world_size as u32, master))
 }
 
 #[expect(clippy::disallowed_methods, reason = "it measures real time")]

@@ -1,0 +1,87 @@
+//! `farflung net relay`: a bad link on purpose.
+
+use std::time::Duration;
+
+use farflung::base::{Bandwidth, Nanos};
+use farflung::relay::{Carries, Relay};
+use farflung::{Error, Result, Stop};
+
+/// Pass on what comes to one address to another, over a link that is as slow and unreliable as you say, until a signal.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms
+  farflung net relay --listen 127.0.0.1:9002 --to 10.0.0.2:4000 --udp --loss 0.5% --jitter 3ms
+
+The first line on stdout is the address at which it listens; the last line is what it carried. A rank whose list of peers
+(`farflung net bench --peers`) names the relay in place of another rank reaches that rank through it.")]
+pub(crate) struct RelayArgs {
+    /// Where to listen; port 0 is any that is free.
+    #[arg(long, value_name = "HOST:PORT")]
+    listen: String,
+    /// Where to pass on to.
+    #[arg(long, value_name = "HOST:PORT")]
+    to: String,
+    /// Datagrams instead of streams.
+    #[arg(long)]
+    udp: bool,
+    /// Bits a second each way, of all connections together; without it as fast as the machine.
+    #[arg(long, value_name = "RATE")]
+    rate: Option<Bandwidth>,
+    /// One-way delay.
+    #[arg(long, value_name = "TIME", default_value = "0ms")]
+    delay: Nanos,
+    /// Up to so much more delay, by chance.
+    #[arg(long, value_name = "TIME", default_value = "0ms")]
+    jitter: Nanos,
+    /// Share of datagrams that are lost, or of pieces of a stream that are sent again.
+    #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = percent)]
+    loss: u32,
+    /// The time after which a lost piece of a stream is sent again.
+    #[arg(long, value_name = "TIME", default_value = "200ms")]
+    retransmit: Nanos,
+    /// Of the chances.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+}
+
+/// Losses in a million, of `0.5%`.
+fn percent(text: &str) -> Result<u32, String> {
+    let number = text.strip_suffix('%').and_then(|number| number.trim().parse::<f64>().ok());
+    match number {
+        Some(number) if (0.0..=100.0).contains(&number) => Ok((number * 1e4).round() as u32),
+        _ => Err("a share such as 0.5%, at most 100%".to_owned()),
+    }
+}
+
+impl RelayArgs {
+    pub(crate) fn run(self) -> Result<()> {
+        let mut relay = Relay::new(self.listen, self.to);
+        relay.carries = if self.udp { Carries::Udp } else { Carries::Tcp };
+        relay.rate = self.rate.unwrap_or(Bandwidth::UNLIMITED);
+        (relay.delay, relay.jitter, relay.retransmit) = (self.delay, self.jitter, self.retransmit);
+        (relay.loss, relay.seed) = (self.loss, self.seed);
+        if relay.rate.0 == 0 {
+            let expected = "more than nothing".to_owned();
+            return Err(Error::Setting { field: "rate", value: "0".to_owned(), expected });
+        }
+        let stop = Stop::install()?;
+        let relaying = relay.start()?;
+        super::print(&format!("{}\n", relaying.address()))?;
+        while stop.requested().is_none() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let [there, back] = relaying.carried();
+        super::print(&format!("{there} there, {back} back\n"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_percent() {
+        assert_eq!([percent("0.5%"), percent("100 %"), percent("0%")], [Ok(5_000), Ok(1_000_000), Ok(0)]);
+        assert!(["0.5", "101%", "-1%", "x%", "nan%"].iter().all(|bad| percent(bad).is_err()));
+    }
+}
