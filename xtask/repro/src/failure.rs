@@ -1,5 +1,7 @@
 //! What the others find when one of eight ranks is lost in the middle of a collective.
 
+pub(crate) mod processes;
+
 use anyhow::Result;
 use farflung::base::{Nanos, PeerId, Rank, Topology};
 use farflung::comm::simulated::{Faults, cluster_with};
@@ -12,7 +14,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "failure",
     claim: "whatever happens to one of eight ranks or links (crash, freeze, cut, a spoilt frame), at any moment of any \
             collective: every survivor knows within the deadline of 2 s, names the culprit, sees nothing half-reduced, \
-            and goes on with the others",
+            and goes on with the others; and so do real processes that are killed, stopped, or reach each other over \
+            a bad link",
     source: "the rules in the README of farflung-comm; torchft and torchtitan issues on hangs",
     seed: 0,
     run,
@@ -171,5 +174,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("past the deadline", f64::from(late), "1", Mark::AtMost(0.0))?;
     report.row("half-reduced results", f64::from(half), "1", Mark::AtMost(0.0))?;
     report.row("culprits that are innocent", f64::from(innocent), "1", Mark::AtMost(0.0))?;
-    report.row("survivors that could not go on", f64::from(stuck), "1", Mark::AtMost(0.0))
+    report.row("survivors that could not go on", f64::from(stuck), "1", Mark::AtMost(0.0))?;
+    processes::run(report, options)
 }

@@ -112,6 +112,9 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
         Some((first, rest)) if first == gpt_step::CHILD => told(gpt_step::child(rest, out), err),
         Some((first, rest)) if first == instructions::CHILD => told(instructions::child(rest, out), err),
         Some((first, rest)) if first == all_reduce::CHILD => told(all_reduce::child(rest, out), err),
+        Some((first, rest)) if first == failure::processes::CHILD => {
+            told(failure::processes::child(rest, out), err)
+        }
         _ => harness::main(BENCHES, args, out, err),
     }
 }

@@ -1,0 +1,174 @@
+//! The same blows to real processes: killed, stopped, and a link between two of them that is cut or turns a bit.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use farflung::base::Philox;
+use farflung::comm::{Algorithm, Communicator, ReduceOp, tcp};
+use farflung::relay::{Relay, Relaying};
+
+use super::{Blow, DEADLINE, N, NEIGHBOR, VICTIM};
+use crate::harness::{Mark, Options, Report};
+use crate::machine::now;
+
+/// The first argument of this program when it is to be one rank.
+pub(crate) const CHILD: &str = "--failure-rank";
+
+/// A process that says nothing for so long hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// One rank: its number, the addresses of all, and its algorithm's. Says that it is ready, then what it saw: seconds of
+/// the call that failed, the culprit, whether a result was half-reduced, and whether it went on with the others.
+pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
+    let [rank, peers, algorithm] = args else { bail!("three arguments wanted") };
+    let algorithm: usize = algorithm.parse()?;
+    let peers = peers.split(',').map(str::to_owned).collect();
+    let comm = Communicator::new(tcp::join(&tcp::Config::with_peers(rank.parse()?, peers))?)
+        .with_deadline(DEADLINE)
+        .with_algorithm(Algorithm::ALL[algorithm]);
+    comm.barrier()?;
+    writeln!(out, "ready")?;
+    out.flush()?;
+    let (mut half, mut start, mut result) = (false, now(), Ok(()));
+    let mut x = Vec::new();
+    while result.is_ok() {
+        x = vec![1.0_f32; 300_000];
+        start = now();
+        result = comm.all_reduce(&mut x, ReduceOp::Sum);
+        half |= result.is_ok() && !x.iter().all(|v| v.to_bits() == (N as f32).to_bits());
+    }
+    let took = start.elapsed().as_secs_f64();
+    half |= !x.iter().all(|v| v.is_nan());
+    let culprit = result.err().and_then(|error| error.peer()).map_or(u32::MAX, |peer| peer.0);
+    let goes_on = comm.shrink().is_ok_and(|left| {
+        let mut y = [1_u64];
+        left.all_reduce(&mut y, ReduceOp::Sum).is_ok()
+            && y[0] as usize == left.size()
+            && left.barrier().is_ok()
+    });
+    writeln!(out, "{took} {culprit} {half} {goes_on}")?;
+    Ok(out.flush()?)
+}
+
+/// What one survivor said.
+struct Said {
+    took: f64,
+    right: bool,
+    half: bool,
+    goes_on: bool,
+}
+
+/// Ends its process, whatever state that is in.
+struct Rank(Child);
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn signal(rank: &Rank, name: &str) -> Result<()> {
+    let sent = Command::new("kill").args([name, &rank.0.id().to_string()]).status()?;
+    ensure!(sent.success(), "failed to signal a rank");
+    Ok(())
+}
+
+/// A job whose link between the victim and its neighbour goes through a relay.
+fn job(algorithm: usize) -> Result<(Vec<Rank>, Relaying)> {
+    let program = std::env::current_exe().context("failed to find this program")?;
+    let held: Vec<TcpListener> =
+        (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
+    let mut peers: Vec<String> =
+        held.iter().map(|l| Ok(l.local_addr()?.to_string())).collect::<Result<_>>()?;
+    drop(held);
+    let relaying = Relay::new("127.0.0.1:0", peers[VICTIM.index()].clone()).start()?;
+    let direct = std::mem::replace(&mut peers[VICTIM.index()], relaying.address().to_string());
+    let through = peers.join(",");
+    peers[VICTIM.index()] = direct;
+    let straight = peers.join(",");
+    let ranks = (0..N)
+        .map(|rank| {
+            let peers = if rank == NEIGHBOR.index() { &through } else { &straight };
+            let mut command = Command::new(&program);
+            command.args([CHILD, &rank.to_string(), peers, &algorithm.to_string()]);
+            Ok(Rank(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?))
+        })
+        .collect::<Result<_>>()?;
+    Ok((ranks, relaying))
+}
+
+/// What the survivors of one blow said; none of one that said nothing in time.
+fn strike(blow: Blow, algorithm: usize, after: Duration) -> Result<Vec<Option<Said>>> {
+    let (mut ranks, relaying) = job(algorithm)?;
+    let lines: Vec<_> = ranks
+        .iter_mut()
+        .map(|rank| {
+            let (sender, receiver) = std::sync::mpsc::channel();
+            let out = BufReader::new(rank.0.stdout.take().context("stdout is piped")?);
+            std::thread::spawn(move || {
+                // Until the rank ends, or nobody wants to hear of it any more.
+                out.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+            });
+            Ok(receiver)
+        })
+        .collect::<Result<_>>()?;
+    for line in &lines {
+        ensure!(line.recv_timeout(PATIENCE).context("a rank did not come up")? == "ready", "not ready");
+    }
+    std::thread::sleep(after);
+    match blow {
+        Blow::Crash => signal(&ranks[VICTIM.index()], "-KILL")?,
+        Blow::Freeze => signal(&ranks[VICTIM.index()], "-STOP")?,
+        Blow::Cut => relaying.cut(true),
+        Blow::Corrupt => relaying.corrupt(),
+    }
+    let read = |line: String| -> Option<Said> {
+        let mut words = line.split(' ');
+        let took = words.next()?.parse().ok()?;
+        let culprit: u32 = words.next()?.parse().ok()?;
+        let mut flag = || words.next()?.parse::<bool>().ok();
+        let right = blow.culprits().iter().any(|peer| peer.0 == culprit);
+        Some(Said { took, right, half: flag()?, goes_on: flag()? })
+    };
+    let survivors = (0..N).filter(|&rank| !blow.culprits().iter().any(|peer| peer.index() == rank));
+    Ok(survivors.map(|rank| lines[rank].recv_timeout(PATIENCE).ok().and_then(read)).collect())
+}
+
+pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let rng = Philox::new(report.seed(), 6);
+    let place = |wanted| Algorithm::ALL.iter().position(|&a| a == wanted).unwrap_or(0);
+    // Over the link that is struck something goes in every one: of the ring only one way.
+    let everywhere = [place(Algorithm::Direct), place(Algorithm::Butterfly)];
+    let any = [place(Algorithm::Ring), place(Algorithm::HalvingDoubling), place(Algorithm::Direct)];
+    let times = if options.quick { 1 } else { 6 };
+    let (mut survivors, mut silent, mut innocent, mut half, mut stuck) = (0_u32, 0_u32, 0_u32, 0_u32, 0_u32);
+    let mut slowest = 0.0_f64;
+    for (i, blow) in [Blow::Crash, Blow::Freeze, Blow::Cut, Blow::Corrupt].into_iter().enumerate() {
+        for time in 0..times {
+            let choice = if matches!(blow, Blow::Crash | Blow::Freeze) { &any[..] } else { &everywhere };
+            let after = Duration::from_micros(20_000 + rng.below(100 * i as u64 + time, 150_000));
+            for said in strike(blow, choice[time as usize % choice.len()], after)? {
+                survivors += 1;
+                let Some(said) = said else {
+                    silent += 1;
+                    continue;
+                };
+                slowest = slowest.max(said.took);
+                innocent += u32::from(!said.right);
+                half += u32::from(said.half);
+                stuck += u32::from(!said.goes_on);
+            }
+        }
+    }
+    report.row("processes: survivors", f64::from(survivors), "1", Mark::None)?;
+    report.row("processes: survivors that hang", f64::from(silent), "1", Mark::AtMost(0.0))?;
+    report.row("processes: slowest to notice", slowest, "s", Mark::AtMost(2.25))?;
+    report.row("processes: half-reduced results", f64::from(half), "1", Mark::AtMost(0.0))?;
+    report.row("processes: culprits that are innocent", f64::from(innocent), "1", Mark::AtMost(0.0))?;
+    report.row("processes: survivors that could not go on", f64::from(stuck), "1", Mark::AtMost(0.0))
+}
