@@ -63,7 +63,7 @@ struct Peer {
 
 /// What a frame holds of memory, with the queue that it may be alone in: frames of nothing are not for nothing.
 const fn weight(frame: &Frame) -> usize {
-    frame.len() + 256
+    frame.len() + 512
 }
 
 /// How often a waiting thread looks before it sleeps: some tens of microseconds.
