@@ -56,6 +56,7 @@ mod overlap_comm;
 mod overlap_ddp;
 mod pipeline_exact;
 mod predict_vs_run;
+mod relay;
 mod resume;
 mod schedule_laws;
 mod schedule_vectors;
@@ -82,6 +83,7 @@ pub const BENCHES: &[Bench] = &[
     uneven::BENCH,
     overlap_comm::BENCH,
     failure::BENCH,
+    relay::BENCH,
     soak::BENCH,
     all_reduce::BENCH,
     all_reduce_limit::BENCH,
