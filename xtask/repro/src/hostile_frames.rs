@@ -69,7 +69,7 @@ fn input(rng: &Philox, case: u64, bytes: &mut Vec<u8>) {
     bytes.clear();
     bytes.extend_from_slice(CORPUS[which as usize % CORPUS.len()].1);
     let mut chance = 0;
-    for i in 0..1 + u64::from(times % 3) {
+    for i in 0..=u64::from(times % 3) {
         chance = mutate(bytes, rng, 4 * case + 1 + i);
     }
     match chance % 4 {
