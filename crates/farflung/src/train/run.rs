@@ -87,7 +87,8 @@ impl Member for Pipelined {
         let plan = self.plan();
         let (time, bubble) = plan.prediction()?;
         Ok(Some(format!(
-            "{} over {} stages, {} microbatches: predicted {time} a step, {:.0}% of it bubble",
+            "{} over {} stages, {} microbatches: predicted {time} a step where links share nothing, {:.0}% of it \
+             bubble",
             plan.name,
             plan.placement().ranks(),
             plan.microbatches(),

@@ -153,7 +153,10 @@ impl PipelinePlan {
         Schedule::new(order, &Lowering::default()).map_err(Error::schedule)
     }
 
-    /// What a step's pipeline is predicted to take, and the part of it in which ranks stand still.
+    /// What a step's pipeline is predicted to take, and the part of it in which ranks stand still. Each link has its
+    /// rate to itself there: where a rank reaches both neighbours through one uplink, as with `--link`, and the links
+    /// bind, a step takes up to half as long again. What follows the pipeline, averaging with replicas and the token
+    /// table's two users, is not in it.
     ///
     /// Errors: none for a plan of [`PipelinePlan::new`].
     pub fn prediction(&self) -> Result<(Nanos, f64)> {
