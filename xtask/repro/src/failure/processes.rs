@@ -27,9 +27,10 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let algorithm: usize = algorithm.parse()?;
     let peers = peers.split(',').map(str::to_owned).collect();
     let comm = Communicator::new(tcp::join(&tcp::Config::with_peers(rank.parse()?, peers))?)
-        .with_deadline(DEADLINE)
         .with_algorithm(Algorithm::ALL[algorithm]);
+    // Processes come up when the machine has time for them.
     comm.barrier()?;
+    let comm = comm.with_deadline(DEADLINE);
     writeln!(out, "ready")?;
     out.flush()?;
     let (mut half, mut start, mut result) = (false, now(), Ok(()));
@@ -85,8 +86,8 @@ fn job(algorithm: usize) -> Result<(Vec<Rank>, Relaying)> {
         (0..N).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<Result<_, _>>()?;
     let mut peers: Vec<String> =
         held.iter().map(|l| Ok(l.local_addr()?.to_string())).collect::<Result<_>>()?;
-    drop(held);
     let relaying = Relay::new("127.0.0.1:0", peers[VICTIM.index()].clone()).start()?;
+    drop(held);
     let direct = std::mem::replace(&mut peers[VICTIM.index()], relaying.address().to_string());
     let through = peers.join(",");
     peers[VICTIM.index()] = direct;
@@ -96,7 +97,7 @@ fn job(algorithm: usize) -> Result<(Vec<Rank>, Relaying)> {
             let peers = if rank == NEIGHBOR.index() { &through } else { &straight };
             let mut command = Command::new(&program);
             command.args([CHILD, &rank.to_string(), peers, &algorithm.to_string()]);
-            Ok(Rank(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?))
+            Ok(Rank(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn()?))
         })
         .collect::<Result<_>>()?;
     Ok((ranks, relaying))
