@@ -399,8 +399,14 @@ fn hello<'a>(config: &'a Config, listen: &'a str) -> Control<'a> {
 }
 
 /// Tries each address once.
+///
+/// Where nobody listens yet on a port of this machine from which sockets are numbered, the system may give the socket
+/// that very port and connect it to itself: that is nobody's answer, and would hold the port.
 fn attempt(addresses: &[SocketAddr], until: Until) -> Option<TcpStream> {
-    addresses.iter().find_map(|address| TcpStream::connect_timeout(address, until.left()?.min(ATTEMPT)).ok())
+    addresses.iter().find_map(|address| {
+        let stream = TcpStream::connect_timeout(address, until.left()?.min(ATTEMPT)).ok()?;
+        (stream.local_addr().ok()? != stream.peer_addr().ok()?).then_some(stream)
+    })
 }
 
 /// Tries until the deadline.
