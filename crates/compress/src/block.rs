@@ -35,7 +35,7 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     fn noisy(&self) -> bool {
         false
     }
-    /// The bits of the largest magnitude, as [`max_magnitude`] gives them, and a number for [`Self::fit`]. If there is a
+    /// The bits of the largest magnitude, as `max_magnitude` gives them, and a number for [`Self::fit`]. If there is a
     /// residual, the sums go to `next`.
     #[expect(clippy::inline_always, reason = "part of kernels")]
     #[inline(always)]

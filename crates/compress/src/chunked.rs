@@ -314,7 +314,7 @@ impl<C: Chunks> Compressor for Chunked<C> {
     }
 }
 
-/// `out = x + e`; the largest magnitude in it, as [`max_magnitude`] gives it.
+/// `out = x + e`; the largest magnitude in it, as `max_magnitude` gives it.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn sum(x: &[f32], e: &[f32], out: &mut [f32]) -> i32 {
