@@ -51,14 +51,17 @@ impl Packing {
 }
 
 /// A packer's own memory, which it makes on the first use and keeps.
+#[cfg(feature = "zstd")]
 struct Memory<T>(Option<T>);
 
+#[cfg(feature = "zstd")]
 impl<T> Default for Memory<T> {
     fn default() -> Self {
         Self(None)
     }
 }
 
+#[cfg(feature = "zstd")]
 impl<T> fmt::Debug for Memory<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("Memory").finish_non_exhaustive()
@@ -76,22 +79,22 @@ impl Packer {
     /// `bytes`, packed. `None` if they do not become fewer.
     fn pack(&mut self, packing: Packing, bytes: &[u8]) -> Option<&[u8]> {
         let out = &mut self.packed;
-        let len = match packing {
+        let len: usize = match packing {
             #[cfg(feature = "zstd")]
             Packing::Zstd => {
                 // Too long a result does not fit, and is not wanted.
                 out.resize(bytes.len(), 0);
                 let context = self.zstd.0.get_or_insert_with(zstd::zstd_safe::CCtx::create);
-                context.compress(out.as_mut_slice(), bytes, 1).ok()?
+                context.compress(out.as_mut_slice(), bytes, 1).ok()
             }
             #[cfg(feature = "lz4")]
             Packing::Lz4 => {
                 out.resize(lz4_flex::block::get_maximum_output_size(bytes.len()), 0);
-                lz4_flex::block::compress_into(bytes, out).ok()?
+                lz4_flex::block::compress_into(bytes, out).ok()
             }
             #[cfg(not(all(feature = "zstd", feature = "lz4")))]
-            _ => return None,
-        };
+            _ => None,
+        }?;
         (len < bytes.len()).then_some(&out[..len])
     }
 }
@@ -108,20 +111,20 @@ impl Unpacker {
     fn unpack(&mut self, packing: Packing, bytes: &[u8], bound: usize) -> Option<&[u8]> {
         let out = &mut self.unpacked;
         out.resize(bound, 0);
-        let len = match packing {
+        let len: usize = match packing {
             #[cfg(feature = "zstd")]
             Packing::Zstd => {
                 let context = self.zstd.0.get_or_insert_with(zstd::zstd_safe::DCtx::create);
-                context.decompress(out.as_mut_slice(), bytes).ok()?
+                context.decompress(out.as_mut_slice(), bytes).ok()
             }
             #[cfg(feature = "lz4")]
-            Packing::Lz4 => lz4_flex::block::decompress_into(bytes, out).ok()?,
+            Packing::Lz4 => lz4_flex::block::decompress_into(bytes, out).ok(),
             #[cfg(not(all(feature = "zstd", feature = "lz4")))]
             _ => {
                 let _ = bytes;
-                return None;
+                None
             }
-        };
+        }?;
         Some(&out[..len])
     }
 }
