@@ -80,6 +80,22 @@ impl Check<'_> {
         }
         Ok([b, t, c])
     }
+
+    /// Caches of keys and values, or of their gradients: all `[B, capacity, C]`, with room for some tokens.
+    fn caches<const N: usize>(
+        &self,
+        caches: [&dyn Operand; N],
+        [b, tokens, width]: [usize; 3],
+    ) -> Result<()> {
+        let capacity = self.tokens(caches[0])?[1].max(tokens);
+        for cache in caches {
+            let found = self.tokens(cache)?;
+            if found != [b, capacity, width] {
+                return self.mismatch(Shape::from(found), Shape::from([b, capacity, width]));
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Op<'_> {
@@ -160,16 +176,29 @@ impl Op<'_> {
                 c.matrix(dy, y.shape().rows(), width)?;
                 c.matrix(d_qkv, y.shape().rows(), width.saturating_mul(3))
             }
-            Self::AttentionCached { heads, past, qkv, keys, values, y } => {
+            Self::AttentionCached { heads, past, qkv, keys, values, y, lse } => {
                 let [b, t, width] = c.attention(y, qkv, *heads)?;
-                for cache in [keys, values] {
-                    let found = c.tokens(cache)?;
-                    if found[0] != b || found[2] != width || found[1] < past.saturating_add(t) {
-                        return c
-                            .mismatch(Shape::from(found), Shape::from([b, past.saturating_add(t), width]));
-                    }
-                }
-                Ok(())
+                c.caches([keys, values], [b, past.saturating_add(t), width])?;
+                lse.as_ref().map_or(Ok(()), |lse| c.flat(lse, DType::F32, [b, *heads, t]))
+            }
+            Self::AttentionCachedGrad {
+                heads,
+                past,
+                qkv,
+                keys,
+                values,
+                y,
+                lse,
+                dy,
+                d_qkv,
+                d_keys,
+                d_values,
+            } => {
+                let [b, t, width] = c.attention(y, qkv, *heads)?;
+                c.caches([keys, values, d_keys, d_values], [b, past.saturating_add(t), width])?;
+                c.flat(lse, DType::F32, [b, *heads, t])?;
+                c.matrix(dy, y.shape().rows(), width)?;
+                c.matrix(d_qkv, y.shape().rows(), width.saturating_mul(3))
             }
             Self::Embed { tokens, start, tokens_table, positions_table, y } => {
                 let [b, t, width] = c.tokens(y)?;

@@ -160,6 +160,34 @@ pub enum Op<'a> {
         values: ViewMut<'a>,
         /// `[B, T, C]`.
         y: ViewMut<'a>,
+        /// As in [`Op::Attention`]; not wanted where no backward pass follows.
+        lse: Option<ViewMut<'a>>,
+    },
+    /// Gradient of [`Op::AttentionCached`], the newest tokens first: adds what the queries give to the gradients of all
+    /// keys and values that they saw. Those of the new tokens are complete with that, and go to `d_qkv` too.
+    AttentionCachedGrad {
+        /// Number of heads.
+        heads: usize,
+        /// Tokens in the cache before these.
+        past: usize,
+        /// `[B, T, 3 C]` of the new tokens.
+        qkv: View<'a>,
+        /// `[B, capacity, C]`.
+        keys: View<'a>,
+        /// `[B, capacity, C]`.
+        values: View<'a>,
+        /// `[B, T, C]`.
+        y: View<'a>,
+        /// `[B, heads, T]`.
+        lse: View<'a>,
+        /// `[B, T, C]`.
+        dy: View<'a>,
+        /// `[B, T, 3 C]`.
+        d_qkv: ViewMut<'a>,
+        /// `[B, capacity, C]`: sums over the tokens behind these, and these after it.
+        d_keys: ViewMut<'a>,
+        /// `[B, capacity, C]`, likewise.
+        d_values: ViewMut<'a>,
     },
     /// `y[i] = tokens_table[tokens[i]] + positions_table[start + i mod T]`.
     Embed {
@@ -174,7 +202,8 @@ pub enum Op<'a> {
         /// `[B, T, C]`.
         y: ViewMut<'a>,
     },
-    /// Gradient of [`Op::Embed`] for `start` 0, added to both tables; rows are summed in token order on every device.
+    /// Gradient of [`Op::Embed`] for `start` 0, added to both tables; rows are summed in token order on every device. For
+    /// another start, `d_positions_table` is the part of the table from there on.
     EmbedGrad {
         /// u32 `[B, T]`.
         tokens: View<'a>,
@@ -238,6 +267,7 @@ impl Op<'_> {
             Self::Attention { .. } => "attention",
             Self::AttentionGrad { .. } => "attention_grad",
             Self::AttentionCached { .. } => "attention_cached",
+            Self::AttentionCachedGrad { .. } => "attention_cached_grad",
             Self::Embed { .. } => "embed",
             Self::EmbedGrad { .. } => "embed_grad",
             Self::CrossEntropy { .. } => "cross_entropy",
@@ -269,6 +299,7 @@ impl Op<'_> {
             Self::Attention { y, .. } => 2 * causal(y.shape(), 0),
             Self::AttentionGrad { y, .. } => 5 * causal(y.shape(), 0),
             Self::AttentionCached { y, past, .. } => 2 * causal(y.shape(), *past),
+            Self::AttentionCachedGrad { y, past, .. } => 5 * causal(y.shape(), *past),
             Self::Embed { y, .. } => n(y.shape()),
             Self::EmbedGrad { dy, .. } => 2 * n(dy.shape()),
             Self::CrossEntropy { logits, .. } => 5 * n(logits.shape()),
@@ -285,6 +316,11 @@ impl Op<'_> {
         let r = |v: &View<'_>| (v.len() * v.dtype().size()) as u64;
         let w = |v: &ViewMut<'_>| (v.len() * v.dtype().size()) as u64;
         let rw = |v: &ViewMut<'_>, read: bool| w(v) * (1 + u64::from(read));
+        // The rows of a cache, of keys or of values, that queries see whose outputs are a [B, T, C].
+        let seen = |y: Shape, past: usize| {
+            let batch = y.rows().checked_div(length(y)).unwrap_or(0);
+            ((past + length(y)) * y.cols() * batch * size_of::<f32>()) as u64
+        };
         match self {
             Self::Fill { y, .. } => w(y),
             Self::Cast { x, y } => r(x) + w(y),
@@ -308,10 +344,11 @@ impl Op<'_> {
             }
             Self::Attention { qkv, y, lse, .. } => r(qkv) + w(y) + w(lse),
             Self::AttentionGrad { qkv, y, lse, dy, d_qkv, .. } => r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv),
-            Self::AttentionCached { qkv, keys, y, past, .. } => {
-                let batch = y.shape().rows().checked_div(length(y.shape())).unwrap_or(0);
-                let seen = (past + length(y.shape())) * y.shape().cols() * batch;
-                r(qkv) + w(y) + 2 * (seen * keys.dtype().size()) as u64
+            Self::AttentionCached { qkv, y, past, lse, .. } => {
+                r(qkv) + w(y) + lse.as_ref().map_or(0, w) + 2 * seen(y.shape(), *past)
+            }
+            Self::AttentionCachedGrad { past, qkv, y, lse, dy, d_qkv, .. } => {
+                r(qkv) + r(y) + r(lse) + r(dy) + w(d_qkv) + 6 * seen(y.shape(), *past)
             }
             Self::Embed { tokens, y, .. } => r(tokens) + 3 * w(y),
             Self::EmbedGrad { tokens, dy, .. } => r(tokens) + 5 * r(dy),

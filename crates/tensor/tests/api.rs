@@ -182,8 +182,23 @@ fn attention_embeddings_and_ids_that_do_not_fit_are_refused() {
     for past in [3, usize::MAX] {
         let (mut k, mut v) = (z(&cpu, &[2, 5, 4]), z(&cpu, &[2, 5, 4]));
         let (keys, values) = (k.view_mut(), v.view_mut());
-        let op = Op::AttentionCached { heads: 2, past, qkv: q, keys, values, y: y.view_mut() };
+        let op = Op::AttentionCached { heads: 2, past, qkv: q, keys, values, y: y.view_mut(), lse: None };
         refused(cpu.run(op), &["attention_cached", "[2, 5, 4]"]);
+        let (mut k, mut v) = (z(&cpu, &[2, 5, 4]), z(&cpu, &[2, 6, 4]));
+        let op = Op::AttentionCachedGrad {
+            heads: 2,
+            past: 2,
+            qkv: q,
+            keys: y_.view(),
+            values: y_.view(),
+            y: y_.view(),
+            lse: l,
+            dy: y_.view(),
+            d_qkv: d_qkv.view_mut(),
+            d_keys: k.view_mut(),
+            d_values: v.view_mut(),
+        };
+        refused(cpu.run(op), &["attention_cached_grad", "[2, 3, 4]", "[2, 5, 4]"]);
     }
 
     let (ids, table, places) =
@@ -244,8 +259,16 @@ fn costs() {
     let mut total = 0;
     for past in 0..4 {
         let (q, y) = (qkv.view().part(0, [2, 1, 24]).unwrap(), y.view_mut().part(0, [2, 1, 8]).unwrap());
-        total += Op::AttentionCached { heads: 2, past, qkv: q, keys: k.view_mut(), values: v.view_mut(), y }
-            .flops();
+        total += Op::AttentionCached {
+            heads: 2,
+            past,
+            qkv: q,
+            keys: k.view_mut(),
+            values: v.view_mut(),
+            y,
+            lse: None,
+        }
+        .flops();
     }
     let mut lse = z(&cpu, &[2, 2, 4]);
     assert_eq!(total, Op::Attention { heads: 2, qkv: q, y: y.view_mut(), lse: lse.view_mut() }.flops());

@@ -364,6 +364,7 @@ fn attention_its_gradient_and_its_cache() {
                         keys: keys.view_mut(),
                         values: values.view_mut(),
                         y: cached.view_mut().part(start * c, [1, new, c]).unwrap(),
+                        lse: None,
                     })
                     .unwrap();
                 }

@@ -224,6 +224,7 @@ impl Transformer {
             keys: keys.view_mut(),
             values: values.view_mut(),
             y: attended.view_mut(),
+            lse: None,
         })?;
         let mut middle = cx.empty([b, t, c])?;
         let fuse = Fuse::BiasAdd { bias: b_proj, residual: x.view() };

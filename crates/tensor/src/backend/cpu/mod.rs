@@ -20,7 +20,7 @@ mod vmath;
 
 use std::array;
 
-use self::attention::Layout;
+use self::attention::{Cache, Layout};
 use self::gemm::Mat;
 use self::matmul::{Fused, matmul};
 use self::pool::Pool;
@@ -155,11 +155,30 @@ impl Backend for Cpu {
                 let (y, lse, dy) = (floats(&y), floats(&lse), floats(&dy));
                 attention::train_backward(pool, l, floats(&qkv), y, lse, dy, floats_mut(d_qkv));
             }
-            Op::AttentionCached { heads, past, qkv, keys, values, y } => {
+            Op::AttentionCached { heads, past, qkv, keys, values, y, lse } => {
+                let cache = Cache { past, capacity: keys.shape().dims()[1] };
                 let l = Layout::packed(y.shape(), heads);
-                let capacity = keys.shape().dims()[1];
-                let (keys, values) = (floats_mut(keys), floats_mut(values));
-                attention::cached(pool, l, (past, capacity), floats(&qkv), keys, values, floats_mut(y));
+                let (keys, values, lse) = (floats_mut(keys), floats_mut(values), lse.map(floats_mut));
+                attention::cached_forward(pool, l, cache, floats(&qkv), [keys, values], floats_mut(y), lse);
+            }
+            Op::AttentionCachedGrad {
+                heads,
+                past,
+                qkv,
+                keys,
+                values,
+                y,
+                lse,
+                dy,
+                d_qkv,
+                d_keys,
+                d_values,
+            } => {
+                let cache = Cache { past, capacity: keys.shape().dims()[1] };
+                let l = Layout::packed(y.shape(), heads);
+                let read = [&qkv, &keys, &values, &y, &lse, &dy].map(floats);
+                let written = [d_qkv, d_keys, d_values].map(floats_mut);
+                attention::cached_backward(pool, l, cache, read, written);
             }
             Op::Embed { tokens, start, tokens_table, positions_table, y } => {
                 let ids = ids(name, &tokens, tokens_table.shape().rows())?;

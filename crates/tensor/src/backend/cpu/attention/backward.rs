@@ -14,6 +14,15 @@ const KEYS: usize = 128;
 /// Queries of a tile: whole blocks of them, so that blocks of keys begin where blocks of queries do.
 const QUERIES: usize = 22 * MR;
 
+/// Where gradients go.
+pub(super) struct Gradients<'a> {
+    pub(super) q: RowsMut<'a>,
+    pub(super) k: RowsMut<'a>,
+    pub(super) v: RowsMut<'a>,
+    /// Adds to those of keys and values rather than overwriting them.
+    pub(super) accumulate: bool,
+}
+
 struct Pass<'a> {
     head: Head,
     q: Rows<'a>,
@@ -22,9 +31,7 @@ struct Pass<'a> {
     y: Rows<'a>,
     dy: Rows<'a>,
     lse: &'a [f32],
-    dq: RowsMut<'a>,
-    dk: RowsMut<'a>,
-    dv: RowsMut<'a>,
+    gradients: Gradients<'a>,
     /// Panels of all queries, and of the gradients of their outputs.
     queries: &'a mut [f32],
     outputs: &'a mut [f32],
@@ -42,13 +49,12 @@ struct Pass<'a> {
 
 impl Head {
     /// Writes the gradients of queries, keys and values from what the forward pass read and wrote and the gradient of `y`.
-    /// There are as many queries as keys.
     pub(super) fn backward(
         self,
         [q, k, v]: [Rows<'_>; 3],
         [y, dy]: [Rows<'_>; 2],
         lse: &[f32],
-        [dq, dk, dv]: [RowsMut<'_>; 3],
+        gradients: Gradients<'_>,
         scratch: &mut Vec<f32>,
     ) {
         let (keys, width) = (self.keys.min(KEYS).next_multiple_of(NR), self.width.next_multiple_of(NR));
@@ -66,9 +72,7 @@ impl Head {
             y,
             dy,
             lse,
-            dq,
-            dk,
-            dv,
+            gradients,
             queries,
             outputs,
             keys,
@@ -86,14 +90,18 @@ impl Head {
 impl Pass<'_> {
     fn run(&mut self) {
         let Head { queries, keys, .. } = self.head;
+        let past = keys - queries;
         self.pack_queries();
         for tile in pieces(0..keys, KEYS) {
             self.pack_keys(&tile);
-            for queries in pieces(tile.start..queries, QUERIES) {
+            // Keys that all queries see; behind them, blocks of keys begin where blocks of queries do.
+            let common = past.clamp(tile.start, tile.end);
+            for queries in pieces(self.head.first_query(tile.start)..queries, QUERIES) {
                 for block in pieces(queries.clone(), MR) {
                     self.block_of_queries(&block, &queries, &tile);
                 }
-                for block in pieces(tile.start..tile.end.min(queries.end), MR) {
+                let seen = tile.end.min(past + queries.end);
+                for block in pieces(tile.start..common, MR).chain(pieces(common..seen, MR)) {
                     self.block_of_keys(&block, &queries, &tile);
                 }
             }
@@ -141,24 +149,25 @@ impl Pass<'_> {
         let keys = Right { data: self.keys, panel: tile.len() * NR };
         let size = Size { rows, depth: meeting.all, columns: width };
         let share = Share { old: 1.0, new: self.head.score_scale() };
-        blend(isa, size, weights, keys, self.dq.from(block.start), tile.start == 0, &[share; MR]);
+        let dq = self.gradients.q.from(block.start);
+        blend(isa, size, weights, keys, dq, tile.start == 0, &[share; MR]);
     }
 
     /// What a tile of queries adds to the gradients of a block of keys and their values.
     fn block_of_keys(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
-        let from = block.start.max(queries.start);
+        let from = self.head.first_query(block.start).max(queries.start);
         let at = (from - queries.start) * self.pitch + block.start - tile.start;
         let panel = self.head.queries * NR;
         let size = Size { rows: block.len(), depth: queries.end - from, columns: width };
         let products = [
-            (&*self.p, &*self.outputs, &mut self.dv, 1.0),
-            (&*self.ds, &*self.queries, &mut self.dk, self.head.score_scale()),
+            (&*self.p, &*self.outputs, &mut self.gradients.v, 1.0),
+            (&*self.ds, &*self.queries, &mut self.gradients.k, self.head.score_scale()),
         ];
+        let first = !self.gradients.accumulate && queries.start <= self.head.first_query(block.start);
         for (weights, panels, to, new) in products {
             let weights = Left { data: &weights[at..], row: 1, col: self.pitch };
             let right = Right { data: &panels[from * NR..], panel };
-            let first = queries.start <= block.start;
             blend(isa, size, weights, right, to.from(block.start), first, &[Share { old: 1.0, new }; MR]);
         }
     }

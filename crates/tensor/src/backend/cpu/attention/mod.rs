@@ -18,6 +18,7 @@ mod tests;
 use std::cell::RefCell;
 use std::marker::PhantomData;
 
+use self::backward::Gradients;
 use self::head::Head;
 use self::rows::{Rows, RowsMut};
 use super::pool::Pool;
@@ -174,6 +175,55 @@ impl Forward<'_> {
     }
 }
 
+/// Gradient of [`Forward`].
+struct Backward<'a> {
+    isa: Isa,
+    layout: Layout,
+    /// As in [`Forward`].
+    keys: usize,
+    q: (&'a [f32], Place),
+    k: (&'a [f32], Place),
+    v: (&'a [f32], Place),
+    /// `[B, T, C]`.
+    y: &'a [f32],
+    /// `[B, heads, T]`.
+    lse: &'a [f32],
+    /// `[B, T, C]`.
+    dy: &'a [f32],
+    /// Adds to the gradients of keys and values rather than overwriting them.
+    accumulate: bool,
+}
+
+impl Backward<'_> {
+    /// Writes the gradients of queries, keys and values.
+    fn run(&self, pool: &Pool, gradients: [(Output<'_>, Place); 3]) {
+        let l = self.layout;
+        let out = Place { start: 0, tokens: l.tokens, stride: l.width() };
+        for (len, place) in [
+            (self.q.0.len(), self.q.1),
+            (self.k.0.len(), self.k.1),
+            (self.v.0.len(), self.v.1),
+            (self.y.len().min(self.dy.len()), out),
+        ] {
+            assert!(place.end(l) <= len, "heads lie within their buffers");
+        }
+        assert!(self.keys >= l.tokens, "every query has a key");
+        let gradients = &gradients;
+        pool.run(l.tasks(), |task| {
+            let at = (task / l.heads, task % l.heads);
+            let qkv = [self.q, self.k, self.v].map(|(data, place)| place.rows(data, l, at));
+            let outs = [self.y, self.dy].map(|data| out.rows(data, l, at));
+            let lse = &self.lse[task * l.tokens..][..l.tokens];
+            let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
+            #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
+            // SAFETY: each task has a head of its own, hence columns of its own in each of the three.
+            let [q, k, v] = gradients.each_ref().map(|(data, place)| unsafe { data.rows(*place, l, at) });
+            let gradients = Gradients { q, k, v, accumulate: self.accumulate };
+            SCRATCH.with_borrow_mut(|scratch| head.backward(qkv, outs, lse, gradients, scratch));
+        });
+    }
+}
+
 /// The three thirds of a `[B, T, 3 C]` buffer.
 const fn thirds(l: Layout) -> [Place; 3] {
     let (tokens, width) = (l.tokens, l.width());
@@ -188,8 +238,12 @@ const fn thirds(l: Layout) -> [Place; 3] {
 /// Attention of `qkv` `[B, T, 3 C]`: writes `y` `[B, T, C]`, and `lse` `[B, heads, T]`, the log of the sum of
 /// exponentials of each row of scores, for [`train_backward`].
 pub(super) fn train_forward(pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
+    forward(Isa::detect(), pool, l, qkv, y, lse);
+}
+
+fn forward(isa: Isa, pool: &Pool, l: Layout, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
     let [q, k, v] = thirds(l).map(|place| (qkv, place));
-    Forward { isa: Isa::detect(), layout: l, keys: l.tokens, q, k, v }.run(pool, y, Some(lse));
+    Forward { isa, layout: l, keys: l.tokens, q, k, v }.run(pool, y, Some(lse));
 }
 
 /// Gradient of [`train_forward`]: writes `d_qkv` `[B, T, 3 C]` from `dy` `[B, T, C]` and what the forward pass read and
@@ -203,59 +257,77 @@ pub(super) fn train_backward(
     dy: &[f32],
     d_qkv: &mut [f32],
 ) {
-    backward(Isa::detect(), pool, l, qkv, y, lse, dy, d_qkv);
+    backward(Isa::detect(), pool, l, [qkv, y, lse, dy], d_qkv);
 }
 
-#[expect(clippy::too_many_arguments, reason = "the operands of one op")]
-fn backward(
-    isa: Isa,
-    pool: &Pool,
-    l: Layout,
-    qkv: &[f32],
-    y: &[f32],
-    lse: &[f32],
-    dy: &[f32],
-    d_qkv: &mut [f32],
-) {
-    let places = thirds(l);
-    let out = Place { start: 0, tokens: l.tokens, stride: l.width() };
-    assert!(places[2].end(l) <= qkv.len().min(d_qkv.len()), "heads lie within their buffers");
-    assert!(out.end(l) <= y.len().min(dy.len()), "heads lie within their buffers");
+fn backward(isa: Isa, pool: &Pool, l: Layout, [qkv, y, lse, dy]: [&[f32]; 4], d_qkv: &mut [f32]) {
+    let [q, k, v] = thirds(l).map(|place| (qkv, place));
     let d_qkv = Output::new(d_qkv);
-    let d_qkv = &d_qkv;
-    pool.run(l.tasks(), |task| {
-        let at = (task / l.heads, task % l.heads);
-        let qkv = places.map(|place| place.rows(qkv, l, at));
-        let outs = [y, dy].map(|data| out.rows(data, l, at));
-        let lse = &lse[task * l.tokens..][..l.tokens];
-        let head = Head { isa, queries: l.tokens, keys: l.tokens, width: l.head_dim };
-        #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
-        // SAFETY: each task has a head of its own, hence columns of its own in each third.
-        let d_qkv = places.map(|place| unsafe { d_qkv.rows(place, l, at) });
-        SCRATCH.with_borrow_mut(|scratch| head.backward(qkv, outs, lse, d_qkv, scratch));
-    });
+    let accumulate = false;
+    let pass = Backward { isa, layout: l, keys: l.tokens, q, k, v, y, lse, dy, accumulate };
+    pass.run(pool, thirds(l).map(|place| (d_qkv, place)));
 }
 
-/// Attention of `qkv` `[B, T, 3 C]` of new tokens over caches of keys and values `[B, capacity, C]` that hold `past`
-/// tokens: appends the new ones, then writes `y` `[B, T, C]`.
-pub(super) fn cached(
+/// Where new tokens go in caches of keys and values `[B, capacity, C]`.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Cache {
+    /// Tokens before the new ones.
+    pub(super) past: usize,
+    pub(super) capacity: usize,
+}
+
+impl Cache {
+    /// Where the rows of heads lie.
+    const fn place(self, l: Layout) -> Place {
+        Place { start: 0, tokens: self.capacity, stride: l.width() }
+    }
+
+    /// Pairs of a new token's row among `[B, T, 3 C]` and its row in a cache: where each begins.
+    fn rows(self, l: Layout) -> impl Iterator<Item = (usize, usize)> {
+        let at = move |(b, t)| (3 * (b * l.tokens + t), b * self.capacity + self.past + t);
+        let all = (0..l.batch).flat_map(move |b| (0..l.tokens).map(move |t| (b, t)));
+        all.map(at).map(move |(qkv, cache)| (qkv * l.width(), cache * l.width()))
+    }
+}
+
+/// Attention of `qkv` `[B, T, 3 C]` of new tokens over caches of keys and values `[B, capacity, C]`: appends the new ones,
+/// then writes `y` `[B, T, C]`, and `lse` as [`train_forward`] does, if it is wanted.
+pub(super) fn cached_forward(
     pool: &Pool,
     l: Layout,
-    (past, capacity): (usize, usize),
+    cache: Cache,
     qkv: &[f32],
-    keys: &mut [f32],
-    values: &mut [f32],
+    [keys, values]: [&mut [f32]; 2],
     y: &mut [f32],
+    lse: Option<&mut [f32]>,
 ) {
-    assert!(past + l.tokens <= capacity, "the cache has room");
+    assert!(cache.past + l.tokens <= cache.capacity, "the cache has room");
     let c = l.width();
-    for (b, t) in (0..l.batch).flat_map(|b| (0..l.tokens).map(move |t| (b, t))) {
-        let from = &qkv[(b * l.tokens + t) * 3 * c..][..3 * c];
-        let to = (b * capacity + past + t) * c;
-        keys[to..to + c].copy_from_slice(&from[c..2 * c]);
-        values[to..to + c].copy_from_slice(&from[2 * c..]);
+    for (from, to) in cache.rows(l) {
+        keys[to..to + c].copy_from_slice(&qkv[from + c..][..c]);
+        values[to..to + c].copy_from_slice(&qkv[from + 2 * c..][..c]);
     }
-    let place = Place { start: 0, tokens: capacity, stride: c };
-    let (q, k, v) = ((qkv, thirds(l)[0]), (&*keys, place), (&*values, place));
-    Forward { isa: Isa::detect(), layout: l, keys: past + l.tokens, q, k, v }.run(pool, y, None);
+    let (q, k, v) = ((qkv, thirds(l)[0]), (&*keys, cache.place(l)), (&*values, cache.place(l)));
+    Forward { isa: Isa::detect(), layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
+}
+
+/// Gradient of [`cached_forward`], from `dy` `[B, T, C]` and what it read and wrote: adds to the gradients of the keys and
+/// values that were seen, and writes `d_qkv` `[B, T, 3 C]`, those of the new tokens' keys and values among it.
+pub(super) fn cached_backward(
+    pool: &Pool,
+    l: Layout,
+    cache: Cache,
+    [qkv, keys, values, y, lse, dy]: [&[f32]; 6],
+    [d_qkv, d_keys, d_values]: [&mut [f32]; 3],
+) {
+    let (q, k, v) = ((qkv, thirds(l)[0]), (keys, cache.place(l)), (values, cache.place(l)));
+    let (isa, keys) = (Isa::detect(), cache.past + l.tokens);
+    let pass = Backward { isa, layout: l, keys, q, k, v, y, lse, dy, accumulate: true };
+    let [dq, dk, dv] = [&mut *d_qkv, &mut *d_keys, &mut *d_values].map(Output::new);
+    pass.run(pool, [(dq, thirds(l)[0]), (dk, cache.place(l)), (dv, cache.place(l))]);
+    let c = l.width();
+    for (to, from) in cache.rows(l) {
+        d_qkv[to + c..][..c].copy_from_slice(&d_keys[from..][..c]);
+        d_qkv[to + 2 * c..][..c].copy_from_slice(&d_values[from..][..c]);
+    }
 }

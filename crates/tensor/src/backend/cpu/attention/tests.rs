@@ -98,10 +98,9 @@ fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32
     let pool = Pool::new(threads).unwrap();
     let mut y = vec![f32::NAN; dy.len()];
     let mut lse = vec![f32::NAN; l.tasks() * l.tokens];
-    let [q, k, v] = thirds(l).map(|place| (qkv, place));
-    Forward { isa, layout: l, keys: l.tokens, q, k, v }.run(&pool, &mut y, Some(&mut lse));
+    forward(isa, &pool, l, qkv, &mut y, &mut lse);
     let mut d_qkv = vec![f32::NAN; qkv.len()];
-    backward(isa, &pool, l, qkv, &y, &lse, dy, &mut d_qkv);
+    backward(isa, &pool, l, [qkv, &y, &lse, dy], &mut d_qkv);
     [y, lse, d_qkv]
 }
 
@@ -175,30 +174,63 @@ fn gradient_is_the_slope() {
     assert_close(&g, &slope, 1e-6, "slope");
 }
 
+/// The rows of `t` tokens of each of `b` sequences of `total`, from token `past` on.
+fn some_tokens(data: &[f32], width: usize, (b, total): (usize, usize), past: usize, t: usize) -> Vec<f32> {
+    (0..b).flat_map(|b| data[(b * total + past) * width..][..t * width].to_vec()).collect()
+}
+
 #[test]
-fn a_cache_changes_nothing() {
+fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
     let (b, h, d, capacity) = (2, 2, 12, 310);
     let c = h * d;
-    for steps in [vec![1, 1, 1], vec![5, 1, 2], vec![64, 3, 70, 1], vec![255, 1, 1, 40]] {
-        let total: usize = steps.iter().sum();
-        let qkv = noise(b * total * 3 * c, 7);
-        let (want, _) = reference(layout(b, h, total, d), &wide(&qkv));
-        // Stale contents past the end must not leak in.
-        let mut keys = vec![f32::NAN; b * capacity * c];
-        let mut values = keys.clone();
-        let mut past = 0;
-        for t in steps {
-            let part = |data: &[f64], width: usize| -> Vec<f64> {
-                (0..b).flat_map(|b| data[(b * total + past) * width..][..t * width].to_vec()).collect()
-            };
-            let new: Vec<f32> = part(&wide(&qkv), 3 * c).iter().map(|&x| x as f32).collect();
-            let mut y = vec![f32::NAN; b * t * c];
-            let pool = Pool::new(2).unwrap();
-            let l = Layout::packed(Shape::new(&[b, t, c]), h);
-            cached(&pool, l, (past, capacity), &new, &mut keys, &mut values, &mut y);
-            assert_close(&y, &part(&want, c), 2e-6, &format!("{t} after {past}"));
-            past += t;
+    for pieces in [
+        vec![1, 1, 1],
+        vec![5, 1, 2],
+        vec![64, 3, 70, 1],
+        vec![255, 1, 1, 40],
+        vec![130, 7, 150],
+        vec![20, 280],
+        vec![7],
+    ] {
+        let total: usize = pieces.iter().sum();
+        let (qkv, dy) = (noise(b * total * 3 * c, 7), noise(b * total * c, 8));
+        let l = layout(b, h, total, d);
+        let whole = run(Isa::detect(), 1, l, &qkv, &dy);
+        let want = reference_gradient(l, &wide(&qkv), &wide(&dy));
+        let all = (b, total);
+        let in_pieces = |threads| {
+            let pool = Pool::new(threads).unwrap();
+            // Stale contents past the end must not leak in.
+            let (mut keys, mut values) = (vec![f32::NAN; b * capacity * c], vec![f32::NAN; b * capacity * c]);
+            let (mut forwards, mut past) = (Vec::new(), 0);
+            for &t in &pieces {
+                let qkv = some_tokens(&qkv, 3 * c, all, past, t);
+                let (mut y, mut lse) = (vec![f32::NAN; b * t * c], vec![f32::NAN; b * h * t]);
+                let (l, cache) = (layout(b, h, t, d), Cache { past, capacity });
+                let caches = [&mut keys[..], &mut values[..]];
+                cached_forward(&pool, l, cache, &qkv, caches, &mut y, Some(&mut lse));
+                forwards.push((l, cache, qkv, y, lse));
+                past += t;
+            }
+            let (mut d_keys, mut d_values) = (vec![0.0; b * capacity * c], vec![0.0; b * capacity * c]);
+            let mut outputs = Vec::new();
+            for (l, cache, qkv, y, lse) in forwards.into_iter().rev() {
+                let dy = some_tokens(&dy, c, all, cache.past, l.tokens);
+                let mut d_qkv = vec![f32::NAN; qkv.len()];
+                let read = [&qkv, &keys, &values, &y, &lse, &dy].map(|x| &x[..]);
+                cached_backward(&pool, l, cache, read, [&mut d_qkv, &mut d_keys, &mut d_values]);
+                outputs.push((cache.past, l.tokens, y, d_qkv));
+            }
+            outputs
+        };
+        let one = in_pieces(1);
+        for (past, t, y, d_qkv) in &one {
+            let what = format!("{t} after {past}");
+            assert_eq!(*y, some_tokens(&whole[0], c, all, *past, *t), "{what}");
+            let want: Vec<f32> = want.iter().map(|&x| x as f32).collect();
+            assert_close(d_qkv, &wide(&some_tokens(&want, 3 * c, all, *past, *t)), 5e-6, &what);
         }
+        assert_eq!(one, in_pieces(3), "threads do not matter");
     }
 }
 
