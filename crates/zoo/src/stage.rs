@@ -1,12 +1,16 @@
 //! A stage: a range of a model's blocks with flat parameters and gradients. The whole model is the stage of all blocks.
 
+mod slices;
+
 use std::ops::Range;
 
 use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor};
 
-use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, Transformer, TransformerSaved};
+use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, KeyValues, Transformer, TransformerSaved, dims};
 use crate::weights::Weights;
 use crate::{GptConfig, TensorSpec, ZooError};
+
+pub use slices::Slices;
 
 /// A range of a model's layers; the first stage has the embeddings, the last the head. A range between two layers has no
 /// parameters and gives what it takes.
@@ -43,6 +47,8 @@ pub enum Output {
 /// What a forward pass keeps for the backward pass.
 #[derive(Debug)]
 pub struct Saved {
+    /// The positions that it is of.
+    positions: Range<usize>,
     tokens: Option<Tensor>,
     /// Blocks whose part was let go of; those behind them follow in `blocks`.
     forgotten: usize,
@@ -181,26 +187,36 @@ impl Stage {
         input: Input,
         targets: Option<(&Tensor, f32)>,
     ) -> Result<(Output, Saved), ZooError> {
+        self.forward_by(params, input, 0, targets, |cx, i, x| Ok(self.blocks[i].forward(cx, x)?))
+    }
+
+    fn forward_by(
+        &self,
+        params: &Tensor,
+        input: Input,
+        start: usize,
+        targets: Option<(&Tensor, f32)>,
+        mut block: impl FnMut(&Cx<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
+    ) -> Result<(Output, Saved), ZooError> {
         let cx = self.cx(params);
-        let (mut x, tokens) = self.enter(&cx, input, 0)?;
+        let (mut x, tokens) = self.enter(&cx, input, start)?;
+        let positions = start..start + dims(&x)?[1];
         let mut blocks = Vec::with_capacity(self.blocks.len());
-        for block in &self.blocks {
-            let (y, saved) = block.forward(&cx, x)?;
+        for i in 0..self.blocks.len() {
+            let (y, saved) = block(&cx, i, x)?;
             blocks.push(saved);
             x = y;
         }
-        match (&self.head, targets) {
+        let (output, head) = match (&self.head, targets) {
             (Some(head), Some((targets, scale))) => {
                 let (losses, saved) = head.forward(&cx, x, targets, scale)?;
-                let saved = Saved { tokens, forgotten: 0, blocks, head: Some(saved), dx: None };
-                Ok((Output::Losses(losses), saved))
+                (Output::Losses(losses), Some(saved))
             }
-            (None, None) => {
-                Ok((Output::Hidden(x), Saved { tokens, forgotten: 0, blocks, head: None, dx: None }))
-            }
-            (Some(_), None) => Err(ZooError::StageInput { expected: "targets" }),
-            (None, Some(_)) => Err(ZooError::StageInput { expected: "no targets" }),
-        }
+            (None, None) => (Output::Hidden(x), None),
+            (Some(_), None) => return Err(ZooError::StageInput { expected: "targets" }),
+            (None, Some(_)) => return Err(ZooError::StageInput { expected: "no targets" }),
+        };
+        Ok((output, Saved { positions, tokens, forgotten: 0, blocks, head, dx: None }))
     }
 
     /// The backward pass of one microbatch. `dy` is the gradient of the hidden states that this stage gave; the last
@@ -235,7 +251,7 @@ impl Stage {
             ready(self.span(block.first, Transformer::PARAMS), grads.flat);
         }
         if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {
-            embedding.backward(&cx, &tokens, &dx, grads, has_head)?;
+            embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, has_head)?;
             ready(self.span(0, 2), grads.flat);
             return Ok(None);
         }
@@ -247,12 +263,21 @@ impl Stage {
 
     /// Runs the blocks again whose part of `saved` was let go of, on the input of the forward pass: the same bits are back.
     pub fn recompute(&self, params: &Tensor, input: Input, saved: &mut Saved) -> Result<(), ZooError> {
+        self.recompute_by(params, input, saved, |cx, i, x| Ok(self.blocks[i].forward(cx, x)?))
+    }
+
+    fn recompute_by(
+        &self,
+        params: &Tensor,
+        input: Input,
+        saved: &mut Saved,
+        mut block: impl FnMut(&Cx<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
+    ) -> Result<(), ZooError> {
         let cx = self.cx(params);
-        let (mut x, _) = self.enter(&cx, input, 0)?;
-        let count = std::mem::take(&mut saved.forgotten);
+        let (mut x, _) = self.enter(&cx, input, saved.positions.start)?;
         let mut again = Vec::with_capacity(self.blocks.len());
-        for block in &self.blocks[..count] {
-            let (y, saved) = block.forward(&cx, x)?;
+        for i in 0..std::mem::take(&mut saved.forgotten) {
+            let (y, saved) = block(&cx, i, x)?;
             again.push(saved);
             x = y;
         }
@@ -268,6 +293,18 @@ impl Stage {
         saved: &mut Saved,
         dy: Option<Tensor>,
     ) -> Result<Option<Tensor>, ZooError> {
+        self.backward_input_by(params, saved, dy, |cx, i, saved, dy| {
+            Ok(self.blocks[i].backward_input(cx, saved, dy)?)
+        })
+    }
+
+    fn backward_input_by(
+        &self,
+        params: &Tensor,
+        saved: &mut Saved,
+        dy: Option<Tensor>,
+        mut block: impl FnMut(&Cx<'_>, usize, &mut TransformerSaved, Tensor) -> Result<Tensor, ZooError>,
+    ) -> Result<Option<Tensor>, ZooError> {
         self.check_whole(saved)?;
         let cx = self.cx(params);
         let mut dx = match (&self.head, &mut saved.head, dy) {
@@ -275,8 +312,8 @@ impl Stage {
             (None, None, Some(dy)) => dy,
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
         };
-        for (block, saved) in self.blocks.iter().zip(&mut saved.blocks).rev() {
-            dx = block.backward_input(&cx, saved, dx)?;
+        for (i, saved) in saved.blocks.iter_mut().enumerate().rev() {
+            dx = block(&cx, i, saved, dx)?;
         }
         if self.embedding.is_none() {
             return Ok(Some(dx));
@@ -303,7 +340,7 @@ impl Stage {
         }
         if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {
             let dx = saved.dx.expect("backward_input runs before backward_weight");
-            embedding.backward(&cx, &tokens, &dx, grads, has_head)?;
+            embedding.backward(&cx, &tokens, saved.positions.start, &dx, grads, has_head)?;
         }
         Ok(())
     }
@@ -347,9 +384,12 @@ impl Stage {
     /// An empty cache of keys and values for `batch` sequences of up to the model's context.
     pub fn cache(&self, batch: usize) -> Result<Cache, ZooError> {
         let shape = [batch, self.config.context, self.config.dim];
-        let pair = || Ok((self.device.empty(DType::F32, shape)?, self.device.empty(DType::F32, shape)?));
-        let layers = self.blocks.iter().map(|_| pair()).collect::<Result<_, ZooError>>()?;
-        Ok(Cache { layers, len: 0 })
+        self.cache_of(|| Ok(self.device.empty(DType::F32, shape)?))
+    }
+
+    fn cache_of(&self, tensor: impl Fn() -> Result<Tensor, ZooError>) -> Result<Cache, ZooError> {
+        let layer = |_| Ok(KeyValues { keys: tensor()?, values: tensor()? });
+        Ok(Cache { layers: self.blocks.iter().map(layer).collect::<Result<_, ZooError>>()?, len: 0 })
     }
 
     /// Appends new tokens `[B, T]` to the cache and gives the logits `[B, T, V]` of their successors. For a stage that is
@@ -365,8 +405,8 @@ impl Stage {
             });
         }
         let (mut x, _) = self.enter(&cx, Input::Tokens(tokens), cache.len)?;
-        for (block, (keys, values)) in self.blocks.iter().zip(&mut cache.layers) {
-            x = block.decode(&cx, &x, cache.len, keys, values)?;
+        for (block, seen) in self.blocks.iter().zip(&mut cache.layers) {
+            x = block.decode(&cx, &x, cache.len, seen)?;
         }
         cache.len += new;
         let head = self.head.as_ref().ok_or(ZooError::StageInput { expected: "the whole model" })?;
@@ -377,7 +417,7 @@ impl Stage {
 /// Keys and values of the tokens seen so far.
 #[derive(Debug)]
 pub struct Cache {
-    layers: Vec<(Tensor, Tensor)>,
+    layers: Vec<KeyValues>,
     len: usize,
 }
 

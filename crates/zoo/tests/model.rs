@@ -426,7 +426,7 @@ fn the_head_and_the_embedding_against_central_differences() {
     let mut flat = stage.init(8).unwrap();
     let mut grads = Grads { flat: &mut flat, accumulate: false };
     embedding
-        .backward(&cx(&stage, &p), &tokens, &cpu.tensor(&dy, shape).unwrap(), &mut grads, false)
+        .backward(&cx(&stage, &p), &tokens, 0, &cpu.tensor(&dy, shape).unwrap(), &mut grads, false)
         .unwrap();
     weights_agree(&stage, &p, &flat, 0..2, |p| {
         dot(&embedding.forward(&cx(&stage, p), &tokens, 0).unwrap(), &dy)

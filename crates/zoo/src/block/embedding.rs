@@ -29,12 +29,13 @@ impl Embedding {
         Ok(y)
     }
 
-    /// The gradients of both tables. A head that shares the token table (`tied_head_wrote`) wrote its part before; this
+    /// The gradients of both tables, for the `start` of the forward pass. A head that shares the token table (`tied_head_wrote`) wrote its part before; this
     /// adds to it.
     pub fn backward(
         &self,
         cx: &Cx<'_>,
         tokens: &Tensor,
+        start: usize,
         dy: &Tensor,
         grads: &mut Grads<'_>,
         tied_head_wrote: bool,
@@ -50,7 +51,7 @@ impl Embedding {
             tokens: tokens.view(),
             dy: dy.view(),
             d_tokens_table: wte,
-            d_positions_table: wpe,
+            d_positions_table: wpe.part(start * self.dim, [tokens.shape().cols(), self.dim])?,
         })
     }
 }

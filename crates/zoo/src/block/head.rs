@@ -3,7 +3,7 @@
 
 use farflung_tensor::{Fuse, Op, Result, Tensor};
 
-use super::{Cx, Grads, transformer::dims};
+use super::{Cx, Grads, dims};
 
 /// `logits = ln_f(x) wte^T`.
 #[derive(Debug, Clone, Copy)]

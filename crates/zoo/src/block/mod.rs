@@ -11,7 +11,8 @@ mod transformer;
 
 pub use embedding::Embedding;
 pub use head::{Head, HeadSaved};
-pub use transformer::{Transformer, TransformerSaved};
+pub(crate) use transformer::dims;
+pub use transformer::{KeyValues, Transformer, TransformerSaved};
 
 use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor};
 

@@ -13,6 +13,15 @@ pub struct Transformer {
     pub heads: usize,
 }
 
+/// Keys and values `[B, capacity, C]` of the tokens that a block has seen, or the gradients of both.
+#[derive(Debug)]
+pub struct KeyValues {
+    /// Keys.
+    pub keys: Tensor,
+    /// Values.
+    pub values: Tensor,
+}
+
 /// What a forward pass keeps for the backward pass.
 #[derive(Debug)]
 pub struct TransformerSaved {
@@ -51,6 +60,42 @@ impl Transformer {
 
     /// `[B, T, C]` to `[B, T, C]`.
     pub fn forward(&self, cx: &Cx<'_>, x: Tensor) -> Result<(Tensor, TransformerSaved)> {
+        let heads = self.heads;
+        self.forward_by(cx, x, |qkv, y, lse| {
+            let (qkv, y, lse) = (qkv.view(), y.view_mut(), lse.view_mut());
+            cx.device.run(Op::Attention { heads, qkv, y, lse })
+        })
+    }
+
+    /// As [`Transformer::forward`] for a slice of the tokens, behind `past` others whose keys and values are in `seen`, to
+    /// which those of the slice are added. All slices together give the bits of the whole.
+    pub fn forward_slice(
+        &self,
+        cx: &Cx<'_>,
+        x: Tensor,
+        past: usize,
+        seen: &mut KeyValues,
+    ) -> Result<(Tensor, TransformerSaved)> {
+        self.forward_by(cx, x, |qkv, y, lse| {
+            cx.device.run(Op::AttentionCached {
+                heads: self.heads,
+                past,
+                qkv: qkv.view(),
+                keys: seen.keys.view_mut(),
+                values: seen.values.view_mut(),
+                y: y.view_mut(),
+                lse: Some(lse.view_mut()),
+            })
+        })
+    }
+
+    /// The forward pass with `attend` from queries, keys and values to outputs and logs of sums of exponentials.
+    fn forward_by(
+        &self,
+        cx: &Cx<'_>,
+        x: Tensor,
+        attend: impl FnOnce(&Tensor, &mut Tensor, &mut Tensor) -> Result<()>,
+    ) -> Result<(Tensor, TransformerSaved)> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
         let [b, t, c] = dims(&x)?;
@@ -67,12 +112,7 @@ impl Transformer {
         let mut qkv = cx.empty([b, t, 3 * c])?;
         run(linear(&norm_1, w_qkv, &mut qkv, Fuse::Bias(b_qkv)))?;
         let (mut attended, mut lse) = (cx.empty([b, t, c])?, cx.empty([b, self.heads, t])?);
-        run(Op::Attention {
-            heads: self.heads,
-            qkv: qkv.view(),
-            y: attended.view_mut(),
-            lse: lse.view_mut(),
-        })?;
+        attend(&qkv, &mut attended, &mut lse)?;
         let mut middle = cx.empty([b, t, c])?;
         let fuse = Fuse::BiasAdd { bias: b_proj, residual: x.view() };
         run(linear(&attended, w_proj, &mut middle, fuse))?;
@@ -111,6 +151,54 @@ impl Transformer {
 
     /// The gradient of the input from that of the output; what the weights need is kept in `saved`.
     pub fn backward_input(&self, cx: &Cx<'_>, saved: &mut TransformerSaved, dy: Tensor) -> Result<Tensor> {
+        self.backward_input_by(cx, saved, dy, |s, dy, d_qkv| {
+            cx.device.run(Op::AttentionGrad {
+                heads: self.heads,
+                qkv: s.qkv.view(),
+                y: s.attended.view(),
+                lse: s.lse.view(),
+                dy: dy.view(),
+                d_qkv: d_qkv.view_mut(),
+            })
+        })
+    }
+
+    /// As [`Transformer::backward_input`] for a slice of the tokens, from the last slice to the first: what a slice gives to
+    /// the keys and values before it waits in `gradients`, which begin as zeros.
+    pub fn backward_input_slice(
+        &self,
+        cx: &Cx<'_>,
+        saved: &mut TransformerSaved,
+        dy: Tensor,
+        past: usize,
+        (seen, gradients): (&KeyValues, &mut KeyValues),
+    ) -> Result<Tensor> {
+        self.backward_input_by(cx, saved, dy, |s, dy, d_qkv| {
+            cx.device.run(Op::AttentionCachedGrad {
+                heads: self.heads,
+                past,
+                qkv: s.qkv.view(),
+                keys: seen.keys.view(),
+                values: seen.values.view(),
+                y: s.attended.view(),
+                lse: s.lse.view(),
+                dy: dy.view(),
+                d_qkv: d_qkv.view_mut(),
+                d_keys: gradients.keys.view_mut(),
+                d_values: gradients.values.view_mut(),
+            })
+        })
+    }
+
+    /// The input half of the backward pass with `attend` from the gradient of what attention gave to that of queries, keys
+    /// and values.
+    fn backward_input_by(
+        &self,
+        cx: &Cx<'_>,
+        saved: &mut TransformerSaved,
+        dy: Tensor,
+        attend: impl FnOnce(&TransformerSaved, &Tensor, &mut Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
         let [ln_1, _, w_qkv, _, w_proj, _, ln_2, _, w_fc, _, w_out, _] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
         let [b, t, c] = dims(&dy)?;
@@ -133,14 +221,7 @@ impl Transformer {
         let mut d_attended = cx.empty([b, t, c])?;
         run(linear_t(&d_middle, w_proj, &mut d_attended, Fuse::None))?;
         let mut d_qkv = cx.empty([b, t, 3 * c])?;
-        run(Op::AttentionGrad {
-            heads: self.heads,
-            qkv: s.qkv.view(),
-            y: s.attended.view(),
-            lse: s.lse.view(),
-            dy: d_attended.view(),
-            d_qkv: d_qkv.view_mut(),
-        })?;
+        attend(s, &d_attended, &mut d_qkv)?;
         drop(d_attended);
         let mut d_norm_1 = cx.empty([b, t, c])?;
         run(linear_t(&d_qkv, w_qkv, &mut d_norm_1, Fuse::None))?;
@@ -198,14 +279,7 @@ impl Transformer {
 
     /// The block on new tokens alone, with the keys and values of the `past` tokens before them in a cache, to which
     /// those of the new ones are added.
-    pub fn decode(
-        &self,
-        cx: &Cx<'_>,
-        x: &Tensor,
-        past: usize,
-        keys: &mut Tensor,
-        values: &mut Tensor,
-    ) -> Result<Tensor> {
+    pub fn decode(&self, cx: &Cx<'_>, x: &Tensor, past: usize, seen: &mut KeyValues) -> Result<Tensor> {
         let [ln_1, ln_1_b, w_qkv, b_qkv, w_proj, b_proj, ln_2, ln_2_b, w_fc, b_fc, w_out, b_out] =
             cx.layout.views::<PARAMS>(cx.params, self.first)?;
         let [b, t, c] = dims(x)?;
@@ -221,8 +295,8 @@ impl Transformer {
             heads: self.heads,
             past,
             qkv: qkv.view(),
-            keys: keys.view_mut(),
-            values: values.view_mut(),
+            keys: seen.keys.view_mut(),
+            values: seen.values.view_mut(),
             y: attended.view_mut(),
             lse: None,
         })?;
