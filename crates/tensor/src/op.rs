@@ -35,6 +35,7 @@ pub enum Fuse<'a> {
 
 /// One operation. Outputs are exclusive views, so that no op can read what it writes unless its doc says so.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "an op lives for one call")]
 pub enum Op<'a> {
     /// `y = value`.
     Fill {

@@ -100,6 +100,7 @@ impl Backend for Cpu {
         self.buffers.memory()
     }
 
+    #[expect(clippy::too_many_lines, reason = "one arm an op")]
     fn run(&self, op: Op<'_>) -> Result<()> {
         let pool = &self.pool;
         let name = op.name();
