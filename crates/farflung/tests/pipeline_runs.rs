@@ -60,14 +60,15 @@ fn model(out: &Path) -> Vec<u8> {
 #[test]
 fn a_run_is_cut_in_another_way_at_each_resume() {
     let run = Run::new();
-    // Four stages, then one process, then two stages of a V with two replicas.
+    // Four stages, then one process, then two stages of a V, then slices of tokens on two replicas.
     let stop_at = |steps: &str, args: &str| {
         run.done(&[], "cut", &format!("{args} --steps {steps} --lr-schedule constant --resume auto"))
     };
     let constant = run.done(&[], "constant", "--workers 1 --accumulate 8 --lr-schedule constant");
     stop_at("2", "--stages 4 --schedule zb-h1 --microbatches 8");
     stop_at("3", "--workers 1 --accumulate 8");
-    stop_at("5", "--stages 2 --schedule zbv --microbatches 4");
+    stop_at("4", "--stages 2 --schedule zbv --microbatches 4");
+    stop_at("5", "--workers 4 --stages 2 --schedule terapipe --microbatches 4");
     let cut = stop_at("6", "--workers 2 --stages 2 --schedule gpipe --microbatches 8 --recompute full");
     same("resumed", &cut, &constant);
     // Rank 0 has the whole model for `eval`.
@@ -98,11 +99,14 @@ fn a_killed_pipeline_resumes_with_the_same_bits() {
 #[test]
 fn processes_over_tcp_train_as_threads_over_simulated_links() {
     let run = Run::new();
-    let args = "--stages 2 --schedule zb-h1 --microbatches 4 --workers 2";
-    let threads = run.done(&[], "threads", args);
-    let processes = run.done(&["launch", "-n", "2", "--"], "processes", args);
-    same("tcp", &processes, &threads);
-    assert_eq!(model(&run.at("threads")), model(&run.at("processes")));
+    for schedule in ["zb-h1", "terapipe"] {
+        let args = format!("--stages 2 --schedule {schedule} --microbatches 4 --workers 2");
+        let (threads, processes) = (format!("threads {schedule}"), format!("processes {schedule}"));
+        let a = run.done(&[], &threads, &args);
+        let b = run.done(&["launch", "-n", "2", "--"], &processes, &args);
+        same(schedule, &b, &a);
+        assert_eq!(model(&run.at(&threads)), model(&run.at(&processes)), "{schedule}");
+    }
 }
 
 #[test]
@@ -118,7 +122,17 @@ fn a_schedule_of_ones_own_trains_as_any_other() {
         format!("--workers {stages} --stages {stages} --microbatches {microbatches} --schedule-file {file}")
     };
     same("own", &run.done(&[], "own", &flags(2, 4)), &whole);
-    for (args, reason) in [(flags(3, 4), "for 3 ranks"), (flags(2, 6), "of 6 microbatches")] {
+    // Halves of each sequence, the weights' gradients in an order of their own.
+    let halves = "r0: 0F0 0F0.1 0F1 0F1.1 0I0.1 0I0 0I1.1 0W0 0I1 0W1.1 0W0.1 0W1
+                  r1: 1F0 1F0.1 1B0.1 1B0 1F1 1F1.1 1B1.1 1B1
+";
+    std::fs::write(run.at("own.txt"), halves).unwrap();
+    same(
+        "halves",
+        &run.done(&[], "halves", &flags(2, 2)),
+        &run.done(&[], "two", "--workers 1 --accumulate 2"),
+    );
+    for (args, reason) in [(flags(3, 2), "for 3 ranks"), (flags(2, 6), "of 6 microbatches")] {
         let output = run.farflung(&[], "refused", &args);
         let message = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(2) && message.contains(reason), "{args}: {message}");
@@ -140,7 +154,7 @@ fn what_does_not_run_is_refused_with_the_reason() {
     let run = Run::new();
     for (args, reason) in [
         ("--stages 4 --schedule inference", "nothing would be trained"),
-        ("--stages 4 --schedule terapipe", "whole sequences"),
+        ("--stages 4 --schedule terapipe --slice-grain 5", "a divisor of the context"),
         ("--stages 4 --schedule pipedream", "no step has a global norm"),
         ("--stages 4 --schedule pipedream-2bw --clip 0 --microbatches 6", "a multiple of the 4 stages"),
         ("--stages 4 --schedule interleaved --microbatches 6", "a multiple of the 4 stages"),

@@ -130,6 +130,9 @@ fn recomputation_replicas_and_a_clipped_norm_change_nothing() {
         (Method::GPipe, Recompute::Full),
         (Method::Chimera, Recompute::Layers(1)),
         (Method::ZbV, Recompute::None),
+        (Method::TeraPipe, Recompute::None),
+        (Method::TeraPipe, Recompute::Full),
+        (Method::TeraPipe, Recompute::Layers(1)),
     ] {
         close(schedule.name(), &piped(&TrainConfig { schedule, recompute, ..four.clone() }), &want);
     }

@@ -24,7 +24,7 @@ mod updates;
 pub use action::{Action, ComputeKind, Op};
 pub use bound::lower_bound;
 pub use compare::{Compared, Comparison, ComparisonRow, Figures, json, millis};
-pub use cost::{Boundary, PipelineCost, StageCost, StageMemory};
+pub use cost::{Boundary, PipelineCost, SliceShare, StageCost, StageMemory};
 pub use lower::Lowering;
 pub use lowered::{Content, Lowered, LoweredKind, Message, Way};
 pub use memory::{peak_bytes, peaks};

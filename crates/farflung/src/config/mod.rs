@@ -222,6 +222,9 @@ settings! {
         recompute: Recompute, "WHAT", Recompute::None;
         /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna.
         memory: usize, "N";
+        /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are chosen so that
+        /// the pipeline takes least; unless told an eighth of the context.
+        slice_grain: usize, "N";
         /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that the first
         /// had) or newest (each stage's own; the last then waits for the first at each update of their token table).
         version_sync: VersionSync, "KIND", VersionSync::Vertical;
@@ -346,7 +349,12 @@ impl TrainConfig {
         }
         let sizes =
             [("layers", self.layers), ("heads", self.heads), ("dim", self.dim), ("context", self.context)];
-        let counts = [("microbatches", self.microbatches), ("chunks", self.chunks), ("memory", self.memory)];
+        let counts = [
+            ("microbatches", self.microbatches),
+            ("chunks", self.chunks),
+            ("memory", self.memory),
+            ("slice-grain", self.slice_grain),
+        ];
         for (field, value) in sizes.into_iter().chain(counts) {
             if let Some(value) = value {
                 check(field, &value, value >= 1, "at least 1")?;

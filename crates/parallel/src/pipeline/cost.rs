@@ -93,6 +93,20 @@ impl Boundary {
     }
 }
 
+/// What a slice of a microbatch's tokens is, beside the other slices: its attention looks at those before it, so the last
+/// of equally long slices takes longest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SliceShare {
+    /// Of the tokens: what stages hold and boundaries carry is cut so.
+    pub tokens: u64,
+    /// Of the stages' times.
+    pub time: u64,
+}
+
+impl SliceShare {
+    const EQUAL: Self = Self { tokens: 1, time: 1 };
+}
+
 /// What a pipeline takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PipelineCost {
@@ -100,8 +114,8 @@ pub struct PipelineCost {
     pub stages: Vec<StageCost>,
     /// By the stage before the boundary: one fewer than stages.
     pub boundaries: Vec<Boundary>,
-    /// Relative times of a microbatch's slices; empty: all equal.
-    pub slices: Vec<u64>,
+    /// By slice of a microbatch's tokens; empty: all equal.
+    pub slices: Vec<SliceShare>,
     /// How much of the shorter half of an overlapped pair is free, in percent.
     pub overlap_percent: u8,
 }
@@ -139,7 +153,10 @@ impl PipelineCost {
     /// The costs with each stage's time cut into the slices of `order`.
     pub(super) fn table(&self, order: &ComputeOrder) -> CostTable {
         let slices = usize::from(order.slices());
-        let weights = if self.slices.is_empty() { vec![1; slices] } else { self.slices.clone() };
+        let shares =
+            if self.slices.is_empty() { vec![SliceShare::EQUAL; slices] } else { self.slices.clone() };
+        let tokens: Vec<u64> = shares.iter().map(|share| share.tokens).collect();
+        let times: Vec<u64> = shares.iter().map(|share| share.time).collect();
         let depth = order.placement().depth();
         let mut stages = vec![StageCost::default(); order.placement().stages() as usize * slices];
         for (i, parts) in stages.chunks_mut(slices).enumerate() {
@@ -148,21 +165,29 @@ impl PipelineCost {
                 *only = whole;
                 continue;
             }
-            let cut = |part: fn(&mut StageCost) -> &mut u64, parts: &mut [StageCost]| {
+            let mut cut = |weights: &[u64], part: fn(&mut StageCost) -> &mut u64| {
                 let mut whole = whole;
-                let cut = largest_remainder(*part(&mut whole), &weights);
+                let cut = largest_remainder(*part(&mut whole), weights);
                 parts.iter_mut().zip(cut).for_each(|(to, value)| *part(to) = value);
             };
-            cut(|c| &mut c.forward.0, parts);
-            cut(|c| &mut c.input.0, parts);
-            cut(|c| &mut c.weight.0, parts);
-            cut(|c| &mut c.recompute.0, parts);
-            cut(|c| &mut c.memory.activations.0, parts);
-            cut(|c| &mut c.memory.for_weight.0, parts);
-            cut(|c| &mut c.memory.input.0, parts);
+            cut(&times, |c| &mut c.forward.0);
+            cut(&times, |c| &mut c.input.0);
+            cut(&times, |c| &mut c.weight.0);
+            cut(&times, |c| &mut c.recompute.0);
+            cut(&tokens, |c| &mut c.memory.activations.0);
+            cut(&tokens, |c| &mut c.memory.for_weight.0);
+            cut(&tokens, |c| &mut c.memory.input.0);
             parts[slices - 1].step = whole.step;
         }
-        CostTable { stages, slices, overlap_percent: self.overlap_percent }
+        CostTable { stages, slices, tokens, overlap_percent: self.overlap_percent }
+    }
+
+    /// What each stage takes for each slice of `order`: stage by stage, slice by slice.
+    ///
+    /// Errors: as [`PipelineCost::check`].
+    pub fn by_slice(&self, order: &ComputeOrder) -> Result<Vec<StageCost>, ParallelError> {
+        self.check(order)?;
+        Ok(self.table(order).stages)
     }
 
     /// The boundary that `action` of `stage` sends over: ahead for a forward, back for a backward.
@@ -177,10 +202,22 @@ impl PipelineCost {
 pub(super) struct CostTable {
     stages: Vec<StageCost>,
     slices: usize,
+    /// Relative lengths of the slices.
+    tokens: Vec<u64>,
     overlap_percent: u8,
 }
 
 impl CostTable {
+    /// What the slice of `action` is of a microbatch's message, rounded up.
+    pub(super) fn message(&self, action: Action, whole: Bytes) -> Bytes {
+        if self.slices == 1 {
+            return whole;
+        }
+        let all: u128 = self.tokens.iter().copied().map(u128::from).sum();
+        let part = u128::from(whole.0) * u128::from(self.tokens[usize::from(action.slice)]);
+        Bytes(part.div_ceil(all.max(1)) as u64)
+    }
+
     pub(super) fn of(&self, action: Action) -> &StageCost {
         &self.stages[action.stage.index() * self.slices + usize::from(action.slice)]
     }

@@ -126,8 +126,7 @@ impl Clock for Simulator<'_> {
         if bytes.0 == 0 {
             return at.saturating_add(boundary.link.latency);
         }
-        // A slice is its part of the message, its bytes rounded up.
-        let bytes = Bytes(bytes.0.div_ceil(u64::from(self.order.slices())));
+        let bytes = self.table.message(action, bytes);
         let way = usize::from(action.kind != ComputeKind::Forward);
         let wire = &mut self.wires[self.wire_of[action.stage.index()][way]];
         let start = at.max(*wire);

@@ -2,15 +2,17 @@
 //! gradients to other ranks. The schedule's executor says when; nothing here knows the order.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::ops::Range;
 
 use farflung_base::{Pending, Rank, StageId};
 use farflung_comm::{CommError, Communicator};
 use farflung_optim::Prepared;
 use farflung_parallel::pipeline::{
-    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, Updates, Worker,
+    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, StageCost, Updates, Worker,
 };
 use farflung_tensor::{Device, Tensor};
-use farflung_zoo::{Input, Output, Sampler, stage};
+use farflung_zoo::{Input, Output, Sampler, Saved, Slices, stage};
 
 use super::part::{Held, Part, copy};
 use super::tied::Tied;
@@ -29,8 +31,12 @@ pub(super) enum Pass {
     Evaluation,
 }
 
-/// Where an action stands: its stage and microbatch.
-type Place = (StageId, u32);
+/// Where an action stands: its stage, microbatch and slice.
+type Place = (StageId, u32, u16);
+
+fn place(action: Action) -> Place {
+    (action.stage, action.microbatch, action.slice)
+}
 
 /// A rank's parts and links.
 #[derive(Debug)]
@@ -51,20 +57,23 @@ pub(super) struct Hands {
     /// Scale of the losses' gradients.
     pub(super) scale: f32,
     pub(super) recompute: Recompute,
+    /// The positions of each slice of a training sequence's tokens.
+    pub(super) slices: Vec<Range<usize>>,
     /// Of which microbatches a stage's forward runs again.
     pub(super) again: Vec<Place>,
     pub(super) pass: Pass,
     /// Sums of losses by microbatch, where this rank has the model's last part.
     pub(super) losses: Vec<f64>,
     pub(super) held: BTreeMap<Place, Held>,
+    /// What slices of a microbatch leave for each other on a stage, where there are several.
+    pub(super) carried: BTreeMap<(StageId, u32), Slices>,
     pub(super) sending: Vec<Pending<Result<(), CommError>>>,
 }
 
 /// The forwards that an order runs again, sorted.
 pub(super) fn recomputed(order: &ComputeOrder) -> Vec<Place> {
     let actions = order.actions().map(|(_, action)| action);
-    let mut places: Vec<_> =
-        actions.filter(|a| a.kind == ComputeKind::Recompute).map(|a| (a.stage, a.microbatch)).collect();
+    let mut places: Vec<_> = actions.filter(|a| a.kind == ComputeKind::Recompute).map(place).collect();
     places.sort_unstable();
     places
 }
@@ -74,6 +83,7 @@ impl Hands {
     pub(super) fn begin(&mut self, pass: Pass, microbatches: u32) {
         self.pass = pass;
         self.held.clear();
+        self.carried.clear();
         self.sending.clear();
         self.losses = vec![0.0; microbatches as usize];
         self.parts.values_mut().for_each(Part::begin);
@@ -84,52 +94,98 @@ impl Hands {
         self.sending.drain(..).try_for_each(|sending| Ok(sending.wait()?))
     }
 
-    /// Inputs and targets of a microbatch.
-    fn batch(&self, microbatch: u32) -> Result<(Vec<u32>, Vec<u32>)> {
+    /// The positions that a slice is of: all where sequences pass whole.
+    fn positions(&self, slice: u16) -> Range<usize> {
+        match self.pass {
+            Pass::Training { .. } => self.slices[usize::from(slice)].clone(),
+            Pass::Evaluation => 0..self.sampler.context(),
+        }
+    }
+
+    /// What an action is modelled to take.
+    fn cost(&self, action: Action) -> StageCost {
+        let part = &self.parts[&action.stage];
+        match self.pass {
+            Pass::Training { .. } => part.costs[usize::from(action.slice)],
+            Pass::Evaluation => part.cost,
+        }
+    }
+
+    /// Inputs and targets of an action's tokens.
+    fn batch(&self, action: Action) -> Result<(Vec<u32>, Vec<u32>)> {
         let (mut inputs, mut targets) = (Vec::new(), Vec::new());
         match self.pass {
             Pass::Training { first } => {
-                self.sampler.batch(first + u64::from(microbatch), &mut inputs, &mut targets)?;
+                self.sampler.batch(first + u64::from(action.microbatch), &mut inputs, &mut targets)?;
             }
-            Pass::Evaluation => self.evaluation.batch(microbatch.into(), &mut inputs, &mut targets)?,
+            Pass::Evaluation => {
+                self.evaluation.batch(action.microbatch.into(), &mut inputs, &mut targets)?;
+            }
         }
-        Ok((inputs, targets))
+        let (positions, context) = (self.positions(action.slice), self.sampler.context());
+        let slice = |all: Vec<u32>| {
+            if positions.len() == context {
+                return all;
+            }
+            all.chunks_exact(context).flat_map(|row| &row[positions.clone()]).copied().collect()
+        };
+        Ok((slice(inputs), slice(targets)))
     }
 
-    /// What a stage takes: hidden states, or a microbatch's tokens at the model's input.
-    fn input(&self, part: &Part, microbatch: u32, hidden: Option<Tensor>) -> Result<Input> {
+    /// What a stage takes: hidden states, or tokens at the model's input.
+    fn input(&self, action: Action, hidden: Option<Tensor>) -> Result<Input> {
         Ok(match hidden {
             Some(x) => Input::Hidden(x),
-            None => Input::Tokens(part.stage.tokens(&self.batch(microbatch)?.0, self.sampler.context())?),
+            None => Input::Tokens(self.tokens(action, &self.batch(action)?.0)?),
         })
+    }
+
+    /// The targets of an action on a stage that makes the model's output.
+    fn targets(&self, action: Action) -> Result<Option<Tensor>> {
+        if !self.placement.is_last(action.stage) {
+            return Ok(None);
+        }
+        self.tokens(action, &self.batch(action)?.1).map(Some)
+    }
+
+    fn tokens(&self, action: Action, ids: &[u32]) -> Result<Tensor> {
+        Ok(self.parts[&action.stage].stage.tokens(ids, self.positions(action.slice).len())?)
+    }
+
+    /// Runs the forward of an action's tokens on its stage.
+    fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
+        let (targets, start) = (self.targets(action)?, self.positions(action.slice).start);
+        let part = &self.parts[&action.stage];
+        let sliced = self.pass != Pass::Evaluation && self.slices.len() > 1;
+        let carried = match self.carried.entry((action.stage, action.microbatch)) {
+            Entry::Vacant(entry) if sliced => {
+                Some(entry.insert(part.stage.slices(self.sampler.shard().batch)?))
+            }
+            Entry::Vacant(_) => None,
+            Entry::Occupied(entry) => Some(entry.into_mut()),
+        };
+        part.forward(version, input, start, targets.as_ref().map(|t| (t, self.scale)), carried)
     }
 
     fn forward(&mut self, action: Action, hidden: Option<Tensor>) -> Result<Option<Tensor>> {
         let Action { stage, microbatch, .. } = action;
-        let place = (stage, microbatch);
         let version = match self.pass {
             Pass::Training { .. } => {
                 self.updates.version(self.placement.part(stage), self.placement.depth(), microbatch)
             }
             Pass::Evaluation => 0,
         };
-        self.parts
-            .get_mut(&stage)
-            .expect("the schedule gives a rank its own stages")
-            .catch_up(Some(version))?;
-        let part = &self.parts[&stage];
-        let again = self.pass != Pass::Evaluation && self.again.binary_search(&place).is_ok();
+        self.part(stage).catch_up(Some(version))?;
+        let again = self.pass != Pass::Evaluation && self.again.binary_search(&place(action)).is_ok();
         let kept = hidden.as_ref().filter(|_| again).map(copy).transpose()?;
-        let input = self.input(part, microbatch, hidden)?;
-        let targets = self.targets(stage, microbatch)?;
+        let input = self.input(action, hidden)?;
         // Declared before it is done, so that workers on simulated links compute side by side.
-        self.comm.advance(part.cost.forward);
-        let (output, mut saved) =
-            part.forward(version, input, targets.as_ref().map(|targets| (targets, self.scale)))?;
+        self.comm.advance(self.cost(action).forward);
+        let (output, mut saved) = self.pass_on(action, version, input)?;
         let output = match output {
             Output::Hidden(y) => Some(y),
             Output::Losses(losses) => {
-                self.losses[microbatch as usize] = stage::total(&losses)?;
+                self.losses[microbatch as usize] += stage::total(&losses)?;
                 None
             }
         };
@@ -144,40 +200,49 @@ impl Hands {
             }
             _ => Some(saved),
         };
-        self.held.insert(place, Held { saved, input: kept, version });
+        self.held.insert(place(action), Held { saved, input: kept, version });
         Ok(output)
     }
 
-    /// A microbatch's targets on a stage that makes the model's output.
-    fn targets(&self, stage: StageId, microbatch: u32) -> Result<Option<Tensor>> {
-        if !self.placement.is_last(stage) {
-            return Ok(None);
-        }
-        let targets = self.batch(microbatch)?.1;
-        Ok(Some(self.parts[&stage].stage.tokens(&targets, self.sampler.context())?))
-    }
-
     fn recompute(&mut self, action: Action) -> Result<()> {
-        let Action { stage, microbatch, .. } = action;
         let mut held = self.take(action);
-        let part = &self.parts[&stage];
-        let input = self.input(part, microbatch, held.input.take())?;
-        self.comm.advance(part.cost.recompute);
+        let input = self.input(action, held.input.take())?;
+        self.comm.advance(self.cost(action).recompute);
         if let Some(saved) = &mut held.saved {
-            part.recompute(held.version, input, saved)?;
+            let carried = self.carried.get_mut(&(action.stage, action.microbatch));
+            self.parts[&action.stage].recompute(held.version, input, saved, carried)?;
         } else {
-            let targets = self.targets(stage, microbatch)?;
-            let (_, saved) = part.forward(held.version, input, targets.as_ref().map(|t| (t, self.scale)))?;
-            held.saved = Some(saved);
+            held.saved = Some(self.pass_on(action, held.version, input)?.1);
         }
-        self.held.insert((stage, microbatch), held);
+        self.held.insert(place(action), held);
         Ok(())
     }
 
+    /// The gradient of a stage's input, and for a whole backward those of its weights.
+    fn backward(&mut self, action: Action, dy: Option<Tensor>) -> Result<Option<Tensor>> {
+        let Action { stage, microbatch, slice, kind } = action;
+        let mut held = self.take(action);
+        let mut saved = held.saved.take().expect("a checked schedule recomputes before it");
+        self.comm.advance(self.cost(action).time(kind));
+        let carried = self.carried.get_mut(&(stage, microbatch));
+        let dx = self.parts[&stage].backward_input(held.version, &mut saved, dy, carried)?;
+        if slice == 0 {
+            self.carried.remove(&(stage, microbatch));
+        }
+        if kind == ComputeKind::Backward {
+            self.part(stage).backward_weight(saved)?;
+        } else {
+            self.held.insert(place(action), Held { saved: Some(saved), ..held });
+        }
+        Ok(dx)
+    }
+
+    fn part(&mut self, stage: StageId) -> &mut Part {
+        self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages")
+    }
+
     fn take(&mut self, action: Action) -> Held {
-        self.held
-            .remove(&(action.stage, action.microbatch))
-            .expect("a checked schedule runs the forward first")
+        self.held.remove(&place(action)).expect("a checked schedule runs the forward first")
     }
 
     /// The optimizer of a stage that does not wait for the others.
@@ -198,7 +263,8 @@ impl Hands {
 
     /// A number for each message of a pass.
     fn tag(&self, message: Message) -> u32 {
-        let cell = message.from.0 * self.losses.len() as u32 + message.microbatch;
+        let microbatch = message.from.0 * self.losses.len() as u32 + message.microbatch;
+        let cell = microbatch * self.slices.len() as u32 + u32::from(message.slice);
         2 * cell + u32::from(message.content == Content::Gradient)
     }
 }
@@ -212,27 +278,11 @@ impl Worker for Hands {
         match action.kind {
             ComputeKind::Forward => return self.forward(action, input),
             ComputeKind::Recompute => self.recompute(action)?,
-            ComputeKind::Backward | ComputeKind::BackwardInput => {
-                let mut held = self.take(action);
-                let part =
-                    self.parts.get_mut(&action.stage).expect("the schedule gives a rank its own stages");
-                let mut saved = held.saved.take().expect("a checked schedule recomputes before it");
-                let whole = action.kind == ComputeKind::Backward;
-                self.comm.advance(if whole { part.cost.backward() } else { part.cost.input });
-                let dx = part.backward_input(held.version, &mut saved, input)?;
-                if whole {
-                    part.backward_weight(saved)?;
-                } else {
-                    self.held.insert((action.stage, action.microbatch), Held { saved: Some(saved), ..held });
-                }
-                return Ok(dx);
-            }
+            ComputeKind::Backward | ComputeKind::BackwardInput => return self.backward(action, input),
             ComputeKind::BackwardWeight => {
                 let saved = self.take(action).saved.expect("the first half left it here");
-                let part =
-                    self.parts.get_mut(&action.stage).expect("the schedule gives a rank its own stages");
-                self.comm.advance(part.cost.weight);
-                part.backward_weight(saved)?;
+                self.comm.advance(self.cost(action).weight);
+                self.part(action.stage).backward_weight(saved)?;
             }
             // With a flush, all stages step together once all ranks agreed.
             ComputeKind::Step if self.updates == Updates::Flush => {}
@@ -256,7 +306,7 @@ impl Worker for Hands {
 
     fn wait(&mut self, (message, pending): Self::Pending) -> Result<Tensor> {
         let bytes = pending.wait()?;
-        let shape = [self.sampler.shard().batch, self.sampler.context(), self.dim];
+        let shape = [self.sampler.shard().batch, self.positions(message.slice).len(), self.dim];
         let values = floats(&bytes, shape.iter().product());
         let values = values.ok_or_else(|| Error::Message {
             message: message.to_string(),
@@ -267,9 +317,7 @@ impl Worker for Hands {
 
     fn shift(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<()> {
         match kind {
-            LoweredKind::Reduce => {
-                self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages").reduce()
-            }
+            LoweredKind::Reduce => self.part(stage).reduce(),
             LoweredKind::ReduceTied => self.tied.start(&self.parts[&stage]),
             // Nothing else is asked for when the schedule is lowered.
             _ => Ok(()),

@@ -80,6 +80,7 @@ impl Pipelined {
             Updates::Flush => 1,
             _ => u64::from(plan.microbatches() / plan.per_update()),
         };
+        let (slices, by_slice) = (plan.slices.len(), plan.cost.by_slice(plan.schedule.order())?);
         let mut parts = BTreeMap::new();
         for stage in placement.stages_of(position) {
             let part = placement.part(stage) as usize;
@@ -95,7 +96,9 @@ impl Pipelined {
                 _ => None,
             };
             let chain = chain(&job.config, &device, &model, updates)?;
-            parts.insert(stage, Part::new(model, params, chain, average, plan.cost.stages[part])?);
+            let costs = by_slice[stage.index() * slices..][..slices].to_vec();
+            let costs = (plan.cost.stages[part], costs);
+            parts.insert(stage, Part::new(model, params, chain, average, costs)?);
         }
 
         let (sampler, evaluation) = (job.sampler(replica as usize)?, job.evaluation(replica as usize)?);
@@ -113,10 +116,12 @@ impl Pipelined {
             dim: job.model.dim,
             scale: loss_scale(group, (tokens as u64) * u64::from(plan.per_update())),
             recompute: job.config.recompute,
+            slices: plan.slices.clone(),
             again: recomputed(order),
             pass: Pass::Evaluation,
             losses: Vec::new(),
             held: BTreeMap::new(),
+            carried: BTreeMap::new(),
             sending: Vec::new(),
             placement,
             sampler,

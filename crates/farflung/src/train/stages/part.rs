@@ -7,7 +7,7 @@ use farflung_optim::{Average, Chain, Prepared};
 use farflung_parallel::pipeline::StageCost;
 use farflung_tensor::{Op, Tensor};
 use farflung_zoo::block::Grads;
-use farflung_zoo::{Input, Output, Saved, Stage};
+use farflung_zoo::{Input, Output, Saved, Slices, Stage};
 
 use super::tied::Exchange;
 use crate::Result;
@@ -21,8 +21,9 @@ pub(super) struct Part {
     pub(super) chain: Chain,
     /// Over all that hold the same part; none where this rank is the only one, or the part has no parameters.
     pub(super) average: Option<Average>,
-    /// Modelled times.
+    /// Modelled times of a microbatch, and of each slice of one.
     pub(super) cost: StageCost,
+    pub(super) costs: Vec<StageCost>,
     /// Whether `grads` hold what the next update takes, rather than what the last one took.
     pending: bool,
     reducing: bool,
@@ -67,7 +68,7 @@ impl Part {
         params: Tensor,
         chain: Chain,
         average: Option<Average>,
-        cost: StageCost,
+        (cost, costs): (StageCost, Vec<StageCost>),
     ) -> Result<Self> {
         let grads = stage.zeros()?;
         let older = BTreeMap::new();
@@ -78,6 +79,7 @@ impl Part {
             chain,
             average,
             cost,
+            costs,
             pending: false,
             reducing: false,
             version: 0,
@@ -130,17 +132,34 @@ impl Part {
         self.older.get(&version).expect("versions that microbatches still see are kept")
     }
 
+    /// Of a slice that begins at `start`, if slices leave something for each other.
     pub(super) fn forward(
         &self,
         version: u32,
         input: Input,
+        start: usize,
         targets: Option<(&Tensor, f32)>,
+        slices: Option<&mut Slices>,
     ) -> Result<(Output, Saved)> {
-        Ok(self.stage.forward(self.at(version), input, targets)?)
+        let params = self.at(version);
+        Ok(match slices {
+            Some(slices) => self.stage.forward_slice(params, input, start, targets, slices)?,
+            None => self.stage.forward(params, input, targets)?,
+        })
     }
 
-    pub(super) fn recompute(&self, version: u32, input: Input, saved: &mut Saved) -> Result<()> {
-        Ok(self.stage.recompute(self.at(version), input, saved)?)
+    pub(super) fn recompute(
+        &self,
+        version: u32,
+        input: Input,
+        saved: &mut Saved,
+        slices: Option<&mut Slices>,
+    ) -> Result<()> {
+        let params = self.at(version);
+        Ok(match slices {
+            Some(slices) => self.stage.recompute_slice(params, input, saved, slices)?,
+            None => self.stage.recompute(params, input, saved)?,
+        })
     }
 
     pub(super) fn backward_input(
@@ -148,8 +167,13 @@ impl Part {
         version: u32,
         saved: &mut Saved,
         dy: Option<Tensor>,
+        slices: Option<&mut Slices>,
     ) -> Result<Option<Tensor>> {
-        Ok(self.stage.backward_input(self.at(version), saved, dy)?)
+        let params = self.at(version);
+        Ok(match slices {
+            Some(slices) => self.stage.backward_input_slice(params, saved, dy, slices)?,
+            None => self.stage.backward_input(params, saved, dy)?,
+        })
     }
 
     /// Adds a microbatch's gradients of the weights.

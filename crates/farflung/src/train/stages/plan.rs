@@ -7,7 +7,7 @@ use std::path::Path;
 use farflung_base::{Bytes, Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
     Action, Boundary, ComputeOrder, Lowering, Method, Op, PipelineCost, Placement, Schedule, Settings,
-    StageCost, Updates, simulate,
+    SliceShare, StageCost, Updates, simulate, slice_tokens,
 };
 
 use super::super::job::Job;
@@ -22,7 +22,6 @@ use crate::{Error, Result, TrainConfig};
 pub const fn refusal(method: Method) -> Option<&'static str> {
     match method {
         Method::Inference => Some("it has no backward passes, so nothing would be trained"),
-        Method::TeraPipe => Some("the model's attention takes whole sequences, not slices of their tokens"),
         _ => None,
     }
 }
@@ -36,6 +35,8 @@ pub struct PipelinePlan {
     pub schedule: Schedule,
     /// The layers of each part of the model.
     pub layers: Vec<Range<usize>>,
+    /// The positions of each slice of a sequence's tokens: one slice where microbatches pass whole.
+    pub slices: Vec<Range<usize>>,
     /// What parts and links are modelled to take, on the first replica's ranks.
     pub cost: PipelineCost,
     /// Pipelines that train side by side.
@@ -67,15 +68,19 @@ impl PipelinePlan {
         let stages: Vec<_> = layers.iter().map(|layers| part_cost(job, layers)).collect();
         let topology = topology(config, job.world)?;
         let bytes = hidden_bytes(job);
-        // The link of neighbours stands for all of them: no schedule depends on more.
-        let hops = (1..ranks).map(|r| {
-            let (from, to) = (Rank(r - 1), Rank(r));
-            let link = Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency };
-            link.time(bytes)
-        });
+        let link =
+            |from, to| Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency };
+        // The links of neighbours stand for all of them: no schedule depends on more.
+        let links: Vec<Link> = (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect();
+        let slices = match (&own, method) {
+            (Some(own), _) => even(job.model.context, own.slices().into())?,
+            (None, Method::TeraPipe) => sliced(job, &layers, &links)?,
+            (None, _) => vec![0..job.model.context],
+        };
         let settings = Settings {
             chunks,
-            hop: hops.max().unwrap_or_default(),
+            slices: slices.len() as u16,
+            hop: links.iter().map(|link| link.time(bytes)).max().unwrap_or_default(),
             cost: stages.clone(),
             memory: config.memory.map(|memory| memory as u32),
             ..Settings::new(ranks, microbatches)
@@ -90,12 +95,16 @@ impl PipelinePlan {
         };
         let placement = order.placement();
         let between = |part: u32| {
-            let (from, to) = (placement.rank(StageId(part)), placement.rank(StageId(part + 1)));
-            let link = Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency };
+            let link = link(placement.rank(StageId(part)), placement.rank(StageId(part + 1)));
             Boundary { link, forward: bytes, backward: bytes }
         };
         let boundaries = (0..placement.depth() - 1).map(between).collect();
-        let cost = PipelineCost { stages, boundaries, slices: Vec::new(), overlap_percent: 0 };
+        let share = |slice: &Range<usize>| SliceShare {
+            tokens: slice.len() as u64,
+            time: slice_flops(job, &(0..job.model.layers), slice) as u64,
+        };
+        let shares = slices.iter().map(share).collect();
+        let cost = PipelineCost { stages, boundaries, slices: shares, overlap_percent: 0 };
         let replicas = job.replicas();
         let lowering = Lowering {
             replicas: replicas > 1,
@@ -103,7 +112,7 @@ impl PipelinePlan {
             ..Lowering::default()
         };
         let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
-        Ok(Self { name, schedule, layers, cost, replicas })
+        Ok(Self { name, schedule, layers, slices, cost, replicas })
     }
 
     /// Which rank holds which part.
@@ -185,8 +194,8 @@ fn own_order(path: &Path, job: &Job) -> Result<ComputeOrder> {
     if order.microbatches() as usize != job.microbatches() {
         return refuse(&format!("of {} microbatches, as `microbatches` says", job.microbatches()));
     }
-    if order.is_forward_only() || order.slices() > 1 {
-        return refuse("with backward passes, of whole sequences");
+    if order.is_forward_only() {
+        return refuse("with backward passes");
     }
     if placement.copies() > 1 && Tie::of(placement) == Tie::Across {
         return refuse("whose copies of the model begin and end on the same ranks: they share a token table");
@@ -244,28 +253,91 @@ fn cut(layers: usize, parts: usize) -> Result<Vec<Range<usize>>> {
     Ok((0..parts).map(|part| bound(part)..bound(part + 1)).collect())
 }
 
+/// Positions cut into slices as equal as they can be.
+fn even(context: usize, slices: usize) -> Result<Vec<Range<usize>>> {
+    if slices > context {
+        let expected = format!("at least {slices}, as many as the schedule has slices");
+        return Err(refuse("context", &context, expected));
+    }
+    let bound = |slice: usize| slice * context / slices;
+    Ok((0..slices).map(|slice| bound(slice)..bound(slice + 1)).collect())
+}
+
+/// The slices with which a pipeline of these parts takes least, where each takes its forward and backward and holds the
+/// slowest link. That links have latency changes nothing: it passes while the next slice is computed.
+fn sliced(job: &Job, parts: &[Range<usize>], links: &[Link]) -> Result<Vec<Range<usize>>> {
+    let context = job.model.context;
+    let grain = job.config.slice_grain.unwrap_or_else(|| {
+        let fits = |grain: &usize| context.is_multiple_of(*grain);
+        (context.div_ceil(SLICES)..=context).find(fits).expect("a number divides itself")
+    });
+    if !context.is_multiple_of(grain) || context / grain > MOST_GRAINS {
+        let expected = format!("a divisor of the context, {context}, and at least a {MOST_GRAINS}th of it");
+        return Err(refuse("slice-grain", &grain, expected));
+    }
+    let whole = hidden_bytes(job);
+    let time = |len: u64, before: u64| {
+        let slice = before as usize..(before + len) as usize;
+        let work = parts.iter().map(|part| job.modelled(slice_flops(job, part, &slice))).max();
+        let bytes = Bytes(whole.0 * len / context as u64);
+        let wire = links.iter().map(|link| link.bandwidth.transfer(bytes)).max();
+        work.unwrap_or_default().saturating_add(wire.unwrap_or_default() * 2)
+    };
+    let cut = slice_tokens(context as u64, grain as u64, parts.len() as u32, Nanos::ZERO, time)
+        .map_err(Error::schedule)?;
+    let mut end = 0;
+    let slice = |len: u64| {
+        let start = end;
+        end += len as usize;
+        start..end
+    };
+    Ok(cut.lengths.into_iter().map(slice).collect())
+}
+
+/// As many slices a sequence has at most unless the settings say otherwise: shorter ones compute worse, of which the
+/// modelled times know nothing.
+const SLICES: usize = 8;
+
+/// What keeps the search for the best slices within a second.
+const MOST_GRAINS: usize = 256;
+
 /// Bytes of the hidden states of a microbatch.
 fn hidden_bytes(job: &Job) -> Bytes {
     Bytes((job.config.batch * job.model.context * job.model.dim * size_of::<f32>()) as u64)
 }
 
+/// Floating-point operations of one token on a part: of its matrices, of its attention over a whole context, of its head.
+fn token_flops(job: &Job, layers: &Range<usize>) -> [f64; 3] {
+    let model = &job.model;
+    let (blocks, d, context) = (layers.len() as f64, model.dim as f64, model.context as f64);
+    let head = if layers.end == model.layers { 2.0 * d * model.vocab as f64 } else { 0.0 };
+    [blocks * 24.0 * d * d, blocks * 4.0 * d * context, head]
+}
+
+/// Those of a part for a slice of a microbatch, forward and backward. Those of all slices are those of the whole.
+fn slice_flops(job: &Job, layers: &Range<usize>, slice: &Range<usize>) -> f64 {
+    let [matrices, attention, head] = token_flops(job, layers);
+    let pairs = |tokens: usize| (tokens * (tokens + 1)) as f64;
+    let seen = (pairs(slice.end) - pairs(slice.start)) / pairs(job.model.context) * job.model.context as f64;
+    3.0 * job.config.batch as f64 * (slice.len() as f64 * (matrices + head) + seen * attention)
+}
+
 /// The modelled times of a part for a microbatch. Together they are those of the whole model.
 fn part_cost(job: &Job, layers: &Range<usize>) -> StageCost {
-    let model = &job.model;
-    let (d, context) = (model.dim as f64, model.context as f64);
-    let tokens = (job.config.batch * model.context) as f64;
-    let (matrices, attention) = (24.0 * d * d, 4.0 * d * context);
-    let head = if layers.end == model.layers { 2.0 * d * model.vocab as f64 } else { 0.0 };
-    let time = |blocks: usize, block: f64, head: f64| job.modelled(tokens * (blocks as f64 * block + head));
-    let blocks = layers.len();
+    let tokens = (job.config.batch * job.model.context) as f64;
+    let [matrices, attention, head] = token_flops(job, layers);
+    let time = |flops: f64| job.modelled(tokens * flops);
     let forward = matrices + attention;
     StageCost {
-        forward: time(blocks, forward, head),
-        input: time(blocks, matrices + 2.0 * attention, head),
-        weight: time(blocks, matrices, head),
+        forward: time(forward + head),
+        input: time(matrices + 2.0 * attention + head),
+        weight: time(matrices + head),
         recompute: match job.config.recompute {
-            Recompute::Layers(again) => time(blocks.min(again), forward, 0.0),
-            _ => time(blocks, forward, head),
+            Recompute::Layers(again) if !layers.is_empty() => {
+                time(forward * again.min(layers.len()) as f64 / layers.len() as f64)
+            }
+            Recompute::Layers(_) => Nanos::ZERO,
+            _ => time(forward + head),
         },
         ..StageCost::default()
     }
