@@ -18,6 +18,18 @@ impl Device {
         Ok(Self(Arc::new(Cpu::new(threads)?)))
     }
 
+    /// A GPU through Vulkan, Metal or DirectX: the `index`-th adapter that [`Device::list`] shows as `wgpu:index`.
+    #[cfg(feature = "wgpu")]
+    pub fn wgpu(index: usize) -> Result<Self> {
+        Ok(Self(Arc::new(crate::backend::cube::open::adapters::open_nth(index)?)))
+    }
+
+    /// An NVIDIA GPU through CUDA.
+    #[cfg(feature = "cuda")]
+    pub fn cuda(index: usize) -> Result<Self> {
+        Ok(Self(Arc::new(crate::backend::cube::open::cuda(index)?)))
+    }
+
     pub(crate) fn backend(&self) -> &dyn Backend {
         &*self.0
     }

@@ -68,6 +68,24 @@ pub enum TensorError {
         /// Bytes asked for.
         bytes: usize,
     },
+    /// There is no device of this name here.
+    #[error("{name}: {reason}")]
+    NoSuchDevice {
+        /// The device asked for.
+        name: String,
+        /// Why it is not there: the build, the driver, or the number.
+        reason: String,
+    },
+    /// A device failed.
+    #[error("{device}: {op}: {reason}")]
+    Device {
+        /// The device.
+        device: String,
+        /// What was run, or waited for.
+        op: &'static str,
+        /// What the driver said.
+        reason: String,
+    },
     /// The threads of a cpu device could not be started.
     #[error("cpu: {threads} threads could not be started: {reason}")]
     Threads {

@@ -1,5 +1,6 @@
 //! What a device must be able to do. The set of ops is closed and small; each backend interprets all of it.
 
+use std::any::Any;
 use std::fmt::Debug;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -8,9 +9,11 @@ use crate::op::Op;
 use crate::{DType, Result, Shape, ViewMut};
 
 pub(crate) mod cpu;
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
 
-/// A buffer of a device.
-pub(crate) trait Storage: Debug + Send + Sync {
+/// A buffer of a device; a backend knows its own by their type.
+pub(crate) trait Storage: Any + Debug + Send + Sync {
     /// Its bytes, where they are in the host's memory.
     fn host(&self) -> Option<(NonNull<u8>, usize)>;
 }

@@ -1,0 +1,42 @@
+//! Reductions within a cube, in a tree whose shape depends on the number of units alone.
+
+use cubecl::prelude::*;
+
+/// The sum of one value of each unit, for all of them.
+#[cube]
+pub(super) fn block_sum(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32) -> f32 {
+    let unit = UNIT_POS as usize;
+    shared[unit] = value;
+    sync_cube();
+    #[unroll]
+    for step in 0..comptime!(units.ilog2()) {
+        let width = comptime!((units >> (step + 1)) as usize);
+        if unit < width {
+            shared[unit] = shared[unit] + shared[unit + width];
+        }
+        sync_cube();
+    }
+    let total = shared[0];
+    // Nobody overwrites it before all have read it.
+    sync_cube();
+    total
+}
+
+/// The largest of one value of each unit, for all of them.
+#[cube]
+pub(super) fn block_max(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32) -> f32 {
+    let unit = UNIT_POS as usize;
+    shared[unit] = value;
+    sync_cube();
+    #[unroll]
+    for step in 0..comptime!(units.ilog2()) {
+        let width = comptime!((units >> (step + 1)) as usize);
+        if unit < width {
+            shared[unit] = f32::max(shared[unit], shared[unit + width]);
+        }
+        sync_cube();
+    }
+    let largest = shared[0];
+    sync_cube();
+    largest
+}

@@ -1,0 +1,121 @@
+//! Embedding: gather, and a scatter that adds in the order of the tokens.
+
+use cubecl::prelude::*;
+
+/// The first id that is not below `bound`, as `[1, id, position, bound]`, unless an earlier op left one. One cube.
+#[cube(launch)]
+pub(super) fn check_ids(
+    ids: &[u32],
+    fault: &mut [u32],
+    len: u32,
+    bound: u32,
+    op: u32,
+    #[comptime] units: u32,
+) {
+    let mut shared = Shared::<[u32]>::new_slice(units as usize);
+    let unit = UNIT_POS as usize;
+    let mut first = len;
+    let mut i = UNIT_POS;
+    while i < len {
+        if ids[i as usize] >= bound {
+            first = u32::min(first, i);
+        }
+        i += units;
+    }
+    shared[unit] = first;
+    sync_cube();
+    if UNIT_POS == 0 {
+        let mut least = len;
+        for u in 0..units {
+            least = u32::min(least, shared[u as usize]);
+        }
+        if least < len && fault[0] == 0 {
+            fault[0] = op;
+            fault[1] = ids[least as usize];
+            fault[2] = least;
+            fault[3] = bound;
+        }
+    }
+}
+
+#[cube(launch)]
+pub(super) fn gather(
+    ids: &[u32],
+    table: &[f32],
+    positions: &[f32],
+    y: &mut [f32],
+    len: u32,
+    cols: u32,
+    tokens: u32,
+    start: u32,
+    vocabulary: u32,
+) {
+    let at = ABSOLUTE_POS;
+    if at < len as usize {
+        let cols = cols as usize;
+        let row = at / cols;
+        let col = at % cols;
+        let id = u32::min(ids[row], vocabulary - 1) as usize;
+        let position = start as usize + row % tokens as usize;
+        y[at] = table[id * cols + col] + positions[position * cols + col];
+    }
+}
+
+/// Adds the rows of each id to the table: the cube of an id's first row sums them all, in order.
+#[cube(launch)]
+pub(super) fn scatter(
+    ids: &[u32],
+    dy: &[f32],
+    d_table: &mut [f32],
+    rows: u32,
+    cols: u32,
+    vocabulary: u32,
+    #[comptime] units: u32,
+) {
+    let mut seen = Shared::<[u32]>::new_slice(units as usize);
+    let row = CUBE_POS as u32;
+    if row < rows {
+        let id = ids[row as usize];
+        let mut earlier = 0u32;
+        let mut i = UNIT_POS;
+        while i < row {
+            earlier += u32::cast_from(ids[i as usize] == id);
+            i += units;
+        }
+        seen[UNIT_POS as usize] = earlier;
+        sync_cube();
+        let mut before = 0u32;
+        for u in 0..units {
+            before += seen[u as usize];
+        }
+        if before == 0 && id < vocabulary {
+            let mut col = UNIT_POS;
+            while col < cols {
+                let to = (id * cols + col) as usize;
+                let mut sum = d_table[to];
+                for r in row..rows {
+                    if ids[r as usize] == id {
+                        sum += dy[(r * cols + col) as usize];
+                    }
+                }
+                d_table[to] = sum;
+                col += units;
+            }
+        }
+    }
+}
+
+/// Adds the rows of each position to the table, in order.
+#[cube(launch)]
+pub(super) fn scatter_positions(dy: &[f32], d_positions: &mut [f32], rows: u32, cols: u32, tokens: u32) {
+    let at = ABSOLUTE_POS as u32;
+    if at < tokens * cols {
+        let mut sum = d_positions[ABSOLUTE_POS];
+        let mut row = at / cols;
+        while row < rows {
+            sum += dy[(row * cols + at % cols) as usize];
+            row += tokens;
+        }
+        d_positions[ABSOLUTE_POS] = sum;
+    }
+}

@@ -1,0 +1,55 @@
+//! Softmax cross-entropy, one cube a row; the gradient takes the place of the logits.
+
+use cubecl::prelude::*;
+
+use super::block::{block_max, block_sum};
+
+#[cube(launch)]
+pub(super) fn cross_entropy(
+    logits: &mut [f32],
+    targets: &[u32],
+    losses: &mut [f32],
+    rows: u32,
+    cols: u32,
+    scale: f32,
+    #[comptime] grad: bool,
+    #[comptime] units: u32,
+) {
+    let mut shared = Shared::<[f32]>::new_slice(units as usize);
+    let row = CUBE_POS;
+    if row < rows as usize {
+        let cols = cols as usize;
+        let at = row * cols;
+        // A target that is not there was reported; it reads the first column here.
+        let wanted = targets[row] as usize;
+        let target = select(wanted < cols, wanted, 0usize);
+        let mut largest = logits[at];
+        let mut i = UNIT_POS as usize;
+        while i < cols {
+            largest = f32::max(largest, logits[at + i]);
+            i += units as usize;
+        }
+        let top = block_max(&mut shared, largest, units);
+        let mut sum = 0.0f32;
+        i = UNIT_POS as usize;
+        while i < cols {
+            sum += f32::exp(logits[at + i] - top);
+            i += units as usize;
+        }
+        let total = block_sum(&mut shared, sum, units);
+        if UNIT_POS == 0 {
+            losses[row] = f32::ln(total) - (logits[at + target] - top);
+        }
+        if comptime!(grad) {
+            // The target's logit was read above by one unit, and is overwritten below by another.
+            sync_cube();
+            let inverse = 1.0 / total;
+            i = UNIT_POS as usize;
+            while i < cols {
+                let p = f32::exp(logits[at + i] - top) * inverse;
+                logits[at + i] = select(i == target, p - 1.0, p) * scale;
+                i += units as usize;
+            }
+        }
+    }
+}

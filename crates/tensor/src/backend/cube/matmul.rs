@@ -1,0 +1,107 @@
+//! Matrix products through cubek's kernels, and what follows them. The strategy is named, never tuned by timing: the same
+//! shapes run the same kernel every time.
+
+use cubecl::prelude::*;
+use cubek::matmul::definition::MatmulElems;
+use cubek::matmul::launch::launch_ref;
+use cubek::matmul::multi_level;
+use cubek::matmul::strategy::Strategy;
+use cubek::std::InputBinding;
+
+use super::operand::Operand;
+use super::Cube;
+use crate::Result;
+
+/// A row-major matrix, seen transposed or not.
+pub(super) fn binding(operand: &Operand, rows: usize, cols: usize, transposed: bool) -> TensorBinding {
+    let (shape, strides) =
+        if transposed { ([cols, rows], [1, cols]) } else { ([rows, cols], [cols, 1]) };
+    TensorBinding {
+        handle: operand.handle().binding(),
+        shape: shape.into(),
+        strides: strides.into(),
+        tiling: cubecl::zspace::Tiling::UNTILED,
+    }
+}
+
+impl Cube {
+    /// `c = a b`, f32.
+    pub(super) fn product(&self, a: TensorBinding, b: TensorBinding, c: TensorBinding) -> Result<()> {
+        let f32s = f32::elem_type_native();
+        let strategy = Strategy::MultiLevel(multi_level::Strategy::SimpleUnit(Default::default()));
+        let mut types = MatmulElems::from_single_dtype(f32s);
+        launch_ref(
+            &strategy,
+            &self.client,
+            InputBinding::new(a, f32s),
+            InputBinding::new(b, f32s),
+            c,
+            &mut types,
+        )
+        .map_err(|e| self.failed("matmul", format!("{e:?}")))
+    }
+}
+
+/// The sigmoid of `2 sqrt(2 / pi) (x + 0.044715 x^3)`: `gelu(x)` is x times it, in the tanh form.
+#[cube]
+fn gate(x: f32) -> f32 {
+    1.0 / (1.0 + f32::exp(-(x * (1.595_769_1 + 0.071_354_814 * x * x))))
+}
+
+/// `gelu'(x)`, given the gate. Where the gate is 0 or 1 so is the slope: no product of nothing with something large.
+#[cube]
+fn bend(x: f32, s: f32) -> f32 {
+    s + x * s * (1.0 - s) * (1.595_769_1 + 0.214_064_44 * x * x)
+}
+
+/// `c += bias`.
+#[cube(launch)]
+pub(super) fn add_bias(c: &mut [f32], bias: &[f32], len: u32, cols: u32) {
+    if ABSOLUTE_POS < len as usize {
+        c[ABSOLUTE_POS] = c[ABSOLUTE_POS] + bias[ABSOLUTE_POS % cols as usize];
+    }
+}
+
+/// `c = gelu(c + bias)`, and the slope where wanted.
+#[cube(launch)]
+pub(super) fn add_bias_gelu(
+    c: &mut [f32],
+    bias: &[f32],
+    slope: &mut [f32],
+    len: u32,
+    cols: u32,
+    #[comptime] keep: bool,
+) {
+    if ABSOLUTE_POS < len as usize {
+        let x = c[ABSOLUTE_POS] + bias[ABSOLUTE_POS % cols as usize];
+        let s = gate(x);
+        c[ABSOLUTE_POS] = x * s;
+        if comptime!(keep) {
+            slope[ABSOLUTE_POS] = bend(x, s);
+        }
+    }
+}
+
+/// `c += bias + residual`.
+#[cube(launch)]
+pub(super) fn add_bias_residual(c: &mut [f32], bias: &[f32], residual: &[f32], len: u32, cols: u32) {
+    if ABSOLUTE_POS < len as usize {
+        c[ABSOLUTE_POS] = c[ABSOLUTE_POS] + bias[ABSOLUTE_POS % cols as usize] + residual[ABSOLUTE_POS];
+    }
+}
+
+/// `c *= factor`.
+#[cube(launch)]
+pub(super) fn times(c: &mut [f32], factor: &[f32], len: u32) {
+    if ABSOLUTE_POS < len as usize {
+        c[ABSOLUTE_POS] = c[ABSOLUTE_POS] * factor[ABSOLUTE_POS];
+    }
+}
+
+/// `c += x`.
+#[cube(launch)]
+pub(super) fn add(c: &mut [f32], x: &[f32], len: u32) {
+    if ABSOLUTE_POS < len as usize {
+        c[ABSOLUTE_POS] = c[ABSOLUTE_POS] + x[ABSOLUTE_POS];
+    }
+}

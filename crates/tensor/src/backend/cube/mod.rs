@@ -1,0 +1,206 @@
+//! Devices that cubecl reaches: GPUs of all makers through wgpu, NVIDIA's through CUDA. One source of kernels for all.
+//! Kernels take their cube size as a constant, use no planes and no atomics, and see whole words from aligned starts.
+//! It refuses to know which framework asked, and never tunes by timing: the same shapes run the same kernels.
+
+mod attention;
+mod block;
+mod bytes;
+mod embed;
+mod loss;
+mod map;
+mod matmul;
+mod norm;
+pub(crate) mod open;
+mod operand;
+mod reduce;
+mod run;
+mod storage;
+
+use std::any::Any;
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+
+use self::storage::{ALIGN, Buffer, Pool};
+use super::{Backend, Part, Storage};
+use crate::op::Op;
+use crate::{DType, Result, Shape, TensorError, ViewMut};
+
+/// Units of a cube where the device allows as many: enough to hide latency, few enough for every device.
+const UNITS: u32 = 64;
+/// Cubes along one axis that every device takes.
+const MAX_AXIS: u32 = 65_535;
+/// Words of the fault buffer: op, id, position, bound.
+const FAULT: usize = 4;
+
+/// A device behind cubecl.
+pub(crate) struct Cube {
+    name: String,
+    client: Client,
+    /// Units of a cube, a power of two.
+    units: u32,
+    pool: Pool,
+    /// The first id that pointed outside its table since the last fence.
+    fault: Buffer,
+}
+
+impl std::fmt::Debug for Cube {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cube").field("name", &self.name).field("memory", &self.pool.memory()).finish_non_exhaustive()
+    }
+}
+
+/// As many cubes of `units` as give each element a unit, in two dimensions where one is too few.
+fn grid(elements: usize, units: u32) -> (CubeCount, CubeDim) {
+    (cubes(elements.div_ceil(units as usize)), CubeDim::new_1d(units))
+}
+
+/// That many cubes at least; kernels ignore those beyond.
+fn cubes(count: usize) -> CubeCount {
+    let count = u32::try_from(count).unwrap_or(u32::MAX);
+    if count <= MAX_AXIS {
+        CubeCount::Static(count, 1, 1)
+    } else {
+        CubeCount::Static(MAX_AXIS, count.div_ceil(MAX_AXIS), 1)
+    }
+}
+
+impl Cube {
+    fn new(name: String, client: Client) -> Result<Self> {
+        let most = client.properties().hardware.max_units_per_cube.max(1);
+        let units = UNITS.min(1 << most.ilog2());
+        let pool = Pool::default();
+        let fault = allocate(&name, &client, &pool, FAULT * 4)?;
+        let cube = Self { name, client, units, pool, fault };
+        cube.clear_fault();
+        cube.fence()?;
+        Ok(cube)
+    }
+
+    fn failed(&self, op: &'static str, reason: String) -> TensorError {
+        TensorError::Device { device: self.name.clone(), op, reason }
+    }
+
+    fn buffer<'a>(part: &Part<'a>) -> &'a Buffer {
+        let any: &dyn Any = part.storage;
+        any.downcast_ref().expect("operands were checked to live on this device")
+    }
+
+    /// A buffer for the time of an op.
+    fn scratch(&self, bytes: usize) -> Result<Buffer> {
+        allocate(&self.name, &self.client, &self.pool, bytes)
+    }
+
+    fn clear_fault(&self) {
+        self.client.write(&self.fault.handle, cubecl::bytes::Bytes::from_bytes_vec(vec![0; self.fault.bytes]));
+    }
+}
+
+/// A buffer of at least `bytes`, kept or new. A new one is asked for at once, so that a full device says so here.
+fn allocate(name: &str, client: &Client, pool: &Pool, bytes: usize) -> Result<Buffer> {
+    let out_of_memory = |bytes| TensorError::OutOfMemory { device: name.to_owned(), bytes };
+    let bytes = bytes.max(1).checked_next_multiple_of(ALIGN).ok_or_else(|| out_of_memory(bytes))?;
+    if let Some(buffer) = pool.take(bytes) {
+        return Ok(buffer);
+    }
+    // Kernels address elements with 32 bits, and a device has a largest buffer.
+    let most = client.properties().memory.max_page_size;
+    if bytes as u64 > most || bytes / 4 > u32::MAX as usize {
+        return Err(out_of_memory(bytes));
+    }
+    let mut handle = client.empty(bytes);
+    if client.check([&handle]).is_err() {
+        // What is kept may be what fills the device.
+        pool.forget();
+        let _ = client.memory_cleanup();
+        handle = client.empty(bytes);
+        client.check([&handle]).map_err(|_| out_of_memory(bytes))?;
+    }
+    pool.grew(bytes);
+    Ok(Buffer { handle, bytes })
+}
+
+impl Backend for Cube {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn allocate(&self, dtype: DType, shape: Shape) -> Result<Box<dyn Storage>> {
+        let too_large = TensorError::OutOfMemory { device: self.name.clone(), bytes: usize::MAX };
+        let bytes = shape.len().checked_mul(dtype.size()).ok_or(too_large)?;
+        Ok(Box::new(self.scratch(bytes)?))
+    }
+
+    fn release(&self, storage: Box<dyn Storage>) {
+        let any: Box<dyn Any> = storage;
+        if let Ok(buffer) = any.downcast() {
+            self.pool.give(*buffer);
+        }
+    }
+
+    fn upload(&self, bytes: &[u8], to: ViewMut<'_>) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let mut words = bytes.to_vec();
+        words.resize(bytes.len().next_multiple_of(4), 0);
+        let view = to.as_view();
+        let part = view.raw();
+        let buffer = Self::buffer(&part);
+        let staging = self.scratch(words.len())?;
+        let whole = Self::whole(&staging);
+        let mut padded = words;
+        padded.resize(staging.bytes, 0);
+        self.client.write(&whole.handle(), cubecl::bytes::Bytes::from_bytes_vec(padded));
+        self.copy((&staging.handle, staging.bytes, 0), (&buffer.handle, buffer.bytes, part.range.start), bytes.len());
+        self.pool.give(staging);
+        Ok(())
+    }
+
+    fn download(&self, from: Part<'_>, bytes: &mut [u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let buffer = Self::buffer(&from);
+        let first = from.range.start / 4 * 4;
+        let last = from.range.end.next_multiple_of(4);
+        let handle = buffer.handle.clone().offset_start(first as u64).offset_end((buffer.bytes - last) as u64);
+        let read = self.client.read_one(handle).map_err(|e| self.failed("download", said(&e)))?;
+        let skip = from.range.start - first;
+        match read.get(skip..skip + bytes.len()) {
+            Some(read) => bytes.copy_from_slice(read),
+            None => return Err(self.failed("download", format!("{} bytes came, not {}", read.len(), last - first))),
+        }
+        Ok(())
+    }
+
+    fn run(&self, op: Op<'_>) -> Result<()> {
+        run::run(self, op)
+    }
+
+    fn fence(&self) -> Result<()> {
+        // Reading the fault waits for everything queued before it.
+        let read = self.client.read_one(self.fault.handle.clone()).map_err(|e| self.failed("fence", said(&e)))?;
+        let words: Vec<u32> = read.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect();
+        match *words {
+            [op, id, position, bound, ..] if op != 0 => {
+                self.clear_fault();
+                let op = run::FAULTING.get(op as usize - 1).copied().unwrap_or("an op");
+                Err(TensorError::IdOutOfRange { op, id, position: position as usize, bound: bound as usize })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn memory(&self) -> (usize, usize) {
+        self.pool.memory()
+    }
+}
+
+/// What a device says of a failure, without the backtrace that cubecl appends.
+fn said(error: &impl std::fmt::Display) -> String {
+    let text = error.to_string();
+    let lines: Vec<&str> =
+        text.lines().take_while(|l| !l.starts_with("Backtrace")).map(str::trim).filter(|l| !l.is_empty()).collect();
+    lines.join("; ")
+}

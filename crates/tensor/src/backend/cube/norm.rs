@@ -1,0 +1,127 @@
+//! Layer norm: one cube a row; gradients of the weights are sums over columns.
+
+use cubecl::prelude::*;
+
+use super::block::block_sum;
+
+/// Mean and reciprocal standard deviation of a row, and the row normalised.
+#[cube(launch)]
+pub(super) fn forward(
+    x: &[f32],
+    gain: &[f32],
+    bias: &[f32],
+    y: &mut [f32],
+    stats: &mut [f32],
+    rows: u32,
+    cols: u32,
+    eps: f32,
+    #[comptime] units: u32,
+) {
+    let mut shared = Shared::<[f32]>::new_slice(units as usize);
+    let row = CUBE_POS;
+    if row < rows as usize {
+        let cols = cols as usize;
+        let at = row * cols;
+        let scale = 1.0 / f32::cast_from(cols);
+        let mut sum = 0.0f32;
+        let mut i = UNIT_POS as usize;
+        while i < cols {
+            sum += x[at + i];
+            i += units as usize;
+        }
+        let mean = block_sum(&mut shared, sum, units) * scale;
+        let mut squares = 0.0f32;
+        i = UNIT_POS as usize;
+        while i < cols {
+            let d = x[at + i] - mean;
+            squares += d * d;
+            i += units as usize;
+        }
+        let var = block_sum(&mut shared, squares, units) * scale;
+        let rstd = 1.0 / f32::sqrt(var + eps);
+        i = UNIT_POS as usize;
+        while i < cols {
+            y[at + i] = (x[at + i] - mean) * rstd * gain[i] + bias[i];
+            i += units as usize;
+        }
+        if UNIT_POS == 0 {
+            stats[2 * row] = mean;
+            stats[2 * row + 1] = rstd;
+        }
+    }
+}
+
+/// Gradient of the input, added to `residual` where there is one.
+#[cube(launch)]
+pub(super) fn input(
+    x: &[f32],
+    gain: &[f32],
+    stats: &[f32],
+    dy: &[f32],
+    residual: &[f32],
+    dx: &mut [f32],
+    rows: u32,
+    cols: u32,
+    #[comptime] add: bool,
+    #[comptime] units: u32,
+) {
+    let mut shared = Shared::<[f32]>::new_slice(units as usize);
+    let row = CUBE_POS;
+    if row < rows as usize {
+        let cols = cols as usize;
+        let at = row * cols;
+        let scale = 1.0 / f32::cast_from(cols);
+        let mean = stats[2 * row];
+        let rstd = stats[2 * row + 1];
+        let mut plain = 0.0f32;
+        let mut along = 0.0f32;
+        let mut i = UNIT_POS as usize;
+        while i < cols {
+            let d = dy[at + i] * gain[i];
+            plain += d;
+            along += d * ((x[at + i] - mean) * rstd);
+            i += units as usize;
+        }
+        let a = block_sum(&mut shared, plain, units) * scale;
+        let b = block_sum(&mut shared, along, units) * scale;
+        i = UNIT_POS as usize;
+        while i < cols {
+            let d = rstd * (dy[at + i] * gain[i] - a - (x[at + i] - mean) * rstd * b);
+            if comptime!(add) {
+                dx[at + i] = residual[at + i] + d;
+            } else {
+                dx[at + i] = d;
+            }
+            i += units as usize;
+        }
+    }
+}
+
+/// Weight gradients of `chunk` rows a partial sum: `[chunks, 2, cols]`, gain then bias.
+#[cube(launch)]
+pub(super) fn weight_parts(
+    x: &[f32],
+    stats: &[f32],
+    dy: &[f32],
+    parts: &mut [f32],
+    rows: u32,
+    cols: u32,
+    chunk: u32,
+) {
+    let cols = cols as usize;
+    let part = ABSOLUTE_POS / cols;
+    let col = ABSOLUTE_POS % cols;
+    let first = part * chunk as usize;
+    if first < rows as usize {
+        let last = u32::min(rows, first as u32 + chunk) as usize;
+        let mut gain = 0.0f32;
+        let mut bias = 0.0f32;
+        for row in first..last {
+            let d = dy[row * cols + col];
+            gain += d * ((x[row * cols + col] - stats[2 * row]) * stats[2 * row + 1]);
+            bias += d;
+        }
+        parts[part * 2 * cols + col] = gain;
+        parts[part * 2 * cols + cols + col] = bias;
+    }
+}

@@ -1,0 +1,104 @@
+//! Which devices there are, and how to reach one.
+
+use super::Cube;
+use crate::{Result, TensorError};
+
+pub(crate) fn open(name: String, device: &cubecl::Device) -> Result<Cube> {
+    let mut client = device.client();
+    let stream = client.empty(4).stream;
+    #[expect(unsafe_code, reason = "cubecl leaves the order of a client's work across threads to its caller")]
+    // SAFETY: all work of this handle, from whatever thread, goes to this one stream in the order of the calls.
+    unsafe {
+        client.set_stream(stream);
+    }
+    Cube::new(name, client)
+}
+
+/// GPUs that wgpu sees, best first; `n` of `wgpu:n` counts them.
+#[cfg(feature = "wgpu")]
+pub(crate) mod adapters {
+    use cubecl::device::{WgpuBackend, WgpuDevice, WgpuDeviceKind};
+
+    use super::{Cube, Result, TensorError, open};
+
+    /// An adapter, and how cubecl names it.
+    #[derive(Debug)]
+    pub(crate) struct Adapter {
+        pub(crate) about: String,
+        /// A rasteriser that runs on the processor.
+        pub(crate) software: bool,
+        device: WgpuDevice,
+    }
+
+    /// The adapters of the first graphics interface that has any.
+    pub(crate) fn list() -> Vec<Adapter> {
+        let interfaces = [
+            (wgpu::Backends::VULKAN, WgpuBackend::Vulkan),
+            (wgpu::Backends::METAL, WgpuBackend::Metal),
+            (wgpu::Backends::DX12, WgpuBackend::Dx12),
+        ];
+        let all = interfaces.into_iter().map(|(backends, backend)| {
+            let instance = wgpu::Instance::new(wgpu::InstanceDescriptor {
+                backends,
+                ..wgpu::InstanceDescriptor::new_without_display_handle()
+            });
+            let found = cubecl::future::block_on(instance.enumerate_adapters(backends));
+            name(found.iter().map(wgpu::Adapter::get_info), backend)
+        });
+        let mut found = all.into_iter().find(|found| !found.is_empty()).unwrap_or_default();
+        found.sort_by_key(|a| a.software);
+        found
+    }
+
+    /// Each kind of adapter counts from zero.
+    fn name(infos: impl Iterator<Item = wgpu::AdapterInfo>, backend: WgpuBackend) -> Vec<Adapter> {
+        let mut seen = Vec::new();
+        infos
+            .filter_map(|info| {
+                let n = seen.iter().filter(|&&kind| kind == info.device_type).count();
+                seen.push(info.device_type);
+                let (kind, what) = match info.device_type {
+                    wgpu::DeviceType::DiscreteGpu => (WgpuDeviceKind::DiscreteGpu(n), "GPU"),
+                    wgpu::DeviceType::IntegratedGpu => (WgpuDeviceKind::IntegratedGpu(n), "integrated GPU"),
+                    wgpu::DeviceType::VirtualGpu => (WgpuDeviceKind::VirtualGpu(n), "virtual GPU"),
+                    // cubecl reaches the first only.
+                    wgpu::DeviceType::Cpu if n == 0 => (WgpuDeviceKind::Cpu, "software, for tests"),
+                    wgpu::DeviceType::Cpu => return None,
+                    wgpu::DeviceType::Other => (WgpuDeviceKind::Other(n), "other"),
+                };
+                let driver = format!("{} {}", info.driver, info.driver_info);
+                Some(Adapter {
+                    about: format!("{} ({what}, {}, {})", info.name, info.backend, driver.trim()),
+                    software: info.device_type == wgpu::DeviceType::Cpu,
+                    device: WgpuDevice::new(kind).on(backend),
+                })
+            })
+            .collect()
+    }
+
+    pub(crate) fn open_nth(index: usize) -> Result<Cube> {
+        let name = format!("wgpu:{index}");
+        let found = list();
+        let Some(adapter) = found.get(index) else {
+            let reason = match found.len() {
+                0 => "no driver for Vulkan, Metal or DirectX 12 shows an adapter".to_owned(),
+                n => format!("there are {n} adapters, from wgpu:0 on"),
+            };
+            return Err(TensorError::NoSuchDevice { name, reason });
+        };
+        let WgpuDevice { kind, backend } = adapter.device.clone();
+        let device = cubecl::Device::wgpu(kind)
+            .and_then(|device| device.on(backend))
+            .map_err(|e| TensorError::NoSuchDevice { name: name.clone(), reason: e.to_string() })?;
+        open(name, &device)
+    }
+}
+
+/// The CUDA device with this number.
+#[cfg(feature = "cuda")]
+pub(crate) fn cuda(index: usize) -> Result<Cube> {
+    let name = format!("cuda:{index}");
+    let device = cubecl::Device::cuda(index)
+        .map_err(|e| TensorError::NoSuchDevice { name: name.clone(), reason: e.to_string() })?;
+    open(name, &device)
+}

@@ -1,0 +1,131 @@
+//! Views as kernels see them: whole words from an aligned start. A view that starts elsewhere is copied to a place of its
+//! own for the time of the op, and back.
+
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::bytes::copy_words;
+use super::storage::{ALIGN, Buffer};
+use super::{Cube, grid};
+use crate::backend::Part;
+use crate::{Result, View, ViewMut};
+
+/// What a kernel binds for one operand.
+#[derive(Debug)]
+pub(super) struct Operand {
+    handle: Handle,
+    /// Bytes from the start of `handle`, rounded up to words.
+    bytes: usize,
+    /// The copy that stands in for the view, and where its words belong afterwards.
+    stand_in: Option<(Buffer, Option<Place>)>,
+}
+
+#[derive(Debug)]
+struct Place {
+    handle: Handle,
+    start: usize,
+    len: usize,
+    buffer: usize,
+}
+
+impl Operand {
+    /// As 32-bit words.
+    pub(super) fn arg(&self) -> BufferArg {
+        #[expect(unsafe_code, reason = "a kernel argument is a raw range of device memory")]
+        // SAFETY: `bytes` is what lies between the offsets of the handle.
+        unsafe {
+            BufferArg::from_raw_parts(self.handle.clone(), self.bytes / 4)
+        }
+    }
+
+    pub(super) fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+}
+
+/// A part of a buffer from an aligned start.
+fn slice(handle: &Handle, buffer: usize, start: usize, bytes: usize) -> Operand {
+    let bytes = bytes.next_multiple_of(4);
+    let tail = buffer - start - bytes;
+    let mut handle = handle.clone();
+    if start > 0 {
+        handle = handle.offset_start(start as u64);
+    }
+    if tail > 0 {
+        handle = handle.offset_end(tail as u64);
+    }
+    Operand { handle, bytes, stand_in: None }
+}
+
+impl Cube {
+    /// All of a buffer.
+    pub(super) fn whole(buffer: &Buffer) -> Operand {
+        slice(&buffer.handle, buffer.bytes, 0, buffer.bytes)
+    }
+
+    /// An operand to read.
+    pub(super) fn read(&self, view: &View<'_>) -> Result<Operand> {
+        self.bind(&view.raw(), false)
+    }
+
+    /// An operand to write, holding what is there now; [`Cube::settle`] ends its use.
+    pub(super) fn write(&self, view: &ViewMut<'_>) -> Result<Operand> {
+        self.bind(&view.as_view().raw(), true)
+    }
+
+    fn bind(&self, part: &Part<'_>, written: bool) -> Result<Operand> {
+        let buffer = Self::buffer(part);
+        let (start, len) = (part.range.start, part.range.len());
+        if start.is_multiple_of(ALIGN) {
+            return Ok(slice(&buffer.handle, buffer.bytes, start, len));
+        }
+        let copy = self.scratch(len)?;
+        self.copy((&buffer.handle, buffer.bytes, start), (&copy.handle, copy.bytes, 0), len);
+        let mut operand = slice(&copy.handle, copy.bytes, 0, len);
+        let back =
+            written.then(|| Place { handle: buffer.handle.clone(), start, len, buffer: buffer.bytes });
+        operand.stand_in = Some((copy, back));
+        Ok(operand)
+    }
+
+    /// Ends the use of operands: what was written to a stand-in goes where it belongs.
+    pub(super) fn settle(&self, operands: impl IntoIterator<Item = Operand>) {
+        for operand in operands {
+            if let Some((copy, back)) = operand.stand_in {
+                if let Some(to) = back {
+                    self.copy(
+                        (&copy.handle, copy.bytes, 0),
+                        (&to.handle, to.buffer, to.start),
+                        to.len,
+                    );
+                }
+                self.pool.give(copy);
+            }
+        }
+    }
+
+    /// Copies bytes between places of any alignment: (buffer, its size, first byte).
+    pub(super) fn copy(&self, from: (&Handle, usize, usize), to: (&Handle, usize, usize), len: usize) {
+        if len == 0 {
+            return;
+        }
+        // Bindings start on aligned bytes; what is left of the start is an offset in the kernel.
+        let aligned = |(handle, size, start): (&Handle, usize, usize)| {
+            let base = start / ALIGN * ALIGN;
+            (slice(handle, size, base, start - base + len), start - base)
+        };
+        let ((from, from_at), (to, to_at)) = (aligned(from), aligned(to));
+        let words = (to_at + len).div_ceil(4) - to_at / 4;
+        let (count, units) = grid(words, self.units);
+        copy_words::launch(
+            &self.client,
+            count,
+            units,
+            from.arg(),
+            to.arg(),
+            from_at as u32,
+            to_at as u32,
+            len as u32,
+        );
+    }
+}

@@ -1,0 +1,658 @@
+//! Each op as its kernels.
+
+use cubecl::prelude::*;
+
+use super::attention::RowsLaunch;
+use super::matmul::binding;
+use super::operand::Operand;
+use super::storage::Buffer;
+use super::{Cube, attention, bytes, cubes, embed, grid, loss, map, matmul, norm, reduce};
+use crate::op::{Fuse, Op};
+use crate::{DType, Result, TensorError, View, ViewMut};
+
+/// The ops that look ids up; their place here, from 1, is what a fault records.
+pub(super) const FAULTING: [&str; 3] = ["embed", "embed_grad", "cross_entropy"];
+
+/// Rows that one partial sum of a column takes.
+const COLUMN_CHUNK: usize = 64;
+/// Floats of a tile in shared memory: two tiles fill the 16 KiB that every device has.
+const TILE_FLOATS: usize = 2048;
+
+/// Sizes that kernels address with 32 bits; buffers are never larger.
+fn u32_of(n: usize) -> u32 {
+    u32::try_from(n).expect("no buffer has more than 2^32 elements")
+}
+
+/// Where a row of some cube-wide reduction is worth how many units.
+fn scale_of(dim: usize) -> f32 {
+    1.0 / (dim as f32).sqrt()
+}
+
+/// Shapes of an attention.
+#[derive(Debug, Clone, Copy)]
+struct Heads {
+    batch: usize,
+    tokens: usize,
+    width: usize,
+    heads: usize,
+}
+
+impl Heads {
+    fn new(y: &[usize], heads: usize) -> Self {
+        Self { batch: y[0], tokens: y[1], width: y[2], heads }
+    }
+
+    fn dim(self) -> usize {
+        self.width / self.heads
+    }
+
+    /// Tokens of a tile.
+    fn tile(self) -> u32 {
+        u32_of((TILE_FLOATS / self.dim()).clamp(1, 32))
+    }
+
+    /// Cubes that give each of `rows` rows of each head a unit.
+    fn cubes(self, rows: usize, units: u32) -> CubeCount {
+        cubes(self.batch * self.heads * rows.div_ceil(units as usize))
+    }
+
+    /// Rows of queries (0), keys (1) or values (2) side by side.
+    fn packed(self, which: usize) -> [usize; 3] {
+        [3 * self.width, self.tokens * 3 * self.width, which * self.width]
+    }
+
+    /// Rows of a `[B, length, C]`.
+    fn plain(self, length: usize) -> [usize; 3] {
+        [self.width, length * self.width, 0]
+    }
+}
+
+fn rows(at: [usize; 3]) -> RowsLaunch {
+    RowsLaunch::new(u32_of(at[0]), u32_of(at[1]), u32_of(at[2]))
+}
+
+/// Keys and values of an attention: their operands, their rows, and how many tokens stand before the queries.
+struct Cached<'a> {
+    keys: &'a Operand,
+    values: &'a Operand,
+    at: [[usize; 3]; 2],
+    past: usize,
+}
+
+impl Cube {
+    fn each(&self, elements: usize) -> (CubeCount, CubeDim) {
+        grid(elements, self.units)
+    }
+
+    fn row_each(&self, rows: usize) -> (CubeCount, CubeDim) {
+        (cubes(rows), CubeDim::new_1d(self.units))
+    }
+
+    /// Reports an id beyond its table at the next fence.
+    fn check_ids(&self, op: &'static str, ids: &Operand, len: usize, bound: usize) {
+        let code = FAULTING.iter().position(|&name| name == op).map_or(0, |i| u32_of(i) + 1);
+        embed::check_ids::launch(
+            &self.client,
+            CubeCount::Static(1, 1, 1),
+            CubeDim::new_1d(self.units),
+            ids.arg(),
+            Self::whole(&self.fault).arg(),
+            u32_of(len),
+            u32_of(bound),
+            code,
+            self.units,
+        );
+    }
+
+    fn fill(&self, y: &Operand, len: usize, value: f32) {
+        let (count, dim) = self.each(len);
+        bytes::fill::launch(&self.client, count, dim, y.arg(), value);
+    }
+
+    fn cast(&self, x: &View<'_>, y: &ViewMut<'_>) -> Result<()> {
+        let len = x.len();
+        let (from, to) = (self.read(x)?, self.write(y)?);
+        let bf16 = |d| d == DType::Bf16;
+        match (x.dtype(), y.dtype()) {
+            (DType::F32, half @ (DType::F16 | DType::Bf16)) => {
+                let (count, dim) = self.each(len.div_ceil(2));
+                bytes::narrow::launch(&self.client, count, dim, from.arg(), to.arg(), u32_of(len), bf16(half));
+            }
+            (half @ (DType::F16 | DType::Bf16), DType::F32) => {
+                let (count, dim) = self.each(len);
+                bytes::widen::launch(&self.client, count, dim, from.arg(), to.arg(), u32_of(len), bf16(half));
+            }
+            _ => {
+                let view = y.as_view();
+                let (a, b) = (x.raw(), view.raw());
+                let (from, to) = (Self::buffer(&a), Self::buffer(&b));
+                let from = (&from.handle, from.bytes, a.range.start);
+                self.copy(from, (&to.handle, to.bytes, b.range.start), a.range.len());
+            }
+        }
+        self.settle([from, to]);
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
+    fn matmul(
+        &self,
+        a: &View<'_>,
+        a_t: bool,
+        b: &View<'_>,
+        b_t: bool,
+        c: &ViewMut<'_>,
+        accumulate: bool,
+        fuse: Fuse<'_>,
+    ) -> Result<()> {
+        let (m, n) = (c.shape().rows(), c.shape().cols());
+        let len = m * n;
+        let (x, y, out) = (self.read(a)?, self.read(b)?, self.write(c)?);
+        if a.is_empty() {
+            if !accumulate {
+                self.fill(&out, len, 0.0);
+            }
+        } else {
+            let left = || binding(&x, a.shape().rows(), a.shape().cols(), a_t);
+            let right = || binding(&y, b.shape().rows(), b.shape().cols(), b_t);
+            if accumulate {
+                let scratch = self.scratch(len * 4)?;
+                let sum = Self::whole(&scratch);
+                self.product(left(), right(), binding(&sum, m, n, false))?;
+                let (count, dim) = self.each(len);
+                matmul::add::launch(&self.client, count, dim, out.arg(), sum.arg(), u32_of(len));
+                self.pool.give(scratch);
+            } else {
+                self.product(left(), right(), binding(&out, m, n, false))?;
+            }
+        }
+        let (count, dim) = self.each(len);
+        let (len, cols) = (u32_of(len), u32_of(n));
+        match fuse {
+            Fuse::None => {}
+            Fuse::Bias(bias) => {
+                let bias = self.read(&bias)?;
+                matmul::add_bias::launch(&self.client, count, dim, out.arg(), bias.arg(), len, cols);
+                self.settle([bias]);
+            }
+            Fuse::BiasGelu { bias, slope } => {
+                let bias = self.read(&bias)?;
+                let keep = slope.is_some();
+                let slope = slope.map(|s| self.write(&s)).transpose()?;
+                let to = slope.as_ref().unwrap_or(&bias).arg();
+                matmul::add_bias_gelu::launch(
+                    &self.client,
+                    count,
+                    dim,
+                    out.arg(),
+                    bias.arg(),
+                    to,
+                    len,
+                    cols,
+                    keep,
+                );
+                self.settle([bias].into_iter().chain(slope));
+            }
+            Fuse::BiasAdd { bias, residual } => {
+                let (bias, residual) = (self.read(&bias)?, self.read(&residual)?);
+                let args = (out.arg(), bias.arg(), residual.arg());
+                matmul::add_bias_residual::launch(&self.client, count, dim, args.0, args.1, args.2, len, cols);
+                self.settle([bias, residual]);
+            }
+            Fuse::Times { factor } => {
+                let factor = self.read(&factor)?;
+                matmul::times::launch(&self.client, count, dim, out.arg(), factor.arg(), len);
+                self.settle([factor]);
+            }
+        }
+        self.settle([x, y, out]);
+        Ok(())
+    }
+
+    /// Sums the rows of `parts`, which are `stride` wide, for the `cols` columns from `start` on.
+    fn columns(&self, x: &Operand, y: &Operand, size: [usize; 4], chunk: usize, accumulate: bool) {
+        let [rows, cols, stride, start] = size.map(u32_of);
+        let (count, dim) = self.each(size[0].div_ceil(chunk) * size[1]);
+        let chunk = u32_of(chunk);
+        let (x, y) = (x.arg(), y.arg());
+        reduce::sum_columns::launch(
+            &self.client,
+            count,
+            dim,
+            x,
+            y,
+            rows,
+            cols,
+            stride,
+            start,
+            chunk,
+            accumulate,
+        );
+    }
+
+    fn sum_rows(&self, x: &View<'_>, y: &ViewMut<'_>, accumulate: bool) -> Result<()> {
+        let (rows, cols) = (x.shape().rows(), x.shape().cols());
+        let (from, to) = (self.read(x)?, self.write(y)?);
+        let chunks = rows.div_ceil(COLUMN_CHUNK).max(1);
+        let scratch = self.scratch(chunks * cols * 4)?;
+        let parts = Self::whole(&scratch);
+        if rows > 0 {
+            self.columns(&from, &parts, [rows, cols, cols, 0], COLUMN_CHUNK, false);
+            self.columns(&parts, &to, [chunks, cols, cols, 0], chunks, accumulate);
+        } else if !accumulate {
+            self.fill(&to, cols, 0.0);
+        }
+        self.pool.give(scratch);
+        self.settle([from, to]);
+        Ok(())
+    }
+
+    fn norm_weight(
+        &self,
+        x: &View<'_>,
+        stats: &View<'_>,
+        dy: &View<'_>,
+        d: [&ViewMut<'_>; 2],
+        accumulate: bool,
+    ) -> Result<()> {
+        let (rows, cols) = (x.shape().rows(), x.shape().cols());
+        let [gain, bias] = [self.write(d[0])?, self.write(d[1])?];
+        if rows == 0 {
+            if !accumulate {
+                self.fill(&gain, cols, 0.0);
+                self.fill(&bias, cols, 0.0);
+            }
+            self.settle([gain, bias]);
+            return Ok(());
+        }
+        let (x, stats, dy) = (self.read(x)?, self.read(stats)?, self.read(dy)?);
+        let chunks = rows.div_ceil(COLUMN_CHUNK);
+        let scratch = self.scratch(chunks * 2 * cols * 4)?;
+        let parts = Self::whole(&scratch);
+        let (count, dim) = self.each(chunks * cols);
+        norm::weight_parts::launch(
+            &self.client,
+            count,
+            dim,
+            x.arg(),
+            stats.arg(),
+            dy.arg(),
+            parts.arg(),
+            u32_of(rows),
+            u32_of(cols),
+            u32_of(COLUMN_CHUNK),
+        );
+        self.columns(&parts, &gain, [chunks, cols, 2 * cols, 0], chunks, accumulate);
+        self.columns(&parts, &bias, [chunks, cols, 2 * cols, cols], chunks, accumulate);
+        self.pool.give(scratch);
+        self.settle([x, stats, dy, gain, bias]);
+        Ok(())
+    }
+
+    fn attend(&self, h: Heads, q: &Operand, kv: &Cached<'_>, y: &Operand, lse: Option<&Operand>) {
+        attention::forward::launch(
+            &self.client,
+            h.cubes(h.tokens, self.units),
+            CubeDim::new_1d(self.units),
+            q.arg(),
+            kv.keys.arg(),
+            kv.values.arg(),
+            y.arg(),
+            lse.unwrap_or(y).arg(),
+            rows(h.packed(0)),
+            rows(kv.at[0]),
+            rows(kv.at[1]),
+            u32_of(h.heads),
+            u32_of(h.tokens),
+            u32_of(kv.past),
+            scale_of(h.dim()),
+            lse.is_some(),
+            u32_of(h.dim()),
+            h.tile(),
+            self.units,
+        );
+    }
+
+    /// Gradients of an attention: `d_q` in the layout of the packed queries, `d_kv` in that of keys and values.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
+    fn attend_grad(
+        &self,
+        h: Heads,
+        q: &Operand,
+        kv: &Cached<'_>,
+        y: &Operand,
+        lse: &Operand,
+        dy: &Operand,
+        d_q: &Operand,
+        d_kv: [&Operand; 2],
+        accumulate: bool,
+    ) -> Result<()> {
+        let stats = h.batch * h.heads * h.tokens;
+        let scratch: Buffer = self.scratch(stats * 4)?;
+        let delta = Self::whole(&scratch);
+        let (count, dim) = self.each(stats);
+        let (heads, tokens) = (u32_of(h.heads), u32_of(h.tokens));
+        attention::deltas::launch(
+            &self.client,
+            count,
+            dim,
+            y.arg(),
+            dy.arg(),
+            delta.arg(),
+            heads,
+            tokens,
+            u32_of(stats),
+            u32_of(h.dim()),
+        );
+        attention::queries::launch(
+            &self.client,
+            h.cubes(h.tokens, self.units),
+            CubeDim::new_1d(self.units),
+            q.arg(),
+            kv.keys.arg(),
+            kv.values.arg(),
+            dy.arg(),
+            lse.arg(),
+            delta.arg(),
+            d_q.arg(),
+            rows(h.packed(0)),
+            rows(kv.at[0]),
+            rows(kv.at[1]),
+            heads,
+            tokens,
+            u32_of(kv.past),
+            scale_of(h.dim()),
+            u32_of(h.dim()),
+            h.tile(),
+            self.units,
+        );
+        attention::keys_values::launch(
+            &self.client,
+            h.cubes(kv.past + h.tokens, self.units),
+            CubeDim::new_1d(self.units),
+            q.arg(),
+            kv.keys.arg(),
+            kv.values.arg(),
+            dy.arg(),
+            lse.arg(),
+            delta.arg(),
+            d_kv[0].arg(),
+            d_kv[1].arg(),
+            rows(h.packed(0)),
+            rows(kv.at[0]),
+            rows(kv.at[1]),
+            rows(h.plain(h.tokens)),
+            heads,
+            tokens,
+            u32_of(kv.past),
+            scale_of(h.dim()),
+            accumulate,
+            u32_of(h.dim()),
+            h.tile(),
+            self.units,
+        );
+        self.pool.give(scratch);
+        Ok(())
+    }
+
+    fn exchange(&self, h: Heads, qkv: &Operand, caches: [&Operand; 2], past: usize, capacity: usize, append: bool) {
+        let len = h.batch * h.tokens * h.width;
+        let (count, dim) = self.each(len);
+        attention::exchange::launch(
+            &self.client,
+            count,
+            dim,
+            qkv.arg(),
+            caches[0].arg(),
+            caches[1].arg(),
+            u32_of(h.width),
+            u32_of(h.tokens),
+            u32_of(past),
+            u32_of(capacity),
+            u32_of(len),
+            append,
+        );
+    }
+}
+
+/// Starts the kernels of an op. Ops without any output element have none.
+#[expect(clippy::too_many_lines, reason = "one arm an op")]
+pub(super) fn run(cube: &Cube, op: Op<'_>) -> Result<()> {
+    let name = op.name();
+    let client = &cube.client;
+    match op {
+        Op::Fill { value, y } => {
+            if y.is_empty() {
+                return Ok(());
+            }
+            let to = cube.write(&y)?;
+            cube.fill(&to, y.len(), value);
+            cube.settle([to]);
+        }
+        Op::Cast { x, y } => {
+            if !y.is_empty() {
+                cube.cast(&x, &y)?;
+            }
+        }
+        Op::MatMul { a, a_t, b, b_t, c, accumulate, fuse } => {
+            if !c.is_empty() {
+                cube.matmul(&a, a_t, &b, b_t, &c, accumulate, fuse)?;
+            }
+        }
+        Op::SumRows { x, y, accumulate } => {
+            if !y.is_empty() {
+                cube.sum_rows(&x, &y, accumulate)?;
+            }
+        }
+        Op::LayerNorm { x, gain, bias, y, stats } => {
+            let (rows, cols) = (x.shape().rows(), x.shape().cols());
+            if x.is_empty() {
+                return Ok(());
+            }
+            let (x, gain, bias) = (cube.read(&x)?, cube.read(&gain)?, cube.read(&bias)?);
+            let (y, stats) = (cube.write(&y)?, cube.write(&stats)?);
+            let (count, dim) = cube.row_each(rows);
+            norm::forward::launch(
+                client,
+                count,
+                dim,
+                x.arg(),
+                gain.arg(),
+                bias.arg(),
+                y.arg(),
+                stats.arg(),
+                u32_of(rows),
+                u32_of(cols),
+                Op::LAYER_NORM_EPS,
+                cube.units,
+            );
+            cube.settle([x, gain, bias, y, stats]);
+        }
+        Op::LayerNormInput { x, gain, stats, dy, residual, dx } => {
+            let (rows, cols) = (x.shape().rows(), x.shape().cols());
+            if x.is_empty() {
+                return Ok(());
+            }
+            let (x, gain, stats, dy) = (cube.read(&x)?, cube.read(&gain)?, cube.read(&stats)?, cube.read(&dy)?);
+            let add = residual.is_some();
+            let residual = residual.map(|r| cube.read(&r)).transpose()?;
+            let dx = cube.write(&dx)?;
+            let (count, dim) = cube.row_each(rows);
+            norm::input::launch(
+                client,
+                count,
+                dim,
+                x.arg(),
+                gain.arg(),
+                stats.arg(),
+                dy.arg(),
+                residual.as_ref().unwrap_or(&x).arg(),
+                dx.arg(),
+                u32_of(rows),
+                u32_of(cols),
+                add,
+                cube.units,
+            );
+            cube.settle([x, gain, stats, dy, dx].into_iter().chain(residual));
+        }
+        Op::LayerNormWeight { x, stats, dy, d_gain, d_bias, accumulate } => {
+            if !d_gain.is_empty() {
+                cube.norm_weight(&x, &stats, &dy, [&d_gain, &d_bias], accumulate)?;
+            }
+        }
+        Op::Attention { heads, qkv, y, lse } => {
+            if y.is_empty() {
+                return Ok(());
+            }
+            let h = Heads::new(y.shape().dims(), heads);
+            let (qkv, y, lse) = (cube.read(&qkv)?, cube.write(&y)?, cube.write(&lse)?);
+            let kv = Cached { keys: &qkv, values: &qkv, at: [h.packed(1), h.packed(2)], past: 0 };
+            cube.attend(h, &qkv, &kv, &y, Some(&lse));
+            cube.settle([qkv, y, lse]);
+        }
+        Op::AttentionGrad { heads, qkv, y, lse, dy, d_qkv } => {
+            if y.is_empty() {
+                return Ok(());
+            }
+            let h = Heads::new(y.shape().dims(), heads);
+            let (qkv, y, lse, dy) = (cube.read(&qkv)?, cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
+            let d = cube.write(&d_qkv)?;
+            let kv = Cached { keys: &qkv, values: &qkv, at: [h.packed(1), h.packed(2)], past: 0 };
+            cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d, &d], false)?;
+            cube.settle([qkv, y, lse, dy, d]);
+        }
+        Op::AttentionCached { heads, past, qkv, keys, values, y, lse } => {
+            if y.is_empty() {
+                return Ok(());
+            }
+            let h = Heads::new(y.shape().dims(), heads);
+            let capacity = keys.shape().dims()[1];
+            let (qkv, keys, values, y) =
+                (cube.read(&qkv)?, cube.write(&keys)?, cube.write(&values)?, cube.write(&y)?);
+            let lse = lse.map(|l| cube.write(&l)).transpose()?;
+            cube.exchange(h, &qkv, [&keys, &values], past, capacity, true);
+            let kv = Cached { keys: &keys, values: &values, at: [h.plain(capacity); 2], past };
+            cube.attend(h, &qkv, &kv, &y, lse.as_ref());
+            cube.settle([qkv, keys, values, y].into_iter().chain(lse));
+        }
+        Op::AttentionCachedGrad { heads, past, qkv, keys, values, y, lse, dy, d_qkv, d_keys, d_values } => {
+            if y.is_empty() {
+                return Ok(());
+            }
+            let h = Heads::new(y.shape().dims(), heads);
+            let capacity = keys.shape().dims()[1];
+            let (qkv, keys, values) = (cube.read(&qkv)?, cube.read(&keys)?, cube.read(&values)?);
+            let (y, lse, dy) = (cube.read(&y)?, cube.read(&lse)?, cube.read(&dy)?);
+            let (d, d_keys, d_values) = (cube.write(&d_qkv)?, cube.write(&d_keys)?, cube.write(&d_values)?);
+            let kv = Cached { keys: &keys, values: &values, at: [h.plain(capacity); 2], past };
+            cube.attend_grad(h, &qkv, &kv, &y, &lse, &dy, &d, [&d_keys, &d_values], true)?;
+            cube.exchange(h, &d, [&d_keys, &d_values], past, capacity, false);
+            cube.settle([qkv, keys, values, y, lse, dy, d, d_keys, d_values]);
+        }
+        Op::Embed { tokens, start, tokens_table, positions_table, y } => {
+            if y.is_empty() {
+                return Ok(());
+            }
+            let vocabulary = tokens_table.shape().rows();
+            if vocabulary == 0 {
+                return Err(TensorError::IdOutOfRange { op: name, id: 0, position: 0, bound: 0 });
+            }
+            let (len, cols, length) = (y.len(), y.shape().cols(), y.shape().dims()[1]);
+            let (ids, table, positions) =
+                (cube.read(&tokens)?, cube.read(&tokens_table)?, cube.read(&positions_table)?);
+            let y = cube.write(&y)?;
+            cube.check_ids(name, &ids, tokens.len(), vocabulary);
+            let (count, dim) = cube.each(len);
+            embed::gather::launch(
+                client,
+                count,
+                dim,
+                ids.arg(),
+                table.arg(),
+                positions.arg(),
+                y.arg(),
+                u32_of(len),
+                u32_of(cols),
+                u32_of(length),
+                u32_of(start),
+                u32_of(vocabulary),
+            );
+            cube.settle([ids, table, positions, y]);
+        }
+        Op::EmbedGrad { tokens, dy, d_tokens_table, d_positions_table } => {
+            if dy.is_empty() {
+                return Ok(());
+            }
+            let vocabulary = d_tokens_table.shape().rows();
+            let (rows, cols, length) = (dy.shape().rows(), dy.shape().cols(), dy.shape().dims()[1]);
+            let (ids, dy) = (cube.read(&tokens)?, cube.read(&dy)?);
+            let (table, positions) = (cube.write(&d_tokens_table)?, cube.write(&d_positions_table)?);
+            cube.check_ids(name, &ids, rows, vocabulary);
+            let (count, dim) = cube.row_each(rows);
+            let (n, c) = (u32_of(rows), u32_of(cols));
+            let (i, d, t) = (ids.arg(), dy.arg(), table.arg());
+            embed::scatter::launch(client, count, dim, i, d, t, n, c, u32_of(vocabulary), cube.units);
+            let (count, dim) = cube.each(length * cols);
+            embed::scatter_positions::launch(client, count, dim, dy.arg(), positions.arg(), n, c, u32_of(length));
+            cube.settle([ids, dy, table, positions]);
+        }
+        Op::CrossEntropy { logits, targets, losses, grad_scale } => {
+            let (rows, cols) = (logits.shape().rows(), logits.shape().cols());
+            if rows == 0 {
+                return Ok(());
+            }
+            if cols == 0 {
+                return Err(TensorError::IdOutOfRange { op: name, id: 0, position: 0, bound: 0 });
+            }
+            let (logits, ids, losses) = (cube.write(&logits)?, cube.read(&targets)?, cube.write(&losses)?);
+            cube.check_ids(name, &ids, rows, cols);
+            let (count, dim) = cube.row_each(rows);
+            loss::cross_entropy::launch(
+                client,
+                count,
+                dim,
+                logits.arg(),
+                ids.arg(),
+                losses.arg(),
+                u32_of(rows),
+                u32_of(cols),
+                grad_scale.unwrap_or(0.0),
+                grad_scale.is_some(),
+                cube.units,
+            );
+            cube.settle([logits, ids, losses]);
+        }
+        Op::SumSquares { x, partials } => {
+            if x.is_empty() {
+                return Ok(());
+            }
+            let (len, parts) = (x.len(), partials.len());
+            let (x, partials) = (cube.read(&x)?, cube.write(&partials)?);
+            let (count, dim) = cube.row_each(parts);
+            let chunk = u32_of(Op::SQUARES_CHUNK);
+            reduce::sum_squares::launch(client, count, dim, x.arg(), partials.arg(), u32_of(len), chunk, cube.units);
+            cube.settle([x, partials]);
+        }
+        Op::Map { program, scalars, reads, writes } => {
+            let len = writes.first().map_or(0, ViewMut::len);
+            if len == 0 {
+                return Ok(());
+            }
+            let reads: Vec<Operand> = reads.iter().map(|v| cube.read(v)).collect::<Result<_>>()?;
+            let writes: Vec<Operand> = writes.iter().map(|v| cube.write(v)).collect::<Result<_>>()?;
+            let (count, dim) = cube.each(len);
+            map::map::launch(
+                client,
+                count,
+                dim,
+                reads.iter().map(|r| map::LaneLaunch::new(r.arg())).collect(),
+                writes.iter().map(|w| map::LaneLaunch::new(w.arg())).collect(),
+                scalars.iter().copied().collect(),
+                u32_of(len),
+                map::Source::from(program),
+            );
+            cube.settle(reads.into_iter().chain(writes));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! The wgpu backend against the cpu backend: every op, in shapes that fit no tile; what a device says when it is used wrongly.
+//! It runs on whatever adapter comes first, in CI on a software rasteriser.
+#![cfg(feature = "wgpu")]
+#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
+
+mod parity;
+
+use farflung_tensor::{Device, Op, TensorError};
+use parity::{cases, distance, same};
+
+#[test]
+fn every_op_gives_what_the_cpu_gives_and_the_same_twice() {
+    let (cpu, gpu) = (Device::cpu(1).unwrap(), Device::wgpu(0).unwrap());
+    let mut wrong = Vec::new();
+    for case in cases(1).into_iter().chain(cases(2)) {
+        let expected = case.run(&cpu).unwrap();
+        let found = case.run(&gpu).unwrap();
+        let off = distance(&found, &expected);
+        let bad = if case.exact { !same(&found, &expected) } else { off.is_nan() || off > 1e-5 };
+        if bad {
+            wrong.push(format!("{} {}: off by {off:e}", case.op, case.what));
+        }
+        if !same(&case.run(&gpu).unwrap(), &found) {
+            wrong.push(format!("{} {}: not the same twice", case.op, case.what));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn bytes_go_up_and_come_down_at_any_offset() {
+    let gpu = Device::wgpu(0).unwrap();
+    let bytes: Vec<u8> = (0..1000_u32).map(|i| (i * 7 % 251) as u8).collect();
+    for (start, len) in [(0, 1000), (1, 1), (3, 2), (255, 258), (256, 4), (511, 489)] {
+        let mut t = gpu.tensor(&bytes, 1000).unwrap();
+        assert_eq!(t.view().part(start, len).unwrap().to_vec::<u8>().unwrap(), bytes[start..start + len]);
+        t.view_mut().part(start, len).unwrap().write(&vec![255_u8; len]).unwrap();
+        let mut expected = bytes.clone();
+        expected[start..start + len].fill(255);
+        assert_eq!(t.to_vec::<u8>().unwrap(), expected, "{start} {len}");
+    }
+}
+
+#[test]
+fn an_id_beyond_its_table_is_named_at_the_fence_and_only_once() {
+    let gpu = Device::wgpu(0).unwrap();
+    let (table, positions) = (gpu.zeros([5, 4]).unwrap(), gpu.zeros([3, 4]).unwrap());
+    let tokens = gpu.tensor(&[1_u32, 5, 9], [1, 3]).unwrap();
+    let mut y = gpu.zeros([1, 3, 4]).unwrap();
+    gpu.run(Op::Embed {
+        tokens: tokens.view(),
+        start: 0,
+        tokens_table: table.view(),
+        positions_table: positions.view(),
+        y: y.view_mut(),
+    })
+    .unwrap();
+    assert_eq!(
+        gpu.fence().unwrap_err(),
+        TensorError::IdOutOfRange { op: "embed", id: 5, position: 1, bound: 5 }
+    );
+    gpu.fence().unwrap();
+}
+
+#[test]
+fn devices_that_are_not_there_and_buffers_that_do_not_fit_say_so() {
+    let error = Device::wgpu(1000).unwrap_err().to_string();
+    assert!(error.contains("wgpu:1000") && error.contains("adapters"), "{error}");
+    let gpu = Device::wgpu(0).unwrap();
+    let error = gpu.zeros(1 << 44).unwrap_err();
+    assert!(matches!(error, TensorError::OutOfMemory { bytes, .. } if bytes == 4 << 44), "{error}");
+    // Nothing broke.
+    assert_eq!(gpu.zeros(3).unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
+}
+
+#[test]
+fn a_step_that_repeats_allocates_nothing() {
+    let gpu = Device::wgpu(0).unwrap();
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        for case in cases(3) {
+            case.run(&gpu).unwrap();
+        }
+        held.push(gpu.memory().0);
+    }
+    assert_eq!(held[1], held[2]);
+    assert_eq!(gpu.memory().1, held[2]);
+}
