@@ -12,6 +12,11 @@ pub trait PendingOp<T>: Send {
 
     /// Blocks the calling thread until the value is there, driving its progress on this thread where it can.
     fn wait(self: Box<Self>) -> T;
+
+    /// Whether the value is known to be there.
+    fn is_ready(&self) -> bool {
+        false
+    }
 }
 
 enum State<T> {
@@ -37,8 +42,11 @@ impl<T> Pending<T> {
     }
 
     /// Whether `wait` would return without blocking, as far as is known without polling.
-    pub const fn is_ready(&self) -> bool {
-        matches!(self.0, State::Ready(_))
+    pub fn is_ready(&self) -> bool {
+        match &self.0 {
+            State::Ready(_) => true,
+            State::Running(op) => op.is_ready(),
+        }
     }
 
     /// Blocks until the value is there.
@@ -100,6 +108,10 @@ impl<T, U, F: FnOnce(T) -> U + Send> PendingOp<U> for Map<T, F> {
     fn wait(mut self: Box<Self>) -> U {
         let value = self.op.take().expect("waited after it was done").wait();
         (self.f.take().expect("waited after it was done"))(value)
+    }
+
+    fn is_ready(&self) -> bool {
+        self.op.as_ref().is_some_and(|op| op.is_ready())
     }
 }
 

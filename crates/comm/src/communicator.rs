@@ -1,10 +1,12 @@
 //! A group of ranks over a transport: what its calls have in common. It knows no network.
 
 mod admission;
+mod arrivals;
 mod collectives;
 mod membership;
 mod messages;
 
+pub use arrivals::Look;
 pub use collectives::shift_one;
 
 use std::ops::Range;

@@ -441,6 +441,12 @@ impl Job {
         self.host.wait(&self.cell);
     }
 
+    /// Whether it is over.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        lock(&self.cell.0).task.is_none()
+    }
+
     /// Whether it is over; arranges a wake-up where it is not.
     pub fn poll(&self, cx: &mut Context<'_>) -> Poll<()> {
         let mut running = lock(&self.cell.0);

@@ -31,6 +31,7 @@ mod element;
 mod interpret;
 mod message;
 mod plans;
+mod recoded;
 
 // Values travel as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
@@ -41,7 +42,7 @@ pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
 };
 pub use coded::{Coded, Coder, Phase};
-pub use communicator::{Communicator, shift_one};
+pub use communicator::{Communicator, Look, shift_one};
 pub use control::{Control, Listed};
 pub use cost::cost;
 pub use doubling::{halving_doubling, recursive_doubling};

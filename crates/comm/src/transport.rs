@@ -228,6 +228,9 @@ pub(crate) fn pending<T: Send + 'static>(job: Job, slot: Slot<T>) -> Pending<Res
             self.job.wait();
             get(&self.slot)
         }
+        fn is_ready(&self) -> bool {
+            self.job.is_over()
+        }
     }
     Pending::new(Op { job, slot })
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use common::{Cluster, on_ranks, over};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
 use farflung_comm::simulated::{Faults, Weather, cluster_with};
-use farflung_comm::{Algorithm, CommError, DownReason, ReduceOp, Transport, WireError, cost};
+use farflung_comm::{Algorithm, CommError, DownReason, Look, ReduceOp, Transport, WireError, cost};
 
 fn uniform(n: usize, link: &str) -> Topology {
     Topology::uniform(n, link.parse().unwrap())
@@ -363,5 +363,40 @@ fn a_deadlock_without_deadlines_is_told_and_does_not_hang() {
     for (rank, error) in errors.iter().enumerate() {
         let next = PeerId((rank as u32 + 1) % 3);
         assert!(matches!(error, CommError::Deadlock { peer, .. } if *peer == next), "{error}");
+    }
+}
+
+#[test]
+fn what_has_arrived_is_a_matter_of_the_clock_alone() {
+    for (latency, nap) in [("1gbit,10ms", 0), ("1gbit,10ms", 1), ("1gbit,0ms", 2)] {
+        let first = on_ranks(over(&uniform(3, latency)), |comm| {
+            let me = comm.rank().0;
+            if me > 0 {
+                // Rank 1 sends at 20 ms and 22 ms, rank 2 at 5 ms, whichever thread is faster.
+                std::thread::sleep(Duration::from_millis(u64::from((me + nap) % 3) * 3));
+                comm.advance(Nanos::from_millis(if me == 1 { 20 } else { 5 }));
+                comm.send(Rank(0), 0, &[me as u8; 300_000]).unwrap();
+                comm.advance(Nanos::from_millis(2));
+                comm.send(Rank(0), 1, b"").unwrap();
+                return Vec::new();
+            }
+            let mut seen = Vec::new();
+            let (mut one, mut two) = (comm.start_recv(Rank(1), 0), comm.start_recv(Rank(2), 0));
+            let mut late = comm.start_recv(Rank(1), 1);
+            comm.advance(Nanos::from_millis(4));
+            seen.push(comm.first(&mut [&mut one, &mut two], Look::Now));
+            seen.push(comm.first(&mut [&mut one, &mut two], Look::UntilOne));
+            assert_eq!(two.wait().unwrap(), [2; 300_000]);
+            seen.push(comm.first(&mut [&mut late, &mut one], Look::Now));
+            let waited = comm.now();
+            comm.advance(Nanos::from_millis(60).saturating_sub(waited));
+            // Both are there: the one that stands first.
+            seen.push(comm.first(&mut [&mut late, &mut one], Look::Now));
+            assert_eq!(comm.now(), Nanos::from_millis(60), "to look takes no time");
+            assert_eq!((one.wait().unwrap(), late.wait().unwrap()), (vec![1; 300_000], Vec::new()));
+            seen.push(comm.first::<()>(&mut [], Look::UntilOne));
+            seen
+        });
+        assert_eq!(first[0], [None, Some(1), None, Some(0), None], "{latency} {nap}");
     }
 }
