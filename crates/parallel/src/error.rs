@@ -166,6 +166,14 @@ pub enum ParallelError {
         /// What it should be.
         stages: usize,
     },
+    /// A schedule whose ranks cannot follow arrivals.
+    #[error("{rank} cannot follow arrivals: its schedule has {found}")]
+    NotFollowed {
+        /// The rank.
+        rank: Rank,
+        /// What stands against it.
+        found: &'static str,
+    },
     /// Sizes that a schedule's method cannot do.
     #[error("{method} does not do {given} {field}: it needs {needs}")]
     NotAdmitted {

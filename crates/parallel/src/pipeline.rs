@@ -4,6 +4,7 @@
 //! Nothing here knows tensors, threads or sockets.
 
 mod action;
+mod arrivals;
 mod bound;
 mod compare;
 mod cost;
@@ -22,6 +23,7 @@ mod simulate;
 mod updates;
 
 pub use action::{Action, ComputeKind, Op};
+pub use arrivals::{Arrivals, Follower, Watch};
 pub use bound::lower_bound;
 pub use compare::{Compared, Comparison, ComparisonRow, Figures, json, millis};
 pub use cost::{Boundary, PipelineCost, SliceShare, StageCost, StageMemory};

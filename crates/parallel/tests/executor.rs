@@ -6,8 +6,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
-    Action, Boundary, ComputeKind, ComputeOrder, Executor, Lowered, LoweredKind, Lowering, Message, Method,
-    PipelineCost, Placement, Progress, Schedule, Settings, StageCost, Worker, simulate,
+    Action, Arrivals, Boundary, ComputeKind, ComputeOrder, Content, Executor, Follower, Lowered, LoweredKind,
+    Lowering, Message, Method, PipelineCost, Placement, Progress, Schedule, Settings, StageCost, Watch,
+    Worker, simulate,
 };
 
 /// When a message arrives, and a number.
@@ -126,6 +127,25 @@ impl Worker for Numbers {
     fn recall(&mut self, message: Message) -> Result<u64, String> {
         let kept = self.log.get(&message).map(|&(_, data)| data);
         kept.ok_or_else(|| format!("{message} was not kept"))
+    }
+}
+
+/// In real time: what is in the channels.
+impl Watch for Numbers {
+    fn arrived(&mut self, awaited: &mut [&mut (Rank, Message)]) -> Option<usize> {
+        for from in self.from.values() {
+            self.log.extend(from.try_iter().map(|(message, arrival, data)| (message, (arrival, data))));
+        }
+        awaited.iter().position(|(_, message)| self.log.contains_key(message))
+    }
+
+    fn first(&mut self, awaited: &mut [&mut (Rank, Message)]) -> usize {
+        loop {
+            match self.arrived(awaited) {
+                Some(first) => return first,
+                None => std::thread::yield_now(),
+            }
+        }
     }
 }
 
@@ -309,5 +329,105 @@ fn asynchronous_schedules_step_as_their_rules_say() {
             let step = |e: &&Lowered| e.to_string().contains("STEP");
             assert_eq!(list.iter().filter(step).count(), steps, "{method}");
         }
+    }
+}
+
+#[test]
+fn whatever_arrives_when_the_gradients_are_those_of_one_process() {
+    for (p, m, in_flight) in [(1, 3, 1), (2, 6, 2), (4, 9, 1), (4, 9, 6), (5, 12, 5)] {
+        for again in [false, true] {
+            let settings = Settings { memory: Some(in_flight), ..Settings::new(p, m) };
+            let order = Method::Varuna.order(&settings).unwrap();
+            let rule = Method::Varuna.arrivals(&settings).unwrap();
+            assert_eq!(rule, Arrivals { in_flight });
+            let cost = uneven(&order);
+            let order = rule.foresee(&order, &cost).unwrap();
+            let order = if again { order.with_recompute() } else { order };
+            let schedule = Schedule::new(order, &Lowering { replicas: true, ..Lowering::default() }).unwrap();
+            let workers = run_all(&schedule, &cost, |rank, worker| {
+                Follower::new(&schedule, rank, rule).unwrap().run(worker).unwrap();
+            });
+            assert_eq!(total(&workers), reference(schedule.order()), "{p} {m}");
+            let done = |w: &Numbers| w.saved.is_empty() && (w.stepped.len(), w.reduced.len()) == (1, 1);
+            assert!(workers.iter().all(done), "{p} {m}");
+        }
+    }
+}
+
+/// A rank of two to which messages come as a script says: by the number of ops that are done.
+struct Scripted {
+    script: BTreeMap<Message, usize>,
+    done: Vec<String>,
+}
+
+impl Worker for Scripted {
+    type Data = ();
+    type Pending = Message;
+    type Error = String;
+
+    fn compute(&mut self, action: Action, _: Option<()>) -> Result<Option<()>, String> {
+        self.done.push(action.to_string());
+        Ok(Some(()))
+    }
+    fn send(&mut self, _: Rank, _: Message, (): ()) -> Result<(), String> {
+        Ok(())
+    }
+    fn receive(&mut self, _: Rank, message: Message) -> Result<Message, String> {
+        Ok(message)
+    }
+    fn wait(&mut self, message: Message) -> Result<(), String> {
+        if self.script[&message] > self.done.len() { Err(format!("{message} is not there")) } else { Ok(()) }
+    }
+    fn shift(&mut self, _: LoweredKind, _: StageId, _: u32, _: u16) -> Result<(), String> {
+        Ok(())
+    }
+    fn recall(&mut self, message: Message) -> Result<(), String> {
+        Err(message.to_string())
+    }
+}
+
+impl Watch for Scripted {
+    fn arrived(&mut self, awaited: &mut [&mut Message]) -> Option<usize> {
+        awaited.iter().position(|message| self.script[message] <= self.done.len())
+    }
+    fn first(&mut self, awaited: &mut [&mut Message]) -> usize {
+        let first = (0..awaited.len()).min_by_key(|&i| self.script[awaited[i]]).expect("one is awaited");
+        // Time passes without an op.
+        let now = self.script[awaited[first]].max(self.done.len());
+        self.done.resize(now, "-".to_owned());
+        first
+    }
+}
+
+#[test]
+fn a_backward_runs_when_its_gradient_is_there_and_a_forward_while_it_is_late() {
+    let settings = Settings { memory: Some(3), ..Settings::new(2, 4) };
+    let order = Method::Varuna.order(&settings).unwrap();
+    let rule = Method::Varuna.arrivals(&settings).unwrap();
+    let ops = |order: &ComputeOrder, rank: u32, arrivals: [usize; 4]| {
+        let schedule = Schedule::new(order.clone(), &Lowering::default()).unwrap();
+        let content = if rank == 0 { Content::Gradient } else { Content::Activation };
+        let message = |m: u32| Message { from: StageId(1 - rank), content, microbatch: m, slice: 0 };
+        let script = (0..4).map(message).zip(arrivals).collect();
+        let mut worker = Scripted { script, done: Vec::new() };
+        Follower::new(&schedule, Rank(rank), rule).unwrap().run(&mut worker).unwrap();
+        worker.done.join(" ")
+    };
+    // Gradients early, then late: three microbatches are in flight at most.
+    assert_eq!(ops(&order, 0, [1, 2, 3, 4]), "0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3 0STEP3");
+    assert_eq!(ops(&order, 0, [2, 3, 9, 9]), "0F0 0F1 0B0 0B1 0F2 0F3 - - - 0B2 0B3 0STEP3");
+    assert_eq!(ops(&order, 0, [5, 6, 6, 9]), "0F0 0F1 0F2 - - 0B0 0B1 0B2 0F3 0B3 0STEP3");
+    // The last stage has its gradients at once.
+    assert_eq!(ops(&order, 1, [0, 0, 5, 6]), "1F0 1B0 1F1 1B1 - 1F2 1B2 1F3 1B3 1STEP3");
+    // What was let go of is computed again while the gradient is late.
+    let again = order.clone().with_recompute();
+    assert_eq!(ops(&again, 0, [5, 5, 5, 5]).matches("0R").count(), 4);
+    assert!(ops(&again, 0, [5, 5, 5, 5]).starts_with("0F0 0F1 0F2 0R0 - 0B0"));
+    // What the rule does not know is refused.
+    for (method, found) in [(Method::ZbH1, "split backwards"), (Method::Hanayo, "several stages")] {
+        let order = method.order(&Settings::new(2, 4)).unwrap();
+        let schedule = Schedule::new(order, &Lowering::default()).unwrap();
+        let refused = Follower::new(&schedule, Rank(0), rule).unwrap_err().to_string();
+        assert!(refused.contains(found), "{refused}");
     }
 }

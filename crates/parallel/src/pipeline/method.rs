@@ -5,7 +5,7 @@ mod breadth_first;
 mod chimera;
 mod dual_pipe;
 mod gpipe;
-mod greedy;
+pub(super) mod greedy;
 mod hanayo;
 mod inference;
 mod interleaved;
@@ -23,7 +23,7 @@ use std::str::FromStr;
 
 use farflung_base::Nanos;
 
-use super::{ComputeOrder, Op, Placement, StageCost, Updates, VersionSync};
+use super::{Arrivals, ComputeOrder, Op, Placement, StageCost, Updates, VersionSync};
 use crate::ParallelError;
 
 pub use gpipe::BackwardOrder;
@@ -230,6 +230,12 @@ impl Method {
     #[must_use]
     pub const fn is_synchronous(self) -> bool {
         !matches!(self, Self::PipeDream | Self::PipeDream2Bw)
+    }
+
+    /// The rule by which ranks may follow arrivals instead of the order's lists, for a method that is one.
+    #[must_use]
+    pub fn arrivals(self, settings: &Settings) -> Option<Arrivals> {
+        (self == Self::Varuna).then(|| varuna::arrivals(settings))
     }
 
     /// The order for these sizes.

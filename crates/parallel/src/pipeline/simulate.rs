@@ -71,7 +71,7 @@ pub fn simulate<'a>(order: &'a ComputeOrder, cost: &PipelineCost) -> Result<Simu
     Ok(Simulation { order, slots, transfers, makespan })
 }
 
-struct Simulator<'a> {
+pub(super) struct Simulator<'a> {
     order: &'a ComputeOrder,
     cost: &'a PipelineCost,
     table: CostTable,
@@ -85,7 +85,7 @@ struct Simulator<'a> {
 }
 
 impl<'a> Simulator<'a> {
-    fn new(order: &'a ComputeOrder, cost: &'a PipelineCost) -> Self {
+    pub(super) fn new(order: &'a ComputeOrder, cost: &'a PipelineCost) -> Self {
         let placement = order.placement();
         let mut numbers: BTreeMap<(Rank, Rank), usize> = BTreeMap::new();
         let mut wire = |from: StageId, to: Option<StageId>| {

@@ -2,21 +2,42 @@
 
 use std::collections::BTreeSet;
 
-use farflung_base::{Nanos, StageId};
+use farflung_base::{Nanos, Rank, StageId};
 
 use super::Lists;
-use crate::pipeline::{Action, ComputeKind, Op, Placement};
+use crate::pipeline::flow::Clock;
+use crate::pipeline::{Action, Arrivals, ComputeKind, Op, Placement};
 
 /// What the rule looks at.
-pub(super) struct Greedy<'a> {
-    pub(super) placement: &'a Placement,
-    pub(super) microbatches: u32,
-    /// Microbatches that may be between the first stage's forward and its backward.
-    pub(super) in_flight: u32,
+pub(in crate::pipeline) struct Greedy<'a> {
+    pub(in crate::pipeline) placement: &'a Placement,
+    pub(in crate::pipeline) microbatches: u32,
+    pub(in crate::pipeline) arrivals: Arrivals,
+}
+
+/// Times that the settings of a method give.
+pub(super) struct Even<'a> {
     /// Forward and backward of each stage.
     pub(super) times: &'a dyn Fn(StageId) -> (Nanos, Nanos),
     /// From one rank to another.
     pub(super) hop: Nanos,
+    /// When each rank is free.
+    pub(super) free: Vec<Nanos>,
+}
+
+impl Clock for Even<'_> {
+    fn run(&mut self, rank: Rank, _: usize, op: Op, ready: Nanos) -> Nanos {
+        let free = &mut self.free[rank.index()];
+        for action in op.actions() {
+            let (forward, backward) = (self.times)(action.stage);
+            *free = ready.max(*free) + if action.yields_gradient() { backward } else { forward };
+        }
+        *free
+    }
+
+    fn deliver(&mut self, _: Action, _: StageId, at: Nanos) -> Nanos {
+        at + self.hop
+    }
 }
 
 /// In which order ready actions are taken: start, backward before forward, then the forward nearest to the output
@@ -37,7 +58,7 @@ struct State<'a> {
 }
 
 /// Commits the first candidate again and again until nothing is left.
-pub(super) fn lists(rule: &Greedy<'_>) -> Lists {
+pub(in crate::pipeline) fn lists(rule: &Greedy<'_>, clock: &mut impl Clock) -> Lists {
     let stages = rule.placement.stages() as usize;
     let unknown = vec![vec![None; rule.microbatches as usize]; stages];
     let mut state = State {
@@ -54,7 +75,7 @@ pub(super) fn lists(rule: &Greedy<'_>) -> Lists {
         state.list(stage);
     }
     while let Some((start, forward, _, _, stage)) = state.candidates.pop_first() {
-        state.commit(start, usize::from(!forward), stage);
+        state.commit(start, usize::from(!forward), stage, clock);
     }
     state.lists
 }
@@ -71,7 +92,7 @@ impl State<'_> {
             let microbatch = self.next[way][s];
             let Some(&Some(arrival)) = self.arrivals[way][s].get(microbatch as usize) else { continue };
             let entering = way == 0 && self.rule.placement.is_first(stage);
-            if entering && self.next[0][s] - self.next[1][s] >= self.rule.in_flight {
+            if entering && !self.rule.arrivals.admits(self.next[0][s], self.next[1][s]) {
                 continue;
             }
             let (forward, order) = (way == 0, i64::from(stage.0));
@@ -81,25 +102,26 @@ impl State<'_> {
         }
     }
 
-    fn commit(&mut self, start: Nanos, way: usize, stage: StageId) {
+    fn commit(&mut self, start: Nanos, way: usize, stage: StageId, clock: &mut impl Clock) {
         let placement = self.rule.placement;
         let (s, rank) = (stage.index(), placement.rank(stage));
         let microbatch = self.next[way][s];
         self.listed[way][s] = None;
         self.next[way][s] += 1;
-        let (forward, backward) = (self.rule.times)(stage);
-        let end = start + if way == 0 { forward } else { backward };
-        self.free[rank.index()] = end;
         let kind = if way == 0 { ComputeKind::Forward } else { ComputeKind::Backward };
-        self.lists[rank.index()].push(Op::Run(Action::new(kind, stage.0, microbatch)));
+        let action = Action::new(kind, stage.0, microbatch);
+        let list = &mut self.lists[rank.index()];
+        let end = clock.run(rank, list.len(), action.into(), start);
+        list.push(action.into());
+        self.free[rank.index()] = end;
         let to = match (way, placement.next(stage), placement.previous(stage)) {
             (0, Some(next), _) => Some((0, next)),
             (0, None, _) => Some((1, stage)),
             (_, _, previous) => previous.map(|p| (1, p)),
         };
         if let Some((way, to)) = to {
-            let hop = if placement.rank(to) == rank { Nanos::ZERO } else { self.rule.hop };
-            self.arrivals[way][to.index()][microbatch as usize] = Some(end + hop);
+            let arrival = if placement.rank(to) == rank { end } else { clock.deliver(action, to, end) };
+            self.arrivals[way][to.index()][microbatch as usize] = Some(arrival);
             self.list(to);
         }
         let own: Vec<StageId> = placement.stages_of(rank).collect();

@@ -3,13 +3,14 @@
 use farflung_base::Nanos;
 
 use super::Lists;
-use super::greedy::{Greedy, lists as greedy};
-use crate::pipeline::Placement;
+use super::greedy::{Even, Greedy, lists as greedy};
+use crate::pipeline::{Arrivals, Placement};
 
 /// `m` microbatches over a wave placement, at most `p` of them in flight; a backward counts as two forwards.
 ///
 /// Source: Liu et al. 2023, "Hanayo", section 3.2.
 pub(super) fn lists(p: u32, m: u32, placement: &Placement) -> Lists {
     let times = |_| (Nanos(1), Nanos(2));
-    greedy(&Greedy { placement, microbatches: m, in_flight: p, times: &times, hop: Nanos::ZERO })
+    let rule = Greedy { placement, microbatches: m, arrivals: Arrivals { in_flight: p } };
+    greedy(&rule, &mut Even { times: &times, hop: Nanos::ZERO, free: vec![Nanos::ZERO; p as usize] })
 }

@@ -1,0 +1,213 @@
+//! Ranks that follow arrivals instead of lists: the rule, what it comes to where all times are known, and its executor.
+//! It knows no clock: a worker says what has arrived.
+
+use std::collections::VecDeque;
+
+use farflung_base::{Rank, StageId};
+
+use super::method::greedy::{self, Greedy};
+use super::simulate::Simulator;
+use super::{
+    Action, ComputeKind, ComputeOrder, Lowered, LoweredKind, Message, Op, PipelineCost, Schedule, Updates,
+    Worker,
+};
+use crate::ParallelError;
+
+/// The opportunistic rule: a rank that is free runs the backward whose gradient is there, or else the forward whose input
+/// is there, or else waits for whichever is first. Microbatches keep their order in each direction, so that gradients are
+/// summed in the same order whatever arrives when.
+///
+/// Nobody waits for ever: sending waits for nothing, and a microbatch that is furthest back or ahead finds its rank free.
+///
+/// Source: Athlur et al. 2022, "Varuna", section 3.2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Arrivals {
+    /// Microbatches that may be between the first stage's forward and its backward: no rank holds more.
+    pub in_flight: u32,
+}
+
+impl Arrivals {
+    /// Whether another microbatch may enter after so many forwards and backwards of the first stage.
+    #[must_use]
+    pub const fn admits(self, forwards: u32, backwards: u32) -> bool {
+        forwards - backwards < self.in_flight
+    }
+
+    /// What the rule comes to where everything takes what `cost` says: an order like `order`, with other lists.
+    ///
+    /// Errors: as [`PipelineCost::check`].
+    pub fn foresee(self, order: &ComputeOrder, cost: &PipelineCost) -> Result<ComputeOrder, ParallelError> {
+        cost.check(order)?;
+        let (placement, microbatches) = (order.placement(), order.microbatches());
+        let rule = Greedy { placement, microbatches, arrivals: self };
+        let lists = greedy::lists(&rule, &mut Simulator::new(order, cost));
+        Ok(ComputeOrder::new(placement.clone(), microbatches, order.slices(), lists)?
+            .with_updates(order.updates()))
+    }
+}
+
+/// A worker that can tell what has arrived.
+pub trait Watch: Worker {
+    /// Which of some messages is there by now, the first of them if several are. What is there is waited for without
+    /// blocking, also where it is an error.
+    fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize>;
+
+    /// Waits until one of some messages, at least one, is there, and says which, the first of them if several are.
+    fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize;
+}
+
+/// A computation of the list, and what the list has behind it up to the next.
+#[derive(Debug, Clone)]
+struct Entry {
+    action: Action,
+    behind: Vec<(LoweredKind, StageId, u32, u16)>,
+}
+
+/// The computations of one direction.
+#[derive(Debug)]
+struct Side<P> {
+    left: VecDeque<Entry>,
+    done: u32,
+    /// The message that the next of them takes, once it was asked for.
+    awaited: Option<P>,
+}
+
+/// What a rank may do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Next {
+    Backward,
+    Forward,
+    Recompute,
+}
+
+/// One rank's way through a schedule's work, in the order that arrivals make.
+#[derive(Debug)]
+pub struct Follower<'a> {
+    schedule: &'a Schedule,
+    rule: Arrivals,
+    forwards: VecDeque<Entry>,
+    backwards: VecDeque<Entry>,
+    /// In the order of the backwards.
+    recomputes: VecDeque<Entry>,
+    steps: Vec<Action>,
+}
+
+impl<'a> Follower<'a> {
+    /// For the work of `rank`'s list of `schedule`.
+    ///
+    /// Errors: [`ParallelError::NotFollowed`] unless the rank has one stage, microbatches are whole, backwards too, and
+    /// all stages step at the end.
+    ///
+    /// # Panics
+    /// If the schedule has no such rank.
+    pub fn new(schedule: &'a Schedule, rank: Rank, rule: Arrivals) -> Result<Self, ParallelError> {
+        let order = schedule.order();
+        let refuse = |found| Err(ParallelError::NotFollowed { rank, found });
+        if order.placement().stages_of(rank).count() != 1 {
+            return refuse("several stages on it");
+        }
+        if order.slices() > 1 || order.updates() != Updates::Flush {
+            return refuse("slices, or updates within a pass");
+        }
+        let (forwards, backwards, recomputes) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
+        let mut follower = Self { schedule, rule, forwards, backwards, recomputes, steps: Vec::new() };
+        let mut last = ComputeKind::Forward;
+        for &entry in &schedule.lists()[rank.index()] {
+            match entry {
+                Lowered::Compute(Op::Run(action)) if action.kind == ComputeKind::Step => {
+                    follower.steps.push(action);
+                }
+                Lowered::Compute(Op::Run(action)) => {
+                    last = action.kind;
+                    let Some(list) = follower.list(last) else { return refuse("split backwards") };
+                    list.push_back(Entry { action, behind: Vec::new() });
+                }
+                Lowered::Compute(Op::Overlap { .. }) => return refuse("pairs"),
+                // Messages follow from the computations.
+                Lowered::Move { .. } if entry.message(order.placement()).is_some() => {}
+                Lowered::Move { kind, stage, microbatch, slice } => {
+                    if let Some(entry) = follower.list(last).and_then(VecDeque::back_mut) {
+                        entry.behind.push((kind, stage, microbatch, slice));
+                    }
+                }
+            }
+        }
+        Ok(follower)
+    }
+
+    fn list(&mut self, kind: ComputeKind) -> Option<&mut VecDeque<Entry>> {
+        match kind {
+            ComputeKind::Forward => Some(&mut self.forwards),
+            ComputeKind::Backward => Some(&mut self.backwards),
+            ComputeKind::Recompute => Some(&mut self.recomputes),
+            _ => None,
+        }
+    }
+
+    /// Does all of it. At most one message of each direction is awaited at a time.
+    ///
+    /// Errors: the worker's own.
+    pub fn run<W: Watch>(self, worker: &mut W) -> Result<(), W::Error> {
+        let Self { schedule, rule, forwards, backwards, mut recomputes, steps } = self;
+        let placement = schedule.order().placement();
+        let side = |left| Side { left, done: 0, awaited: None };
+        let (mut forward, mut backward) = (side(forwards), side(backwards));
+        loop {
+            let entering = |entry: &&Entry| {
+                !placement.is_first(entry.action.stage) || rule.admits(forward.done, backward.done)
+            };
+            let may_forward = forward.left.front().filter(entering).is_some();
+            let may_backward = backward.done < forward.done;
+            if !may_forward && !may_backward {
+                break;
+            }
+            let due = backward.left.front().filter(|_| may_backward).map(|entry| entry.action.microbatch);
+            let again = recomputes.front().is_some_and(|entry| Some(entry.action.microbatch) == due);
+            // What could be next, the better first, with the message that it waits for.
+            let mut waiting = Vec::with_capacity(2);
+            let mut at_once = None;
+            for (next, may, side) in
+                [(Next::Backward, may_backward, &mut backward), (Next::Forward, may_forward, &mut forward)]
+            {
+                let Some(entry) = side.left.front().filter(|_| may && at_once.is_none()) else { continue };
+                match Message::taken_by(entry.action, placement) {
+                    Some(message) => {
+                        if side.awaited.is_none() {
+                            side.awaited = Some(worker.receive(placement.rank(message.from), message)?);
+                        }
+                        waiting.extend(side.awaited.as_mut().map(|awaited| (next, awaited)));
+                    }
+                    None => at_once = Some(next),
+                }
+            }
+            let (nexts, mut awaited): (Vec<Next>, Vec<&mut W::Pending>) = waiting.into_iter().unzip();
+            let arrived = if awaited.is_empty() { None } else { worker.arrived(&mut awaited) };
+            let next = match arrived.map(|i| nexts[i]).or(at_once) {
+                Some(next) => next,
+                // It needs no message, and fills the wait.
+                None if again => Next::Recompute,
+                None => nexts[worker.first(&mut awaited)],
+            };
+            if again && next != Next::Forward {
+                let entry = recomputes.pop_front().expect("its first was looked at");
+                worker.compute(entry.action, None)?;
+            }
+            let side = match next {
+                Next::Backward => &mut backward,
+                Next::Forward => &mut forward,
+                Next::Recompute => continue,
+            };
+            let Entry { action, behind } = side.left.pop_front().expect("its first was looked at");
+            side.done += 1;
+            let input = side.awaited.take().map(|awaited| worker.wait(awaited)).transpose()?;
+            let output = worker.compute(action, input)?;
+            if let (Some(message), Some(data)) = (Message::made_by(action, placement), output) {
+                worker.send(placement.rank(message.to()), message, data)?;
+            }
+            for (kind, stage, microbatch, slice) in behind {
+                worker.shift(kind, stage, microbatch, slice)?;
+            }
+        }
+        steps.into_iter().try_for_each(|step| worker.compute(step, None).map(drop))
+    }
+}
