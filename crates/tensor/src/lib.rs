@@ -4,6 +4,7 @@ mod error;
 mod dtype;
 mod shape;
 mod device;
+mod devices;
 mod tensor;
 mod layout;
 mod program;
@@ -12,6 +13,7 @@ mod check;
 mod backend;
 
 pub use device::Device;
+pub use devices::{DeviceName, Found};
 pub use dtype::{DType, Element};
 pub use error::{Result, TensorError};
 pub use layout::{Param, ParamLayout};

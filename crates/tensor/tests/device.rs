@@ -1,15 +1,23 @@
 //! The wgpu backend against the cpu backend: every op, in shapes that fit no tile; what a device says when it is used wrongly.
 //! It runs on whatever adapter comes first, in CI on a software rasteriser.
 #![cfg(feature = "wgpu")]
-#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
 mod parity;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use farflung_tensor::{Device, Op, TensorError};
 use parity::{cases, distance, same};
 
+/// One test at a time: threads that wait for the same device spin, and take its processor away where it is software.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[test]
 fn every_op_gives_what_the_cpu_gives_and_the_same_twice() {
+    let _alone = alone();
     let (cpu, gpu) = (Device::cpu(1).unwrap(), Device::wgpu(0).unwrap());
     let mut wrong = Vec::new();
     for case in cases(1).into_iter().chain(cases(2)) {
@@ -29,6 +37,7 @@ fn every_op_gives_what_the_cpu_gives_and_the_same_twice() {
 
 #[test]
 fn bytes_go_up_and_come_down_at_any_offset() {
+    let _alone = alone();
     let gpu = Device::wgpu(0).unwrap();
     let bytes: Vec<u8> = (0..1000_u32).map(|i| (i * 7 % 251) as u8).collect();
     for (start, len) in [(0, 1000), (1, 1), (3, 2), (255, 258), (256, 4), (511, 489)] {
@@ -43,6 +52,7 @@ fn bytes_go_up_and_come_down_at_any_offset() {
 
 #[test]
 fn an_id_beyond_its_table_is_named_at_the_fence_and_only_once() {
+    let _alone = alone();
     let gpu = Device::wgpu(0).unwrap();
     let (table, positions) = (gpu.zeros([5, 4]).unwrap(), gpu.zeros([3, 4]).unwrap());
     let tokens = gpu.tensor(&[1_u32, 5, 9], [1, 3]).unwrap();
@@ -64,6 +74,7 @@ fn an_id_beyond_its_table_is_named_at_the_fence_and_only_once() {
 
 #[test]
 fn devices_that_are_not_there_and_buffers_that_do_not_fit_say_so() {
+    let _alone = alone();
     let error = Device::wgpu(1000).unwrap_err().to_string();
     assert!(error.contains("wgpu:1000") && error.contains("adapters"), "{error}");
     let gpu = Device::wgpu(0).unwrap();
@@ -75,6 +86,7 @@ fn devices_that_are_not_there_and_buffers_that_do_not_fit_say_so() {
 
 #[test]
 fn a_step_that_repeats_allocates_nothing() {
+    let _alone = alone();
     let gpu = Device::wgpu(0).unwrap();
     let mut held = Vec::new();
     for _ in 0..3 {

@@ -5,20 +5,22 @@ use farflung_base::Philox;
 use farflung_tensor::{DType, Device, Fuse, Op, Program, ProgramBuilder, Result, Shape, Tensor};
 use half::{bf16, f16};
 
+type Run = Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>;
+
 /// An op on operands of some shapes.
-pub struct Case {
+pub(crate) struct Case {
     /// The op.
-    pub op: &'static str,
+    pub(crate) op: &'static str,
     /// Its shapes and settings.
-    pub what: String,
+    pub(crate) what: String,
     /// Whether all devices must give the same bits.
-    pub exact: bool,
-    run: Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>,
+    pub(crate) exact: bool,
+    run: Run,
 }
 
 impl Case {
     /// The elements of all results, one after the other.
-    pub fn run(&self, device: &Device) -> Result<Vec<f32>> {
+    pub(crate) fn run(&self, device: &Device) -> Result<Vec<f32>> {
         let mut all = Vec::new();
         for tensor in (self.run)(device)? {
             match tensor.dtype() {
@@ -35,7 +37,7 @@ impl Case {
 }
 
 /// Relative l2 distance of `found` from `expected`; not finite where one has a value that the other lacks.
-pub fn distance(found: &[f32], expected: &[f32]) -> f64 {
+pub(crate) fn distance(found: &[f32], expected: &[f32]) -> f64 {
     if found.len() != expected.len() {
         return f64::INFINITY;
     }
@@ -50,7 +52,7 @@ pub fn distance(found: &[f32], expected: &[f32]) -> f64 {
 }
 
 /// Whether both are the same bits.
-pub fn same(found: &[f32], expected: &[f32]) -> bool {
+pub(crate) fn same(found: &[f32], expected: &[f32]) -> bool {
     found.len() == expected.len() && found.iter().zip(expected).all(|(f, e)| f.to_bits() == e.to_bits())
 }
 
@@ -123,216 +125,283 @@ fn others() -> Result<Program> {
     p.build()
 }
 
+#[expect(clippy::too_many_lines, reason = "a few lines for each op")]
 /// One case of each op, and of each of its settings, in shapes drawn from `seed`.
-pub fn cases(seed: u64) -> Vec<Case> {
+pub(crate) fn cases(seed: u64) -> Vec<Case> {
     let mut draw = Draw { random: Philox::new(seed, 0), taken: 0 };
     let mut all = Vec::new();
-    let mut add = |op, what: String, exact, run: Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>| {
+    let mut add = |op, what: String, exact, run: Run| {
         all.push(Case { op, what, exact, run });
     };
 
     let (len, at) = (draw.size(1, 300), draw.size(0, 70));
-    add("fill", format!("{len} from {at}"), true, Box::new(move |d| {
-        let mut y = noise(d, seed, 1.0, len + at + 3)?;
-        d.run(Op::Fill { value: -2.5, y: y.view_mut().part(at, len)? })?;
-        Ok(vec![y])
-    }));
+    add(
+        "fill",
+        format!("{len} from {at}"),
+        true,
+        Box::new(move |d| {
+            let mut y = noise(d, seed, 1.0, len + at + 3)?;
+            d.run(Op::Fill { value: -2.5, y: y.view_mut().part(at, len)? })?;
+            Ok(vec![y])
+        }),
+    );
 
     for half in [DType::F16, DType::Bf16] {
         let (len, at) = (draw.size(1, 300), draw.size(0, 5));
-        add("cast", format!("{len} to and from {half}, from {at}"), true, Box::new(move |d| {
-            let x = noise(d, seed, 1e-3, len)?;
-            let mut y = d.empty(half, len + at + 2)?;
-            match half {
-                DType::F16 => y.write(&vec![f16::ONE; len + at + 2])?,
-                _ => y.write(&vec![bf16::ONE; len + at + 2])?,
-            }
-            d.run(Op::Cast { x: x.view(), y: y.view_mut().part(at, len)? })?;
-            let mut back = d.zeros(len)?;
-            d.run(Op::Cast { x: y.view().part(at, len)?, y: back.view_mut() })?;
-            Ok(vec![y, back])
-        }));
+        add(
+            "cast",
+            format!("{len} to and from {half}, from {at}"),
+            true,
+            Box::new(move |d| {
+                let x = noise(d, seed, 1e-3, len)?;
+                let mut y = d.empty(half, len + at + 2)?;
+                match half {
+                    DType::F16 => y.write(&vec![f16::ONE; len + at + 2])?,
+                    _ => y.write(&vec![bf16::ONE; len + at + 2])?,
+                }
+                d.run(Op::Cast { x: x.view(), y: y.view_mut().part(at, len)? })?;
+                let mut back = d.zeros(len)?;
+                d.run(Op::Cast { x: y.view().part(at, len)?, y: back.view_mut() })?;
+                Ok(vec![y, back])
+            }),
+        );
     }
 
     for form in 0..12_u64 {
         let (a_t, b_t, accumulate) = (form & 1 == 1, form & 2 == 2, draw.coin());
         let (m, k, n) = (draw.size(1, 70), draw.size(1, 70), draw.size(1, 70));
         let fuse = ["none", "bias", "gelu", "gelu for inference", "residual", "times"][(form % 6) as usize];
-        let what = format!("[{m}, {k}] x [{k}, {n}], transposed {a_t} {b_t}, adding {accumulate}, then {fuse}");
-        add("matmul", what, false, Box::new(move |d| {
-            let a = noise(d, seed + 1, 1.0, if a_t { [k, m] } else { [m, k] })?;
-            let b = noise(d, seed + 2, 1.0, if b_t { [n, k] } else { [k, n] })?;
-            let (bias, extra) = (noise(d, seed + 3, 1.0, n)?, noise(d, seed + 4, 1.0, [m, n])?);
-            let (mut c, mut slope) = (noise(d, seed + 5, 1.0, [m, n])?, d.zeros([m, n])?);
-            let fuse = match fuse {
-                "bias" => Fuse::Bias(bias.view()),
-                "gelu" => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
-                "gelu for inference" => Fuse::BiasGelu { bias: bias.view(), slope: None },
-                "residual" => Fuse::BiasAdd { bias: bias.view(), residual: extra.view() },
-                "times" => Fuse::Times { factor: extra.view() },
-                _ => Fuse::None,
-            };
-            d.run(Op::MatMul { a: a.view(), a_t, b: b.view(), b_t, c: c.view_mut(), accumulate, fuse })?;
-            Ok(vec![c, slope])
-        }));
+        let what =
+            format!("[{m}, {k}] x [{k}, {n}], transposed {a_t} {b_t}, adding {accumulate}, then {fuse}");
+        add(
+            "matmul",
+            what,
+            false,
+            Box::new(move |d| {
+                let a = noise(d, seed + 1, 1.0, if a_t { [k, m] } else { [m, k] })?;
+                let b = noise(d, seed + 2, 1.0, if b_t { [n, k] } else { [k, n] })?;
+                let (bias, extra) = (noise(d, seed + 3, 1.0, n)?, noise(d, seed + 4, 1.0, [m, n])?);
+                let (mut c, mut slope) = (noise(d, seed + 5, 1.0, [m, n])?, d.zeros([m, n])?);
+                let fuse = match fuse {
+                    "bias" => Fuse::Bias(bias.view()),
+                    "gelu" => Fuse::BiasGelu { bias: bias.view(), slope: Some(slope.view_mut()) },
+                    "gelu for inference" => Fuse::BiasGelu { bias: bias.view(), slope: None },
+                    "residual" => Fuse::BiasAdd { bias: bias.view(), residual: extra.view() },
+                    "times" => Fuse::Times { factor: extra.view() },
+                    _ => Fuse::None,
+                };
+                d.run(Op::MatMul { a: a.view(), a_t, b: b.view(), b_t, c: c.view_mut(), accumulate, fuse })?;
+                Ok(vec![c, slope])
+            }),
+        );
     }
 
     for accumulate in [false, true] {
         let (rows, cols) = (draw.size(1, 200), draw.size(1, 90));
-        add("sum_rows", format!("[{rows}, {cols}], adding {accumulate}"), false, Box::new(move |d| {
-            let (x, mut y) = (noise(d, seed, 1.0, [rows, cols])?, noise(d, seed + 1, 1.0, cols)?);
-            d.run(Op::SumRows { x: x.view(), y: y.view_mut(), accumulate })?;
-            Ok(vec![y])
-        }));
+        add(
+            "sum_rows",
+            format!("[{rows}, {cols}], adding {accumulate}"),
+            false,
+            Box::new(move |d| {
+                let (x, mut y) = (noise(d, seed, 1.0, [rows, cols])?, noise(d, seed + 1, 1.0, cols)?);
+                d.run(Op::SumRows { x: x.view(), y: y.view_mut(), accumulate })?;
+                Ok(vec![y])
+            }),
+        );
         let (rows, cols) = (draw.size(1, 150), draw.size(2, 150));
-        add("layer_norm", format!("[{rows}, {cols}] and gradients, adding {accumulate}"), false, Box::new(move |d| {
-            let x = noise(d, seed, 2.0, [rows, cols])?;
-            let (gain, bias) = (noise(d, seed + 1, 1.0, cols)?, noise(d, seed + 2, 1.0, cols)?);
-            let (mut y, mut stats) = (d.zeros([rows, cols])?, d.zeros([rows, 2])?);
-            let (y_to, stats_to) = (y.view_mut(), stats.view_mut());
-            d.run(Op::LayerNorm { x: x.view(), gain: gain.view(), bias: bias.view(), y: y_to, stats: stats_to })?;
-            let (dy, past) = (noise(d, seed + 3, 1.0, [rows, cols])?, noise(d, seed + 4, 1.0, [rows, cols])?);
-            let mut dx = d.zeros([rows, cols])?;
-            d.run(Op::LayerNormInput {
-                x: x.view(),
-                gain: gain.view(),
-                stats: stats.view(),
-                dy: dy.view(),
-                residual: accumulate.then(|| past.view()),
-                dx: dx.view_mut(),
-            })?;
-            let (mut d_gain, mut d_bias) = (noise(d, seed + 5, 1.0, cols)?, noise(d, seed + 6, 1.0, cols)?);
-            d.run(Op::LayerNormWeight {
-                x: x.view(),
-                stats: stats.view(),
-                dy: dy.view(),
-                d_gain: d_gain.view_mut(),
-                d_bias: d_bias.view_mut(),
-                accumulate,
-            })?;
-            Ok(vec![y, stats, dx, d_gain, d_bias])
-        }));
+        add(
+            "layer_norm",
+            format!("[{rows}, {cols}] and gradients, adding {accumulate}"),
+            false,
+            Box::new(move |d| {
+                let x = noise(d, seed, 2.0, [rows, cols])?;
+                let (gain, bias) = (noise(d, seed + 1, 1.0, cols)?, noise(d, seed + 2, 1.0, cols)?);
+                let (mut y, mut stats) = (d.zeros([rows, cols])?, d.zeros([rows, 2])?);
+                let (y_to, stats_to) = (y.view_mut(), stats.view_mut());
+                d.run(Op::LayerNorm {
+                    x: x.view(),
+                    gain: gain.view(),
+                    bias: bias.view(),
+                    y: y_to,
+                    stats: stats_to,
+                })?;
+                let (dy, past) =
+                    (noise(d, seed + 3, 1.0, [rows, cols])?, noise(d, seed + 4, 1.0, [rows, cols])?);
+                let mut dx = d.zeros([rows, cols])?;
+                d.run(Op::LayerNormInput {
+                    x: x.view(),
+                    gain: gain.view(),
+                    stats: stats.view(),
+                    dy: dy.view(),
+                    residual: accumulate.then(|| past.view()),
+                    dx: dx.view_mut(),
+                })?;
+                let (mut d_gain, mut d_bias) =
+                    (noise(d, seed + 5, 1.0, cols)?, noise(d, seed + 6, 1.0, cols)?);
+                d.run(Op::LayerNormWeight {
+                    x: x.view(),
+                    stats: stats.view(),
+                    dy: dy.view(),
+                    d_gain: d_gain.view_mut(),
+                    d_bias: d_bias.view_mut(),
+                    accumulate,
+                })?;
+                Ok(vec![y, stats, dx, d_gain, d_bias])
+            }),
+        );
     }
 
     for _ in 0..2 {
         let (b, t, heads, dim) = (draw.size(1, 2), draw.size(1, 75), draw.size(1, 3), 4 * draw.size(1, 9));
-        add("attention", format!("[{b}, {t}, {heads} x {dim}] and gradient"), false, Box::new(move |d| {
-            let c = heads * dim;
-            let (qkv, dy) = (noise(d, seed, 1.0, [b, t, 3 * c])?, noise(d, seed + 1, 1.0, [b, t, c])?);
-            let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads, t])?);
-            let mut d_qkv = d.zeros([b, t, 3 * c])?;
-            d.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
-            d.run(Op::AttentionGrad {
-                heads,
-                qkv: qkv.view(),
-                y: y.view(),
-                lse: lse.view(),
-                dy: dy.view(),
-                d_qkv: d_qkv.view_mut(),
-            })?;
-            Ok(vec![y, lse, d_qkv])
-        }));
+        add(
+            "attention",
+            format!("[{b}, {t}, {heads} x {dim}] and gradient"),
+            false,
+            Box::new(move |d| {
+                let c = heads * dim;
+                let (qkv, dy) = (noise(d, seed, 1.0, [b, t, 3 * c])?, noise(d, seed + 1, 1.0, [b, t, c])?);
+                let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads, t])?);
+                let mut d_qkv = d.zeros([b, t, 3 * c])?;
+                d.run(Op::Attention { heads, qkv: qkv.view(), y: y.view_mut(), lse: lse.view_mut() })?;
+                d.run(Op::AttentionGrad {
+                    heads,
+                    qkv: qkv.view(),
+                    y: y.view(),
+                    lse: lse.view(),
+                    dy: dy.view(),
+                    d_qkv: d_qkv.view_mut(),
+                })?;
+                Ok(vec![y, lse, d_qkv])
+            }),
+        );
         let (past, capacity) = (draw.size(0, 40), 120);
-        add("attention_cached", format!("[{b}, {t}, {heads} x {dim}] after {past}, and gradient"), false, Box::new(move |d| {
-            let c = heads * dim;
-            let (qkv, dy) = (noise(d, seed, 1.0, [b, t, 3 * c])?, noise(d, seed + 1, 1.0, [b, t, c])?);
-            let mut keys = noise(d, seed + 2, 1.0, [b, capacity, c])?;
-            let mut values = noise(d, seed + 3, 1.0, [b, capacity, c])?;
-            let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads, t])?);
-            d.run(Op::AttentionCached {
-                heads,
-                past,
-                qkv: qkv.view(),
-                keys: keys.view_mut(),
-                values: values.view_mut(),
-                y: y.view_mut(),
-                lse: Some(lse.view_mut()),
-            })?;
-            let mut d_qkv = d.zeros([b, t, 3 * c])?;
-            let mut d_keys = noise(d, seed + 4, 1.0, [b, capacity, c])?;
-            let mut d_values = noise(d, seed + 5, 1.0, [b, capacity, c])?;
-            d.run(Op::AttentionCachedGrad {
-                heads,
-                past,
-                qkv: qkv.view(),
-                keys: keys.view(),
-                values: values.view(),
-                y: y.view(),
-                lse: lse.view(),
-                dy: dy.view(),
-                d_qkv: d_qkv.view_mut(),
-                d_keys: d_keys.view_mut(),
-                d_values: d_values.view_mut(),
-            })?;
-            Ok(vec![keys, values, y, lse, d_qkv, d_keys, d_values])
-        }));
+        add(
+            "attention_cached",
+            format!("[{b}, {t}, {heads} x {dim}] after {past}, and gradient"),
+            false,
+            Box::new(move |d| {
+                let c = heads * dim;
+                let (qkv, dy) = (noise(d, seed, 1.0, [b, t, 3 * c])?, noise(d, seed + 1, 1.0, [b, t, c])?);
+                let mut keys = noise(d, seed + 2, 1.0, [b, capacity, c])?;
+                let mut values = noise(d, seed + 3, 1.0, [b, capacity, c])?;
+                let (mut y, mut lse) = (d.zeros([b, t, c])?, d.zeros([b, heads, t])?);
+                d.run(Op::AttentionCached {
+                    heads,
+                    past,
+                    qkv: qkv.view(),
+                    keys: keys.view_mut(),
+                    values: values.view_mut(),
+                    y: y.view_mut(),
+                    lse: Some(lse.view_mut()),
+                })?;
+                let mut d_qkv = d.zeros([b, t, 3 * c])?;
+                let mut d_keys = noise(d, seed + 4, 1.0, [b, capacity, c])?;
+                let mut d_values = noise(d, seed + 5, 1.0, [b, capacity, c])?;
+                d.run(Op::AttentionCachedGrad {
+                    heads,
+                    past,
+                    qkv: qkv.view(),
+                    keys: keys.view(),
+                    values: values.view(),
+                    y: y.view(),
+                    lse: lse.view(),
+                    dy: dy.view(),
+                    d_qkv: d_qkv.view_mut(),
+                    d_keys: d_keys.view_mut(),
+                    d_values: d_values.view_mut(),
+                })?;
+                Ok(vec![keys, values, y, lse, d_qkv, d_keys, d_values])
+            }),
+        );
     }
 
     let (b, t, vocabulary, cols) = (draw.size(1, 4), draw.size(1, 40), draw.size(2, 40), draw.size(1, 90));
     let start = draw.size(0, 20);
-    add("embed", format!("[{b}, {t}] of {vocabulary}, {cols} wide, from {start}, and gradient"), false, Box::new(move |d| {
-        let tokens = ids(d, seed, vocabulary, [b, t])?;
-        let table = noise(d, seed + 1, 1.0, [vocabulary, cols])?;
-        let positions = noise(d, seed + 2, 1.0, [start + t, cols])?;
-        let mut y = d.zeros([b, t, cols])?;
-        d.run(Op::Embed {
-            tokens: tokens.view(),
-            start,
-            tokens_table: table.view(),
-            positions_table: positions.view(),
-            y: y.view_mut(),
-        })?;
-        let dy = noise(d, seed + 3, 1.0, [b, t, cols])?;
-        let mut d_table = noise(d, seed + 4, 1.0, [vocabulary, cols])?;
-        let mut d_positions = noise(d, seed + 5, 1.0, [start + t, cols])?;
-        d.run(Op::EmbedGrad {
-            tokens: tokens.view(),
-            dy: dy.view(),
-            d_tokens_table: d_table.view_mut(),
-            d_positions_table: d_positions.view_mut(),
-        })?;
-        Ok(vec![y, d_table, d_positions])
-    }));
+    add(
+        "embed",
+        format!("[{b}, {t}] of {vocabulary}, {cols} wide, from {start}, and gradient"),
+        false,
+        Box::new(move |d| {
+            let tokens = ids(d, seed, vocabulary, [b, t])?;
+            let table = noise(d, seed + 1, 1.0, [vocabulary, cols])?;
+            let positions = noise(d, seed + 2, 1.0, [start + t, cols])?;
+            let mut y = d.zeros([b, t, cols])?;
+            d.run(Op::Embed {
+                tokens: tokens.view(),
+                start,
+                tokens_table: table.view(),
+                positions_table: positions.view(),
+                y: y.view_mut(),
+            })?;
+            let dy = noise(d, seed + 3, 1.0, [b, t, cols])?;
+            let mut d_table = noise(d, seed + 4, 1.0, [vocabulary, cols])?;
+            let mut d_positions = noise(d, seed + 5, 1.0, [start + t, cols])?;
+            d.run(Op::EmbedGrad {
+                tokens: tokens.view(),
+                dy: dy.view(),
+                d_tokens_table: d_table.view_mut(),
+                d_positions_table: d_positions.view_mut(),
+            })?;
+            Ok(vec![y, d_table, d_positions])
+        }),
+    );
 
     for grad_scale in [None, Some(0.25)] {
         let (rows, cols) = (draw.size(1, 40), draw.size(1, 300));
-        add("cross_entropy", format!("[{rows}, {cols}], gradient {}", grad_scale.is_some()), false, Box::new(move |d| {
-            let (mut logits, targets) = (noise(d, seed, 4.0, [rows, cols])?, ids(d, seed + 1, cols, rows)?);
-            let mut losses = d.zeros(rows)?;
-            d.run(Op::CrossEntropy {
-                logits: logits.view_mut(),
-                targets: targets.view(),
-                losses: losses.view_mut(),
-                grad_scale,
-            })?;
-            Ok(vec![logits, losses])
-        }));
+        add(
+            "cross_entropy",
+            format!("[{rows}, {cols}], gradient {}", grad_scale.is_some()),
+            false,
+            Box::new(move |d| {
+                let (mut logits, targets) =
+                    (noise(d, seed, 4.0, [rows, cols])?, ids(d, seed + 1, cols, rows)?);
+                let mut losses = d.zeros(rows)?;
+                d.run(Op::CrossEntropy {
+                    logits: logits.view_mut(),
+                    targets: targets.view(),
+                    losses: losses.view_mut(),
+                    grad_scale,
+                })?;
+                Ok(vec![logits, losses])
+            }),
+        );
     }
 
     let len = Op::SQUARES_CHUNK + draw.size(1, 2000);
-    add("sum_squares", format!("{len}"), false, Box::new(move |d| {
-        let (x, mut partials) = (noise(d, seed, 1.0, len)?, d.zeros(len.div_ceil(Op::SQUARES_CHUNK))?);
-        d.run(Op::SumSquares { x: x.view(), partials: partials.view_mut() })?;
-        Ok(vec![partials])
-    }));
+    add(
+        "sum_squares",
+        format!("{len}"),
+        false,
+        Box::new(move |d| {
+            let (x, mut partials) = (noise(d, seed, 1.0, len)?, d.zeros(len.div_ceil(Op::SQUARES_CHUNK))?);
+            d.run(Op::SumSquares { x: x.view(), partials: partials.view_mut() })?;
+            Ok(vec![partials])
+        }),
+    );
 
     for (name, exact) in [("AdamW", false), ("signs and extremes", true)] {
         let (len, at) = (draw.size(1, 500), draw.size(0, 70));
-        add("map", format!("{name} on {len} from {at}"), exact, Box::new(move |d| {
-            let program = if exact { others()? } else { adamw()? };
-            let g = noise(d, seed, 1.0, len)?;
-            let mut w = Vec::new();
-            for i in 0..program.writes() {
-                w.push(noise(d, seed + 1, 1.0 + i as f32, len + at)?);
-                // The second moment is not negative.
-                let squares: Vec<f32> = w[i].to_vec::<f32>()?.iter().map(|x| if i == 2 { x * x } else { *x }).collect();
-                w[i].write(&squares)?;
-            }
-            let mut to = w.iter_mut().map(|w| w.view_mut().part(at, len)).collect::<Result<Vec<_>>>()?;
-            let scalars = &[0.5, 0.9, 0.95, 1e-2, 0.1][..program.scalars()];
-            d.run(Op::Map { program: &program, scalars, reads: &[g.view()], writes: &mut to })?;
-            Ok(w)
-        }));
+        add(
+            "map",
+            format!("{name} on {len} from {at}"),
+            exact,
+            Box::new(move |d| {
+                let program = if exact { others()? } else { adamw()? };
+                let g = noise(d, seed, 1.0, len)?;
+                let mut w = Vec::new();
+                for i in 0..program.writes() {
+                    w.push(noise(d, seed + 1, 1.0 + i as f32, len + at)?);
+                    // The second moment is not negative.
+                    let squares: Vec<f32> =
+                        w[i].to_vec::<f32>()?.iter().map(|x| if i == 2 { x * x } else { *x }).collect();
+                    w[i].write(&squares)?;
+                }
+                let mut to = w.iter_mut().map(|w| w.view_mut().part(at, len)).collect::<Result<Vec<_>>>()?;
+                let scalars = &[0.5, 0.9, 0.95, 1e-2, 0.1][..program.scalars()];
+                d.run(Op::Map { program: &program, scalars, reads: &[g.view()], writes: &mut to })?;
+                Ok(w)
+            }),
+        );
     }
     all
 }

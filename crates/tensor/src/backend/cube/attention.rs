@@ -117,7 +117,7 @@ pub(super) fn forward(
         total *= shrink;
         #[unroll]
         for d in 0..dim {
-            sum[d as usize] = sum[d as usize] * shrink;
+            sum[d as usize] *= shrink;
         }
         for j in 0..tile {
             if first + j <= past + query_row {
@@ -125,7 +125,7 @@ pub(super) fn forward(
                 total += p;
                 #[unroll]
                 for d in 0..dim {
-                    sum[d as usize] = sum[d as usize] + p * values[(j * dim + d) as usize];
+                    sum[d as usize] += p * values[(j * dim + d) as usize];
                 }
             }
         }
@@ -232,7 +232,7 @@ pub(super) fn queries(
                 let ds = f32::exp(score - log) * (dp - mine) * scale;
                 #[unroll]
                 for d in 0..dim {
-                    sum[d as usize] = sum[d as usize] + ds * keys[(j * dim + d) as usize];
+                    sum[d as usize] += ds * keys[(j * dim + d) as usize];
                 }
             }
         }
@@ -315,8 +315,8 @@ pub(super) fn keys_values(
                 let ds = p * (dp - delta[stat]) * scale;
                 #[unroll]
                 for d in 0..dim {
-                    d_value[d as usize] = d_value[d as usize] + p * grads[(j * dim + d) as usize];
-                    d_key[d as usize] = d_key[d as usize] + ds * queries[(j * dim + d) as usize];
+                    d_value[d as usize] += p * grads[(j * dim + d) as usize];
+                    d_key[d as usize] += ds * queries[(j * dim + d) as usize];
                 }
             }
         }
@@ -329,8 +329,8 @@ pub(super) fn keys_values(
             let to_k = k_rows.at(batch, row, column + d);
             let to_v = v_rows.at(batch, row, column + d);
             if comptime!(accumulate) {
-                d_k[to_k] = d_k[to_k] + d_key[d as usize];
-                d_v[to_v] = d_v[to_v] + d_value[d as usize];
+                d_k[to_k] += d_key[d as usize];
+                d_v[to_v] += d_value[d as usize];
             } else {
                 d_k[to_k] = d_key[d as usize];
                 d_v[to_v] = d_value[d as usize];

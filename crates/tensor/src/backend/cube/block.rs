@@ -12,7 +12,7 @@ pub(super) fn block_sum(shared: &mut Shared<[f32]>, value: f32, #[comptime] unit
     for step in 0..comptime!(units.ilog2()) {
         let width = comptime!((units >> (step + 1)) as usize);
         if unit < width {
-            shared[unit] = shared[unit] + shared[unit + width];
+            shared[unit] += shared[unit + width];
         }
         sync_cube();
     }

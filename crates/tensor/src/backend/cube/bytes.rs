@@ -1,6 +1,11 @@
 //! Kernels over raw words: copies of bytes at any offset, and conversion between f32 and the 16-bit floats, two of which
 //! share a word because not every device has such types.
 
+#![expect(
+    clippy::manual_is_multiple_of,
+    reason = "kernels know operators, not the standard library's methods"
+)]
+
 use cubecl::prelude::*;
 
 /// Byte `at` of a buffer of words.

@@ -1,5 +1,7 @@
 //! One kernel for each elementwise program, generated from the program itself.
 
+#![expect(clippy::needless_pass_by_value, reason = "what a kernel is specialised on is part of its name")]
+
 use cubecl::prelude::*;
 
 use crate::{Instr, Program};

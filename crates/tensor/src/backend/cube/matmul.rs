@@ -5,17 +5,17 @@ use cubecl::prelude::*;
 use cubek::matmul::definition::MatmulElems;
 use cubek::matmul::launch::launch_ref;
 use cubek::matmul::multi_level;
+use cubek::matmul::routine::BlueprintStrategy;
 use cubek::matmul::strategy::Strategy;
 use cubek::std::InputBinding;
 
-use super::operand::Operand;
 use super::Cube;
+use super::operand::Operand;
 use crate::Result;
 
 /// A row-major matrix, seen transposed or not.
 pub(super) fn binding(operand: &Operand, rows: usize, cols: usize, transposed: bool) -> TensorBinding {
-    let (shape, strides) =
-        if transposed { ([cols, rows], [1, cols]) } else { ([rows, cols], [cols, 1]) };
+    let (shape, strides) = if transposed { ([cols, rows], [1, cols]) } else { ([rows, cols], [cols, 1]) };
     TensorBinding {
         handle: operand.handle().binding(),
         shape: shape.into(),
@@ -28,7 +28,7 @@ impl Cube {
     /// `c = a b`, f32.
     pub(super) fn product(&self, a: TensorBinding, b: TensorBinding, c: TensorBinding) -> Result<()> {
         let f32s = f32::elem_type_native();
-        let strategy = Strategy::MultiLevel(multi_level::Strategy::SimpleUnit(Default::default()));
+        let strategy = Strategy::MultiLevel(multi_level::Strategy::SimpleUnit(BlueprintStrategy::default()));
         let mut types = MatmulElems::from_single_dtype(f32s);
         launch_ref(
             &strategy,
@@ -45,20 +45,20 @@ impl Cube {
 /// The sigmoid of `2 sqrt(2 / pi) (x + 0.044715 x^3)`: `gelu(x)` is x times it, in the tanh form.
 #[cube]
 fn gate(x: f32) -> f32 {
-    1.0 / (1.0 + f32::exp(-(x * (1.595_769_1 + 0.071_354_814 * x * x))))
+    1.0 / (1.0 + f32::exp(-(x * (1.595_769 + 0.071_354_814 * x * x))))
 }
 
 /// `gelu'(x)`, given the gate. Where the gate is 0 or 1 so is the slope: no product of nothing with something large.
 #[cube]
 fn bend(x: f32, s: f32) -> f32 {
-    s + x * s * (1.0 - s) * (1.595_769_1 + 0.214_064_44 * x * x)
+    s + x * s * (1.0 - s) * (1.595_769 + 0.214_064_44 * x * x)
 }
 
 /// `c += bias`.
 #[cube(launch)]
 pub(super) fn add_bias(c: &mut [f32], bias: &[f32], len: u32, cols: u32) {
     if ABSOLUTE_POS < len as usize {
-        c[ABSOLUTE_POS] = c[ABSOLUTE_POS] + bias[ABSOLUTE_POS % cols as usize];
+        c[ABSOLUTE_POS] += bias[ABSOLUTE_POS % cols as usize];
     }
 }
 
@@ -86,7 +86,7 @@ pub(super) fn add_bias_gelu(
 #[cube(launch)]
 pub(super) fn add_bias_residual(c: &mut [f32], bias: &[f32], residual: &[f32], len: u32, cols: u32) {
     if ABSOLUTE_POS < len as usize {
-        c[ABSOLUTE_POS] = c[ABSOLUTE_POS] + bias[ABSOLUTE_POS % cols as usize] + residual[ABSOLUTE_POS];
+        c[ABSOLUTE_POS] += bias[ABSOLUTE_POS % cols as usize] + residual[ABSOLUTE_POS];
     }
 }
 
@@ -94,7 +94,7 @@ pub(super) fn add_bias_residual(c: &mut [f32], bias: &[f32], residual: &[f32], l
 #[cube(launch)]
 pub(super) fn times(c: &mut [f32], factor: &[f32], len: u32) {
     if ABSOLUTE_POS < len as usize {
-        c[ABSOLUTE_POS] = c[ABSOLUTE_POS] * factor[ABSOLUTE_POS];
+        c[ABSOLUTE_POS] *= factor[ABSOLUTE_POS];
     }
 }
 
@@ -102,6 +102,6 @@ pub(super) fn times(c: &mut [f32], factor: &[f32], len: u32) {
 #[cube(launch)]
 pub(super) fn add(c: &mut [f32], x: &[f32], len: u32) {
     if ABSOLUTE_POS < len as usize {
-        c[ABSOLUTE_POS] = c[ABSOLUTE_POS] + x[ABSOLUTE_POS];
+        c[ABSOLUTE_POS] += x[ABSOLUTE_POS];
     }
 }

@@ -2,6 +2,7 @@
 //! Kernels take their cube size as a constant, use no planes and no atomics, and see whole words from aligned starts.
 //! It refuses to know which framework asked, and never tunes by timing: the same shapes run the same kernels.
 
+mod attend;
 mod attention;
 mod block;
 mod bytes;
@@ -46,7 +47,10 @@ pub(crate) struct Cube {
 
 impl std::fmt::Debug for Cube {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Cube").field("name", &self.name).field("memory", &self.pool.memory()).finish_non_exhaustive()
+        f.debug_struct("Cube")
+            .field("name", &self.name)
+            .field("memory", &self.pool.memory())
+            .finish_non_exhaustive()
     }
 }
 
@@ -92,7 +96,8 @@ impl Cube {
     }
 
     fn clear_fault(&self) {
-        self.client.write(&self.fault.handle, cubecl::bytes::Bytes::from_bytes_vec(vec![0; self.fault.bytes]));
+        self.client
+            .write(&self.fault.handle, cubecl::bytes::Bytes::from_bytes_vec(vec![0; self.fault.bytes]));
     }
 }
 
@@ -152,7 +157,11 @@ impl Backend for Cube {
         let mut padded = words;
         padded.resize(staging.bytes, 0);
         self.client.write(&whole.handle(), cubecl::bytes::Bytes::from_bytes_vec(padded));
-        self.copy((&staging.handle, staging.bytes, 0), (&buffer.handle, buffer.bytes, part.range.start), bytes.len());
+        self.copy(
+            (&staging.handle, staging.bytes, 0),
+            (&buffer.handle, buffer.bytes, part.range.start),
+            bytes.len(),
+        );
         self.pool.give(staging);
         Ok(())
     }
@@ -164,12 +173,17 @@ impl Backend for Cube {
         let buffer = Self::buffer(&from);
         let first = from.range.start / 4 * 4;
         let last = from.range.end.next_multiple_of(4);
-        let handle = buffer.handle.clone().offset_start(first as u64).offset_end((buffer.bytes - last) as u64);
+        let handle =
+            buffer.handle.clone().offset_start(first as u64).offset_end((buffer.bytes - last) as u64);
         let read = self.client.read_one(handle).map_err(|e| self.failed("download", said(&e)))?;
         let skip = from.range.start - first;
         match read.get(skip..skip + bytes.len()) {
             Some(read) => bytes.copy_from_slice(read),
-            None => return Err(self.failed("download", format!("{} bytes came, not {}", read.len(), last - first))),
+            None => {
+                return Err(
+                    self.failed("download", format!("{} bytes came, not {}", read.len(), last - first))
+                );
+            }
         }
         Ok(())
     }
@@ -180,8 +194,10 @@ impl Backend for Cube {
 
     fn fence(&self) -> Result<()> {
         // Reading the fault waits for everything queued before it.
-        let read = self.client.read_one(self.fault.handle.clone()).map_err(|e| self.failed("fence", said(&e)))?;
-        let words: Vec<u32> = read.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect();
+        let read =
+            self.client.read_one(self.fault.handle.clone()).map_err(|e| self.failed("fence", said(&e)))?;
+        let words: Vec<u32> =
+            read.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect();
         match *words {
             [op, id, position, bound, ..] if op != 0 => {
                 self.clear_fault();
@@ -200,7 +216,11 @@ impl Backend for Cube {
 /// What a device says of a failure, without the backtrace that cubecl appends.
 fn said(error: &impl std::fmt::Display) -> String {
     let text = error.to_string();
-    let lines: Vec<&str> =
-        text.lines().take_while(|l| !l.starts_with("Backtrace")).map(str::trim).filter(|l| !l.is_empty()).collect();
+    let lines: Vec<&str> = text
+        .lines()
+        .take_while(|l| !l.starts_with("Backtrace"))
+        .map(str::trim)
+        .filter(|l| !l.is_empty())
+        .collect();
     lines.join("; ")
 }

@@ -30,6 +30,9 @@ pub(crate) mod adapters {
         device: WgpuDevice,
     }
 
+    /// Why there may be no adapter.
+    pub(crate) const NONE: &str = "no driver for Vulkan, Metal or DirectX 12 shows an adapter";
+
     /// The adapters of the first graphics interface that has any.
     pub(crate) fn list() -> Vec<Adapter> {
         let interfaces = [
@@ -81,7 +84,7 @@ pub(crate) mod adapters {
         let found = list();
         let Some(adapter) = found.get(index) else {
             let reason = match found.len() {
-                0 => "no driver for Vulkan, Metal or DirectX 12 shows an adapter".to_owned(),
+                0 => NONE.to_owned(),
                 n => format!("there are {n} adapters, from wgpu:0 on"),
             };
             return Err(TensorError::NoSuchDevice { name, reason });
@@ -98,7 +101,23 @@ pub(crate) mod adapters {
 #[cfg(feature = "cuda")]
 pub(crate) fn cuda(index: usize) -> Result<Cube> {
     let name = format!("cuda:{index}");
-    let device = cubecl::Device::cuda(index)
-        .map_err(|e| TensorError::NoSuchDevice { name: name.clone(), reason: e.to_string() })?;
+    let no = |reason| TensorError::NoSuchDevice { name: name.clone(), reason };
+    let device = match cuda_count() {
+        Ok(0) => return Err(no("CUDA's driver is missing, or shows no GPU".to_owned())),
+        Ok(_) => cubecl::Device::cuda(index).map_err(|e| no(e.to_string()))?,
+        Err(reason) => return Err(no(reason)),
+    };
     open(name, &device)
+}
+
+/// How many devices CUDA has here; or why it cannot tell.
+#[cfg(feature = "cuda")]
+pub(crate) fn cuda_count() -> std::result::Result<usize, String> {
+    use cubecl::device::DeviceUnavailable;
+    // A number that no machine has: the answer says how many there are.
+    match cubecl::Device::cuda(usize::from(u16::MAX)) {
+        Ok(_) => Err("CUDA claims 65536 devices".to_owned()),
+        Err(DeviceUnavailable::NoSuchDevice { available, .. }) => Ok(available),
+        Err(e) => Err(e.to_string()),
+    }
 }

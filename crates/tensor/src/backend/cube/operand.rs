@@ -82,8 +82,7 @@ impl Cube {
         let copy = self.scratch(len)?;
         self.copy((&buffer.handle, buffer.bytes, start), (&copy.handle, copy.bytes, 0), len);
         let mut operand = slice(&copy.handle, copy.bytes, 0, len);
-        let back =
-            written.then(|| Place { handle: buffer.handle.clone(), start, len, buffer: buffer.bytes });
+        let back = written.then(|| Place { handle: buffer.handle.clone(), start, len, buffer: buffer.bytes });
         operand.stand_in = Some((copy, back));
         Ok(operand)
     }
@@ -93,11 +92,7 @@ impl Cube {
         for operand in operands {
             if let Some((copy, back)) = operand.stand_in {
                 if let Some(to) = back {
-                    self.copy(
-                        (&copy.handle, copy.bytes, 0),
-                        (&to.handle, to.buffer, to.start),
-                        to.len,
-                    );
+                    self.copy((&copy.handle, copy.bytes, 0), (&to.handle, to.buffer, to.start), to.len);
                 }
                 self.pool.give(copy);
             }

@@ -26,7 +26,7 @@ pub(super) fn sum_columns(
             sum += x[row * stride as usize + start as usize + col];
         }
         if comptime!(accumulate) {
-            y[ABSOLUTE_POS] = y[ABSOLUTE_POS] + sum;
+            y[ABSOLUTE_POS] += sum;
         } else {
             y[ABSOLUTE_POS] = sum;
         }

@@ -2,11 +2,10 @@
 
 use cubecl::prelude::*;
 
-use super::attention::RowsLaunch;
+use super::attend::{Cached, Heads};
 use super::matmul::binding;
 use super::operand::Operand;
-use super::storage::Buffer;
-use super::{Cube, attention, bytes, cubes, embed, grid, loss, map, matmul, norm, reduce};
+use super::{Cube, bytes, cubes, embed, grid, loss, map, matmul, norm, reduce};
 use crate::op::{Fuse, Op};
 use crate::{DType, Result, TensorError, View, ViewMut};
 
@@ -15,72 +14,13 @@ pub(super) const FAULTING: [&str; 3] = ["embed", "embed_grad", "cross_entropy"];
 
 /// Rows that one partial sum of a column takes.
 const COLUMN_CHUNK: usize = 64;
-/// Floats of a tile in shared memory: two tiles fill the 16 KiB that every device has.
-const TILE_FLOATS: usize = 2048;
-
 /// Sizes that kernels address with 32 bits; buffers are never larger.
-fn u32_of(n: usize) -> u32 {
+pub(super) fn u32_of(n: usize) -> u32 {
     u32::try_from(n).expect("no buffer has more than 2^32 elements")
 }
 
-/// Where a row of some cube-wide reduction is worth how many units.
-fn scale_of(dim: usize) -> f32 {
-    1.0 / (dim as f32).sqrt()
-}
-
-/// Shapes of an attention.
-#[derive(Debug, Clone, Copy)]
-struct Heads {
-    batch: usize,
-    tokens: usize,
-    width: usize,
-    heads: usize,
-}
-
-impl Heads {
-    fn new(y: &[usize], heads: usize) -> Self {
-        Self { batch: y[0], tokens: y[1], width: y[2], heads }
-    }
-
-    fn dim(self) -> usize {
-        self.width / self.heads
-    }
-
-    /// Tokens of a tile.
-    fn tile(self) -> u32 {
-        u32_of((TILE_FLOATS / self.dim()).clamp(1, 32))
-    }
-
-    /// Cubes that give each of `rows` rows of each head a unit.
-    fn cubes(self, rows: usize, units: u32) -> CubeCount {
-        cubes(self.batch * self.heads * rows.div_ceil(units as usize))
-    }
-
-    /// Rows of queries (0), keys (1) or values (2) side by side.
-    fn packed(self, which: usize) -> [usize; 3] {
-        [3 * self.width, self.tokens * 3 * self.width, which * self.width]
-    }
-
-    /// Rows of a `[B, length, C]`.
-    fn plain(self, length: usize) -> [usize; 3] {
-        [self.width, length * self.width, 0]
-    }
-}
-
-fn rows(at: [usize; 3]) -> RowsLaunch {
-    RowsLaunch::new(u32_of(at[0]), u32_of(at[1]), u32_of(at[2]))
-}
-
-/// Keys and values of an attention: their operands, their rows, and how many tokens stand before the queries.
-struct Cached<'a> {
-    keys: &'a Operand,
-    values: &'a Operand,
-    at: [[usize; 3]; 2],
-    past: usize,
-}
-
 impl Cube {
-    fn each(&self, elements: usize) -> (CubeCount, CubeDim) {
+    pub(super) fn each(&self, elements: usize) -> (CubeCount, CubeDim) {
         grid(elements, self.units)
     }
 
@@ -116,7 +56,15 @@ impl Cube {
         match (x.dtype(), y.dtype()) {
             (DType::F32, half @ (DType::F16 | DType::Bf16)) => {
                 let (count, dim) = self.each(len.div_ceil(2));
-                bytes::narrow::launch(&self.client, count, dim, from.arg(), to.arg(), u32_of(len), bf16(half));
+                bytes::narrow::launch(
+                    &self.client,
+                    count,
+                    dim,
+                    from.arg(),
+                    to.arg(),
+                    u32_of(len),
+                    bf16(half),
+                );
             }
             (half @ (DType::F16 | DType::Bf16), DType::F32) => {
                 let (count, dim) = self.each(len);
@@ -196,7 +144,16 @@ impl Cube {
             Fuse::BiasAdd { bias, residual } => {
                 let (bias, residual) = (self.read(&bias)?, self.read(&residual)?);
                 let args = (out.arg(), bias.arg(), residual.arg());
-                matmul::add_bias_residual::launch(&self.client, count, dim, args.0, args.1, args.2, len, cols);
+                matmul::add_bias_residual::launch(
+                    &self.client,
+                    count,
+                    dim,
+                    args.0,
+                    args.1,
+                    args.2,
+                    len,
+                    cols,
+                );
                 self.settle([bias, residual]);
             }
             Fuse::Times { factor } => {
@@ -288,131 +245,6 @@ impl Cube {
         self.settle([x, stats, dy, gain, bias]);
         Ok(())
     }
-
-    fn attend(&self, h: Heads, q: &Operand, kv: &Cached<'_>, y: &Operand, lse: Option<&Operand>) {
-        attention::forward::launch(
-            &self.client,
-            h.cubes(h.tokens, self.units),
-            CubeDim::new_1d(self.units),
-            q.arg(),
-            kv.keys.arg(),
-            kv.values.arg(),
-            y.arg(),
-            lse.unwrap_or(y).arg(),
-            rows(h.packed(0)),
-            rows(kv.at[0]),
-            rows(kv.at[1]),
-            u32_of(h.heads),
-            u32_of(h.tokens),
-            u32_of(kv.past),
-            scale_of(h.dim()),
-            lse.is_some(),
-            u32_of(h.dim()),
-            h.tile(),
-            self.units,
-        );
-    }
-
-    /// Gradients of an attention: `d_q` in the layout of the packed queries, `d_kv` in that of keys and values.
-    #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
-    fn attend_grad(
-        &self,
-        h: Heads,
-        q: &Operand,
-        kv: &Cached<'_>,
-        y: &Operand,
-        lse: &Operand,
-        dy: &Operand,
-        d_q: &Operand,
-        d_kv: [&Operand; 2],
-        accumulate: bool,
-    ) -> Result<()> {
-        let stats = h.batch * h.heads * h.tokens;
-        let scratch: Buffer = self.scratch(stats * 4)?;
-        let delta = Self::whole(&scratch);
-        let (count, dim) = self.each(stats);
-        let (heads, tokens) = (u32_of(h.heads), u32_of(h.tokens));
-        attention::deltas::launch(
-            &self.client,
-            count,
-            dim,
-            y.arg(),
-            dy.arg(),
-            delta.arg(),
-            heads,
-            tokens,
-            u32_of(stats),
-            u32_of(h.dim()),
-        );
-        attention::queries::launch(
-            &self.client,
-            h.cubes(h.tokens, self.units),
-            CubeDim::new_1d(self.units),
-            q.arg(),
-            kv.keys.arg(),
-            kv.values.arg(),
-            dy.arg(),
-            lse.arg(),
-            delta.arg(),
-            d_q.arg(),
-            rows(h.packed(0)),
-            rows(kv.at[0]),
-            rows(kv.at[1]),
-            heads,
-            tokens,
-            u32_of(kv.past),
-            scale_of(h.dim()),
-            u32_of(h.dim()),
-            h.tile(),
-            self.units,
-        );
-        attention::keys_values::launch(
-            &self.client,
-            h.cubes(kv.past + h.tokens, self.units),
-            CubeDim::new_1d(self.units),
-            q.arg(),
-            kv.keys.arg(),
-            kv.values.arg(),
-            dy.arg(),
-            lse.arg(),
-            delta.arg(),
-            d_kv[0].arg(),
-            d_kv[1].arg(),
-            rows(h.packed(0)),
-            rows(kv.at[0]),
-            rows(kv.at[1]),
-            rows(h.plain(h.tokens)),
-            heads,
-            tokens,
-            u32_of(kv.past),
-            scale_of(h.dim()),
-            accumulate,
-            u32_of(h.dim()),
-            h.tile(),
-            self.units,
-        );
-        self.pool.give(scratch);
-        Ok(())
-    }
-
-    fn exchange(&self, h: Heads, qkv: &Operand, caches: [&Operand; 2], past: usize, capacity: usize, append: bool) {
-        let len = h.batch * h.tokens * h.width;
-        let (count, dim) = self.each(len);
-        attention::exchange::launch(
-            &self.client,
-            count,
-            dim,
-            qkv.arg(),
-            caches[0].arg(),
-            caches[1].arg(),
-            u32_of(h.width),
-            u32_of(h.tokens),
-            u32_of(past),
-            u32_of(capacity),
-            u32_of(len),
-            append,
-        );
-    }
 }
 
 /// Starts the kernels of an op. Ops without any output element have none.
@@ -473,7 +305,8 @@ pub(super) fn run(cube: &Cube, op: Op<'_>) -> Result<()> {
             if x.is_empty() {
                 return Ok(());
             }
-            let (x, gain, stats, dy) = (cube.read(&x)?, cube.read(&gain)?, cube.read(&stats)?, cube.read(&dy)?);
+            let (x, gain, stats, dy) =
+                (cube.read(&x)?, cube.read(&gain)?, cube.read(&stats)?, cube.read(&dy)?);
             let add = residual.is_some();
             let residual = residual.map(|r| cube.read(&r)).transpose()?;
             let dx = cube.write(&dx)?;
@@ -593,7 +426,16 @@ pub(super) fn run(cube: &Cube, op: Op<'_>) -> Result<()> {
             let (i, d, t) = (ids.arg(), dy.arg(), table.arg());
             embed::scatter::launch(client, count, dim, i, d, t, n, c, u32_of(vocabulary), cube.units);
             let (count, dim) = cube.each(length * cols);
-            embed::scatter_positions::launch(client, count, dim, dy.arg(), positions.arg(), n, c, u32_of(length));
+            embed::scatter_positions::launch(
+                client,
+                count,
+                dim,
+                dy.arg(),
+                positions.arg(),
+                n,
+                c,
+                u32_of(length),
+            );
             cube.settle([ids, dy, table, positions]);
         }
         Op::CrossEntropy { logits, targets, losses, grad_scale } => {
@@ -630,7 +472,16 @@ pub(super) fn run(cube: &Cube, op: Op<'_>) -> Result<()> {
             let (x, partials) = (cube.read(&x)?, cube.write(&partials)?);
             let (count, dim) = cube.row_each(parts);
             let chunk = u32_of(Op::SQUARES_CHUNK);
-            reduce::sum_squares::launch(client, count, dim, x.arg(), partials.arg(), u32_of(len), chunk, cube.units);
+            reduce::sum_squares::launch(
+                client,
+                count,
+                dim,
+                x.arg(),
+                partials.arg(),
+                u32_of(len),
+                chunk,
+                cube.units,
+            );
             cube.settle([x, partials]);
         }
         Op::Map { program, scalars, reads, writes } => {

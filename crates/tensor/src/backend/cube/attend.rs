@@ -1,0 +1,204 @@
+//! An attention as its kernels: shapes, the layouts of packed and of cached keys, and the passes of the gradient.
+
+use cubecl::prelude::*;
+
+use super::attention::RowsLaunch;
+use super::operand::Operand;
+use super::run::u32_of;
+use super::storage::Buffer;
+use super::{Cube, attention, cubes};
+use crate::Result;
+
+/// Floats of a tile in shared memory: two tiles fill the 16 KiB that every device has.
+const TILE_FLOATS: usize = 2048;
+
+/// What scores are multiplied with.
+fn scale_of(dim: usize) -> f32 {
+    1.0 / (dim as f32).sqrt()
+}
+
+/// Shapes of an attention.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Heads {
+    batch: usize,
+    tokens: usize,
+    width: usize,
+    count: usize,
+}
+
+impl Heads {
+    pub(super) fn new(y: &[usize], heads: usize) -> Self {
+        Self { batch: y[0], tokens: y[1], width: y[2], count: heads }
+    }
+
+    fn dim(self) -> usize {
+        self.width / self.count
+    }
+
+    /// Tokens of a tile.
+    fn tile(self) -> u32 {
+        u32_of((TILE_FLOATS / self.dim()).clamp(1, 32))
+    }
+
+    /// Cubes that give each of `rows` rows of each head a unit.
+    fn cubes(self, rows: usize, units: u32) -> CubeCount {
+        cubes(self.batch * self.count * rows.div_ceil(units as usize))
+    }
+
+    /// Rows of queries (0), keys (1) or values (2) side by side.
+    pub(super) fn packed(self, which: usize) -> [usize; 3] {
+        [3 * self.width, self.tokens * 3 * self.width, which * self.width]
+    }
+
+    /// Rows of a `[B, length, C]`.
+    pub(super) fn plain(self, length: usize) -> [usize; 3] {
+        [self.width, length * self.width, 0]
+    }
+}
+
+fn rows(at: [usize; 3]) -> RowsLaunch {
+    RowsLaunch::new(u32_of(at[0]), u32_of(at[1]), u32_of(at[2]))
+}
+
+/// Keys and values of an attention: their operands, their rows, and how many tokens stand before the queries.
+pub(super) struct Cached<'a> {
+    pub(super) keys: &'a Operand,
+    pub(super) values: &'a Operand,
+    pub(super) at: [[usize; 3]; 2],
+    pub(super) past: usize,
+}
+
+impl Cube {
+    pub(super) fn attend(&self, h: Heads, q: &Operand, kv: &Cached<'_>, y: &Operand, lse: Option<&Operand>) {
+        attention::forward::launch(
+            &self.client,
+            h.cubes(h.tokens, self.units),
+            CubeDim::new_1d(self.units),
+            q.arg(),
+            kv.keys.arg(),
+            kv.values.arg(),
+            y.arg(),
+            lse.unwrap_or(y).arg(),
+            rows(h.packed(0)),
+            rows(kv.at[0]),
+            rows(kv.at[1]),
+            u32_of(h.count),
+            u32_of(h.tokens),
+            u32_of(kv.past),
+            scale_of(h.dim()),
+            lse.is_some(),
+            u32_of(h.dim()),
+            h.tile(),
+            self.units,
+        );
+    }
+
+    /// Gradients of an attention: `d_q` in the layout of the packed queries, `d_kv` in that of keys and values.
+    #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
+    pub(super) fn attend_grad(
+        &self,
+        h: Heads,
+        q: &Operand,
+        kv: &Cached<'_>,
+        y: &Operand,
+        lse: &Operand,
+        dy: &Operand,
+        d_q: &Operand,
+        d_kv: [&Operand; 2],
+        accumulate: bool,
+    ) -> Result<()> {
+        let stats = h.batch * h.count * h.tokens;
+        let scratch: Buffer = self.scratch(stats * 4)?;
+        let delta = Self::whole(&scratch);
+        let (count, dim) = self.each(stats);
+        let (heads, tokens) = (u32_of(h.count), u32_of(h.tokens));
+        attention::deltas::launch(
+            &self.client,
+            count,
+            dim,
+            y.arg(),
+            dy.arg(),
+            delta.arg(),
+            heads,
+            tokens,
+            u32_of(stats),
+            u32_of(h.dim()),
+        );
+        attention::queries::launch(
+            &self.client,
+            h.cubes(h.tokens, self.units),
+            CubeDim::new_1d(self.units),
+            q.arg(),
+            kv.keys.arg(),
+            kv.values.arg(),
+            dy.arg(),
+            lse.arg(),
+            delta.arg(),
+            d_q.arg(),
+            rows(h.packed(0)),
+            rows(kv.at[0]),
+            rows(kv.at[1]),
+            heads,
+            tokens,
+            u32_of(kv.past),
+            scale_of(h.dim()),
+            u32_of(h.dim()),
+            h.tile(),
+            self.units,
+        );
+        attention::keys_values::launch(
+            &self.client,
+            h.cubes(kv.past + h.tokens, self.units),
+            CubeDim::new_1d(self.units),
+            q.arg(),
+            kv.keys.arg(),
+            kv.values.arg(),
+            dy.arg(),
+            lse.arg(),
+            delta.arg(),
+            d_kv[0].arg(),
+            d_kv[1].arg(),
+            rows(h.packed(0)),
+            rows(kv.at[0]),
+            rows(kv.at[1]),
+            rows(h.plain(h.tokens)),
+            heads,
+            tokens,
+            u32_of(kv.past),
+            scale_of(h.dim()),
+            accumulate,
+            u32_of(h.dim()),
+            h.tile(),
+            self.units,
+        );
+        self.pool.give(scratch);
+        Ok(())
+    }
+
+    pub(super) fn exchange(
+        &self,
+        h: Heads,
+        qkv: &Operand,
+        caches: [&Operand; 2],
+        past: usize,
+        capacity: usize,
+        append: bool,
+    ) {
+        let len = h.batch * h.tokens * h.width;
+        let (count, dim) = self.each(len);
+        attention::exchange::launch(
+            &self.client,
+            count,
+            dim,
+            qkv.arg(),
+            caches[0].arg(),
+            caches[1].arg(),
+            u32_of(h.width),
+            u32_of(h.tokens),
+            u32_of(past),
+            u32_of(capacity),
+            u32_of(len),
+            append,
+        );
+    }
+}
