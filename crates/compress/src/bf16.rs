@@ -2,6 +2,7 @@
 
 use crate::cast::{Cast, Format};
 use crate::chunked::Chunked;
+use crate::simd::Hand;
 use crate::wire::CodecId;
 
 /// bfloat16, the upper half of f32, rounded to nearest, ties to even. `2n` bytes for `n` elements.
@@ -42,6 +43,10 @@ impl Format for Brain16 {
     #[inline(always)]
     fn refused(bytes: [u8; 2]) -> bool {
         u16::from_le_bytes(bytes) & EXPONENT == EXPONENT
+    }
+
+    fn decode_by_hand(hand: Hand, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
+        hand.bf16((), bytes, out)
     }
 }
 

@@ -2,10 +2,11 @@
 //! is a [`Quantizer`].
 
 use crate::CompressError;
-use crate::chunked::{Chunked, Chunks, INFINITE, Values, max_magnitude, sum};
+use crate::aside::{Aside, Way};
+use crate::chunked::{Chunked, Chunks, INFINITE, Pass, Values, max_magnitude, sum};
 use crate::noise::Noise;
 use crate::pack::{GROUP, pack, packed_len, padding_is_zero, unpack};
-use crate::simd::{Kernel, Level};
+use crate::simd::{Hand, Kernel, Level, Lossy, prefetch};
 use crate::wire::CodecId;
 
 /// The largest block. A block should fit a cache, and its size a header.
@@ -59,6 +60,21 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     fn decode(fit: &Self::Fit, code: u32) -> f32;
     /// Whether no encoder writes this code.
     fn refused(code: u32) -> bool;
+    /// Encodes full runs of values in the processor's own instructions; how many. Not for noise.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    #[must_use]
+    fn encode_by_hand(_: Hand, _: &Self::Fit, _: Lossy<'_>, _: &mut [u8]) -> usize {
+        0
+    }
+    /// Decodes full runs of a block's first codes in the processor's own instructions; how many elements, and whether one is
+    /// refused.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    #[must_use]
+    fn decode_by_hand(_: Hand, _: &Self::Fit, _: &[u8], _: &mut [f32]) -> (usize, bool) {
+        (0, false)
+    }
 }
 
 /// The method `Q` with codes of `BITS` bits, in blocks.
@@ -142,18 +158,38 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Chunks for Block<Q, BITS> {
         Ok(Self { block: check_block(word & 0xff_ffff)?, ..*self })
     }
 
-    fn encode(&self, level: Level, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool {
-        let run = (at / self.block) as u64 * self.block.div_ceil(GROUP) as u64;
+    fn encode(&self, pass: &mut Pass, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool {
+        let group = (at / self.block) as u64 * self.block.div_ceil(GROUP) as u64;
+        let Pass { level, aside } = pass;
         if self.quantizer.noisy() {
-            level.run(Encode::<Q, BITS, true> { format: self, values, out, noise, run })
+            level.run(Encode::<Q, BITS, true> {
+                format: self,
+                values,
+                out,
+                noise,
+                group,
+                level: *level,
+                aside,
+            })
         } else {
-            level.run(Encode::<Q, BITS, false> { format: self, values, out, noise, run })
+            level.run(Encode::<Q, BITS, false> {
+                format: self,
+                values,
+                out,
+                noise,
+                group,
+                level: *level,
+                aside,
+            })
         }
     }
 
-    fn decode(&self, level: Level, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
-        let count = out.len();
-        let Some(bad) = level.run(Decode::<Q, BITS> { format: self, bytes, out }) else { return Ok(()) };
+    fn decode(&self, pass: &mut Pass, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
+        let (count, Pass { level, aside }) = (out.len(), pass);
+        let Some(bad) = level.run(Decode::<Q, BITS> { format: self, bytes, out, level: *level, aside })
+        else {
+            return Ok(());
+        };
         let (start, bytes) = (bad * self.block, &bytes[bad * self.block_bytes()..]);
         let count = self.block.min(count - start);
         Err(Self::culprit((at + start) / self.block, at + start, count, &bytes[..self.bytes(count)]))
@@ -166,8 +202,10 @@ struct Encode<'a, Q, const BITS: u32, const NOISY: bool> {
     values: Values<'a>,
     out: &'a mut [u8],
     noise: Noise,
-    /// The number of the first block's first run of noise.
-    run: u64,
+    /// The number of the first block's first group of noise.
+    group: u64,
+    level: Level,
+    aside: &'a mut Aside,
 }
 
 impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'_, Q, BITS, NOISY> {
@@ -176,17 +214,19 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
     fn run(self) -> bool {
-        let Self { format: &Block { quantizer, block }, values, out, noise, mut run } = self;
+        let Self { format: &Block { quantizer, block }, values, out, noise, mut group, level, aside } = self;
+        let hand = if NOISY { None } else { level.hand() };
         let (mut rest, mut codes, mut offsets) = (values, [0; GROUP], [0.0; GROUP]);
         for out in out.chunks_mut(format_bytes::<Q, BITS>(block)) {
             let len = block.min(rest.len());
             let (head, bytes) = out.split_at_mut(Q::HEADER);
             let (values, next) = rest.split_at(len);
-            // The values are `x`, or the sums in `next`, which then become what is lost.
+            // The values are `x`, or sums, which then become what is lost.
             let ((max, surveyed), mut values) = match values {
                 Values::Read(x) => (Q::survey(Values::Read(x)), Source::Read(x)),
                 Values::Feedback { x, e, next } => {
-                    (Q::survey(Values::Feedback { x, e, next: &mut *next }), Source::Rest(next))
+                    let (sums, way) = aside.lend(next);
+                    (Q::survey(Values::Feedback { x, e, next: &mut *sums }), Source::Rest { sums, x, e, way })
                 }
             };
             if max >= INFINITE {
@@ -200,36 +240,69 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
             match fit {
                 // What a header of zeros says is zero, also where a table of values happens to be.
                 Some(fit) if !is_zero::<Q, BITS>(head) => {
-                    for (g, start) in (0..len).step_by(GROUP).enumerate() {
+                    let by_hand = |values: Lossy<'_>, start: usize, bytes: &mut [u8]| {
+                        let bytes = &mut bytes[start * BITS as usize / 8..];
+                        hand.map_or(0, |hand| Q::encode_by_hand(hand, &fit, values, bytes))
+                    };
+                    let mut start = 0;
+                    while start < len {
                         if NOISY {
-                            noise.offsets(run + g as u64, &mut offsets);
+                            noise.offsets(group + (start / GROUP) as u64, &mut offsets);
                         }
-                        let codes = &mut codes[..GROUP.min(len - start)];
-                        match &mut values {
+                        let end = len.min(start + GROUP);
+                        let done = match &mut values {
                             Source::Read(x) => {
-                                for ((code, x), offset) in codes.iter_mut().zip(&x[start..]).zip(&offsets) {
+                                let x = &x[start..end];
+                                come_near(x, len);
+                                let done = by_hand(Lossy::Read(x), start, bytes);
+                                for ((code, x), offset) in codes.iter_mut().zip(&x[done..]).zip(&offsets) {
                                     *code = Q::encode::<NOISY>(&fit, *x, *offset);
                                 }
+                                done
                             }
-                            Source::Rest(v) => {
-                                for ((code, v), offset) in codes.iter_mut().zip(&mut v[start..]).zip(&offsets)
+                            Source::Rest { sums, x, e, way } => {
+                                let v = &mut sums[start..end];
+                                come_near(&x[start..end], len);
+                                come_near(&e[start..end], len);
+                                let done = by_hand(Lossy::Lose(v), start, bytes);
+                                for ((code, v), offset) in codes.iter_mut().zip(&mut v[done..]).zip(&offsets)
                                 {
                                     *code = Q::encode::<NOISY>(&fit, *v, *offset);
                                     *v -= Q::decode(&fit, *code);
                                 }
+                                way.take(start, v);
+                                done
                             }
+                        };
+                        if start + done < end {
+                            pack::<BITS>(&codes[..end - start - done], start + done, len, bytes);
                         }
-                        pack::<BITS>(codes, start, len, bytes);
+                        start = end;
                     }
                 }
                 _ => {
                     head.fill(0);
                     bytes.fill(0);
+                    values.keep();
                 }
             }
-            (rest, run) = (next, run + block.div_ceil(GROUP) as u64);
+            (rest, group) = (next, group + block.div_ceil(GROUP) as u64);
         }
         false
+    }
+}
+
+/// Of how many elements a block is too long for the processor to see the next one coming while it goes over this one again.
+const LONG: usize = 1024;
+
+/// Asks for the group a block behind the one that `x` begins with.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn come_near(x: &[f32], block: usize) {
+    if block >= LONG
+        && let Some(group) = x.first_chunk::<GROUP>()
+    {
+        prefetch(group, block);
     }
 }
 
@@ -237,8 +310,8 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
 enum Source<'a> {
     /// To be encoded.
     Read(&'a [f32]),
-    /// To be encoded, and replaced by what was lost.
-    Rest(&'a mut [f32]),
+    /// Sums `x + e`, to be encoded, and replaced by what is lost, which then goes its way.
+    Rest { sums: &'a mut [f32], x: &'a [f32], e: &'a [f32], way: Way<'a> },
 }
 
 impl Source<'_> {
@@ -247,7 +320,14 @@ impl Source<'_> {
     fn get(&self) -> &[f32] {
         match self {
             Self::Read(x) => x,
-            Self::Rest(v) => v,
+            Self::Rest { sums, .. } => sums,
+        }
+    }
+
+    /// Nothing was sent of these values.
+    fn keep(&mut self) {
+        if let Self::Rest { sums, way, .. } = self {
+            way.take(0, sums);
         }
     }
 }
@@ -257,6 +337,8 @@ struct Decode<'a, Q, const BITS: u32> {
     format: &'a Block<Q, BITS>,
     bytes: &'a [u8],
     out: &'a mut [f32],
+    level: Level,
+    aside: &'a mut Aside,
 }
 
 impl<Q: Quantizer<BITS>, const BITS: u32> Kernel for Decode<'_, Q, BITS> {
@@ -278,14 +360,18 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Kernel for Decode<'_, Q, BITS> {
                 continue;
             }
             let Ok(fit) = Q::read(head) else { return Some(i) };
-            let (count, mut bad) = (out.len(), !padding_is_zero(BITS, out.len(), bytes));
-            for (g, out) in out.chunks_mut(GROUP).enumerate() {
+            let (count, hand) = (out.len(), self.aside.hand(self.level, out));
+            let (done, refused) = hand.map_or((0, false), |hand| Q::decode_by_hand(hand, &fit, bytes, out));
+            let mut bad = refused | !padding_is_zero(BITS, count, bytes);
+            for (g, out) in out[done..].chunks_mut(GROUP).enumerate() {
                 let codes = &mut codes[..out.len()];
-                unpack::<BITS>(bytes, g * GROUP, count, codes);
-                for (out, code) in out.iter_mut().zip(&*codes) {
+                unpack::<BITS>(bytes, done + g * GROUP, count, codes);
+                let (values, mut way) = self.aside.lend(out);
+                for (value, code) in values.iter_mut().zip(&*codes) {
                     bad |= Q::refused(*code);
-                    *out = Q::decode(&fit, *code);
+                    *value = Q::decode(&fit, *code);
                 }
+                way.take(0, values);
             }
             if bad {
                 return Some(i);

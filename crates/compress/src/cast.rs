@@ -4,9 +4,10 @@
 use std::marker::PhantomData;
 
 use crate::CompressError;
-use crate::chunked::{Chunked, Chunks, INFINITE, Values, magnitude};
+use crate::aside::Aside;
+use crate::chunked::{Chunked, Chunks, INFINITE, Pass, Values, magnitude};
 use crate::noise::Noise;
-use crate::simd::{Kernel, Level};
+use crate::simd::{Hand, Kernel};
 use crate::wire::CodecId;
 
 /// A number format. The functions must be branch-free and `#[inline(always)]`, so that the loops become vector code.
@@ -23,6 +24,14 @@ pub trait Format: Copy + std::fmt::Debug + Send + Sync {
     fn decode(bytes: Self::Bytes) -> f32;
     /// Whether no encoder writes this.
     fn refused(bytes: Self::Bytes) -> bool;
+    /// Encodes some of the first elements in the processor's own instructions; how many, and the largest magnitude.
+    fn encode_by_hand(_: Hand, _: &[f32], _: &mut [u8]) -> (usize, i32) {
+        (0, 0)
+    }
+    /// Decodes some of the first elements in the processor's own instructions; how many, and whether one is refused.
+    fn decode_by_hand(_: Hand, _: &[u8], _: &mut [f32]) -> (usize, bool) {
+        (0, false)
+    }
 }
 
 /// Every element alone, in the format `F`.
@@ -54,17 +63,28 @@ impl<F: Format> Chunks for Cast<F> {
         len.saturating_mul(size_of::<F::Bytes>())
     }
 
-    fn encode(&self, level: Level, _: usize, values: Values<'_>, out: &mut [u8], _: Noise) -> bool {
-        let out = bytemuck::cast_slice_mut(out);
+    fn encode(&self, pass: &mut Pass, _: usize, values: Values<'_>, out: &mut [u8], _: Noise) -> bool {
+        let Pass { level, aside } = pass;
         match values {
-            Values::Read(x) => level.run(Encode::<F> { x, out }) && !F::EXACT,
-            Values::Feedback { x, e, next } => level.run(EncodeResidual::<F> { x, e, next, out }),
+            Values::Read(x) => {
+                let (done, max) = level.hand().map_or((0, 0), |hand| F::encode_by_hand(hand, x, out));
+                let out = bytemuck::cast_slice_mut(out);
+                let refused = level.run(Encode::<F> { x: &x[done..], out: &mut out[done..] });
+                !F::EXACT && (refused || max >= INFINITE)
+            }
+            Values::Feedback { x, e, next } => {
+                let out = bytemuck::cast_slice_mut(out);
+                level.run(EncodeResidual::<F> { x, e, next, out, aside })
+            }
         }
     }
 
-    fn decode(&self, level: Level, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
+    fn decode(&self, pass: &mut Pass, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
         let codes: &[F::Bytes] = bytemuck::cast_slice(bytes);
-        if level.run(Decode::<F> { codes, out }) {
+        let Pass { level, aside } = pass;
+        let hand = aside.hand(*level, out);
+        let (done, refused) = hand.map_or((0, false), |hand| F::decode_by_hand(hand, bytes, out));
+        if refused | level.run(Decode::<F> { codes: &codes[done..], out: &mut out[done..], aside }) {
             let index = codes.iter().position(|c| F::refused(*c)).expect("the kernel saw one");
             let code = codes[index].as_ref().iter().rev().fold(0, |code, byte| code << 8 | u32::from(*byte));
             return Err(CompressError::Code { index: at + index, code });
@@ -94,12 +114,16 @@ impl<F: Format> Kernel for Encode<'_, F> {
     }
 }
 
+/// Elements that are made and then written past the caches, if they are.
+const RUN: usize = 512;
+
 /// `v = x + e; out = C(v); next = v - D(C(v))`; true if some `v` is not finite.
 struct EncodeResidual<'a, F: Format> {
     x: &'a [f32],
     e: &'a [f32],
     next: &'a mut [f32],
     out: &'a mut [F::Bytes],
+    aside: &'a mut Aside,
 }
 
 impl<F: Format> Kernel for EncodeResidual<'_, F> {
@@ -109,12 +133,17 @@ impl<F: Format> Kernel for EncodeResidual<'_, F> {
     #[inline(always)]
     fn run(self) -> bool {
         let mut max = 0;
-        for (((out, x), e), next) in self.out.iter_mut().zip(self.x).zip(self.e).zip(self.next) {
-            let v = x + e;
-            max = max.max(magnitude(v));
-            let code = F::encode(v);
-            *out = code;
-            *next = v - F::decode(code);
+        let runs = self.x.chunks(RUN).zip(self.e.chunks(RUN));
+        for (((x, e), next), out) in runs.zip(self.next.chunks_mut(RUN)).zip(self.out.chunks_mut(RUN)) {
+            let (values, mut way) = self.aside.lend(next);
+            for (((out, x), e), value) in out.iter_mut().zip(x).zip(e).zip(&mut *values) {
+                let v = x + e;
+                max = max.max(magnitude(v));
+                let code = F::encode(v);
+                *out = code;
+                *value = v - F::decode(code);
+            }
+            way.take(0, values);
         }
         max >= INFINITE
     }
@@ -124,6 +153,7 @@ impl<F: Format> Kernel for EncodeResidual<'_, F> {
 struct Decode<'a, F: Format> {
     codes: &'a [F::Bytes],
     out: &'a mut [f32],
+    aside: &'a mut Aside,
 }
 
 impl<F: Format> Kernel for Decode<'_, F> {
@@ -133,9 +163,13 @@ impl<F: Format> Kernel for Decode<'_, F> {
     #[inline(always)]
     fn run(self) -> bool {
         let mut bad = false;
-        for (out, code) in self.out.iter_mut().zip(self.codes) {
-            bad |= F::refused(*code);
-            *out = F::decode(*code);
+        for (out, codes) in self.out.chunks_mut(RUN).zip(self.codes.chunks(RUN)) {
+            let (values, mut way) = self.aside.lend(out);
+            for (value, code) in values.iter_mut().zip(codes) {
+                bad |= F::refused(*code);
+                *value = F::decode(*code);
+            }
+            way.take(0, values);
         }
         bad
     }

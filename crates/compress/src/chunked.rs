@@ -1,17 +1,16 @@
 //! Codecs of a fixed rate that encode every chunk of a vector on its own: one loop over chunks for all of them, alone or
 //! on several threads, with and without feedback. Knows no format: that is a [`Chunks`].
 
+use crate::aside::Aside;
 use crate::compressor::Memoryless;
 use crate::noise::Noise;
-use crate::simd::{Level, Stream};
+use crate::simd::Level;
 use crate::threads;
 use crate::wire::{CodecId, HEADER, check_body};
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
 /// Elements, roughly, that are encoded and hashed at a time: few enough that all the buffers stay near.
 const CHUNK: usize = 2048;
-/// The longest chunk that is made beside the vector, and then written past the caches.
-const ASIDE: usize = 4096;
 
 /// How one chunk becomes bytes.
 ///
@@ -37,10 +36,24 @@ pub trait Chunks: Clone + std::fmt::Debug + Send + Sync {
 
     /// Encodes whole units, the first of them with the element `at`, into exactly their bytes, with noise for codecs
     /// that draw; true if it must refuse a value that is not finite (then nothing else matters).
-    fn encode(&self, level: Level, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool;
+    fn encode(&self, pass: &mut Pass, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool;
 
     /// Decodes whole units, the first of them with the element `at`.
-    fn decode(&self, level: Level, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError>;
+    fn decode(&self, pass: &mut Pass, at: usize, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError>;
+}
+
+/// How a thread goes over a vector: with which instructions, and where it makes the values that it writes.
+#[derive(Debug)]
+pub struct Pass {
+    pub(crate) level: Level,
+    pub(crate) aside: Aside,
+}
+
+impl Pass {
+    /// Over a short vector.
+    pub(crate) fn short(level: Level) -> Self {
+        Self { level, aside: Aside::Not }
+    }
 }
 
 /// What a chunk is made of.
@@ -82,6 +95,14 @@ impl Values<'_> {
                     (x.split_at(mid), e.split_at(mid), next.split_at_mut(mid));
                 (Self::Feedback { x: xa, e: ea, next: na }, Self::Feedback { x: xb, e: eb, next: nb })
             }
+        }
+    }
+
+    /// The same once more.
+    fn again(&mut self) -> Values<'_> {
+        match self {
+            Self::Read(x) => Values::Read(x),
+            Self::Feedback { x, e, next } => Values::Feedback { x, e, next },
         }
     }
 
@@ -151,9 +172,9 @@ impl<C: Chunks> Chunked<C> {
         })
     }
 
-    /// How chunks of a vector of `len` elements are written past the caches, if they are.
-    fn stream(&self, len: usize) -> Option<Stream> {
-        Stream::for_len(self.level, len).filter(|_| self.chunk() <= ASIDE)
+    /// How a part of so many elements is gone over.
+    fn pass(&self, len: usize) -> Pass {
+        Pass { level: self.level, aside: Aside::new(self.level, len, self.chunk()) }
     }
 
     /// Encodes `values`, which begin at `at`, on so many threads; with the checksum of the bytes.
@@ -198,20 +219,12 @@ impl<C: Chunks> Chunked<C> {
         noise: Noise,
         crc: &mut crc32fast::Hasher,
     ) -> Result<(), CompressError> {
-        let mut aside = Aside::new(self.stream(rest.len()));
+        let mut pass = self.pass(rest.len());
         while rest.len() > 0 {
             let len = self.chunk().min(rest.len());
             let (mut values, next) = rest.split_at(len);
             let (bytes, next_out) = out.split_at_mut(self.chunks.bytes(len));
-            let encode = |values: Values<'_>, bytes: &mut [u8]| {
-                self.chunks.encode(self.level, at, values, bytes, noise)
-            };
-            let refused = match &mut values {
-                Values::Feedback { x, e, next } => {
-                    aside.write(next, |next| encode(Values::Feedback { x, e, next }, bytes))
-                }
-                Values::Read(x) => encode(Values::Read(x), bytes),
-            };
+            let refused = self.chunks.encode(&mut pass, at, values.again(), bytes, noise);
             if refused {
                 return Err(values.first_non_finite(at));
             }
@@ -231,9 +244,9 @@ impl<C: Chunks> Chunked<C> {
         let (left, middle) = self.halves(pieces, out.len());
         if left == 0 {
             let (chunk, unit) = (self.chunk(), self.chunks.bytes(self.chunk()));
-            let mut aside = Aside::new(self.stream(out.len()));
+            let mut pass = self.pass(out.len());
             for (i, (out, bytes)) in out.chunks_mut(chunk).zip(body.chunks(unit)).enumerate() {
-                aside.write(out, |out| self.chunks.decode(self.level, at + i * chunk, bytes, out))?;
+                self.chunks.decode(&mut pass, at + i * chunk, bytes, out)?;
             }
             return Ok(());
         }
@@ -245,28 +258,6 @@ impl<C: Chunks> Chunked<C> {
             let b = b.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             a.and(b)
         })
-    }
-}
-
-/// Where a chunk is made that is then written past the caches.
-#[expect(clippy::large_enum_variant, reason = "it is made once for a vector, on the stack")]
-enum Aside {
-    Not,
-    There([f32; ASIDE], Stream),
-}
-
-impl Aside {
-    fn new(stream: Option<Stream>) -> Self {
-        stream.map_or(Self::Not, |stream| Self::There([0.0; ASIDE], stream))
-    }
-
-    /// Lets `make` fill all of `out`.
-    fn write<R>(&mut self, out: &mut [f32], make: impl FnOnce(&mut [f32]) -> R) -> R {
-        let Self::There(aside, stream) = self else { return make(out) };
-        let aside = &mut aside[..out.len()];
-        let result = make(aside);
-        stream.copy(aside, out);
-        result
     }
 }
 

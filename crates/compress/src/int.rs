@@ -5,6 +5,7 @@ use crate::CompressError;
 use crate::block::{Block, DEFAULT_BLOCK, Quantizer};
 use crate::chunked::Chunked;
 use crate::norm::root_mean_square;
+use crate::simd::{Hand, Lossy};
 use crate::wire::CodecId;
 
 /// `1.5 * 2^23`: adding it rounds to an integer, ties to even, and leaves the integer in the low bits.
@@ -203,6 +204,26 @@ impl<const BITS: u32> Quantizer<BITS> for Int {
     #[inline(always)]
     fn refused(code: u32) -> bool {
         code == 1 << (BITS - 1)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode_by_hand(hand: Hand, fit: &Scale, values: Lossy<'_>, bytes: &mut [u8]) -> usize {
+        match BITS {
+            8 => hand.encode_int8(*fit, values, bytes),
+            4 => hand.encode_int4(*fit, values, bytes),
+            _ => 0,
+        }
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode_by_hand(hand: Hand, fit: &Scale, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
+        match BITS {
+            8 => hand.int8(*fit, bytes, out),
+            4 => hand.int4(*fit, bytes, out),
+            _ => (0, false),
+        }
     }
 }
 

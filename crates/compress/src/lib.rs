@@ -29,6 +29,7 @@ pub mod spec;
 pub mod device;
 pub mod mutate;
 
+mod aside;
 mod cast;
 mod chunked;
 mod error;

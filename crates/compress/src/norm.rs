@@ -5,11 +5,17 @@ use crate::chunked::{Values, magnitude};
 
 const LANES: usize = 32;
 const RUN: usize = 1024;
+/// Magnitudes below this, `2^100`, are summed as they are: so many as a block has do not overflow, and none is so small that
+/// its sums would be rounded otherwise than those of larger ones.
+const UNSCALED: f32 = f32::from_bits((127 + 100) << 23);
 
 /// The mean magnitude of `x`, whose largest is `max`.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn mean_magnitude(max: f32, x: &[f32]) -> f32 {
+    if max < UNSCALED {
+        return sum(x, 1.0, f32::abs) / x.len() as f32;
+    }
     let power = Power::of(max);
     sum(x, power.down(), f32::abs) / x.len() as f32 * power.up()
 }
@@ -81,9 +87,7 @@ pub(crate) fn survey(values: Values<'_>) -> (i32, f32) {
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn surveyed_mean_magnitude(max: f32, total: f32, x: &[f32]) -> f32 {
-    // Dividing by a power of two that is at most 1 makes nothing subnormal and nothing infinite, so that it is exact, and the
-    // sum is the same without it.
-    if max < 2.0 { total / x.len() as f32 } else { mean_magnitude(max, x) }
+    if max < UNSCALED { total / x.len() as f32 } else { mean_magnitude(max, x) }
 }
 
 /// Sums and maxima that run beside each other.

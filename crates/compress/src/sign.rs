@@ -4,6 +4,7 @@ use crate::CompressError;
 use crate::block::{Block, Quantizer};
 use crate::chunked::{Chunked, Values};
 use crate::norm::{root_mean_square, survey, surveyed_mean_magnitude};
+use crate::simd::{Hand, Lossy};
 use crate::wire::CodecId;
 
 /// The block of [`Sign::default`]: a scale of four bytes costs 0.8 % of the signs, and the block stays in the first-level
@@ -106,5 +107,17 @@ impl Quantizer<1> for SignBit {
     #[inline(always)]
     fn refused(_: u32) -> bool {
         false
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn encode_by_hand(hand: Hand, scale: &f32, values: Lossy<'_>, bytes: &mut [u8]) -> usize {
+        hand.encode_sign(*scale, values, bytes)
+    }
+
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn decode_by_hand(hand: Hand, scale: &f32, bytes: &[u8], out: &mut [f32]) -> (usize, bool) {
+        hand.sign(*scale, bytes, out)
     }
 }

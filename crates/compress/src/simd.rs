@@ -3,8 +3,14 @@
 //! reassociates), so they give the same bytes; a test over all codecs says so.
 #![expect(
     unsafe_code,
-    reason = "functions compiled for AVX2, after the processor was asked; stores past the caches"
+    reason = "functions compiled for AVX2, after the processor was asked; stores past the caches; hints to them"
 )]
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod hand;
+
+pub(crate) use hand::{Hand, Lossy};
 
 /// A loop over plain slices. `run` must be `#[inline(always)]`, or it stays compiled for the baseline.
 pub(crate) trait Kernel {
@@ -12,9 +18,9 @@ pub(crate) trait Kernel {
     fn run(self) -> Self::Output;
 }
 
-/// Which version of the kernels to run. Only [`Level::detect`] makes one that is not portable.
+/// Which version of the kernels to run; every processor with AVX2 has F16C, which are one level here. Only [`Level::detect`] makes one that is not portable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Level {
+pub(crate) struct Level {
     avx2: bool,
 }
 
@@ -26,10 +32,17 @@ impl Level {
     /// The best that this processor has.
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
-        let avx2 = is_x86_feature_detected!("avx2");
+        let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c");
         #[cfg(not(target_arch = "x86_64"))]
         let avx2 = false;
         Self { avx2 }
+    }
+
+    /// Leave to encode by hand.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    pub(crate) fn hand(self) -> Option<Hand> {
+        Hand::new(self, None, &[])
     }
 
     /// Runs `kernel`.
@@ -57,6 +70,8 @@ impl Stream {
     }
 
     /// `to = from`, of equal lengths. Other threads may look at it once `self` is dropped.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
     pub(crate) fn copy(&self, from: &[f32], to: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
         if self.0.avx2 {
@@ -79,24 +94,45 @@ impl Drop for Stream {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2")]
+#[inline]
 fn stream_avx2(from: &[f32], to: &mut [f32]) {
-    use std::arch::x86_64::{_mm256_loadu_ps, _mm256_stream_ps};
+    use std::arch::x86_64::{_mm_stream_si32, _mm256_loadu_ps, _mm256_stream_ps};
     assert_eq!(from.len(), to.len());
+    let one = |(from, to): (&f32, &mut f32)| {
+        // SAFETY: an f32 is aligned to four bytes, as this store wants it.
+        unsafe { _mm_stream_si32(std::ptr::from_mut(to).cast(), from.to_bits().cast_signed()) };
+    };
+    // No line of the cache gets both kinds of stores: ordinary ones would read it.
     let head = to.as_ptr().align_offset(32).min(to.len());
     let ((from_head, from), (to_head, to)) = (from.split_at(head), to.split_at_mut(head));
-    to_head.copy_from_slice(from_head);
+    from_head.iter().zip(to_head).for_each(one);
     let ((from, from_tail), (to, to_tail)) = (from.as_chunks::<8>(), to.as_chunks_mut::<8>());
     for (from, to) in from.iter().zip(to) {
         // SAFETY: both are eight elements, and `to` is at a multiple of 32 bytes from the first one on.
         unsafe { _mm256_stream_ps(to.as_mut_ptr(), _mm256_loadu_ps(from.as_ptr())) };
     }
-    to_tail.copy_from_slice(from_tail);
+    from_tail.iter().zip(to_tail).for_each(one);
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,f16c")]
 fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
     kernel.run()
+}
+
+/// Asks the memory for as many lines as `x` has, from `ahead` elements behind its first on, also where no vector is any more:
+/// it is only a hint.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+pub(crate) fn prefetch<const N: usize>(x: &[f32; N], ahead: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for at in (0..N).step_by(16) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: every x86-64 processor has SSE, and a prefetch of any address at all is harmless.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().wrapping_add(ahead + at).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (x, ahead);
 }
 
 #[cfg(test)]
@@ -155,5 +191,68 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Long vectors go past the caches, to addresses that are more or less aligned.
+    #[test]
+    fn long_vectors_come_out_the_same_wherever_they_lie() {
+        type Pair = (Box<dyn Memoryless>, Box<dyn Memoryless>);
+        macro_rules! both {
+            ($codec:expr) => {
+                (Box::new($codec), Box::new($codec.portable()))
+            };
+        }
+        let table: [Pair; 7] = [
+            both!(F16::new()),
+            both!(Bf16::new()),
+            both!(Int8::new(100).unwrap()),
+            both!(Int4::new(128).unwrap()),
+            both!(Int4::new(999).unwrap()),
+            both!(Sign::default()),
+            both!(Sign::l1(5000).unwrap()),
+        ];
+        let n = super::LONG + 77;
+        let (mut x, mut e) = (vec![0.0; n], vec![0.0; n]);
+        Philox::new(1, 0).fill_normal(1.0, &mut x);
+        Philox::new(2, 0).fill_normal(0.1, &mut e);
+        // Blocks of zeros are written otherwise.
+        x[4096..12_288].fill(0.0);
+        e[4096..12_288].fill(0.0);
+        for (mut fast, mut portable) in table {
+            let run = |codec: &mut Box<dyn Memoryless>, from: usize| {
+                let (mut p, mut next, mut out) = (Payload::new(), vec![1.0; n + from], vec![1.0; n + from]);
+                codec.compress_residual(&x, &e, &mut next[from..], RoundKey::default(), &mut p).unwrap();
+                codec.decompress(p.view(), &mut out[from..]).unwrap();
+                assert!(next[..from].iter().chain(&out[..from]).all(|v| v.to_bits() == 1_f32.to_bits()));
+                let bits = |v: &[f32]| v[from..].iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+                (p, bits(&next), bits(&out))
+            };
+            let wanted = run(&mut portable, 0);
+            for from in [0, 1, 4] {
+                assert!(run(&mut fast, from) == wanted, "{fast:?} from {from}");
+            }
+        }
+    }
+
+    /// A code that no encoder writes is found wherever it stands, also by what is written by hand.
+    #[test]
+    fn refused_codes_are_found_everywhere() {
+        let n = 300;
+        let x = vec![1.0; n];
+        let refused = |codec: &mut dyn Memoryless, head: usize, len: usize, spoil: &dyn Fn(&mut u8)| {
+            let mut p = Payload::new();
+            codec.compress(&x, RoundKey::default(), &mut p).unwrap();
+            let mut out = vec![0.0; n];
+            for at in head..len {
+                let mut bytes = p.as_bytes().to_vec();
+                spoil(&mut bytes[28 + at]);
+                crate::mutate::reseal(&mut bytes);
+                let result = codec.decompress(crate::PayloadRef::parse(&bytes).unwrap(), &mut out);
+                assert!(result.is_err(), "{codec:?} byte {at}");
+            }
+        };
+        refused(&mut Int8::new(300).unwrap(), 6, 306, &|b| *b = 0x80);
+        refused(&mut Int4::new(300).unwrap(), 6, 156, &|b| *b = *b & 0x0f | 0x80);
+        refused(&mut Int4::new(300).unwrap(), 6, 156, &|b| *b = *b & 0xf0 | 0x08);
     }
 }

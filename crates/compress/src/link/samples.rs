@@ -1,7 +1,7 @@
 //! What is held of a sample: its length, and how its values lie in few bytes. Knows no store and no wire.
 
 use crate::cast::Format;
-use crate::chunked::{Chunks, Values};
+use crate::chunked::{Chunks, Pass, Values};
 use crate::f16::Binary16;
 use crate::noise::Noise;
 use crate::simd::Level;
@@ -95,8 +95,8 @@ impl Samples {
                     *code = Binary16::encode(*value);
                 }
             }
-            Held::Int8 => _ = int8().encode(Level::detect(), 0, Values::Read(values), out, noise),
-            Held::Int4 => _ = int4().encode(Level::detect(), 0, Values::Read(values), out, noise),
+            Held::Int8 => _ = int8().encode(&mut Pass::short(Level::detect()), 0, Values::Read(values), out, noise),
+            Held::Int4 => _ = int4().encode(&mut Pass::short(Level::detect()), 0, Values::Read(values), out, noise),
         }
     }
 
@@ -106,8 +106,8 @@ impl Samples {
     pub(super) fn read(&self, bytes: &[u8], out: &mut [f32]) -> Result<(), CompressError> {
         match self.held {
             Held::F16 => read_f16(bytes, out),
-            Held::Int8 => int8().decode(Level::detect(), 0, bytes, out),
-            Held::Int4 => int4().decode(Level::detect(), 0, bytes, out),
+            Held::Int8 => int8().decode(&mut Pass::short(Level::detect()), 0, bytes, out),
+            Held::Int4 => int4().decode(&mut Pass::short(Level::detect()), 0, bytes, out),
         }
     }
 
