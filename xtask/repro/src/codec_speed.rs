@@ -40,13 +40,14 @@ const INT8: &[&str] = &["torch int8 group128", "bnb blockwise 8bit", "hivemind B
 const INT4: &[&str] = &["torch 4bit group128+pack", "bnb nf4"];
 const TOP: &[&str] = &["torch.topk 1%", "torch sampled-threshold 1%", "numpy.argpartition 1%"];
 
-const RIVALS: [Rival; 12] = [
+const RIVALS: [Rival; 13] = [
     rival("sign+ef", &["sign 1bit+EF (torch+np.packbits)"], Some(4.0), Some(2.0), true),
     rival("sign", &[], None, None, true),
     rival("int4:128", INT4, Some(5.0), Some(2.0), true),
     rival("int4:128+ef", &[], None, None, true),
     rival("int8:128", INT8, Some(3.0), Some(1.0), true),
     rival("int8:128+ef", &[], None, None, true),
+    rival("int8:2048", &["torch.quantize_per_tensor int8"], None, Some(1.0), false),
     rival("topk:0.01", TOP, Some(3.0), Some(1.0), false),
     rival("sampled:0.01", TOP, None, Some(1.0), false),
     rival("bf16", &["torch.to(bfloat16)"], None, Some(1.0), false),
