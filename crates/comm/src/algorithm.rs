@@ -1,8 +1,10 @@
 //! Which all-reduce: the algorithms by name, and the choice among them by what they cost on declared links.
 
+use std::fmt;
+use std::str::FromStr;
+
 use farflung_base::{Bandwidth, Bytes, Nanos, Rank, Topology};
 
-use crate::FRAME_BYTES;
 use crate::butterfly::{butterfly, direct, shares};
 use crate::cost::cost;
 use crate::doubling::{halving_doubling, recursive_doubling};
@@ -11,6 +13,7 @@ use crate::inbox::WINDOW;
 use crate::ring::{bidirectional_ring, everyone, pipelined_ring, ring};
 use crate::steps::Program;
 use crate::tree::double_tree;
+use crate::{CommError, FRAME_BYTES};
 
 /// A chunk that is smaller is not worth messages of its own.
 const LEAST_CHUNK: u64 = 16 * 1024;
@@ -25,7 +28,7 @@ const AHEAD: usize = 4 * WINDOW;
 const MOST_CHUNKS: usize = 256;
 
 /// Which all-reduce.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 #[non_exhaustive]
 pub enum Algorithm {
     /// [`ring`]; large blocks as a [`pipelined_ring`], a frame of each at a time.
@@ -136,6 +139,34 @@ impl Algorithm {
             }
             _ => all(&|rank| self.program(rank, n)),
         }
+    }
+}
+
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ring => "ring",
+            Self::BidirectionalRing => "bidirectional-ring",
+            Self::RecursiveDoubling => "recursive-doubling",
+            Self::HalvingDoubling => "halving-doubling",
+            Self::DoubleTree => "double-tree",
+            Self::Hierarchical => "hierarchical",
+            Self::Direct => "direct",
+            Self::Butterfly => "butterfly",
+            Self::Moshpit => "moshpit",
+            Self::Auto => "auto",
+        })
+    }
+}
+
+impl FromStr for Algorithm {
+    type Err = CommError;
+
+    /// Reads what is printed, such as `double-tree` or `auto`.
+    fn from_str(text: &str) -> Result<Self, CommError> {
+        let mut all = Self::ALL.into_iter().chain([Self::Auto]);
+        let unknown = || CommError::Algorithm { name: text.to_owned() };
+        all.find(|algorithm| algorithm.to_string() == text).ok_or_else(unknown)
     }
 }
 

@@ -56,81 +56,102 @@ enum State {
     Gather(Exchange),
 }
 
-pub(crate) struct CodedReduce {
+/// A reduction's name, this rank among its members, and how its frames are told from others.
+pub(crate) struct Place {
     pub(crate) name: &'static str,
-    data: Vec<f32>,
-    op: ReduceOp,
-    coder: Box<dyn Coder>,
-    me: usize,
-    members: Arc<[PeerId]>,
-    tag: Tag,
-    check: u32,
-    state: State,
+    pub(crate) me: usize,
+    pub(crate) members: Arc<[PeerId]>,
+    pub(crate) tag: Tag,
+    pub(crate) check: u32,
 }
 
-impl CodedReduce {
-    #[expect(clippy::too_many_arguments, reason = "one call site, which has them all at hand")]
-    pub(crate) fn new(
-        name: &'static str,
-        data: Vec<f32>,
-        op: ReduceOp,
-        coder: Box<dyn Coder>,
-        me: usize,
-        members: Arc<[PeerId]>,
-        tag: Tag,
-        check: u32,
-    ) -> Self {
-        Self { name, data, op, coder, me, members, tag, check, state: State::Encode }
+/// What is reduced, and what encodes it.
+pub(crate) struct Work {
+    pub(crate) place: Place,
+    pub(crate) data: Vec<f32>,
+    op: ReduceOp,
+    pub(crate) coder: Box<dyn Coder>,
+}
+
+impl Work {
+    pub(crate) fn new(place: Place, data: Vec<f32>, op: ReduceOp, coder: Box<dyn Coder>) -> Self {
+        Self { place, data, op, coder }
     }
 
-    fn shard(&self, rank: usize) -> Range<usize> {
-        let n = self.members.len();
+    pub(crate) fn shard(&self, rank: usize) -> Range<usize> {
+        let n = self.place.members.len();
         cut(self.data.len(), rank, n)..cut(self.data.len(), rank + 1, n)
     }
 
-    fn exchange(&self, out: Vec<Arc<Vec<u8>>>) -> Exchange {
-        Exchange::new(self.name, self.me, Arc::clone(&self.members), self.tag, self.check, out)
-    }
-
-    fn encode(&mut self, phase: Phase, range: Range<usize>) -> Result<Arc<Vec<u8>>, CommError> {
+    pub(crate) fn encode(&mut self, phase: Phase, range: Range<usize>) -> Result<Arc<Vec<u8>>, CommError> {
+        let Place { name, me, members, .. } = &self.place;
         let mut out = Vec::new();
         let x = &self.data[range.clone()];
-        self.coder.encode(phase, range, x, &mut out).map_err(|e| failed(self.name, e))?;
+        self.coder.encode(phase, range, x, &mut out).map_err(|e| failed(name, e))?;
         if out.len() > MAX_MESSAGE {
-            let peer = self.members[self.me];
-            return Err(CommError::TooLong { op: self.name, peer, max: MAX_MESSAGE });
+            return Err(CommError::TooLong { op: name, peer: members[*me], max: MAX_MESSAGE });
         }
         Ok(Arc::new(out))
     }
 
-    /// Decodes what all ranks sent for the own shard, in their order, reduces it, and encodes the result.
-    fn reduce(&mut self, messages: &[Vec<u8>]) -> Result<Arc<Vec<u8>>, CommError> {
-        let range = self.shard(self.me);
+    /// Decodes what a peer sent for a shard over what is there.
+    pub(crate) fn decode(&mut self, range: Range<usize>, bytes: &[u8]) -> Result<(), CommError> {
+        let out = &mut self.data[range.clone()];
+        self.coder.decode(range, bytes, out).map_err(|e| failed(self.place.name, e))
+    }
+
+    /// Decodes what a peer sent for a shard and adds it to what is there.
+    pub(crate) fn add(&mut self, range: Range<usize>, bytes: &[u8]) -> Result<(), CommError> {
         let mut decoded = vec![0.0; range.len()];
-        for (rank, bytes) in messages.iter().enumerate() {
-            self.coder.decode(range.clone(), bytes, &mut decoded).map_err(|e| failed(self.name, e))?;
-            let own = &mut self.data[range.clone()];
-            if rank == 0 {
-                own.copy_from_slice(&decoded);
-            } else {
-                f32::reduce(ReduceOp::Sum, own, &decoded);
-            }
-        }
+        self.coder.decode(range.clone(), bytes, &mut decoded).map_err(|e| failed(self.place.name, e))?;
+        f32::reduce(ReduceOp::Sum, &mut self.data[range], &decoded);
+        Ok(())
+    }
+
+    /// Encodes the sum of a shard, or its mean.
+    pub(crate) fn encode_reduced(&mut self, range: Range<usize>) -> Result<Arc<Vec<u8>>, CommError> {
         if self.op == ReduceOp::Mean {
-            f32::divide(&mut self.data[range.clone()], messages.len());
+            f32::divide(&mut self.data[range.clone()], self.place.members.len());
         }
         self.encode(Phase::Server, range)
     }
+}
+
+pub(crate) struct CodedReduce {
+    work: Work,
+    state: State,
+}
+
+impl CodedReduce {
+    pub(crate) fn new(place: Place, data: Vec<f32>, op: ReduceOp, coder: Box<dyn Coder>) -> Self {
+        Self { work: Work::new(place, data, op, coder), state: State::Encode }
+    }
+
+    fn exchange(&self, out: Vec<Arc<Vec<u8>>>) -> Exchange {
+        let Place { name, me, members, tag, check } = &self.work.place;
+        Exchange::new(name, *me, Arc::clone(members), *tag, *check, out)
+    }
+
+    /// Decodes what all ranks sent for the own shard, in their order, reduces it, and encodes the result.
+    fn reduce(&mut self, messages: &[Vec<u8>]) -> Result<Arc<Vec<u8>>, CommError> {
+        let range = self.work.shard(self.work.place.me);
+        for (rank, bytes) in messages.iter().enumerate() {
+            if rank == 0 {
+                self.work.decode(range.clone(), bytes)?;
+            } else {
+                self.work.add(range.clone(), bytes)?;
+            }
+        }
+        self.work.encode_reduced(range)
+    }
 
     fn step(&mut self, port: &mut dyn Port) -> Result<bool, CommError> {
+        let n = self.work.place.members.len();
         loop {
             match &mut self.state {
                 State::Encode => {
-                    let shards = (0..self.members.len()).map(|j| self.shard(j)).collect::<Vec<_>>();
-                    let out = shards
-                        .into_iter()
-                        .map(|shard| self.encode(Phase::Worker, shard))
-                        .collect::<Result<_, _>>()?;
+                    let encode = |j| self.work.encode(Phase::Worker, self.work.shard(j));
+                    let out = (0..n).map(encode).collect::<Result<_, _>>()?;
                     self.state = State::Scatter(self.exchange(out));
                 }
                 State::Scatter(exchange) => {
@@ -139,16 +160,14 @@ impl CodedReduce {
                     }
                     let messages = exchange.take();
                     let reduced = self.reduce(&messages)?;
-                    self.state = State::Gather(self.exchange(vec![reduced; self.members.len()]));
+                    self.state = State::Gather(self.exchange(vec![reduced; n]));
                 }
                 State::Gather(exchange) => {
                     if !exchange.step(port)? {
                         return Ok(false);
                     }
                     for (rank, bytes) in exchange.take().iter().enumerate() {
-                        let range = self.shard(rank);
-                        let out = &mut self.data[range.clone()];
-                        self.coder.decode(range, bytes, out).map_err(|e| failed(self.name, e))?;
+                        self.work.decode(self.work.shard(rank), bytes)?;
                     }
                     return Ok(true);
                 }
@@ -173,14 +192,14 @@ impl Body for CodedReduce {
     }
     fn waits_for(&self) -> PeerId {
         match &self.state {
-            State::Encode => self.members[self.me],
+            State::Encode => self.work.place.members[self.work.place.me],
             State::Scatter(exchange) | State::Gather(exchange) => exchange.waits_for(),
         }
     }
     fn progress(&self) -> u32 {
-        progress(self.tag, usize::from(matches!(self.state, State::Gather(_))))
+        progress(self.work.place.tag, usize::from(matches!(self.state, State::Gather(_))))
     }
     fn finish(self) -> Self::Output {
-        (self.data, self.coder)
+        (self.work.data, self.work.coder)
     }
 }

@@ -5,9 +5,12 @@ mod arrivals;
 mod collectives;
 mod membership;
 mod messages;
+mod meter;
 
 pub use arrivals::Look;
 pub use collectives::shift_one;
+pub use meter::Counter;
+use meter::{Counters, Meter};
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -27,6 +30,10 @@ pub(crate) trait Body: Send {
     type Output;
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>>;
     fn waits_for(&self) -> PeerId;
+    /// By which of several ways it is done.
+    fn algorithm(&self) -> Option<Algorithm> {
+        None
+    }
     /// How far it is, as all ranks count: [`progress`].
     fn progress(&self) -> u32 {
         0
@@ -49,12 +56,21 @@ struct Group {
     /// How often it was shrunk.
     shrinks: AtomicU32,
     failed: Mutex<Option<Arc<CommError>>>,
+    counters: Mutex<Counters>,
 }
 
 impl Group {
     fn new(context: u64, me: usize, members: Arc<[PeerId]>) -> Arc<Self> {
         let zero = AtomicU32::default;
-        Arc::new(Self { context, me, members, next: zero(), shrinks: zero(), failed: Mutex::default() })
+        Arc::new(Self {
+            context,
+            me,
+            members,
+            next: zero(),
+            shrinks: zero(),
+            failed: Mutex::default(),
+            counters: Mutex::default(),
+        })
     }
 
     /// Notes the first failure and tells the others, so that they need not wait for their deadlines.
@@ -104,13 +120,29 @@ impl Group {
     }
 }
 
-/// A body with its name, deadline and result; ends its group where it fails, if it belongs to one.
+/// A body with its name, deadline and result; ends its group where it is a collective that fails.
 struct Guard<B: Body> {
     name: &'static str,
     body: Option<B>,
-    group: Option<Arc<Group>>,
+    group: Arc<Group>,
+    /// Whether the group fails with it.
+    collective: bool,
     limit: Nanos,
+    meter: Meter,
     slot: Slot<B::Output>,
+}
+
+impl<B: Body> Guard<B> {
+    /// Adds what the operation did to what its communicator has done.
+    fn count(&mut self, now: Nanos, failed: bool) {
+        let algorithm = self.body.as_ref().and_then(Body::algorithm);
+        let one = self.meter.end(now, failed);
+        let (op, Counter { sent, received, took, .. }) = (self.name, one);
+        let slowest = one.slowest().map(|(peer, waited)| format!("{waited} for {peer}"));
+        tracing::debug!(op, ?algorithm, %sent, %received, %took, slowest, "ended");
+        let mut all = self.group.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        all.entry((op, algorithm)).or_default().add(one);
+    }
 }
 
 impl<B: Body> Task for Guard<B>
@@ -122,9 +154,11 @@ where
     }
     fn poll(&mut self, port: &mut dyn Port) -> Poll<()> {
         let body = self.body.as_mut().expect("a task is not polled after its end");
-        match body.poll(port) {
+        let polled = self.meter.poll(port, |port| (body.poll(port), body.waits_for()));
+        match polled {
             Poll::Pending => return Poll::Pending,
             Poll::Ready(Ok(())) => {
+                self.count(port.now(), false);
                 let body = self.body.take().expect("it was there");
                 put(&self.slot, Ok(body.finish()));
             }
@@ -133,12 +167,14 @@ where
         Poll::Ready(())
     }
     fn fail(&mut self, mut error: CommError, port: &mut dyn Port) {
-        if let Some(group) = &self.group {
+        if self.collective {
+            let group = &self.group;
             if let (CommError::Deadline { peer, .. }, Some(body)) = (&mut error, &self.body) {
                 *peer = group.root_of_waiting(*peer, body.progress(), port);
             }
             group.fail(&error, port);
         }
+        self.count(port.now(), true);
         tracing::debug!(op = self.name, %error, "failed");
         self.body = None;
         put(&self.slot, Err(error));
@@ -150,12 +186,12 @@ where
         self.limit
     }
     fn alarm(&self) -> Nanos {
-        let waits = self.group.is_some() && self.limit < Nanos::MAX;
+        let waits = self.collective && self.limit < Nanos::MAX;
         if waits { Nanos(self.limit.0 - self.limit.0 / 4) } else { Nanos::MAX }
     }
     fn warn(&mut self, port: &mut dyn Port) {
-        if let (Some(group), Some(body)) = (&self.group, &self.body) {
-            group.tell(Channel::Suspect, body.waits_for(), body.progress(), port);
+        if let (true, Some(body)) = (self.collective, &self.body) {
+            self.group.tell(Channel::Suspect, body.waits_for(), body.progress(), port);
         }
     }
 }
@@ -258,6 +294,13 @@ impl Communicator {
     pub fn stats(&self) -> Stats {
         self.transport.stats()
     }
+    /// What the operations of this communicator have done, by name, and all-reduces by algorithm as well: bytes, time,
+    /// and for whom they waited. Those under way are not in it.
+    #[must_use]
+    pub fn counters(&self) -> Vec<(&'static str, Option<Algorithm>, Counter)> {
+        let counters = self.group.counters.lock().unwrap_or_else(PoisonError::into_inner);
+        counters.iter().map(|(&(op, algorithm), counter)| (op, algorithm, counter.clone())).collect()
+    }
     /// The part of a flat buffer of `len` elements that is this rank's share.
     #[must_use]
     pub fn shard(&self, len: usize) -> Range<usize> {
@@ -285,8 +328,9 @@ impl Communicator {
     }
 
     fn guard<B: Body>(&self, name: &'static str, body: B, collective: bool) -> Guard<B> {
-        let group = collective.then(|| Arc::clone(&self.group));
-        Guard { name, body: Some(body), group, limit: self.deadline, slot: Slot::default() }
+        let (meter, slot) = (Meter::default(), Slot::default());
+        let group = Arc::clone(&self.group);
+        Guard { name, body: Some(body), group, collective, limit: self.deadline, meter, slot }
     }
 
     /// Runs a body on this thread.

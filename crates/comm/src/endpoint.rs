@@ -43,6 +43,10 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn taken(&self, from: PeerId, tag: Tag, left: usize);
     /// The endpoint's clock.
     fn now(&self) -> Nanos;
+    /// The clock of an operation that has seen frames up to `seen`.
+    fn clock(&self, seen: Nanos) -> Nanos {
+        seen.max(self.now())
+    }
     /// The time up to which everything has been seen: what deadlines are compared with.
     fn horizon(&self) -> Nanos {
         self.now()
@@ -127,6 +131,9 @@ impl<D: Driver> View<'_, D> {
 impl<D: Driver> Port for View<'_, D> {
     fn me(&self) -> PeerId {
         self.shared.me
+    }
+    fn now(&self) -> Nanos {
+        self.shared.driver.clock(self.clock)
     }
     fn has_room(&mut self, to: PeerId, tag: Tag) -> bool {
         to == self.shared.me || self.shared.inbox.is_down(to) || self.shared.driver.has_room(to, tag)

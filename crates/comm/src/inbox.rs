@@ -23,6 +23,8 @@ pub struct Inbox {
     signal: AtomicU64,
     state: Mutex<State>,
     moved: Condvar,
+    /// How often a waiting thread looks before it sleeps.
+    looks: u32,
 }
 
 /// What the background thread has to do next.
@@ -66,7 +68,7 @@ const fn weight(frame: &Frame) -> usize {
     frame.len() + 512
 }
 
-/// How often a waiting thread looks before it sleeps: some tens of microseconds.
+/// Some tens of microseconds.
 const LOOKS: u32 = 32;
 
 /// Contexts that are remembered beyond their end, and suspicions of a peer.
@@ -102,7 +104,14 @@ impl Inbox {
             retired: VecDeque::new(),
             events: VecDeque::new(),
         };
-        Self { signal: AtomicU64::new(0), state: Mutex::new(state), moved: Condvar::new() }
+        Self { signal: AtomicU64::new(0), state: Mutex::new(state), moved: Condvar::new(), looks: LOOKS }
+    }
+
+    /// For an endpoint that shares its cores with more ranks than there are: whoever waits sleeps at once, since looking
+    /// takes the core from whoever it waits for, and the system spreads over its cores what wakes up, not what looks.
+    #[must_use]
+    pub fn crowded(self) -> Self {
+        Self { looks: 0, ..self }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -360,7 +369,7 @@ impl Inbox {
     /// times, and lets others run in between: what it waits for is often on its way, and waking up takes longer. Where `drive` is given and no other thread
     /// is at it, this thread drives the network with it instead of sleeping.
     pub fn park(&self, seen: u64, role: Role, timeout: impl Fn() -> Nanos, drive: Option<&dyn Fn(Nanos)>) {
-        let looks = if role == Role::Waiter { LOOKS } else { 0 };
+        let looks = if role == Role::Waiter { self.looks } else { 0 };
         if drive.is_none() && self.comes(seen, looks, || {}) {
             return;
         }

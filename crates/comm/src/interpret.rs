@@ -8,14 +8,16 @@ use farflung_base::{PeerId, Rank};
 
 use crate::communicator::{Body, progress};
 use crate::element::{Element, ReduceOp};
+use crate::plans::Plan;
 use crate::steps::{Merge, Program, Step};
 use crate::transport::{Port, Tag};
-use crate::{CommError, FRAME_BYTES, Frame};
+use crate::{Algorithm, CommError, FRAME_BYTES, Frame};
 
 /// A program at work on a buffer of `T`.
 pub(crate) struct Interpreter<T, S> {
     name: &'static str,
     program: Arc<Program>,
+    algorithm: Option<Algorithm>,
     data: S,
     op: ReduceOp,
     check: u32,
@@ -74,7 +76,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
     /// `tag` is the first lane's; the others have the numbers after it.
     pub(crate) fn new(
         name: &'static str,
-        program: Arc<Program>,
+        Plan { program, algorithm }: Plan,
         data: S,
         op: ReduceOp,
         (tag, check): (Tag, u32),
@@ -94,7 +96,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             lane
         };
         let lanes = program.lanes.iter().enumerate().map(lane).collect();
-        Self { name, program, data, op, check, members, lanes, first: 0, element: std::marker::PhantomData }
+        let element = std::marker::PhantomData;
+        Self { name, program, algorithm, data, op, check, members, lanes, first: 0, element }
     }
 
     fn peer(&self, rank: Rank) -> PeerId {
@@ -227,6 +230,10 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
             from.or(unsent.map(|((to, _), _)| *to))
         };
         self.peer((0..self.lanes.len()).find_map(waits).unwrap_or_default())
+    }
+
+    fn algorithm(&self) -> Option<Algorithm> {
+        self.algorithm
     }
 
     fn progress(&self) -> u32 {

@@ -42,7 +42,7 @@ pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
 };
 pub use coded::{Coded, Coder, Phase};
-pub use communicator::{Communicator, Look, shift_one};
+pub use communicator::{Communicator, Counter, Look, shift_one};
 pub use control::{Control, Listed};
 pub use cost::cost;
 pub use doubling::{halving_doubling, recursive_doubling};

@@ -2,7 +2,7 @@
 
 use std::task::Poll;
 
-use farflung_base::PeerId;
+use farflung_base::{PeerId, Rank};
 
 use crate::communicator::{Body, progress};
 use crate::transport::{Port, Tag};
@@ -187,5 +187,46 @@ impl Body for RecvMessage {
     }
     fn finish(self) -> Vec<u8> {
         self.incoming.bytes
+    }
+}
+
+/// One message from whichever peer's comes first. As long as one of them can still send, the loss of another is no
+/// failure.
+pub(crate) struct RecvAny {
+    /// With what has come of each; from the first frame on, one alone.
+    pub(crate) from: Vec<(Rank, PeerId, Incoming)>,
+    pub(crate) tag: Tag,
+}
+
+impl Body for RecvAny {
+    type Output = (Rank, Vec<u8>);
+    fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
+        let (mut gone, mut lost) = (None, 0);
+        for i in 0..self.from.len() {
+            let (_, peer, incoming) = &mut self.from[i];
+            match incoming.poll(port, "recv_any", *peer, self.tag, 0) {
+                Ok(done) if done || !incoming.bytes.is_empty() => {
+                    let first = self.from.swap_remove(i);
+                    self.from = vec![first];
+                    return if done { Poll::Ready(Ok(())) } else { Poll::Pending };
+                }
+                Ok(_) => {}
+                Err(e) => {
+                    gone = gone.or(Some(e));
+                    lost += 1;
+                }
+            }
+        }
+        match gone {
+            Some(e) if lost == self.from.len() => Poll::Ready(Err(e)),
+            _ => Poll::Pending,
+        }
+    }
+    fn waits_for(&self) -> PeerId {
+        self.from[0].1
+    }
+    fn finish(mut self) -> Self::Output {
+        let (rank, _, incoming) = self.from.swap_remove(0);
+        (rank, incoming.bytes)
     }
 }

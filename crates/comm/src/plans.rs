@@ -30,6 +30,19 @@ pub(crate) enum Kind {
     AllToAll,
 }
 
+/// A program, and by which all-reduce it was made, if it is one.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) program: Arc<Program>,
+    pub(crate) algorithm: Option<Algorithm>,
+}
+
+impl From<Program> for Plan {
+    fn from(program: Program) -> Self {
+        Self { program: Arc::new(program), algorithm: None }
+    }
+}
+
 /// One rank's programs.
 #[derive(Debug)]
 pub(crate) struct Plans {
@@ -37,7 +50,7 @@ pub(crate) struct Plans {
     algorithm: Algorithm,
     topology: Topology,
     /// By kind, elements and bytes.
-    made: Mutex<BTreeMap<(Kind, usize, u64), Arc<Program>>>,
+    made: Mutex<BTreeMap<(Kind, usize, u64), Plan>>,
 }
 
 impl Plans {
@@ -54,30 +67,32 @@ impl Plans {
     }
 
     /// This rank's steps over a buffer of `len` elements of `bytes` together.
-    pub(crate) fn program(&self, kind: Kind, len: usize, bytes: Bytes) -> Arc<Program> {
+    pub(crate) fn plan(&self, kind: Kind, len: usize, bytes: Bytes) -> Plan {
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         if made.len() >= REMEMBERED {
             made.clear();
         }
-        let program =
-            made.entry((kind, len, bytes.0)).or_insert_with(|| Arc::new(self.make(kind, len, bytes)));
-        Arc::clone(program)
+        made.entry((kind, len, bytes.0)).or_insert_with(|| self.make(kind, len, bytes)).clone()
     }
 
-    fn make(&self, kind: Kind, len: usize, bytes: Bytes) -> Program {
+    fn make(&self, kind: Kind, len: usize, bytes: Bytes) -> Plan {
         let n = self.topology.size();
-        match kind {
-            Kind::AllReduce => match self.algorithm {
-                Algorithm::Auto
-                | Algorithm::Ring
-                | Algorithm::DoubleTree
-                | Algorithm::Hierarchical
-                | Algorithm::Direct
-                | Algorithm::Butterfly => {
-                    self.algorithm.programs(len, bytes, &self.topology).swap_remove(self.rank.index())
-                }
-                fixed => fixed.program(self.rank, n),
-            },
+        let program = match kind {
+            Kind::AllReduce => {
+                let algorithm = self.algorithm.resolve(bytes, &self.topology);
+                let mut plan = Plan::from(match algorithm {
+                    Algorithm::Ring
+                    | Algorithm::DoubleTree
+                    | Algorithm::Hierarchical
+                    | Algorithm::Direct
+                    | Algorithm::Butterfly => {
+                        algorithm.programs(len, bytes, &self.topology).swap_remove(self.rank.index())
+                    }
+                    fixed => fixed.program(self.rank, n),
+                });
+                plan.algorithm = Some(algorithm);
+                return plan;
+            }
             Kind::ReduceScatter => self.by_cost(
                 bytes,
                 &[&|rank| ring_reduce_scatter(rank, n), &|rank| direct_reduce_scatter(rank, n)],
@@ -109,7 +124,8 @@ impl Plans {
                 };
                 self.cheapest(bytes, &[&|rank| binomial_reduce(rank, n, root), &scattered])
             }
-        }
+        };
+        program.into()
     }
 
     /// The first, or the cheapest where the algorithm is to be chosen.

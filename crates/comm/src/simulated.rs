@@ -76,6 +76,9 @@ impl Driver for SimulatedDriver {
     fn now(&self) -> Nanos {
         self.world.clock(self.me)
     }
+    fn clock(&self, seen: Nanos) -> Nanos {
+        seen
+    }
     fn horizon(&self) -> Nanos {
         self.world.instant(self.me)
     }

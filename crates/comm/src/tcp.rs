@@ -63,7 +63,10 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
         end.set_nonblocking(true).map_err(io("wake-up pipe for"))?;
     }
     let pool = Pool::new();
-    let inbox = Arc::new(Inbox::new(streams.len()));
+    let near = streams.iter().flatten().filter(|stream| is_within_one_machine(stream)).count();
+    let inbox = Inbox::new(streams.len());
+    let crowded = std::thread::available_parallelism().is_ok_and(|cores| near >= cores.get());
+    let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
     let mut links = Vec::new();
     for (peer, stream) in streams.into_iter().enumerate() {
         let link = match stream {
@@ -72,7 +75,9 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
                     .set_nodelay(true)
                     .and_then(|()| stream.set_nonblocking(true))
                     .map_err(io("socket of"))?;
-                within_one_machine(&stream);
+                if is_within_one_machine(&stream) {
+                    tune_within_one_machine(&stream);
+                }
                 inbox.peer_up(PeerId(peer as u32));
                 Some(Link::new(PeerId(peer as u32), stream))
             }
@@ -85,14 +90,18 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
     Ok(Arc::new(Endpoint::new(PeerId(config.rank), driver, inbox, pool)))
 }
 
-/// Between processes of one machine there is no queue whose length a congestion control could guess. One that paces
-/// costs a timer for every few packets there, so the plainest is chosen.
-fn within_one_machine(stream: &TcpStream) {
+fn is_within_one_machine(stream: &TcpStream) -> bool {
     let (own, peer) = (stream.local_addr(), stream.peer_addr());
-    if own.is_ok_and(|own| peer.is_ok_and(|peer| own.ip() == peer.ip())) {
-        // Where it is not to be had, the system's choice works too.
-        let _ = sockopt::set_tcp_congestion(stream, "reno");
-    }
+    own.is_ok_and(|own| peer.is_ok_and(|peer| own.ip() == peer.ip()))
+}
+
+/// Between processes of one machine there is no queue whose length a congestion control could guess. One that paces
+/// costs a timer for every few packets there, so the plainest is chosen; and what is on its way is kept to what the
+/// caches hold of it until it is read.
+fn tune_within_one_machine(stream: &TcpStream) {
+    // Where it is not to be had, the system's choice works too.
+    let _ = sockopt::set_tcp_congestion(stream, "reno");
+    let _ = sockopt::set_socket_send_buffer_size(stream, 2 * crate::FRAME_BYTES);
 }
 
 impl TcpDriver {

@@ -98,6 +98,8 @@ pub enum PeerEvent {
 pub trait Port {
     /// This endpoint.
     fn me(&self) -> PeerId;
+    /// The operation's clock.
+    fn now(&self) -> Nanos;
     /// Whether [`Port::send`] to this peer may be called now; where not, the task is polled again when it may.
     fn has_room(&mut self, to: PeerId, tag: Tag) -> bool;
     /// Hands a frame to the network.

@@ -9,7 +9,7 @@ use std::error::Error;
 use std::ops::Range;
 
 use common::{TRANSPORTS, on_ranks};
-use farflung_base::{Nanos, PeerId, Rank};
+use farflung_base::{Bytes, Nanos, PeerId, Rank};
 use farflung_comm::{
     Algorithm, Coder, CoderError, CommError, FRAME_BYTES, Phase, ReduceOp, Source, Tag, pipelined_ring, ring,
 };
@@ -267,6 +267,29 @@ fn a_coded_all_reduce_travels_as_the_coders_bytes() {
 }
 
 #[test]
+fn a_ring_that_encodes_at_each_hop_sums_what_the_codec_keeps_and_loses_at_each_hop() {
+    for (name, cluster) in TRANSPORTS {
+        for n in [1, 2, 5] {
+            let results = on_ranks(cluster(n), |comm| {
+                let share = |i: usize| (i % 3) as f32 + comm.rank().0 as f32 * 0.25;
+                let exact: Vec<f32> = (0..103).map(share).collect();
+                let coder = || Box::new(Quarters(Vec::new()));
+                let sum = comm.start_all_reduce_recoded(exact, ReduceOp::Sum, coder()).wait().unwrap().0;
+                // A tenth is rounded to nothing, and at the next hop again.
+                let mean =
+                    comm.start_all_reduce_recoded(vec![0.1; 9], ReduceOp::Mean, coder()).wait().unwrap().0;
+                (sum, mean)
+            });
+            assert!(results.iter().all(|x| *x == results[0]), "{name}");
+            let offset = (0..n).map(|rank| rank as f32 * 0.25).sum::<f32>();
+            let sum = |i: usize| (n * (i % 3)) as f32 + offset;
+            assert_eq!(results[0].0, (0..103).map(sum).collect::<Vec<_>>(), "{name}, {n} ranks");
+            assert_eq!(results[0].1, [0.0; 9], "{name}, {n} ranks");
+        }
+    }
+}
+
+#[test]
 fn a_failing_coder_fails_everywhere() {
     struct Broken;
     impl Coder for Broken {
@@ -453,6 +476,58 @@ fn a_pending_result_can_be_awaited_where_time_is_real() {
                 }
             };
             assert!(x.iter().all(|&v| v == 6.0), "{name}");
+        });
+    }
+}
+
+#[test]
+fn one_of_several_messages_is_received_and_a_lost_rank_is_passed_over() {
+    for (name, cluster) in TRANSPORTS {
+        on_ranks(cluster(3), |comm| match comm.rank().0 {
+            0 => {
+                // Rank 1 sends nothing before it has heard from here, so rank 2's is first; and two frames of it.
+                let (from, long) = comm.recv_any(&[Rank(1), Rank(2)], 5).unwrap();
+                assert_eq!((from, long.len()), (Rank(2), 300_000), "{name}");
+                comm.send(Rank(1), 6, b"now").unwrap();
+                let second = comm.start_recv_any(&[Rank(2), Rank(1)], 5).wait().unwrap();
+                assert_eq!(second, (Rank(1), b"last".to_vec()), "{name}");
+                let lost = comm.recv_any(&[Rank(1), Rank(2)], 5).unwrap_err();
+                assert!(matches!(lost, CommError::PeerDown { op: "recv_any", .. }), "{name}: {lost}");
+                assert!(comm.recv_any(&[], 5).is_err());
+            }
+            1 => {
+                comm.recv(Rank(0), 6).unwrap();
+                comm.send(Rank(0), 5, b"last").unwrap();
+            }
+            _ => comm.send(Rank(0), 5, &vec![2; 300_000]).unwrap(),
+        });
+    }
+}
+
+#[test]
+fn what_operations_do_is_counted_by_name_and_algorithm() {
+    for (name, cluster) in TRANSPORTS {
+        on_ranks(cluster(2), |comm| {
+            let comm = comm.with_algorithm(Algorithm::Auto);
+            let mut x = vec![1_u32; 1000];
+            comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+            comm.start_all_reduce(x, ReduceOp::Sum).wait().unwrap();
+            comm.barrier().unwrap();
+            let counters = comm.counters();
+            let [(reduce, by, counter), (barrier, None, empty)] = &counters[..] else {
+                panic!("{name}: {counters:?}")
+            };
+            assert_eq!((*reduce, *barrier), ("all_reduce", "barrier"));
+            assert_eq!(*by, Some(comm.algorithm(Bytes(4000))), "{name}");
+            assert_eq!((counter.calls, counter.failed), (2, 0));
+            assert_eq!((counter.sent, counter.received, empty.sent), (Bytes(8000), Bytes(8000), Bytes(0)));
+            let waited = counter.waited.values().map(|time| time.0).sum::<u64>();
+            assert!(waited <= counter.took.0, "{name}: {counter:?}");
+            if name == "simulated" {
+                // On virtual time all of it is waiting.
+                let peer = PeerId(1 - comm.rank().0);
+                assert_eq!(counter.slowest(), Some((peer, counter.took)), "{counter:?}");
+            }
         });
     }
 }

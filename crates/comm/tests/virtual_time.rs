@@ -375,7 +375,7 @@ fn what_has_arrived_is_a_matter_of_the_clock_alone() {
                 // Rank 1 sends at 20 ms and 22 ms, rank 2 at 5 ms, whichever thread is faster.
                 std::thread::sleep(Duration::from_millis(u64::from((me + nap) % 3) * 3));
                 comm.advance(Nanos::from_millis(if me == 1 { 20 } else { 5 }));
-                comm.send(Rank(0), 0, &[me as u8; 300_000]).unwrap();
+                comm.send(Rank(0), 0, &vec![me as u8; 300_000]).unwrap();
                 comm.advance(Nanos::from_millis(2));
                 comm.send(Rank(0), 1, b"").unwrap();
                 return Vec::new();
@@ -386,7 +386,7 @@ fn what_has_arrived_is_a_matter_of_the_clock_alone() {
             comm.advance(Nanos::from_millis(4));
             seen.push(comm.first(&mut [&mut one, &mut two], Look::Now));
             seen.push(comm.first(&mut [&mut one, &mut two], Look::UntilOne));
-            assert_eq!(two.wait().unwrap(), [2; 300_000]);
+            assert_eq!(two.wait().unwrap(), vec![2; 300_000]);
             seen.push(comm.first(&mut [&mut late, &mut one], Look::Now));
             let waited = comm.now();
             comm.advance(Nanos::from_millis(60).saturating_sub(waited));

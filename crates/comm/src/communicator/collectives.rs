@@ -12,7 +12,7 @@ use crate::all_to_all::pairwise_all_to_all;
 use crate::butterfly::{direct_gather, direct_scatter};
 use crate::element::{Element, ReduceOp};
 use crate::interpret::Interpreter;
-use crate::plans::Kind;
+use crate::plans::{Kind, Plan};
 use crate::ring::{ring_all_gather, ring_reduce_scatter};
 use crate::steps::{Merge, Program, Step};
 use crate::tree::dissemination_barrier;
@@ -25,29 +25,31 @@ impl Communicator {
     fn interpreter<T: Element, S: AsRef<[T]> + AsMut<[T]> + Send>(
         &self,
         name: &'static str,
-        program: Arc<Program>,
+        plan: Plan,
         data: S,
         op: ReduceOp,
         len: usize,
     ) -> Result<Interpreter<T, S>, CommError> {
         T::supports(op, name)?;
+        let program = &plan.program;
         let shape = ((program.lanes.len() as u64) << 32 | program.blocks as u64).to_le_bytes();
         let check = check_word(name, len, &[&[T::CODE, op as u8][..], &shape].concat());
         let tag = self.next_tags(program.lanes.len())?;
-        Ok(Interpreter::new(name, program, data, op, (tag, check), Arc::clone(&self.group.members)))
+        Ok(Interpreter::new(name, plan, data, op, (tag, check), Arc::clone(&self.group.members)))
     }
 
     fn in_place<T: Element>(
         &self,
         name: &'static str,
-        program: Arc<Program>,
+        plan: impl Into<Plan>,
         data: &mut [T],
         op: ReduceOp,
         len: usize,
     ) -> Result<(), CommError> {
-        let (bytes, rank) = (size_of_val(data), self.group.me);
-        let _span = tracing::debug_span!("collective", op = name, bytes, rank).entered();
-        let body = self.interpreter(name, program, &mut *data, op, len)?;
+        let (plan, bytes, rank) = (plan.into(), size_of_val(data), self.group.me);
+        let algorithm = plan.algorithm.map(tracing::field::display);
+        let _span = tracing::debug_span!("collective", op = name, algorithm, bytes, rank).entered();
+        let body = self.interpreter(name, plan, &mut *data, op, len)?;
         let result = self.run(name, body, true).map(|_| ());
         if result.is_err() {
             data.fill(T::INVALID);
@@ -58,20 +60,20 @@ impl Communicator {
     fn owned<T: Element>(
         &self,
         name: &'static str,
-        program: Arc<Program>,
+        plan: Plan,
         data: Vec<T>,
         op: ReduceOp,
     ) -> Pending<Result<Vec<T>, CommError>> {
         tracing::debug!(op = name, bytes = size_of_val(&data[..]), rank = self.group.me, "started");
         let len = data.len();
-        match self.interpreter::<T, Vec<T>>(name, program, data, op, len) {
+        match self.interpreter::<T, Vec<T>>(name, plan, data, op, len) {
             Ok(body) => self.start(name, body, true),
             Err(e) => Pending::ready(Err(e)),
         }
     }
 
-    fn plan<T>(&self, kind: Kind, data: &[T]) -> Arc<Program> {
-        self.plans.program(kind, data.len(), Bytes(size_of_val(data) as u64))
+    fn plan<T>(&self, kind: Kind, data: &[T]) -> Plan {
+        self.plans.plan(kind, data.len(), Bytes(size_of_val(data) as u64))
     }
 
     fn root(&self, op: &'static str, root: Rank) -> Result<(), CommError> {
@@ -131,7 +133,7 @@ impl Communicator {
             let (got, want) = (made_for.unwrap_or(0), len);
             return Err(CommError::Argument { op: "all_reduce", what: "length of the program", got, want });
         }
-        self.in_place("all_reduce", Arc::new(program), data, op, len)
+        self.in_place("all_reduce", program, data, op, len)
     }
 
     /// Reduces over all ranks so that the own [shard](Self::shard), which is returned, holds the result. The rest of
@@ -165,7 +167,7 @@ impl Communicator {
         let (name, len) = ("reduce_scatter_v", data.len());
         self.counts(name, counts, len)?;
         let program = ring_reduce_scatter(self.rank(), self.size()).with_counts(counts);
-        self.in_place(name, Arc::new(program), data, op, len)?;
+        self.in_place(name, program, data, op, len)?;
         let start = counts[..self.group.me].iter().sum::<usize>();
         Ok(start..start + counts[self.group.me])
     }
@@ -186,7 +188,7 @@ impl Communicator {
         let (name, len) = ("all_gather_v", data.len());
         self.counts(name, counts, len)?;
         let program = ring_all_gather(self.rank(), self.size()).with_counts(counts);
-        self.in_place(name, Arc::new(program), data, NONE, len)
+        self.in_place(name, program, data, NONE, len)
     }
 
     /// Overwrites `data` with the root's: by a tree or a chain, whichever the declared topology makes cheaper.
@@ -226,7 +228,7 @@ impl Communicator {
         let mut all = vec![T::zeroed(); counts.iter().sum()];
         let start = counts[..self.group.me].iter().sum::<usize>();
         all[start..start + own.len()].copy_from_slice(own);
-        self.in_place(NAME, Arc::new(program.with_counts(counts)), &mut all, NONE, 0)?;
+        self.in_place(NAME, program.with_counts(counts), &mut all, NONE, 0)?;
         Ok(Some(all))
     }
 
@@ -243,16 +245,16 @@ impl Communicator {
         }
         self.counts(NAME, counts, data.len())?;
         let mut all = data.to_vec();
-        self.in_place(NAME, Arc::new(program.with_counts(counts)), &mut all, NONE, 0)?;
+        self.in_place(NAME, program.with_counts(counts), &mut all, NONE, 0)?;
         let start = counts[..self.group.me].iter().sum::<usize>();
         Ok(all[start..start + counts[self.group.me]].to_vec())
     }
 
     /// A program over a buffer that is the own block and nothing else.
-    fn only_own(&self, program: Program, len: usize) -> Arc<Program> {
+    fn only_own(&self, program: Program, len: usize) -> Program {
         let mut counts = vec![0; self.size()];
         counts[self.group.me] = len;
-        Arc::new(program.with_counts(&counts))
+        program.with_counts(&counts)
     }
 
     /// Sends the `j`-th part of `data` to rank `j` and returns what the ranks sent here, in their order. All parts of all
@@ -293,7 +295,7 @@ impl Communicator {
         let mut both = data.to_vec();
         both.resize(data.len() + len, T::zeroed());
         let program = pairwise_all_to_all(self.rank(), self.size()).with_counts(&[sent, received].concat());
-        self.in_place(NAME, Arc::new(program), &mut both, NONE, 0)?;
+        self.in_place(NAME, program, &mut both, NONE, 0)?;
         Ok(both.split_off(data.len()))
     }
 
@@ -322,7 +324,7 @@ impl Communicator {
         let mut program = Program::new(parts, vec![step]).with_counts(&vec![len; parts]);
         // Ranks may have different numbers of neighbours: what they have in common is one exchange.
         program.blocks = 1;
-        self.in_place(NAME, Arc::new(program), &mut all, NONE, len)?;
+        self.in_place(NAME, program, &mut all, NONE, len)?;
         let mut chunks = all.chunks(len.max(1)).skip(1).map(<[T]>::to_vec);
         Ok(neighbors.iter().map(|_| chunks.next().unwrap_or_default()).collect())
     }
@@ -330,7 +332,7 @@ impl Communicator {
     /// Returns when every rank has called it.
     pub fn barrier(&self) -> Result<(), CommError> {
         let program = dissemination_barrier(self.rank(), self.size());
-        self.in_place::<f32>("barrier", Arc::new(program), &mut [], NONE, 0)
+        self.in_place::<f32>("barrier", program, &mut [], NONE, 0)
     }
 }
 

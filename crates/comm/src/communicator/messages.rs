@@ -6,9 +6,10 @@ use farflung_base::{PeerId, Pending, Rank};
 
 use super::{Communicator, check_word};
 use crate::CommError;
-use crate::coded::{Coded, CodedReduce, Coder};
+use crate::coded::{Coded, CodedReduce, Coder, Place};
 use crate::element::ReduceOp;
-use crate::message::{Exchange, Incoming, Outgoing, RecvMessage, SendMessage};
+use crate::message::{Exchange, Incoming, Outgoing, RecvAny, RecvMessage, SendMessage};
+use crate::recoded::RecodedRing;
 use crate::transport::Tag;
 
 impl Communicator {
@@ -61,14 +62,43 @@ impl Communicator {
         if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
             return Pending::ready(Err(CommError::Unsupported { op: NAME, element: "coded f32" }));
         }
-        let tag = match self.next_tags(1) {
-            Ok(tag) => tag,
+        let place = match self.place(NAME, data.len(), op) {
+            Ok(place) => place,
             Err(e) => return Pending::ready(Err(e)),
         };
-        let check = check_word(NAME, data.len(), &[op as u8]);
-        let members = Arc::clone(&self.group.members);
-        let body = CodedReduce::new(NAME, data, op, coder, self.group.me, members, tag, check);
-        self.start(NAME, body, true)
+        self.start(NAME, CodedReduce::new(place, data, op, coder), true)
+    }
+
+    /// Starts an all-reduce on a ring that encodes the partial sum anew at each hop: half of a scatter-gather's
+    /// connections, and every link carries one shard at a time. A sum or a mean.
+    ///
+    /// **A warning.** What a lossy codec loses is lost again at each of the `n - 1` hops, of values that are sums
+    /// already, and no feedback of one rank can make up for another's; a log line says so. With anything but a codec
+    /// of little loss, [`Communicator::start_all_reduce_coded`] is what you want.
+    pub fn start_all_reduce_recoded(
+        &self,
+        data: Vec<f32>,
+        op: ReduceOp,
+        coder: Box<dyn Coder>,
+    ) -> Pending<Result<Coded, CommError>> {
+        const NAME: &str = "all_reduce_recoded";
+        if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
+            return Pending::ready(Err(CommError::Unsupported { op: NAME, element: "coded f32" }));
+        }
+        let place = match self.place(NAME, data.len(), op) {
+            Ok(place) => place,
+            Err(e) => return Pending::ready(Err(e)),
+        };
+        if self.size() > 2 {
+            tracing::warn!(hops = self.size() - 1, "a ring that re-encodes loses at each hop");
+        }
+        self.start(NAME, RecodedRing::new(place, data, op, coder), true)
+    }
+
+    /// Where the next coded reduction of so many elements takes place.
+    fn place(&self, name: &'static str, len: usize, op: ReduceOp) -> Result<Place, CommError> {
+        let (me, members) = (self.group.me, Arc::clone(&self.group.members));
+        Ok(Place { name, me, members, tag: self.next_tags(1)?, check: check_word(name, len, &[op as u8]) })
     }
 
     pub(super) fn member(&self, op: &'static str, rank: Rank) -> Result<PeerId, CommError> {
@@ -112,6 +142,30 @@ impl Communicator {
     pub fn start_recv(&self, from: Rank, tag: u32) -> Pending<Result<Vec<u8>, CommError>> {
         match self.incoming(from, tag) {
             Ok(body) => self.start("recv", body, false),
+            Err(e) => Pending::ready(Err(e)),
+        }
+    }
+
+    fn incoming_any(&self, from: &[Rank], tag: u32) -> Result<RecvAny, CommError> {
+        const NAME: &str = "recv_any";
+        if from.is_empty() {
+            return Err(CommError::Argument { op: NAME, what: "number of ranks", got: 0, want: 1 });
+        }
+        let one = |&rank| Ok((rank, self.member(NAME, rank)?, Incoming::default()));
+        let from = from.iter().map(one).collect::<Result<_, CommError>>()?;
+        Ok(RecvAny { from, tag: Tag::user(self.group.context, tag) })
+    }
+
+    /// Receives bytes from any of these ranks, and says from which: the message whose first frame is here first, ties
+    /// to whom is named first. Ranks that are lost are passed over while there are others.
+    pub fn recv_any(&self, from: &[Rank], tag: u32) -> Result<(Rank, Vec<u8>), CommError> {
+        self.run("recv_any", self.incoming_any(from, tag)?, false)
+    }
+
+    /// Starts a [`Communicator::recv_any`].
+    pub fn start_recv_any(&self, from: &[Rank], tag: u32) -> Pending<Result<(Rank, Vec<u8>), CommError>> {
+        match self.incoming_any(from, tag) {
+            Ok(body) => self.start("recv_any", body, false),
             Err(e) => Pending::ready(Err(e)),
         }
     }

@@ -1,0 +1,151 @@
+//! What a collective moved and for whom it waited, counted while it runs. It changes nothing of what runs.
+
+use std::collections::BTreeMap;
+use std::task::Poll;
+
+use farflung_base::{Bytes, Nanos, PeerId};
+
+use crate::transport::{Port, Tag};
+use crate::{Algorithm, CommError, Frame};
+
+/// All that one kind of operation did on one communicator.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Counter {
+    /// How often it was run to its end, well or not.
+    pub calls: u64,
+    /// How many of them failed.
+    pub failed: u64,
+    /// Payloads sent to other ranks.
+    pub sent: Bytes,
+    /// Payloads taken that other ranks sent.
+    pub received: Bytes,
+    /// From start to end, all calls together.
+    pub took: Nanos,
+    /// Of that, time in which it could not go on, by the peer that it waited for.
+    pub waited: BTreeMap<PeerId, Nanos>,
+}
+
+impl Counter {
+    /// The peer that was waited for longest, and how long.
+    #[must_use]
+    pub fn slowest(&self) -> Option<(PeerId, Nanos)> {
+        self.waited.iter().map(|(peer, time)| (*peer, *time)).max_by_key(|&(peer, time)| (time, peer))
+    }
+
+    pub(super) fn add(&mut self, one: &Self) {
+        self.calls += one.calls;
+        self.failed += one.failed;
+        self.sent += one.sent;
+        self.received += one.received;
+        self.took = self.took.saturating_add(one.took);
+        for (peer, time) in &one.waited {
+            let sum = self.waited.entry(*peer).or_default();
+            *sum = sum.saturating_add(*time);
+        }
+    }
+}
+
+/// Operations by name, and all-reduces by algorithm.
+pub(super) type Counters = BTreeMap<(&'static str, Option<Algorithm>), Counter>;
+
+/// One operation's counter while it runs.
+#[derive(Debug, Default)]
+pub(super) struct Meter {
+    pub(super) counter: Counter,
+    began: Option<Nanos>,
+    /// Since when it cannot go on, and for whom it waits.
+    waits: Option<(Nanos, PeerId)>,
+}
+
+impl Meter {
+    /// Polls with everything that passes the port counted.
+    pub(super) fn poll<T>(
+        &mut self,
+        port: &mut dyn Port,
+        poll: impl FnOnce(&mut dyn Port) -> (Poll<T>, PeerId),
+    ) -> Poll<T> {
+        let began = port.now();
+        self.began.get_or_insert(began);
+        let mut metered = Metered { port, counter: &mut self.counter, moved: None };
+        let (result, waits_for) = poll(&mut metered);
+        let moved = metered.moved;
+        let now = port.now();
+        if let Some(moved) = moved.or(result.is_ready().then_some(now))
+            && let Some((since, peer)) = self.waits.take()
+        {
+            let sum = self.counter.waited.entry(peer).or_default();
+            *sum = sum.saturating_add(moved.saturating_sub(since));
+        }
+        if result.is_pending() && self.waits.is_none() {
+            self.waits = Some((now, waits_for));
+        }
+        result
+    }
+
+    /// It is over.
+    pub(super) fn end(&mut self, now: Nanos, failed: bool) -> &Counter {
+        if let Some((since, peer)) = self.waits.take() {
+            let sum = self.counter.waited.entry(peer).or_default();
+            *sum = sum.saturating_add(now.saturating_sub(since));
+        }
+        self.counter.calls = 1;
+        self.counter.failed = u64::from(failed);
+        self.counter.took = now.saturating_sub(self.began.unwrap_or(now));
+        &self.counter
+    }
+}
+
+struct Metered<'a> {
+    port: &'a mut dyn Port,
+    counter: &'a mut Counter,
+    /// When the first frame passed.
+    moved: Option<Nanos>,
+}
+
+impl Metered<'_> {
+    fn moves(&mut self) {
+        if self.moved.is_none() {
+            self.moved = Some(self.port.now());
+        }
+    }
+
+    fn sends(&mut self, to: PeerId, bytes: usize) {
+        self.moves();
+        if to != self.port.me() {
+            self.counter.sent += Bytes(bytes as u64);
+        }
+    }
+}
+
+impl Port for Metered<'_> {
+    fn me(&self) -> PeerId {
+        self.port.me()
+    }
+    fn now(&self) -> Nanos {
+        self.port.now()
+    }
+    fn has_room(&mut self, to: PeerId, tag: Tag) -> bool {
+        self.port.has_room(to, tag)
+    }
+    fn send(&mut self, to: PeerId, tag: Tag, frame: Frame) -> Result<(), CommError> {
+        self.sends(to, frame.len());
+        self.port.send(to, tag, frame)
+    }
+    fn send_bytes(&mut self, to: PeerId, tag: Tag, check: u32, bytes: &[u8]) -> Result<(), CommError> {
+        self.sends(to, bytes.len());
+        self.port.send_bytes(to, tag, check, bytes)
+    }
+    fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError> {
+        let taken = self.port.take(from, tag)?;
+        if let Some(frame) = &taken {
+            self.moves();
+            if from != self.port.me() {
+                self.counter.received += Bytes(frame.len() as u64);
+            }
+        }
+        Ok(taken)
+    }
+    fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
+        self.port.suspicion(context, peer)
+    }
+}
