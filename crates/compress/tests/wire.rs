@@ -2,7 +2,11 @@
 //! `zlib`); a change of one is a change of the wire format.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
-use farflung_compress::{CodecId, CompressError, Payload, PayloadRef, RoundKey, parse};
+use farflung_compress::link::{AqSgd, LinkCodec, MemoryStore};
+use farflung_compress::{
+    Amount, CodecId, CompressError, Compressor, F32, IndexCoding, Int8, Payload, PayloadRef, RoundKey,
+    Select, Sparse, parse,
+};
 
 const X: [f32; 5] = [0.0, 1.0, -2.0, 0.5, std::f32::consts::PI];
 
@@ -10,6 +14,11 @@ const Y: [f32; 20] = [0., 0., 0., -2., 0., 0., 0., 0., 0., 0., 0., 1.5, 0.25, 0.
 
 const Z: [f32; 20] = [-1., 0., 0., -2., 0., 0., 0., 0., 0., 0., 0., 1.5, 0.25, 0., 0., 0., 0., 0., 0., 0.];
 
+/// 1 to 20, so that each element is known by its value.
+const W: [f32; 20] =
+    [1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15., 16., 17., 18., 19., 20.];
+
+/// Of a codebook's values the layout is the specification's, the choice is an encoder's.
 const SNAPSHOTS: &[(&str, &[f32], &str)] = &[
     (
         "none",
@@ -49,6 +58,38 @@ const SNAPSHOTS: &[(&str, &[f32], &str)] = &[
         "topk:2of10/f16",
         &Z,
         "6666637a0110000014000000000000001e000000000000003bd2791704000000020000000a0000000200000000040200302100bc00c0003e0034",
+    ),
+    ("natural", &X, "6666637a0109000005000000000000000a00000000000000144f2a2d00100000007f807e8104"),
+    (
+        "meanstd2",
+        &X,
+        "6666637a010b0000050000000000000016000000000000007130e1b80000010200000000000000c00000003fdb0f49409a03",
+    ),
+    (
+        "quantile4",
+        &X,
+        "6666637a010b000005000000000000004700000000000000e8c7584500000104000000000000000000000000000000c000000000000000000000000000000000000000000000003f00000000000000000000803f0000000000000000db0f4940c6930f",
+    ),
+    (
+        "rolling:3",
+        &W,
+        "6666637a01110000140000000000000040000000000000001c548a5c00010000030000000700000000000000000000000000000000000000f4ce97ccddfc3bfa0000803f000080400000e04000002041000050410000804100009841",
+    ),
+    (
+        "permuted:3/f16",
+        &W,
+        "6666637a011100001400000000000000320000000000000087a3481001020000030000000700000000000000000000000000000000000000f4ce97ccddfc3bfa0040004600480049804b004cc04c",
+    ),
+    (
+        "random:3/f16",
+        &W,
+        "6666637a0111000014000000000000003200000000000000d58f6a4702020000030000000700000000000000000000000000000000000000f4ce97ccddfc3bfa0040004600480049804b004cc04c",
+    ),
+    ("dct:2/f16", &X, "6666637a0112000005000000000000000e000000000000003b2670db0202000000b400bf003d003a4842"),
+    (
+        "dct:2",
+        &X,
+        "6666637a01120000050000000000000018000000000000003f994a3e02010000000080beffffdfbfffff9f3fffff3f3fdb0f4940",
     ),
 ];
 
@@ -95,6 +136,70 @@ fn snapshots() {
             bytes,
             "feedback adds nothing to the wire: {name}"
         );
+    }
+}
+
+#[test]
+fn snapshots_of_every_coding_of_indices() {
+    let snapshots = [
+        (
+            IndexCoding::Fixed(7),
+            "6666637a0110000014000000000000002800000000000000b0022a47040000000400000014000000040000000007010083056302000000c00000c03f0000803e000000bf",
+        ),
+        (
+            IndexCoding::Bitmask,
+            "6666637a0110000014000000000000002700000000000000c57d62240400000003000000140000000400000001000100081808000000c00000c03f0000803e000000bf",
+        ),
+        (
+            IndexCoding::Varint,
+            "6666637a01100000140000000000000028000000000000003122a889040000000400000014000000040000000200010003070006000000c00000c03f0000803e000000bf",
+        ),
+        (
+            IndexCoding::Rice,
+            "6666637a0110000014000000000000002600000000000000190bdacf0400000002000000140000000400000003010100c621000000c00000c03f0000803e000000bf",
+        ),
+    ];
+    for (coding, bytes) in snapshots {
+        let mut payload = Payload::new();
+        let top = Sparse::new(Select::Largest(Amount::count(4)), F32::new()).unwrap();
+        top.indices(coding).compress(&Y, RoundKey::default(), &mut payload).unwrap();
+        assert_eq!(hex(payload.as_bytes()), bytes, "{coding:?}");
+    }
+}
+
+/// Not for feedback, as the others are.
+#[test]
+fn snapshot_of_an_unbiased_mask() {
+    let bytes = "6666637a0111000014000000000000004000000000000000736e783202010000030000000700000000000000000000000000000000000000f4ce97ccddfc3bfa0000c040000090410000c0410000f041000034420000404200006442";
+    assert_eq!(hex(&encode("unbiased:3", &W)), bytes);
+}
+
+#[test]
+fn snapshots_of_a_link() {
+    let mut link = AqSgd::new(Int8::new(16).unwrap(), MemoryStore::new(5));
+    let mut payload = Payload::new();
+    link.encode(&[7], &X, RoundKey::default(), &mut payload).unwrap();
+    let in_full = "6666637a0118000005000000000000001a0000000000000017f4daaf0100000005000000000000000000003c00c00038484210000008";
+    assert_eq!(hex(payload.as_bytes()), in_full);
+    // A quarter more of the sample that is held, and another one in full.
+    let both: Vec<f32> = X.iter().map(|x| x * 1.25).chain(X).collect();
+    link.encode(&[7, 9], &both, RoundKey::default(), &mut payload).unwrap();
+    let change = "6666637a011800000a000000000000002500000000000000c00c16270200000005000000121e56ef000000000000003c00c00038484210000008cb3b0028af147f";
+    assert_eq!(hex(payload.as_bytes()), change);
+}
+
+/// Packed by hand, as literals only: how an encoder packs is its own matter.
+#[test]
+#[cfg(all(feature = "lz4", feature = "zstd"))]
+fn packed_bodies_are_read() {
+    let lz4 = "6666637a0120000005000000000000001a0000000000000046adb7c702010000f005000000000000803f000000c00000003fdb0f4940";
+    let zstd = "6666637a0120000005000000000000002100000000000000ad8e30680101000028b52ffd2014a10000000000000000803f000000c00000003fdb0f4940";
+    for (name, bytes) in [("none+lz4", lz4), ("none+zstd", zstd)] {
+        let bytes: Vec<u8> =
+            (0..bytes.len()).step_by(2).map(|i| u8::from_str_radix(&bytes[i..i + 2], 16).unwrap()).collect();
+        let mut out = [0.0; 5];
+        parse(name).unwrap().decompress(PayloadRef::parse(&bytes).unwrap(), &mut out).unwrap();
+        assert_eq!(out.map(f32::to_bits), X.map(f32::to_bits), "{name}");
     }
 }
 
