@@ -427,7 +427,7 @@ fn a_backward_runs_when_its_gradient_is_there_and_a_forward_while_it_is_late() {
     for (method, found) in [(Method::ZbH1, "split backwards"), (Method::Hanayo, "several stages")] {
         let order = method.order(&Settings::new(2, 4)).unwrap();
         let schedule = Schedule::new(order, &Lowering::default()).unwrap();
-        let refused = Follower::new(&schedule, Rank(0), rule).unwrap_err().to_string();
+        let refused = Follower::new(&schedule, Rank(1), rule).unwrap_err().to_string();
         assert!(refused.contains(found), "{refused}");
     }
 }

@@ -48,7 +48,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let piped = piped_trace(&again(&first, config, Over::Memory), steps)?;
             let in_order = !matches!(
                 schedule,
-                Method::GPipe | Method::BreadthFirst | Method::Chimera | Method::DualPipe
+                Method::GPipe | Method::BreadthFirst | Method::Chimera | Method::DualPipe | Method::TeraPipe
             );
             compare(report, &format!("{schedule} on {stages}"), (&piped, &alone), in_order, &first)?;
         }

@@ -6,10 +6,11 @@ use std::collections::btree_map::Entry;
 use std::ops::Range;
 
 use farflung_base::{Pending, Rank, StageId};
-use farflung_comm::{CommError, Communicator};
+use farflung_comm::{CommError, Communicator, Look};
 use farflung_optim::Prepared;
 use farflung_parallel::pipeline::{
-    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, StageCost, Updates, Worker,
+    Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, StageCost, Updates, Watch,
+    Worker,
 };
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::{Input, Output, Sampler, Saved, Slices, stage};
@@ -30,6 +31,9 @@ pub(super) enum Pass {
     /// The held-out ones: forwards of which nothing is kept.
     Evaluation,
 }
+
+/// A message that may still be on its way.
+type Bytes = Pending<Result<Vec<u8>, CommError>>;
 
 /// Where an action stands: its stage, microbatch and slice.
 type Place = (StageId, u32, u16);
@@ -271,7 +275,7 @@ impl Hands {
 
 impl Worker for Hands {
     type Data = Tensor;
-    type Pending = (Message, Pending<Result<Vec<u8>, CommError>>);
+    type Pending = (Message, Bytes);
     type Error = Error;
 
     fn compute(&mut self, action: Action, input: Option<Tensor>) -> Result<Option<Tensor>> {
@@ -328,6 +332,21 @@ impl Worker for Hands {
         // A pass that fails is begun anew: nothing is kept for a second executor.
         Err(Error::Message { message: message.to_string(), problem: "was not kept" })
     }
+}
+
+impl Watch for Hands {
+    fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize> {
+        self.comm.first(&mut on_their_way(awaited), Look::Now)
+    }
+
+    fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize {
+        // Of none of them anything is known only where the network has ended: any says so.
+        self.comm.first(&mut on_their_way(awaited), Look::UntilOne).unwrap_or(0)
+    }
+}
+
+fn on_their_way<'a>(awaited: &'a mut [&mut <Hands as Worker>::Pending]) -> Vec<&'a mut Bytes> {
+    awaited.iter_mut().map(|(_, pending)| pending).collect()
 }
 
 /// Little-endian bytes as exactly `count` numbers.

@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::{Average, Prepared, loss_scale, sum_of_squares};
-use farflung_parallel::pipeline::{Schedule, Updates, run};
+use farflung_parallel::pipeline::{Follower, Schedule, Updates, run};
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::Stage;
 use farflung_zoo::weights::Weights;
@@ -176,7 +176,10 @@ impl Pipelined {
         let first = self.step * u64::from(microbatches);
         self.hands.begin(Pass::Training { first }, microbatches);
         let begun = self.hands.comm.now();
-        run(&self.plan.schedule, self.position, &mut self.hands)?;
+        match self.plan.arrivals {
+            Some(rule) => Follower::new(&self.plan.schedule, self.position, rule)?.run(&mut self.hands)?,
+            None => run(&self.plan.schedule, self.position, &mut self.hands)?,
+        }
         self.pass = (begun, self.hands.comm.now());
         self.hands.sent()?;
         let flush = self.plan.updates() == Updates::Flush;

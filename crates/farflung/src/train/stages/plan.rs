@@ -6,8 +6,8 @@ use std::path::Path;
 
 use farflung_base::{Bytes, Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
-    Action, Boundary, ComputeOrder, Lowering, Method, Op, PipelineCost, Placement, Schedule, Settings,
-    SliceShare, StageCost, Updates, simulate, slice_tokens,
+    Action, Arrivals, Boundary, ComputeOrder, Lowering, Method, Op, PipelineCost, Placement, Schedule,
+    Settings, SliceShare, StageCost, Updates, simulate, slice_tokens,
 };
 
 use super::super::job::Job;
@@ -33,6 +33,8 @@ pub struct PipelinePlan {
     pub name: String,
     /// A step's work.
     pub schedule: Schedule,
+    /// The rule by which ranks follow arrivals, where the schedule is one; its lists are what is foreseen then.
+    pub arrivals: Option<Arrivals>,
     /// The layers of each part of the model.
     pub layers: Vec<Range<usize>>,
     /// The positions of each slice of a sequence's tokens: one slice where microbatches pass whole.
@@ -87,8 +89,8 @@ impl PipelinePlan {
         };
         let name =
             config.schedule_file.as_ref().map_or(method.to_string(), |path| path.display().to_string());
+        let arrivals = own.is_none().then(|| method.arrivals(&settings)).flatten();
         let order = own.map_or_else(|| method.order(&settings).map_err(Error::schedule), Ok)?;
-        let order = if config.recompute == Recompute::None { order } else { order.with_recompute() };
         let order = match order.updates() {
             Updates::Stashed { .. } => order.with_updates(Updates::Stashed { sync: config.version_sync }),
             _ => order,
@@ -105,6 +107,12 @@ impl PipelinePlan {
         };
         let shares = slices.iter().map(share).collect();
         let cost = PipelineCost { stages, boundaries, slices: shares, overlap_percent: 0 };
+        let order = match arrivals {
+            Some(rule) => rule.foresee(&order, &cost).map_err(Error::schedule)?,
+            None => order,
+        };
+        let order = if config.recompute == Recompute::None { order } else { order.with_recompute() };
+        let placement = order.placement();
         let replicas = job.replicas();
         let lowering = Lowering {
             replicas: replicas > 1,
@@ -112,7 +120,7 @@ impl PipelinePlan {
             ..Lowering::default()
         };
         let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
-        Ok(Self { name, schedule, layers, slices, cost, replicas })
+        Ok(Self { name, schedule, arrivals, layers, slices, cost, replicas })
     }
 
     /// Which rank holds which part.
