@@ -1,0 +1,12 @@
+//! A recording that is read is the same when it is written and read again.
+
+#![no_main]
+
+use farflung_comm::simulated::Recording;
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    if let Ok(recording) = Recording::decode(bytes) {
+        let again = Recording::decode(&recording.encode()).expect("what was written is read");
+        recording.compare(&again).expect("and is the same");
+    }
+});
