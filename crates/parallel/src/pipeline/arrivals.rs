@@ -153,10 +153,9 @@ impl<'a> Follower<'a> {
         let side = |left| Side { left, done: 0, awaited: None };
         let (mut forward, mut backward) = (side(forwards), side(backwards));
         loop {
-            let entering = |entry: &&Entry| {
+            let may_forward = forward.left.front().is_some_and(|entry| {
                 !placement.is_first(entry.action.stage) || rule.admits(forward.done, backward.done)
-            };
-            let may_forward = forward.left.front().filter(entering).is_some();
+            });
             let may_backward = backward.done < forward.done;
             if !may_forward && !may_backward {
                 break;

@@ -156,10 +156,11 @@ impl Part {
         slices: Option<&mut Slices>,
     ) -> Result<()> {
         let params = self.at(version);
-        Ok(match slices {
+        match slices {
             Some(slices) => self.stage.recompute_slice(params, input, saved, slices)?,
             None => self.stage.recompute(params, input, saved)?,
-        })
+        }
+        Ok(())
     }
 
     pub(super) fn backward_input(

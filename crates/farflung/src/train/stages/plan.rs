@@ -77,7 +77,7 @@ impl PipelinePlan {
         let slices = match (&own, method) {
             (Some(own), _) => even(job.model.context, own.slices().into())?,
             (None, Method::TeraPipe) => sliced(job, &layers, &links)?,
-            (None, _) => vec![0..job.model.context],
+            (None, _) => even(job.model.context, 1)?,
         };
         let settings = Settings {
             chunks,
