@@ -3,13 +3,13 @@
 use crate::op::{Fuse, Op};
 use crate::{DType, Device, Result, Shape, TensorError, View, ViewMut};
 
-struct Check<'a> {
-    device: &'a Device,
-    op: &'static str,
+pub(crate) struct Check<'a> {
+    pub(crate) device: &'a Device,
+    pub(crate) op: &'static str,
 }
 
 /// What both kinds of view tell.
-trait Operand {
+pub(crate) trait Operand {
     fn facts(&self) -> (&Device, DType, Shape);
 }
 
@@ -27,7 +27,7 @@ impl Operand for ViewMut<'_> {
 
 impl Check<'_> {
     /// On this device, and of this type.
-    fn typed(&self, v: &dyn Operand, expected: DType) -> Result<Shape> {
+    pub(crate) fn typed(&self, v: &dyn Operand, expected: DType) -> Result<Shape> {
         let (device, found, shape) = v.facts();
         if !self.device.same(device) {
             return Err(TensorError::DeviceMismatch {
@@ -57,7 +57,7 @@ impl Check<'_> {
     }
 
     /// An operand of as many elements as `like` has.
-    fn flat(&self, v: &dyn Operand, dtype: DType, like: impl Into<Shape>) -> Result<()> {
+    pub(crate) fn flat(&self, v: &dyn Operand, dtype: DType, like: impl Into<Shape>) -> Result<()> {
         let (shape, like) = (self.typed(v, dtype)?, like.into());
         if shape.len() == like.len() { Ok(()) } else { self.mismatch(shape, like) }
     }

@@ -10,8 +10,10 @@ mod layout;
 mod program;
 mod op;
 mod check;
+mod codec;
 mod backend;
 
+pub use codec::{BlockCodec, Code, Codecs};
 pub use device::Device;
 pub use devices::{DeviceName, Found};
 pub use dtype::{DType, Element};

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use crate::op::Op;
-use crate::{DType, Result, Shape, ViewMut};
+use crate::{BlockCodec, DType, Result, Shape, View, ViewMut};
 
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]
@@ -45,11 +45,29 @@ pub(crate) trait Backend: Debug + Send + Sync {
     /// Starts an op whose shapes and types were checked.
     fn run(&self, op: Op<'_>) -> Result<()>;
 
+    /// Codecs of vectors there; none where the memory is the host's, whose own codecs then work in place.
+    fn codecs(&self) -> Option<&dyn Codecs> {
+        None
+    }
+
     /// Returns when all ops started before are done, with the first error among them.
     fn fence(&self) -> Result<()>;
 
     /// Bytes held in buffers now, in use or kept for reuse, and the most there ever were.
     fn memory(&self) -> (usize, usize);
+}
+
+/// Codecs whose operands were checked, of vectors that are not empty: see [`crate::Codecs`].
+pub(crate) trait Codecs: Debug {
+    fn encode(
+        &self,
+        codec: BlockCodec,
+        x: View<'_>,
+        residual: Option<(View<'_>, ViewMut<'_>)>,
+        out: ViewMut<'_>,
+    ) -> Result<()>;
+
+    fn decode(&self, codec: BlockCodec, body: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()>;
 }
 
 impl<'a> Part<'a> {

@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 
 /// Byte `at` of a buffer of words.
 #[cube]
-fn byte(x: &[u32], at: u32) -> u32 {
+pub(super) fn byte(x: &[u32], at: u32) -> u32 {
     (x[(at / 4) as usize] >> (at % 4 * 8)) & 0xff
 }
 

@@ -6,6 +6,7 @@ mod attend;
 mod attention;
 mod block;
 mod bytes;
+mod codec;
 mod embed;
 mod loss;
 mod map;
@@ -190,6 +191,10 @@ impl Backend for Cube {
 
     fn run(&self, op: Op<'_>) -> Result<()> {
         run::run(self, op)
+    }
+
+    fn codecs(&self) -> Option<&dyn super::Codecs> {
+        Some(self)
     }
 
     fn fence(&self) -> Result<()> {

@@ -1,0 +1,272 @@
+//! The codecs of a device against the wire format's text, as plain arithmetic of the host: bytes, what is lost, what is decoded,
+//! and what is refused. It runs on whatever adapter comes first, in CI on a software rasteriser.
+#![cfg(feature = "wgpu")]
+#![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
+
+use farflung_base::Philox;
+use farflung_tensor::{BlockCodec, Code, DType, Device};
+
+/// Sums over runs of 1024 in 32 lanes, then a tree.
+fn sum(terms: &[f32]) -> f32 {
+    let mut total = 0.0;
+    for run in terms.chunks(1024) {
+        let mut lanes = [0.0_f32; 32];
+        for row in run.chunks(32) {
+            row.iter().zip(&mut lanes).for_each(|(term, lane)| *lane += term);
+        }
+        for width in [16, 8, 4, 2, 1] {
+            (0..width).for_each(|j| lanes[j] += lanes[j + width]);
+        }
+        total += lanes[0];
+    }
+    total
+}
+
+/// The scale of a block, and what its elements are multiplied by; `None` for a block of zeros.
+fn fit(code: Code, v: &[f32]) -> Option<(f32, f32)> {
+    let m = v.iter().fold(0.0_f32, |m, v| m.max(v.abs()));
+    if m < 2.0_f32.powi(-100) {
+        return None;
+    }
+    let count = v.len() as f32;
+    let exponent = ((m.to_bits() >> 23) as i32 - 127).clamp(-126, 126);
+    let power = |e: i32| f32::from_bits(((e + 127) as u32) << 23);
+    match code {
+        Code::SignL1 => {
+            let e = if m < power(100) { 0 } else { exponent };
+            let terms: Vec<f32> = v.iter().map(|v| (v * power(-e)).abs()).collect();
+            Some(((sum(&terms) / count * power(e)).min(m), 0.0))
+        }
+        Code::SignL2 => {
+            let terms: Vec<f32> = v.iter().map(|v| (v * power(-exponent)).powi(2)).collect();
+            Some((((sum(&terms) / count).sqrt() * power(exponent)).min(m), 0.0))
+        }
+        Code::Int4 | Code::Int8 => {
+            let q = if code == Code::Int4 { 7.0 } else { 127.0 };
+            let scale = f32::from_bits(((m * (1.0 / q)).to_bits() + 0xffff) & 0xffff_0000);
+            if q * scale == f32::INFINITY {
+                return Some((f32::from_bits((f32::MAX / q).to_bits() & 0xffff_0000), q / m));
+            }
+            Some((scale, 1.0 / scale))
+        }
+    }
+}
+
+/// The body of `v`, what it loses, and what it decodes as; `None` if it is refused.
+fn encode(codec: BlockCodec, v: &[f32]) -> Option<(Vec<u8>, Vec<f32>, Vec<f32>)> {
+    let (code, width) = (codec.code(), codec.code().bits() as usize);
+    let mut body = codec.parameters().to_vec();
+    let mut decoded = Vec::new();
+    if v.iter().any(|v| !v.is_finite()) {
+        return None;
+    }
+    for v in v.chunks(codec.block() as usize) {
+        let fit = fit(code, v);
+        let scale = fit.map_or(0.0, |(scale, _)| scale);
+        body.extend_from_slice(&scale.to_le_bytes()[4 - code.header()..]);
+        let mut codes = vec![0_u8; v.len()];
+        for (v, c) in v.iter().zip(&mut codes) {
+            let Some((scale, factor)) = fit else {
+                decoded.push(0.0);
+                continue;
+            };
+            if width == 1 {
+                *c = u8::from(v.is_sign_negative());
+                decoded.push(scale.copysign(*v));
+            } else {
+                let integer = (v * factor).round_ties_even() as i8;
+                *c = integer as u8 & (((1_u16 << width) - 1) as u8);
+                decoded.push(f32::from(integer) * scale);
+            }
+        }
+        // Planes: full runs as eight words, the rest in order.
+        let (runs, rest) =
+            codes.split_at(if width == 8 { 0 } else { codes.len() / (256 / width) * (256 / width) });
+        for run in runs.chunks(256 / width) {
+            let mut words = [0_u32; 8];
+            for (i, c) in run.iter().enumerate() {
+                words[i % 8] |= u32::from(*c) << (width * (i / 8));
+            }
+            words.iter().for_each(|word| body.extend_from_slice(&word.to_le_bytes()));
+        }
+        for codes in rest.chunks(8 / width) {
+            body.push(codes.iter().enumerate().map(|(i, c)| c << (i * width)).sum());
+        }
+    }
+    let lost = v.iter().zip(&decoded).map(|(v, d)| v - d).collect();
+    Some((body, lost, decoded))
+}
+
+struct Bench {
+    gpu: Device,
+    cases: usize,
+}
+
+impl Bench {
+    /// Encodes `x`, alone or with the residual `e`, from views that begin at `at`, and decodes it again.
+    fn compare(&mut self, codec: BlockCodec, x: &[f32], e: Option<&[f32]>, at: usize) {
+        let (gpu, n) = (&self.gpu, x.len());
+        let codecs = gpu.codecs().unwrap();
+        let what = format!("{codec:?}, {n} from {at}, residual {}", e.is_some());
+        let shifted = |x: &[f32]| gpu.tensor(&[&vec![7.0; at], x].concat(), at + n).unwrap();
+        let (x_there, mut after) = (shifted(x), shifted(x));
+        let before = shifted(e.unwrap_or(x));
+        let mut out = gpu.tensor(&vec![u32::MAX; 1 + codec.words(n)], 1 + codec.words(n)).unwrap();
+        let residual = e.map(|_| (before.view().part(at, n).unwrap(), after.view_mut().part(at, n).unwrap()));
+        codecs.encode(codec, x_there.view().part(at, n).unwrap(), residual, out.view_mut()).unwrap();
+        let words: Vec<u32> = out.to_vec().unwrap();
+        let v: Vec<f32> = e.map_or(x.to_vec(), |e| x.iter().zip(e).map(|(x, e)| x + e).collect());
+        self.cases += 1;
+        let Some((body, lost, decoded)) = encode(codec, &v) else {
+            assert_eq!(words[0], 1, "{what}");
+            return;
+        };
+        let found: Vec<u8> = words[1..].iter().flat_map(|w| w.to_le_bytes()).collect();
+        let differs = found.iter().zip(&body).position(|(f, b)| f != b);
+        assert_eq!((words[0], differs), (0, None), "{what}: {:?}", &v[..n.min(4)]);
+        assert!(found[body.len()..].iter().all(|b| *b == 0));
+        if e.is_some() {
+            let found: Vec<f32> = after.view().part(at, n).unwrap().to_vec().unwrap();
+            let differs = (0..n).find(|&i| found[i].to_bits() != lost[i].to_bits());
+            assert_eq!(differs.map(|i| (i, v[i], found[i], lost[i])), None, "{what}");
+        }
+        let body = gpu.tensor(&words[1..], words.len() - 1).unwrap();
+        let (verdict, found) = self.decode(codec, &body.view().to_vec().unwrap(), n, at);
+        assert_eq!(verdict, 0, "{what}");
+        let differs = (0..n).find(|&i| found[i].to_bits() != decoded[i].to_bits());
+        assert_eq!(differs.map(|i| (i, found[i], decoded[i])), None, "{what}");
+    }
+
+    fn decode(&self, codec: BlockCodec, words: &[u32], n: usize, at: usize) -> (u32, Vec<f32>) {
+        let body = self.gpu.tensor(words, words.len()).unwrap();
+        let (mut y, mut verdict) = (self.gpu.zeros(at + n).unwrap(), self.gpu.empty(DType::U32, 1).unwrap());
+        let to = y.view_mut().part(at, n).unwrap();
+        self.gpu.codecs().unwrap().decode(codec, body.view(), to, verdict.view_mut()).unwrap();
+        (verdict.to_vec::<u32>().unwrap()[0], y.view().part(at, n).unwrap().to_vec().unwrap())
+    }
+}
+
+fn codecs() -> Vec<BlockCodec> {
+    let forms = [
+        (Code::SignL1, 4096),
+        (Code::SignL2, 100),
+        (Code::Int8, 256),
+        (Code::Int8, 33),
+        (Code::Int4, 128),
+        (Code::Int4, 71),
+    ];
+    forms.map(|(code, block)| BlockCodec::new(code, block).unwrap()).to_vec()
+}
+
+#[test]
+fn bytes_residuals_and_values_are_those_of_the_wire_format() {
+    let mut bench = Bench { gpu: Device::wgpu(0).unwrap(), cases: 0 };
+    for codec in codecs() {
+        for n in [0, 1, 31, 257, 1000, 9001] {
+            for (stream, size) in [1e-41, 1e-38, 1e-30, 1e-3, 1.0, 3e4, 1e37].into_iter().enumerate() {
+                let (mut x, mut e) = (vec![0.0; n], vec![0.0; n]);
+                Philox::new(1, stream as u64).fill_normal(size, &mut x);
+                Philox::new(2, stream as u64).fill_normal(size / 50.0, &mut e);
+                let e = (stream % 2 == n % 2).then_some(&*e);
+                bench.compare(codec, &x, e, if size == 1.0 { 3 } else { 0 });
+            }
+        }
+        for x in
+            [vec![0.0; 300], vec![-0.0; 300], vec![f32::MAX; 300], vec![1.0, f32::MIN, f32::from_bits(1)]]
+        {
+            bench.compare(codec, &x, None, 0);
+            bench.compare(codec, &x, Some(&vec![0.0; x.len()]), 0);
+        }
+        // One number at the edge of zeros above many subnormals.
+        let mut x: Vec<f32> = (0..3000).map(|i| f32::from_bits(i * 2789)).collect();
+        x[1500] = 2.0_f32.powi(-100);
+        bench.compare(codec, &x, None, 0);
+        bench.compare(codec, &x, Some(&x), 0);
+        for (at, bad) in [(0, f32::NAN), (299, f32::INFINITY), (77, f32::NEG_INFINITY)] {
+            let mut x = vec![1.0; 300];
+            x[at] = bad;
+            bench.compare(codec, &x, None, 0);
+            bench.compare(codec, &vec![1.0; 300], Some(&x), 0);
+        }
+        bench.compare(codec, &[f32::MAX; 5], Some(&[f32::MAX; 5]), 0);
+    }
+    assert_eq!(bench.cases, 6 * (6 * 7 + 8 + 2 + 6 + 1));
+}
+
+/// Whether an encoder writes this, by the text.
+fn refused(codec: BlockCodec, words: &[u32], n: usize) -> bool {
+    let body: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    let (width, header, block) =
+        (codec.code().bits() as usize, codec.code().header(), codec.block() as usize);
+    let mut at = 4;
+    (0..n).step_by(block).any(|start| {
+        let count = block.min(n - start);
+        let (head, codes) = (&body[at..at + header], at + header);
+        at = codes + (count * width).div_ceil(8);
+        let codes = &body[codes..at];
+        if head.iter().all(|b| *b == 0) {
+            return codes.iter().any(|b| *b != 0);
+        }
+        let mut scale = [0; 4];
+        scale[4 - header..].copy_from_slice(head);
+        let scale = f32::from_le_bytes(scale);
+        let used = count * width % 8;
+        let padding = used != 0 && codes[codes.len() - 1] >> used != 0;
+        match codec.code() {
+            Code::SignL1 | Code::SignL2 => padding || !scale.is_finite() || scale < f32::MIN_POSITIVE,
+            Code::Int4 => {
+                let lowest = codes.iter().any(|b| b & 15 == 8 || b >> 4 == 8);
+                padding || lowest || !(scale * 7.0).is_finite() || scale < 2.0_f32.powi(-116)
+            }
+            Code::Int8 => codes.contains(&0x80) || !(scale * 127.0).is_finite() || scale < 2.0_f32.powi(-116),
+        }
+    })
+}
+
+#[test]
+fn what_no_encoder_writes_is_refused() {
+    let bench = Bench { gpu: Device::wgpu(0).unwrap(), cases: 0 };
+    let draws = Philox::new(3, 0);
+    for codec in codecs() {
+        let (n, mut both) = (301, [0; 2]);
+        let mut x = vec![0.0; n];
+        draws.fill_normal(1.0, &mut x);
+        // The second block is one of zeros.
+        x[codec.block() as usize % n..].iter_mut().take(71).for_each(|x| *x = 0.0);
+        let (mut body, ..) = encode(codec, &x).unwrap();
+        body.resize(codec.words(n) * 4, 0);
+        for case in 0..150 {
+            let mut spoilt = body.clone();
+            let [kind, at, with, _] = draws.block(1 << 20 | case);
+            let at = 4 + at as usize % (codec.bytes(n) - 4);
+            match kind % 3 {
+                0 => spoilt[at] ^= 1 << (with % 8),
+                1 => spoilt[at] = [0, 1, 0x7f, 0x80, 0xff][with as usize % 5],
+                _ => spoilt[at..codec.bytes(n)].fill(with as u8),
+            }
+            let words: Vec<u32> =
+                spoilt.chunks(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect();
+            let wanted = refused(codec, &words, n);
+            assert_eq!(
+                bench.decode(codec, &words, n, 0).0,
+                u32::from(wanted),
+                "{codec:?} {case}: {kind} {at} {with}"
+            );
+            both[usize::from(wanted)] += 1;
+        }
+        assert!(both[0] > 0 && both[1] > 0, "{codec:?} {both:?}");
+    }
+}
+
+#[test]
+fn the_host_has_codecs_of_its_own_and_operands_are_checked() {
+    assert!(Device::cpu(1).unwrap().codecs().is_none());
+    assert_eq!(BlockCodec::new(Code::Int8, 0), None);
+    assert_eq!(BlockCodec::new(Code::Int8, (1 << 20) + 1), None);
+    let gpu = Device::wgpu(0).unwrap();
+    let codec = BlockCodec::new(Code::Int8, 256).unwrap();
+    let x = gpu.zeros(100).unwrap();
+    let mut out = gpu.empty(DType::U32, codec.words(100)).unwrap();
+    let error = gpu.codecs().unwrap().encode(codec, x.view(), None, out.view_mut()).unwrap_err();
+    assert!(error.to_string().contains("encode"), "{error}");
+}
