@@ -8,6 +8,7 @@ mod growth;
 mod link;
 mod rendezvous;
 mod store;
+mod streams;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -43,8 +44,8 @@ pub type Tcp = Endpoint<TcpDriver>;
 #[derive(Debug)]
 pub struct TcpDriver {
     start: Instant,
-    /// By peer; none to this one itself.
-    links: Vec<Option<Link>>,
+    /// By peer, all of them; none to this one itself.
+    links: Vec<Vec<Link>>,
     inbox: Arc<Inbox>,
     pool: Arc<Pool>,
     /// A byte written to the first wakes whoever polls, through the second.
@@ -63,27 +64,23 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
         end.set_nonblocking(true).map_err(io("wake-up pipe for"))?;
     }
     let pool = Pool::new();
-    let near = streams.iter().flatten().filter(|stream| is_within_one_machine(stream)).count();
+    let near = streams.iter().filter(|peer| peer.first().is_some_and(is_within_one_machine)).count();
     let inbox = Inbox::new(streams.len());
     let crowded = std::thread::available_parallelism().is_ok_and(|cores| near >= cores.get());
     let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
     let mut links = Vec::new();
-    for (peer, stream) in streams.into_iter().enumerate() {
-        let link = match stream {
-            Some(stream) => {
-                stream
-                    .set_nodelay(true)
-                    .and_then(|()| stream.set_nonblocking(true))
-                    .map_err(io("socket of"))?;
-                if is_within_one_machine(&stream) {
-                    tune_within_one_machine(&stream);
-                }
-                inbox.peer_up(PeerId(peer as u32));
-                Some(Link::new(PeerId(peer as u32), stream))
+    for (peer, streams) in streams.into_iter().enumerate() {
+        let peer = PeerId(peer as u32);
+        for stream in &streams {
+            stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true)).map_err(io("socket of"))?;
+            if is_within_one_machine(stream) {
+                tune_within_one_machine(stream);
             }
-            None => None,
-        };
-        links.push(link);
+        }
+        if !streams.is_empty() {
+            inbox.peer_up(peer);
+        }
+        links.push(Link::side_by_side(peer, streams));
     }
     let driver =
         TcpDriver { start: real_start(), links, inbox: Arc::clone(&inbox), pool: Arc::clone(&pool), bell };
@@ -105,8 +102,10 @@ fn tune_within_one_machine(stream: &TcpStream) {
 }
 
 impl TcpDriver {
-    fn link(&self, peer: PeerId) -> &Link {
-        self.links[peer.index()].as_ref().expect("nothing goes over a socket to oneself")
+    /// The link that carries this conversation.
+    fn link(&self, peer: PeerId, tag: Tag) -> &Link {
+        let links = &self.links[peer.index()];
+        &links[tag.number as usize % links.len()]
     }
 
     /// Waits for sockets for at most `timeout` and moves what they give and take.
@@ -148,24 +147,24 @@ impl TcpDriver {
 
 impl Driver for TcpDriver {
     fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
-        let link = self.link(to);
+        let link = self.link(to, tag);
         link.push(tag, frame);
         if link.wants_to_write() {
             self.nudge();
         }
     }
     fn submit_bytes(&self, to: PeerId, tag: Tag, _: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
-        let link = self.link(to);
+        let link = self.link(to, tag);
         link.push_bytes(tag, check, bytes, pool);
         if link.wants_to_write() {
             self.nudge();
         }
     }
     fn has_room(&self, to: PeerId, tag: Tag) -> bool {
-        self.link(to).has_room(tag)
+        self.link(to, tag).has_room(tag)
     }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {
-        let link = self.link(from);
+        let link = self.link(from, tag);
         let resumes = link.taken(tag, &self.inbox);
         if resumes || link.wants_to_write() {
             self.nudge();

@@ -28,7 +28,7 @@ fn ipv6_works_where_the_machine_has_it() {
     if std::net::TcpListener::bind("[::1]:0").is_err() {
         return;
     }
-    let sums = on_ranks(tcp_at(3, &format!("[::1]:{}", free_port())), |comm| {
+    let sums = on_ranks(tcp_at(3, &format!("[::1]:{}", free_port()), 1), |comm| {
         let mut x = [1.0_f32, comm.rank().0 as f32];
         comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
         x
@@ -251,7 +251,7 @@ fn a_flood_is_not_read_beyond_the_bound() {
 
 #[test]
 fn a_peer_that_dies_in_the_middle_fails_the_others_and_is_named() {
-    let errors = on_ranks(tcp_at(4, &format!("127.0.0.1:{}", free_port())), |comm| {
+    let errors = on_ranks(tcp_at(4, &format!("127.0.0.1:{}", free_port()), 1), |comm| {
         let start = comm.now();
         let pending = comm.start_all_reduce(vec![1.0_f32; 8 << 20], ReduceOp::Sum);
         if comm.rank().0 == 2 {
@@ -272,7 +272,7 @@ fn a_peer_that_dies_in_the_middle_fails_the_others_and_is_named() {
 #[test]
 #[expect(clippy::disallowed_methods, reason = "the test measures real overlap")]
 fn a_started_all_reduce_goes_on_while_nobody_waits() {
-    let overlapped = on_ranks(tcp_at(2, &format!("127.0.0.1:{}", free_port())), |comm| {
+    let overlapped = on_ranks(tcp_at(2, &format!("127.0.0.1:{}", free_port()), 1), |comm| {
         let pending = comm.start_all_reduce(vec![1.0_f32; 4 << 20], ReduceOp::Sum);
         // A sleep is compute that leaves the processors to others.
         std::thread::sleep(Duration::from_millis(1_500));
@@ -286,7 +286,7 @@ fn a_started_all_reduce_goes_on_while_nobody_waits() {
 
 #[test]
 fn two_threads_of_a_rank_may_wait_at_once() {
-    on_ranks(tcp_at(2, &format!("127.0.0.1:{}", free_port())), |comm| {
+    on_ranks(tcp_at(2, &format!("127.0.0.1:{}", free_port()), 1), |comm| {
         let halves = [comm.split(0, 0).unwrap(), comm.split(0, 0).unwrap()];
         std::thread::scope(|scope| {
             for half in &halves {
@@ -300,4 +300,26 @@ fn two_threads_of_a_rank_may_wait_at_once() {
             }
         });
     });
+}
+
+#[test]
+fn the_number_of_streams_is_bounded_and_the_same_on_all_ranks() {
+    for streams in [0, 17] {
+        let mut config = config(0, 2, 0);
+        config.streams = streams;
+        let error = join(&config).unwrap_err();
+        assert!(matches!(error, CommError::Argument { what: "streams", .. }), "{error}");
+    }
+    let port = free_port();
+    let disagreeing = |(rank, streams): (u32, usize)| {
+        let mut config = config(rank, 2, port);
+        (config.streams, config.deadline) = (streams, Duration::from_millis(500));
+        let comm = Communicator::new(join(&config)?).with_deadline(Nanos::from_millis(500));
+        comm.barrier()
+    };
+    let errors: Vec<_> = std::thread::scope(|scope| {
+        let threads = [(0, 2), (1, 1)].map(|place| scope.spawn(move || disagreeing(place)));
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(errors.iter().all(Result::is_err), "{errors:?}");
 }

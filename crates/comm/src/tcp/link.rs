@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::PeerId;
@@ -34,6 +34,8 @@ pub(super) struct Link {
     out: Mutex<Out>,
     incoming: Mutex<In>,
     taken: Mutex<Counts>,
+    /// Of the peer's links, those over which it has not said goodbye.
+    staying: Arc<AtomicUsize>,
     /// Until the peer has ended its side, or the socket broke.
     open: AtomicBool,
     /// The queue is not empty.
@@ -95,10 +97,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Link {
-    pub(super) fn new(peer: PeerId, stream: TcpStream) -> Self {
+    /// The links to one peer.
+    pub(super) fn side_by_side(peer: PeerId, streams: Vec<TcpStream>) -> Vec<Self> {
+        let staying = Arc::new(AtomicUsize::new(streams.len()));
+        streams.into_iter().map(|stream| Self::new(peer, stream, Arc::clone(&staying))).collect()
+    }
+
+    fn new(peer: PeerId, stream: TcpStream, staying: Arc<AtomicUsize>) -> Self {
         Self {
             peer,
             stream,
+            staying,
             out: Mutex::default(),
             incoming: Mutex::default(),
             taken: Mutex::default(),
@@ -270,9 +279,12 @@ impl Link {
                     self.end(inbox, DownReason::Protocol(e));
                     return;
                 }
+                Err(End::Closed) if incoming.said_goodbye => {
+                    self.shut();
+                    return;
+                }
                 Err(End::Closed) => {
-                    let reason = if incoming.said_goodbye { DownReason::Left } else { DownReason::Ended };
-                    self.end(inbox, reason);
+                    self.end(inbox, DownReason::Ended);
                     return;
                 }
                 Err(End::Io(e)) => {
@@ -283,9 +295,13 @@ impl Link {
         }
     }
 
-    fn end(&self, inbox: &Inbox, reason: DownReason) {
+    fn shut(&self) {
         self.open.store(false, Ordering::Release);
         self.waiting.store(false, Ordering::Release);
+    }
+
+    fn end(&self, inbox: &Inbox, reason: DownReason) {
+        self.shut();
         if matches!(reason, DownReason::Protocol(_)) {
             let _ = self.stream.shutdown(Shutdown::Both);
         }
@@ -355,8 +371,11 @@ impl Link {
                 inbox.signal();
             }
             Kind::Bye => {
-                incoming.said_goodbye = true;
-                inbox.peer_down(self.peer, DownReason::Left);
+                let again = std::mem::replace(&mut incoming.said_goodbye, true);
+                // Something may still be on its way over the others.
+                if !again && self.staying.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    inbox.peer_down(self.peer, DownReason::Left);
+                }
             }
             Kind::Control => return Err(WireError::Kind(header.kind as u8)),
         }

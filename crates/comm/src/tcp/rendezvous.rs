@@ -9,12 +9,15 @@ use std::time::{Duration, Instant};
 
 use farflung_base::Rank;
 
+use super::streams::multiply;
 use crate::control::{Control, HELLO, Listed};
 use crate::error::Refusal;
 use crate::memory::real_start;
 use crate::wire::{self, Message, Parsed, VERSION};
 use crate::{CommError, WireError};
 
+/// To one peer.
+const MOST_STREAMS: usize = 16;
 /// Strangers that may stand at the door at a time.
 const AT_THE_DOOR: usize = 256;
 /// Between two looks at the door.
@@ -42,6 +45,10 @@ pub struct Config {
     /// The address at which this rank listens for its peers; by default the one from which it reaches the master, or its
     /// own of `peers`, whose port counts in any case.
     pub listen: Option<IpAddr>,
+    /// Connections to each peer, 1 to 16, the same on all ranks: over a long fat link one connection's window may not
+    /// fill it. Messages go over one or another by their tags, and so do the lanes of a pipelined all-reduce. Those
+    /// beyond the first go to ports that the ranks tell each other, so they need a network that lets them.
+    pub streams: usize,
 }
 
 impl Config {
@@ -57,6 +64,7 @@ impl Config {
             job,
             deadline: Duration::from_mins(1),
             listen: None,
+            streams: 1,
         }
     }
 
@@ -93,10 +101,10 @@ impl Until {
 }
 
 /// Streams to all peers by rank, none to the own.
-type Streams = Vec<Option<TcpStream>>;
+pub(super) type Streams = Vec<Option<TcpStream>>;
 
 /// Finds all peers.
-pub(super) fn meet(config: &Config) -> Result<Streams, CommError> {
+pub(super) fn meet(config: &Config) -> Result<Vec<Vec<TcpStream>>, CommError> {
     let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
     let (rank, size) = (config.rank as usize, config.world_size as usize);
     if rank >= size {
@@ -108,14 +116,18 @@ pub(super) fn meet(config: &Config) -> Result<Streams, CommError> {
     if !config.peers.is_empty() && config.peers.len() != size {
         return argument("number of peers", config.peers.len(), size);
     }
+    if !(1..=MOST_STREAMS).contains(&config.streams) {
+        return argument("streams", config.streams, MOST_STREAMS);
+    }
     let until = Until::after(config.deadline);
-    if !config.peers.is_empty() {
+    let met = if !config.peers.is_empty() {
         by_list(config, until)
     } else if rank == 0 {
         host(config, until)
     } else {
         visit(config, until)
-    }
+    };
+    multiply(config, met?, until)
 }
 
 fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
@@ -142,7 +154,8 @@ fn host(config: &Config, until: Until) -> Result<Streams, CommError> {
     let mut streams = nobody(config);
     let mut table = vec![String::new(); config.world_size as usize];
     let never = AtomicBool::new(false);
-    let come = admit(config, &listener, until, &never, &mut streams, |rank, listen| table[rank] = listen);
+    let come =
+        admit(config, &listener, until, (&never, false), &mut streams, |rank, listen| table[rank] = listen);
     if let Err(ranks) = come {
         let message = Control::Missing(Listed(ranks.iter().map(|rank| rank.0).collect()));
         for stream in streams.iter_mut().flatten() {
@@ -206,7 +219,7 @@ fn by_list(config: &Config, until: Until) -> Result<Streams, CommError> {
 }
 
 /// Connects to lower ranks at their addresses and lets the higher ones in, at the same time.
-fn pairwise(
+pub(super) fn pairwise(
     config: &Config,
     listener: &TcpListener,
     own: &str,
@@ -219,7 +232,7 @@ fn pairwise(
         let reaching = scope.spawn(|| {
             reach(config, own, lower, until).inspect_err(|_| given_up.store(true, Ordering::Relaxed))
         });
-        let come = admit(config, listener, until, &given_up, &mut streams, |_, _| {});
+        let come = admit(config, listener, until, (&given_up, true), &mut streams, |_, _| {});
         (come, reaching.join().expect("nothing in it panics"))
     });
     let (mut absent, found) = match reached {
@@ -279,19 +292,17 @@ fn reach(
     Ok(found)
 }
 
-/// Lets in all ranks above the own; strangers are turned away. The ranks that have not come by the deadline are the
+/// Lets in all ranks above the own, with a welcome unless the answer is a table; strangers are turned away. The ranks that have not come by the deadline are the
 /// error, also where all is given up before.
 fn admit(
     config: &Config,
     listener: &TcpListener,
     until: Until,
-    given_up: &AtomicBool,
+    (given_up, welcomes): (&AtomicBool, bool),
     streams: &mut [Option<TcpStream>],
     mut note: impl FnMut(usize, String),
 ) -> Result<(), Vec<Rank>> {
     let me = config.rank as usize;
-    // The master's answer is the table.
-    let welcomes = me > 0 || !config.peers.is_empty();
     let mut door: Vec<(TcpStream, Vec<u8>)> = Vec::new();
     // A listener that blocks would only be looked at when somebody comes.
     let _ = listener.set_nonblocking(true);
@@ -394,7 +405,7 @@ fn check(
     }
 }
 
-fn hello<'a>(config: &'a Config, listen: &'a str) -> Control<'a> {
+pub(super) fn hello<'a>(config: &'a Config, listen: &'a str) -> Control<'a> {
     Control::Hello { rank: config.rank, world_size: config.world_size, job: &config.job, listen }
 }
 
@@ -425,7 +436,7 @@ pub(super) fn say(stream: &mut TcpStream, message: &Control<'_>) -> std::io::Res
 }
 
 /// Waits for a message that `wanted` takes; refusals and losses become errors.
-fn answer<T>(
+pub(super) fn answer<T>(
     config: &Config,
     from: &str,
     stream: &mut TcpStream,

@@ -13,8 +13,12 @@ pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 pub(crate) type Make = fn(usize) -> Cluster;
 
 /// Every transport, by name.
-pub(crate) const TRANSPORTS: [(&str, Make); 3] =
-    [("memory", memory_cluster), ("simulated", simulated_cluster), ("tcp", tcp_cluster)];
+pub(crate) const TRANSPORTS: [(&str, Make); 4] = [
+    ("memory", memory_cluster),
+    ("simulated", simulated_cluster),
+    ("tcp", tcp_cluster),
+    ("tcp with three streams", |n| tcp_at(n, &format!("127.0.0.1:{}", free_port()), 3)),
+];
 
 pub(crate) fn memory_cluster(n: usize) -> Cluster {
     memory::cluster(n).into_iter().map(|t| t as Arc<dyn Transport>).collect()
@@ -30,14 +34,15 @@ pub(crate) fn free_port() -> u16 {
 }
 
 pub(crate) fn tcp_cluster(n: usize) -> Cluster {
-    tcp_at(n, &format!("127.0.0.1:{}", free_port()))
+    tcp_at(n, &format!("127.0.0.1:{}", free_port()), 1)
 }
 
-pub(crate) fn tcp_at(n: usize, master: &str) -> Cluster {
+pub(crate) fn tcp_at(n: usize, master: &str, streams: usize) -> Cluster {
     std::thread::scope(|scope| {
         let joins: Vec<_> = (0..n as u32)
             .map(|rank| {
-                let config = tcp::Config::new(rank, n as u32, master);
+                let mut config = tcp::Config::new(rank, n as u32, master);
+                config.streams = streams;
                 scope.spawn(move || tcp::join(&config).unwrap() as Arc<dyn Transport>)
             })
             .collect();
