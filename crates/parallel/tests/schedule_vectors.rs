@@ -202,6 +202,7 @@ fn compared() {
     let comparison = Comparison {
         ranks: 4,
         microbatches: 8,
+        slices: 2,
         cost: vec![StageCost::UNIT],
         boundary: Boundary::latency(Nanos::from_micros(500)),
         memory: Some(4),

@@ -125,7 +125,8 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
         ("c = 1 and a wire busy for 2", 8, 64, wire(tenths(20)), Some(24)),
         ("c = 1 and a wire busy for 6", 8, 64, wire(tenths(60)), Some(24)),
     ] {
-        let comparison = Comparison { ranks, microbatches, cost: vec![stage(10)], boundary, memory };
+        let cost = vec![stage(10)];
+        let comparison = Comparison { ranks, microbatches, slices: 1, cost, boundary, memory };
         let compared = comparison.run()?;
         let (method, figures) = compared.best().context("some schedule fits")?;
         let gap = (figures.makespan.0 as f64 / figures.bound.0 as f64 - 1.0) * 100.0;

@@ -217,6 +217,7 @@ impl ScheduleCommand {
         let comparison = Comparison {
             ranks: self.stages,
             microbatches: self.microbatches,
+            slices: self.slices,
             cost: self.settings().cost,
             boundary: self.boundary(hop),
             memory: self.memory,

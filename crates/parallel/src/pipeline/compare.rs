@@ -16,6 +16,8 @@ pub struct Comparison {
     pub ranks: u32,
     /// Microbatches of a step.
     pub microbatches: u32,
+    /// Slices of each microbatch's tokens, for [`Method::TeraPipe`]; with one it is [`Method::GPipe`].
+    pub slices: u16,
     /// Each rank's whole share of the model, a part of it where it holds several chunks; one entry or one a rank.
     pub cost: Vec<StageCost>,
     /// What joins ranks.
@@ -79,6 +81,7 @@ impl Comparison {
             cost: self.cost.clone(),
             hop: self.boundary.link.time(self.boundary.forward),
             memory: self.memory,
+            slices: self.slices,
             ..Settings::new(self.ranks, self.microbatches)
         };
         let order = method.order(&settings)?;
@@ -107,7 +110,7 @@ impl Comparison {
             makespan: simulation.makespan(),
             span: simulation.span(),
             bubble: simulation.bubble_fraction(),
-            peak: f64::from(most) / f64::from(chunks),
+            peak: f64::from(most) / f64::from(chunks * u32::from(order.slices())),
             link_use: simulation.link_use(),
             bound: lower_bound(&order, &cost),
         })
