@@ -2,9 +2,13 @@
 //! sends what changed since the sample was last seen. Knows no pipeline.
 
 mod channels;
+#[cfg(feature = "mmap")]
+mod mapped;
 mod samples;
 mod store;
 
+#[cfg(feature = "mmap")]
+pub use mapped::MappedStore;
 pub use samples::Samples;
 pub use store::{FileStore, MemoryStore, Store, checksum};
 

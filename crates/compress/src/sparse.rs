@@ -9,7 +9,7 @@ mod select;
 
 pub use amount::Amount;
 pub use index::IndexCoding;
-pub use mask::{Mask, Masked, Pattern};
+pub use mask::{Drawn, Mask, Masked, Pattern};
 pub use select::Select;
 
 use crate::compressor::{Memoryless, add};

@@ -335,6 +335,14 @@ impl CodecSpec {
         matches!(self.stages, [None, None]).then(|| self.codec.key())
     }
 
+    /// The mask that selects first, and what its elements go through; `None` if another selection is first, or the mask
+    /// is an unbiased one.
+    #[must_use]
+    pub fn mask(&self) -> Option<(Mask, Self)> {
+        let [Some(Stage::Mask(mask)), next] = self.stages else { return None };
+        Some((mask, Self { stages: [next, None], codec: self.codec, feedback: None, packing: None }))
+    }
+
     /// Whether the codec keeps a residual.
     #[must_use]
     pub fn feedback(&self) -> bool {

@@ -53,6 +53,53 @@ fn both_ends_are_the_same_and_the_error_shrinks_with_the_changes() {
 }
 
 #[test]
+#[cfg(feature = "mmap")]
+#[expect(unsafe_code, reason = "nobody else has the files while they are mapped")]
+fn a_mapped_file_is_the_same_file() {
+    use farflung_compress::link::{MappedStore, Store};
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    // SAFETY: the directory is this test's own, and no store is open when the file is looked at otherwise.
+    let map = |name: &str| unsafe { MappedStore::open(&path(name), LEN, 3) };
+    let link = |store: Box<dyn Store>| AqSgd::new(Int4::new(32).unwrap(), store);
+    let plain = |name: &str| Box::new(FileStore::open(&path(name), LEN, 3).unwrap());
+    let (mut payload, mut out) = (Payload::new(), vec![0.0; 2 * LEN]);
+    for epoch in 0..4 {
+        // One end is mapped, then the other.
+        let mapped = |name| Box::new(map(name).unwrap());
+        let (mut sender, mut receiver) = if epoch % 2 == 0 {
+            (link(plain("a")), link(mapped("b")))
+        } else {
+            (link(mapped("a")), link(plain("b")))
+        };
+        sender.encode(&[2, 0], &batch(&[2, 0], epoch), RoundKey::default(), &mut payload).unwrap();
+        receiver.decode(&[2, 0], payload.view(), &mut out).unwrap();
+        let full = if epoch == 0 { 2 } else { 0 };
+        assert_eq!(
+            payload.view().body().len(),
+            8 + 8 + full * 2 * LEN + 4 + (2 - full) * (LEN / 2 + 2 * LEN / 32)
+        );
+        drop((sender, receiver));
+        assert_eq!(std::fs::read(path("a")).unwrap(), std::fs::read(path("b")).unwrap());
+    }
+    let mut store = map("a").unwrap();
+    let mut held = vec![0; 2 * LEN];
+    assert_ne!(store.read(2, &mut held).unwrap(), 0);
+    assert_eq!(store.read(1, &mut held).unwrap(), 0);
+    store.forget(2).unwrap();
+    assert_eq!(store.read(2, &mut held).unwrap(), 0);
+    assert!(store.read(3, &mut held).is_err());
+    drop(store);
+    // A torn write counts as not held.
+    let mut bytes = std::fs::read(path("a")).unwrap();
+    bytes[16 + 4 + 50] ^= 1;
+    std::fs::write(path("a"), bytes).unwrap();
+    assert_eq!(map("a").unwrap().read(0, &mut held).unwrap(), 0);
+    // SAFETY: as above.
+    assert!(unsafe { MappedStore::open(&path("a"), LEN + 1, 3) }.is_err());
+}
+
+#[test]
 fn few_bits_are_the_same_at_both_ends_and_their_loss_is_sent_too() {
     let dir = tempfile::tempdir().unwrap();
     let x = batch(&[0, 1, 2], 9);

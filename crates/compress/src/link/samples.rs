@@ -95,8 +95,12 @@ impl Samples {
                     *code = Binary16::encode(*value);
                 }
             }
-            Held::Int8 => _ = int8().encode(&mut Pass::short(Level::detect()), 0, Values::Read(values), out, noise),
-            Held::Int4 => _ = int4().encode(&mut Pass::short(Level::detect()), 0, Values::Read(values), out, noise),
+            Held::Int8 => {
+                _ = int8().encode(&mut Pass::short(Level::detect()), 0, Values::Read(values), out, noise);
+            }
+            Held::Int4 => {
+                _ = int4().encode(&mut Pass::short(Level::detect()), 0, Values::Read(values), out, noise);
+            }
         }
     }
 

@@ -8,9 +8,6 @@ use crate::simd::Level;
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 
-/// Bytes before the values.
-const PREFIX: usize = 36;
-
 /// Which element of each stratum of `stride` consecutive ones is sent in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pattern {
@@ -51,18 +48,21 @@ impl Mask {
 
 /// A mask in one round: a pure function of what is on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Drawn {
+pub struct Drawn {
     mask: Mask,
-    /// Elements in it.
     kept: u32,
-    /// The index, among all that the pattern gives, of the first that is left out.
     gap: u32,
     phase: u32,
     noise: Noise,
 }
 
 impl Drawn {
-    fn new(mask: Mask, key: RoundKey, len: usize) -> Self {
+    /// Bytes in front of the values' body.
+    pub const BYTES: usize = 36;
+
+    /// The mask of a vector of so many elements in the round of `key`.
+    #[must_use]
+    pub fn new(mask: Mask, key: RoundKey, len: usize) -> Self {
         let mask = Mask { stride: mask.stride.max(1), multiple: mask.multiple.max(1), ..mask };
         let stride = u64::from(mask.stride);
         let (epoch, phase) = match mask.pattern {
@@ -71,7 +71,7 @@ impl Drawn {
         };
         let noise = Noise::shared(RoundKey { round: epoch, ..key });
         let mut drawn = Self { mask, kept: 0, gap: 0, phase: phase as u32, noise };
-        let all = drawn.all(len).count();
+        let all = drawn.taken(len);
         drawn.kept = (all - all % mask.multiple as usize) as u32;
         // A place of its own for each round, also where the strata's noise is that of an epoch.
         let place = Noise::shared(RoundKey { shard: !key.shard, ..key }).below(0, u64::from(drawn.kept) + 1);
@@ -79,37 +79,76 @@ impl Drawn {
         drawn
     }
 
+    /// The pattern, the stride, and in [`Mask::multiple`] what an encoder wanted.
+    #[must_use]
+    pub const fn mask(&self) -> Mask {
+        self.mask
+    }
+
+    /// Elements in it.
+    #[must_use]
+    pub const fn kept(&self) -> u32 {
+        self.kept
+    }
+
+    /// The index, among all that the pattern takes, of the first that is left out.
+    #[must_use]
+    pub const fn gap(&self) -> u32 {
+        self.gap
+    }
+
+    /// Where in each stratum the pattern begins.
+    #[must_use]
+    pub const fn phase(&self) -> u32 {
+        self.phase
+    }
+
+    /// Key and number of the stream of [`farflung_base::Philox`] from which elements are drawn.
+    #[must_use]
+    pub fn stream(&self) -> [u64; 2] {
+        self.noise.halves()
+    }
+
+    /// How many the pattern takes of a vector: of each stratum one, but perhaps not of the last.
+    #[must_use]
+    pub fn taken(&self, len: usize) -> usize {
+        let stride = self.mask.stride as usize;
+        match (len / stride, len % stride) {
+            (full, 0) => full,
+            (full, rest) => full + usize::from(self.place(full as u64) < rest as u64),
+        }
+    }
+
+    /// Which element of a stratum the pattern takes.
+    fn place(&self, stratum: u64) -> u64 {
+        let stride = u64::from(self.mask.stride);
+        match self.mask.pattern {
+            Pattern::Rolling => u64::from(self.phase),
+            Pattern::Random => self.noise.below(stratum, stride),
+            Pattern::Permuted => (self.noise.below(stratum, stride) + u64::from(self.phase)) % stride,
+        }
+    }
+
     /// The indices that the pattern gives below `len`, ascending.
     fn all(self, len: usize) -> impl Iterator<Item = usize> {
-        let stride = u64::from(self.mask.stride);
-        (0..len)
-            .step_by(self.mask.stride as usize)
-            .enumerate()
-            .map(move |(j, start)| {
-                let at = match self.mask.pattern {
-                    Pattern::Rolling => u64::from(self.phase),
-                    Pattern::Random => self.noise.below(j as u64, stride),
-                    Pattern::Permuted => {
-                        (self.noise.below(j as u64, stride) + u64::from(self.phase)) % stride
-                    }
-                };
-                start + at as usize
-            })
-            .filter(move |index| *index < len)
+        let starts = (0..len).step_by(self.mask.stride as usize).enumerate();
+        starts.map(move |(j, start)| start + self.place(j as u64) as usize).filter(move |index| *index < len)
     }
 
     /// The indices of the mask, ascending.
     fn indices(self, len: usize) -> impl Iterator<Item = usize> {
         let (before, kept) = (self.gap as usize, self.kept as usize);
-        let left_out = if kept == 0 { usize::MAX } else { self.all(len).count().saturating_sub(kept) };
+        let left_out = if kept == 0 { usize::MAX } else { self.taken(len).saturating_sub(kept) };
         self.all(len)
             .enumerate()
             .filter(move |(i, _)| *i < before || *i - before >= left_out)
             .map(|(_, index)| index)
     }
 
-    fn write(self, inner: CodecId) -> [u8; PREFIX] {
-        let mut bytes = [0; PREFIX];
+    /// The bytes in front of the values' body.
+    #[must_use]
+    pub fn write(&self, inner: CodecId) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
         (bytes[0], bytes[1]) = (self.mask.pattern as u8, inner.0);
         let words = [self.mask.stride, self.kept, self.gap, self.phase];
         for (bytes, word) in bytes[4..20].as_chunks_mut().0.iter_mut().zip(words) {
@@ -121,7 +160,10 @@ impl Drawn {
         bytes
     }
 
-    fn read(bytes: &[u8; PREFIX], len: usize) -> Result<(Self, CodecId), CompressError> {
+    /// What [`Self::write`] wrote, untrusted, for a vector of so many elements.
+    ///
+    /// Errors: [`CompressError::Indices`].
+    pub fn read(bytes: &[u8; Self::BYTES], len: usize) -> Result<(Self, CodecId), CompressError> {
         let wrong = Err(CompressError::Indices { why: "are of a mask that no encoder writes" });
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let half = |at: usize| u64::from(word(at + 4)) << 32 | u64::from(word(at));
@@ -138,7 +180,7 @@ impl Drawn {
         if bytes[2..4] != [0, 0] || mask.stride == 0 || drawn.phase >= phases || drawn.gap > drawn.kept {
             return wrong;
         }
-        if drawn.kept as usize > len || drawn.kept as usize > drawn.all(len).count() {
+        if drawn.kept as usize > len || drawn.kept as usize > drawn.taken(len) {
             return wrong;
         }
         Ok((drawn, CodecId(bytes[1])))
@@ -229,7 +271,7 @@ impl<C: Memoryless> Compressor for Masked<C> {
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
         let body = p.open(CodecId::MASKED, out.len())?;
         let Some((prefix, values)) = body.split_first_chunk() else {
-            let (wanted, found) = (PREFIX as u64, body.len() as u64);
+            let (wanted, found) = (Drawn::BYTES as u64, body.len() as u64);
             return Err(CompressError::BodyLength {
                 codec: CodecId::MASKED,
                 count: out.len(),
@@ -246,7 +288,7 @@ impl<C: Memoryless> Compressor for Masked<C> {
     }
 
     fn max_payload(&self, len: usize) -> usize {
-        self.inner.max_payload(self.mask.most(len)).saturating_add(PREFIX)
+        self.inner.max_payload(self.mask.most(len)).saturating_add(Drawn::BYTES)
     }
 
     fn set_threads(&mut self, threads: usize) {
