@@ -33,6 +33,7 @@ mod aside;
 mod cast;
 mod chunked;
 mod error;
+mod low_rank;
 mod memory;
 mod noise;
 mod norm;

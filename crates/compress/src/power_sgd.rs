@@ -3,7 +3,10 @@
 
 use farflung_base::Philox;
 
+use crate::compressor::first_non_finite;
+use crate::low_rank::{Expand, Project, ProjectBack, dot};
 use crate::memory::Memory;
+use crate::simd::{Level, Stream};
 use crate::{CompressError, StateMap};
 
 /// A method of several exchanges. Between two of them the caller averages a buffer over all ranks, which must hold equal means
@@ -63,6 +66,7 @@ pub struct PowerSgd {
     p: Vec<f32>,
     next_q: Vec<f32>,
     stage: Stage,
+    level: Level,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,6 +100,7 @@ impl PowerSgd {
             p: vec![0.0; rank * rows],
             next_q: vec![0.0; rank * columns],
             stage: Stage::Idle,
+            level: Level::detect(),
         };
         method.reset();
         Ok(method)
@@ -167,23 +172,13 @@ fn check(what: &'static str, found: usize, wanted: usize) -> Result<(), Compress
 impl Protocol for PowerSgd {
     fn begin(&mut self, x: &[f32]) -> Result<(), CompressError> {
         check("the matrix", x.len(), self.rows * self.columns)?;
-        let mut m = std::mem::take(&mut self.m);
-        m.clear();
-        match self.residual.get() {
-            [] => m.extend_from_slice(x),
-            e => m.extend(x.iter().zip(e).map(|(x, e)| x + e)),
+        self.stage = Stage::Idle;
+        self.m.resize(x.len(), 0.0);
+        let (columns, q, e) = (self.columns, self.q.get(), self.residual.get());
+        if self.level.run(Project { x, e, m: &mut self.m, q, p: &mut self.p, columns }) {
+            return Err(first_non_finite(&self.m));
         }
-        if let Some(index) = m.iter().position(|m| !m.is_finite()) {
-            let value = m[index];
-            self.m = m;
-            return Err(CompressError::NonFinite { index, value });
-        }
-        for (p, q) in self.p.chunks_mut(self.rows).zip(self.q.get().chunks(self.columns)) {
-            for (p, row) in p.iter_mut().zip(m.chunks(self.columns)) {
-                *p = dot(row, q);
-            }
-        }
-        (self.m, self.stage) = (m, Stage::First);
+        self.stage = Stage::First;
         Ok(())
     }
 
@@ -195,12 +190,8 @@ impl Protocol for PowerSgd {
             }
             Stage::Second => {
                 orthonormalise(&mut self.p, self.rows);
-                for (q, p) in self.next_q.chunks_mut(self.columns).zip(self.p.chunks(self.rows)) {
-                    q.fill(0.0);
-                    for (p, row) in p.iter().zip(self.m.chunks(self.columns)) {
-                        q.iter_mut().zip(row).for_each(|(q, m)| *q += p * m);
-                    }
-                }
+                let (m, p, q) = (&self.m, &self.p, &mut self.next_q);
+                self.level.run(ProjectBack { m, p, q, columns: self.columns });
                 self.stage = Stage::Done;
                 Some(&mut self.next_q)
             }
@@ -214,36 +205,27 @@ impl Protocol for PowerSgd {
             return Err(CompressError::Exchange);
         }
         self.stage = Stage::Idle;
-        out.fill(0.0);
-        for (p, q) in self.p.chunks(self.rows).zip(self.next_q.chunks(self.columns)) {
-            for (p, row) in p.iter().zip(out.chunks_mut(self.columns)) {
-                row.iter_mut().zip(q).for_each(|(out, q)| *out += p * q);
-            }
+        let mut next = self.residual.begin(out.len())?;
+        let refused = self.level.run(Expand {
+            p: &self.p,
+            q: &self.next_q,
+            m: &self.m,
+            out: &mut *out,
+            next: &mut next,
+            columns: self.columns,
+            stream: Stream::for_len(self.level, self.m.len()),
+        });
+        let bad = || if out.iter().all(|x| x.is_finite()) { &*next } else { &*out };
+        let error = refused.then(|| first_non_finite(bad()));
+        self.residual.end(next, error.is_none());
+        if let Some(error) = error {
+            return Err(error);
         }
-        if let Some(index) = out.iter().position(|m| !m.is_finite()) {
-            return Err(CompressError::NonFinite { index, value: out[index] });
-        }
-        let mut e = self.residual.begin(out.len())?;
-        for ((e, m), out) in e.iter_mut().zip(&self.m).zip(&*out) {
-            *e = m - out;
-        }
-        self.residual.end(e, true);
         let mut q = self.q.begin(self.next_q.len())?;
         q.copy_from_slice(&self.next_q);
         self.q.end(q, true);
         Ok(())
     }
-}
-
-/// A sum of products in 16 lanes, then over the lanes.
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0; 16];
-    for (a, b) in a.chunks(16).zip(b.chunks(16)) {
-        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += a * b;
-        }
-    }
-    lanes.into_iter().sum()
 }
 
 /// Gram-Schmidt over the rows of `p`, each of `len`, in order; a row without anything new becomes zeros.
@@ -336,6 +318,15 @@ mod tests {
         assert_eq!(round(std::slice::from_mut(&mut twin), &x[..1]), round(&mut ranks[..1], &x[..1]));
         assert_eq!(twin.end(&mut [0.0; 192]), Err(CompressError::Exchange));
         assert!(PowerSgd::new(16, 12, 13, 1).is_err());
+        // What overflows on the way is refused, and nothing is remembered of it.
+        let mut huge = PowerSgd::new(4, 4, 2, 1).unwrap();
+        huge.begin(&[f32::MAX; 16]).unwrap();
+        while huge.exchange().is_some() {}
+        assert!(matches!(huge.end(&mut [0.0; 16]), Err(CompressError::NonFinite { .. })));
+        assert!(huge.residual().is_empty());
+        let error = huge.begin(&[&[1.0; 9][..], &[f32::NAN; 7]].concat());
+        assert!(matches!(error, Err(CompressError::NonFinite { index: 9, .. })));
+        assert!(huge.exchange().is_none());
         // Nothing at all has no direction.
         assert_eq!(round(&mut [PowerSgd::new(4, 4, 2, 1).unwrap()], &[vec![0.0; 16]]), [0.0; 16]);
     }
