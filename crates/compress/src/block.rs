@@ -2,7 +2,7 @@
 //! is a [`Quantizer`].
 
 use crate::CompressError;
-use crate::aside::{Aside, Way};
+use crate::aside::Aside;
 use crate::chunked::{Chunked, Chunks, INFINITE, Pass, Values, max_magnitude, sum};
 use crate::noise::Noise;
 use crate::pack::{GROUP, pack, packed_len, padding_is_zero, unpack};
@@ -113,6 +113,24 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Block<Q, BITS> {
         format_bytes::<Q, BITS>(self.block)
     }
 
+    fn encode_blocks<const NOISY: bool>(
+        &self,
+        pass: &mut Pass,
+        at: usize,
+        values: Values<'_>,
+        out: &mut [u8],
+        noise: Noise,
+    ) -> bool {
+        let Pass { level, aside } = pass;
+        let group = (at / self.block) as u64 * self.block.div_ceil(GROUP) as u64;
+        let hand = if NOISY { None } else { level.hand() };
+        let blocks = Blocks::<Q, BITS, NOISY> { format: self, noise, group, hand };
+        match values {
+            Values::Read(x) => level.run(Encode { blocks, x, out }),
+            Values::Feedback { x, e, next } => level.run(EncodeSums { blocks, x, e, next, out, aside }),
+        }
+    }
+
     /// The error for what is wrong in a block of `count` elements, the first of which is `at`.
     fn culprit(block: usize, at: usize, count: usize, bytes: &[u8]) -> CompressError {
         let (header, codes) = bytes.split_at(Q::HEADER);
@@ -159,28 +177,10 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Chunks for Block<Q, BITS> {
     }
 
     fn encode(&self, pass: &mut Pass, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool {
-        let group = (at / self.block) as u64 * self.block.div_ceil(GROUP) as u64;
-        let Pass { level, aside } = pass;
         if self.quantizer.noisy() {
-            level.run(Encode::<Q, BITS, true> {
-                format: self,
-                values,
-                out,
-                noise,
-                group,
-                level: *level,
-                aside,
-            })
+            self.encode_blocks::<true>(pass, at, values, out, noise)
         } else {
-            level.run(Encode::<Q, BITS, false> {
-                format: self,
-                values,
-                out,
-                noise,
-                group,
-                level: *level,
-                aside,
-            })
+            self.encode_blocks::<false>(pass, at, values, out, noise)
         }
     }
 
@@ -196,16 +196,66 @@ impl<Q: Quantizer<BITS>, const BITS: u32> Chunks for Block<Q, BITS> {
     }
 }
 
-/// The bytes of whole blocks; true if something is not finite.
-struct Encode<'a, Q, const BITS: u32, const NOISY: bool> {
+/// How whole blocks are encoded.
+struct Blocks<'a, Q, const BITS: u32, const NOISY: bool> {
     format: &'a Block<Q, BITS>,
-    values: Values<'a>,
-    out: &'a mut [u8],
     noise: Noise,
     /// The number of the first block's first group of noise.
     group: u64,
-    level: Level,
-    aside: &'a mut Aside,
+    hand: Option<Hand>,
+}
+
+impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Blocks<'_, Q, BITS, NOISY> {
+    /// Writes the header of `x`; `None` if it says that all is zero, whose codes are zeros too.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn fit(
+        &self,
+        (max, surveyed): (i32, f32),
+        x: &[f32],
+        head: &mut [u8],
+        codes: &mut [u8],
+    ) -> Option<Q::Fit> {
+        let max = f32::from_bits(max.cast_unsigned());
+        if max >= MIN_MAX {
+            let fit = self.format.quantizer.fit(max, surveyed, x);
+            Q::write(&fit, head);
+            // What a header of zeros says is zero, also where a table of values happens to be.
+            if !is_zero::<Q, BITS>(head) {
+                return Some(fit);
+            }
+        }
+        head.fill(0);
+        codes.fill(0);
+        None
+    }
+
+    /// The offsets of the group of the block that begins at `start`, if there is noise.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn offsets(&self, block: usize, start: usize, offsets: &mut [f32; GROUP]) {
+        if NOISY {
+            let group = block * self.format.block.div_ceil(GROUP) + start / GROUP;
+            self.noise.offsets(self.group + group as u64, offsets);
+        }
+    }
+
+    /// Encodes full runs of the group that begins at `start` by hand; how many elements.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn by_hand(&self, fit: &Q::Fit, start: usize, values: Lossy<'_>, codes: &mut [u8]) -> usize {
+        match self.hand {
+            Some(hand) => Q::encode_by_hand(hand, fit, values, &mut codes[start * BITS as usize / 8..]),
+            None => 0,
+        }
+    }
+}
+
+/// The bytes of whole blocks; true if something is not finite.
+struct Encode<'a, Q, const BITS: u32, const NOISY: bool> {
+    blocks: Blocks<'a, Q, BITS, NOISY>,
+    x: &'a [f32],
+    out: &'a mut [u8],
 }
 
 impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'_, Q, BITS, NOISY> {
@@ -214,121 +264,114 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
     fn run(self) -> bool {
-        let Self { format: &Block { quantizer, block }, values, out, noise, mut group, level, aside } = self;
-        let hand = if NOISY { None } else { level.hand() };
-        let (mut rest, mut codes, mut offsets) = (values, [0; GROUP], [0.0; GROUP]);
-        for out in out.chunks_mut(format_bytes::<Q, BITS>(block)) {
-            let len = block.min(rest.len());
-            let (head, bytes) = out.split_at_mut(Q::HEADER);
-            let (values, next) = rest.split_at(len);
-            // The values are `x`, or sums, which then become what is lost.
-            let ((max, surveyed), mut values) = match values {
-                Values::Read(x) => (Q::survey(Values::Read(x)), Source::Read(x)),
-                Values::Feedback { x, e, next } => {
-                    let (sums, way) = aside.lend(next);
-                    (Q::survey(Values::Feedback { x, e, next: &mut *sums }), Source::Rest { sums, x, e, way })
-                }
-            };
-            if max >= INFINITE {
+        let Self { blocks, mut x, mut out } = self;
+        let (block, whole) = (blocks.format.block, blocks.format.block_bytes());
+        let (mut codes, mut offsets, mut i) = ([0; GROUP], [0.0; GROUP], 0);
+        while !x.is_empty() {
+            let (values, next) = x.split_at(block.min(x.len()));
+            let (head, rest) = out.split_at_mut(Q::HEADER);
+            let (bytes, next_out) = rest.split_at_mut((whole - Q::HEADER).min(rest.len()));
+            let surveyed = Q::survey(Values::Read(values));
+            if surveyed.0 >= INFINITE {
                 return true;
             }
-            let max = f32::from_bits(max as u32);
-            let fit = (max >= MIN_MAX).then(|| quantizer.fit(max, surveyed, values.get()));
-            if let Some(fit) = &fit {
-                Q::write(fit, head);
-            }
-            match fit {
-                // What a header of zeros says is zero, also where a table of values happens to be.
-                Some(fit) if !is_zero::<Q, BITS>(head) => {
-                    let by_hand = |values: Lossy<'_>, start: usize, bytes: &mut [u8]| {
-                        let bytes = &mut bytes[start * BITS as usize / 8..];
-                        hand.map_or(0, |hand| Q::encode_by_hand(hand, &fit, values, bytes))
-                    };
-                    let mut start = 0;
-                    while start < len {
-                        if NOISY {
-                            noise.offsets(group + (start / GROUP) as u64, &mut offsets);
+            if let Some(fit) = blocks.fit(surveyed, values, head, bytes) {
+                let (len, mut start) = (values.len(), 0);
+                while start < len {
+                    let group = &values[start..len.min(start + GROUP)];
+                    come_near(group, start, len);
+                    let done = blocks.by_hand(&fit, start, Lossy::Read(group), bytes);
+                    if done < group.len() {
+                        blocks.offsets(i, start, &mut offsets);
+                        for ((code, x), offset) in codes.iter_mut().zip(&group[done..]).zip(&offsets) {
+                            *code = Q::encode::<NOISY>(&fit, *x, *offset);
                         }
-                        let end = len.min(start + GROUP);
-                        let done = match &mut values {
-                            Source::Read(x) => {
-                                let x = &x[start..end];
-                                come_near(x, len);
-                                let done = by_hand(Lossy::Read(x), start, bytes);
-                                for ((code, x), offset) in codes.iter_mut().zip(&x[done..]).zip(&offsets) {
-                                    *code = Q::encode::<NOISY>(&fit, *x, *offset);
-                                }
-                                done
-                            }
-                            Source::Rest { sums, x, e, way } => {
-                                let v = &mut sums[start..end];
-                                come_near(&x[start..end], len);
-                                come_near(&e[start..end], len);
-                                let done = by_hand(Lossy::Lose(v), start, bytes);
-                                for ((code, v), offset) in codes.iter_mut().zip(&mut v[done..]).zip(&offsets)
-                                {
-                                    *code = Q::encode::<NOISY>(&fit, *v, *offset);
-                                    *v -= Q::decode(&fit, *code);
-                                }
-                                way.take(start, v);
-                                done
-                            }
-                        };
-                        if start + done < end {
-                            pack::<BITS>(&codes[..end - start - done], start + done, len, bytes);
-                        }
-                        start = end;
+                        pack::<BITS>(&codes[..group.len() - done], start + done, len, bytes);
                     }
-                }
-                _ => {
-                    head.fill(0);
-                    bytes.fill(0);
-                    values.keep();
+                    start += GROUP;
                 }
             }
-            (rest, group) = (next, group + block.div_ceil(GROUP) as u64);
+            (x, out, i) = (next, next_out, i + 1);
         }
         false
     }
 }
 
-/// Of how many elements a block is too long for the processor to see the next one coming while it goes over this one again.
-const LONG: usize = 1024;
+/// As [`Encode`], of sums `x + e`, whose losses go to `next`.
+struct EncodeSums<'a, Q, const BITS: u32, const NOISY: bool> {
+    blocks: Blocks<'a, Q, BITS, NOISY>,
+    x: &'a [f32],
+    e: &'a [f32],
+    next: &'a mut [f32],
+    out: &'a mut [u8],
+    aside: &'a mut Aside,
+}
 
-/// Asks for the group a block behind the one that `x` begins with.
+impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSums<'_, Q, BITS, NOISY> {
+    type Output = bool;
+
+    #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
+    #[inline(always)]
+    fn run(self) -> bool {
+        let Self { blocks, x, e, next, mut out, aside } = self;
+        let (block, whole, all) = (blocks.format.block, blocks.format.block_bytes(), x.len());
+        let (e, next) = (&e[..all], &mut next[..all]);
+        let (mut codes, mut offsets, mut i, mut at) = ([0; GROUP], [0.0; GROUP], 0, 0);
+        while at < all {
+            let end = all.min(at + block);
+            let (x, e) = (&x[at..end], &e[at..end]);
+            let (head, rest) = out.split_at_mut(Q::HEADER);
+            let (bytes, next_out) = rest.split_at_mut((whole - Q::HEADER).min(rest.len()));
+            let (sums, mut way) = aside.lend(&mut next[at..end]);
+            let surveyed = Q::survey(Values::Feedback { x, e, next: &mut *sums });
+            if surveyed.0 >= INFINITE {
+                return true;
+            }
+            match blocks.fit(surveyed, sums, head, bytes) {
+                // Nothing is sent of these.
+                None => way.take(0, sums),
+                Some(fit) => {
+                    let (len, mut start) = (x.len(), 0);
+                    while start < len {
+                        let end = len.min(start + GROUP);
+                        let group = &mut sums[start..end];
+                        come_near(&x[start..end], start, len);
+                        come_near(&e[start..end], start, len);
+                        let done = blocks.by_hand(&fit, start, Lossy::Lose(group), bytes);
+                        if done < group.len() {
+                            blocks.offsets(i, start, &mut offsets);
+                            for ((code, v), offset) in codes.iter_mut().zip(&mut group[done..]).zip(&offsets)
+                            {
+                                *code = Q::encode::<NOISY>(&fit, *v, *offset);
+                                *v -= Q::decode(&fit, *code);
+                            }
+                            pack::<BITS>(&codes[..group.len() - done], start + done, len, bytes);
+                        }
+                        way.take(start, group);
+                        start += GROUP;
+                    }
+                }
+            }
+            (out, i, at) = (next_out, i + 1, end);
+        }
+        false
+    }
+}
+
+/// How many elements ahead of what is encoded the memory is asked, at least: a page, which it does not go beyond by itself.
+const AHEAD: usize = 1024;
+/// Elements of a block, at least, that fill the first cache together with the next one.
+const LONG: usize = 4096;
+
+/// Asks for what lies a while behind the group that begins at `start` of its block. Of the block behind a long one it is the
+/// first half: the other comes while that is gone over for the first time.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
-fn come_near(x: &[f32], block: usize) {
-    if block >= LONG
-        && let Some(group) = x.first_chunk::<GROUP>()
-    {
-        prefetch(group, block);
-    }
-}
-
-/// The finite values of a block.
-enum Source<'a> {
-    /// To be encoded.
-    Read(&'a [f32]),
-    /// Sums `x + e`, to be encoded, and replaced by what is lost, which then goes its way.
-    Rest { sums: &'a mut [f32], x: &'a [f32], e: &'a [f32], way: Way<'a> },
-}
-
-impl Source<'_> {
-    #[expect(clippy::inline_always, reason = "part of kernels")]
-    #[inline(always)]
-    fn get(&self) -> &[f32] {
-        match self {
-            Self::Read(x) => x,
-            Self::Rest { sums, .. } => sums,
-        }
-    }
-
-    /// Nothing was sent of these values.
-    fn keep(&mut self) {
-        if let Self::Rest { sums, way, .. } = self {
-            way.take(0, sums);
-        }
+fn come_near(group: &[f32], start: usize, block: usize) {
+    if block < LONG {
+        prefetch(group, block.max(AHEAD));
+    } else {
+        prefetch(&group[..group.len() / 2], block - start / 2);
     }
 }
 

@@ -124,9 +124,9 @@ fn with_avx2<K: Kernel>(kernel: K) -> K::Output {
 /// it is only a hint.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
-pub(crate) fn prefetch<const N: usize>(x: &[f32; N], ahead: usize) {
+pub(crate) fn prefetch(x: &[f32], ahead: usize) {
     #[cfg(target_arch = "x86_64")]
-    for at in (0..N).step_by(16) {
+    for at in (0..x.len()).step_by(16) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: every x86-64 processor has SSE, and a prefetch of any address at all is harmless.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(x.as_ptr().wrapping_add(ahead + at).cast()) };
