@@ -243,6 +243,7 @@ impl Error {
                 (field, given.to_string(), format!("for {method} {needs}"))
             }
             ParallelError::UnknownName { name, known, .. } => ("schedule", name, known.join(", ")),
+            ParallelError::Zero { field, .. } => (field, "0".to_owned(), "at least 1".to_owned()),
             ParallelError::PerStage { given, stages, .. } => {
                 ("cost", format!("for {given} stages"), format!("one entry or {stages}"))
             }

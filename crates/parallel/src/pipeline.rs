@@ -20,6 +20,7 @@ mod recompute;
 mod run;
 mod schedule;
 mod simulate;
+mod step;
 mod updates;
 
 pub use action::{Action, ComputeKind, Op};
@@ -36,4 +37,5 @@ pub use placement::Placement;
 pub use run::{Executor, Progress, Worker, run};
 pub use schedule::Schedule;
 pub use simulate::{Simulation, Slot, simulate};
+pub use step::{CollectivePrices, Reduction, StepSimulation};
 pub use updates::{Updates, VersionSync};

@@ -144,7 +144,7 @@ pub struct Span {
     pub kind: Kind,
     /// In which step, from 0.
     pub step: u32,
-    /// Which microbatch (forward, backward) or bucket (all-reduce), from 0.
+    /// Which microbatch (forward, backward), or which bucket, or stage of a pipeline (all-reduce), from 0.
     pub part: u32,
     /// Which op of a pipeline's schedule, or whose output; `None` outside of pipelines.
     pub op: Option<Op>,

@@ -3,8 +3,8 @@
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_parallel::ParallelError;
 use farflung_parallel::pipeline::{
-    BackwardOrder, Boundary, ComputeOrder, Lowering, Method, PipelineCost, Schedule, Settings, StageCost,
-    lower_bound, peaks, simulate,
+    BackwardOrder, Boundary, CollectivePrices, ComputeOrder, Lowering, Method, PipelineCost, Schedule,
+    Settings, StageCost, lower_bound, peaks, simulate,
 };
 use proptest::prelude::*;
 
@@ -116,6 +116,34 @@ proptest! {
         }
     }
 
+    /// Averages start when a stage's last backward is done everywhere and end with the step; free ones change nothing.
+    #[test]
+    fn collectives_only_add((method, settings) in settings(), price in 0_u64..200, replicas in any::<bool>()) {
+        let Some(order) = admitted(method, &settings) else { return Ok(()) };
+        let cost = PipelineCost::uniform(&order, settings.cost[0], Boundary::latency(settings.hop));
+        let plain = simulate(&order, &cost).unwrap().makespan();
+        let depth = order.placement().depth() as usize;
+        let schedule = Schedule::new(order, &Lowering { replicas, ..Lowering::default() }).unwrap();
+        let simulated = |price| {
+            let prices = CollectivePrices { reduce: vec![Nanos(price); depth], ..CollectivePrices::default() };
+            schedule.simulate(&cost, &prices).unwrap()
+        };
+        prop_assert_eq!(simulated(0).makespan(), plain);
+        let step = simulated(price);
+        prop_assert!(step.makespan() >= plain && step.makespan() <= simulated(price + 1).makespan());
+        for reduction in step.reductions() {
+            let list = &schedule.order().lists()[reduction.rank.index()];
+            let last = list.iter().rposition(|op| op.actions().any(|a| a.stage == reduction.stage));
+            // A copy of the model that saw no microbatch has nothing to wait for.
+            let done = last.map_or(Nanos::ZERO, |op| step.compute().slots(reduction.rank)[op].end);
+            prop_assert_eq!(reduction.ready, done, "{}: stage {}", method, reduction.stage);
+            prop_assert!(reduction.slot.start >= done && reduction.slot.end <= step.makespan());
+            let alone = schedule.order().placement().copies() == 1
+                && schedule.order().placement().depth() == schedule.order().placement().ranks();
+            prop_assert!(!alone || reduction.slot.start == done);
+        }
+    }
+
     /// Bubbles that have a closed form have its value.
     #[test]
     fn bubbles_are_their_closed_forms(p in 1_u32..9, rounds in 2_u32..5, f in 1_u64..9, i in 1_u64..9, w in 1_u64..9) {
@@ -177,6 +205,9 @@ fn what_a_method_cannot_do_is_refused_with_the_reason() {
     assert!(refused(Method::DualPipe, Settings { chunks: Some(3), ..at(2, 4) }).contains("3 chunks"));
     assert!(refused(Method::ZbV, Settings { chunks: Some(1), ..at(2, 2) }).contains("1 chunks"));
     assert!(refused(Method::ZbAuto, Settings { memory: Some(0), ..at(2, 2) }).contains("0 memory"));
+    assert!(refused(Method::Varuna, Settings { memory: Some(0), ..at(2, 2) }).contains("0 memory"));
+    assert!(refused(Method::OneFOneBSlope, Settings { memory: Some(3), ..at(4, 8) }).contains("room for 4"));
+    assert!(refused(Method::ZbH2, at(u32::MAX, 1)).contains("at least 8589934589"));
     assert!(refused(Method::TeraPipe, Settings { slices: 0, ..at(2, 2) }).contains("slices"));
     assert!(refused(Method::OneFOneBSlope, Settings { slope: Some(0), ..at(2, 2) }).contains("0 mu"));
     assert!(refused(Method::GPipe, at(1 << 20, 1 << 20)).contains("more than the"));

@@ -204,12 +204,42 @@ fn compared() {
         microbatches: 8,
         slices: 2,
         cost: vec![StageCost::UNIT],
-        boundary: Boundary::latency(Nanos::from_micros(500)),
+        boundaries: vec![Boundary::latency(Nanos::from_micros(500))],
         memory: Some(4),
+        overlap_percent: 0,
     };
     let compared = comparison.run().unwrap();
     assert_eq!(compared.best().map(|(method, _)| method), Some(Method::ZbV));
     insta::assert_snapshot!(compared.to_string());
-    let refused = Comparison { cost: vec![StageCost::UNIT; 3], ..comparison };
+    let refused = Comparison { cost: vec![StageCost::UNIT; 3], ..comparison.clone() };
     assert!(refused.run().is_err());
+    let refused = Comparison { boundaries: vec![Boundary::latency(Nanos::ZERO); 3], ..comparison };
+    assert!(refused.run().unwrap_err().to_string().contains("boundaries"));
+}
+
+/// Each link counts where it is: the one behind the last rank only for those that go round.
+#[test]
+fn compared_on_unequal_links() {
+    let boundaries = [0, 20, 0, 70].map(|tenths| Boundary::latency(unit(tenths))).to_vec();
+    let comparison = Comparison {
+        ranks: 4,
+        microbatches: 8,
+        slices: 1,
+        cost: vec![StageCost::UNIT],
+        boundaries,
+        memory: None,
+        overlap_percent: 0,
+    };
+    let makespan = |comparison: &Comparison, wanted: Method| {
+        let compared = comparison.run().unwrap();
+        let (_, row) = compared.rows.into_iter().find(|(method, _)| *method == wanted).unwrap();
+        row.unwrap().makespan.0 / unit(1).0
+    };
+    assert_eq!(makespan(&comparison, Method::GPipe), 330 + 40);
+    let (order, cost) = comparison.order(Method::BreadthFirst).unwrap();
+    let found: Vec<Nanos> = cost.boundaries.iter().map(|b| b.link.latency).collect();
+    assert_eq!(found, [0, 20, 0, 70, 0, 20, 0].map(unit));
+    assert_eq!(order.placement().depth(), 8);
+    let paired = Comparison { overlap_percent: 100, ..comparison.clone() };
+    assert!(makespan(&paired, Method::DualPipe) < makespan(&comparison, Method::DualPipe));
 }

@@ -126,7 +126,9 @@ fn chosen(report: &mut Report<'_>) -> Result<()> {
         ("c = 1 and a wire busy for 6", 8, 64, wire(tenths(60)), Some(24)),
     ] {
         let cost = vec![stage(10)];
-        let comparison = Comparison { ranks, microbatches, slices: 1, cost, boundary, memory };
+        let boundaries = vec![boundary];
+        let comparison =
+            Comparison { ranks, microbatches, slices: 1, cost, boundaries, memory, overlap_percent: 0 };
         let compared = comparison.run()?;
         let (method, figures) = compared.best().context("some schedule fits")?;
         let gap = (figures.makespan.0 as f64 / figures.bound.0 as f64 - 1.0) * 100.0;

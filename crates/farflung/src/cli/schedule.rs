@@ -4,10 +4,10 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use farflung::parallel::pipeline::{
-    BackwardOrder, Boundary, Comparison, ComputeOrder, Lowering, Method, PipelineCost, Schedule, Settings,
-    StageCost, json, millis, simulate,
+    BackwardOrder, Boundary, CollectivePrices, Comparison, ComputeOrder, Lowering, Method, PipelineCost,
+    Schedule, Settings, StageCost, json, millis, simulate,
 };
-use farflung::parallel::render;
+use farflung::parallel::{ParallelError, Timeline, render};
 use farflung::train::read_schedule;
 use farflung::{Error, Result};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos};
@@ -37,12 +37,16 @@ pub(crate) struct ScheduleCommand {
     #[arg(long, value_name = "N", default_value_t = 1)]
     slices: u16,
     /// Time of a forward, an input gradient, a weight gradient, and a link's latency, of one chunk; entries joined by
-    /// `:` are for one stage each. For `compare`, of a rank's whole share of the model.
+    /// `:` are for one stage each. For `compare`, of a rank's whole share of the model, and the last link is that back to
+    /// the first rank.
     #[arg(long, value_name = "F,I,W,C", default_value = "1,1,1,0", value_parser = costs)]
     cost: Costs,
     /// Time for which a message holds its link.
     #[arg(long, value_name = "TIME", default_value = "0", value_parser = time)]
     wire: Nanos,
+    /// Time to average a stage's gradients with its replicas, from the end of its last backward on.
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    reduce: Option<Nanos>,
     /// How much of the shorter half of an overlapped pair is free, in percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(..=100))]
     overlap: u8,
@@ -148,27 +152,48 @@ impl ScheduleCommand {
         }
         let order = self.order()?;
         let order = if self.recompute { order.with_recompute() } else { order };
+        super::print(&self.show(order).map_err(Error::schedule)?)
+    }
+
+    fn show(&self, order: ComputeOrder) -> std::result::Result<String, ParallelError> {
         let cost = self.cost_of(&order);
         let name = self.name.as_deref().unwrap_or("file");
         let format = if self.json { Format::Json } else { self.format };
-        super::print(&match format {
-            Format::Ops => order.to_string(),
-            Format::Csv => order.to_csv(),
-            Format::Lowered => {
-                Schedule::new(order, &Lowering::default()).map_err(Error::schedule)?.to_string()
-            }
-            Format::Json => json(name, &order, &cost).map_err(Error::schedule)?,
-            Format::Svg => render::svg(&simulate(&order, &cost).map_err(Error::schedule)?.timeline()),
-            Format::Trace => render::trace(&simulate(&order, &cost).map_err(Error::schedule)?.timeline()),
-            Format::Grid => {
-                let simulation = simulate(&order, &cost).map_err(Error::schedule)?;
-                let timeline = simulation.timeline();
+        let lowering = Lowering { replicas: self.reduce.is_some(), ..Lowering::default() };
+        match (format, self.reduce) {
+            (Format::Ops, _) => return Ok(order.to_string()),
+            (Format::Csv, _) => return Ok(order.to_csv()),
+            (Format::Lowered, _) => return Ok(Schedule::new(order, &lowering)?.to_string()),
+            (Format::Json, None) => return json(name, &order, &cost, None),
+            _ => {}
+        }
+        let Some(reduce) = self.reduce else {
+            let simulation = simulate(&order, &cost)?;
+            let timeline = simulation.timeline();
+            let bubble = simulation.bubble_fraction() * 100.0;
+            return Ok(drawn(format, &timeline, || {
                 let grid =
                     render::cells(&timeline, WIDTH).unwrap_or_else(|| render::grid(&timeline, WIDTH / 2));
-                let bubble = simulation.bubble_fraction() * 100.0;
                 format!("{grid}makespan {}, bubble {bubble:.1}%\n", millis(simulation.makespan()))
-            }
-        })
+            }));
+        };
+        let schedule = Schedule::new(order, &lowering)?;
+        let depth = schedule.order().placement().depth() as usize;
+        let prices = CollectivePrices { reduce: vec![reduce; depth], ..CollectivePrices::default() };
+        let step = schedule.simulate(&cost, &prices)?;
+        if format == Format::Json {
+            return json(name, schedule.order(), &cost, Some(step.makespan()));
+        }
+        let timeline = step.timeline();
+        Ok(drawn(format, &timeline, || {
+            let (makespan, bubble) = (step.compute().makespan(), step.compute().bubble_fraction() * 100.0);
+            format!(
+                "{}makespan {}, bubble {bubble:.1}%, averaged {} later\n",
+                render::grid(&timeline, WIDTH / 2),
+                millis(makespan),
+                millis(step.exposed())
+            )
+        }))
     }
 
     /// The settings for a method; costs may be one for all stages.
@@ -212,17 +237,36 @@ impl ScheduleCommand {
         cost
     }
 
-    fn compare(&self) -> Result<()> {
-        let hop = self.settings().hop.saturating_sub(self.wire);
-        let comparison = Comparison {
-            ranks: self.stages,
-            microbatches: self.microbatches,
-            slices: self.slices,
-            cost: self.settings().cost,
-            boundary: self.boundary(hop),
-            memory: self.memory,
+    /// What `compare` has no use for is refused rather than not looked at.
+    fn comparison(&self) -> Result<Comparison> {
+        let refuse = |field, value: &dyn ToString, expected: &str| {
+            let (value, expected) = (value.to_string(), format!("{expected} with `compare`"));
+            Err(Error::Setting { field, value, expected })
         };
-        let compared = comparison.run().map_err(Error::schedule)?;
+        match self {
+            Self { format: Format::Grid | Format::Json, .. } => {}
+            _ => return refuse("format", &"a drawing or a list", "grid or json"),
+        }
+        match *self {
+            Self { chunks: Some(chunks), .. } => refuse("chunks", &chunks, "each schedule's own"),
+            Self { mu: Some(mu), .. } => refuse("mu", &mu, "the slope that costs ask for"),
+            Self { reduce: Some(reduce), .. } => refuse("reduce", &millis(reduce), "computations alone"),
+            Self { ascending: true, .. } => refuse("ascending", &true, "each schedule's own order"),
+            Self { recompute: true, .. } => refuse("recompute", &true, "no recomputation"),
+            _ => Ok(Comparison {
+                ranks: self.stages,
+                microbatches: self.microbatches,
+                slices: self.slices,
+                cost: self.settings().cost,
+                boundaries: self.cost.0.iter().map(|(_, hop)| self.boundary(*hop)).collect(),
+                memory: self.memory,
+                overlap_percent: self.overlap,
+            }),
+        }
+    }
+
+    fn compare(&self) -> Result<()> {
+        let compared = self.comparison()?.run().map_err(Error::schedule)?;
         if !self.json && self.format != Format::Json {
             return super::print(&compared.to_string());
         }
@@ -240,6 +284,15 @@ impl ScheduleCommand {
             })
             .collect();
         super::print(&format!("{}\n", serde_json::json!({ "fastest": best, "rows": rows })))
+    }
+}
+
+/// A timeline as a drawing or a trace, or else the text for a terminal.
+fn drawn(format: Format, timeline: &Timeline, text: impl FnOnce() -> String) -> String {
+    match format {
+        Format::Svg => render::svg(timeline),
+        Format::Trace => render::trace(timeline),
+        _ => text(),
     }
 }
 

@@ -20,10 +20,12 @@ pub struct Comparison {
     pub slices: u16,
     /// Each rank's whole share of the model, a part of it where it holds several chunks; one entry or one a rank.
     pub cost: Vec<StageCost>,
-    /// What joins ranks.
-    pub boundary: Boundary,
+    /// What joins ranks: one entry, or what each rank has behind it, the last one's joining it to the first.
+    pub boundaries: Vec<Boundary>,
     /// The most activations of a rank's whole share, each of one microbatch, that a rank may hold.
     pub memory: Option<u32>,
+    /// How much of the shorter half of an overlapped pair is free, in percent.
+    pub overlap_percent: u8,
 }
 
 /// What one schedule comes to.
@@ -62,12 +64,18 @@ pub struct Compared {
 impl Comparison {
     /// Simulates every method.
     ///
-    /// Errors: [`ParallelError::PerStage`]; that a method does not admit the sizes is its row.
+    /// Errors: [`ParallelError::Zero`]; [`ParallelError::PerStage`]; that a method does not admit the sizes is its row.
     pub fn run(&self) -> Result<Compared, ParallelError> {
-        let ranks = self.ranks as usize;
-        if self.cost.len() != 1 && self.cost.len() != ranks {
-            let given = self.cost.len();
-            return Err(ParallelError::PerStage { what: "cost", given, stages: ranks });
+        for (field, value) in [("stages", self.ranks), ("microbatches", self.microbatches)] {
+            if value == 0 {
+                return Err(ParallelError::Zero { of: "the comparison".to_owned(), field });
+            }
+        }
+        let stages = self.ranks as usize;
+        for (what, given) in [("cost", self.cost.len()), ("boundaries", self.boundaries.len())] {
+            if given != 1 && given != stages {
+                return Err(ParallelError::PerStage { what, given, stages });
+            }
         }
         let rows = Method::ALL.into_iter().map(|method| (method, self.figures(method)));
         Ok(Compared { rows: rows.collect(), memory: self.memory })
@@ -79,7 +87,7 @@ impl Comparison {
     pub fn order(&self, method: Method) -> Result<(ComputeOrder, PipelineCost), ParallelError> {
         let settings = Settings {
             cost: self.cost.clone(),
-            hop: self.boundary.link.time(self.boundary.forward),
+            hop: self.boundaries.iter().map(|b| b.link.time(b.forward)).max().unwrap_or_default(),
             memory: self.memory,
             slices: self.slices,
             ..Settings::new(self.ranks, self.microbatches)
@@ -87,15 +95,25 @@ impl Comparison {
         let order = method.order(&settings)?;
         let placement = order.placement();
         let chunks = u64::from(placement.depth() / placement.ranks());
-        let stages = placement.rank_of()[..placement.depth() as usize].iter().map(|rank| {
+        let row = &placement.rank_of()[..placement.depth() as usize];
+        let stages = row.iter().map(|rank| {
             let whole = self.cost[if self.cost.len() == 1 { 0 } else { rank.index() }];
             part(whole, chunks)
         });
         let cost = PipelineCost {
             stages: stages.collect(),
-            ..PipelineCost::uniform(&order, StageCost::default(), self.boundary)
+            boundaries: row.windows(2).map(|pair| self.between(pair[0], pair[1])).collect(),
+            slices: Vec::new(),
+            overlap_percent: self.overlap_percent,
         };
         Ok((order, cost))
+    }
+
+    /// What joins two ranks that follow each other.
+    fn between(&self, a: Rank, b: Rank) -> Boundary {
+        let (low, high) = (a.min(b).index(), a.max(b).index());
+        let behind = if high - low <= 1 { low } else { high };
+        self.boundaries[if self.boundaries.len() == 1 { 0 } else { behind }]
     }
 
     fn figures(&self, method: Method) -> Result<Figures, ParallelError> {
@@ -200,12 +218,19 @@ pub fn millis(time: Nanos) -> String {
 }
 
 /// A simulated order as one JSON object: `makespan` and `bound`, and for each of `ranks` its `bubble`, `span_bubble`,
-/// `peak` (in activations of one chunk) and `ops`. Times are milliseconds, not rounded.
+/// `peak` (in activations of one chunk) and `ops`; `step` where collectives are priced, what
+/// [`Schedule::simulate`](super::Schedule::simulate) found. Times are milliseconds, not rounded.
 ///
 /// Errors: as [`simulate`].
-pub fn json(name: &str, order: &ComputeOrder, cost: &PipelineCost) -> Result<String, ParallelError> {
+pub fn json(
+    name: &str,
+    order: &ComputeOrder,
+    cost: &PipelineCost,
+    step: Option<Nanos>,
+) -> Result<String, ParallelError> {
     let simulation = simulate(order, cost)?;
     let placement = order.placement();
+    let step = step.map_or_else(String::new, |step| format!("\"step\":{},", millis(step)));
     let ranks = (0..).map(Rank).zip(order.lists()).zip(peaks(order)).map(|((rank, list), peak)| {
         let ops: Vec<String> = list.iter().map(|op| format!("\"{op}\"")).collect();
         format!(
@@ -218,7 +243,7 @@ pub fn json(name: &str, order: &ComputeOrder, cost: &PipelineCost) -> Result<Str
     });
     Ok(format!(
         "{{\"schedule\":\"{name}\",\"stages\":{},\"microbatches\":{},\"chunks\":{},\"copies\":{},\
-         \"makespan\":{},\"bound\":{},\"bubble_fraction\":{:.6},\"ranks\":[{}]}}\n",
+         \"makespan\":{},{step}\"bound\":{},\"bubble_fraction\":{:.6},\"ranks\":[{}]}}\n",
         placement.ranks(),
         order.microbatches(),
         placement.depth() / placement.ranks(),

@@ -30,7 +30,8 @@ pub struct StageMemory {
     pub activations: Bytes,
     /// The part of it that `W` still needs when `I` is done.
     pub for_weight: Bytes,
-    /// The stage's input alone: what is held from `F` to `R` where the stage recomputes.
+    /// What is held from `F` to `R` where the stage recomputes: its input alone, or with selective recomputation also
+    /// what it keeps of the layers that do not run again.
     pub input: Bytes,
 }
 

@@ -140,7 +140,12 @@ mod tests {
         let order = Method::GPipe.order(&Settings::new(2, 4)).unwrap();
         assert_eq!(peak(&order), [40, 40]);
         // The last stage turns round with all of its last microbatch still there.
-        assert_eq!(peak(&order.with_recompute()), [13, 13]);
+        let again = order.with_recompute();
+        assert_eq!(peak(&again), [13, 13]);
+        // Half of the layers run again: what the others keep is held all the time.
+        let mut selective = cost(&again);
+        selective.stages.iter_mut().for_each(|stage| stage.memory.input = Bytes(6));
+        assert_eq!(peak_bytes(&again, &selective).unwrap(), [Bytes(28); 2]);
     }
 
     #[test]

@@ -319,8 +319,12 @@ impl Method {
             Self::Interleaved if !m.is_multiple_of(p) => {
                 return refuse("microbatches", m, format!("a multiple of the {p} stages"));
             }
-            Self::ZbH2 if m < 2 * p - 1 => {
-                return refuse("microbatches", m, format!("at least {} for {p} stages", 2 * p - 1));
+            Self::ZbH2 if u64::from(m) < 2 * u64::from(p) - 1 => {
+                return refuse(
+                    "microbatches",
+                    m,
+                    format!("at least {} for {p} stages", 2 * u64::from(p) - 1),
+                );
             }
             Self::Chimera | Self::DualPipe if !p.is_multiple_of(2) => {
                 return refuse("stages", p, "an even number".to_owned());
@@ -336,6 +340,20 @@ impl Method {
             }
             Self::OneFOneBSlope if settings.slope == Some(0) => {
                 return refuse("mu", 0, "at least 1".to_owned());
+            }
+            Self::Varuna if settings.memory == Some(0) => {
+                return refuse("memory", 0, "room for the activations of one microbatch".to_owned());
+            }
+            Self::OneFOneBSlope if settings.slope.is_none() => {
+                // The first rank holds as many as there are ranks at the least slope.
+                let least = p.min(m);
+                if let Some(memory) = settings.memory.filter(|&memory| memory < least) {
+                    return refuse(
+                        "memory",
+                        memory,
+                        format!("room for {least} microbatches on the first stage"),
+                    );
+                }
             }
             _ => {}
         }

@@ -64,16 +64,12 @@ pub struct Simulation<'a> {
 /// ```
 pub fn simulate<'a>(order: &'a ComputeOrder, cost: &PipelineCost) -> Result<Simulation<'a>, ParallelError> {
     cost.check(order)?;
-    let mut clock = Simulator::new(order, cost);
-    flow(order, &mut clock)?;
-    let Simulator { slots, transfers, free, .. } = clock;
-    let makespan = free.into_iter().max().unwrap_or_default();
-    Ok(Simulation { order, slots, transfers, makespan })
+    Ok(Simulator::new(order, cost).run()?.0)
 }
 
-pub(super) struct Simulator<'a> {
+pub(super) struct Simulator<'a, 'c> {
     order: &'a ComputeOrder,
-    cost: &'a PipelineCost,
+    cost: &'c PipelineCost,
     table: CostTable,
     free: Vec<Nanos>,
     slots: Vec<Vec<Slot>>,
@@ -82,10 +78,12 @@ pub(super) struct Simulator<'a> {
     wire_of: Vec<[usize; 2]>,
     /// When each wire, from a rank to a rank, is free.
     wires: Vec<Nanos>,
+    /// How long each rank stands still before which op, and behind its last; empty: it never does.
+    pub(super) pauses: Vec<BTreeMap<usize, Nanos>>,
 }
 
-impl<'a> Simulator<'a> {
-    pub(super) fn new(order: &'a ComputeOrder, cost: &'a PipelineCost) -> Self {
+impl<'a, 'c> Simulator<'a, 'c> {
+    pub(super) fn new(order: &'a ComputeOrder, cost: &'c PipelineCost) -> Self {
         let placement = order.placement();
         let mut numbers: BTreeMap<(Rank, Rank), usize> = BTreeMap::new();
         let mut wire = |from: StageId, to: Option<StageId>| {
@@ -106,14 +104,32 @@ impl<'a> Simulator<'a> {
             transfers: Vec::new(),
             wire_of,
             wires: vec![Nanos::ZERO; numbers.len().max(1)],
+            pauses: Vec::new(),
         }
+    }
+
+    /// Runs the order to its end; gives when each rank is free again, besides.
+    pub(super) fn run(mut self) -> Result<(Simulation<'a>, Vec<Nanos>), ParallelError> {
+        let order = self.order;
+        flow(order, &mut self)?;
+        let makespan = self.free.iter().copied().max().unwrap_or_default();
+        for (rank, list) in order.lists().iter().enumerate() {
+            self.free[rank] = self.free[rank].saturating_add(self.pause(rank, list.len()));
+        }
+        let Self { slots, transfers, free, .. } = self;
+        Ok((Simulation { order, slots, transfers, makespan }, free))
+    }
+
+    fn pause(&self, rank: usize, index: usize) -> Nanos {
+        self.pauses.get(rank).and_then(|pauses| pauses.get(&index)).copied().unwrap_or_default()
     }
 }
 
-impl Clock for Simulator<'_> {
-    fn run(&mut self, rank: Rank, _: usize, op: Op, ready: Nanos) -> Nanos {
+impl Clock for Simulator<'_, '_> {
+    fn run(&mut self, rank: Rank, index: usize, op: Op, ready: Nanos) -> Nanos {
+        let pause = self.pause(rank.index(), index);
         let free = &mut self.free[rank.index()];
-        let start = ready.max(*free);
+        let start = ready.max(free.saturating_add(pause));
         let end = start.saturating_add(self.table.time(op));
         *free = end;
         self.slots[rank.index()].push(Slot { start, end });

@@ -98,6 +98,7 @@ fn title(span: &Span) -> String {
     }
     let what = match kind {
         Kind::Forward | Kind::Backward => format!("{kind} of microbatch {part}"),
+        Kind::AllReduce if span.sent.0 == 0 => format!("{kind} of stage {part}"),
         Kind::AllReduce => format!("{kind} of bucket {part}, {} sent", span.sent),
         Kind::OuterSync => format!("{kind}, {} sent", span.sent),
         _ => kind.to_string(),

@@ -8,7 +8,7 @@ use crate::pipeline::{Arrivals, Placement};
 
 /// The rule, with at most `memory` microbatches in flight.
 pub(super) fn arrivals(settings: &Settings) -> Arrivals {
-    Arrivals { in_flight: settings.memory.unwrap_or(settings.ranks).max(1) }
+    Arrivals { in_flight: settings.memory.unwrap_or(settings.ranks) }
 }
 
 /// What the rule makes of the settings' costs and hop.

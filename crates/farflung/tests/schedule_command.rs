@@ -1,0 +1,127 @@
+//! `farflung schedule` as a user types it: every schedule in every format, files of all kinds, and what is refused.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::process::{Command, Output};
+
+use farflung::parallel::pipeline::Method;
+
+fn schedule(args: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
+    command.arg("schedule").args(args.split_whitespace()).output().unwrap()
+}
+
+fn printed(args: &str) -> String {
+    let output = schedule(args);
+    assert!(output.status.success(), "{args}: {}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The error, which is the user's.
+fn refused(args: &str) -> String {
+    let output = schedule(args);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(2) && output.stdout.is_empty(), "{args}: {message}");
+    message
+}
+
+#[test]
+fn every_schedule_prints_in_every_format() {
+    for method in Method::ALL {
+        for format in ["grid", "ops", "lowered", "svg", "trace", "json", "csv"] {
+            let text = printed(&format!("{method} -p 4 -m 8 --cost 1,1.5,0.5,0.25 --format {format}"));
+            assert!(text.ends_with('\n') && text.lines().count() > usize::from(format != "json"), "{method}");
+            if matches!(format, "json" | "trace") {
+                serde_json::from_str::<serde_json::Value>(&text).unwrap();
+            }
+        }
+    }
+}
+
+/// What a run would add behind its pipeline, drawn and told.
+#[test]
+fn averages_are_part_of_the_step() {
+    let json: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --reduce 5 --json")).unwrap();
+    assert_eq!((json["makespan"].as_f64(), json["step"].as_f64()), (Some(33.0), Some(38.0)));
+    let json: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --json")).unwrap();
+    assert_eq!((json["makespan"].as_f64(), json["step"].as_f64()), (Some(33.0), None));
+    assert!(printed("bfs -p 2 -m 4 --reduce 3").contains("= all-reduce"));
+    assert!(printed("bfs -p 2 -m 4 --reduce 3").contains("averaged 3 later"));
+    assert!(printed("bfs -p 2 -m 4 --reduce 3 --format svg").contains("all-reduce of stage 3"));
+    assert!(printed("bfs -p 2 -m 4 --reduce 3 --format lowered").contains("2REDUCE_GRAD"));
+}
+
+#[test]
+fn what_makes_no_sense_is_refused_with_the_flag() {
+    for (args, reason) in [
+        ("", "required"),
+        ("gpip", "gpipe, 1f1b"),
+        ("1f1b --file x.txt", "cannot be used with"),
+        ("1f1b --format foo", "lowered"),
+        ("1f1b -p 0", "at least 1"),
+        ("1f1b -m 0", "at least 1"),
+        ("1f1b -p -1", "-1"),
+        ("1f1b -p 99999999999", "99999999999"),
+        ("1f1b --cost 1,1,1", "four numbers"),
+        ("1f1b --cost 1,1,1,-2", "is not a number"),
+        ("1f1b --cost 1,1,1,0:1,1,1,0", "one entry or 4"),
+        ("1f1b --chunks 2", "for 1f1b 1"),
+        ("1f1b --overlap 101", "101"),
+        ("1f1b-mu --mu 0", "at least 1"),
+        ("1f1b-mu --memory 3", "room for 4 microbatches"),
+        ("varuna --memory 0", "room for"),
+        ("zb-auto --memory 0", "room for"),
+        ("zb-h2 -p 4294967295 -m 1", "at least 8589934589"),
+        ("gpipe -p 4294967295 -m 4294967295", "actions"),
+        ("terapipe --slices 0", "at least 1"),
+        ("interleaved -m 6", "a multiple of the 4 stages"),
+        ("hanayo --chunks 3", "two for each wave"),
+        ("compare -p 0", "at least 1"),
+        ("compare --chunks 2", "with `compare`"),
+        ("compare --mu 2", "with `compare`"),
+        ("compare --reduce 2", "with `compare`"),
+        ("compare --ascending", "with `compare`"),
+        ("compare --recompute", "with `compare`"),
+        ("compare --format svg", "grid or json with `compare`"),
+        ("compare --cost 1,1,1,0:1,1,1,0", "one entry or 4"),
+    ] {
+        let message = refused(args);
+        assert!(message.contains(reason), "{args}: {message}");
+        assert!(!message.contains("panicked"), "{args}: {message}");
+    }
+}
+
+#[test]
+fn files_are_read_or_refused_with_the_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        format!("--file {}", path.display())
+    };
+    // What is printed reads back, for every schedule.
+    for method in Method::ALL {
+        for (format, name) in [("ops", "mine.txt"), ("csv", "mine.csv")] {
+            let text = printed(&format!("{method} -p 4 -m 8 --format {format}"));
+            let again = printed(&format!("{} --format {format}", file(name, text.as_bytes())));
+            assert_eq!(again, text, "{method}");
+        }
+    }
+    let wrong: [(&str, &[u8], &str); 9] = [
+        ("empty.txt", b"", "no schedule"),
+        ("empty.csv", b"\n\n", "no schedule"),
+        ("words.txt", b"hello world\n", "line 1"),
+        ("second.txt", b"r0: 0F0 0B0\nr2: 1F0 1B0\n", "line 2"),
+        ("huge.txt", b"r0: 4294967295F4294967295\n", "no schedule"),
+        ("slices.csv", b"0F0.65535,0B0\n", "no schedule"),
+        ("twice.txt", b"r0: 0F0 0B0 0B0\n", "it comes twice"),
+        ("stuck.txt", b"r0: 0F0 0B0 0F1 0B1\nr1: 1F0 1F1 1B0 1B1\n", "nobody can go on"),
+        ("bytes.txt", &[0xff, 0xfe, 0x00, 0x80], "UTF-8"),
+    ];
+    for (name, bytes, reason) in wrong {
+        let output = schedule(&file(name, bytes));
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(matches!(output.status.code(), Some(1 | 2)), "{name}: {message}");
+        assert!(message.contains(reason), "{name}: {message}");
+    }
+}

@@ -1,0 +1,380 @@
+//! A whole step of a pipeline: its computations with the collectives between them and the optimizer behind them. What a
+//! collective takes is an input: nothing here knows algorithms or links of collectives.
+
+use std::collections::BTreeMap;
+
+use farflung_base::{Bytes, Nanos, Rank, StageId};
+
+use super::simulate::Simulator;
+use super::{
+    Action, ComputeKind, Lowered, LoweredKind, Op, PipelineCost, Schedule, Simulation, Slot, StageCost,
+    Updates,
+};
+use crate::{Kind, Lane, ParallelError, Span, Timeline};
+
+/// What the collectives of a step take, from when all that take part are ready.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct CollectivePrices {
+    /// `REDUCE_GRAD`: averaging a part's gradients over all that hold it, by part of the model. Empty: free.
+    pub reduce: Vec<Nanos>,
+    /// `REDUCE_TIED`: adding up the gradients that the first and the last part share.
+    pub tied: Nanos,
+    /// `UNSHARD`: gathering a part's weights, by part of the model. Empty: free.
+    pub gather: Vec<Nanos>,
+}
+
+impl CollectivePrices {
+    fn check(&self, schedule: &Schedule) -> Result<(), ParallelError> {
+        let stages = schedule.order().placement().depth() as usize;
+        for (what, given) in [("prices.reduce", self.reduce.len()), ("prices.gather", self.gather.len())] {
+            if given != 0 && given != stages {
+                return Err(ParallelError::PerStage { what, given, stages });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A collective of gradients, as one of its ranks sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reduction {
+    /// Who.
+    pub rank: Rank,
+    /// [`LoweredKind::Reduce`] or [`LoweredKind::ReduceTied`].
+    pub kind: LoweredKind,
+    /// Of which stage.
+    pub stage: StageId,
+    /// When the stage's gradients were complete here.
+    pub ready: Nanos,
+    /// From when all were ready and their links free, to when the result is there.
+    pub slot: Slot,
+}
+
+/// What [`Schedule::simulate`] found.
+#[derive(Debug)]
+pub struct StepSimulation<'a> {
+    compute: Simulation<'a>,
+    reductions: Vec<Reduction>,
+    makespan: Nanos,
+}
+
+impl StepSimulation<'_> {
+    /// The computations; where ranks wait for collectives between them, that is bubble.
+    #[must_use]
+    pub const fn compute(&self) -> &Simulation<'_> {
+        &self.compute
+    }
+
+    /// The reductions, in the order of their starts.
+    #[must_use]
+    pub fn reductions(&self) -> &[Reduction] {
+        &self.reductions
+    }
+
+    /// When the last rank has stepped.
+    #[must_use]
+    pub const fn makespan(&self) -> Nanos {
+        self.makespan
+    }
+
+    /// What no computation hides: from the end of the last one to the end of the step.
+    #[must_use]
+    pub fn exposed(&self) -> Nanos {
+        self.makespan - self.compute.makespan()
+    }
+
+    /// The spans, to be drawn: computations, messages and reductions.
+    #[must_use]
+    pub fn timeline(&self) -> Timeline {
+        let mut timeline = self.compute.timeline();
+        let spans = self.reductions.iter().filter(|r| r.slot.end > r.slot.start).map(|r| Span {
+            rank: r.rank,
+            lane: Lane::Link,
+            kind: Kind::AllReduce,
+            step: 0,
+            part: r.stage.0,
+            op: None,
+            start: r.slot.start,
+            end: r.slot.end,
+            sent: Bytes(0),
+        });
+        timeline.spans.extend(spans);
+        timeline.spans.sort_by_key(|s| (s.rank, s.lane, s.start));
+        timeline
+    }
+}
+
+impl Schedule {
+    /// Runs a step at `cost`, with collectives at `prices`.
+    ///
+    /// Computations and messages go as in [`simulate`](super::simulate()). A part's gradients are averaged as soon as all
+    /// that hold it have them complete, beside what their ranks compute on; a rank takes part in one reduction at a time. With a flush a rank steps when its gradients are all there. Without one it waits
+    /// for each update's average before it goes on. Weights are gathered where the list says, and waited for. What
+    /// moves to slower memory and back is taken to be hidden.
+    ///
+    /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] for prices of another number of parts.
+    ///
+    /// ```
+    /// use farflung_base::{Nanos, Rank};
+    /// use farflung_parallel::pipeline::{
+    ///     Boundary, CollectivePrices, Lowering, Method, PipelineCost, Schedule, Settings, StageCost,
+    /// };
+    ///
+    /// let order = Method::OneFOneB.order(&Settings::new(4, 8))?;
+    /// let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
+    /// let schedule = Schedule::new(order, &Lowering { replicas: true, ..Lowering::default() })?;
+    /// let prices = CollectivePrices { reduce: vec![Nanos::from_millis(5); 4], ..CollectivePrices::default() };
+    /// let step = schedule.simulate(&cost, &prices)?;
+    /// // The last stage is done 6 ms before the first, and its average before it too; only the first one's is seen.
+    /// assert_eq!(step.reductions()[0].rank, Rank(3));
+    /// assert_eq!(step.reductions()[0].slot.end, Nanos::from_millis(27 + 5));
+    /// assert_eq!((step.makespan(), step.exposed()), (Nanos::from_millis(33 + 5), Nanos::from_millis(5)));
+    /// # Ok::<(), farflung_parallel::ParallelError>(())
+    /// ```
+    pub fn simulate(
+        &self,
+        cost: &PipelineCost,
+        prices: &CollectivePrices,
+    ) -> Result<StepSimulation<'_>, ParallelError> {
+        cost.check(self.order())?;
+        prices.check(self)?;
+        let mut marks = Marks::of(self, cost, prices);
+        let mut simulator = Simulator::new(self.order(), cost);
+        simulator.pauses = std::mem::take(&mut marks.pauses);
+        let (compute, free) = simulator.run()?;
+        let reductions = marks.reductions(self, &compute, prices);
+        let mut ready = free;
+        for reduction in &reductions {
+            let ready = &mut ready[reduction.rank.index()];
+            *ready = reduction.slot.end.max(*ready);
+        }
+        let ends = ready.into_iter().zip(marks.steps).map(|(ready, steps)| ready.saturating_add(steps));
+        let makespan = ends.max().unwrap_or_default();
+        Ok(StepSimulation { compute, reductions, makespan })
+    }
+}
+
+/// Where a schedule's lists have what is no computation of the order.
+struct Marks {
+    /// What each rank waits for before which op.
+    pauses: Vec<BTreeMap<usize, Nanos>>,
+    /// Collectives of gradients, with the number of ops before them.
+    gradients: Vec<(Rank, LoweredKind, StageId, usize)>,
+    /// The optimizers behind each rank's last op.
+    steps: Vec<Nanos>,
+}
+
+impl Marks {
+    fn of(schedule: &Schedule, cost: &PipelineCost, prices: &CollectivePrices) -> Self {
+        let order = schedule.order();
+        let placement = order.placement();
+        let flush = order.updates() == Updates::Flush;
+        let ranks = schedule.lists().len();
+        let mut marks = Self {
+            pauses: vec![BTreeMap::new(); ranks],
+            gradients: Vec::new(),
+            steps: vec![Nanos::ZERO; ranks],
+        };
+        for (rank, list) in schedule.lists().iter().enumerate() {
+            let ops = &order.lists()[rank];
+            let mut next = 0;
+            for &entry in list {
+                let mut pause = |time| {
+                    let pause: &mut Nanos = marks.pauses[rank].entry(next).or_default();
+                    *pause = pause.saturating_add(time);
+                };
+                match entry {
+                    Lowered::Compute(op) if ops.get(next) == Some(&op) => next += 1,
+                    Lowered::Compute(Op::Run(Action { kind: ComputeKind::Step, stage, .. })) => {
+                        let StageCost { step, .. } = cost.stages[placement.part(stage) as usize];
+                        if flush { marks.steps[rank] += step } else { pause(step) }
+                    }
+                    Lowered::Move { kind: LoweredKind::Gather, stage, .. } => {
+                        pause(priced(&prices.gather, placement.part(stage)));
+                    }
+                    // Nobody else is ready at another time: the replicas do the same.
+                    Lowered::Move { kind: LoweredKind::Reduce, stage, .. } if !flush => {
+                        pause(priced(&prices.reduce, placement.part(stage)));
+                    }
+                    Lowered::Move {
+                        kind: kind @ (LoweredKind::Reduce | LoweredKind::ReduceTied),
+                        stage,
+                        ..
+                    } => marks.gradients.push((Rank(rank as u32), kind, stage, next)),
+                    _ => {}
+                }
+            }
+        }
+        marks
+    }
+
+    /// When the collectives of gradients run.
+    fn reductions(
+        &self,
+        schedule: &Schedule,
+        compute: &Simulation<'_>,
+        prices: &CollectivePrices,
+    ) -> Vec<Reduction> {
+        let placement = schedule.order().placement();
+        let mut line = Line { free: vec![Nanos::ZERO; schedule.lists().len()], done: Vec::new() };
+        let of = |kind| {
+            // Those that take part, update by update: all holders of a part, or the tied weights' two users in a copy.
+            let mut groups: BTreeMap<(u32, u32), Vec<Reduction>> = BTreeMap::new();
+            let mut updates: BTreeMap<StageId, u32> = BTreeMap::new();
+            for &(rank, _, stage, after) in self.gradients.iter().filter(|mark| mark.1 == kind) {
+                let update = updates.entry(stage).or_default();
+                let parts = (placement.part(stage), stage.0 / placement.depth());
+                let group = if kind == LoweredKind::Reduce { parts.0 } else { parts.1 };
+                let ready = after.checked_sub(1).map_or(Nanos::ZERO, |op| compute.slots(rank)[op].end);
+                let slot = Slot::default();
+                groups.entry((*update, group)).or_default().push(Reduction {
+                    rank,
+                    kind,
+                    stage,
+                    ready,
+                    slot,
+                });
+                *update += 1;
+            }
+            groups.into_values().collect::<Vec<_>>()
+        };
+        line.take(of(LoweredKind::Reduce), |stage| priced(&prices.reduce, placement.part(stage)));
+        // What two parts share is added up when each has its average.
+        let mut tied = of(LoweredKind::ReduceTied);
+        for reduction in tied.iter_mut().flatten() {
+            let average = line.done.iter().find(|r| r.stage == reduction.stage);
+            reduction.ready = average.map_or(reduction.ready, |average| average.slot.end);
+        }
+        line.take(tied, |_| prices.tied);
+        line.done
+    }
+}
+
+/// The price of a part, if anything has one.
+fn priced(prices: &[Nanos], part: u32) -> Nanos {
+    prices.get(part as usize).copied().unwrap_or_default()
+}
+
+/// Collectives, of which a rank takes part in one at a time.
+struct Line {
+    free: Vec<Nanos>,
+    done: Vec<Reduction>,
+}
+
+impl Line {
+    /// Runs groups, again and again the one that can start first.
+    fn take(&mut self, mut groups: Vec<Vec<Reduction>>, price: impl Fn(StageId) -> Nanos) {
+        loop {
+            let start = |group: &Vec<Reduction>| {
+                group.iter().map(|r| r.ready.max(self.free[r.rank.index()])).max().unwrap_or_default()
+            };
+            let starts = groups.iter().map(start).enumerate();
+            let Some((first, start)) = starts.min_by_key(|&(_, start)| start) else { break };
+            let group = groups.swap_remove(first);
+            let end = start.saturating_add(price(group[0].stage));
+            for reduction in group {
+                self.free[reduction.rank.index()] = end;
+                self.done.push(Reduction { slot: Slot { start, end }, ..reduction });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pipeline::{Boundary, Lowering, Method, Settings};
+
+    fn ms(n: u64) -> Nanos {
+        Nanos::from_millis(n)
+    }
+
+    fn step(
+        method: Method,
+        lowering: &Lowering,
+        prices: &CollectivePrices,
+    ) -> (Vec<(u32, u64, u64)>, u64, u64) {
+        let order = method.order(&Settings::new(4, 8)).unwrap();
+        let mut cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
+        cost.stages.iter_mut().for_each(|stage| stage.step = ms(1));
+        let schedule = Schedule::new(order, lowering).unwrap();
+        let step = schedule.simulate(&cost, prices).unwrap();
+        let in_ms = |t: Nanos| t.0 / ms(1).0;
+        let slots = step.reductions().iter().map(|r| (r.rank.0, in_ms(r.slot.start), in_ms(r.slot.end)));
+        (slots.collect(), in_ms(step.compute().makespan()), in_ms(step.makespan()))
+    }
+
+    const REPLICAS: Lowering =
+        Lowering { ahead: 1, replicas: true, tied: false, sharded: false, offload: None };
+
+    #[test]
+    fn a_part_is_averaged_as_soon_as_its_last_backward_is_done() {
+        let prices = CollectivePrices { reduce: vec![ms(5); 4], ..CollectivePrices::default() };
+        let (slots, compute, step_ends) = step(Method::OneFOneB, &REPLICAS, &prices);
+        assert_eq!(slots, [(3, 27, 32), (2, 29, 34), (1, 31, 36), (0, 33, 38)]);
+        assert_eq!((compute, step_ends), (33, 39));
+        // Prices by part: one that is long enough is the step.
+        let prices =
+            CollectivePrices { reduce: [1, 1, 1, 20].map(ms).to_vec(), ..CollectivePrices::default() };
+        assert_eq!(step(Method::OneFOneB, &REPLICAS, &prices).2, 27 + 20 + 1);
+    }
+
+    /// Breadth-first's second chunks are done while the first ones still compute: two averages, one after the other.
+    #[test]
+    fn a_rank_averages_one_chunk_at_a_time() {
+        let prices = CollectivePrices { reduce: vec![ms(20); 8], ..CollectivePrices::default() };
+        let (slots, compute, step_ends) = step(Method::BreadthFirst, &REPLICAS, &prices);
+        let of_last: Vec<_> = slots.iter().filter(|slot| slot.0 == 3).collect();
+        assert_eq!(of_last, [&(3, 35, 55), &(3, 55, 75)]);
+        assert_eq!((compute, step_ends), (57, 41 + 40 + 2));
+    }
+
+    /// Two copies of the model meet without replicas, when the later of them is done.
+    #[test]
+    fn copies_wait_for_each_other() {
+        let prices = CollectivePrices { reduce: vec![ms(3); 4], ..CollectivePrices::default() };
+        let (slots, compute, step_ends) = step(Method::Chimera, &Lowering::default(), &prices);
+        for part in 0..4_u32 {
+            let starts: Vec<u64> =
+                slots.iter().filter(|s| s.0 == part || s.0 == 3 - part).map(|s| s.1).collect();
+            assert_eq!(starts.len(), 4, "{slots:?}");
+            assert!(
+                starts.windows(2).all(|w| w[0] == w[1] || w[1] >= w[0] + 3 || w[0] >= w[1] + 3),
+                "{slots:?}"
+            );
+        }
+        assert!(step_ends >= compute + 3 + 2, "{compute} {step_ends}");
+    }
+
+    #[test]
+    fn tied_weights_follow_the_averages() {
+        let tied = Lowering { tied: true, ..REPLICAS };
+        let prices = CollectivePrices { reduce: vec![ms(5); 4], tied: ms(2), gather: Vec::new() };
+        let (slots, _, step_ends) = step(Method::OneFOneB, &tied, &prices);
+        assert_eq!(slots[4..], [(0, 38, 40), (3, 38, 40)]);
+        assert_eq!(step_ends, 41);
+    }
+
+    /// Each update of `PipeDream` is averaged before the rank goes on: eight times on the first rank.
+    #[test]
+    fn without_a_flush_averages_are_waited_for() {
+        let none = CollectivePrices::default();
+        let prices = CollectivePrices { reduce: vec![ms(5); 4], ..none.clone() };
+        let end = |lowering: &Lowering, prices| step(Method::PipeDream, lowering, prices).2;
+        assert!(end(&Lowering::default(), &none) >= 33 + 8);
+        assert!(end(&REPLICAS, &prices) >= 33 + 8 * 6);
+    }
+
+    #[test]
+    fn gathers_are_waited_for_and_prices_fit() {
+        let sharded = Lowering { sharded: true, ..Lowering::default() };
+        let prices = CollectivePrices { gather: vec![ms(2); 4], ..CollectivePrices::default() };
+        // All gather at once.
+        assert_eq!(step(Method::Inference, &sharded, &prices).1, 11 + 2);
+        let order = Method::OneFOneB.order(&Settings::new(4, 8)).unwrap();
+        let cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
+        let schedule = Schedule::new(order, &REPLICAS).unwrap();
+        let prices = CollectivePrices { reduce: vec![ms(1); 3], ..CollectivePrices::default() };
+        assert!(schedule.simulate(&cost, &prices).unwrap_err().to_string().contains("prices.reduce has 3"));
+    }
+}
