@@ -99,7 +99,7 @@ fn a_killed_pipeline_resumes_with_the_same_bits() {
 #[test]
 fn processes_over_tcp_train_as_threads_over_simulated_links() {
     let run = Run::new();
-    for schedule in ["zb-h1", "terapipe"] {
+    for schedule in ["zb-h1", "terapipe", "varuna", "pipedream --clip 0", "pipedream-2bw --clip 0"] {
         let args = format!("--stages 2 --schedule {schedule} --microbatches 4 --workers 2");
         let (threads, processes) = (format!("threads {schedule}"), format!("processes {schedule}"));
         let a = run.done(&[], &threads, &args);
@@ -147,6 +147,34 @@ fn stages_that_do_not_flush_learn() {
         let rows = run.done(&[], schedule, &args);
         assert!(rows[5].train_loss < rows[0].train_loss - 0.1, "{schedule}: {rows:?}");
     }
+}
+
+/// A pass ends with an empty pipeline, and so a checkpoint has one version of the weights, whoever goes on from it.
+#[test]
+fn a_run_without_a_flush_resumes_on_other_stages() {
+    let run = Run::new();
+    let on = |stages: u32, schedule: &str| {
+        let ranks = format!("--workers {stages} --stages {stages} --microbatches 8");
+        format!("{ranks} --schedule {schedule} --clip 0 --lr-schedule constant")
+    };
+    for schedule in ["pipedream", "pipedream-2bw"] {
+        let (alone, twice) = (format!("alone {schedule}"), format!("twice {schedule}"));
+        let a = run.done(&[], &alone, &on(4, schedule));
+        run.done(&[], &twice, &format!("{} --steps 3", on(4, schedule)));
+        let b = run.done(&[], &twice, &format!("{} --resume auto", on(4, schedule)));
+        same(schedule, &a, &b);
+        assert_eq!(model(&run.at(&alone)), model(&run.at(&twice)), "{schedule}");
+    }
+    // The same three steps, then two stages, then all in one process or on a V of two, which is the same.
+    let others = ["--workers 1 --accumulate 8 --clip 0 --lr-schedule constant", &on(2, "zbv")];
+    let [whole, vee] = others.map(|other| {
+        let out = format!("cut {other}");
+        run.done(&[], &out, &format!("{} --steps 3", on(4, "pipedream")));
+        run.done(&[], &out, &format!("{} --steps 4 --resume auto", on(2, "pipedream")));
+        run.done(&[], &out, &format!("{other} --resume auto"))
+    });
+    same("cut", &whole, &vee);
+    assert!(whole[5].train_loss < whole[0].train_loss - 0.1, "{whole:?}");
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+use std::fmt::Write as _;
+
 use farflung::config::choice::{OptimizerKind, Recompute, ScheduleKind, TransportKind};
 use farflung::parallel::pipeline::{Method, Updates, VersionSync};
 use farflung::tensor::{Device, Tensor};
@@ -247,5 +249,62 @@ fn asynchronous_schedules_train_as_one_process_with_the_same_stale_weights() {
         let worst = got.losses.iter().zip(&losses).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         assert!(worst < 1e-6, "{schedule} {updates}: {:?} {losses:?}", got.losses);
         assert!(off(&got.params, &params) < 1e-6, "{schedule} {updates}: {}", off(&got.params, &params));
+    }
+}
+
+/// Two pipelines of two ranks, the links of replicas so slow that averages count, each pair's links its own.
+fn two_pipelines(folder: &std::path::Path) -> std::path::PathBuf {
+    let mut text = "default = \"10gbit,1us\"\n".to_owned();
+    for rank in 0..4 {
+        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"50 GFLOPS\"\nmemory = \"8GB\"\n");
+    }
+    for (a, b) in [(0, 2), (1, 3)] {
+        let _ = write!(text, "[[link]]\nbetween = [\"m{a}\", \"m{b}\"]\nlink = \"20mbit,10us\"\n");
+    }
+    let path = folder.join("topology.toml");
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+/// On the virtual clock, a part's average runs from its last backward on, beside what its rank still computes.
+#[test]
+fn averages_hide_behind_the_parts_that_still_compute() {
+    let (folder, config) = config();
+    let config = TrainConfig {
+        workers: 4,
+        stages: 2,
+        microbatches: Some(4),
+        transport: TransportKind::Simulated,
+        topology: Some(two_pipelines(folder.path())),
+        compute_rate: 1e8,
+        ..config
+    };
+    // A step's virtual time, the plan's, and the price of averaging the third part.
+    let timed = |config: &TrainConfig| {
+        let job = job(config);
+        let all = on_all(&job, |seat| {
+            let mut rank = Pipelined::new(&job, seat.comm, 1).unwrap();
+            let predicted = rank.plan().predicted().unwrap().makespan();
+            let third = rank.plan().prices.reduce.get(2).copied().unwrap_or_default();
+            let begun = rank.comm().now();
+            rank.step(false).unwrap();
+            ((rank.comm().now() - begun).as_secs_f64(), predicted.as_secs_f64(), third.as_secs_f64())
+        });
+        all.into_iter().reduce(|a, b| if a.0 > b.0 { a } else { b }).unwrap()
+    };
+    for schedule in
+        [Method::BreadthFirst, Method::Interleaved, Method::ZbV, Method::OneFOneB, Method::Chimera]
+    {
+        let (took, predicted, third) = timed(&TrainConfig { schedule, ..config.clone() });
+        assert!((took / predicted - 1.0).abs() < 0.01, "{schedule}: {took} s, predicted {predicted} s");
+        if schedule == Method::BreadthFirst {
+            // The first rank holds the first part and the third: that one's average is over before the first is done.
+            let (after, ..) = timed(&TrainConfig { schedule, overlap: false, ..config.clone() });
+            let hidden = (after - took) / third;
+            assert!(
+                (0.9..1.1).contains(&hidden),
+                "{took} s, {after} s, {third} s for the third part's average"
+            );
+        }
     }
 }

@@ -71,7 +71,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 let job = &job;
                 let one = move |seat: farflung::train::Seat| {
                     let mut rank = Pipelined::new(job, seat.comm, 1)?;
-                    let predicted = rank.plan().prediction()?.0;
+                    let predicted = rank.plan().predicted()?.compute().makespan();
                     align(rank.comm())?;
                     rank.step(false)?;
                     let (begun, ended) = rank.last_pass();

@@ -1,19 +1,22 @@
 //! How a job's model lies on the ranks of a pipeline: which layers each part has, in which order the ranks work, and what
 //! that is modelled to take. A pure function of the settings, so that every rank finds the same. It knows no tensors.
 
+mod prices;
+
 use std::ops::Range;
 use std::path::Path;
 
 use farflung_base::{Bytes, Link, Nanos, Rank, StageId};
 use farflung_parallel::pipeline::{
-    Action, Arrivals, Boundary, ComputeOrder, Lowering, Method, Op, PipelineCost, Placement, Schedule,
-    Settings, SliceShare, StageCost, Updates, simulate, slice_tokens,
+    Action, Arrivals, Boundary, CollectivePrices, ComputeOrder, Lowering, Method, Op, PipelineCost,
+    Placement, Schedule, Settings, SliceShare, StageCost, StepSimulation, Updates, slice_tokens,
 };
 
 use super::super::job::Job;
 use super::super::links::topology;
 use crate::config::choice::{Recompute, SyncKind};
 use crate::{Error, Result, TrainConfig};
+use prices::collective_prices;
 
 /// Why `train` does not run a schedule; `None` if it does.
 ///
@@ -41,6 +44,8 @@ pub struct PipelinePlan {
     pub slices: Vec<Range<usize>>,
     /// What parts and links are modelled to take, on the first replica's ranks.
     pub cost: PipelineCost,
+    /// What averaging each part with its other holders is modelled to take, and adding up the token table's gradients.
+    pub prices: CollectivePrices,
     /// Pipelines that train side by side.
     pub replicas: usize,
 }
@@ -113,6 +118,7 @@ impl PipelinePlan {
         };
         let order = if config.recompute == Recompute::None { order } else { order.with_recompute() };
         let placement = order.placement();
+        let prices = collective_prices(job, placement, &layers, &topology)?;
         let replicas = job.replicas();
         let lowering = Lowering {
             replicas: replicas > 1,
@@ -120,7 +126,7 @@ impl PipelinePlan {
             ..Lowering::default()
         };
         let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
-        Ok(Self { name, schedule, arrivals, layers, slices, cost, replicas })
+        Ok(Self { name, schedule, arrivals, layers, slices, cost, prices, replicas })
     }
 
     /// Which rank holds which part.
@@ -170,15 +176,21 @@ impl PipelinePlan {
         Schedule::new(order, &Lowering::default()).map_err(Error::schedule)
     }
 
-    /// What a step's pipeline is predicted to take, and the part of it in which ranks stand still. Each link has its
-    /// rate to itself there: where a rank reaches both neighbours through one uplink, as with `--link`, and the links
-    /// bind, a step takes up to half as long again. What follows the pipeline, averaging with replicas and the token
-    /// table's two users, is not in it.
+    /// What a step is predicted to take, and the part of its computing in which ranks stand still.
+    ///
+    /// Errors: as [`PipelinePlan::predicted`].
+    pub fn prediction(&self) -> Result<(Nanos, f64)> {
+        let step = self.predicted()?;
+        Ok((step.makespan(), step.compute().bubble_fraction()))
+    }
+
+    /// When each computation, message and average of a step is predicted to run. Each link has its rate to itself there:
+    /// where a rank reaches both neighbours through one uplink, as with `--link`, and the links bind, a step takes up to
+    /// half as long again. What ranks tell each other at a step's end is not in it.
     ///
     /// Errors: none for a plan of [`PipelinePlan::new`].
-    pub fn prediction(&self) -> Result<(Nanos, f64)> {
-        let simulation = simulate(self.schedule.order(), &self.cost)?;
-        Ok((simulation.makespan(), simulation.bubble_fraction()))
+    pub fn predicted(&self) -> Result<StepSimulation<'_>> {
+        Ok(self.schedule.simulate(&self.cost, &self.prices)?)
     }
 }
 
