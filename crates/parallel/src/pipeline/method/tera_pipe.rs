@@ -36,9 +36,9 @@ pub struct Slicing {
 /// Cuts `tokens` into slices of whole `grain`s so that a pipeline of `stages` takes least.
 ///
 /// `time(length, before)` is what a stage takes for a slice of `length` tokens behind `before` others. The total is
-/// the sum over slices and `stages - 1` times the longest one. For each possible longest time, dynamic programming
-/// finds the least sum; of longest times that lie within `tolerance` only one is tried, which costs at most `stages`
-/// times `tolerance`.
+/// the sum over slices and `stages - 1` times the longest one. Dynamic programming finds the least sum under a bound on
+/// the longest slice, at first under none; the next bound lies below the longest slice found, since under all between the
+/// same slices are best. With a `tolerance` it lies so far below, which costs at most `stages` times as much.
 ///
 /// Errors: [`ParallelError::Zero`]; tokens that are no multiple of the grain.
 /// Source: Li et al. 2021, "`TeraPipe`", section 3.3, algorithm 1.
@@ -73,31 +73,29 @@ pub fn slice_tokens(
     // `times[i][k - 1]`: the slice of k grains that ends at grain i.
     let slice = |i: usize, k: usize| time(k as u64 * grain, (i - k) as u64 * grain);
     let times: Vec<Vec<Nanos>> = (0..=n).map(|i| (1..=i).map(|k| slice(i, k)).collect()).collect();
-    let mut longest: Vec<Nanos> = times.iter().flatten().copied().collect();
-    longest.sort_unstable();
-    longest.dedup();
-
+    let others = u64::from(stages - 1);
     let mut best: Option<Slicing> = None;
-    let mut passed: Option<Nanos> = None;
-    for (i, &bound) in longest.iter().enumerate() {
-        let rest = Nanos(bound.0.saturating_mul(u64::from(stages - 1)));
-        if best.as_ref().is_some_and(|b| rest >= b.total) {
-            break;
-        }
-        // What a lower bound admits, a higher one does: the last of those that lie close is tried for all.
-        let first = *passed.get_or_insert(bound);
-        if longest.get(i + 1).is_some_and(|next| next.saturating_sub(first) < tolerance) {
-            continue;
-        }
-        passed = None;
-        let Some((sum, lengths)) = least_sum(&times, bound) else { continue };
-        let total = sum.saturating_add(rest);
-        if best.as_ref().is_none_or(|b| total < b.total) {
+    let mut bound = Nanos::MAX;
+    while let Some((sum, lengths)) = least_sum(&times, bound) {
+        let mut end = 0;
+        let ends = lengths.iter().map(|&k| {
+            end += k;
+            times[end][k - 1]
+        });
+        let longest = ends.max().unwrap_or_default();
+        let total = sum.saturating_add(Nanos(longest.0.saturating_mul(others)));
+        if best.as_ref().is_none_or(|b| total <= b.total) {
             let lengths = lengths.into_iter().map(|k| k as u64 * grain).collect();
-            best = Some(Slicing { lengths, total, longest: bound });
+            best = Some(Slicing { lengths, total, longest });
         }
+        // Lower bounds have no lesser sums: what may still be better has its longest slice below what is left of the best.
+        let least = best.as_ref().map_or(Nanos::MAX, |b| b.total);
+        let left = least.saturating_sub(sum).0.checked_div(others).filter(|&left| left > 0);
+        let lower = longest.0.checked_sub(tolerance.0.max(1));
+        let (Some(left), Some(lower)) = (left, lower) else { break };
+        bound = Nanos(left.min(lower));
     }
-    Ok(best.expect("the longest of all times admits every slicing"))
+    Ok(best.expect("without a bound every slicing is admitted"))
 }
 
 /// The least sum of times of slices that each take at most `bound`, and their lengths in grains.
@@ -168,6 +166,14 @@ mod tests {
             let coarse = slice_tokens(100 * tokens, 100, stages as u32, Nanos(50_000), time).unwrap();
             assert!(coarse.total <= best + Nanos(50_000) * stages);
         }
+    }
+
+    /// Thirty thousand longest times, of which few are worth a look.
+    #[test]
+    fn fine_grains_take_no_time() {
+        let fine = slice_tokens(2048, 8, 8, Nanos::ZERO, time).unwrap();
+        let coarse = slice_tokens(2048, 128, 8, Nanos::ZERO, time).unwrap();
+        assert!(fine.total <= coarse.total && fine.lengths.iter().sum::<u64>() == 2048);
     }
 
     #[test]
