@@ -190,6 +190,9 @@ fn what_does_not_run_is_refused_with_the_reason() {
         ("--stages 4 --sync diloco", "all stages of a replica at once"),
         ("--stages 4 --schedule dualpipe --microbatches 4", "at least 8"),
         ("--stages 4 --chunks 3", "for 1f1b 1"),
+        ("--stages 4 --schedule chimera --overlap false", "two copies in opposite orders"),
+        ("--stages 4 --schedule varuna --memory 0", "at least 1"),
+        ("--stages 4 --schedule 1f1b-mu --memory 2", "room for 4 microbatches"),
         ("--stages 2 --microbatches 4 --accumulate 2", "`microbatches` is 4"),
         ("--stages 4 --schedule gpip", "zb-h1"),
     ] {

@@ -101,6 +101,13 @@ impl PipelinePlan {
             _ => order,
         };
         let placement = order.placement();
+        if placement.copies() > 1 && !config.overlap {
+            let expected = format!(
+                "true with {name}: its ranks hold the parts of two copies in opposite orders, and would wait for each \
+                 other's averages"
+            );
+            return Err(refuse("overlap", &config.overlap, expected));
+        }
         let between = |part: u32| {
             let link = link(placement.rank(StageId(part)), placement.rank(StageId(part + 1)));
             Boundary { link, forward: bytes, backward: bytes }
@@ -196,11 +203,14 @@ impl PipelinePlan {
 
 /// Reads a schedule: lines such as `r0: 0F0 0F1 0B0 0B1`, or `PyTorch`'s form in a `.csv` file.
 ///
-/// Errors: [`Error::Io`]; [`Error::Parallel`] with the line, or with why it could not run.
+/// Errors: [`Error::Io`]; [`Error::Setting`] with the file and the line, or with why it could not run.
 pub fn read_schedule(path: &Path) -> Result<ComputeOrder> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
     let csv = path.extension().is_some_and(|e| e.eq_ignore_ascii_case("csv"));
-    Ok(if csv { ComputeOrder::from_csv(&text) } else { text.parse() }?)
+    let order = if csv { ComputeOrder::from_csv(&text) } else { text.parse() };
+    order.map_err(|cause| {
+        refuse("schedule file", &path.display(), format!("a schedule that can run: {cause}"))
+    })
 }
 
 /// A schedule of the user's own, if it fits the job.
