@@ -48,6 +48,25 @@ fn lists_are_the_published_ones() {
     }
 }
 
+/// Odd numbers of ranks, fewer microbatches than ranks, three chunks: by a program that has the rules from the papers and
+/// nothing from here. Above each list its name, ranks, microbatches and chunks.
+#[test]
+fn lists_of_other_sizes_are_those_of_an_independent_program() {
+    let text = include_str!("vectors/other-sizes.txt");
+    let mut lists = 0;
+    for list in text.split("# ").skip(1) {
+        let (head, list) = list.split_once('\n').unwrap();
+        let mut words = head.split(' ');
+        let method: Method = words.next().unwrap().parse().unwrap();
+        let mut number = || words.next().map(|n| n.parse().unwrap());
+        let settings = Settings::new(number().unwrap(), number().unwrap());
+        let made = method.order(&Settings { chunks: number(), ..settings }).unwrap();
+        assert_eq!(made.to_string(), list, "{head}");
+        lists += 1;
+    }
+    assert_eq!(lists, 12);
+}
+
 /// Makespan, span bubbles and peaks with all chunk operations of one unit and free links.
 #[test]
 fn figures_are_the_published_ones() {
