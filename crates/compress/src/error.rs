@@ -238,6 +238,16 @@ pub enum CompressError {
         /// What is wrong, as the sentence's end.
         why: &'static str,
     },
+    /// A codec's name with a part that is known, but cannot be as or where it is.
+    #[error("codec {name:?}: {part:?} {why}")]
+    CodecName {
+        /// The whole name.
+        name: String,
+        /// The part.
+        part: String,
+        /// What is wrong, as the sentence's end.
+        why: &'static str,
+    },
     /// No codec has that name.
     #[error(
         "unknown codec {name:?}; the codecs are {}, each also with \"+ef\", and \"+zstd\" or \"+lz4\" at the end",

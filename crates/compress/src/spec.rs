@@ -101,6 +101,11 @@ pub struct CodecSpec {
     packing: Option<Packing>,
 }
 
+/// The error for a part of a name; [`CodecSpec::from_str`] knows the whole.
+fn wrong_part(part: &str, why: &'static str) -> CompressError {
+    CompressError::CodecName { name: String::new(), part: part.to_owned(), why }
+}
+
 /// Every value as it is.
 impl Default for CodecSpec {
     fn default() -> Self {
@@ -181,8 +186,10 @@ impl Stage {
     /// `None` if it is no selection at all.
     fn parse(name: &str) -> Result<Option<Self>, CompressError> {
         let Some((kind, argument)) = name.split_once(':') else { return Ok(None) };
-        let wrong = || CompressError::UnknownCodec { name: name.to_owned() };
-        let number = |text: &str| text.parse().ok().filter(|n| *n > 0).ok_or_else(wrong);
+        let number = |text: &str| {
+            let number = text.parse().ok().filter(|n| *n > 0);
+            number.ok_or_else(|| wrong_part(name, "needs whole numbers from 1 on"))
+        };
         let mask = |pattern| {
             let (stride, multiple) = argument.split_once('x').unwrap_or((argument, "1"));
             Ok(Self::Mask(Mask { pattern, stride: number(stride)?, multiple: number(multiple)? }))
@@ -194,12 +201,9 @@ impl Stage {
             },
             "sampled" => Self::Sampled(argument.parse()?),
             "threshold" => {
-                let value: f32 = argument.parse().map_err(|_| wrong())?;
-                Self::Threshold(if value >= 0.0 && value.is_finite() {
-                    value.to_bits()
-                } else {
-                    return Err(wrong());
-                })
+                let value = argument.parse().ok().filter(|value: &f32| *value >= 0.0 && value.is_finite());
+                let wrong = || wrong_part(name, "needs a finite number that is not negative");
+                Self::Threshold(value.ok_or_else(wrong)?.to_bits())
             }
             "rolling" => mask(Pattern::Rolling)?,
             "permuted" => mask(Pattern::Permuted)?,
@@ -270,8 +274,10 @@ impl Leaf {
         let method = METHODS.iter().find(|m| m.name == base).ok_or_else(unknown)?;
         let block = match (method.block, block) {
             (default, None) => default.unwrap_or(0),
-            (Some(_), Some(block)) => block.parse().map_err(|_| unknown())?,
-            (None, Some(_)) => return Err(unknown()),
+            (Some(_), Some(block)) => {
+                block.parse().map_err(|_| wrong_part(name, "needs a block of whole elements"))?
+            }
+            (None, Some(_)) => return Err(wrong_part(name, "has no blocks")),
         };
         (method.build)(block)?;
         Ok(Self { method, block })
@@ -321,7 +327,7 @@ pub fn names() -> Vec<String> {
 
 /// The codec of that name, for one stream of vectors.
 ///
-/// Errors: [`CompressError::UnknownCodec`], which lists the names; [`CompressError::BlockSize`]; [`CompressError::Amount`];
+/// Errors: [`CompressError::UnknownCodec`], which lists the names; [`CompressError::CodecName`]; [`CompressError::BlockSize`]; [`CompressError::Amount`];
 /// [`CompressError::UnbiasedFeedback`].
 pub fn parse(name: &str) -> Result<Box<dyn Compressor>, CompressError> {
     Ok(name.parse::<CodecSpec>()?.build())
@@ -409,11 +415,21 @@ impl FromStr for CodecSpec {
         };
         let (base, feedback) = Feedback::split(unpacked);
         let mut spec = Self { feedback, packing, ..Self::default() };
-        let mut parts = base.split('/');
         let whole_name = |error| match error {
             CompressError::UnknownCodec { .. } => unknown(),
+            CompressError::CodecName { part, why, .. } => {
+                CompressError::CodecName { name: name.to_owned(), part, why }
+            }
             error => error,
         };
+        // But for a number's exponent.
+        if let Some(end) =
+            base.find('+').filter(|end| !base[end + 1..].starts_with(|c: char| c.is_ascii_digit()))
+        {
+            let why = "is not how a name ends: perhaps in +ef or +ef:0.95, then perhaps in +zstd or +lz4";
+            return Err(whole_name(wrong_part(&name[end..], why)));
+        }
+        let mut parts = base.split('/');
         let mut last = parts.next();
         for slot in &mut spec.stages {
             let Some(part) = last else { break };
@@ -424,10 +440,13 @@ impl FromStr for CodecSpec {
             last = parts.next();
         }
         if let Some(part) = last {
+            if spec.stages.iter().all(Option::is_some) && matches!(Stage::parse(part), Ok(Some(_))) {
+                return Err(whole_name(wrong_part(part, "is a third selection, and two are the most")));
+            }
             spec.codec = Leaf::parse(part).map_err(whole_name)?;
         }
-        if parts.next().is_some() {
-            return Err(unknown());
+        if let Some(part) = parts.next() {
+            return Err(whole_name(wrong_part(part, "stands behind a method, which comes last")));
         }
         if feedback.is_some() && spec.is_unbiased() {
             return Err(CompressError::UnbiasedFeedback);
@@ -509,30 +528,42 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_name_is_answered_with_the_names() {
-        for name in [
-            "",
-            "int9",
-            "int8:",
-            "int8:x",
-            "int8:256+EF",
-            "+ef",
-            "none+ef+ef",
-            "none+zstd+ef",
-            "none+lz4+zstd",
-            "+zstd",
-            "NONE",
-            "int8:-1",
-            "f16:4",
-            "topk",
-            "none/none",
-            "topk:0.1/topk:0.1/topk:0.1/none",
-            "int8/topk:0.1",
-            "rolling:0",
-            "topk:0.1/",
-            "threshold:-1",
-            "topk:3of0",
+    fn a_part_that_is_wrong_is_named() {
+        for (name, part, why) in [
+            ("int8:", "int8:", "needs a block"),
+            ("int8:x", "int8:x", "needs a block"),
+            ("topk:0.1/int8:-1+ef", "int8:-1", "needs a block"),
+            ("f16:4", "f16:4", "has no blocks"),
+            ("int8:256+EF", "+EF", "is not how a name ends"),
+            ("none+ef+ef", "+ef+ef", "is not how a name ends"),
+            ("none+zstd+ef", "+zstd+ef", "is not how a name ends"),
+            ("none+lz4+zstd", "+lz4+zstd", "is not how a name ends"),
+            ("int8+ef:1.5", "+ef:1.5", "is not how a name ends"),
+            ("none/none", "none", "stands behind a method"),
+            ("int8/topk:0.1", "topk:0.1", "stands behind a method"),
+            ("topk:0.1/topk:0.2/topk:0.3/none", "topk:0.3", "is a third selection"),
+            ("sign/", "", "stands behind a method"),
+            ("rolling:0", "rolling:0", "needs whole numbers"),
+            ("random:10x0/int8", "random:10x0", "needs whole numbers"),
+            ("topk:3of0", "topk:3of0", "needs whole numbers"),
+            ("threshold:-1", "threshold:-1", "needs a finite number"),
+            ("threshold:inf", "threshold:inf", "needs a finite number"),
         ] {
+            let error = name.parse::<CodecSpec>().unwrap_err();
+            let CompressError::CodecName { name: whole, part: found, why: because } = &error else {
+                unreachable!("{name}: {error}")
+            };
+            assert_eq!((&**whole, &**found), (name, part));
+            assert!(because.starts_with(why), "{error}");
+        }
+        let text = parse("rolling:0").unwrap_err().to_string();
+        assert_eq!(text, r#"codec "rolling:0": "rolling:0" needs whole numbers from 1 on"#);
+        assert_eq!("threshold:1e+3".parse::<CodecSpec>().unwrap().to_string(), "threshold:1000.0/none");
+    }
+
+    #[test]
+    fn an_unknown_name_is_answered_with_the_names() {
+        for name in ["", "int9", "+ef", "+zstd", "NONE", "topk", "topk:0.1/", "int9:4/none", "top:4"] {
             let error = name.parse::<CodecSpec>().unwrap_err();
             assert_eq!(error, CompressError::UnknownCodec { name: name.to_owned() });
         }
