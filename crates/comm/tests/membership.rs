@@ -105,12 +105,14 @@ fn a_newcomer_that_does_not_come_costs_its_deadline_and_nothing_else() {
                 // Waits for something else.
                 let late = Communicator::wait_for_admission(&transport, ms(1)).unwrap_err();
                 assert!(matches!(late, CommError::Deadline { .. }), "{name}: {late}");
+                for rank in [0, 1] {
+                    comm.send(Rank(rank), 2, b"gone").unwrap();
+                }
                 assert_eq!(comm.recv(Rank(0), 1).unwrap(), b"done");
                 return;
             }
             let pair = Communicator::of_first(transport, 2).unwrap().with_deadline(ms(400));
-            std::thread::sleep(Duration::from_millis(50));
-            pair.advance(ms(50));
+            assert_eq!(comm.recv(Rank(2), 2).unwrap(), b"gone");
             let error = pair.admit(&[PeerId(2)]).unwrap_err();
             assert_eq!(error.peer(), Some(PeerId(2)), "{name}: {error}");
             assert_eq!(sum(&pair, 1.0), 2.0, "{name}");

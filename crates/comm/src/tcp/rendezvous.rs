@@ -173,10 +173,11 @@ fn host(config: &Config, until: Until) -> Result<Streams, CommError> {
     Ok(streams)
 }
 
-/// Every other rank: asks the master, then meets the others where they are.
-fn visit(config: &Config, until: Until) -> Result<Streams, CommError> {
-    let addresses = resolve("master address", &config.master)?;
-    let mut master = connect(&addresses, until).ok_or_else(|| missing(config, vec![Rank(0)]))?;
+type Asked = (TcpStream, TcpListener, String, Vec<SocketAddr>);
+
+/// Listens, and tells the master where; it tells where the ranks between it and this one are.
+fn ask(config: &Config, addresses: &[SocketAddr], until: Until, patient: Until) -> Result<Asked, CommError> {
+    let mut master = connect(addresses, until).ok_or_else(|| missing(config, vec![Rank(0)]))?;
     let io = |what| move |e: std::io::Error| CommError::io(what, &config.master, &e);
     let local = match config.listen {
         Some(ip) => ip,
@@ -185,16 +186,29 @@ fn visit(config: &Config, until: Until) -> Result<Streams, CommError> {
     let listener = TcpListener::bind((local, 0)).map_err(|e| CommError::io("listen at", &local, &e))?;
     let own = listener.local_addr().map_err(|e| CommError::io("listen at", &local, &e))?.to_string();
     say(&mut master, &hello(config, &own)).map_err(io("hello to"))?;
-    // The master gives up at its own deadline and then says who is missing; there is a moment for that.
-    let patient = Until { limit: until.limit + Duration::from_secs(1), ..until };
     let table = answer(config, &config.master, &mut master, patient, |message| match message {
-        Control::Table(Listed(table)) if table.len() == config.world_size as usize => table
-            [1..config.rank as usize]
-            .iter()
-            .map(|address| address.parse().ok())
-            .collect::<Option<Vec<SocketAddr>>>(),
+        Control::Table(Listed(table)) if table.len() == config.world_size as usize => {
+            table[1..config.rank as usize].iter().map(|address| address.parse().ok()).collect()
+        }
         _ => None,
     })?;
+    Ok((master, listener, own, table))
+}
+
+/// Every other rank: asks the master, then meets the others where they are.
+fn visit(config: &Config, until: Until) -> Result<Streams, CommError> {
+    let addresses = resolve("master address", &config.master)?;
+    // The master gives up at its own deadline and then says who is missing; there is a moment for that.
+    let patient = Until { limit: until.limit + Duration::from_secs(1), ..until };
+    let (master, listener, own, table) = loop {
+        match ask(config, &addresses, until, patient) {
+            Err(e) if hung_up(&e) => match until.left() {
+                Some(rest) => std::thread::sleep(rest.min(5 * PAUSE)),
+                None => return Err(missing(config, vec![Rank(0)])),
+            },
+            asked => break asked?,
+        }
+    };
     let lower: Vec<_> = (1..).zip(table).map(|(rank, address)| (rank, vec![address])).collect();
     let mut streams = pairwise(config, &listener, &own, &lower, until)?;
     streams[0] = Some(master);
@@ -250,50 +264,64 @@ pub(super) fn pairwise(
     Ok(streams)
 }
 
-/// Connects to all of them, as they come up; the error names those that did not.
+/// Connects to all of them, as they come up and answer; the error names those that did not.
 fn reach(
     config: &Config,
     own: &str,
     lower: &[(usize, Vec<SocketAddr>)],
     until: Until,
 ) -> Result<Vec<(usize, TcpStream)>, CommError> {
-    let mut found = Vec::new();
+    let mut welcomed = Vec::new();
     let mut left: Vec<_> = lower.iter().collect();
     loop {
-        let mut still = Vec::new();
-        for peer in left {
-            match attempt(&peer.1, until) {
-                Some(mut stream) => {
-                    // At once, so that it is not missed there while others still are here.
-                    say(&mut stream, &hello(config, own))
-                        .map_err(|e| CommError::io("hello to", &Rank(peer.0 as u32), &e))?;
-                    found.push((peer.0, stream));
-                }
-                None => still.push(peer),
+        let mut greeted = Vec::new();
+        left.retain(|peer| {
+            let Some(mut stream) = attempt(&peer.1, until) else { return true };
+            // At once, so that it is not missed there while others still are here. If it fails, so does the answer.
+            let _ = say(&mut stream, &hello(config, own));
+            greeted.push((*peer, stream));
+            false
+        });
+        for (peer, mut stream) in greeted {
+            let rank = peer.0;
+            let name = stream.peer_addr().map_or_else(|_| Rank(rank as u32).to_string(), |at| at.to_string());
+            let answered = answer(config, &name, &mut stream, until, |message| match message {
+                Control::Welcome(by) if *by as usize == rank => Some(()),
+                _ => None,
+            });
+            match answered {
+                Ok(()) => welcomed.push((rank, stream)),
+                Err(e) if hung_up(&e) => left.push(peer),
+                Err(e) => return Err(e),
             }
         }
-        left = still;
-        let Some(rest) = until.left() else { break };
         if left.is_empty() {
-            break;
+            return Ok(welcomed);
         }
+        let Some(rest) = until.left() else {
+            return Err(missing(config, left.iter().map(|(rank, _)| Rank(*rank as u32)).collect()));
+        };
         std::thread::sleep(rest.min(5 * PAUSE));
     }
-    if !left.is_empty() {
-        return Err(missing(config, left.iter().map(|(rank, _)| Rank(*rank as u32)).collect()));
-    }
-    for (rank, stream) in &mut found {
-        let name = stream.peer_addr().map_or_else(|_| Rank(*rank as u32).to_string(), |at| at.to_string());
-        answer(config, &name, stream, until, |message| match message {
-            Control::Welcome(by) if *by as usize == *rank => Some(()),
-            _ => None,
-        })?;
-    }
-    Ok(found)
 }
 
-/// Lets in all ranks above the own, with a welcome unless the answer is a table; strangers are turned away. The ranks that have not come by the deadline are the
-/// error, also where all is given up before.
+/// Whether the other side ended the connection before it said anything: so does what stands before a peer that does not
+/// listen yet, be it a relay, a tunnel or a forwarded port.
+const fn hung_up(error: &CommError) -> bool {
+    matches!(
+        error,
+        CommError::Io {
+            kind: ErrorKind::UnexpectedEof
+                | ErrorKind::ConnectionReset
+                | ErrorKind::ConnectionAborted
+                | ErrorKind::BrokenPipe,
+            ..
+        }
+    )
+}
+
+/// Lets in all ranks above the own, with a welcome unless the answer is a table; strangers are turned away. The ranks that
+/// have not come by the deadline are the error, also where all is given up before.
 fn admit(
     config: &Config,
     listener: &TcpListener,
