@@ -42,7 +42,7 @@ impl Check<'_> {
         Ok(shape)
     }
 
-    fn mismatch<T>(&self, lhs: Shape, rhs: Shape) -> Result<T> {
+    pub(crate) fn mismatch<T>(&self, lhs: Shape, rhs: Shape) -> Result<T> {
         Err(TensorError::ShapeMismatch { op: self.op, lhs, rhs })
     }
 

@@ -3,7 +3,7 @@
 //! host's codecs work there in place. It refuses to know frames, checksums, and what to do with a refusal.
 
 use crate::check::Check;
-use crate::{DType, Device, Result, Shape, View, ViewMut};
+use crate::{DType, Device, Result, View, ViewMut};
 
 /// What stands for an element of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -105,6 +105,36 @@ impl BlockCodec {
     }
 }
 
+/// Which element of each stratum of a [`Mask`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Pattern {
+    /// The one at the phase.
+    Rolling,
+    /// A drawn one, moved on by the phase.
+    Permuted,
+    /// A drawn one.
+    Random,
+}
+
+/// One element of each stratum of `stride`, as codec 17 of the wire format says it: a pure function of these fields.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Mask {
+    /// Which of a stratum.
+    pub pattern: Pattern,
+    /// Elements of a stratum, at least 1.
+    pub stride: u32,
+    /// Below the stride; 0 if random.
+    pub phase: u32,
+    /// How many elements of a vector are in the mask.
+    pub kept: u32,
+    /// How many the pattern takes of a vector, which is more where their number must be a multiple of something.
+    pub taken: u32,
+    /// Of what the pattern takes, where that begins which is left out.
+    pub gap: u32,
+    /// Key and number of the stream of Philox4x32-10 from which elements are drawn.
+    pub stream: [u64; 2],
+}
+
 /// The codecs of a device: [`Device::codecs`].
 #[derive(Debug, Clone, Copy)]
 pub struct Codecs<'a> {
@@ -121,7 +151,11 @@ impl Device {
 }
 
 impl Codecs<'_> {
-    /// Starts to encode `x` (f32), or with a residual (before, after) `x + before`, of which `after` gets what is lost.
+    const fn check(&self, op: &'static str) -> Check<'_> {
+        Check { device: self.device, op }
+    }
+
+    /// Starts to encode `x` (f32), or `x + before`; `lost`, if wanted, gets what the bytes lose.
     ///
     /// `out` is u32, `[1 + codec.words(x.len())]`: a word that is 0, or 1 if some value is not finite, which makes the
     /// rest, and what is lost, unspecified; then the body, little-endian.
@@ -129,20 +163,19 @@ impl Codecs<'_> {
         &self,
         codec: BlockCodec,
         x: View<'_>,
-        residual: Option<(View<'_>, ViewMut<'_>)>,
+        before: Option<View<'_>>,
+        lost: Option<ViewMut<'_>>,
         mut out: ViewMut<'_>,
     ) -> Result<()> {
-        let check = Check { device: self.device, op: "encode" };
+        let check = self.check("encode");
         let shape = check.typed(&x, DType::F32)?;
-        if let Some((before, after)) = &residual {
-            check.flat(before, DType::F32, shape)?;
-            check.flat(after, DType::F32, shape)?;
-        }
+        before.as_ref().map_or(Ok(()), |before| check.flat(before, DType::F32, shape))?;
+        lost.as_ref().map_or(Ok(()), |lost| check.flat(lost, DType::F32, shape))?;
         check.flat(&out, DType::U32, 1 + codec.words(shape.len()))?;
         if shape.is_empty() {
             return out.write(&[0, u32::from_le_bytes(codec.parameters())]);
         }
-        self.kernels.encode(codec, x, residual, out)
+        self.kernels.encode(codec, x, before, lost, out)
     }
 
     /// Starts to decode `body`, which is untrusted, into all of `y` (f32).
@@ -156,13 +189,71 @@ impl Codecs<'_> {
         y: ViewMut<'_>,
         mut verdict: ViewMut<'_>,
     ) -> Result<()> {
-        let check = Check { device: self.device, op: "decode" };
-        let shape: Shape = check.typed(&y, DType::F32)?;
+        let check = self.check("decode");
+        let shape = check.typed(&y, DType::F32)?;
         check.flat(&body, DType::U32, codec.words(shape.len()))?;
         check.flat(&verdict, DType::U32, 1)?;
         if shape.is_empty() {
             return verdict.write(&[0_u32]);
         }
         self.kernels.decode(codec, body, y, verdict)
+    }
+
+    /// Starts `y = x + before` (f32), with subnormals on every device. `verdict` is u32, `[1]`: 0, or 1 if a sum is not
+    /// finite.
+    pub fn sum(&self, x: View<'_>, before: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()> {
+        let check = self.check("sum");
+        let shape = check.typed(&x, DType::F32)?;
+        check.flat(&before, DType::F32, shape)?;
+        check.flat(&y, DType::F32, shape)?;
+        self.look(&check, x, Some((before, y)), verdict)
+    }
+
+    /// Starts to look whether all of `x` (f32) is finite. `verdict` is u32, `[1]`: 0, or 1 if not.
+    pub fn finite(&self, x: View<'_>, verdict: ViewMut<'_>) -> Result<()> {
+        let check = self.check("finite");
+        check.typed(&x, DType::F32)?;
+        self.look(&check, x, None, verdict)
+    }
+
+    fn look(
+        &self,
+        check: &Check<'_>,
+        x: View<'_>,
+        sum: Option<(View<'_>, ViewMut<'_>)>,
+        mut verdict: ViewMut<'_>,
+    ) -> Result<()> {
+        check.flat(&verdict, DType::U32, 1)?;
+        if x.is_empty() { verdict.write(&[0_u32]) } else { self.kernels.look(x, sum, verdict) }
+    }
+
+    /// Starts to write the indices of a mask, ascending. `indices` is u32, `[mask.kept]`.
+    pub fn mask(&self, mask: Mask, indices: ViewMut<'_>) -> Result<()> {
+        self.check("mask").flat(&indices, DType::U32, mask.kept as usize)?;
+        if indices.is_empty() { Ok(()) } else { self.kernels.mask(mask, indices) }
+    }
+
+    /// Starts `y = x[indices]` (f32). Indices are u32, as many as `y` has elements; one behind the end counts as the last.
+    pub fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let check = self.check("gather");
+        let (from, to) = (check.typed(&x, DType::F32)?, check.typed(&y, DType::F32)?);
+        check.flat(&indices, DType::U32, to)?;
+        if to.is_empty() {
+            return Ok(());
+        }
+        if from.is_empty() {
+            return check.mismatch(from, to);
+        }
+        self.kernels.gather(x, indices, y)
+    }
+
+    /// Starts `y[indices] = x` (f32), for indices that are all different: u32, as many as `x` has elements; one behind the
+    /// end is passed over.
+    pub fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let check = self.check("put");
+        let from = check.typed(&x, DType::F32)?;
+        check.flat(&indices, DType::U32, from)?;
+        check.typed(&y, DType::F32)?;
+        if from.is_empty() || y.is_empty() { Ok(()) } else { self.kernels.put(x, indices, y) }
     }
 }

@@ -6,6 +6,8 @@ mod parity;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use farflung_base as base;
+use farflung_tensor as tensor;
 use farflung_tensor::{Device, Op, TensorError};
 use parity::{cases, distance, same};
 

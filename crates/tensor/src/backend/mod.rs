@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use crate::op::Op;
-use crate::{BlockCodec, DType, Result, Shape, View, ViewMut};
+use crate::{BlockCodec, DType, Mask, Result, Shape, View, ViewMut};
 
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]
@@ -63,11 +63,21 @@ pub(crate) trait Codecs: Debug {
         &self,
         codec: BlockCodec,
         x: View<'_>,
-        residual: Option<(View<'_>, ViewMut<'_>)>,
+        before: Option<View<'_>>,
+        lost: Option<ViewMut<'_>>,
         out: ViewMut<'_>,
     ) -> Result<()>;
 
     fn decode(&self, codec: BlockCodec, body: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()>;
+
+    /// Whether all of `x` is finite, or of its sum with a vector, which goes to another.
+    fn look(&self, x: View<'_>, sum: Option<(View<'_>, ViewMut<'_>)>, verdict: ViewMut<'_>) -> Result<()>;
+
+    fn mask(&self, mask: Mask, indices: ViewMut<'_>) -> Result<()>;
+
+    fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()>;
+
+    fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()>;
 }
 
 impl<'a> Part<'a> {

@@ -1,9 +1,11 @@
 //! Every op as a case that any device can run: what a device gives is compared with what the cpu gives. Shapes are drawn
-//! from a seed, and are not multiples of any tile.
+//! from a seed, and are not multiples of any tile. The bench `device-parity` has this file too: whoever includes it says
+//! where the crates are.
 
-use farflung_base::Philox;
-use farflung_tensor::{DType, Device, Fuse, Op, Program, ProgramBuilder, Result, Shape, Tensor};
 use half::{bf16, f16};
+
+use super::base::Philox;
+use super::tensor::{DType, Device, Fuse, Op, Program, ProgramBuilder, Result, Shape, Tensor};
 
 type Run = Box<dyn Fn(&Device) -> Result<Vec<Tensor>>>;
 

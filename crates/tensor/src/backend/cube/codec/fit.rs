@@ -150,7 +150,7 @@ fn magnitudes(
             for turn in 0..each {
                 let slot = UNIT_POS + comptime!(turn * units);
                 if slot % LANES < width {
-                    lanes[slot as usize] = lanes[slot as usize] + lanes[(slot + width) as usize];
+                    lanes[slot as usize] += lanes[(slot + width) as usize];
                 }
             }
             sync_cube();

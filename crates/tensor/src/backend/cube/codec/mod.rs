@@ -1,15 +1,23 @@
-//! Block codecs with the host's bytes: first what each header says, then every word of the body by a unit of its own. A block
-//! need not fill whole words.
+//! Codecs with the host's bytes. Blocks: first what each header says, then every word of the body by a unit of its own, for a
+//! block need not fill whole words. Masks: their indices are drawn here.
+#![expect(
+    clippy::manual_range_contains,
+    clippy::manual_div_ceil,
+    clippy::float_cmp,
+    reason = "kernels know neither ranges nor methods of integers; ties are exact"
+)]
 
 mod exact;
 mod fit;
 mod pack;
+mod select;
 
 use cubecl::prelude::*;
 
 use self::exact::sum;
+use super::operand::Operand;
 use super::{Cube, bytes, cubes, grid};
-use crate::codec::{BlockCodec, Code};
+use crate::codec::{BlockCodec, Code, Mask};
 use crate::{Result, View, ViewMut};
 
 /// What kernels are made for.
@@ -17,7 +25,9 @@ use crate::{Result, View, ViewMut};
 struct Form {
     codec: BlockCodec,
     /// Whether values are sums with a residual.
-    residual: bool,
+    adds: bool,
+    /// Whether what is lost is wanted.
+    loses: bool,
 }
 
 impl Form {
@@ -40,7 +50,7 @@ impl Form {
 #[cube]
 fn value(x: &[u32], before: &[u32], at: u32, #[comptime] form: Form) -> u32 {
     let mut bits = x[at as usize];
-    if comptime!(form.residual) {
+    if comptime!(form.adds) {
         bits = sum(bits, before[at as usize]);
     }
     bits
@@ -51,71 +61,128 @@ fn u32_of(n: usize) -> u32 {
     u32::try_from(n).expect("no buffer has more than 2^32 elements")
 }
 
+impl Cube {
+    fn accept(&self, verdict: &Operand) {
+        let (count, dim) = grid(1, self.units);
+        bytes::fill::launch(&self.client, count, dim, verdict.arg(), 0.0);
+    }
+}
+
 impl crate::backend::Codecs for Cube {
     fn encode(
         &self,
         codec: BlockCodec,
         x: View<'_>,
-        residual: Option<(View<'_>, ViewMut<'_>)>,
+        before: Option<View<'_>>,
+        lost: Option<ViewMut<'_>>,
         out: ViewMut<'_>,
     ) -> Result<()> {
+        let (client, units) = (&self.client, self.units);
         let (len, words) = (x.len(), codec.words(x.len()));
         let blocks = len.div_ceil(codec.block() as usize);
-        let form = Form { codec, residual: residual.is_some() };
+        let form = Form { codec, adds: before.is_some(), loses: lost.is_some() };
         let (x, out) = (self.read(&x)?, self.write(&out)?);
-        let residual =
-            residual.map(|(before, after)| Ok((self.read(&before)?, self.write(&after)?))).transpose()?;
+        let before = before.map(|before| self.read(&before)).transpose()?;
+        let lost = lost.map(|lost| self.write(&lost)).transpose()?;
         let scratch = self.scratch(blocks * 8)?;
         let fits = Self::whole(&scratch);
-        let before = || residual.as_ref().map_or(&x, |(before, _)| before).arg();
-        let client = &self.client;
+        // What a kernel does not want may be anything.
+        let added = || before.as_ref().unwrap_or(&x).arg();
+        let to = lost.as_ref().unwrap_or(&fits).arg();
         // Compilers must not know that this is 0.
         let (len, zero) = (u32_of(len), 0);
-        let count = cubes(blocks);
-        fit::fit::launch(
-            client,
-            count,
-            CubeDim::new_1d(self.units),
-            x.arg(),
-            before(),
-            fits.arg(),
-            len,
-            zero,
-            form,
-            self.units,
-        );
-        let after = residual.as_ref().map_or(&fits, |(_, after)| after).arg();
-        let (count, dim) = grid(words, self.units);
+        let (count, dim) = (cubes(blocks), CubeDim::new_1d(units));
+        fit::fit::launch(client, count, dim, x.arg(), added(), fits.arg(), len, zero, form, units);
+        let (count, dim) = grid(words, units);
         pack::encode::launch(
             client,
             count,
             dim,
             x.arg(),
-            before(),
+            added(),
             fits.arg(),
-            after,
+            to,
             out.arg(),
             len,
             zero,
             form,
         );
-        let (count, dim) = grid(blocks, self.units);
+        let (count, dim) = grid(blocks, units);
         pack::refuse::launch(client, count, dim, fits.arg(), out.arg(), u32_of(blocks));
         self.pool.give(scratch);
-        self.settle([x, out]);
-        self.settle(residual.into_iter().flat_map(|(before, after)| [before, after]));
+        self.settle([x, out].into_iter().chain(before).chain(lost));
         Ok(())
     }
 
     fn decode(&self, codec: BlockCodec, body: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()> {
         let len = y.len();
-        let form = Form { codec, residual: false };
+        let form = Form { codec, adds: false, loses: false };
         let (body, y, verdict) = (self.read(&body)?, self.write(&y)?, self.write(&verdict)?);
-        let (count, dim) = grid(1, self.units);
-        bytes::fill::launch(&self.client, count, dim, verdict.arg(), 0.0);
+        self.accept(&verdict);
         let (count, dim) = grid(len, self.units);
         pack::decode::launch(&self.client, count, dim, body.arg(), y.arg(), verdict.arg(), u32_of(len), form);
         self.settle([body, y, verdict]);
+        Ok(())
+    }
+
+    fn look(&self, x: View<'_>, sum: Option<(View<'_>, ViewMut<'_>)>, verdict: ViewMut<'_>) -> Result<()> {
+        let len = x.len();
+        let (x, verdict) = (self.read(&x)?, self.write(&verdict)?);
+        let sum = sum.map(|(before, y)| Ok((self.read(&before)?, self.write(&y)?))).transpose()?;
+        self.accept(&verdict);
+        let before = sum.as_ref().map_or(&x, |(before, _)| before).arg();
+        let scratch = self.scratch(4)?;
+        let unwanted = Self::whole(&scratch);
+        let y = sum.as_ref().map_or(&unwanted, |(_, y)| y).arg();
+        let (count, dim) = grid(len, self.units);
+        let (len, adds) = (u32_of(len), sum.is_some());
+        select::sums::launch(&self.client, count, dim, x.arg(), before, y, verdict.arg(), len, adds);
+        self.pool.give(scratch);
+        self.settle([x, verdict]);
+        self.settle(sum.into_iter().flat_map(|(before, y)| [before, y]));
+        Ok(())
+    }
+
+    fn mask(&self, mask: Mask, indices: ViewMut<'_>) -> Result<()> {
+        let Mask { pattern, stride, phase, kept, taken, gap, stream: [key, stream] } = mask;
+        let (low, high) = (|x: u64| x as u32, |x: u64| (x >> 32) as u32);
+        let stream = select::StreamLaunch::new(low(key), high(key), low(stream), high(stream));
+        let indices = self.write(&indices)?;
+        let (count, dim) = grid(kept as usize, self.units);
+        let left_out = taken.saturating_sub(kept);
+        let to = indices.arg();
+        select::mask::launch(
+            &self.client,
+            count,
+            dim,
+            to,
+            stream,
+            stride,
+            phase,
+            gap,
+            left_out,
+            kept,
+            pattern,
+        );
+        self.settle([indices]);
+        Ok(())
+    }
+
+    fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let (len, kept) = (u32_of(x.len()), u32_of(y.len()));
+        let (x, indices, y) = (self.read(&x)?, self.read(&indices)?, self.write(&y)?);
+        let (count, dim) = grid(kept as usize, self.units);
+        select::gather::launch(&self.client, count, dim, x.arg(), indices.arg(), y.arg(), len, kept);
+        self.settle([x, indices, y]);
+        Ok(())
+    }
+
+    fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let (len, kept) = (u32_of(y.len()), u32_of(x.len()));
+        let (x, indices, y) = (self.read(&x)?, self.read(&indices)?, self.write(&y)?);
+        let (count, dim) = grid(kept as usize, self.units);
+        select::put::launch(&self.client, count, dim, x.arg(), indices.arg(), y.arg(), len, kept);
+        self.settle([x, indices, y]);
         Ok(())
     }
 }

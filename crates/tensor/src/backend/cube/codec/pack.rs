@@ -50,7 +50,7 @@ pub(super) fn encode(
     x: &[u32],
     before: &[u32],
     fits: &[u32],
-    after: &mut [u32],
+    lost: &mut [u32],
     out: &mut [u32],
     len: u32,
     zero: u32,
@@ -91,10 +91,10 @@ pub(super) fn encode(
                                 let from = start + element;
                                 let v = value(x, before, from, form);
                                 let code = select(scale == 0, 0u32, code_of(v, factor, zero, form));
-                                if comptime!(form.residual) {
-                                    let lost = meaning(code, scale, form) ^ 0x8000_0000u32;
-                                    after[from as usize] =
-                                        select(scale == 0 || lost == 0x8000_0000u32, v, sum(v, lost));
+                                if comptime!(form.loses) {
+                                    let minus = meaning(code, scale, form) ^ 0x8000_0000u32;
+                                    lost[from as usize] =
+                                        select(scale == 0 || minus == 0x8000_0000u32, v, sum(v, minus));
                                 }
                                 byte |= code << comptime!(s * width);
                             }
