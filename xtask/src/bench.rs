@@ -16,7 +16,11 @@ Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl]
   --quick         shorter runs: at most 20 s a bench instead of 3 minutes
   --json          an object a line: bench, metric, value, unit, mark, pass, claim, seed
   --against FILE  the JSON lines that the peers' scripts print; adds the ratio rows
+  --cuda          build with CUDA, which devices' benches then run on
   --list          the benches, with their claims and sources
+
+Without a name, those run that need no GPU's interface. device-parity and device-train are built with the feature `wgpu` when
+they are named; with `--cuda` also with `cuda` (`cargo xtask setup cuda` first), and run on the first NVIDIA GPU.
 
 Exit code: 0, 1 if a marked row fails or a bench cannot run, 2 for a wrong command line.
 
@@ -27,12 +31,38 @@ Examples:
 ";
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
+    let (cuda, args): (Vec<String>, Vec<String>) = args.iter().cloned().partition(|a| a == "--cuda");
+    let features = features(&args, !cuda.is_empty());
     let build = ["build", "--release", "--package", "farflung-repro", "--package", "farflung", "--bins"];
-    shell::run(&mut shell::cargo(&build))?;
+    shell::run(shell::cargo(&build).args(&features))?;
+    // The same packages as were built, so that features are the same and nothing is built twice.
     let mut command = shell::cargo(&["run", "--release", "--package", "farflung-repro"]);
+    command.args(&features);
     // FILE is relative to where the user stands, so the command runs there and not in the root.
-    command.arg("--manifest-path").arg(shell::root().join("Cargo.toml")).arg("--").args(args);
+    command.arg("--manifest-path").arg(shell::root().join("Cargo.toml")).arg("--").args(&args);
     command.current_dir(std::env::current_dir().context("failed to find the current folder")?);
     let status = command.stdin(Stdio::null()).status().context("failed to start cargo")?;
     Ok(status.code().and_then(|c| u8::try_from(c).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// The features that the named benches are built with.
+fn features(args: &[String], cuda: bool) -> Vec<String> {
+    let devices = args.iter().any(|a| a == "device-parity" || a == "device-train");
+    let wanted = [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda)];
+    let wanted = wanted.into_iter().filter(|(_, wanted)| *wanted);
+    wanted.flat_map(|(feature, _)| ["--features".to_owned(), feature.to_owned()]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_benches_of_devices_build_them() {
+        let features =
+            |line: &str, cuda| features(&line.split(' ').map(str::to_owned).collect::<Vec<_>>(), cuda);
+        assert!(features("gemm --quick", false).is_empty());
+        assert_eq!(features("device-train gemm", false), ["--features", "farflung-repro/wgpu"]);
+        assert_eq!(features("device-parity", true)[2..], ["--features", "farflung-repro/cuda"]);
+    }
 }

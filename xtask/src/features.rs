@@ -6,7 +6,7 @@ use crate::shell;
 use crate::workspace::{Package, Workspace};
 
 /// Features that need a device, a system library or a long build.
-const HEAVY: &[&str] = &["wgpu", "cuda", "cube-cpu", "mpi", "nccl", "iroh", "hub"];
+const HEAVY: &[&str] = &["wgpu", "cuda", "cube", "cube-cpu", "mpi", "nccl", "iroh", "hub"];
 
 /// The features of `package`, without `default`, that are not heavy and turn nothing heavy on.
 pub(crate) fn light<'a>(workspace: &'a Workspace, package: &'a Package) -> Vec<&'a str> {
@@ -14,10 +14,12 @@ pub(crate) fn light<'a>(workspace: &'a Workspace, package: &'a Package) -> Vec<&
     features.filter(|f| *f != "default" && !is_heavy(workspace, package, f, &mut Vec::new())).collect()
 }
 
-/// Every light feature of every crate as `--features a/x,b/y`; empty when there is none.
-pub(crate) fn all_light(workspace: &Workspace) -> Vec<String> {
+/// Every light feature of every crate, and the heavy ones that are named, as `--features a/x,b/y`; empty when there is none.
+pub(crate) fn all_light_and(workspace: &Workspace, heavy: &[&str]) -> Vec<String> {
     let named = workspace.packages.iter().flat_map(|package| {
-        light(workspace, package).into_iter().map(move |feature| format!("{}/{feature}", package.name))
+        let wanted = heavy.iter().copied().filter(|&h| package.features.contains_key(h));
+        let features = light(workspace, package).into_iter().chain(wanted);
+        features.map(move |feature| format!("{}/{feature}", package.name))
     });
     let named: Vec<String> = named.collect();
     if named.is_empty() { named } else { vec!["--features".to_owned(), named.join(",")] }
@@ -90,15 +92,19 @@ mod tests {
         let farflung = workspace.package("farflung").unwrap();
         assert_eq!(light(&workspace, farflung), ["a", "cli", "ring", "text"]);
         assert_eq!(
-            all_light(&workspace),
+            all_light_and(&workspace, &[]),
             ["--features", "farflung/a,farflung/cli,farflung/ring,farflung/text,farflung-tensor/f16"]
         );
+        let [_, all] = &all_light_and(&workspace, &["wgpu", "cuda"])[..] else {
+            panic!("a flag and its value")
+        };
+        assert!(all.ends_with("farflung-tensor/f16,farflung-tensor/wgpu") && !all.contains("cuda"), "{all}");
     }
 
     #[test]
     fn no_features_no_flag() {
         let json = br#"{"target_directory": "t", "packages": [
             {"name": "a", "targets": [], "features": {"default": []}, "dependencies": []}]}"#;
-        assert!(all_light(&Workspace::parse(json).unwrap()).is_empty());
+        assert!(all_light_and(&Workspace::parse(json).unwrap(), &["wgpu"]).is_empty());
     }
 }

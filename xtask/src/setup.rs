@@ -1,18 +1,20 @@
 //! `setup`: the tools that builds and tests need beside cargo, installed where they are missing.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use crate::shell;
 
 pub(crate) const HELP: &str = "\
 Install what builds and tests need on a Debian machine, where it is missing.
 
-Usage: cargo xtask setup [wgpu] [--dry-run]
+Usage: cargo xtask setup [wgpu] [cuda] [--dry-run]
 
   (nothing)   a C compiler (for zstd) and git (for `cargo xtask tidy`)
-  wgpu        also a software Vulkan device, for the tests behind the feature `wgpu`
+  wgpu        also a software Vulkan device, for the tests of the GPU kernels
+  cuda        also LLVM 22 where the feature `cuda` looks for its LLVM, which it would download otherwise
   --dry-run   say what is missing, install nothing, and fail if anything is
 
 rustfmt and clippy come with the toolchain, cargo-nextest is used where it is there: neither is installed here.
@@ -20,6 +22,7 @@ rustfmt and clippy come with the toolchain, cargo-nextest is used where it is th
 Examples:
   cargo xtask setup
   cargo xtask setup wgpu --dry-run
+  cargo xtask setup cuda && cargo build --release --features cuda
 ";
 
 /// A Debian package, and the command that succeeds where it is not needed any more.
@@ -44,16 +47,67 @@ const WGPU: &[Need] = &[
     },
 ];
 
+const CUDA: &[Need] = &[
+    Need { package: "g++", probe: &["c++", "--version"], what_for: "cubecl's bridge to LLVM" },
+    Need {
+        package: "llvm-22-dev",
+        probe: &["dpkg", "-s", "llvm-22-dev"],
+        what_for: "the compiler of kernels",
+    },
+    Need { package: "libpolly-22-dev", probe: &["dpkg", "-s", "libpolly-22-dev"], what_for: "a part of it" },
+    Need { package: "libz3-dev", probe: &["dpkg", "-s", "libz3-dev"], what_for: "what it links" },
+    Need { package: "libzstd-dev", probe: &["dpkg", "-s", "libzstd-dev"], what_for: "likewise" },
+    Need { package: "libxml2-dev", probe: &["dpkg", "-s", "libxml2-dev"], what_for: "likewise" },
+    Need { package: "zlib1g-dev", probe: &["dpkg", "-s", "zlib1g-dev"], what_for: "likewise" },
+];
+
+/// Where cubecl's build looks for an LLVM before it downloads one, below the user's data folder.
+const LLVM_FOLDER: &str = "tracel/tracel-llvm-23.1.0-4";
+
+/// Stands in for the `llvm-config` of that LLVM: Debian's, with a library's full path as the flag that the build reads.
+const LLVM_CONFIG: &str = "#!/bin/sh
+/usr/lib/llvm-22/bin/llvm-config \"$@\" | sed 's#/[^ ]*/libz3\\.so#-lz3#'
+";
+
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
-    let (mut wgpu, mut dry_run) = (false, false);
+    let mut needs: Vec<&Need> = BASE.iter().collect();
+    let (mut cuda, mut dry_run) = (false, false);
     for arg in args {
         match arg.as_str() {
-            "wgpu" => wgpu = true,
+            "wgpu" => needs.extend(WGPU),
+            "cuda" => {
+                needs.extend(CUDA);
+                cuda = true;
+            }
             "--dry-run" => dry_run = true,
             other => return Err(crate::Usage(format!("unexpected argument `{other}`")).into()),
         }
     }
-    let needs = BASE.iter().chain(if wgpu { WGPU } else { &[] });
+    install(&needs, dry_run)?;
+    if cuda {
+        llvm_folder(dry_run)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The software Vulkan device, unless there is a driver of any kind.
+pub(crate) fn vulkan() -> Result<()> {
+    let listed = shell::output(&mut shell::command(
+        "sh",
+        &["-c", "PATH=$PATH:/sbin ldconfig -p 2>/dev/null || true"],
+    ))?;
+    let libraries = String::from_utf8_lossy(&listed);
+    let folders = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+    let driver = folders.iter().any(|f| std::fs::read_dir(f).is_ok_and(|mut d| d.next().is_some()));
+    // Other systems bring their graphics interface along.
+    if !cfg!(target_os = "linux") || driver && libraries.contains("libvulkan.so.1") {
+        return Ok(());
+    }
+    println!("there is no Vulkan driver: installing a software one (`--no-wgpu` goes without)");
+    install(&WGPU.iter().collect::<Vec<_>>(), false)
+}
+
+fn install(needs: &[&Need], dry_run: bool) -> Result<()> {
     let mut missing = Vec::new();
     for need in needs {
         let there = shell::succeeds(&mut shell::command(need.probe[0], &need.probe[1..]));
@@ -64,7 +118,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     }
     if missing.is_empty() {
         println!("setup: nothing to install");
-        return Ok(ExitCode::SUCCESS);
+        return Ok(());
     }
     if dry_run {
         bail!("missing: {}; `cargo xtask setup` installs them", missing.join(" "));
@@ -77,7 +131,33 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     apt(&["update"])?;
     apt(&[&["install", "--yes", "--no-install-recommends"], missing.as_slice()].concat())?;
     println!("setup: installed {}", missing.join(" "));
-    Ok(ExitCode::SUCCESS)
+    Ok(())
+}
+
+/// Makes the folder that spares the download; one that is there stays as it is.
+fn llvm_folder(dry_run: bool) -> Result<()> {
+    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from);
+    let home = || std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/share"));
+    let folder = data.or_else(home).context("neither XDG_DATA_HOME nor HOME is set")?.join(LLVM_FOLDER);
+    let mark = folder.join(".tracel-llvm-installed");
+    if mark.is_file() {
+        println!("setup: {} is there", folder.display());
+        return Ok(());
+    }
+    if dry_run {
+        bail!("missing: {}; `cargo xtask setup cuda` makes it", folder.display());
+    }
+    let config = folder.join("bin/llvm-config");
+    std::fs::create_dir_all(folder.join("bin"))
+        .with_context(|| format!("failed to make {}", folder.display()))?;
+    std::fs::write(&config, LLVM_CONFIG).with_context(|| format!("failed to write {}", config.display()))?;
+    let path = config.to_string_lossy();
+    shell::run(&mut shell::command("chmod", &["+x", &path]))?;
+    shell::run(&mut shell::command(&path, &["--version"]))?;
+    // Last: without it, the folder does not count.
+    std::fs::write(&mark, "").with_context(|| format!("failed to write {}", mark.display()))?;
+    println!("setup: {} stands in for the LLVM that would be downloaded", folder.display());
+    Ok(())
 }
 
 #[cfg(test)]

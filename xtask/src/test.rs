@@ -5,19 +5,21 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 
 use crate::workspace::Workspace;
-use crate::{features, shell};
+use crate::{features, setup, shell};
 
 pub(crate) const HELP: &str = "\
 Run the tests of every crate, then the doc tests.
 
-Usage: cargo xtask test [--doc] [ARGS...]
+Usage: cargo xtask test [--doc] [--no-wgpu] [ARGS...]
 
   --doc      only the doc tests
+  --no-wgpu  leave out the tests of the GPU kernels, which take a Vulkan driver; a software one will do, and is
+             installed where there is none (`cargo xtask setup wgpu`)
   -p NAME    only this crate's tests and doc tests (may be repeated)
   ARGS       anything else goes to the runner (cargo-nextest where it is installed, else `cargo test`);
              the doc tests are left out then
 
-Without -p, every light feature of every crate is on.
+Without -p, every light feature of every crate is on, and wgpu.
 The last line counts everything that ran: `tests: 120 passed, 0 failed, 0 skipped`.
 
 Examples:
@@ -43,6 +45,9 @@ pub(crate) fn check_docs() -> Result<()> {
 }
 
 fn check(plan: &Plan) -> Result<()> {
+    if plan.wgpu && plan.packages.is_empty() {
+        setup::vulkan()?;
+    }
     let mut tally = Tally::default();
     let mut result = Ok(());
     if plan.units {
@@ -65,13 +70,15 @@ struct Plan {
     units: bool,
     docs: bool,
     packages: Vec<String>,
+    /// With the kernels for GPUs.
+    wgpu: bool,
     /// Passed on as they are.
     rest: Vec<String>,
 }
 
 impl Default for Plan {
     fn default() -> Self {
-        Self { units: true, docs: true, packages: Vec::new(), rest: Vec::new() }
+        Self { units: true, docs: true, packages: Vec::new(), wgpu: true, rest: Vec::new() }
     }
 }
 
@@ -82,6 +89,8 @@ impl Plan {
         while let Some(arg) = args.next() {
             if arg == "--doc" {
                 plan.units = false;
+            } else if arg == "--no-wgpu" {
+                plan.wgpu = false;
             } else if arg == "-p" || arg == "--package" {
                 let name = args.next().ok_or_else(|| crate::Usage(format!("{arg} needs a crate's name")))?;
                 plan.packages.push(name.clone());
@@ -100,7 +109,7 @@ impl Plan {
     fn selection(&self, workspace: &Workspace) -> Vec<String> {
         if self.packages.is_empty() {
             let mut selection = vec!["--workspace".to_owned()];
-            selection.extend(features::all_light(workspace));
+            selection.extend(features::all_light_and(workspace, if self.wgpu { &["wgpu"] } else { &[] }));
             return selection;
         }
         self.packages.iter().flat_map(|name| ["--package".to_owned(), name.clone()]).collect()
@@ -206,6 +215,7 @@ mod tests {
         let filtered = plan("-p a ring --release");
         assert!(filtered.units && !filtered.docs);
         assert_eq!(filtered.rest, ["ring", "--release"]);
+        assert!(all.wgpu && !plan("--no-wgpu").wgpu && plan("--no-wgpu").docs);
         let docs = plan("--doc ring");
         assert!(!docs.units && docs.docs);
     }

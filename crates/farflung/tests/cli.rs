@@ -88,3 +88,19 @@ fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
     let output = farflung(&["plan", file]);
     assert!(!output.status.success() && text(&output.stderr).contains("speed"), "{output:?}");
 }
+
+#[test]
+fn devices_are_listed_and_one_that_is_not_there_is_an_error_with_the_reason() {
+    let listed = farflung(&["devices", "--json"]);
+    assert!(listed.status.success(), "{listed:?}");
+    let objects: Vec<serde_json::Value> =
+        text(&listed.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let cpu = objects.iter().find(|o| o["name"] == "cpu").unwrap();
+    assert_eq!((&cpu["usable"], &cpu["gpu"]), (&true.into(), &false.into()));
+    let missing = farflung(&["train", "--device", "wgpu:99", "--steps", "1"]);
+    assert_eq!(missing.status.code(), Some(1));
+    assert!(text(&missing.stderr).contains("wgpu:99"), "{missing:?}");
+    let wrong = farflung(&["train", "--device", "gpu"]);
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(text(&wrong.stderr).contains("cuda[:n]"), "{wrong:?}");
+}

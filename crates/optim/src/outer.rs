@@ -65,6 +65,11 @@ impl OuterOptimizer {
         &self.anchor
     }
 
+    /// Takes parameters from elsewhere for agreed upon.
+    pub fn anchor_at(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        Ok(params.device().run(Op::Cast { x: params.view(), y: self.anchor.view_mut() })?)
+    }
+
     /// Named state buffers: the chain's, and `anchor`.
     pub fn states(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.chain.states().chain([("anchor", &self.anchor)])

@@ -44,6 +44,10 @@ mod codec_laws;
 mod codec_speed;
 mod ddp_exact;
 mod default_run;
+#[cfg(feature = "wgpu")]
+mod device_parity;
+#[cfg(feature = "wgpu")]
+mod device_train;
 mod diloco_exact;
 mod failure;
 mod gemm;
@@ -76,6 +80,10 @@ pub const BENCHES: &[Bench] = &[
     gemm::BENCH,
     ddp_exact::BENCH,
     diloco_exact::BENCH,
+    #[cfg(feature = "wgpu")]
+    device_parity::BENCH,
+    #[cfg(feature = "wgpu")]
+    device_train::BENCH,
     overlap_ddp::BENCH,
     resume::BENCH,
     collective_laws::BENCH,

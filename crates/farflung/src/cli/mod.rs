@@ -3,6 +3,7 @@
 //! Results go to stdout; progress, logs and errors go to stderr.
 
 mod compress;
+mod devices;
 mod eval;
 mod generate;
 pub(crate) mod launch;
@@ -44,6 +45,7 @@ enum Command {
     Compress(compress::CompressCommand),
     Schedule(schedule::ScheduleCommand),
     Plan(plan::PlanCommand),
+    Devices(devices::DevicesCommand),
     Launch(launch::LaunchCommand),
     Net(net::NetCommand),
 }
@@ -70,6 +72,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Compress(command) => command.run(),
         Command::Schedule(command) => command.run(),
         Command::Plan(command) => command.run(),
+        Command::Devices(command) => command.run(),
         Command::Launch(command) => command.run(),
         Command::Net(command) => command.run(),
     };

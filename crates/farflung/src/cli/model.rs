@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use farflung::tensor::{Device, Tensor};
+use farflung::tensor::{Device, DeviceName, Tensor};
 use farflung::zoo::weights::Weights;
 use farflung::zoo::{Stage, Tokenizer, tokenizer};
 use farflung::{Error, Result, run_dir};
@@ -20,6 +20,9 @@ pub(crate) struct ModelArgs {
     /// Threads; 0 is all cores.
     #[arg(long, value_name = "N", default_value_t = 0)]
     threads: usize,
+    /// Where it runs: auto, cpu, wgpu[:n] or cuda[:n].
+    #[arg(long, value_name = "NAME", default_value = "cpu")]
+    device: DeviceName,
 }
 
 /// A model ready to run.
@@ -51,7 +54,7 @@ impl ModelArgs {
             n => n,
         };
         let mut weights = Weights::open(&weights_folder(&self.model)?)?;
-        let stage = Stage::whole(weights.config(), &Device::cpu(threads)?)?;
+        let stage = Stage::whole(weights.config(), &Device::open(self.device, threads)?)?;
         let params = stage.load(&mut weights)?;
         let vocab = stage.config().vocab;
         let default = if vocab == 256 { "byte" } else { "gpt2" };

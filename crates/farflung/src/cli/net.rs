@@ -46,9 +46,12 @@ struct BenchArgs {
     /// What to time.
     #[arg(long, value_enum, default_value_t = Op::AllReduce)]
     op: Op,
-    /// How to reduce; auto chooses by cost for a LAN.
-    #[arg(long, value_enum, default_value_t = How::Ring)]
-    algorithm: How,
+    /// How to reduce: ring, double-tree and others; auto chooses by cost, for the links of --topology or a LAN.
+    #[arg(long, value_name = "NAME", default_value_t = Algorithm::Ring)]
+    algorithm: Algorithm,
+    /// TOML file with the links, as probe writes it.
+    #[arg(long, value_name = "FILE")]
+    topology: Option<PathBuf>,
     /// The smallest buffer, in bytes.
     #[arg(long, value_name = "BYTES", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(4..))]
     min: u64,
@@ -86,38 +89,6 @@ enum Op {
     AllGather,
     Broadcast,
     AllToAll,
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-#[value(rename_all = "kebab-case")]
-enum How {
-    Ring,
-    BidirectionalRing,
-    RecursiveDoubling,
-    HalvingDoubling,
-    DoubleTree,
-    Hierarchical,
-    Direct,
-    Butterfly,
-    Moshpit,
-    Auto,
-}
-
-impl How {
-    const fn algorithm(self) -> Algorithm {
-        match self {
-            Self::Ring => Algorithm::Ring,
-            Self::BidirectionalRing => Algorithm::BidirectionalRing,
-            Self::RecursiveDoubling => Algorithm::RecursiveDoubling,
-            Self::HalvingDoubling => Algorithm::HalvingDoubling,
-            Self::DoubleTree => Algorithm::DoubleTree,
-            Self::Hierarchical => Algorithm::Hierarchical,
-            Self::Direct => Algorithm::Direct,
-            Self::Butterfly => Algorithm::Butterfly,
-            Self::Moshpit => Algorithm::Moshpit,
-            Self::Auto => Algorithm::Auto,
-        }
-    }
 }
 
 impl Op {
@@ -185,7 +156,15 @@ fn median(mut times: Vec<f64>) -> f64 {
 
 impl BenchArgs {
     fn run(self, comm: &Communicator) -> Result<()> {
-        let comm = comm.clone().with_algorithm(self.algorithm.algorithm());
+        let mut comm = comm.clone().with_algorithm(self.algorithm);
+        if let Some(path) = &self.topology {
+            let text = std::fs::read_to_string(path).map_err(|source| Error::Io {
+                action: "read",
+                path: path.clone(),
+                source,
+            })?;
+            comm = comm.with_topology(text.parse::<Cluster>()?.topology()?)?;
+        }
         let first = comm.rank().0 == 0;
         let n = comm.size() as f64;
         if first && !self.json {

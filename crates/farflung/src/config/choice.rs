@@ -3,8 +3,10 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
 use farflung_parallel::pipeline::{Method, VersionSync};
+use farflung_tensor::DeviceName;
 use toml::Value;
 
 use super::value::Setting;
@@ -93,13 +95,35 @@ choice!(
         Tcp = "tcp",
     }
 );
-choice!(
-    /// Where tensors live.
-    DeviceKind {
-        /// The processor.
-        Cpu = "cpu",
+/// Where tensors live: one device for all ranks, or several that the ranks take in turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Devices(Vec<DeviceName>);
+
+impl Devices {
+    /// The processor for all.
+    #[must_use]
+    pub fn cpu() -> Self {
+        Self(vec![DeviceName::Cpu])
     }
-);
+
+    /// The device of a rank.
+    #[must_use]
+    pub fn of(&self, rank: usize) -> DeviceName {
+        self.0[rank % self.0.len()]
+    }
+}
+
+impl Setting for Devices {
+    fn expected() -> String {
+        "auto, cpu, wgpu[:n] or cuda[:n], or several with commas that ranks take in turn".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.split(',').map(|name| name.parse().ok()).collect::<Option<_>>().map(Self)
+    }
+    fn value(&self) -> Value {
+        Value::String(self.0.iter().map(DeviceName::to_string).collect::<Vec<_>>().join(","))
+    }
+}
 
 impl Setting for CodecSpec {
     fn expected() -> String {
@@ -107,6 +131,24 @@ impl Setting for CodecSpec {
             "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /",
             farflung_compress::names().join(" ")
         )
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
+    }
+}
+
+impl Setting for Algorithm {
+    fn expected() -> String {
+        ["one of"]
+            .map(str::to_owned)
+            .into_iter()
+            .chain(Self::ALL.map(|a| a.to_string()))
+            .collect::<Vec<_>>()
+            .join(" ")
+            + " auto"
     }
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()

@@ -15,12 +15,13 @@ use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use farflung_base::{Link, Nanos};
+use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
 use crate::{Error, Result};
 use choice::{
-    DeviceKind, OptimizerKind, Recompute, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
+    Devices, OptimizerKind, Recompute, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
 };
 use value::Setting;
 
@@ -201,6 +202,9 @@ settings! {
         topology: PathBuf, "FILE";
         /// What carries bytes: auto, memory, simulated or tcp.
         transport: TransportKind, "KIND", TransportKind::Auto;
+        /// How values that no codec packs are summed: ring, double-tree, hierarchical and others, or auto, whichever is
+        /// the cheapest for the size on the links of --topology; a wrong name lists them.
+        algorithm: Algorithm, "NAME", Algorithm::Ring;
         /// Modelled compute of each worker on the virtual clock, in FLOP/s.
         compute_rate: f64, "FLOPS", 5e10;
         /// Longest wait for a peer.
@@ -230,8 +234,12 @@ settings! {
         version_sync: VersionSync, "KIND", VersionSync::Vertical;
     }
     "Machine" {
-        /// Where tensors live: cpu.
-        device: DeviceKind, "KIND", DeviceKind::Cpu;
+        /// Where tensors live: auto (the best there is), cpu, wgpu[:n] or cuda[:n], as `farflung devices` lists them; several
+        /// with commas are taken in turn by the ranks.
+        device: Devices, "NAMES", Devices::cpu();
+        /// Where replicas are on devices that round differently: steps between comparisons of their parameters, after
+        /// which all have rank 0's again; 0 is never.
+        resync_every: u64, "STEPS", 50u64;
         /// Threads of each worker; 0 shares the cores among the workers.
         threads: usize, "N", 0usize;
     }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use farflung_base::Nanos;
+use farflung_tensor::{Device, TensorError};
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
 use super::stages;
@@ -99,6 +100,13 @@ impl Job {
     #[must_use]
     pub fn modelled(&self, flops: f64) -> Nanos {
         Nanos::from_secs_f64(flops / self.config.compute_rate)
+    }
+
+    /// The device of a rank, opened.
+    ///
+    /// Errors: that there is none of that name here, and why.
+    pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
+        Device::open(self.config.device.of(rank), threads)
     }
 
     /// Threads of each worker when `local` of them share this machine.

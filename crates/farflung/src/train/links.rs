@@ -43,13 +43,21 @@ pub(crate) fn topology(config: &TrainConfig, world: usize) -> Result<Topology> {
 pub fn seats(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<Vec<Seat>> {
     let processes = env.map_or(1, |e| e.world_size);
     let world = if processes > 1 { processes } else { config.workers };
-    let seat = |transport: Arc<dyn Transport>, simulated, link| Seat {
-        comm: Communicator::new(transport).with_deadline(config.deadline),
-        simulated,
-        link,
+    let kind = config.transport_for(processes)?;
+    let simulates = !matches!(kind, TransportKind::Memory | TransportKind::Tcp);
+    // Of real links only a file says anything.
+    let declared = (simulates || config.topology.is_some()).then(|| topology(config, world)).transpose()?;
+    let link = (simulates && config.topology.is_none()).then_some(config.link);
+    let seat = |transport: Arc<dyn Transport>| -> Result<Seat> {
+        let mut comm = Communicator::new(transport);
+        if let Some(topology) = &declared {
+            comm = comm.with_topology(topology.clone())?;
+        }
+        let comm = comm.with_algorithm(config.algorithm).with_deadline(config.deadline);
+        Ok(Seat { comm, simulated: simulates, link })
     };
-    Ok(match config.transport_for(processes)? {
-        TransportKind::Memory => memory::cluster(world).into_iter().map(|t| seat(t, false, None)).collect(),
+    match kind {
+        TransportKind::Memory => memory::cluster(world).into_iter().map(|t| seat(t)).collect(),
         TransportKind::Tcp => {
             let (rank, master) = match env {
                 Some(e) => (e.rank.0, format!("{}:{}", e.master_addr, e.master_port)),
@@ -57,12 +65,11 @@ pub fn seats(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<Vec<Seat>>
             };
             let mut join = tcp::Config::new(rank, world as u32, master);
             join.deadline = Duration::from(config.deadline);
-            vec![seat(tcp::join(&join)?, false, None)]
+            Ok(vec![seat(tcp::join(&join)?)?])
         }
         TransportKind::Simulated | TransportKind::Auto => {
-            let topology = topology(config, world)?;
-            let link = config.topology.is_none().then_some(config.link);
-            simulated::cluster(&topology).into_iter().map(|t| seat(t, true, link)).collect()
+            let topology = declared.as_ref().expect("it was declared for simulated links");
+            simulated::cluster(topology).into_iter().map(|t| seat(t)).collect()
         }
-    })
+    }
 }

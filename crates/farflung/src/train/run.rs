@@ -213,12 +213,21 @@ impl Record<'_, '_> {
             bytes_sent: totals.bytes_sent,
             bytes_received: totals.bytes_received,
             tokens_per_s: tokens as f64 / (totals.time_s - self.time_s).max(1e-9),
+            drift: done.drift.map(|d| d.distance),
         };
         self.time_s = totals.time_s;
         if let Some(metrics) = &mut self.metrics {
             metrics.write(&row)?;
         }
         if let Some(watch) = &mut self.watch {
+            if let Some(drift) = done.drift.filter(|d| d.distance > 0.0) {
+                watch.note(&format!(
+                    "step {}: replicas were up to {:.1e} apart and have rank 0's parameters again ({} sent)",
+                    done.step,
+                    drift.distance,
+                    farflung_base::Bytes(drift.bytes)
+                ));
+            }
             watch.step(&row, link_use(self.link, totals));
         }
         self.rows.push(row);

@@ -12,6 +12,7 @@ use farflung_zoo::{Input, Output, Sampler, Stage, stage};
 
 use super::checkpoint::{Counters, Keeps, Named, Source};
 use super::job::Job;
+use super::resync::{Drift, Resync};
 use super::sync::{Sync, Synced, vote};
 use crate::config::choice::{OptimizerKind, ScheduleKind};
 use crate::{Result, TrainConfig};
@@ -24,6 +25,7 @@ pub struct Worker {
     pub(super) grads: Tensor,
     pub(super) chain: Chain,
     pub(super) sync: Sync,
+    resync: Resync,
     pub(super) comm: Communicator,
     pub(super) step: u64,
     sampler: Sampler,
@@ -46,6 +48,8 @@ pub struct StepDone {
     pub synced: Synced,
     /// Whether any worker wants to stop; known where workers agree.
     pub stop: bool,
+    /// Where the replicas were compared: how far apart they were.
+    pub drift: Option<Drift>,
 }
 
 /// The optimizer chain of a config that makes so many updates in a step.
@@ -113,6 +117,7 @@ impl Keeps for Worker {
             self.sync.average_mut().restore("average.", from.rounds(), |name| from.state(name))?;
         }
         self.step = from.step();
+        self.resync.restart(self.step);
         Ok(())
     }
 }
@@ -158,7 +163,7 @@ impl Worker {
     /// A worker at step 0 of a job.
     pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
         let rank = comm.rank().index();
-        let device = Device::cpu(threads)?;
+        let device = job.device(rank, threads)?;
         let stage = Stage::whole(job.model, &device)?;
         let params = match &job.config.init_from {
             Some(folder) => stage.load(&mut Weights::open(folder)?)?,
@@ -171,6 +176,7 @@ impl Worker {
             grads: stage.zeros()?,
             chain: chain(&job.config, &device, &stage, 1)?,
             sync: Sync::new(job, &comm, &stage, &params)?,
+            resync: Resync::new(job, &comm, device.name())?,
             sampler: job.sampler(rank)?,
             evaluation: job.evaluation(rank)?,
             accumulate: job.microbatches(),
@@ -229,7 +235,16 @@ impl Worker {
         self.chain.commit(&mut self.params, &self.grads, prepared)?;
         self.step += 1;
         let after = self.sync.after_step(&self.comm, self.step, &mut self.params, loss, stop)?;
-        Ok(StepDone { step: self.step, loss: after.loss, synced: after.synced, stop: after.stop })
+        let mut drift = None;
+        if after.synced == Synced::Yes {
+            drift = self.resync.after_step(self.step, &self.comm, &self.stage, &mut self.params)?;
+            if drift.is_some_and(|d| d.distance > 0.0)
+                && let Some(outer) = self.sync.outer_mut()
+            {
+                outer.anchor_at(&self.params)?;
+            }
+        }
+        Ok(StepDone { step: self.step, loss: after.loss, synced: after.synced, stop: after.stop, drift })
     }
 
     /// Forward and backward of all microbatches, and the average where the method averages gradients. Gives the mean
@@ -268,6 +283,8 @@ impl Worker {
             })?;
             failed.map_or(Ok(()), Err)?;
         }
+        // What failed on the device shows here, before anything is agreed on.
+        self.stage.device().fence()?;
         let loss = loss / (per_microbatch * self.accumulate as f64);
         let Some(averaging) = averaging else { return Ok((loss, stop)) };
         let vote = vote(&self.comm, loss, stop);

@@ -18,7 +18,7 @@ use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::{Average, Prepared, loss_scale, sum_of_squares};
 use farflung_parallel::pipeline::{Follower, Schedule, Updates, run};
-use farflung_tensor::{Device, Tensor};
+use farflung_tensor::Tensor;
 use farflung_zoo::Stage;
 use farflung_zoo::weights::Weights;
 
@@ -73,7 +73,7 @@ impl Pipelined {
         let (position, replica) = (Rank(rank % ranks), rank / ranks);
         same_schedule(&comm, &plan)?;
 
-        let device = Device::cpu(threads)?;
+        let device = job.device(comm.rank().index(), threads)?;
         let averages = groups(&comm, &placement, plan.replicas, position)?;
         let tied = tie(&comm, &placement, plan.replicas, position)?;
         let updates = match plan.updates() {
@@ -199,7 +199,7 @@ impl Pipelined {
         let shard = self.hands.sampler.shard();
         let tokens = told.losses.len() * shard.batch * self.hands.sampler.context();
         let loss = told.losses.iter().sum::<f64>() / tokens as f64;
-        Ok(StepDone { step: self.step, loss, synced: Synced::Yes, stop: told.stop })
+        Ok(StepDone { step: self.step, loss, synced: Synced::Yes, stop: told.stop, drift: None })
     }
 
     /// Mean loss of the held-out batches in nats, shared out among the replicas; all must call it.

@@ -1,0 +1,126 @@
+//! Training and generating on a device, alone and beside the cpu. It runs on whatever adapter comes first, in CI on a
+//! software rasteriser.
+#![cfg(feature = "wgpu")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::process::Command;
+
+use farflung::config::choice::{Devices, ScheduleKind, TransportKind};
+use farflung::config::value::Setting;
+use farflung::train::{Drift, Job, Pipelined, Seat, Worker, seats};
+use farflung::{Stop, TrainConfig};
+
+const STEPS: u64 = 4;
+
+/// A GPT of two layers on a text of its own.
+fn config(devices: &str, workers: usize) -> (tempfile::TempDir, TrainConfig) {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("text.txt");
+    let text = (0..4000).map(|i| format!("{} is the square of {i}.", i * i)).collect::<Vec<_>>().join(" ");
+    std::fs::write(&data, text).unwrap();
+    let config = TrainConfig {
+        data: Some(data),
+        layers: Some(2),
+        heads: Some(2),
+        dim: Some(16),
+        context: Some(16),
+        batch: 2,
+        steps: STEPS,
+        warmup: 0,
+        lr: 0.01,
+        lr_schedule: ScheduleKind::Constant,
+        codec: "none".parse().unwrap(),
+        eval_batches: 4,
+        transport: TransportKind::Memory,
+        threads: 1,
+        workers,
+        resync_every: 2,
+        device: Devices::parse(devices).unwrap(),
+        ..TrainConfig::default()
+    };
+    (folder, config)
+}
+
+/// Runs `work` as each rank, a thread each.
+fn on_all<T: Send>(config: &TrainConfig, work: impl Fn(&Job, Seat) -> T + Sync) -> Vec<T> {
+    let job = Job::new(config.clone(), config.workers, Stop::manual()).unwrap();
+    let (work, job) = (&work, &job);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = seats(&job.config, None)
+            .unwrap()
+            .into_iter()
+            .map(|seat| scope.spawn(move || work(job, seat)))
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Losses, comparisons of the replicas, and the hash at the end.
+fn trained(devices: &str, workers: usize) -> Vec<(Vec<f64>, Vec<Drift>, blake3::Hash)> {
+    let (_folder, config) = config(devices, workers);
+    on_all(&config, |job, seat| {
+        let mut worker = Worker::new(job, seat.comm, 1).unwrap();
+        let done: Vec<_> = (0..STEPS).map(|_| worker.step(false).unwrap()).collect();
+        let losses = done.iter().map(|d| d.loss).collect();
+        (losses, done.iter().filter_map(|d| d.drift).collect(), worker.hash().unwrap())
+    })
+}
+
+fn close(found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len());
+    for (f, e) in found.iter().zip(expected) {
+        assert!((f - e).abs() < 1e-4, "{found:?} {expected:?}");
+    }
+}
+
+#[test]
+fn a_job_of_cpu_and_gpu_trains_as_cpus_do_and_its_replicas_come_together() {
+    let cpus = trained("cpu", 2);
+    assert!(cpus.iter().all(|(_, drift, _)| drift.is_empty()), "processors round alike");
+    let mixed = trained("cpu,wgpu", 2);
+    for (losses, drift, hash) in &mixed {
+        close(losses, &cpus[0].0);
+        assert_eq!(drift.len(), 2, "every two of four steps");
+        assert!(drift.iter().all(|d| d.distance < 1e-5 && d.bytes > 0), "{drift:?}");
+        assert_eq!(*hash, mixed[0].2);
+    }
+}
+
+#[test]
+fn the_same_run_on_a_gpu_gives_the_same_bits() {
+    assert_eq!(trained("wgpu", 1)[0].2, trained("wgpu:0", 1)[0].2);
+}
+
+#[test]
+fn a_pipeline_has_a_stage_on_each_device() {
+    let losses = |devices: &str| {
+        let (_folder, mut config) = config(devices, 2);
+        config.stages = 2;
+        on_all(&config, |job, seat| {
+            let mut rank = Pipelined::new(job, seat.comm, 1).unwrap();
+            (0..STEPS).map(|_| rank.step(false).unwrap().loss).collect::<Vec<_>>()
+        })
+    };
+    let (cpus, mixed) = (losses("cpu"), losses("cpu,wgpu"));
+    close(&mixed[0], &cpus[0]);
+}
+
+#[test]
+fn what_a_gpu_trained_generates_alike_on_both() {
+    let (folder, config) = config("wgpu", 1);
+    let (data, out) = (config.data.unwrap(), folder.path().join("run"));
+    let run = |args: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_farflung")).args(args).output().unwrap();
+        assert!(output.status.success(), "{output:?}");
+        output.stdout
+    };
+    let (data, out) = (data.to_str().unwrap(), out.to_str().unwrap());
+    let shape = ["--layers", "2", "--heads", "2", "--dim", "16", "--context", "16", "--batch", "2"];
+    let rest =
+        ["--steps", "2", "--workers", "1", "--device", "wgpu", "--sample-tokens", "0", "--eval-batches", "2"];
+    run(&[&["train", "--data", data, "--out", out][..], &shape, &rest].concat());
+    let generate = |device| {
+        run(&["generate", out, "--prompt", "4 is", "--tokens", "8", "--temperature", "0", "--device", device])
+    };
+    assert_eq!(generate("wgpu"), generate("cpu"));
+}

@@ -1,0 +1,111 @@
+//! Every op and a whole training step on a device, against the cpu.
+
+use std::collections::BTreeMap;
+
+use anyhow::Result;
+use farflung::config::choice::Devices;
+use farflung::config::value::Setting;
+use farflung::tensor::Device;
+use farflung::train::Worker;
+use farflung::{TrainConfig, base, tensor};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::workers::{Over, again, config, farthest, job, on_all, relative_l2};
+
+#[path = "../../../crates/tensor/tests/parity/mod.rs"]
+mod parity;
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "device-parity",
+    claim: "each op and a training step on a device are within 1e-5 of the cpu, integers are equal, and all is the same twice",
+    source: "the cpu backend, which finite differences and PyTorch guard",
+    seed: 1,
+    run,
+};
+
+/// What all cases of one op found.
+#[derive(Default)]
+struct Found {
+    cases: usize,
+    worst: f64,
+    /// The case of that.
+    at: String,
+    unequal: usize,
+    changed: usize,
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    // CUDA where the build has it and the machine a GPU, else what wgpu shows first.
+    let name =
+        Device::list().into_iter().find(|found| found.usable).map_or_else(String::new, |found| found.name);
+    let (cpu, device) = (Device::cpu(1)?, Device::open(name.parse()?, 1)?);
+    let mut all: BTreeMap<&str, Found> = BTreeMap::new();
+    for seed in report.seed()..report.seed() + if options.quick { 2 } else { 12 } {
+        for case in parity::cases(seed) {
+            let (expected, first, second) = (case.run(&cpu)?, case.run(&device)?, case.run(&device)?);
+            let found = all.entry(case.op).or_default();
+            found.cases += 1;
+            let distance = parity::distance(&first, &expected);
+            if found.cases == 1 || distance > found.worst {
+                (found.worst, found.at) = (distance, case.what.clone());
+            }
+            found.unequal += usize::from(case.exact && !parity::same(&first, &expected));
+            found.changed += usize::from(!parity::same(&first, &second));
+        }
+    }
+    for (op, found) in &all {
+        let metric =
+            format!("{op}, {} cases on {name}: relative l2 from cpu, worst at {}", found.cases, found.at);
+        report.row(&metric, found.worst, "1", Mark::AtMost(1e-5))?;
+    }
+    let total = |f: fn(&Found) -> usize| all.values().map(f).sum::<usize>() as f64;
+    report.row(
+        "cases of integers and copies whose bits differ",
+        total(|f| f.unequal),
+        "1",
+        Mark::AtMost(0.0),
+    )?;
+    report.row("cases with other bits the second time", total(|f| f.changed), "1", Mark::AtMost(0.0))?;
+
+    let (seed, steps) = (report.seed(), 3);
+    let on = |device: &str| TrainConfig {
+        workers: 1,
+        device: Devices::parse(device).expect("a device's name"),
+        ..config(seed, false)
+    };
+    let trace = move |worker: &mut Worker| {
+        let mut losses = Vec::new();
+        let mut grads = Vec::new();
+        for step in 0..steps {
+            losses.push(worker.step(false)?.loss);
+            if step == 0 {
+                grads = worker.grads().to_vec::<f32>()?;
+            }
+        }
+        Ok((losses, grads, worker.params().to_vec::<f32>()?))
+    };
+    let first = job(on("cpu"), Over::Memory)?;
+    let (losses, grads, params) = on_all(&first, trace)?.remove(0);
+    let theirs = on_all(&again(&first, on(&name), Over::Memory), trace)?.remove(0);
+    let twice = on_all(&again(&first, on(&name), Over::Memory), trace)?.remove(0);
+    report.row(
+        "training: first step's gradients, relative l2",
+        relative_l2(&theirs.1, &grads),
+        "1",
+        Mark::AtMost(1e-5),
+    )?;
+    report.row(
+        "training: 3 losses, largest difference",
+        farthest(&theirs.0, &losses),
+        "nats",
+        Mark::AtMost(1e-5),
+    )?;
+    report.row(
+        "training: parameters after 3 steps, relative l2",
+        relative_l2(&theirs.2, &params),
+        "1",
+        Mark::AtMost(1e-5),
+    )?;
+    let changed = theirs.2.iter().zip(&twice.2).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+    report.row("training: parameters with other bits the second time", changed as f64, "1", Mark::AtMost(0.0))
+}
