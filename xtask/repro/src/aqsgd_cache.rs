@@ -1,8 +1,10 @@
 //! AQ-SGD's two ends over epochs in random order, on disk, with a crash.
 
+use std::path::Path;
+
 use anyhow::{Context, Result};
 use farflung::base::Philox;
-use farflung::compress::link::{AqSgd, FileStore, LinkCodec, Samples};
+use farflung::compress::link::{AqSgd, FileStore, LinkCodec, MappedStore, Samples, Store};
 use farflung::compress::{CompressError, Int4, Payload, PayloadRef, RoundKey};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -10,7 +12,7 @@ use crate::harness::{Bench, Mark, Options, Report};
 pub(crate) const BENCH: Bench = Bench {
     name: "aqsgd-cache",
     claim: "both ends of an AQ-SGD link hold the same bits over ten epochs, on disk of the stated size, \
-            in 16, 8 and 4 bits, through a crash",
+            read and written or mapped, in 16, 8 and 4 bits, through a crash",
     source: "Wang et al. 2022, AQ-SGD, Alg. 1",
     seed: 4,
     run,
@@ -23,23 +25,45 @@ const LEN: usize = POSITIONS * CHANNELS;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let epochs = if options.quick { 4 } else { 10 };
-    // What 4096 values take: two bytes each, or codes and two bytes for 64 of them. What the last error may be of the first.
+    // What 4096 values take: two bytes each, or codes and two bytes for 64 of them.
     let (f16, int8, int4) = (2 * LEN, LEN + LEN / 32, LEN / 2 + LEN / 32);
-    one(report, epochs, ("f16", Samples::f16(LEN), f16, 0.5))?;
-    one(report, epochs, ("8 bits", Samples::int8(LEN), int8, 0.5))?;
-    one(report, epochs, ("4 bits", Samples::int4(LEN), int4, 0.5))
+    for (store, open) in [("", at_an_offset as Open), (", mapped", mapped as Open)] {
+        for (held, samples, bytes) in [
+            ("f16", Samples::f16(LEN), f16),
+            ("8 bits", Samples::int8(LEN), int8),
+            ("4 bits", Samples::int4(LEN), int4),
+        ] {
+            one(report, epochs, &format!("{held}{store}"), (samples, bytes), open)?;
+        }
+    }
+    Ok(())
+}
+
+/// Opens a file of samples.
+type Open = fn(&Path, Samples) -> Result<Box<dyn Store>>;
+
+fn at_an_offset(path: &Path, samples: Samples) -> Result<Box<dyn Store>> {
+    Ok(Box::new(FileStore::open(path, samples, SAMPLES)?))
+}
+
+#[expect(unsafe_code, reason = "nobody else writes to a mapped file: it is in the bench's own folder")]
+fn mapped(path: &Path, samples: Samples) -> Result<Box<dyn Store>> {
+    // SAFETY: each end has a file of its own, in a folder made for this run, and is dropped before it is opened again.
+    Ok(Box::new(unsafe { MappedStore::open(path, samples, SAMPLES) }?))
 }
 
 /// All epochs with samples held in one way.
 fn one(
     report: &mut Report<'_>,
     epochs: u64,
-    (name, samples, bytes, allowed): (&str, Samples, usize, f64),
+    name: &str,
+    (samples, bytes): (Samples, usize),
+    store: Open,
 ) -> Result<()> {
     let dir = tempfile::tempdir()?;
     let path = |name: &str| dir.path().join(name);
     let open = |name: &str| -> Result<_> {
-        let store = FileStore::open(&path(name), samples, SAMPLES)?;
+        let store = store(&path(name), samples)?;
         Ok(AqSgd::per_channel(Int4::new(POSITIONS as u32)?, store, CHANNELS)?)
     };
     let (mut sender, mut receiver) = (open("sender")?, open("receiver")?);
@@ -84,7 +108,7 @@ fn one(
     row("crashes that were not found and mended", f64::from(recovered - found), "", Mark::AtMost(0.0))?;
     let last = *errors.last().context("there is an epoch")?;
     row("relative error, first epoch with changes", errors[1], "", Mark::None)?;
-    row("relative error, last epoch, over the first", last / errors[1], "", Mark::AtMost(allowed))
+    row("relative error, last epoch, over the first", last / errors[1], "", Mark::AtMost(0.5))
 }
 
 /// An activation that settles.

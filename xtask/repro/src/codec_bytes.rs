@@ -3,8 +3,8 @@
 use anyhow::Result;
 use farflung::compress::link::{Direct, LinkCodec};
 use farflung::compress::{
-    Amount, Codebook, CompressError, Compressor, F32, IndexCoding, Int4, Int8, MinMaxUint8, Payload,
-    RoundKey, Select, Sign, Sparse,
+    Amount, Bf16, Codebook, CompressError, Compressor, F16, F32, IndexCoding, Int4, Int8, MinMaxUint8,
+    Payload, PowerSgd, Protocol, RoundKey, Select, Sign, Sparse,
 };
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -55,6 +55,9 @@ fn cases() -> Vec<Case> {
     let u16s = || IndexCoding::Fixed(16);
     let dgc = || Sparse::new(Select::Largest(Amount::millionths(1000)), F32::new());
     vec![
+        case("f32 by a ring, and DiLoCo's exchange", boxed(Ok(F32::new())), SHARD, shards, 0, 6_291_456),
+        case("f16 by a ring", boxed(Ok(F16::new())), SHARD, shards, 0, 3_145_728),
+        case("bf16 by a ring", boxed(Ok(Bf16::new())), SHARD, shards, 0, 3_145_728),
         case(
             "int8 scattered, 32 B a chunk (ByteGrad)",
             boxed(MinMaxUint8::new(SHARD as u32)),
@@ -103,6 +106,14 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
         let counted = payload.view().body().len() - framing;
         rows(report, name, sent * counted, golden)?;
     }
+    // What is handed out goes by a ring: 2 (n - 1) / n of its bytes.
+    let mut method = PowerSgd::new(1024, 1024, 4, report.seed())?;
+    method.begin(&x)?;
+    let mut handed_out = 0;
+    while let Some(buffer) = method.exchange() {
+        handed_out += size_of_val(buffer);
+    }
+    rows(report, "PowerSGD rank 4", handed_out * 2 * (RANKS - 1) / RANKS, 49_152)?;
     let mut link = Direct::per_channel(Int4::new(128)?, 128 * 128, 128)?;
     link.encode(&[0], &x[..128 * 128], RoundKey::default(), &mut payload)?;
     rows(report, "AQ-SGD boundary 1 x 128 x 128, 4 bits", payload.view().body().len() - 4, 8448)

@@ -12,18 +12,23 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "codec-laws",
-    claim: "unbiased codecs are, feedback loses nothing, every odd input has its stated result, threads change no byte",
-    source: "Alistarh 2017, Wen 2017, Horvath 2019, Karimireddy 2019",
+    claim: "unbiased codecs are, errors and variances are within their bounds, feedback loses nothing, every odd input has its \
+            stated result, threads change no byte",
+    source: "Alistarh 2017, Wen 2017, Stich 2018, Horvath 2019, Karimireddy 2019; the codecs' documentation",
     seed: 3,
     run,
 };
 
-const UNBIASED: [&str; 9] = [
+const UNBIASED: [&str; 13] = [
     "int8-sr:64",
     "int4-sr:64",
     "int3-sr:64",
     "int2-sr:64",
+    "uint8-sr:64",
     "uint4-sr:64",
+    "uint3-sr:64",
+    "uint2-sr:64",
+    "qsgd8:64",
     "qsgd4:64",
     "qsgd2:64",
     "natural",
@@ -40,6 +45,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             "",
             Mark::AtMost(4.0),
         )?;
+    }
+    for (name, block, bound) in BOUNDS {
+        let worst = worst_error(name, block, bound, report.seed())?;
+        report.row(&format!("{name}: largest error over its bound"), worst, "", Mark::AtMost(1.0))?;
+    }
+    for (name, bound) in MEAN_SQUARES {
+        let share = mean_square(name, draws, report.seed())? / bound;
+        report.row(&format!("{name}: mean square error over its bound"), share, "", Mark::AtMost(1.0))?;
     }
     let all = names();
     let (mut telescope, mut odd) = (0.0_f64, 0);
@@ -65,6 +78,99 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         + composed_threads("topk:64of4096", seed)?
         + composed_threads("dct:64/topk:32of4096", seed)?;
     report.row("payloads that differ between 1, 2, 3 and 7 threads", f64::from(differ), "", Mark::AtMost(0.0))
+}
+
+/// What a bound on an element's error depends on.
+struct Element {
+    magnitude: f64,
+    /// The largest magnitude of its block, and the largest element less the smallest.
+    largest: f64,
+    span: f64,
+}
+
+type Bound = fn(&Element) -> f64;
+
+/// Codecs, their blocks, and the errors that their documentation allows.
+const BOUNDS: [(&str, usize, Bound); 21] = [
+    ("f16", 1, |e| (e.magnitude / 2048.0).max(2_f64.powi(-25)).max(e.magnitude - 65504.0)),
+    ("bf16", 1, |e| (e.magnitude / 256.0).max(2_f64.powi(-134))),
+    ("int8:128", 128, |e| 0.504 * e.largest / 127.0),
+    ("int4:128", 128, |e| 0.504 * e.largest / 7.0),
+    ("int3:128", 128, |e| 0.504 * e.largest / 3.0),
+    ("int2:128", 128, |e| 0.504 * e.largest),
+    ("int8-sr:128", 128, |e| 1.008 * e.largest / 127.0),
+    ("int4-sr:128", 128, |e| 1.008 * e.largest / 7.0),
+    ("int3-sr:128", 128, |e| 1.008 * e.largest / 3.0),
+    ("int2-sr:128", 128, |e| 1.008 * e.largest),
+    ("uint8:128", 128, |e| 0.504 * e.span / 255.0 + rounding(e)),
+    ("uint4:128", 128, |e| 0.504 * e.span / 15.0 + rounding(e)),
+    ("uint3:128", 128, |e| 0.504 * e.span / 7.0 + rounding(e)),
+    ("uint2:128", 128, |e| 0.504 * e.span / 3.0 + rounding(e)),
+    ("uint8-sr:128", 128, |e| 1.008 * e.span / 255.0 + rounding(e)),
+    ("uint4-sr:128", 128, |e| 1.008 * e.span / 15.0 + rounding(e)),
+    // Half of the smallest number under a scale that is a little larger than the largest over the largest number.
+    ("e4m3:128", 128, |e| (e.magnitude / 16.0).max(1.008 * e.largest / 448.0 / 1024.0)),
+    ("e5m2:128", 128, |e| (e.magnitude / 8.0).max(1.008 * e.largest / 57344.0 / 131_072.0)),
+    ("e3m0:128", 128, |e| (e.magnitude / 3.0).max(1.008 * e.largest / 128.0) + rounding(e)),
+    ("natural", 4096, |e| e.magnitude),
+    ("minmax8:128", 128, |e| 0.51 * (e.span + 1e-7).max(e.largest / 16384.0) / 255.0 + rounding(e)),
+];
+
+/// Of a sum of numbers as large as the block's largest.
+fn rounding(element: &Element) -> f64 {
+    element.largest * 2_f64.powi(-23)
+}
+
+/// Codecs of 64 elements, and the mean square of their errors over that of the elements: the variance of unbiased ones, what a
+/// selection leaves.
+const MEAN_SQUARES: [(&str, f64); 6] = [
+    // min(d / q^2, sqrt(d) / q) of blocks of 64, and what a scale of eight bits adds.
+    ("qsgd8:64", 64.0 / 127.0 / 127.0 * 1.016),
+    ("qsgd4:64", 8.0 / 7.0 * 1.016),
+    ("qsgd2:64", 8.0 * 1.016),
+    ("natural", 1.0 / 8.0),
+    ("topk:16", 0.75),
+    ("rolling:4", 0.750_001),
+];
+
+/// The largest error of an element over its bound, over vectors of many magnitudes.
+fn worst_error(name: &str, block: usize, bound: Bound, seed: u64) -> Result<f64> {
+    let n = 1 << 16;
+    let (mut codec, mut payload, mut x, mut out) = (parse(name)?, Payload::new(), vec![0.0; n], vec![0.0; n]);
+    let mut worst = 0.0_f64;
+    for (stream, size) in [1e-20, 1e-6, 1e-3, 1.0, 3e4, 1e30].into_iter().enumerate() {
+        Philox::new(seed, stream as u64).fill_normal(size, &mut x);
+        // Some are far from the others.
+        x.iter_mut().step_by(97).for_each(|x| *x *= 30.0);
+        x.iter_mut().step_by(11).for_each(|x| *x *= 1e-5);
+        codec.compress(&x, RoundKey { seed, ..RoundKey::default() }, &mut payload)?;
+        codec.decompress(payload.view(), &mut out)?;
+        for (x, out) in x.chunks(block).zip(out.chunks(block)) {
+            let wide = || x.iter().map(|x| f64::from(*x));
+            let largest = wide().map(f64::abs).fold(0.0, f64::max);
+            let span = wide().fold(f64::MIN, f64::max) - wide().fold(f64::MAX, f64::min);
+            for (x, out) in wide().zip(out) {
+                let allowed = bound(&Element { magnitude: x.abs(), largest, span });
+                let error = (x - f64::from(*out)).abs();
+                worst = worst.max(if error == 0.0 { 0.0 } else { error / allowed });
+            }
+        }
+    }
+    Ok(worst)
+}
+
+/// The mean over draws of the squares of what 64 normal elements lose, over their own.
+fn mean_square(name: &str, draws: u64, seed: u64) -> Result<f64> {
+    let mut x = [0.0; 64];
+    Philox::new(seed, 1).fill_normal(1.0, &mut x);
+    let (mut codec, mut payload, mut out) = (parse(name)?, Payload::new(), [0.0; 64]);
+    let (mut lost, norm) = (0.0, x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>());
+    for round in 0..draws {
+        codec.compress(&x, RoundKey { seed, round, ..RoundKey::default() }, &mut payload)?;
+        codec.decompress(payload.view(), &mut out)?;
+        lost += x.iter().zip(out).map(|(x, out)| f64::from(x - out).powi(2)).sum::<f64>();
+    }
+    Ok(lost / draws as f64 / norm)
 }
 
 /// A codec for every name in the help text.
