@@ -131,24 +131,31 @@ impl Analyze {
         let io = |source| Error::Io { action: "read", path: self.file.clone(), source };
         let bytes = std::fs::read(&self.file).map_err(io)?;
         let invalid = |why: String| io(std::io::Error::new(std::io::ErrorKind::InvalidData, why));
-        let tensors = SafeTensors::deserialize(&bytes).map_err(|error| invalid(error.to_string()))?;
+        let tensors = SafeTensors::deserialize(&bytes)
+            .map_err(|error| invalid(format!("not a safetensors file: {error}")))?;
         let mut names = tensors.names();
         names.sort_unstable();
         let limit = usize::try_from(self.values).unwrap_or(usize::MAX);
         let mut x = Vec::new();
         for name in names.into_iter().filter(|name| self.tensor.as_ref().is_none_or(|t| name.contains(t))) {
             let tensor = tensors.tensor(name).map_err(|error| invalid(error.to_string()))?;
+            let before = x.len();
             append(&mut x, tensor.dtype(), tensor.data());
-            if x.len() >= limit {
+            x.truncate(limit);
+            if let Some(index) = x[before..].iter().position(|x| !x.is_finite()) {
+                let value = x[before + index];
+                return Err(invalid(format!("value {index} of {name:?} is {value}, which no codec takes")));
+            }
+            if x.len() == limit {
                 break;
             }
         }
-        x.truncate(limit);
-        match x.iter().position(|x| !x.is_finite()) {
-            _ if x.is_empty() => Err(invalid("no such tensor of f32, f16 or bf16".to_owned())),
-            Some(index) => Err(invalid(format!("value {index} is {}", x[index]))),
-            None => Ok(x),
+        if x.is_empty() {
+            let named =
+                self.tensor.as_ref().map_or_else(String::new, |t| format!(" whose name contains {t:?}"));
+            return Err(invalid(format!("there are no values of f32, f16 or bf16 in a tensor{named}")));
         }
+        Ok(x)
     }
 }
 
@@ -168,20 +175,21 @@ fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
     let (mut payload, mut y) = (Payload::new(), vec![0.0; x.len()]);
     let rate = |seconds: f64| 4e-9 * x.len() as f64 / seconds;
     let key = RoundKey::default();
-    // The first pass touches new memory, the second tells the speed.
-    codec.compress(x, key, &mut payload)?;
-    codec.rollback();
-    let encode = timed(|| codec.compress(x, key, &mut payload))?;
-    codec.decompress(payload.view(), &mut y)?;
-    let decode = timed(|| codec.decompress(payload.view(), &mut y))?;
+    let encode = fastest(|| {
+        codec.rollback();
+        timed(|| codec.compress(x, key, &mut payload))
+    })?;
+    let decode = fastest(|| timed(|| codec.decompress(payload.view(), &mut y)))?;
     let with_feedback = spec.with_feedback();
     let feedback = if with_feedback == spec {
         None
     } else {
         let (mut with, mut other) = (with_feedback.build(), Payload::new());
-        with.compress(x, key, &mut other)?;
-        with.compress(x, key, &mut other)?;
-        Some(timed(|| with.compress(x, key, &mut other))?)
+        Some(fastest(|| {
+            let seconds = timed(|| with.compress(x, key, &mut other))?;
+            with.commit();
+            Ok(seconds)
+        })?)
     };
     let (mut lost, mut norm, mut found, mut product, mut largest) =
         (0.0_f64, 0.0_f64, 0.0_f64, 0.0_f64, 0.0_f64);
@@ -199,12 +207,27 @@ fn measure(spec: CodecSpec, x: &[f32]) -> Result<Row> {
         bytes,
         ratio: 4.0 * x.len() as f64 / bytes as f64,
         relative: or_zero((lost / norm).sqrt()),
-        cosine: or_zero(product / (norm * found).sqrt()),
+        // Zeros that came back have the direction that they had.
+        cosine: if lost == 0.0 { 1.0 } else { or_zero(product / (norm * found).sqrt()) },
         largest,
         encode: rate(encode),
         feedback: feedback.map(rate),
         decode: rate(decode),
     })
+}
+
+/// The least of some measurements, the first of which touches new memory: others may be interrupted by the machine's other
+/// work. Of slow ones there are two.
+fn fastest(mut measure: impl FnMut() -> Result<f64>) -> Result<f64> {
+    let (mut least, mut total) = (measure()?, 0.0);
+    for _ in 0..9 {
+        let seconds = measure()?;
+        (least, total) = (least.min(seconds), total + seconds);
+        if total > 0.1 {
+            break;
+        }
+    }
+    Ok(least)
 }
 
 #[expect(clippy::disallowed_methods, reason = "it measures speed")]
@@ -293,6 +316,39 @@ mod tests {
         let mut svg = String::new();
         draw(&mut svg, &rows).unwrap();
         assert!(svg.starts_with("<svg") && svg.contains("int4:128") && !svg.contains("NaN"));
+    }
+
+    #[test]
+    fn what_cannot_be_measured_is_said_with_its_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.safetensors");
+        let read = |bytes: &[u8], tensor: Option<&str>| {
+            std::fs::write(&path, bytes).unwrap();
+            let (file, tensor) = (path.clone(), tensor.map(str::to_owned));
+            let error = Analyze { file, tensor, codec: Vec::new(), values: 3, svg: None, json: false }.read();
+            error.map_err(|error| {
+                std::error::Error::source(&error).map_or_else(String::new, ToString::to_string)
+            })
+        };
+        let of = |values: [f32; 4]| {
+            let header = r#"{"w.a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}"#;
+            let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+            bytes.extend_from_slice(header.as_bytes());
+            bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+            bytes
+        };
+        assert_eq!(read(&of([1.0, 2.0, 3.0, f32::NAN]), Some("w")), Ok(vec![1.0, 2.0, 3.0]));
+        let bad = read(&of([1.0, f32::NEG_INFINITY, 3.0, 4.0]), None).unwrap_err();
+        assert_eq!(bad, r#"value 1 of "w.a" is -inf, which no codec takes"#);
+        let none = read(&of([0.0; 4]), Some("bias")).unwrap_err();
+        assert!(none.ends_with(r#"in a tensor whose name contains "bias""#), "{none}");
+        for bytes in [&b""[..], b"hello world", &[255; 40]] {
+            let error = read(bytes, None).unwrap_err();
+            assert!(error.starts_with("not a safetensors file: "), "{error}");
+        }
+        let zeros = measure("sign".parse().unwrap(), &[0.0; 100]).unwrap();
+        let found = [zeros.relative, zeros.cosine, zeros.largest].map(f64::to_bits);
+        assert_eq!(found, [0.0_f64, 1.0, 0.0].map(f64::to_bits));
     }
 
     #[test]
