@@ -26,11 +26,11 @@ impl Run {
         let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
         command.args(before).arg("train").args(
             "--layers 4 --heads 2 --dim 16 --context 16 --batch 2 --warmup 2 --lr 0.01 --min-lr 0.01 --eval-batches 4 --eval-every 2 \
-             --sample-tokens 0 --threads 1 --quiet true"
+             --sample-tokens 0 --threads 1"
                 .split(' '),
         );
         command.arg("--data").arg(self.at("text.txt")).arg("--out").arg(self.at(out));
-        for (flag, unless_given) in [("--steps", "6"), ("--codec", "none")] {
+        for (flag, unless_given) in [("--steps", "6"), ("--codec", "none"), ("--quiet", "true")] {
             if !args.contains(flag) {
                 command.args([flag, unless_given]);
             }
@@ -80,6 +80,26 @@ fn a_run_is_cut_in_another_way_at_each_resume() {
     let other = run.farflung(&[], "cut", "--stages 4 --microbatches 4 --steps 7 --resume auto");
     let message = String::from_utf8_lossy(&other.stderr);
     assert!(other.status.code() == Some(2) && message.contains("16 sequences"), "{message}");
+}
+
+#[test]
+fn averages_wait_for_the_end_if_told_also_where_ranks_hold_parts_in_opposite_orders() {
+    let run = Run::new();
+    for schedule in ["chimera", "dualpipe"] {
+        let args = format!("--stages 2 --schedule {schedule} --microbatches 4 --deadline 20s");
+        let early = run.done(&[], &format!("early {schedule}"), &args);
+        let late = run.done(&[], &format!("late {schedule}"), &format!("{args} --overlap false"));
+        same(schedule, &late, &early);
+    }
+}
+
+#[test]
+fn one_stage_says_what_it_has_no_use_for() {
+    let run = Run::new();
+    let output =
+        run.farflung(&[], "one", "--workers 1 --steps 1 --schedule zb-h1 --recompute full --quiet false");
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && message.contains("no use for schedule, recompute"), "{message}");
 }
 
 #[test]
@@ -190,7 +210,6 @@ fn what_does_not_run_is_refused_with_the_reason() {
         ("--stages 4 --sync diloco", "all stages of a replica at once"),
         ("--stages 4 --schedule dualpipe --microbatches 4", "at least 8"),
         ("--stages 4 --chunks 3", "for 1f1b 1"),
-        ("--stages 4 --schedule chimera --overlap false", "two copies in opposite orders"),
         ("--stages 4 --schedule varuna --memory 0", "at least 1"),
         ("--stages 4 --schedule 1f1b-mu --memory 2", "room for 4 microbatches"),
         ("--stages 2 --microbatches 4 --accumulate 2", "`microbatches` is 4"),

@@ -339,6 +339,22 @@ impl TrainConfig {
         }
     }
 
+    /// The settings of a pipeline that were changed although there is none; they are kept for a run that resumes with
+    /// more stages.
+    pub(crate) fn idle(&self) -> Vec<&'static str> {
+        let unless_told = Self::default();
+        let told = [
+            ("schedule", self.schedule != unless_told.schedule),
+            ("schedule-file", self.schedule_file.is_some()),
+            ("chunks", self.chunks.is_some()),
+            ("recompute", self.recompute != unless_told.recompute),
+            ("memory", self.memory.is_some()),
+            ("slice-grain", self.slice_grain.is_some()),
+            ("version-sync", self.version_sync != unless_told.version_sync),
+        ];
+        told.into_iter().filter(|(_, told)| *told && self.stages == 1).map(|(name, _)| name).collect()
+    }
+
     /// Checks every range that does not depend on the model or the data.
     ///
     /// Errors: [`Error::Setting`] with the first field that is wrong.

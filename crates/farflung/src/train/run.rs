@@ -40,7 +40,7 @@ pub(super) trait Member {
     fn comm(&self) -> &Communicator;
     fn steps_done(&self) -> u64;
     /// Something about the run that is worth a line.
-    fn note(&self) -> Result<Option<String>>;
+    fn note(&self, job: &Job) -> Result<Option<String>>;
     fn step(&mut self, stop: bool) -> Result<StepDone>;
     fn evaluate(&mut self) -> Result<f64>;
     fn resume(&mut self, job: &Job, run: &RunDir) -> Result<Option<Totals>>;
@@ -56,8 +56,9 @@ impl Member for Worker {
     fn steps_done(&self) -> u64 {
         self.steps_done()
     }
-    fn note(&self) -> Result<Option<String>> {
-        Ok(None)
+    fn note(&self, job: &Job) -> Result<Option<String>> {
+        let idle = job.config.idle();
+        Ok((!idle.is_empty()).then(|| format!("one stage has no use for {}", idle.join(", "))))
     }
     fn step(&mut self, stop: bool) -> Result<StepDone> {
         self.step(stop)
@@ -83,7 +84,7 @@ impl Member for Pipelined {
     fn steps_done(&self) -> u64 {
         self.steps_done()
     }
-    fn note(&self) -> Result<Option<String>> {
+    fn note(&self, _: &Job) -> Result<Option<String>> {
         let plan = self.plan();
         let (time, bubble) = plan.prediction()?;
         Ok(Some(format!(
@@ -280,7 +281,7 @@ fn train(
     let clock = Clock::new(worker.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
     if let Some(watch) = record.watch.as_deref_mut() {
-        if let Some(note) = worker.note()? {
+        if let Some(note) = worker.note(job)? {
             watch.note(&note);
         }
         if begun > 0 {

@@ -184,7 +184,12 @@ impl Pipelined {
         self.hands.sent()?;
         let flush = self.plan.updates() == Updates::Flush;
         if flush {
-            self.hands.parts.values_mut().try_for_each(Part::finish_reduce)?;
+            // Two copies have their parts in opposite orders, and would wait for each other's averages.
+            let Hands { parts, placement, .. } = &mut self.hands;
+            let mut parts: Vec<_> =
+                parts.iter_mut().map(|(&stage, part)| (placement.part(stage), part)).collect();
+            parts.sort_by_key(|(number, _)| *number);
+            parts.into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
             self.hands.tied.finish(&mut self.hands.parts, &self.hands.placement)?;
         }
         self.hands.parts.values_mut().try_for_each(|part| part.catch_up(None))?;

@@ -101,13 +101,6 @@ impl PipelinePlan {
             _ => order,
         };
         let placement = order.placement();
-        if placement.copies() > 1 && !config.overlap {
-            let expected = format!(
-                "true with {name}: its ranks hold the parts of two copies in opposite orders, and would wait for each \
-                 other's averages"
-            );
-            return Err(refuse("overlap", &config.overlap, expected));
-        }
         let between = |part: u32| {
             let link = link(placement.rank(StageId(part)), placement.rank(StageId(part + 1)));
             Boundary { link, forward: bytes, backward: bytes }

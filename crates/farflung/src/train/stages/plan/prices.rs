@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use farflung_base::{Bytes, Link, Nanos, Rank, StageId, Topology};
-use farflung_comm::{Algorithm, cost};
+use farflung_comm::cost;
 use farflung_parallel::pipeline::{CollectivePrices, Placement};
 use farflung_tensor::Device;
 use farflung_zoo::Stage;
@@ -34,7 +34,7 @@ pub(super) fn collective_prices(
             holders.sort_unstable();
             let values = Stage::new(job.model, layers.clone(), &device)?.layout().count();
             let (bytes, among) = (codec.bytes(values as u64), among(topology, &holders));
-            let programs = Algorithm::default().programs(values, bytes, &among);
+            let programs = job.config.algorithm.programs(values, bytes, &among);
             reduce.push(if values == 0 { Nanos::ZERO } else { cost(&programs, bytes, &among) });
         }
     }
