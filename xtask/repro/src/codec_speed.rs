@@ -3,7 +3,7 @@
 use std::hint::black_box;
 
 use anyhow::Result;
-use farflung::compress::{Compressor, Payload, RoundKey, State, parse};
+use farflung::compress::{Compressor, Payload, PowerSgd, Protocol, RoundKey, State, parse};
 
 use crate::codec_bytes::values;
 use crate::harness::{Bench, Mark, Options, Report};
@@ -23,7 +23,7 @@ struct Rival {
     theirs: &'static [&'static str],
     encode: Option<f64>,
     decode: Option<f64>,
-    memory: bool,
+    near: bool,
 }
 
 const fn rival(
@@ -31,9 +31,9 @@ const fn rival(
     theirs: &'static [&'static str],
     encode: Option<f64>,
     decode: Option<f64>,
-    memory: bool,
+    near: bool,
 ) -> Rival {
-    Rival { name, theirs, encode, decode, memory }
+    Rival { name, theirs, encode, decode, near }
 }
 
 const INT8: &[&str] = &["torch int8 group128", "bnb blockwise 8bit", "hivemind BLOCKWISE_8BIT"];
@@ -59,26 +59,31 @@ const RIVALS: [Rival; 13] = [
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (n, rounds) = if options.quick { (1 << 22, 3) } else { (1 << 24, 9) };
     let x = values(n, report.seed());
-    let (read, write) = memory(&x);
-    report.row("memory: read, one core", read, "GB/s", Mark::None)?;
-    report.row("memory: read and write a vector in place, one core", write, "GB/s", Mark::None)?;
-    for Rival { name, theirs, encode, decode, memory } in RIVALS {
+    let mut memory = Memory { y: x.clone(), reads: Vec::new(), writes: Vec::new() };
+    for Rival { name, theirs, encode, decode, near } in RIVALS {
         let mut codec = parse(name)?;
         let (mut payload, mut out) = (Payload::new(), vec![0.0; n]);
-        let (mut encoding, mut decoding) = (Vec::new(), Vec::new());
+        let bytes = 4.0 * n as f64;
+        let (mut encoding, mut decoding, mut shares) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..=rounds {
             let key = RoundKey { round, ..RoundKey::default() };
             let start = now();
             codec.compress(&x, key, &mut payload)?;
             let encoded = now();
             codec.decompress(black_box(payload.view()), black_box(&mut out))?;
+            let decoded = now();
+            codec.commit();
+            // In turns with the codec: neighbours on the machine slow both.
+            let (read, write) = memory.measure(&x);
             if round > 0 {
                 encoding.push((encoded - start).as_secs_f64());
-                decoding.push(encoded.elapsed().as_secs_f64());
+                decoding.push((decoded - encoded).as_secs_f64());
+                // Reads x, reads and writes e, writes the payload.
+                let feedback = if name.ends_with("+ef") { 2.0 * bytes * write } else { 0.0 };
+                let least = bytes * read + feedback + payload.as_bytes().len() as f64 * write;
+                shares.push(least / (encoded - start).as_secs_f64());
             }
-            codec.commit();
         }
-        let bytes = 4.0 * n as f64;
         let (encoding, decoding) = (median(encoding), median(decoding));
         let (rate, decoded) = (bytes / encoding / 1e9, bytes / decoding / 1e9);
         report.row(&format!("{name}: encode"), rate, "GB/s", Mark::None)?;
@@ -103,32 +108,74 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 mark(decode),
             )?;
         }
-        // Reads x, reads and writes e, writes the payload.
-        let feedback = if name.ends_with("+ef") { 2.0 * bytes / write } else { 0.0 };
-        let least = (bytes / read + feedback + payload.as_bytes().len() as f64 / write) / 1e9;
-        let bound = if memory { Mark::AtLeast(0.6) } else { Mark::None };
-        report.row(&format!("{name}: the memory's time over the encoder's"), least / encoding, "", bound)?;
+        let bound = if near { Mark::AtLeast(0.6) } else { Mark::None };
+        report.row(&format!("{name}: the memory's time over the encoder's"), median(shares), "", bound)?;
+    }
+    let Memory { reads, writes, .. } = memory;
+    report.row("memory: read, one core", 1e-9 / median(reads), "GB/s", Mark::None)?;
+    report.row(
+        "memory: read and write a vector in place, one core",
+        1e-9 / median(writes),
+        "GB/s",
+        Mark::None,
+    )?;
+    low_rank(report, options, rounds)
+}
+
+/// `PowerSGD`'s products, which are matrix multiplications elsewhere; its decoder makes the residual too,
+/// which theirs does not.
+fn low_rank(report: &mut Report<'_>, options: &Options, rounds: u64) -> Result<()> {
+    const SIDE: usize = 4096;
+    let x = values(SIDE * SIDE, report.seed());
+    let (mut method, mut out) = (PowerSgd::new(SIDE, SIDE, 4, report.seed())?, vec![0.0; x.len()]);
+    let (mut encoding, mut decoding) = (Vec::new(), Vec::new());
+    for round in 0..=rounds {
+        let start = now();
+        method.begin(&x)?;
+        while method.exchange().is_some() {}
+        let encoded = now();
+        method.end(black_box(&mut out))?;
+        if round > 0 {
+            encoding.push((encoded - start).as_secs_f64());
+            decoding.push(encoded.elapsed().as_secs_f64());
+        }
+        method.commit();
+    }
+    for (what, seconds, field) in [("encode", encoding, "enc_gbs"), ("decode", decoding, "dec_gbs")] {
+        let rate = 4e-9 * x.len() as f64 / median(seconds);
+        report.row(&format!("PowerSGD rank 4: {what}"), rate, "GB/s", Mark::None)?;
+        let keys = [("name", "PowerSGD rank4 (4096x4096)"), ("malloc", "tuned")];
+        let theirs = options.peers.best("compress", &keys, field);
+        report.ratio(&format!("PowerSGD rank 4: {what} over theirs"), rate, theirs, Mark::None)?;
     }
     Ok(())
 }
 
-/// GB/s of reading a vector, and of the bytes read and written when one is changed in place.
-fn memory(x: &[f32]) -> (f64, f64) {
-    let bytes = size_of_val(x) as f64;
-    let mut y = x.to_vec();
-    let (mut reads, mut writes) = (Vec::new(), Vec::new());
-    for _ in 0..7 {
+/// The memory on one core, in seconds a byte: of reading a vector, and of the bytes read and written when one is changed in
+/// place.
+struct Memory {
+    y: Vec<f32>,
+    reads: Vec<f64>,
+    writes: Vec<f64>,
+}
+
+impl Memory {
+    /// Measures both once more, by a vector of the same length.
+    fn measure(&mut self, x: &[f32]) -> (f64, f64) {
+        let bytes = size_of_val(x) as f64;
         let start = now();
         // The order of bits, which vector code can take a maximum of.
         let max = x.iter().fold(0, |max: i32, x| max.max(x.to_bits().cast_signed()));
         black_box(max);
         let middle = now();
-        for y in &mut *y {
+        for y in &mut self.y {
             *y *= 0.5;
         }
-        black_box(&mut y);
-        reads.push(bytes / (middle - start).as_secs_f64() / 1e9);
-        writes.push(2.0 * bytes / middle.elapsed().as_secs_f64() / 1e9);
+        black_box(&mut self.y);
+        let (read, write) =
+            ((middle - start).as_secs_f64() / bytes, middle.elapsed().as_secs_f64() / bytes / 2.0);
+        self.reads.push(read);
+        self.writes.push(write);
+        (read, write)
     }
-    (median(reads), median(writes))
 }
