@@ -17,7 +17,7 @@ use crate::simd::{Level, Stream};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
 use index::{Chunking, Coding};
-use select::Finder;
+use select::{Chosen, Finder};
 
 /// Bytes before the indices.
 const PREFIX: usize = 20;
@@ -65,16 +65,12 @@ struct Kept {
 }
 
 impl Kept {
-    /// Encodes the values at the indices, times `scale`; an element that is refused is named by its index in `x`.
+    /// Encodes the values; one that is refused is named by its index.
     fn encode<C: Compressor>(
         &mut self,
         inner: &mut C,
-        x: &[f32],
-        scale: f32,
         key: RoundKey,
     ) -> Result<PayloadRef<'_>, CompressError> {
-        self.values.clear();
-        self.values.extend(self.indices.iter().map(|i| x[*i as usize] * scale));
         let result = inner.compress(&self.values, key, &mut self.payload);
         result.map_err(|error| match error {
             CompressError::NonFinite { index, value } => {
@@ -145,13 +141,14 @@ impl<C: Memoryless> Sparse<C> {
     fn encode(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         out.clear();
         check_indexable(x)?;
-        self.finder.find(self.level, self.threads, self.select, x, &mut self.kept.indices)?;
+        let Kept { indices, values, .. } = &mut self.kept;
+        self.finder.find(self.level, self.threads, self.select, x, Chosen { indices, values })?;
         let kept = self.kept.indices.len();
         let chunking = self.select.chunking(x.len(), kept);
         let coding = Coding::choose(self.indices, &self.kept.indices, x.len(), chunking);
         self.coded.clear();
         coding.write(&self.kept.indices, x.len(), chunking, &mut self.coded);
-        let (indices, inner) = (&self.coded, self.kept.encode(&mut self.inner, x, 1.0, key)?);
+        let (indices, inner) = (&self.coded, self.kept.encode(&mut self.inner, key)?);
         let mut prefix = [0; PREFIX];
         let words = [kept, indices.len(), chunking.chunk, chunking.kept];
         for (bytes, word) in prefix[..16].as_chunks_mut().0.iter_mut().zip(words) {

@@ -235,7 +235,9 @@ impl<C: Memoryless> Masked<C> {
         let scale = if self.unbiased { self.mask.stride.max(1) as f32 } else { 1.0 };
         self.kept.indices.clear();
         self.kept.indices.extend(drawn.indices(x.len()).map(|i| i as u32));
-        let inner = self.kept.encode(&mut self.inner, x, scale, key)?;
+        self.kept.values.clear();
+        self.kept.values.extend(self.kept.indices.iter().map(|i| x[*i as usize] * scale));
+        let inner = self.kept.encode(&mut self.inner, key)?;
         out.fill_with(CodecId::MASKED, x.len(), &[&drawn.write(inner.codec()), inner.body()]);
         Ok(())
     }

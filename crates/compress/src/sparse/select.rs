@@ -82,20 +82,44 @@ struct Scratch {
     order: Vec<u64>,
     sample: Vec<u32>,
     /// What was found in a thread's chunks.
-    found: Vec<u32>,
+    found: Vec<u64>,
 }
 
-/// Larger for a larger magnitude, then for a lower index.
-fn key(magnitude: i32, index: usize) -> u64 {
-    u64::from(magnitude.cast_unsigned()) << 32 | u64::from(!(index as u32))
+/// Larger for a larger magnitude, then for a lower index; with the sign, all that is to know of an element.
+fn key(x: f32, index: usize) -> u64 {
+    let bits = x.to_bits();
+    // The sign is shifted out above, and comes back below.
+    u64::from(bits) << 33 | u64::from(!(index as u32)) << 1 | u64::from(bits >> 31)
+}
+
+fn magnitude_of(key: u64) -> i32 {
+    (key >> 33) as i32
 }
 
 fn index(key: u64) -> u32 {
-    !(key as u32)
+    !((key >> 1) as u32)
+}
+
+fn value(key: u64) -> f32 {
+    f32::from_bits((key >> 33) as u32 | (key as u32) << 31)
+}
+
+/// Where chosen elements are, ascending, and what they are.
+#[derive(Debug)]
+pub(crate) struct Chosen<'a> {
+    pub(crate) indices: &'a mut Vec<u32>,
+    pub(crate) values: &'a mut Vec<f32>,
+}
+
+impl Chosen<'_> {
+    fn extend(&mut self, keys: &[u64]) {
+        self.indices.extend(keys.iter().map(|key| index(*key)));
+        self.values.extend(keys.iter().map(|key| value(*key)));
+    }
 }
 
 impl Finder {
-    /// Writes the ascending indices of what `select` chooses of `x` to `out`, with up to so many threads.
+    /// Writes what `select` chooses of `x`, with up to so many threads.
     ///
     /// Errors: [`CompressError::NonFinite`], for the first such element.
     pub(crate) fn find(
@@ -104,9 +128,10 @@ impl Finder {
         threads: usize,
         select: Select,
         x: &[f32],
-        out: &mut Vec<u32>,
+        mut out: Chosen<'_>,
     ) -> Result<(), CompressError> {
-        out.clear();
+        out.indices.clear();
+        out.values.clear();
         let pieces = threads::worth(threads, x.len());
         if self.scratch.len() < pieces {
             self.scratch.resize_with(pieces, Scratch::default);
@@ -128,7 +153,7 @@ impl Finder {
             }
             Select::Threshold(threshold) => scan(scratch, level, x, 0, magnitude(threshold), x.len())?,
         }
-        out.extend(scratch[0].candidates.iter().map(|key| index(*key)));
+        out.extend(&scratch[0].candidates);
         Ok(())
     }
 }
@@ -139,7 +164,7 @@ fn per_chunk(
     level: Level,
     x: &[f32],
     (chunk, kept): (usize, usize),
-    out: &mut Vec<u32>,
+    mut out: Chosen<'_>,
 ) -> Result<(), CompressError> {
     let each = x.len().div_ceil(chunk).div_ceil(scratch.len()).max(1) * chunk;
     let find = |(i, (x, scratch)): (usize, (&[f32], &mut Scratch))| {
@@ -147,14 +172,14 @@ fn per_chunk(
         for (j, part) in x.chunks(chunk).enumerate() {
             largest(std::slice::from_mut(scratch), level, part, i * each + j * chunk, kept.min(part.len()))?;
             let Scratch { found, candidates, .. } = scratch;
-            found.extend(candidates.iter().map(|key| index(*key)));
+            found.extend_from_slice(candidates);
         }
         Ok(())
     };
     let pieces = x.len().div_ceil(each);
     threads::try_each(x.chunks(each).zip(&mut *scratch).enumerate(), find)?;
     for scratch in &scratch[..pieces] {
-        out.extend_from_slice(&scratch.found);
+        out.extend(&scratch.found);
     }
     Ok(())
 }
@@ -245,7 +270,7 @@ impl Scratch {
             at += seen;
             if at < x.len() {
                 self.shrink(most);
-                let least = self.candidates.iter().min().map_or(0, |key| (key >> 32) as i32);
+                let least = self.candidates.iter().min().map_or(0, |key| magnitude_of(*key));
                 // An equal magnitude with a higher index loses.
                 threshold = threshold.max(least.saturating_add(1));
             }
@@ -308,9 +333,8 @@ impl Kernel for Scan<'_> {
             let hits: u32 = flags.iter().map(|flags| flags.count_ones()).sum();
             if hits > FEW as u32 {
                 for (j, x) in run.iter().enumerate() {
-                    let magnitude = magnitude(*x);
-                    if magnitude >= threshold {
-                        found.push(key(magnitude, start + j));
+                    if magnitude(*x) >= threshold {
+                        found.push(key(*x, start + j));
                     }
                 }
             } else if hits > 0 {
@@ -324,7 +348,7 @@ impl Kernel for Scan<'_> {
                 }
                 // Lane by lane they came; ascending they go.
                 at[..count].sort_unstable();
-                found.extend(at[..count].iter().map(|j| key(magnitude(run[*j]), start + j)));
+                found.extend(at[..count].iter().map(|j| key(run[*j], start + j)));
             }
             if found.len() > room {
                 return (i * RUN + run.len(), max);
