@@ -20,7 +20,7 @@ pub(crate) struct ModelArgs {
     /// Threads; 0 is all cores.
     #[arg(long, value_name = "N", default_value_t = 0)]
     threads: usize,
-    /// Where it runs: auto, cpu, wgpu[:n] or cuda[:n].
+    /// Where it runs: auto, cpu, `wgpu[:n]` or `cuda[:n]`.
     #[arg(long, value_name = "NAME", default_value = "cpu")]
     device: DeviceName,
 }

@@ -234,7 +234,7 @@ settings! {
         version_sync: VersionSync, "KIND", VersionSync::Vertical;
     }
     "Machine" {
-        /// Where tensors live: auto (the best there is), cpu, wgpu[:n] or cuda[:n], as `farflung devices` lists them; several
+        /// Where tensors live: auto (the best there is), cpu, `wgpu[:n]` or `cuda[:n]`, as `farflung devices` lists them; several
         /// with commas are taken in turn by the ranks.
         device: Devices, "NAMES", Devices::cpu();
         /// Where replicas are on devices that round differently: steps between comparisons of their parameters, after
