@@ -71,11 +71,13 @@ pub(crate) struct Work {
     pub(crate) data: Vec<f32>,
     op: ReduceOp,
     pub(crate) coder: Box<dyn Coder>,
+    /// What a message says, while it is added.
+    decoded: Vec<f32>,
 }
 
 impl Work {
     pub(crate) fn new(place: Place, data: Vec<f32>, op: ReduceOp, coder: Box<dyn Coder>) -> Self {
-        Self { place, data, op, coder }
+        Self { place, data, op, coder, decoded: Vec::new() }
     }
 
     pub(crate) fn shard(&self, rank: usize) -> Range<usize> {
@@ -102,9 +104,10 @@ impl Work {
 
     /// Decodes what a peer sent for a shard and adds it to what is there.
     pub(crate) fn add(&mut self, range: Range<usize>, bytes: &[u8]) -> Result<(), CommError> {
-        let mut decoded = vec![0.0; range.len()];
-        self.coder.decode(range.clone(), bytes, &mut decoded).map_err(|e| failed(self.place.name, e))?;
-        f32::reduce(ReduceOp::Sum, &mut self.data[range], &decoded);
+        let decoded = &mut self.decoded;
+        decoded.resize(range.len(), 0.0);
+        self.coder.decode(range.clone(), bytes, decoded).map_err(|e| failed(self.place.name, e))?;
+        f32::reduce(ReduceOp::Sum, &mut self.data[range], decoded);
         Ok(())
     }
 

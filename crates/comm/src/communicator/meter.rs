@@ -39,9 +39,13 @@ impl Counter {
         self.received += one.received;
         self.took = self.took.saturating_add(one.took);
         for (peer, time) in &one.waited {
-            let sum = self.waited.entry(*peer).or_default();
-            *sum = sum.saturating_add(*time);
+            self.wait(*peer, *time);
         }
+    }
+
+    fn wait(&mut self, peer: PeerId, time: Nanos) {
+        let sum = self.waited.entry(peer).or_default();
+        *sum = sum.saturating_add(time);
     }
 }
 
@@ -73,8 +77,7 @@ impl Meter {
         if let Some(moved) = moved.or(result.is_ready().then_some(now))
             && let Some((since, peer)) = self.waits.take()
         {
-            let sum = self.counter.waited.entry(peer).or_default();
-            *sum = sum.saturating_add(moved.saturating_sub(since));
+            self.counter.wait(peer, moved.saturating_sub(since));
         }
         if result.is_pending() && self.waits.is_none() {
             self.waits = Some((now, waits_for));
@@ -85,8 +88,7 @@ impl Meter {
     /// It is over.
     pub(super) fn end(&mut self, now: Nanos, failed: bool) -> &Counter {
         if let Some((since, peer)) = self.waits.take() {
-            let sum = self.counter.waited.entry(peer).or_default();
-            *sum = sum.saturating_add(now.saturating_sub(since));
+            self.counter.wait(peer, now.saturating_sub(since));
         }
         self.counter.calls = 1;
         self.counter.failed = u64::from(failed);

@@ -142,13 +142,7 @@ impl Setting for CodecSpec {
 
 impl Setting for Algorithm {
     fn expected() -> String {
-        ["one of"]
-            .map(str::to_owned)
-            .into_iter()
-            .chain(Self::ALL.map(|a| a.to_string()))
-            .collect::<Vec<_>>()
-            .join(" ")
-            + " auto"
+        format!("one of {} auto", Self::ALL.map(|a| a.to_string()).join(" "))
     }
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()

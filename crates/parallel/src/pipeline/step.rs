@@ -108,9 +108,10 @@ impl Schedule {
     /// Runs a step at `cost`, with collectives at `prices`.
     ///
     /// Computations and messages go as in [`simulate`](super::simulate()). A part's gradients are averaged as soon as all
-    /// that hold it have them complete, beside what their ranks compute on; a rank takes part in one reduction at a time. With a flush a rank steps when its gradients are all there. Without one it waits
-    /// for each update's average before it goes on. Weights are gathered where the list says, and waited for. What
-    /// moves to slower memory and back is taken to be hidden.
+    /// that hold it have them complete, beside what their ranks compute on; a rank takes part in one reduction at a time.
+    /// With a flush a rank steps when its gradients are all there. Without one it waits for each update's average before
+    /// it goes on. Weights are gathered where the list says, and waited for. What moves to slower memory and back is taken
+    /// to be hidden.
     ///
     /// Errors: as [`PipelineCost::check`]; [`ParallelError::PerStage`] for prices of another number of parts.
     ///
