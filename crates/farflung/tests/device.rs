@@ -3,63 +3,31 @@
 #![cfg(feature = "wgpu")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+mod small;
+
 use std::process::Command;
 
-use farflung::config::choice::{Devices, ScheduleKind, TransportKind};
+use farflung::TrainConfig;
+use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
-use farflung::train::{Drift, Job, Pipelined, Seat, Worker, seats};
-use farflung::{Stop, TrainConfig};
+use farflung::train::{Drift, Pipelined, Worker};
+use small::{job, on_all};
 
 const STEPS: u64 = 4;
 
-/// A GPT of two layers on a text of its own.
+/// A GPT of two layers.
 fn config(devices: &str, workers: usize) -> (tempfile::TempDir, TrainConfig) {
-    let folder = tempfile::tempdir().unwrap();
-    let data = folder.path().join("text.txt");
-    let text = (0..4000).map(|i| format!("{} is the square of {i}.", i * i)).collect::<Vec<_>>().join(" ");
-    std::fs::write(&data, text).unwrap();
-    let config = TrainConfig {
-        data: Some(data),
-        layers: Some(2),
-        heads: Some(2),
-        dim: Some(16),
-        context: Some(16),
-        batch: 2,
-        steps: STEPS,
-        warmup: 0,
-        lr: 0.01,
-        lr_schedule: ScheduleKind::Constant,
-        codec: "none".parse().unwrap(),
-        eval_batches: 4,
-        transport: TransportKind::Memory,
-        threads: 1,
-        workers,
-        resync_every: 2,
-        device: Devices::parse(devices).unwrap(),
-        ..TrainConfig::default()
-    };
-    (folder, config)
-}
-
-/// Runs `work` as each rank, a thread each.
-fn on_all<T: Send>(config: &TrainConfig, work: impl Fn(&Job, Seat) -> T + Sync) -> Vec<T> {
-    let job = Job::new(config.clone(), config.workers, Stop::manual()).unwrap();
-    let (work, job) = (&work, &job);
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = seats(&job.config, None)
-            .unwrap()
-            .into_iter()
-            .map(|seat| scope.spawn(move || work(job, seat)))
-            .collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    let (folder, config) = small::config(STEPS);
+    let device = Devices::parse(devices).unwrap();
+    (folder, TrainConfig { layers: Some(2), workers, resync_every: 2, device, ..config })
 }
 
 /// Losses, comparisons of the replicas, and the hash at the end.
 fn trained(devices: &str, workers: usize) -> Vec<(Vec<f64>, Vec<Drift>, blake3::Hash)> {
     let (_folder, config) = config(devices, workers);
-    on_all(&config, |job, seat| {
-        let mut worker = Worker::new(job, seat.comm, 1).unwrap();
+    let job = job(&config);
+    on_all(&job, |seat| {
+        let mut worker = Worker::new(&job, seat.comm, 1).unwrap();
         let done: Vec<_> = (0..STEPS).map(|_| worker.step(false).unwrap()).collect();
         let losses = done.iter().map(|d| d.loss).collect();
         (losses, done.iter().filter_map(|d| d.drift).collect(), worker.hash().unwrap())
@@ -96,8 +64,9 @@ fn a_pipeline_has_a_stage_on_each_device() {
     let losses = |devices: &str| {
         let (_folder, mut config) = config(devices, 2);
         config.stages = 2;
-        on_all(&config, |job, seat| {
-            let mut rank = Pipelined::new(job, seat.comm, 1).unwrap();
+        let job = job(&config);
+        on_all(&job, |seat| {
+            let mut rank = Pipelined::new(&job, seat.comm, 1).unwrap();
             (0..STEPS).map(|_| rank.step(false).unwrap().loss).collect::<Vec<_>>()
         })
     };

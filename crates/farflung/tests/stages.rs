@@ -2,60 +2,25 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+mod small;
+
 use std::fmt::Write as _;
 
-use farflung::config::choice::{OptimizerKind, Recompute, ScheduleKind, TransportKind};
+use farflung::TrainConfig;
+use farflung::config::choice::{OptimizerKind, Recompute, TransportKind};
 use farflung::parallel::pipeline::{Method, Updates, VersionSync};
 use farflung::tensor::{Device, Tensor};
-use farflung::train::{Job, Pipelined, Seat, Worker, refusal, seats};
+use farflung::train::{Pipelined, Worker, refusal};
 use farflung::zoo::block::Grads;
 use farflung::zoo::{Input, Output, Stage, stage};
-use farflung::{Stop, TrainConfig};
+use small::{job, on_all};
 
 const STEPS: u64 = 3;
 
-/// A GPT of four layers on a text of its own.
+/// A small GPT whose gradients are not clipped.
 fn config() -> (tempfile::TempDir, TrainConfig) {
-    let folder = tempfile::tempdir().unwrap();
-    let data = folder.path().join("text.txt");
-    let text = (0..4000).map(|i| format!("{} is the square of {i}.", i * i)).collect::<Vec<_>>().join(" ");
-    std::fs::write(&data, text).unwrap();
-    let config = TrainConfig {
-        data: Some(data),
-        layers: Some(4),
-        heads: Some(2),
-        dim: Some(16),
-        context: Some(16),
-        batch: 2,
-        steps: STEPS,
-        warmup: 0,
-        lr: 0.01,
-        lr_schedule: ScheduleKind::Constant,
-        clip: 0.0,
-        codec: "none".parse().unwrap(),
-        eval_batches: 4,
-        transport: TransportKind::Memory,
-        threads: 1,
-        ..TrainConfig::default()
-    };
-    (folder, config)
-}
-
-fn job(config: &TrainConfig) -> Job {
-    Job::new(config.clone(), config.workers, Stop::manual()).unwrap()
-}
-
-/// Runs `work` as each rank, a thread each.
-fn on_all<T: Send>(job: &Job, work: impl Fn(Seat) -> T + Sync) -> Vec<T> {
-    let work = &work;
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = seats(&job.config, None)
-            .unwrap()
-            .into_iter()
-            .map(|seat| scope.spawn(move || work(seat)))
-            .collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    let (folder, config) = small::config(STEPS);
+    (folder, TrainConfig { clip: 0.0, ..config })
 }
 
 /// Losses, the last gradient, the parameters and the held-out loss of a run.

@@ -1,0 +1,49 @@
+//! A GPT small enough to be trained in a test, and its ranks as threads.
+
+use farflung::config::choice::{ScheduleKind, TransportKind};
+use farflung::train::{Job, Seat, seats};
+use farflung::{Stop, TrainConfig};
+
+/// A GPT of four layers on a text of its own, which is in the folder.
+pub(crate) fn config(steps: u64) -> (tempfile::TempDir, TrainConfig) {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("text.txt");
+    let text = (0..4000).map(|i| format!("{} is the square of {i}.", i * i)).collect::<Vec<_>>().join(" ");
+    std::fs::write(&data, text).unwrap();
+    let config = TrainConfig {
+        data: Some(data),
+        layers: Some(4),
+        heads: Some(2),
+        dim: Some(16),
+        context: Some(16),
+        batch: 2,
+        steps,
+        warmup: 0,
+        lr: 0.01,
+        lr_schedule: ScheduleKind::Constant,
+        codec: "none".parse().unwrap(),
+        eval_batches: 4,
+        transport: TransportKind::Memory,
+        threads: 1,
+        ..TrainConfig::default()
+    };
+    (folder, config)
+}
+
+/// Its job.
+pub(crate) fn job(config: &TrainConfig) -> Job {
+    Job::new(config.clone(), config.workers, Stop::manual()).unwrap()
+}
+
+/// Runs `work` as each rank, a thread each.
+pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(Seat) -> T + Sync) -> Vec<T> {
+    let work = &work;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = seats(&job.config, None)
+            .unwrap()
+            .into_iter()
+            .map(|seat| scope.spawn(move || work(seat)))
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
