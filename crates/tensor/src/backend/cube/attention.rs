@@ -23,6 +23,31 @@ impl Rows {
     }
 }
 
+/// Where a unit works: a row of one head.
+#[derive(CubeType, Clone, Copy)]
+struct Seat {
+    batch: u32,
+    head: u32,
+    /// The head's first column.
+    column: u32,
+    /// The cube's first row.
+    first: u32,
+    /// The unit's own, which may lie behind the last: such units keep step with the others and write nothing.
+    row: u32,
+}
+
+#[cube]
+impl Seat {
+    /// Of a cube that takes `units` of the `rows` rows of a head.
+    fn take(heads: u32, rows: u32, #[comptime] dim: u32, #[comptime] units: u32) -> Seat {
+        let blocks = rows.div_ceil(units);
+        let cube = CUBE_POS as u32;
+        let head = cube / blocks % heads;
+        let first = cube % blocks * units;
+        Seat { batch: cube / blocks / heads, head, column: head * dim, first, row: first + UNIT_POS }
+    }
+}
+
 /// A score that no softmax sees: small enough to vanish, and finite, because not every device computes with infinities.
 const MASKED: f32 = -1e30;
 
@@ -78,13 +103,7 @@ pub(super) fn forward(
     let mut sum = Array::<f32>::new(dim as usize);
     let mut scores = Array::<f32>::new(tile as usize);
 
-    let blocks = tokens.div_ceil(units);
-    let cube = CUBE_POS as u32;
-    let head = cube / blocks % heads;
-    let batch = cube / blocks / heads;
-    let column = head * dim;
-    let row = cube % blocks * units + UNIT_POS;
-    // Units beyond the last query keep step with the others and write nothing.
+    let Seat { batch, head, column, first: cube_row, row } = Seat::take(heads, tokens, dim, units);
     let query_row = u32::min(row, tokens - 1);
     #[unroll]
     for d in 0..dim {
@@ -93,7 +112,7 @@ pub(super) fn forward(
     }
     let mut top = f32::new(MASKED);
     let mut total = 0.0f32;
-    let end = past + u32::min(tokens, (cube % blocks + 1) * units);
+    let end = past + u32::min(tokens, cube_row + units);
     let mut first = 0u32;
     while first < end {
         load(k, &k_rows, &mut keys, batch, column, first, end, dim, tile, units);
@@ -197,12 +216,7 @@ pub(super) fn queries(
     let mut grad = Array::<f32>::new(dim as usize);
     let mut sum = Array::<f32>::new(dim as usize);
 
-    let blocks = tokens.div_ceil(units);
-    let cube = CUBE_POS as u32;
-    let head = cube / blocks % heads;
-    let batch = cube / blocks / heads;
-    let column = head * dim;
-    let row = cube % blocks * units + UNIT_POS;
+    let Seat { batch, head, column, first: cube_row, row } = Seat::take(heads, tokens, dim, units);
     let query_row = u32::min(row, tokens - 1);
     let y_at = ((batch * tokens + query_row) * heads + head) * dim;
     #[unroll]
@@ -214,7 +228,7 @@ pub(super) fn queries(
     let stat = ((batch * heads + head) * tokens + query_row) as usize;
     let log = lse[stat];
     let mine = delta[stat];
-    let end = past + u32::min(tokens, (cube % blocks + 1) * units);
+    let end = past + u32::min(tokens, cube_row + units);
     let mut first = 0u32;
     while first < end {
         load(k, &k_rows, &mut keys, batch, column, first, end, dim, tile, units);
@@ -279,12 +293,7 @@ pub(super) fn keys_values(
     let mut d_value = Array::<f32>::new(dim as usize);
 
     let seen = past + tokens;
-    let blocks = seen.div_ceil(units);
-    let cube = CUBE_POS as u32;
-    let head = cube / blocks % heads;
-    let batch = cube / blocks / heads;
-    let column = head * dim;
-    let row = cube % blocks * units + UNIT_POS;
+    let Seat { batch, head, column, first: cube_row, row } = Seat::take(heads, seen, dim, units);
     let key_row = u32::min(row, seen - 1);
     #[unroll]
     for d in 0..dim {
@@ -294,8 +303,7 @@ pub(super) fn keys_values(
         d_value[d as usize] = 0.0;
     }
     // No query before the cube's first key sees any of its keys.
-    let start = cube % blocks * units;
-    let mut first = (u32::max(start, past) - past) / tile * tile;
+    let mut first = (u32::max(cube_row, past) - past) / tile * tile;
     while first < tokens {
         load(q, &q_rows, &mut queries, batch, column, first, tokens, dim, tile, units);
         load(dy, &y_rows, &mut grads, batch, column, first, tokens, dim, tile, units);

@@ -5,26 +5,17 @@ use cubecl::prelude::*;
 /// The sum of one value of each unit, for all of them.
 #[cube]
 pub(super) fn block_sum(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32) -> f32 {
-    let unit = UNIT_POS as usize;
-    shared[unit] = value;
-    sync_cube();
-    #[unroll]
-    for step in 0..comptime!(units.ilog2()) {
-        let width = comptime!((units >> (step + 1)) as usize);
-        if unit < width {
-            shared[unit] += shared[unit + width];
-        }
-        sync_cube();
-    }
-    let total = shared[0];
-    // Nobody overwrites it before all have read it.
-    sync_cube();
-    total
+    tree(shared, value, units, false)
 }
 
 /// The largest of one value of each unit, for all of them.
 #[cube]
 pub(super) fn block_max(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32) -> f32 {
+    tree(shared, value, units, true)
+}
+
+#[cube]
+fn tree(shared: &mut Shared<[f32]>, value: f32, #[comptime] units: u32, #[comptime] largest: bool) -> f32 {
     let unit = UNIT_POS as usize;
     shared[unit] = value;
     sync_cube();
@@ -32,11 +23,16 @@ pub(super) fn block_max(shared: &mut Shared<[f32]>, value: f32, #[comptime] unit
     for step in 0..comptime!(units.ilog2()) {
         let width = comptime!((units >> (step + 1)) as usize);
         if unit < width {
-            shared[unit] = f32::max(shared[unit], shared[unit + width]);
+            if comptime!(largest) {
+                shared[unit] = f32::max(shared[unit], shared[unit + width]);
+            } else {
+                shared[unit] += shared[unit + width];
+            }
         }
         sync_cube();
     }
-    let largest = shared[0];
+    let all = shared[0];
+    // Nobody overwrites it before all have read it.
     sync_cube();
-    largest
+    all
 }

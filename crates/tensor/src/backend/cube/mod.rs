@@ -148,16 +148,14 @@ impl Backend for Cube {
         if bytes.is_empty() {
             return Ok(());
         }
-        let mut words = bytes.to_vec();
-        words.resize(bytes.len().next_multiple_of(4), 0);
         let view = to.as_view();
         let part = view.raw();
         let buffer = Self::buffer(&part);
-        let staging = self.scratch(words.len())?;
-        let whole = Self::whole(&staging);
-        let mut padded = words;
+        let staging = self.scratch(bytes.len())?;
+        let mut padded = Vec::with_capacity(staging.bytes);
+        padded.extend_from_slice(bytes);
         padded.resize(staging.bytes, 0);
-        self.client.write(&whole.handle(), cubecl::bytes::Bytes::from_bytes_vec(padded));
+        self.client.write(&staging.handle, cubecl::bytes::Bytes::from_bytes_vec(padded));
         self.copy(
             (&staging.handle, staging.bytes, 0),
             (&buffer.handle, buffer.bytes, part.range.start),

@@ -24,7 +24,7 @@ impl Cube {
         grid(elements, self.units)
     }
 
-    fn row_each(&self, rows: usize) -> (CubeCount, CubeDim) {
+    pub(super) fn row_each(&self, rows: usize) -> (CubeCount, CubeDim) {
         (cubes(rows), CubeDim::new_1d(self.units))
     }
 
@@ -44,7 +44,7 @@ impl Cube {
         );
     }
 
-    fn fill(&self, y: &Operand, len: usize, value: f32) {
+    pub(super) fn fill(&self, y: &Operand, len: usize, value: f32) {
         let (count, dim) = self.each(len);
         bytes::fill::launch(&self.client, count, dim, y.arg(), value);
     }

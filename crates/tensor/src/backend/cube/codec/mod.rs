@@ -15,8 +15,8 @@ mod select;
 use cubecl::prelude::*;
 
 use self::exact::sum;
-use super::operand::Operand;
-use super::{Cube, bytes, cubes, grid};
+use super::Cube;
+use super::run::u32_of;
 use crate::codec::{BlockCodec, Code, Mask};
 use crate::{Result, View, ViewMut};
 
@@ -56,18 +56,6 @@ fn value(x: &[u32], before: &[u32], at: u32, #[comptime] form: Form) -> u32 {
     bits
 }
 
-/// Lengths that kernels address with 32 bits; buffers are never larger.
-fn u32_of(n: usize) -> u32 {
-    u32::try_from(n).expect("no buffer has more than 2^32 elements")
-}
-
-impl Cube {
-    fn accept(&self, verdict: &Operand) {
-        let (count, dim) = grid(1, self.units);
-        bytes::fill::launch(&self.client, count, dim, verdict.arg(), 0.0);
-    }
-}
-
 impl crate::backend::Codecs for Cube {
     fn encode(
         &self,
@@ -91,9 +79,9 @@ impl crate::backend::Codecs for Cube {
         let to = lost.as_ref().unwrap_or(&fits).arg();
         // Compilers must not know that this is 0.
         let (len, zero) = (u32_of(len), 0);
-        let (count, dim) = (cubes(blocks), CubeDim::new_1d(units));
+        let (count, dim) = self.row_each(blocks);
         fit::fit::launch(client, count, dim, x.arg(), added(), fits.arg(), len, zero, form, units);
-        let (count, dim) = grid(words, units);
+        let (count, dim) = self.each(words);
         pack::encode::launch(
             client,
             count,
@@ -107,7 +95,7 @@ impl crate::backend::Codecs for Cube {
             zero,
             form,
         );
-        let (count, dim) = grid(blocks, units);
+        let (count, dim) = self.each(blocks);
         pack::refuse::launch(client, count, dim, fits.arg(), out.arg(), u32_of(blocks));
         self.pool.give(scratch);
         self.settle([x, out].into_iter().chain(before).chain(lost));
@@ -118,8 +106,9 @@ impl crate::backend::Codecs for Cube {
         let len = y.len();
         let form = Form { codec, adds: false, loses: false };
         let (body, y, verdict) = (self.read(&body)?, self.write(&y)?, self.write(&verdict)?);
-        self.accept(&verdict);
-        let (count, dim) = grid(len, self.units);
+        // Nothing is refused yet.
+        self.fill(&verdict, 1, 0.0);
+        let (count, dim) = self.each(len);
         pack::decode::launch(&self.client, count, dim, body.arg(), y.arg(), verdict.arg(), u32_of(len), form);
         self.settle([body, y, verdict]);
         Ok(())
@@ -129,12 +118,13 @@ impl crate::backend::Codecs for Cube {
         let len = x.len();
         let (x, verdict) = (self.read(&x)?, self.write(&verdict)?);
         let sum = sum.map(|(before, y)| Ok((self.read(&before)?, self.write(&y)?))).transpose()?;
-        self.accept(&verdict);
+        // Nothing is refused yet.
+        self.fill(&verdict, 1, 0.0);
         let before = sum.as_ref().map_or(&x, |(before, _)| before).arg();
         let scratch = self.scratch(4)?;
         let unwanted = Self::whole(&scratch);
         let y = sum.as_ref().map_or(&unwanted, |(_, y)| y).arg();
-        let (count, dim) = grid(len, self.units);
+        let (count, dim) = self.each(len);
         let (len, adds) = (u32_of(len), sum.is_some());
         select::sums::launch(&self.client, count, dim, x.arg(), before, y, verdict.arg(), len, adds);
         self.pool.give(scratch);
@@ -148,7 +138,7 @@ impl crate::backend::Codecs for Cube {
         let (low, high) = (|x: u64| x as u32, |x: u64| (x >> 32) as u32);
         let stream = select::StreamLaunch::new(low(key), high(key), low(stream), high(stream));
         let indices = self.write(&indices)?;
-        let (count, dim) = grid(kept as usize, self.units);
+        let (count, dim) = self.each(kept as usize);
         let left_out = taken.saturating_sub(kept);
         let to = indices.arg();
         select::mask::launch(
@@ -171,7 +161,7 @@ impl crate::backend::Codecs for Cube {
     fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let (len, kept) = (u32_of(x.len()), u32_of(y.len()));
         let (x, indices, y) = (self.read(&x)?, self.read(&indices)?, self.write(&y)?);
-        let (count, dim) = grid(kept as usize, self.units);
+        let (count, dim) = self.each(kept as usize);
         select::gather::launch(&self.client, count, dim, x.arg(), indices.arg(), y.arg(), len, kept);
         self.settle([x, indices, y]);
         Ok(())
@@ -180,7 +170,7 @@ impl crate::backend::Codecs for Cube {
     fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let (len, kept) = (u32_of(y.len()), u32_of(x.len()));
         let (x, indices, y) = (self.read(&x)?, self.read(&indices)?, self.write(&y)?);
-        let (count, dim) = grid(kept as usize, self.units);
+        let (count, dim) = self.each(kept as usize);
         select::put::launch(&self.client, count, dim, x.arg(), indices.arg(), y.arg(), len, kept);
         self.settle([x, indices, y]);
         Ok(())
