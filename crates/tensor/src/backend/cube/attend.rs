@@ -9,9 +9,6 @@ use super::storage::Buffer;
 use super::{Cube, attention, cubes};
 use crate::Result;
 
-/// Floats of a tile in shared memory: two tiles fill the 16 KiB that every device has.
-const TILE_FLOATS: usize = 2048;
-
 /// What scores are multiplied with.
 fn scale_of(dim: usize) -> f32 {
     1.0 / (dim as f32).sqrt()
@@ -35,9 +32,20 @@ impl Heads {
         self.width / self.count
     }
 
-    /// Tokens of a tile.
-    fn tile(self) -> u32 {
-        u32_of((TILE_FLOATS / self.dim()).clamp(1, 32))
+    /// Floats that kernels take at once: as many as divide a head's row.
+    fn vector(self) -> usize {
+        [4, 2, 1].into_iter().find(|n| self.dim().is_multiple_of(*n)).unwrap_or(1)
+    }
+
+    /// Vectors of a head's row.
+    fn vectors(self) -> u32 {
+        u32_of(self.dim() / self.vector())
+    }
+
+    /// A layout in vectors.
+    fn rows(self, at: [usize; 3]) -> RowsLaunch {
+        let [stride, batch, start] = at.map(|n| u32_of(n / self.vector()));
+        RowsLaunch::new(stride, batch, start)
     }
 
     /// Cubes that give each of `rows` rows of each head a unit.
@@ -56,10 +64,6 @@ impl Heads {
     }
 }
 
-fn rows(at: [usize; 3]) -> RowsLaunch {
-    RowsLaunch::new(u32_of(at[0]), u32_of(at[1]), u32_of(at[2]))
-}
-
 /// Keys and values of an attention: their operands, their rows, and how many tokens stand before the queries.
 pub(super) struct Cached<'a> {
     pub(super) keys: &'a Operand,
@@ -74,21 +78,22 @@ impl Cube {
             &self.client,
             h.cubes(h.tokens, self.units),
             CubeDim::new_1d(self.units),
+            h.vector(),
             q.arg(),
             kv.keys.arg(),
             kv.values.arg(),
             y.arg(),
             lse.unwrap_or(y).arg(),
-            rows(h.packed(0)),
-            rows(kv.at[0]),
-            rows(kv.at[1]),
+            h.rows(h.packed(0)),
+            h.rows(kv.at[0]),
+            h.rows(kv.at[1]),
+            h.rows(h.plain(h.tokens)),
             u32_of(h.count),
             u32_of(h.tokens),
             u32_of(kv.past),
             scale_of(h.dim()),
             lse.is_some(),
-            u32_of(h.dim()),
-            h.tile(),
+            h.vectors(),
             self.units,
         );
     }
@@ -128,6 +133,7 @@ impl Cube {
             &self.client,
             h.cubes(h.tokens, self.units),
             CubeDim::new_1d(self.units),
+            h.vector(),
             q.arg(),
             kv.keys.arg(),
             kv.values.arg(),
@@ -135,21 +141,22 @@ impl Cube {
             lse.arg(),
             delta.arg(),
             d_q.arg(),
-            rows(h.packed(0)),
-            rows(kv.at[0]),
-            rows(kv.at[1]),
+            h.rows(h.packed(0)),
+            h.rows(kv.at[0]),
+            h.rows(kv.at[1]),
+            h.rows(h.plain(h.tokens)),
             heads,
             tokens,
             u32_of(kv.past),
             scale_of(h.dim()),
-            u32_of(h.dim()),
-            h.tile(),
+            h.vectors(),
             self.units,
         );
         attention::keys_values::launch(
             &self.client,
             h.cubes(kv.past + h.tokens, self.units),
             CubeDim::new_1d(self.units),
+            h.vector(),
             q.arg(),
             kv.keys.arg(),
             kv.values.arg(),
@@ -158,17 +165,16 @@ impl Cube {
             delta.arg(),
             d_kv[0].arg(),
             d_kv[1].arg(),
-            rows(h.packed(0)),
-            rows(kv.at[0]),
-            rows(kv.at[1]),
-            rows(h.plain(h.tokens)),
+            h.rows(h.packed(0)),
+            h.rows(kv.at[0]),
+            h.rows(kv.at[1]),
+            h.rows(h.plain(h.tokens)),
             heads,
             tokens,
             u32_of(kv.past),
             scale_of(h.dim()),
             accumulate,
-            u32_of(h.dim()),
-            h.tile(),
+            h.vectors(),
             self.units,
         );
         self.pool.give(scratch);

@@ -1,10 +1,11 @@
 //! Causal attention and its gradients without the matrix of scores (Dao 2022): a unit keeps a row of queries or keys to
-//! itself, and the cube passes tiles of the other side through shared memory. Sums run in the order of the tokens, and
-//! nothing is added atomically, so that the same inputs give the same bits.
+//! itself and walks the rows of the other side, which its neighbours read at the same time. Sums run in the order of the
+//! tokens, and nothing is added atomically, so that the same inputs give the same bits. No unit waits for another: a
+//! rasteriser on a processor takes minutes to compile barriers between this many values.
 
 use cubecl::prelude::*;
 
-/// Where queries and keys lie: `[batch, token, head, dim]`, with rows of some stride and a first element.
+/// Where queries and keys lie: `[batch, token, head, dim]`, with rows of some stride and a first element; in vectors.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Rows {
     /// Elements from a token to the next.
@@ -30,9 +31,7 @@ struct Seat {
     head: u32,
     /// The head's first column.
     column: u32,
-    /// The cube's first row.
-    first: u32,
-    /// The unit's own, which may lie behind the last: such units keep step with the others and write nothing.
+    /// The unit's own, which may lie behind the last.
     row: u32,
 }
 
@@ -43,121 +42,148 @@ impl Seat {
         let blocks = rows.div_ceil(units);
         let cube = CUBE_POS as u32;
         let head = cube / blocks % heads;
-        let first = cube % blocks * units;
-        Seat { batch: cube / blocks / heads, head, column: head * dim, first, row: first + UNIT_POS }
+        let row = cube % blocks * units + UNIT_POS;
+        Seat { batch: cube / blocks / heads, head, column: head * dim, row }
     }
 }
 
 /// A score that no softmax sees: small enough to vanish, and finite, because not every device computes with infinities.
 const MASKED: f32 = -1e30;
 
-/// Copies rows of a head into shared memory, `tile` tokens from `first` on; zeros beyond `end`.
+/// Keys whose scores a unit holds at a time: the sum so far is rescaled once for all of them.
+const BLOCK: u32 = 8;
+
+/// `x . y` of a unit's own row and one in memory, `dim` vectors each.
 #[cube]
-fn load(
-    from: &[f32],
-    rows: &Rows,
-    to: &mut Shared<[f32]>,
-    batch: u32,
-    column: u32,
-    first: u32,
-    end: u32,
+fn dot<N: Size>(x: &Array<Vector<f32, N>>, y: &[Vector<f32, N>], at: usize, #[comptime] dim: u32) -> f32 {
+    let mut sum = Vector::<f32, N>::zeroed();
+    #[unroll]
+    for d in 0..dim {
+        sum += x[d as usize] * y[at + d as usize];
+    }
+    sum.vector_sum()
+}
+
+/// `x += factor y`, of a row in memory.
+#[cube]
+fn add_scaled<N: Size>(
+    x: &mut Array<Vector<f32, N>>,
+    factor: f32,
+    y: &[Vector<f32, N>],
+    at: usize,
     #[comptime] dim: u32,
-    #[comptime] tile: u32,
-    #[comptime] units: u32,
 ) {
-    let mut i = UNIT_POS;
-    while i < tile * dim {
-        let token = first + i / dim;
-        let mut value = 0.0f32;
-        if token < end {
-            value = from[rows.at(batch, token, column + i % dim)];
+    let factor = Vector::<f32, N>::new(factor);
+    #[unroll]
+    for d in 0..dim {
+        x[d as usize] += factor * y[at + d as usize];
+    }
+}
+
+/// A row times a factor, to keep.
+#[cube]
+fn take<N: Size>(x: &[Vector<f32, N>], at: usize, factor: f32, #[comptime] dim: u32) -> Array<Vector<f32, N>> {
+    let mut row = Array::<Vector<f32, N>>::new(dim as usize);
+    #[unroll]
+    for d in 0..dim {
+        row[d as usize] = x[at + d as usize] * Vector::new(factor);
+    }
+    row
+}
+
+/// A row of zeros.
+#[cube]
+fn zeros<N: Size>(#[comptime] dim: u32) -> Array<Vector<f32, N>> {
+    let mut row = Array::<Vector<f32, N>>::new(dim as usize);
+    #[unroll]
+    for d in 0..dim {
+        row[d as usize] = Vector::zeroed();
+    }
+    row
+}
+
+/// Writes a row, or adds it.
+#[cube]
+fn put<N: Size>(
+    row: &Array<Vector<f32, N>>,
+    to: &mut [Vector<f32, N>],
+    at: usize,
+    #[comptime] add: bool,
+    #[comptime] dim: u32,
+) {
+    #[unroll]
+    for d in 0..dim {
+        if comptime!(add) {
+            to[at + d as usize] += row[d as usize];
+        } else {
+            to[at + d as usize] = row[d as usize];
         }
-        to[i as usize] = value;
-        i += units;
     }
 }
 
 /// `y = softmax(scale q k^T) v` for queries that stand `past` tokens after the first key; `lse` where wanted.
 #[cube(launch)]
-pub(super) fn forward(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    y: &mut [f32],
+pub(super) fn forward<N: Size>(
+    q: &[Vector<f32, N>],
+    k: &[Vector<f32, N>],
+    v: &[Vector<f32, N>],
+    y: &mut [Vector<f32, N>],
     lse: &mut [f32],
     q_rows: Rows,
     k_rows: Rows,
     v_rows: Rows,
+    y_rows: Rows,
     heads: u32,
     tokens: u32,
     past: u32,
     scale: f32,
     #[comptime] keep: bool,
     #[comptime] dim: u32,
-    #[comptime] tile: u32,
     #[comptime] units: u32,
 ) {
-    let mut keys = Shared::<[f32]>::new_slice((tile * dim) as usize);
-    let mut values = Shared::<[f32]>::new_slice((tile * dim) as usize);
-    let mut query = Array::<f32>::new(dim as usize);
-    let mut sum = Array::<f32>::new(dim as usize);
-    let mut scores = Array::<f32>::new(tile as usize);
-
-    let Seat { batch, head, column, first: cube_row, row } = Seat::take(heads, tokens, dim, units);
-    let query_row = u32::min(row, tokens - 1);
-    #[unroll]
-    for d in 0..dim {
-        query[d as usize] = q[q_rows.at(batch, query_row, column + d)] * scale;
-        sum[d as usize] = 0.0;
-    }
-    let mut top = f32::new(MASKED);
-    let mut total = 0.0f32;
-    let end = past + u32::min(tokens, cube_row + units);
-    let mut first = 0u32;
-    while first < end {
-        load(k, &k_rows, &mut keys, batch, column, first, end, dim, tile, units);
-        load(v, &v_rows, &mut values, batch, column, first, end, dim, tile, units);
-        sync_cube();
-        let mut larger = top;
-        for j in 0..tile {
-            let mut score = f32::new(MASKED);
-            if first + j <= past + query_row {
-                score = 0.0f32;
-                #[unroll]
-                for d in 0..dim {
-                    score += query[d as usize] * keys[(j * dim + d) as usize];
-                }
-            }
-            scores[j as usize] = score;
-            larger = f32::max(larger, score);
-        }
-        let shrink = f32::exp(top - larger);
-        top = larger;
-        total *= shrink;
-        #[unroll]
-        for d in 0..dim {
-            sum[d as usize] *= shrink;
-        }
-        for j in 0..tile {
-            if first + j <= past + query_row {
-                let p = f32::exp(scores[j as usize] - top);
-                total += p;
-                #[unroll]
-                for d in 0..dim {
-                    sum[d as usize] += p * values[(j * dim + d) as usize];
-                }
-            }
-        }
-        sync_cube();
-        first += tile;
-    }
+    let Seat { batch, head, column, row } = Seat::take(heads, tokens, dim, units);
     if row < tokens {
-        let inverse = 1.0 / total;
-        let to = ((batch * tokens + row) * heads + head) * dim;
+        let query = take(q, q_rows.at(batch, row, column), scale, dim);
+        let mut sum = zeros::<N>(dim);
+        let mut scores = Array::<f32>::new(BLOCK as usize);
+        let mut top = f32::new(MASKED);
+        let mut total = 0.0f32;
+        let end = past + row + 1;
+        let mut first = 0u32;
+        while first < end {
+            let mut larger = top;
+            #[unroll]
+            for j in 0..BLOCK {
+                let mut score = f32::new(MASKED);
+                if first + j < end {
+                    score = dot(&query, k, k_rows.at(batch, first + j, column), dim);
+                }
+                scores[j as usize] = score;
+                larger = f32::max(larger, score);
+            }
+            let shrink = f32::exp(top - larger);
+            top = larger;
+            total *= shrink;
+            #[unroll]
+            for d in 0..dim {
+                sum[d as usize] *= Vector::new(shrink);
+            }
+            #[unroll]
+            for j in 0..BLOCK {
+                if first + j < end {
+                    let p = f32::exp(scores[j as usize] - top);
+                    total += p;
+                    add_scaled(&mut sum, p, v, v_rows.at(batch, first + j, column), dim);
+                }
+            }
+            first += BLOCK;
+        }
+        let inverse = Vector::new(1.0 / total);
         #[unroll]
         for d in 0..dim {
-            y[(to + d) as usize] = sum[d as usize] * inverse;
+            sum[d as usize] *= inverse;
         }
+        put(&sum, y, y_rows.at(batch, row, column), false, dim);
         if comptime!(keep) {
             lse[((batch * heads + head) * tokens + row) as usize] = top + f32::ln(total);
         }
@@ -189,89 +215,55 @@ pub(super) fn deltas(
     }
 }
 
-/// Gradient of the queries, in the layout of the queries: a unit a query, tiles of keys and values.
+/// Gradient of the queries, in the layout of the queries: a unit a query.
 #[cube(launch)]
-pub(super) fn queries(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    dy: &[f32],
+pub(super) fn queries<N: Size>(
+    q: &[Vector<f32, N>],
+    k: &[Vector<f32, N>],
+    v: &[Vector<f32, N>],
+    dy: &[Vector<f32, N>],
     lse: &[f32],
     delta: &[f32],
-    d_q: &mut [f32],
+    d_q: &mut [Vector<f32, N>],
     q_rows: Rows,
     k_rows: Rows,
     v_rows: Rows,
+    y_rows: Rows,
     heads: u32,
     tokens: u32,
     past: u32,
     scale: f32,
     #[comptime] dim: u32,
-    #[comptime] tile: u32,
     #[comptime] units: u32,
 ) {
-    let mut keys = Shared::<[f32]>::new_slice((tile * dim) as usize);
-    let mut values = Shared::<[f32]>::new_slice((tile * dim) as usize);
-    let mut query = Array::<f32>::new(dim as usize);
-    let mut grad = Array::<f32>::new(dim as usize);
-    let mut sum = Array::<f32>::new(dim as usize);
-
-    let Seat { batch, head, column, first: cube_row, row } = Seat::take(heads, tokens, dim, units);
-    let query_row = u32::min(row, tokens - 1);
-    let y_at = ((batch * tokens + query_row) * heads + head) * dim;
-    #[unroll]
-    for d in 0..dim {
-        query[d as usize] = q[q_rows.at(batch, query_row, column + d)] * scale;
-        grad[d as usize] = dy[(y_at + d) as usize];
-        sum[d as usize] = 0.0;
-    }
-    let stat = ((batch * heads + head) * tokens + query_row) as usize;
-    let log = lse[stat];
-    let mine = delta[stat];
-    let end = past + u32::min(tokens, cube_row + units);
-    let mut first = 0u32;
-    while first < end {
-        load(k, &k_rows, &mut keys, batch, column, first, end, dim, tile, units);
-        load(v, &v_rows, &mut values, batch, column, first, end, dim, tile, units);
-        sync_cube();
-        for j in 0..tile {
-            if first + j <= past + query_row {
-                let mut score = 0.0f32;
-                let mut dp = 0.0f32;
-                #[unroll]
-                for d in 0..dim {
-                    score += query[d as usize] * keys[(j * dim + d) as usize];
-                    dp += grad[d as usize] * values[(j * dim + d) as usize];
-                }
-                let ds = f32::exp(score - log) * (dp - mine) * scale;
-                #[unroll]
-                for d in 0..dim {
-                    sum[d as usize] += ds * keys[(j * dim + d) as usize];
-                }
-            }
-        }
-        sync_cube();
-        first += tile;
-    }
+    let Seat { batch, head, column, row } = Seat::take(heads, tokens, dim, units);
     if row < tokens {
-        #[unroll]
-        for d in 0..dim {
-            d_q[q_rows.at(batch, row, column + d)] = sum[d as usize];
+        let query = take(q, q_rows.at(batch, row, column), scale, dim);
+        let grad = take(dy, y_rows.at(batch, row, column), 1.0, dim);
+        let mut sum = zeros::<N>(dim);
+        let stat = ((batch * heads + head) * tokens + row) as usize;
+        for token in 0..past + row + 1 {
+            let key = k_rows.at(batch, token, column);
+            let score = dot(&query, k, key, dim);
+            let dp = dot(&grad, v, v_rows.at(batch, token, column), dim);
+            let ds = f32::exp(score - lse[stat]) * (dp - delta[stat]) * scale;
+            add_scaled(&mut sum, ds, k, key, dim);
         }
+        put(&sum, d_q, q_rows.at(batch, row, column), false, dim);
     }
 }
 
-/// Gradients of keys and values, in their layouts: a unit a key, tiles of queries and of the gradients of their results.
+/// Gradients of keys and values, in their layouts: a unit a key.
 #[cube(launch)]
-pub(super) fn keys_values(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    dy: &[f32],
+pub(super) fn keys_values<N: Size>(
+    q: &[Vector<f32, N>],
+    k: &[Vector<f32, N>],
+    v: &[Vector<f32, N>],
+    dy: &[Vector<f32, N>],
     lse: &[f32],
     delta: &[f32],
-    d_k: &mut [f32],
-    d_v: &mut [f32],
+    d_k: &mut [Vector<f32, N>],
+    d_v: &mut [Vector<f32, N>],
     q_rows: Rows,
     k_rows: Rows,
     v_rows: Rows,
@@ -282,68 +274,27 @@ pub(super) fn keys_values(
     scale: f32,
     #[comptime] accumulate: bool,
     #[comptime] dim: u32,
-    #[comptime] tile: u32,
     #[comptime] units: u32,
 ) {
-    let mut queries = Shared::<[f32]>::new_slice((tile * dim) as usize);
-    let mut grads = Shared::<[f32]>::new_slice((tile * dim) as usize);
-    let mut key = Array::<f32>::new(dim as usize);
-    let mut value = Array::<f32>::new(dim as usize);
-    let mut d_key = Array::<f32>::new(dim as usize);
-    let mut d_value = Array::<f32>::new(dim as usize);
-
     let seen = past + tokens;
-    let Seat { batch, head, column, first: cube_row, row } = Seat::take(heads, seen, dim, units);
-    let key_row = u32::min(row, seen - 1);
-    #[unroll]
-    for d in 0..dim {
-        key[d as usize] = k[k_rows.at(batch, key_row, column + d)] * scale;
-        value[d as usize] = v[v_rows.at(batch, key_row, column + d)];
-        d_key[d as usize] = 0.0;
-        d_value[d as usize] = 0.0;
-    }
-    // No query before the cube's first key sees any of its keys.
-    let mut first = (u32::max(cube_row, past) - past) / tile * tile;
-    while first < tokens {
-        load(q, &q_rows, &mut queries, batch, column, first, tokens, dim, tile, units);
-        load(dy, &y_rows, &mut grads, batch, column, first, tokens, dim, tile, units);
-        sync_cube();
-        for j in 0..tile {
-            let token = first + j;
-            if token < tokens && past + token >= key_row {
-                let stat = ((batch * heads + head) * tokens + token) as usize;
-                let mut score = 0.0f32;
-                let mut dp = 0.0f32;
-                #[unroll]
-                for d in 0..dim {
-                    score += key[d as usize] * queries[(j * dim + d) as usize];
-                    dp += value[d as usize] * grads[(j * dim + d) as usize];
-                }
-                let p = f32::exp(score - lse[stat]);
-                let ds = p * (dp - delta[stat]) * scale;
-                #[unroll]
-                for d in 0..dim {
-                    d_value[d as usize] += p * grads[(j * dim + d) as usize];
-                    d_key[d as usize] += ds * queries[(j * dim + d) as usize];
-                }
-            }
-        }
-        sync_cube();
-        first += tile;
-    }
+    let Seat { batch, head, column, row } = Seat::take(heads, seen, dim, units);
     if row < seen {
-        #[unroll]
-        for d in 0..dim {
-            let to_k = k_rows.at(batch, row, column + d);
-            let to_v = v_rows.at(batch, row, column + d);
-            if comptime!(accumulate) {
-                d_k[to_k] += d_key[d as usize];
-                d_v[to_v] += d_value[d as usize];
-            } else {
-                d_k[to_k] = d_key[d as usize];
-                d_v[to_v] = d_value[d as usize];
-            }
+        let key = take(k, k_rows.at(batch, row, column), scale, dim);
+        let value = take(v, v_rows.at(batch, row, column), 1.0, dim);
+        let mut d_key = zeros::<N>(dim);
+        let mut d_value = zeros::<N>(dim);
+        // No query before the key sees it.
+        for token in u32::max(row, past) - past..tokens {
+            let stat = ((batch * heads + head) * tokens + token) as usize;
+            let query = q_rows.at(batch, token, column);
+            let grad = y_rows.at(batch, token, column);
+            let p = f32::exp(dot(&key, q, query, dim) - lse[stat]);
+            let ds = p * (dot(&value, dy, grad, dim) - delta[stat]) * scale;
+            add_scaled(&mut d_value, p, dy, grad, dim);
+            add_scaled(&mut d_key, ds, q, query, dim);
         }
+        put(&d_key, d_k, k_rows.at(batch, row, column), accumulate, dim);
+        put(&d_value, d_v, v_rows.at(batch, row, column), accumulate, dim);
     }
 }
 
