@@ -6,44 +6,64 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
 use crate::op::Op;
-use crate::{DType, Element, Result, Shape, Tensor, TensorError};
+use crate::{DType, Element, Precision, Result, Shape, Tensor, TensorError};
 
 /// A handle on a backend; cloning it gives another handle on the same device.
 #[derive(Clone)]
-pub struct Device(Arc<dyn Backend>);
+pub struct Device {
+    backend: Arc<dyn Backend>,
+    precision: Precision,
+}
 
 impl Device {
+    fn new(backend: impl Backend + 'static) -> Self {
+        Self { backend: Arc::new(backend), precision: Precision::default() }
+    }
+
     /// The host's processors, with `threads` threads in all; results have the same bits for any number of them.
     pub fn cpu(threads: usize) -> Result<Self> {
-        Ok(Self(Arc::new(Cpu::new(threads)?)))
+        Ok(Self::new(Cpu::new(threads)?))
     }
 
     /// A GPU through Vulkan, Metal or DirectX: the `index`-th adapter that [`Device::list`] shows as `wgpu:index`.
     #[cfg(feature = "wgpu")]
     pub fn wgpu(index: usize) -> Result<Self> {
-        Ok(Self(Arc::new(crate::backend::cube::open::adapters::open_nth(index)?)))
+        Ok(Self::new(crate::backend::cube::open::adapters::open_nth(index)?))
     }
 
     /// An NVIDIA GPU through CUDA.
     #[cfg(feature = "cuda")]
     pub fn cuda(index: usize) -> Result<Self> {
-        Ok(Self(Arc::new(crate::backend::cube::open::cuda(index)?)))
+        Ok(Self::new(crate::backend::cube::open::cuda(index)?))
+    }
+
+    /// A handle on the same device whose matrix products round their operands to `precision`. Tensors made through one
+    /// handle serve the other.
+    #[must_use]
+    pub fn with_precision(&self, precision: Precision) -> Self {
+        Self { backend: Arc::clone(&self.backend), precision }
+    }
+
+    /// What matrix products round their operands to.
+    #[must_use]
+    pub const fn precision(&self) -> Precision {
+        self.precision
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
-        &*self.0
+        &*self.backend
     }
 
     /// Such as `cpu`.
     #[must_use]
     pub fn name(&self) -> &str {
-        self.0.name()
+        self.backend.name()
     }
 
     /// A tensor whose contents are whatever its buffer held before; for results that an op writes in full.
     pub fn empty(&self, dtype: DType, shape: impl Into<Shape>) -> Result<Tensor> {
         let shape = shape.into();
-        Ok(Tensor::new(self.clone(), dtype, shape, self.0.allocate(dtype, shape)?))
+        Ok(Tensor::new(self.clone(), dtype, shape, self.backend.allocate(dtype, shape)?))
     }
 
     /// An f32 tensor of zeros.
@@ -71,29 +91,29 @@ impl Device {
     /// Runs an op after checking its shapes, types and devices.
     pub fn run(&self, op: Op<'_>) -> Result<()> {
         op.check(self)?;
-        self.0.run(op)
+        self.backend.run(op, self.precision)
     }
 
     /// Waits for all ops started before; device errors surface here.
     pub fn fence(&self) -> Result<()> {
-        self.0.fence()
+        self.backend.fence()
     }
 
     /// Bytes that tensors of this device hold now (in use or kept for reuse), and the most they ever held.
     #[must_use]
     pub fn memory(&self) -> (usize, usize) {
-        self.0.memory()
+        self.backend.memory()
     }
 
     /// Whether both handles are of the same device.
     #[must_use]
     pub fn same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        Arc::ptr_eq(&self.backend, &other.backend)
     }
 }
 
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.0, f)
+        fmt::Debug::fmt(&self.backend, f)
     }
 }

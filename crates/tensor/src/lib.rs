@@ -2,6 +2,7 @@
 
 mod error;
 mod dtype;
+mod precision;
 mod shape;
 mod device;
 mod devices;
@@ -20,6 +21,7 @@ pub use dtype::{DType, Element};
 pub use error::{Result, TensorError};
 pub use layout::{Param, ParamLayout};
 pub use op::{Fuse, Op};
+pub use precision::Precision;
 pub use program::{Instr, Program, ProgramBuilder, Value};
 pub use shape::Shape;
 pub use tensor::{Tensor, View, ViewMut};

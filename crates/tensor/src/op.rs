@@ -65,6 +65,9 @@ pub enum Op<'a> {
         c: ViewMut<'a>,
         /// Adds to `c` rather than overwriting it.
         accumulate: bool,
+        /// What `a` and `b` are multiplied with before they are rounded to the device's precision, and the product
+        /// divided by: powers of two, which change nothing else. In f16, a gradient is too small without one.
+        scales: [f32; 2],
         /// What follows.
         fuse: Fuse<'a>,
     },

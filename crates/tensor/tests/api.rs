@@ -80,7 +80,16 @@ fn shapes_types_and_devices_that_do_not_fit_are_refused() {
     let ids = cpu.tensor(&[0_u32, 1, 2, 3], [2, 2]).unwrap();
     let matmul = |a: &Tensor, b: &Tensor, c: &mut Tensor| {
         let (a, b, c) = (a.view(), b.view(), c.view_mut());
-        cpu.run(Op::MatMul { a, a_t: false, b, b_t: false, c, accumulate: false, fuse: Fuse::None })
+        cpu.run(Op::MatMul {
+            a,
+            a_t: false,
+            b,
+            b_t: false,
+            c,
+            accumulate: false,
+            scales: [1.0; 2],
+            fuse: Fuse::None,
+        })
     };
     refused(matmul(&a, &b, &mut c), &["matmul", "[2, 3]", "[4, 5]"]);
     refused(matmul(&z(&cpu, &[2, 4]), &b, &mut z(&cpu, &[5, 2])), &["matmul", "[5, 2]", "[2, 5]"]);
@@ -99,7 +108,7 @@ fn shapes_types_and_devices_that_do_not_fit_are_refused() {
         let (a, b, c) = (a.view(), b.view(), c.view_mut());
         let wrong = if bad == 0 { "[4]" } else { "[6, 5]" };
         refused(
-            cpu.run(Op::MatMul { a, a_t: false, b, b_t: false, c, accumulate: true, fuse }),
+            cpu.run(Op::MatMul { a, a_t: false, b, b_t: false, c, accumulate: true, scales: [1.0; 2], fuse }),
             &["matmul", wrong],
         );
     }
@@ -239,8 +248,16 @@ fn costs() {
     let (a, b, mut c, bias) = (z(&cpu, &[3, 2]), z(&cpu, &[3, 5]), z(&cpu, &[2, 5]), z(&cpu, &[5]));
     for (accumulate, fused, bytes) in [(false, false, 31), (true, false, 41), (false, true, 36)] {
         let fuse = if fused { Fuse::Bias(bias.view()) } else { Fuse::None };
-        let op =
-            Op::MatMul { a: a.view(), a_t: true, b: b.view(), b_t: false, c: c.view_mut(), accumulate, fuse };
+        let op = Op::MatMul {
+            a: a.view(),
+            a_t: true,
+            b: b.view(),
+            b_t: false,
+            c: c.view_mut(),
+            accumulate,
+            scales: [1.0; 2],
+            fuse,
+        };
         assert_eq!((op.flops(), op.bytes()), (2 * 2 * 3 * 5, bytes * 4));
     }
     let mut half = cpu.empty(DType::F16, 10).unwrap();

@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use farflung_base as base;
 use farflung_tensor as tensor;
-use farflung_tensor::{Device, Op, TensorError};
+use farflung_tensor::{Device, Op, Precision, TensorError};
 use parity::{cases, distance, same};
 
 /// One test at a time: threads that wait for the same device spin, and take its processor away where it is software.
@@ -32,6 +32,25 @@ fn every_op_gives_what_the_cpu_gives_and_the_same_twice() {
         }
         if !same(&case.run(&gpu).unwrap(), &found) {
             wrong.push(format!("{} {}: not the same twice", case.op, case.what));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn products_in_16_bits_are_what_the_cpu_gives_in_them_and_near_those_in_32() {
+    let _alone = alone();
+    let (cpu, gpu) = (Device::cpu(1).unwrap(), Device::wgpu(0).unwrap());
+    let mut wrong = Vec::new();
+    for case in cases(3).into_iter().filter(|case| case.op == "matmul") {
+        let exact = case.run(&cpu).unwrap();
+        for (precision, most) in [(Precision::Bf16, 2e-2), (Precision::F16, 2e-3)] {
+            let found = case.run(&gpu.with_precision(precision)).unwrap();
+            let expected = case.run(&cpu.with_precision(precision)).unwrap();
+            let (off, lost) = (distance(&found, &expected), distance(&found, &exact));
+            if off.is_nan() || off > 1e-5 || lost.is_nan() || lost > most || lost == 0.0 {
+                wrong.push(format!("{precision} {}: off by {off:e}, {lost:e} from f32", case.what));
+            }
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));

@@ -166,7 +166,8 @@ fn matmul_in_all_forms() {
                     _ => Fuse::Times { factor: other.view() },
                 };
                 let (a, b) = (a.view(), b.view());
-                cpu.run(Op::MatMul { a, a_t, b, b_t, c: c.view_mut(), accumulate, fuse }).unwrap();
+                cpu.run(Op::MatMul { a, a_t, b, b_t, c: c.view_mut(), accumulate, scales: [1.0; 2], fuse })
+                    .unwrap();
                 [c, slope]
             });
             close(&got, &want, 2e-6);

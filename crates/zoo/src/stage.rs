@@ -24,6 +24,8 @@ pub struct Stage {
     embedding: Option<Embedding>,
     blocks: Vec<Transformer>,
     head: Option<Head>,
+    /// What gradients are multiplied with where products round them.
+    gradient_scale: f32,
 }
 
 /// What a stage takes: tokens `[B, T]` (u32) on the first, hidden states `[B, T, C]` on the others.
@@ -106,7 +108,8 @@ impl Stage {
         } else {
             None
         };
-        Ok(Self { config, device: device.clone(), layout, specs, embedding, blocks, head })
+        let device = device.clone();
+        Ok(Self { config, device, layout, specs, embedding, blocks, head, gradient_scale: 1.0 })
     }
 
     /// The model's config.
@@ -119,6 +122,13 @@ impl Stage {
     #[must_use]
     pub const fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Multiplies gradients with a power of two where products of the backward pass round them to the device's precision,
+    /// and divides the products by it: loss scaling (Micikevicius et al. 2018) around each product, so that all gradients
+    /// that leave it are those of the loss itself. What overflows nevertheless leaves gradients that are not finite.
+    pub const fn set_gradient_scale(&mut self, scale: f32) {
+        self.gradient_scale = scale;
     }
 
     /// Where each parameter lies in the flat buffers.
@@ -165,7 +175,7 @@ impl Stage {
     }
 
     fn cx<'a>(&'a self, params: &'a Tensor) -> Cx<'a> {
-        Cx { device: &self.device, layout: &self.layout, params }
+        Cx { device: &self.device, layout: &self.layout, params, gradient_scale: self.gradient_scale }
     }
 
     fn enter(&self, cx: &Cx<'_>, input: Input, start: usize) -> Result<(Tensor, Option<Tensor>), ZooError> {

@@ -356,7 +356,7 @@ fn slopes_agree(what: &str, at: &[f32], grad: &[f32], loss: impl Fn(&[f32]) -> f
 }
 
 fn cx<'a>(stage: &'a Stage, params: &'a Tensor) -> Cx<'a> {
-    Cx { device: stage.device(), layout: stage.layout(), params }
+    Cx { device: stage.device(), layout: stage.layout(), params, gradient_scale: 1.0 }
 }
 
 fn dot(y: &Tensor, dy: &[f32]) -> f64 {

@@ -72,7 +72,16 @@ fn rate(cpu: &Device, [m, k, n]: [usize; 3], b_t: bool, samples: usize, stretch:
     let mut c = cpu.zeros([m, n])?;
     let mut product = || {
         let (a, b, c) = (a.view(), b.view(), c.view_mut());
-        cpu.run(Op::MatMul { a, a_t: false, b, b_t, c, accumulate: false, fuse: Fuse::None })
+        cpu.run(Op::MatMul {
+            a,
+            a_t: false,
+            b,
+            b_t,
+            c,
+            accumulate: false,
+            scales: [1.0; 2],
+            fuse: Fuse::None,
+        })
     };
     product()?;
     let mut times = Vec::new();

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use crate::op::Op;
-use crate::{BlockCodec, DType, Mask, Result, Shape, View, ViewMut};
+use crate::{BlockCodec, DType, Mask, Precision, Result, Shape, View, ViewMut};
 
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]
@@ -42,8 +42,8 @@ pub(crate) trait Backend: Debug + Send + Sync {
     /// Device to host.
     fn download(&self, from: Part<'_>, bytes: &mut [u8]) -> Result<()>;
 
-    /// Starts an op whose shapes and types were checked.
-    fn run(&self, op: Op<'_>) -> Result<()>;
+    /// Starts an op whose shapes and types were checked; the operands of products are rounded to `precision`.
+    fn run(&self, op: Op<'_>, precision: Precision) -> Result<()>;
 
     /// Codecs of vectors there; none where the memory is the host's, whose own codecs then work in place.
     fn codecs(&self) -> Option<&dyn Codecs> {

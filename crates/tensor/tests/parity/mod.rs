@@ -192,7 +192,16 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
                     "times" => Fuse::Times { factor: extra.view() },
                     _ => Fuse::None,
                 };
-                d.run(Op::MatMul { a: a.view(), a_t, b: b.view(), b_t, c: c.view_mut(), accumulate, fuse })?;
+                d.run(Op::MatMul {
+                    a: a.view(),
+                    a_t,
+                    b: b.view(),
+                    b_t,
+                    c: c.view_mut(),
+                    accumulate,
+                    scales: [1.0, 1024.0],
+                    fuse,
+                })?;
                 Ok(vec![c, slope])
             }),
         );

@@ -48,6 +48,7 @@ impl Head {
             b_t: true,
             c: logits.view_mut(),
             accumulate: false,
+            scales: [1.0; 2],
             fuse: Fuse::None,
         })?;
         Ok((logits, norm, stats))
@@ -102,6 +103,7 @@ impl Head {
             b_t: false,
             c: d_norm.view_mut(),
             accumulate: false,
+            scales: [cx.gradient_scale, 1.0],
             fuse: Fuse::None,
         })?;
         let mut dx = cx.empty(saved.x.shape())?;
@@ -132,6 +134,7 @@ impl Head {
             b_t: false,
             c: wte,
             accumulate,
+            scales: [cx.gradient_scale, 1.0],
             fuse: Fuse::None,
         })?;
         let [d_gain, d_bias] = cx.layout.views_mut(grads.flat, self.norm)?;

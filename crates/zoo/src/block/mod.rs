@@ -25,6 +25,8 @@ pub struct Cx<'a> {
     pub layout: &'a ParamLayout,
     /// The stage's parameters.
     pub params: &'a Tensor,
+    /// What gradients are multiplied with where a product rounds them, and the product divided by; a power of two.
+    pub gradient_scale: f32,
 }
 
 impl Cx<'_> {

@@ -204,11 +204,12 @@ impl Transformer {
         let [b, t, c] = dims(&dy)?;
         let run = |op: Op<'_>| cx.device.run(op);
         let s = &*saved;
+        let scale = cx.gradient_scale;
 
         let mut d_pre = cx.empty([b, t, 4 * c])?;
-        run(linear_t(&dy, w_out, &mut d_pre, Fuse::Times { factor: s.slope.view() }))?;
+        run(linear_t(scale, &dy, w_out, &mut d_pre, Fuse::Times { factor: s.slope.view() }))?;
         let mut d_norm_2 = cx.empty([b, t, c])?;
-        run(linear_t(&d_pre, w_fc, &mut d_norm_2, Fuse::None))?;
+        run(linear_t(scale, &d_pre, w_fc, &mut d_norm_2, Fuse::None))?;
         let mut d_middle = cx.empty([b, t, c])?;
         run(Op::LayerNormInput {
             x: s.middle.view(),
@@ -219,12 +220,12 @@ impl Transformer {
             dx: d_middle.view_mut(),
         })?;
         let mut d_attended = cx.empty([b, t, c])?;
-        run(linear_t(&d_middle, w_proj, &mut d_attended, Fuse::None))?;
+        run(linear_t(scale, &d_middle, w_proj, &mut d_attended, Fuse::None))?;
         let mut d_qkv = cx.empty([b, t, 3 * c])?;
         attend(s, &d_attended, &mut d_qkv)?;
         drop(d_attended);
         let mut d_norm_1 = cx.empty([b, t, c])?;
-        run(linear_t(&d_qkv, w_qkv, &mut d_norm_1, Fuse::None))?;
+        run(linear_t(scale, &d_qkv, w_qkv, &mut d_norm_1, Fuse::None))?;
         let mut dx = cx.empty([b, t, c])?;
         run(Op::LayerNormInput {
             x: s.x.view(),
@@ -263,6 +264,7 @@ impl Transformer {
                 b_t: false,
                 c: dw,
                 accumulate,
+                scales: [1.0, cx.gradient_scale],
                 fuse: Fuse::None,
             })?;
             run(Op::SumRows { x: dy.view(), y: db, accumulate })?;
@@ -323,10 +325,34 @@ pub(crate) fn dims(x: &Tensor) -> Result<[usize; 3]> {
 
 /// `y = x w`, then `fuse`.
 fn linear<'a>(x: &'a Tensor, w: farflung_tensor::View<'a>, y: &'a mut Tensor, fuse: Fuse<'a>) -> Op<'a> {
-    Op::MatMul { a: x.view(), a_t: false, b: w, b_t: false, c: y.view_mut(), accumulate: false, fuse }
+    Op::MatMul {
+        a: x.view(),
+        a_t: false,
+        b: w,
+        b_t: false,
+        c: y.view_mut(),
+        accumulate: false,
+        scales: [1.0; 2],
+        fuse,
+    }
 }
 
 /// `dx = dy w^T`, then `fuse`.
-fn linear_t<'a>(dy: &'a Tensor, w: farflung_tensor::View<'a>, dx: &'a mut Tensor, fuse: Fuse<'a>) -> Op<'a> {
-    Op::MatMul { a: dy.view(), a_t: false, b: w, b_t: true, c: dx.view_mut(), accumulate: false, fuse }
+fn linear_t<'a>(
+    scale: f32,
+    dy: &'a Tensor,
+    w: farflung_tensor::View<'a>,
+    dx: &'a mut Tensor,
+    fuse: Fuse<'a>,
+) -> Op<'a> {
+    Op::MatMul {
+        a: dy.view(),
+        a_t: false,
+        b: w,
+        b_t: true,
+        c: dx.view_mut(),
+        accumulate: false,
+        scales: [scale, 1.0],
+        fuse,
+    }
 }

@@ -13,6 +13,7 @@ mod norm;
 mod parts;
 mod pool;
 mod reduce;
+mod round;
 mod simd;
 mod storage;
 mod vector;
@@ -27,7 +28,7 @@ use self::pool::Pool;
 use self::storage::Buffers;
 use super::{Backend, Part, Storage};
 use crate::op::{Fuse, Op};
-use crate::{DType, Result, Shape, TensorError, View, ViewMut};
+use crate::{DType, Precision, Result, Shape, TensorError, View, ViewMut};
 
 /// The host's processors.
 #[derive(Debug)]
@@ -61,10 +62,9 @@ fn ids<'a>(op: &'static str, v: &View<'a>, bound: usize) -> Result<&'a [u32]> {
     }
 }
 
-/// An operand of a product, transposed or not.
-fn operand<'a>(v: &View<'a>, transposed: bool) -> Mat<'a> {
-    let s = v.shape();
-    let m = Mat::row_major(floats(v), s.rows(), s.cols(), s.cols());
+/// An operand of a product, of that shape in memory, transposed or not.
+fn operand(values: &[f32], shape: Shape, transposed: bool) -> Mat<'_> {
+    let m = Mat::row_major(values, shape.rows(), shape.cols(), shape.cols());
     if transposed { m.t() } else { m }
 }
 
@@ -101,13 +101,13 @@ impl Backend for Cpu {
     }
 
     #[expect(clippy::too_many_lines, reason = "one arm an op")]
-    fn run(&self, op: Op<'_>) -> Result<()> {
+    fn run(&self, op: Op<'_>, precision: Precision) -> Result<()> {
         let pool = &self.pool;
         let name = op.name();
         match op {
             Op::Fill { value, y } => floats_mut(y).fill(value),
             Op::Cast { x, y } => cast::cast(&x, y),
-            Op::MatMul { a, a_t, b, b_t, c, accumulate, fuse } => {
+            Op::MatMul { a, a_t, b, b_t, c, accumulate, scales, fuse } => {
                 let fused = match fuse {
                     Fuse::None => Fused::None,
                     Fuse::Bias(bias) => Fused::Bias(floats(&bias)),
@@ -116,7 +116,10 @@ impl Backend for Cpu {
                     Fuse::Times { factor } => Fused::Times(floats(&factor)),
                 };
                 let size = (c.shape().rows(), c.shape().cols());
-                matmul(pool, operand(&a, a_t), operand(&b, b_t), floats_mut(c), size, accumulate, fused);
+                round::rounded(pool, precision, [floats(&a), floats(&b)], scales, |[x, y]| {
+                    let (x, y) = (operand(x, a.shape(), a_t), operand(y, b.shape(), b_t));
+                    matmul(pool, x, y, floats_mut(c), size, accumulate, fused);
+                });
             }
             Op::SumRows { x, y, accumulate } => {
                 reduce::sum_rows(pool, floats(&x), floats_mut(y), accumulate);

@@ -3,6 +3,12 @@
 //! tokens, and nothing is added atomically, so that the same inputs give the same bits. No unit waits for another: a
 //! rasteriser on a processor takes minutes to compile barriers between this many values.
 
+#![expect(
+    clippy::trivially_copy_pass_by_ref,
+    clippy::range_plus_one,
+    reason = "kernels know rows of a unit's own by reference, and ranges without their end"
+)]
+
 use cubecl::prelude::*;
 
 /// Where queries and keys lie: `[batch, token, head, dim]`, with rows of some stride and a first element; in vectors.
@@ -82,7 +88,12 @@ fn add_scaled<N: Size>(
 
 /// A row times a factor, to keep.
 #[cube]
-fn take<N: Size>(x: &[Vector<f32, N>], at: usize, factor: f32, #[comptime] dim: u32) -> Array<Vector<f32, N>> {
+fn take<N: Size>(
+    x: &[Vector<f32, N>],
+    at: usize,
+    factor: f32,
+    #[comptime] dim: u32,
+) -> Array<Vector<f32, N>> {
     let mut row = Array::<Vector<f32, N>>::new(dim as usize);
     #[unroll]
     for d in 0..dim {

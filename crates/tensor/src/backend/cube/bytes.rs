@@ -105,17 +105,31 @@ fn from_f16(half: u32) -> f32 {
     f32::reinterpret(sign | bits)
 }
 
-/// Packs two f32 a word; of an odd count, the upper half of the last word stays as it is.
+/// From the bits of either; exact.
+#[cube]
+fn widened(half: u32, #[comptime] bf16: bool) -> f32 {
+    if comptime!(bf16) { f32::reinterpret(half << 16) } else { from_f16(half) }
+}
+
+/// Packs two f32, times `scale`, a word; of an odd count, the upper half of the last word stays as it is.
 #[cube(launch)]
-pub(super) fn narrow(x: &[f32], y: &mut [u32], len: u32, #[comptime] bf16: bool) {
+pub(super) fn narrow(x: &[f32], y: &mut [u32], scale: f32, len: u32, #[comptime] bf16: bool) {
     let at = ABSOLUTE_POS as u32 * 2;
     if at < len {
-        let low = half(x[at as usize], bf16);
+        let low = half(x[at as usize] * scale, bf16);
         let mut high = y[ABSOLUTE_POS] >> 16;
         if at + 1 < len {
-            high = half(x[at as usize + 1], bf16);
+            high = half(x[at as usize + 1] * scale, bf16);
         }
         y[ABSOLUTE_POS] = low | (high << 16);
+    }
+}
+
+/// `y` is what is left of `x` in 16 bits, as a multiple of one over `scale`.
+#[cube(launch)]
+pub(super) fn round(x: &[f32], y: &mut [f32], scale: f32, len: u32, #[comptime] bf16: bool) {
+    if ABSOLUTE_POS < len as usize {
+        y[ABSOLUTE_POS] = widened(half(x[ABSOLUTE_POS] * scale, bf16), bf16) / scale;
     }
 }
 
@@ -125,10 +139,6 @@ pub(super) fn widen(x: &[u32], y: &mut [f32], len: u32, #[comptime] bf16: bool) 
     let at = ABSOLUTE_POS as u32;
     if at < len {
         let half = (x[(at / 2) as usize] >> (at % 2 * 16)) & 0xffff;
-        if comptime!(bf16) {
-            y[ABSOLUTE_POS] = f32::reinterpret(half << 16);
-        } else {
-            y[ABSOLUTE_POS] = from_f16(half);
-        }
+        y[ABSOLUTE_POS] = widened(half, bf16);
     }
 }

@@ -1,46 +1,6 @@
-//! Matrix products through cubek's kernels, and what follows them. The strategy is named, never tuned by timing: the same
-//! shapes run the same kernel every time.
+//! What follows a product: kernels over its result.
 
 use cubecl::prelude::*;
-use cubek::matmul::definition::MatmulElems;
-use cubek::matmul::launch::launch_ref;
-use cubek::matmul::multi_level;
-use cubek::matmul::routine::BlueprintStrategy;
-use cubek::matmul::strategy::Strategy;
-use cubek::std::InputBinding;
-
-use super::Cube;
-use super::operand::Operand;
-use crate::Result;
-
-/// A row-major matrix, seen transposed or not.
-pub(super) fn binding(operand: &Operand, rows: usize, cols: usize, transposed: bool) -> TensorBinding {
-    let (shape, strides) = if transposed { ([cols, rows], [1, cols]) } else { ([rows, cols], [cols, 1]) };
-    TensorBinding {
-        handle: operand.handle().binding(),
-        shape: shape.into(),
-        strides: strides.into(),
-        tiling: cubecl::zspace::Tiling::UNTILED,
-    }
-}
-
-impl Cube {
-    /// `c = a b`, f32.
-    pub(super) fn product(&self, a: TensorBinding, b: TensorBinding, c: TensorBinding) -> Result<()> {
-        let f32s = f32::elem_type_native();
-        let strategy = Strategy::MultiLevel(multi_level::Strategy::SimpleUnit(BlueprintStrategy::default()));
-        let mut types = MatmulElems::from_single_dtype(f32s);
-        launch_ref(
-            &strategy,
-            &self.client,
-            InputBinding::new(a, f32s),
-            InputBinding::new(b, f32s),
-            c,
-            &mut types,
-        )
-        .map_err(|e| self.failed("matmul", format!("{e:?}")))
-    }
-}
 
 /// The sigmoid of `2 sqrt(2 / pi) (x + 0.044715 x^3)`: `gelu(x)` is x times it, in the tanh form.
 #[cube]
@@ -90,7 +50,7 @@ pub(super) fn add_bias_residual(c: &mut [f32], bias: &[f32], residual: &[f32], l
     }
 }
 
-/// `c *= factor`.
+/// `c *= factor`, element by element.
 #[cube(launch)]
 pub(super) fn times(c: &mut [f32], factor: &[f32], len: u32) {
     if ABSOLUTE_POS < len as usize {
@@ -98,10 +58,18 @@ pub(super) fn times(c: &mut [f32], factor: &[f32], len: u32) {
     }
 }
 
-/// `c += x`.
+/// `c *= factor`.
 #[cube(launch)]
-pub(super) fn add(c: &mut [f32], x: &[f32], len: u32) {
+pub(super) fn scale(c: &mut [f32], factor: f32, len: u32) {
     if ABSOLUTE_POS < len as usize {
-        c[ABSOLUTE_POS] += x[ABSOLUTE_POS];
+        c[ABSOLUTE_POS] *= factor;
+    }
+}
+
+/// `c += factor x`.
+#[cube(launch)]
+pub(super) fn add(c: &mut [f32], x: &[f32], factor: f32, len: u32) {
+    if ABSOLUTE_POS < len as usize {
+        c[ABSOLUTE_POS] += x[ABSOLUTE_POS] * factor;
     }
 }

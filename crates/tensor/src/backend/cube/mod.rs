@@ -14,6 +14,7 @@ mod matmul;
 mod norm;
 pub(crate) mod open;
 mod operand;
+mod product;
 mod reduce;
 mod run;
 mod storage;
@@ -26,7 +27,7 @@ use cubecl::prelude::*;
 use self::storage::{ALIGN, Buffer, Pool};
 use super::{Backend, Part, Storage};
 use crate::op::Op;
-use crate::{DType, Result, Shape, TensorError, ViewMut};
+use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
 /// Units of a cube where the device allows as many: enough to hide latency, few enough for every device.
 const UNITS: u32 = 64;
@@ -187,8 +188,8 @@ impl Backend for Cube {
         Ok(())
     }
 
-    fn run(&self, op: Op<'_>) -> Result<()> {
-        run::run(self, op)
+    fn run(&self, op: Op<'_>, precision: Precision) -> Result<()> {
+        run::run(self, op, precision)
     }
 
     fn codecs(&self) -> Option<&dyn super::Codecs> {

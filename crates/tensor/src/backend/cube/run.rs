@@ -3,11 +3,10 @@
 use cubecl::prelude::*;
 
 use super::attend::{Cached, Heads};
-use super::matmul::binding;
 use super::operand::Operand;
-use super::{Cube, bytes, cubes, embed, grid, loss, map, matmul, norm, reduce};
-use crate::op::{Fuse, Op};
-use crate::{DType, Result, TensorError, View, ViewMut};
+use super::{Cube, bytes, cubes, embed, grid, loss, map, norm, reduce};
+use crate::op::Op;
+use crate::{DType, Precision, Result, TensorError, View, ViewMut};
 
 /// The ops that look ids up; their place here, from 1, is what a fault records.
 pub(super) const FAULTING: [&str; 3] = ["embed", "embed_grad", "cross_entropy"];
@@ -62,6 +61,7 @@ impl Cube {
                     dim,
                     from.arg(),
                     to.arg(),
+                    1.0,
                     u32_of(len),
                     bf16(half),
                 );
@@ -79,90 +79,6 @@ impl Cube {
             }
         }
         self.settle([from, to]);
-        Ok(())
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "the operands of one op")]
-    fn matmul(
-        &self,
-        a: &View<'_>,
-        a_t: bool,
-        b: &View<'_>,
-        b_t: bool,
-        c: &ViewMut<'_>,
-        accumulate: bool,
-        fuse: Fuse<'_>,
-    ) -> Result<()> {
-        let (m, n) = (c.shape().rows(), c.shape().cols());
-        let len = m * n;
-        let (x, y, out) = (self.read(a)?, self.read(b)?, self.write(c)?);
-        if a.is_empty() {
-            if !accumulate {
-                self.fill(&out, len, 0.0);
-            }
-        } else {
-            let left = || binding(&x, a.shape().rows(), a.shape().cols(), a_t);
-            let right = || binding(&y, b.shape().rows(), b.shape().cols(), b_t);
-            if accumulate {
-                let scratch = self.scratch(len * 4)?;
-                let sum = Self::whole(&scratch);
-                self.product(left(), right(), binding(&sum, m, n, false))?;
-                let (count, dim) = self.each(len);
-                matmul::add::launch(&self.client, count, dim, out.arg(), sum.arg(), u32_of(len));
-                self.pool.give(scratch);
-            } else {
-                self.product(left(), right(), binding(&out, m, n, false))?;
-            }
-        }
-        let (count, dim) = self.each(len);
-        let (len, cols) = (u32_of(len), u32_of(n));
-        match fuse {
-            Fuse::None => {}
-            Fuse::Bias(bias) => {
-                let bias = self.read(&bias)?;
-                matmul::add_bias::launch(&self.client, count, dim, out.arg(), bias.arg(), len, cols);
-                self.settle([bias]);
-            }
-            Fuse::BiasGelu { bias, slope } => {
-                let bias = self.read(&bias)?;
-                let keep = slope.is_some();
-                let slope = slope.map(|s| self.write(&s)).transpose()?;
-                let to = slope.as_ref().unwrap_or(&bias).arg();
-                matmul::add_bias_gelu::launch(
-                    &self.client,
-                    count,
-                    dim,
-                    out.arg(),
-                    bias.arg(),
-                    to,
-                    len,
-                    cols,
-                    keep,
-                );
-                self.settle([bias].into_iter().chain(slope));
-            }
-            Fuse::BiasAdd { bias, residual } => {
-                let (bias, residual) = (self.read(&bias)?, self.read(&residual)?);
-                let args = (out.arg(), bias.arg(), residual.arg());
-                matmul::add_bias_residual::launch(
-                    &self.client,
-                    count,
-                    dim,
-                    args.0,
-                    args.1,
-                    args.2,
-                    len,
-                    cols,
-                );
-                self.settle([bias, residual]);
-            }
-            Fuse::Times { factor } => {
-                let factor = self.read(&factor)?;
-                matmul::times::launch(&self.client, count, dim, out.arg(), factor.arg(), len);
-                self.settle([factor]);
-            }
-        }
-        self.settle([x, y, out]);
         Ok(())
     }
 
@@ -249,7 +165,7 @@ impl Cube {
 
 /// Starts the kernels of an op. Ops without any output element have none.
 #[expect(clippy::too_many_lines, reason = "one arm an op")]
-pub(super) fn run(cube: &Cube, op: Op<'_>) -> Result<()> {
+pub(super) fn run(cube: &Cube, op: Op<'_>, precision: Precision) -> Result<()> {
     let name = op.name();
     let client = &cube.client;
     match op {
@@ -266,9 +182,9 @@ pub(super) fn run(cube: &Cube, op: Op<'_>) -> Result<()> {
                 cube.cast(&x, &y)?;
             }
         }
-        Op::MatMul { a, a_t, b, b_t, c, accumulate, fuse } => {
+        Op::MatMul { a, a_t, b, b_t, c, accumulate, scales, fuse } => {
             if !c.is_empty() {
-                cube.matmul(&a, a_t, &b, b_t, &c, accumulate, fuse)?;
+                cube.matmul([(&a, a_t), (&b, b_t)], precision, scales, &c, accumulate, fuse)?;
             }
         }
         Op::SumRows { x, y, accumulate } => {
