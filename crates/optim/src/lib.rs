@@ -9,6 +9,7 @@ mod chain;
 mod preset;
 
 mod outer;
+mod scaling;
 
 #[cfg(feature = "sync")]
 mod average;
@@ -19,5 +20,6 @@ pub use chain::{Chain, ChainBuilder, Prepared, global_norm, sum_of_squares};
 pub use error::OptimError;
 pub use outer::OuterOptimizer;
 pub use preset::{AdamW, Sgd, adamw, diloco_outer, sgd};
+pub use scaling::LossScale;
 pub use schedule::{Decay, Schedule};
 pub use transform::Transform;

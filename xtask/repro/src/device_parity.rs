@@ -1,11 +1,13 @@
-//! Every op and a whole training step on a device, against the cpu.
+//! Every op, products in 16 bits, the codecs and a whole training step on a device, against the cpu.
 
 use std::collections::BTreeMap;
 
 use anyhow::Result;
+use farflung::compress::device::check;
 use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
-use farflung::tensor::Device;
+use farflung::device_codec::Vectors;
+use farflung::tensor::{Device, Precision};
 use farflung::train::Worker;
 use farflung::{TrainConfig, base, tensor};
 
@@ -17,11 +19,28 @@ mod parity;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "device-parity",
-    claim: "each op and a training step on a device are within 1e-5 of the cpu, integers are equal, and all is the same twice",
+    claim: "each op and a training step on a device are within 1e-5 of the cpu (2e-2 in bf16, 2e-3 in f16), integers and codecs are equal, and all is the same twice",
     source: "the cpu backend, which finite differences and PyTorch guard",
     seed: 1,
     run,
 };
+
+/// Products in 16 bits, and how far they may be from those in 32.
+const HALVES: [(Precision, f64); 2] = [(Precision::Bf16, 2e-2), (Precision::F16, 2e-3)];
+
+/// Codecs that every device has kernels of, alone and behind masks.
+const CODECS: [&str; 10] = [
+    "sign",
+    "sign:100",
+    "sign-l2:33",
+    "int8",
+    "int8:1000",
+    "int4",
+    "int4:71",
+    "rolling:10x128/int8:64",
+    "permuted:3",
+    "random:7/sign:100",
+];
 
 /// What all cases of one op found.
 #[derive(Default)]
@@ -40,6 +59,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Device::list().into_iter().find(|found| found.usable).map_or_else(String::new, |found| found.name);
     let (cpu, device) = (Device::cpu(1)?, Device::open(name.parse()?, 1)?);
     let mut all: BTreeMap<&str, Found> = BTreeMap::new();
+    let mut halves = HALVES.map(|_| [0.0_f64; 2]);
     for seed in report.seed()..report.seed() + if options.quick { 2 } else { 12 } {
         for case in parity::cases(seed) {
             let (expected, first, second) = (case.run(&cpu)?, case.run(&device)?, case.run(&device)?);
@@ -51,6 +71,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
             found.unequal += usize::from(case.exact && !parity::same(&first, &expected));
             found.changed += usize::from(!parity::same(&first, &second));
+            for ((precision, _), worst) in HALVES.into_iter().zip(&mut halves).filter(|_| case.op == "matmul")
+            {
+                let half = case.run(&device.with_precision(precision))?;
+                let on_cpu = case.run(&cpu.with_precision(precision))?;
+                worst[0] = worst[0].max(parity::distance(&half, &expected));
+                worst[1] = worst[1].max(parity::distance(&half, &on_cpu));
+            }
         }
     }
     for (op, found) in &all {
@@ -67,9 +94,35 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     )?;
     report.row("cases with other bits the second time", total(|f| f.changed), "1", Mark::AtMost(0.0))?;
 
+    for ((precision, most), [from_f32, from_cpu]) in HALVES.into_iter().zip(halves) {
+        let metric = format!("matmul in {precision}: relative l2 from the cpu in f32");
+        report.row(&metric, from_f32, "1", Mark::AtMost(most))?;
+        let metric = format!("matmul in {precision}: relative l2 from the cpu in {precision}");
+        report.row(&metric, from_cpu, "1", Mark::AtMost(1e-5))?;
+    }
+    codecs(report, &device)?;
+    training(report, &name)
+}
+
+/// Bytes, residuals, values and refusals of codecs.
+fn codecs(report: &mut Report<'_>, device: &Device) -> Result<()> {
+    let vectors = Vectors::on(device.clone());
+    let equal = |name: &&str| name.parse().is_ok_and(|spec| matches!(check(&vectors, spec), Ok(true)));
+    let unequal = CODECS.iter().filter(|name| !equal(name)).count();
+    report.row(
+        "codecs whose bytes, residuals, values or refusals are not the host's",
+        unequal as f64,
+        "1",
+        Mark::AtMost(0.0),
+    )
+}
+
+/// A few steps of a model on the device and on the cpu.
+fn training(report: &mut Report<'_>, name: &str) -> Result<()> {
     let (seed, steps) = (report.seed(), 3);
-    let on = |device: &str| TrainConfig {
+    let on = |device: &str, precision| TrainConfig {
         workers: 1,
+        precision,
         device: Devices::parse(device).expect("a device's name"),
         ..config(seed, false)
     };
@@ -84,16 +137,22 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         Ok((losses, grads, worker.params().to_vec::<f32>()?))
     };
-    let first = job(on("cpu"), Over::Memory)?;
+    let first = job(on("cpu", Precision::F32), Over::Memory)?;
     let (losses, grads, params) = on_all(&first, trace)?.remove(0);
-    let theirs = on_all(&again(&first, on(&name), Over::Memory), trace)?.remove(0);
-    let twice = on_all(&again(&first, on(&name), Over::Memory), trace)?.remove(0);
+    let theirs = on_all(&again(&first, on(name, Precision::F32), Over::Memory), trace)?.remove(0);
+    let twice = on_all(&again(&first, on(name, Precision::F32), Over::Memory), trace)?.remove(0);
     report.row(
         "training: first step's gradients, relative l2",
         relative_l2(&theirs.1, &grads),
         "1",
         Mark::AtMost(1e-5),
     )?;
+    for (precision, most) in HALVES {
+        let half = on_all(&again(&first, on(name, precision), Over::Memory), trace)?.remove(0);
+        let metric =
+            format!("training in {precision}: first step's gradients, relative l2 from the cpu in f32");
+        report.row(&metric, relative_l2(&half.1, &grads), "1", Mark::AtMost(most))?;
+    }
     report.row(
         "training: 3 losses, largest difference",
         farthest(&theirs.0, &losses),

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use farflung::tensor::{Device, DeviceName, Tensor};
+use farflung::tensor::{Device, DeviceName, Precision, Tensor};
 use farflung::zoo::weights::Weights;
 use farflung::zoo::{Stage, Tokenizer, tokenizer};
 use farflung::{Error, Result, run_dir};
@@ -23,6 +23,9 @@ pub(crate) struct ModelArgs {
     /// Where it runs: auto, cpu, `wgpu[:n]` or `cuda[:n]`.
     #[arg(long, value_name = "NAME", default_value = "cpu")]
     device: DeviceName,
+    /// What matrix products round their operands to: f32, bf16 or f16.
+    #[arg(long, value_name = "KIND", default_value_t = Precision::F32)]
+    precision: Precision,
 }
 
 /// A model ready to run.
@@ -54,7 +57,8 @@ impl ModelArgs {
             n => n,
         };
         let mut weights = Weights::open(&weights_folder(&self.model)?)?;
-        let stage = Stage::whole(weights.config(), &Device::open(self.device, threads)?)?;
+        let device = Device::open(self.device, threads)?.with_precision(self.precision);
+        let stage = Stage::whole(weights.config(), &device)?;
         let params = stage.load(&mut weights)?;
         let vocab = stage.config().vocab;
         let default = if vocab == 256 { "byte" } else { "gpt2" };

@@ -5,8 +5,9 @@ use std::path::PathBuf;
 
 use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
+use farflung_optim::LossScale;
 use farflung_parallel::pipeline::{Method, VersionSync};
-use farflung_tensor::DeviceName;
+use farflung_tensor::{DeviceName, Precision};
 use toml::Value;
 
 use super::value::Setting;
@@ -122,6 +123,58 @@ impl Setting for Devices {
     }
     fn value(&self) -> Value {
         Value::String(self.0.iter().map(DeviceName::to_string).collect::<Vec<_>>().join(","))
+    }
+}
+
+impl Setting for Precision {
+    fn expected() -> String {
+        format!("one of {}", Self::ALL.map(|p| p.to_string()).join(" "))
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
+    }
+}
+
+/// What gradients are multiplied with where products round them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum LossScaling {
+    /// As large as overflows nothing in f16; 1 in others, which have the range of f32.
+    Auto,
+    /// A power of two.
+    Fixed(f32),
+}
+
+impl LossScaling {
+    /// The scale of a run's first step, and how it goes on.
+    #[must_use]
+    pub const fn start(self, precision: Precision) -> LossScale {
+        match (self, precision) {
+            (Self::Auto, Precision::F16) => LossScale::dynamic(),
+            (Self::Auto, _) => LossScale::fixed(1.0),
+            (Self::Fixed(scale), _) => LossScale::fixed(scale),
+        }
+    }
+}
+
+impl Setting for LossScaling {
+    fn expected() -> String {
+        "auto, or a power of two from 1 to 16777216".to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        if text == "auto" {
+            return Some(Self::Auto);
+        }
+        let scale: u32 = text.parse().ok()?;
+        (scale.is_power_of_two() && scale <= 1 << 24).then_some(Self::Fixed(scale as f32))
+    }
+    fn value(&self) -> Value {
+        match self {
+            Self::Auto => Value::String("auto".to_owned()),
+            Self::Fixed(scale) => Value::Integer(*scale as i64),
+        }
     }
 }
 

@@ -19,9 +19,12 @@ use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
+use farflung_tensor::Precision;
+
 use crate::{Error, Result};
 use choice::{
-    Devices, OptimizerKind, Recompute, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
+    Devices, LossScaling, OptimizerKind, Recompute, Resume, ScheduleKind, SyncKind, TokenizerKind,
+    TransportKind,
 };
 use value::Setting;
 
@@ -237,6 +240,12 @@ settings! {
         /// Where tensors live: auto (the best there is), cpu, `wgpu[:n]` or `cuda[:n]`, as `farflung devices` lists them; several
         /// with commas are taken in turn by the ranks.
         device: Devices, "NAMES", Devices::cpu();
+        /// What matrix products round their operands to: f32, bf16 or f16. They add up in f32, and parameters, gradients
+        /// and optimizer states are f32; devices without tensor cores for it compute the same, no faster.
+        precision: Precision, "KIND", Precision::F32;
+        /// What gradients are multiplied with where products round them: auto (found by trial in f16, 1 in others) or a
+        /// power of two.
+        loss_scale: LossScaling, "SCALE", LossScaling::Auto;
         /// Where replicas are on devices that round differently: steps between comparisons of their parameters, after
         /// which all have rank 0's again; 0 is never.
         resync_every: u64, "STEPS", 50u64;

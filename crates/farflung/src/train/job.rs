@@ -106,7 +106,7 @@ impl Job {
     ///
     /// Errors: that there is none of that name here, and why.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
-        Device::open(self.config.device.of(rank), threads)
+        Ok(Device::open(self.config.device.of(rank), threads)?.with_precision(self.config.precision))
     }
 
     /// Threads of each worker when `local` of them share this machine.

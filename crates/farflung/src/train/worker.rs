@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use farflung_base::Nanos;
 use farflung_comm::{Communicator, ReduceOp};
-use farflung_optim::{AdamW, Chain, OuterOptimizer, Prepared, Schedule, Sgd, adamw, sgd};
+use farflung_optim::{AdamW, Chain, LossScale, OptimError, OuterOptimizer, Schedule, Sgd, adamw, sgd};
 use farflung_tensor::{Device, Param, ParamLayout, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::weights::Weights;
@@ -24,6 +24,8 @@ pub struct Worker {
     pub(super) params: Tensor,
     pub(super) grads: Tensor,
     pub(super) chain: Chain,
+    /// Of gradients in products of 16 bits.
+    scale: LossScale,
     pub(super) sync: Sync,
     resync: Resync,
     pub(super) comm: Communicator,
@@ -51,6 +53,9 @@ pub struct StepDone {
     /// Where the replicas were compared: how far apart they were.
     pub drift: Option<Drift>,
 }
+
+/// The name of the loss scale among a rank's states.
+pub(super) const LOSS_SCALE: &str = "loss_scale";
 
 /// The optimizer chain of a config that makes so many updates in a step.
 pub(super) fn chain(config: &TrainConfig, device: &Device, stage: &Stage, updates: u64) -> Result<Chain> {
@@ -102,6 +107,7 @@ impl Keeps for Worker {
                 states.push((format!("outer.{name}"), state.to_vec::<f32>()?));
             }
         }
+        states.push((LOSS_SCALE.to_owned(), self.scale.save().to_vec()));
         states.extend(self.sync.average().save("average.")?);
         let flat = |(name, values): (String, Vec<f32>)| Named { name, shape: vec![values.len()], values };
         Ok(states.into_iter().map(flat).collect())
@@ -116,6 +122,7 @@ impl Keeps for Worker {
         if from.own {
             self.sync.average_mut().restore("average.", from.rounds(), |name| from.state(name))?;
         }
+        self.scale.restore(from.state(LOSS_SCALE).unwrap_or_default());
         self.step = from.step();
         self.resync.restart(self.step);
         Ok(())
@@ -175,6 +182,7 @@ impl Worker {
         Ok(Self {
             grads: stage.zeros()?,
             chain: chain(&job.config, &device, &stage, 1)?,
+            scale: job.config.loss_scale.start(job.config.precision),
             sync: Sync::new(job, &comm, &stage, &params)?,
             resync: Resync::new(job, &comm, device.name())?,
             sampler: job.sampler(rank)?,
@@ -208,6 +216,12 @@ impl Worker {
         &self.stage
     }
 
+    /// What its gradients are multiplied with where products round them.
+    #[must_use]
+    pub const fn loss_scale(&self) -> &LossScale {
+        &self.scale
+    }
+
     /// Its replica's parameters.
     #[must_use]
     pub const fn params(&self) -> &Tensor {
@@ -227,11 +241,21 @@ impl Worker {
 
     /// One optimizer step: forward and backward of each microbatch, averaging as the run's method says, and the update.
     ///
-    /// Prepare, agree, commit: a step that fails anywhere before all workers agreed leaves parameters, moments and
+    /// In f16 a step whose gradients overflow is computed again with a smaller loss scale. Prepare, agree, commit: a step that fails anywhere before all workers agreed leaves parameters, moments and
     /// residuals as they were.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
-        let (loss, stop) = self.compute_gradients(stop)?;
-        let prepared: Prepared = self.chain.prepare(&self.grads)?;
+        let (loss, stop, prepared) = loop {
+            let (loss, stop) = self.compute_gradients(stop)?;
+            match self.chain.prepare(&self.grads) {
+                Ok(prepared) => break (loss, stop, prepared),
+                // The same on all ranks that averaged, and there it never happened.
+                Err(OptimError::NotFinite { .. }) if self.scale.overflowed() => {
+                    self.sync.average_mut().rollback();
+                }
+                Err(error) => return Err(error.into()),
+            }
+        };
+        self.scale.taken();
         self.chain.commit(&mut self.params, &self.grads, prepared)?;
         self.step += 1;
         let after = self.sync.after_step(&self.comm, self.step, &mut self.params, loss, stop)?;
@@ -255,6 +279,7 @@ impl Worker {
             self.world,
             (per_microbatch as u64) * (self.accumulate * self.world) as u64,
         );
+        self.stage.set_gradient_scale(self.scale.get());
         let mut loss = 0.0;
         let mut averaging = self.sync.begin();
         for micro in 0..self.accumulate {

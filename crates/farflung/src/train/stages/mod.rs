@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
-use farflung_optim::{Average, Prepared, loss_scale, sum_of_squares};
+use farflung_optim::{Average, LossScale, OptimError, Prepared, loss_scale, sum_of_squares};
 use farflung_parallel::pipeline::{Follower, Schedule, Updates, run};
 use farflung_tensor::Tensor;
 use farflung_zoo::Stage;
@@ -25,7 +25,7 @@ use farflung_zoo::weights::Weights;
 use super::checkpoint::{Counters, Keeps, Named, Source};
 use super::job::Job;
 use super::sync::{Synced, average_config};
-use super::worker::{StepDone, chain, named, restore_chain};
+use super::worker::{LOSS_SCALE, StepDone, chain, named, restore_chain};
 use crate::{Error, Result};
 use hands::{Hands, Pass, floats, recomputed};
 use part::Part;
@@ -44,6 +44,8 @@ pub struct Pipelined {
     position: Rank,
     replica: u32,
     hands: Hands,
+    /// Of gradients in products of 16 bits.
+    scale: LossScale,
     /// All of the model, on rank 0, when it was last asked for.
     whole: Option<(Stage, Tensor)>,
     step: u64,
@@ -72,6 +74,17 @@ impl Pipelined {
         let (rank, ranks) = (comm.rank().0, placement.ranks());
         let (position, replica) = (Rank(rank % ranks), rank / ranks);
         same_schedule(&comm, &plan)?;
+        let scale = job.config.loss_scale.start(job.config.precision);
+        if scale.is_dynamic() && plan.updates() != Updates::Flush {
+            return Err(Error::Setting {
+                field: "loss-scale",
+                value: "auto".to_owned(),
+                expected: format!(
+                    "a number in {}: under {} no step can be tried again",
+                    job.config.precision, plan.name
+                ),
+            });
+        }
 
         let device = job.device(comm.rank().index(), threads)?;
         let averages = groups(&comm, &placement, plan.replicas, position)?;
@@ -135,6 +148,7 @@ impl Pipelined {
             position,
             replica,
             hands,
+            scale,
             whole: None,
             step: 0,
             updates,
@@ -170,8 +184,39 @@ impl Pipelined {
     /// One pass of a step's microbatches through the pipeline, and the update; where stages do not wait for each other,
     /// their updates.
     ///
-    /// With a flush, a step that fails anywhere before all ranks agreed leaves parameters and moments as they were.
+    /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and one that fails anywhere before all ranks agreed leaves parameters and moments as they were.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
+        let told = loop {
+            let told = self.pass(stop)?;
+            if self.plan.updates() != Updates::Flush {
+                break told;
+            }
+            match Prepared::with_norm(told.squares.iter().sum::<f64>().sqrt()) {
+                Ok(prepared) => {
+                    for part in self.hands.parts.values_mut() {
+                        part.commit(prepared, None)?;
+                    }
+                    break told;
+                }
+                Err(OptimError::NotFinite { .. }) if self.scale.overflowed() => {
+                    self.hands.parts.values_mut().for_each(Part::rollback);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        };
+        self.scale.taken();
+        self.step += 1;
+        let shard = self.hands.sampler.shard();
+        let tokens = told.losses.len() * shard.batch * self.hands.sampler.context();
+        let loss = told.losses.iter().sum::<f64>() / tokens as f64;
+        Ok(StepDone { step: self.step, loss, synced: Synced::Yes, stop: told.stop, drift: None })
+    }
+
+    /// A step's microbatches, forward and back; what ranks then tell each other.
+    fn pass(&mut self, stop: bool) -> Result<Told> {
+        for part in self.hands.parts.values_mut() {
+            part.stage.set_gradient_scale(self.scale.get());
+        }
         let microbatches = self.plan.microbatches();
         let first = self.step * u64::from(microbatches);
         self.hands.begin(Pass::Training { first }, microbatches);
@@ -182,8 +227,7 @@ impl Pipelined {
         }
         self.pass = (begun, self.hands.comm.now());
         self.hands.sent()?;
-        let flush = self.plan.updates() == Updates::Flush;
-        if flush {
+        if self.plan.updates() == Updates::Flush {
             // Two copies have their parts in opposite orders, and would wait for each other's averages.
             let Hands { parts, placement, .. } = &mut self.hands;
             let mut parts: Vec<_> =
@@ -193,18 +237,7 @@ impl Pipelined {
             self.hands.tied.finish(&mut self.hands.parts, &self.hands.placement)?;
         }
         self.hands.parts.values_mut().try_for_each(|part| part.catch_up(None))?;
-        let told = self.tell(stop)?;
-        if flush {
-            let prepared = Prepared::with_norm(told.squares.iter().sum::<f64>().sqrt())?;
-            for part in self.hands.parts.values_mut() {
-                part.commit(prepared, None)?;
-            }
-        }
-        self.step += 1;
-        let shard = self.hands.sampler.shard();
-        let tokens = told.losses.len() * shard.batch * self.hands.sampler.context();
-        let loss = told.losses.iter().sum::<f64>() / tokens as f64;
-        Ok(StepDone { step: self.step, loss, synced: Synced::Yes, stop: told.stop, drift: None })
+        self.tell(stop)
     }
 
     /// Mean loss of the held-out batches in nats, shared out among the replicas; all must call it.
@@ -371,6 +404,11 @@ impl Keeps for Pipelined {
         let mut states = self.tensors(|part| {
             Ok(part.chain.states().map(|(name, state)| (format!("chain.{name}/"), state)).collect())
         })?;
+        states.push(Named {
+            name: LOSS_SCALE.to_owned(),
+            shape: vec![2],
+            values: self.scale.save().to_vec(),
+        });
         for (stage, part) in &self.hands.parts {
             let saved = part.average.as_ref().map(|a| a.save(&format!("average.{stage}."))).transpose()?;
             let flat = |(name, values): (String, Vec<f32>)| Named { name, shape: vec![values.len()], values };
@@ -388,6 +426,7 @@ impl Keeps for Pipelined {
                 average.restore(&format!("average.{stage}."), from.rounds(), |name| from.state(name))?;
             }
         }
+        self.scale.restore(from.state(LOSS_SCALE).unwrap_or_default());
         self.step = from.step();
         Ok(())
     }

@@ -227,6 +227,13 @@ impl Part {
         Ok(())
     }
 
+    /// Gives an update up before it is taken.
+    pub(super) fn rollback(&mut self) {
+        if let Some(average) = &mut self.average {
+            average.rollback();
+        }
+    }
+
     /// The elements of the token table in the flat buffers, in a part that has it.
     pub(super) fn table(&self) -> std::ops::Range<usize> {
         self.stage.layout().params()[0].range()

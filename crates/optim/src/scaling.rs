@@ -1,0 +1,139 @@
+//! The scale of gradients in 16 bits, found by trial: as large as overflows nothing. It refuses to know where gradients
+//! are scaled.
+
+/// Where a scale that is found by trial starts, as PyTorch's `GradScaler`.
+const START: f32 = 65_536.0;
+/// Steps without an overflow after which it doubles.
+const GROW_EVERY: u32 = 2000;
+/// The largest tried: whatever f16 still loses then is below 2^-48.
+const MOST: f32 = 16_777_216.0;
+
+/// A power of two that keeps small gradients from vanishing in f16: fixed, or halved at each overflow and doubled
+/// after 2000 steps without one (Micikevicius et al. 2018, section 3.2; dynamic scaling as in PyTorch's `GradScaler`).
+///
+/// It differs in what an overflow costs. PyTorch leaves the step out; here whoever holds the scale is told to compute
+/// the same step again with half of it, so that no batch is lost and steps are counted alike on all ranks.
+///
+/// ```
+/// use farflung_optim::LossScale;
+///
+/// let mut scale = LossScale::dynamic();
+/// assert_eq!(scale.get(), 65536.0);
+/// assert!(scale.overflowed()); // try the step again
+/// assert_eq!(scale.get(), 32768.0);
+/// (0..2000).for_each(|_| scale.taken());
+/// assert_eq!(scale.get(), 65536.0);
+/// assert!(!LossScale::fixed(1024.0).overflowed()); // nothing else to try
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LossScale {
+    scale: f32,
+    dynamic: bool,
+    /// Steps taken since the scale last changed.
+    taken: u32,
+}
+
+impl LossScale {
+    /// Stays.
+    #[must_use]
+    pub const fn fixed(scale: f32) -> Self {
+        Self { scale, dynamic: false, taken: 0 }
+    }
+
+    /// Starts at 65536.
+    #[must_use]
+    pub const fn dynamic() -> Self {
+        Self { scale: START, dynamic: true, taken: 0 }
+    }
+
+    /// The scale.
+    #[must_use]
+    pub const fn get(&self) -> f32 {
+        self.scale
+    }
+
+    /// Whether it is found by trial.
+    #[must_use]
+    pub const fn is_dynamic(&self) -> bool {
+        self.dynamic
+    }
+
+    /// A step's gradients were not finite. Whether to compute it again, with half the scale; where the scale is 1 or
+    /// fixed it is not what overflowed.
+    #[must_use]
+    pub fn overflowed(&mut self) -> bool {
+        let again = self.dynamic && self.scale > 1.0;
+        if again {
+            self.scale /= 2.0;
+            self.taken = 0;
+        }
+        again
+    }
+
+    /// A step was taken.
+    pub fn taken(&mut self) {
+        self.taken += 1;
+        if self.dynamic && self.taken == GROW_EVERY {
+            self.scale = (self.scale * 2.0).min(MOST);
+            self.taken = 0;
+        }
+    }
+
+    /// Its state.
+    #[must_use]
+    pub const fn save(&self) -> [f32; 2] {
+        [self.scale, self.taken as f32]
+    }
+
+    /// Takes a saved state up, unless it stays as it is or the state is none: a scale that is a power of two in its range.
+    pub fn restore(&mut self, state: &[f32]) {
+        if let [scale, taken] = *state
+            && self.dynamic
+            && (1.0..=MOST).contains(&scale)
+            && scale.log2().fract() == 0.0
+            && (0.0..GROW_EVERY as f32).contains(&taken)
+        {
+            (self.scale, self.taken) = (scale, taken as u32);
+        }
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::float_cmp, reason = "powers of two are exact")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_halves_down_to_one_and_doubles_up_to_the_most() {
+        let mut scale = LossScale::dynamic();
+        assert_eq!((0..100).take_while(|_| scale.overflowed()).count(), 16);
+        assert_eq!(scale.get(), 1.0);
+        (0..GROW_EVERY * 30).for_each(|_| scale.taken());
+        assert_eq!(scale.get(), MOST);
+        (1..GROW_EVERY).for_each(|_| scale.taken());
+        assert!(scale.overflowed());
+        scale.taken();
+        assert_eq!(scale.get(), MOST / 2.0, "an overflow starts the count anew");
+    }
+
+    #[test]
+    fn a_saved_scale_goes_on_and_a_wrong_one_is_not_taken() {
+        let mut scale = LossScale::dynamic();
+        assert!(scale.overflowed());
+        (0..1999).for_each(|_| scale.taken());
+        let mut other = LossScale::dynamic();
+        other.restore(&scale.save());
+        assert_eq!(other, scale);
+        other.taken();
+        assert_eq!(other.get(), 65_536.0);
+        for wrong in [&[0.0, 0.0][..], &[3.0, 0.0], &[f32::NAN, 0.0], &[2.0, -1.0], &[2.0, 1e9], &[2.0], &[]]
+        {
+            other.restore(wrong);
+            assert_eq!(other.get(), 65_536.0);
+        }
+        let mut fixed = LossScale::fixed(8.0);
+        fixed.restore(&scale.save());
+        fixed.taken();
+        assert_eq!(fixed.get(), 8.0);
+    }
+}
