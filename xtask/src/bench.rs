@@ -19,8 +19,8 @@ Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl]
   --cuda          build with CUDA, which devices' benches then run on
   --list          the benches, with their claims and sources
 
-Without a name, those run that need no GPU's interface. device-parity and device-train are built with the feature `wgpu` when
-they are named; with `--cuda` also with `cuda` (`cargo xtask setup cuda` first), and run on the first NVIDIA GPU.
+Without a name, those run that need no GPU's interface. device-parity, device-train and gpu are built with the feature `wgpu`
+when they are named; with `--cuda` also with `cuda` (`cargo xtask setup cuda` first), and run on the first NVIDIA GPU.
 
 Exit code: 0, 1 if a marked row fails or a bench cannot run, 2 for a wrong command line.
 
@@ -45,9 +45,12 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     Ok(status.code().and_then(|c| u8::try_from(c).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
+/// The benches of devices.
+const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
+
 /// The features that the named benches are built with.
 fn features(args: &[String], cuda: bool) -> Vec<String> {
-    let devices = args.iter().any(|a| a == "device-parity" || a == "device-train");
+    let devices = args.iter().any(|a| OF_DEVICES.contains(&a.as_str()));
     let wanted = [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda)];
     let wanted = wanted.into_iter().filter(|(_, wanted)| *wanted);
     wanted.flat_map(|(feature, _)| ["--features".to_owned(), feature.to_owned()]).collect()
@@ -62,6 +65,7 @@ mod tests {
         let features =
             |line: &str, cuda| features(&line.split(' ').map(str::to_owned).collect::<Vec<_>>(), cuda);
         assert!(features("gemm --quick", false).is_empty());
+        assert_eq!(features("gpu --quick", false), ["--features", "farflung-repro/wgpu"]);
         assert_eq!(features("device-train gemm", false), ["--features", "farflung-repro/wgpu"]);
         assert_eq!(features("device-parity", true)[2..], ["--features", "farflung-repro/cuda"]);
     }

@@ -5,6 +5,7 @@ mod bucket;
 mod coder;
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use farflung_base::{Bytes, Nanos, Pending};
@@ -13,7 +14,7 @@ use farflung_compress::{CodecSpec, StateMap, StateValue};
 use farflung_tensor::{ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
-use bucket::{Bucket, Slot, cut};
+use bucket::{Bucket, Fetch, Slot, cut};
 use coder::Codecs;
 
 /// How buffers are averaged.
@@ -94,6 +95,8 @@ pub struct Average {
     buckets: Vec<Bucket>,
     /// One for each bucket; none when f32 travels plainly.
     codecs: Vec<Codecs>,
+    /// Buckets whose values come from a device, behind those in flight.
+    fetching: VecDeque<Fetch>,
     in_flight: Vec<Pending<Result<Vec<f32>, CommError>>>,
     round: u64,
     uncommitted: bool,
@@ -127,6 +130,7 @@ impl Average {
             config,
             len: layout.len(),
             slots,
+            fetching: VecDeque::new(),
             in_flight: Vec::with_capacity(buckets.len()),
             buckets,
             codecs: Vec::new(),
@@ -148,6 +152,7 @@ impl Average {
     /// Begins a round. A round before it that was not committed is rolled back.
     pub fn begin(&mut self) -> Averaging<'_> {
         // Of a round that was started and never finished.
+        self.fetching.clear();
         self.in_flight.clear();
         self.rollback();
         for slot in &mut self.slots {
@@ -178,6 +183,9 @@ impl Average {
         let len = self.len;
         let mut averaging = self.begin();
         averaging.ready(0..len, flat)?;
+        if averaging.average.config.overlap {
+            averaging.average.send(usize::MAX)?;
+        }
         averaging.finished = true;
         Ok(())
     }
@@ -306,10 +314,28 @@ impl Average {
         Ok(())
     }
 
-    /// Starts the buckets that are complete, up to the first that is not.
-    fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {
-        while let Some(bucket) = self.buckets.get_mut(self.in_flight.len()).filter(|b| b.missing == 0) {
-            let data = bucket.pack(flat)?;
+    /// Fetches the buckets that are complete, up to the first that is not, and sends what is there.
+    fn start(&mut self, flat: &Tensor, wait: Wait) -> Result<(), OptimError> {
+        let earlier = self.fetching.len();
+        while let Some(bucket) =
+            self.buckets.get_mut(self.in_flight.len() + self.fetching.len()).filter(|b| b.missing == 0)
+        {
+            self.fetching.push_back(bucket.fetch(flat)?);
+        }
+        let due = match wait {
+            Wait::ForEarlier => earlier,
+            Wait::ForAll => self.fetching.len(),
+        };
+        self.send(due)
+    }
+
+    /// Sends the first `due` of the buckets that are fetched, and those behind them that are there.
+    fn send(&mut self, due: usize) -> Result<(), OptimError> {
+        for sent in 0.. {
+            let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_here()) else {
+                break;
+            };
+            let data = fetch.wait()?;
             let pending = match self.codecs.get(self.in_flight.len()) {
                 None => self.comm.start_all_reduce(data, ReduceOp::Mean),
                 Some(codecs) => {
@@ -321,6 +347,14 @@ impl Average {
         }
         Ok(())
     }
+}
+
+/// For which of the buckets that come from a device to wait.
+#[derive(Debug, Clone, Copy)]
+enum Wait {
+    /// For those that an earlier call asked for: the device has computed on meanwhile, and is not kept waiting.
+    ForEarlier,
+    ForAll,
 }
 
 /// A round of averaging under way. Dropping it unfinished cancels what is on its way, which ends the communicator, and
@@ -342,7 +376,7 @@ impl Averaging<'_> {
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.average.check(flat)?;
         self.average.mark(range)?;
-        if self.average.config.overlap { self.average.start(flat) } else { Ok(()) }
+        if self.average.config.overlap { self.average.start(flat, Wait::ForEarlier) } else { Ok(()) }
     }
 
     /// Waits for all buckets, then writes the means into `flat`: all of them, or none.
@@ -356,7 +390,7 @@ impl Averaging<'_> {
             let problem = "not ready when the round was to finish";
             return Err(OptimError::Ready { parameter: slot.name.clone(), problem });
         }
-        average.start(flat)?;
+        average.start(flat, Wait::ForAll)?;
         let began = average.comm.now();
         for (pending, bucket) in average.in_flight.drain(..).zip(&mut average.buckets) {
             bucket.packed = pending.wait()?;
@@ -388,6 +422,7 @@ impl Averaging<'_> {
 impl Drop for Averaging<'_> {
     fn drop(&mut self) {
         if !self.finished {
+            self.average.fetching.clear();
             self.average.in_flight.clear();
             self.average.rollback();
         }

@@ -5,6 +5,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use farflung_base::Pending;
+
 use crate::backend::{Part, Storage};
 use crate::{DType, Device, Element, Result, Shape, TensorError};
 
@@ -86,6 +88,11 @@ impl Tensor {
     /// The elements on the host, copied off the device.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         self.view().to_vec()
+    }
+
+    /// Starts to copy the elements off the device: see [`View::start_to_vec`].
+    pub fn start_to_vec<T: Element>(&self) -> Pending<Result<Vec<T>>> {
+        self.view().start_to_vec()
     }
 
     /// Overwrites all elements from the host.
@@ -199,10 +206,24 @@ impl<'a> View<'a> {
 
     /// The elements on the host, copied off the device.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        check_dtype::<T>("to_vec", self.dtype)?;
-        let mut out = vec![T::zeroed(); self.len()];
-        self.device.backend().download(self.raw(), bytemuck::cast_slice_mut(&mut out))?;
-        Ok(out)
+        self.start_to_vec().wait()
+    }
+
+    /// Starts to copy the elements off the device: as they are once all ops before are done, whatever is started
+    /// afterwards. They are there at once where the device's memory is the host's.
+    pub fn start_to_vec<T: Element>(&self) -> Pending<Result<Vec<T>>> {
+        if let Err(error) = check_dtype::<T>("to_vec", self.dtype) {
+            return Pending::ready(Err(error));
+        }
+        if let Some(values) = self.host() {
+            return Pending::ready(Ok(values.to_vec()));
+        }
+        let len = self.len();
+        self.device.backend().start_download(self.raw()).map(move |read| {
+            let mut out = vec![T::zeroed(); len];
+            bytemuck::cast_slice_mut(&mut out).copy_from_slice(read?.bytes());
+            Ok(out)
+        })
     }
 
     /// The elements in place, where the device's memory is the host's and the type is right.

@@ -4,7 +4,10 @@
 
 mod parity;
 
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 
 use farflung_base as base;
 use farflung_tensor as tensor;
@@ -69,6 +72,34 @@ fn bytes_go_up_and_come_down_at_any_offset() {
         expected[start..start + len].fill(255);
         assert_eq!(t.to_vec::<u8>().unwrap(), expected, "{start} {len}");
     }
+}
+
+#[test]
+fn what_is_on_its_way_is_what_was_there_when_it_was_asked_for() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    let mut t = gpu.tensor(&[1.0_f32; 70], 70).unwrap();
+    let mut coming = Vec::new();
+    for step in 2..10_u8 {
+        coming.push(t.view().part(3, 65).unwrap().start_to_vec::<f32>());
+        gpu.run(Op::Fill { value: f32::from(step), y: t.view_mut() }).unwrap();
+    }
+    // Its buffer serves another, which is written before anybody waited.
+    drop(t);
+    gpu.tensor(&[-1.0_f32; 70], 70).unwrap();
+    for (step, values) in (1..9_u8).zip(coming) {
+        assert_eq!(values.wait().unwrap(), [f32::from(step); 65]);
+    }
+    let t = gpu.tensor(&[5_u8; 9], 9).unwrap();
+    let mut coming = t.start_to_vec::<u8>();
+    let bytes = loop {
+        match Pin::new(&mut coming).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(bytes) => break bytes,
+            Poll::Pending => std::thread::yield_now(),
+        }
+    };
+    assert_eq!(bytes.unwrap(), [5; 9]);
+    assert!(t.start_to_vec::<f32>().wait().is_err());
 }
 
 #[test]

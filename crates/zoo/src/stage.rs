@@ -4,6 +4,7 @@ mod slices;
 
 use std::ops::Range;
 
+use farflung_base::Pending;
 use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor};
 
 use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, KeyValues, Transformer, TransformerSaved, dims};
@@ -452,5 +453,10 @@ impl Cache {
 
 /// Sum of losses in f64, in order: the same on every machine.
 pub fn total(losses: &Tensor) -> Result<f64, ZooError> {
-    Ok(losses.to_vec::<f32>()?.iter().map(|&l| f64::from(l)).sum())
+    start_total(losses).wait()
+}
+
+/// Starts to fetch the losses for [`total`], so that the device goes on meanwhile.
+pub fn start_total(losses: &Tensor) -> Pending<Result<f64, ZooError>> {
+    losses.start_to_vec::<f32>().map(|losses| Ok(losses?.iter().map(|&l| f64::from(l)).sum()))
 }

@@ -52,6 +52,8 @@ mod diloco_exact;
 mod failure;
 mod gemm;
 mod gpt_step;
+#[cfg(feature = "wgpu")]
+mod gpu;
 mod hostile_frames;
 mod hostile_payloads;
 mod instructions;
@@ -84,6 +86,8 @@ pub const BENCHES: &[Bench] = &[
     device_parity::BENCH,
     #[cfg(feature = "wgpu")]
     device_train::BENCH,
+    #[cfg(feature = "wgpu")]
+    gpu::BENCH,
     overlap_ddp::BENCH,
     resume::BENCH,
     collective_laws::BENCH,

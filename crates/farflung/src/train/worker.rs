@@ -280,7 +280,7 @@ impl Worker {
             (per_microbatch as u64) * (self.accumulate * self.world) as u64,
         );
         self.stage.set_gradient_scale(self.scale.get());
-        let mut loss = 0.0;
+        let mut coming = Vec::with_capacity(self.accumulate);
         let mut averaging = self.sync.begin();
         for micro in 0..self.accumulate {
             let batch = self.step * self.accumulate as u64 + micro as u64;
@@ -292,7 +292,7 @@ impl Worker {
             self.comm.advance(self.compute.0);
             let (out, saved) = self.stage.forward(&self.params, Input::Tokens(x), Some((&y, scale)))?;
             if let Output::Losses(losses) = out {
-                loss += stage::total(&losses)?;
+                coming.push(stage::start_total(&losses));
             }
             let last = micro + 1 == self.accumulate;
             let (comm, total) = (&self.comm, self.stage.layout().len() as u64);
@@ -310,6 +310,10 @@ impl Worker {
         }
         // What failed on the device shows here, before anything is agreed on.
         self.stage.device().fence()?;
+        let mut loss = 0.0;
+        for total in coming {
+            loss += total.wait()?;
+        }
         let loss = loss / (per_microbatch * self.accumulate as f64);
         let Some(averaging) = averaging else { return Ok((loss, stop)) };
         let vote = vote(&self.comm, loss, stop);

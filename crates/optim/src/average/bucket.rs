@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use farflung_tensor::{ParamLayout, Tensor};
+use farflung_base::Pending;
+use farflung_tensor::{ParamLayout, Tensor, TensorError};
 
 use crate::OptimError;
 
@@ -29,6 +30,26 @@ pub(super) struct Bucket {
     pub(super) missing: usize,
     /// The buffer that travels, kept for the next round.
     pub(super) packed: Vec<f32>,
+}
+
+/// A bucket's elements, side by side or on their way from a device.
+#[derive(Debug)]
+pub(super) struct Fetch {
+    packed: Vec<f32>,
+    coming: Vec<Pending<Result<Vec<f32>, TensorError>>>,
+}
+
+impl Fetch {
+    pub(super) fn is_here(&self) -> bool {
+        self.coming.is_empty()
+    }
+
+    pub(super) fn wait(mut self) -> Result<Vec<f32>, OptimError> {
+        for piece in self.coming {
+            self.packed.extend(piece.wait()?);
+        }
+        Ok(self.packed)
+    }
 }
 
 /// Cuts a layout into buckets of at most `bytes`, from its end to its start; a larger parameter is a bucket alone. The
@@ -60,19 +81,20 @@ pub(super) fn cut(layout: &ParamLayout, bytes: usize) -> (Vec<Slot>, Vec<Bucket>
 }
 
 impl Bucket {
-    /// Its elements of `flat` side by side, in the buffer of the last round if that came back.
-    pub(super) fn pack(&mut self, flat: &Tensor) -> Result<Vec<f32>, OptimError> {
+    /// Starts to fetch its elements of `flat`, into the buffer of the last round if that came back.
+    pub(super) fn fetch(&mut self, flat: &Tensor) -> Result<Fetch, OptimError> {
         let mut packed = std::mem::take(&mut self.packed);
         packed.clear();
         packed.reserve_exact(self.len);
+        let mut coming = Vec::new();
         for piece in &self.pieces {
             let part = flat.view().part(piece.start, piece.len())?;
             match part.host() {
                 Some(values) => packed.extend_from_slice(values),
-                None => packed.extend(part.to_vec::<f32>()?),
+                None => coming.push(part.start_to_vec()),
             }
         }
-        Ok(packed)
+        Ok(Fetch { packed, coming })
     }
 
     /// Writes what came back to its places in `flat`.
@@ -121,7 +143,7 @@ mod tests {
         let cpu = Device::cpu(1).unwrap();
         let values: Vec<f32> = (0..layout.len()).map(|i| i as f32).collect();
         let flat = cpu.tensor(&values, layout.len()).unwrap();
-        let packed = buckets[0].pack(&flat).unwrap();
+        let packed = buckets[0].fetch(&flat).unwrap().wait().unwrap();
         assert_eq!(packed, [&values[..65], &values[128..131], &values[192..]].concat());
         buckets[0].packed = packed;
         let mut out = cpu.zeros(layout.len()).unwrap();

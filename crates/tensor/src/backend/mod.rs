@@ -5,6 +5,8 @@ use std::fmt::Debug;
 use std::ops::Range;
 use std::ptr::NonNull;
 
+use farflung_base::Pending;
+
 use crate::op::Op;
 use crate::{BlockCodec, DType, Mask, Precision, Result, Shape, View, ViewMut};
 
@@ -25,6 +27,17 @@ pub(crate) struct Part<'a> {
     pub(crate) range: Range<usize>,
 }
 
+/// Bytes that came from a device.
+pub(crate) trait Downloaded: Send {
+    fn bytes(&self) -> &[u8];
+}
+
+impl Downloaded for Vec<u8> {
+    fn bytes(&self) -> &[u8] {
+        self
+    }
+}
+
 /// One device: memory, and an interpreter of ops.
 pub(crate) trait Backend: Debug + Send + Sync {
     /// Such as `cpu`, `wgpu:0`.
@@ -39,8 +52,8 @@ pub(crate) trait Backend: Debug + Send + Sync {
     /// Host to device, as many bytes as the view has.
     fn upload(&self, bytes: &[u8], to: ViewMut<'_>) -> Result<()>;
 
-    /// Device to host.
-    fn download(&self, from: Part<'_>, bytes: &mut [u8]) -> Result<()>;
+    /// Device to host: the bytes as they are once all ops started before are done.
+    fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>>;
 
     /// Starts an op whose shapes and types were checked; the operands of products are rounded to `precision`.
     fn run(&self, op: Op<'_>, precision: Precision) -> Result<()>;

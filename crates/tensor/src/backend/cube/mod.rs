@@ -7,6 +7,7 @@ mod attention;
 mod block;
 mod bytes;
 mod codec;
+mod download;
 mod embed;
 mod loss;
 mod map;
@@ -23,9 +24,11 @@ use std::any::Any;
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
+use farflung_base::Pending;
 
+use self::download::Download;
 use self::storage::{ALIGN, Buffer, Pool};
-use super::{Backend, Part, Storage};
+use super::{Backend, Downloaded, Part, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
@@ -166,26 +169,16 @@ impl Backend for Cube {
         Ok(())
     }
 
-    fn download(&self, from: Part<'_>, bytes: &mut [u8]) -> Result<()> {
-        if bytes.is_empty() {
-            return Ok(());
+    fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
+        if from.range.is_empty() {
+            return Pending::ready(Ok(Box::new(Vec::new())));
         }
         let buffer = Self::buffer(&from);
         let first = from.range.start / 4 * 4;
         let last = from.range.end.next_multiple_of(4);
         let handle =
             buffer.handle.clone().offset_start(first as u64).offset_end((buffer.bytes - last) as u64);
-        let read = self.client.read_one(handle).map_err(|e| self.failed("download", said(&e)))?;
-        let skip = from.range.start - first;
-        match read.get(skip..skip + bytes.len()) {
-            Some(read) => bytes.copy_from_slice(read),
-            None => {
-                return Err(
-                    self.failed("download", format!("{} bytes came, not {}", read.len(), last - first))
-                );
-            }
-        }
-        Ok(())
+        Download::start(&self.name, &self.client, handle, from.range.start - first..from.range.end - first)
     }
 
     fn run(&self, op: Op<'_>, precision: Precision) -> Result<()> {
