@@ -53,7 +53,7 @@ pub trait Protocol {
 /// rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of values. All ranks need the same seed. Sums
 /// have one order on the host; devices agree to rounding, and all decode the same means.
 ///
-/// The residual is not made until the next round, in whose only pass over `x` it is: a round's end does nothing but write the mean.
+/// The residual is made by the next round, as it reads `x`: a round's end does nothing but write the mean.
 ///
 /// State: `residual` (`[rows, columns]`) and `q` (`[rank, columns]`), f32. Memory: two matrices, three
 /// with rounds that are not committed one by one.
