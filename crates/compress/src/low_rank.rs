@@ -1,43 +1,82 @@
 //! Products of a matrix with a few vectors, and back: the matrix is read once for all of them. Every sum has one order. Knows
 //! no method.
 
-use crate::chunked::{INFINITE, max_magnitude, sum};
-use crate::simd::{Kernel, Stream};
+use crate::aside::Aside;
+use crate::chunked::{magnitude, max_magnitude};
+use crate::simd::{Kernel, Level};
 
 /// Columns that are worked on together: their part of a few rows and vectors stays in the first cache.
 const COLUMNS: usize = 512;
 
-/// `M = x + e`, row by row, and `P = M Q`; whether something in `M` is not finite. `P` and `Q` have a row for each vector.
-pub(crate) struct Project<'a> {
-    pub(crate) x: &'a [f32],
-    /// As long as `x`, or empty.
-    pub(crate) e: &'a [f32],
-    pub(crate) m: &'a mut [f32],
+/// A sum of products is made of so many.
+const LANES: usize = 16;
+
+/// `P Q^T`; both have a row for each vector. Zeros if `P` is empty.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Product<'a> {
+    pub(crate) p: &'a [f32],
     pub(crate) q: &'a [f32],
-    pub(crate) p: &'a mut [f32],
+    pub(crate) rows: usize,
     pub(crate) columns: usize,
 }
 
+impl Product<'_> {
+    /// Writes the elements of row `i` from the column `start` on.
+    #[expect(clippy::inline_always, reason = "part of kernels")]
+    #[inline(always)]
+    fn write(self, i: usize, start: usize, out: &mut [f32]) {
+        let Self { p, q, rows, columns } = self;
+        let (vectors, len) = (p.len() / rows, out.len());
+        out.fill(0.0);
+        add_scaled(out, vectors, |r| p[r * rows + i], |r| &q[r * columns + start..][..len]);
+    }
+}
+
+/// `M = x + (m - P Q^T)` and `p = M Q`; the largest magnitude in `M`, as [`max_magnitude`] gives it.
+pub(crate) struct Project<'a> {
+    pub(crate) x: &'a [f32],
+    /// As long as `x`, or empty: then `M = x`.
+    pub(crate) m: &'a [f32],
+    pub(crate) sent: Product<'a>,
+    pub(crate) next_m: &'a mut [f32],
+    pub(crate) next_p: &'a mut [f32],
+    /// What sums are made in.
+    pub(crate) sums: &'a mut Vec<[f32; LANES]>,
+    pub(crate) level: Level,
+}
+
 impl Kernel for Project<'_> {
-    type Output = bool;
+    type Output = i32;
 
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
-    fn run(self) -> bool {
-        let Self { x, e, m, q, p, columns } = self;
-        let (rows, mut max) = (x.len() / columns, 0);
-        for (i, (x, m)) in x.chunks(columns).zip(m.chunks_mut(columns)).enumerate() {
-            max = max.max(if e.is_empty() {
-                m.copy_from_slice(x);
-                max_magnitude(m)
-            } else {
-                sum(x, &e[i * columns..][..columns], m)
-            });
-            for (p, q) in p.chunks_mut(rows).zip(q.chunks(columns)) {
-                p[i] = dot(m, q);
+    fn run(self) -> i32 {
+        let Self { x, m, sent, next_m, next_p, sums, level } = self;
+        let Product { q, rows, columns, .. } = sent;
+        let (mut aside, mut max) = (Aside::new(level, x.len(), COLUMNS), 0);
+        sums.resize(q.len() / columns, [0.0; LANES]);
+        for (i, next_m) in next_m.chunks_mut(columns).enumerate() {
+            sums.fill([0.0; LANES]);
+            for (k, next_m) in next_m.chunks_mut(COLUMNS).enumerate() {
+                let start = k * COLUMNS;
+                let (values, mut way) = aside.lend(next_m);
+                let at = i * columns + start..i * columns + start + values.len();
+                let x = &x[at.clone()];
+                max = max.max(if m.is_empty() {
+                    values.copy_from_slice(x);
+                    max_magnitude(x)
+                } else {
+                    sent.write(i, start, values);
+                    add_lost(x, &m[at], values)
+                });
+                add_products(values, &q[start..], columns, sums);
+                way.take(0, values);
+            }
+            for (p, sums) in next_p.chunks_mut(rows).zip(&*sums) {
+                p[i] = sums.iter().sum();
             }
         }
-        max >= INFINITE
+        max
     }
 }
 
@@ -58,89 +97,130 @@ impl Kernel for ProjectBack<'_> {
         let Self { m, p, q, columns } = self;
         let rows = m.len() / columns;
         q.fill(0.0);
-        // Four rows at a time are added in their order, so that sums are read and written a fourth as often.
-        for (i, four) in m.chunks(4 * columns).enumerate() {
+        for first in (0..rows).step_by(4) {
             for start in (0..columns).step_by(COLUMNS) {
                 let part = start..columns.min(start + COLUMNS);
                 for (q, p) in q.chunks_mut(columns).zip(p.chunks(rows)) {
-                    let (q, p) = (&mut q[part.clone()], &p[4 * i..]);
-                    let row = |k: usize| &four[k * columns..][part.clone()];
-                    if four.len() == 4 * columns {
-                        let rows = row(0).iter().zip(row(1)).zip(row(2).iter().zip(row(3)));
-                        for (q, ((a, b), (c, d))) in q.iter_mut().zip(rows) {
-                            *q = (((*q + p[0] * a) + p[1] * b) + p[2] * c) + p[3] * d;
-                        }
-                    } else {
-                        for (k, p) in p.iter().enumerate() {
-                            q.iter_mut().zip(row(k)).for_each(|(q, m)| *q += p * m);
-                        }
-                    }
+                    let row = |k: usize| &m[(first + k) * columns..][part.clone()];
+                    add_scaled(&mut q[part.clone()], 4.min(rows - first), |k| p[first + k], row);
                 }
             }
         }
     }
 }
 
-/// `out = P Q^T` and `next = M - out`; whether something in them is not finite.
+/// `out = P Q^T`; the largest magnitude in it, as [`max_magnitude`] gives it.
 pub(crate) struct Expand<'a> {
-    pub(crate) p: &'a [f32],
-    pub(crate) q: &'a [f32],
-    pub(crate) m: &'a [f32],
+    pub(crate) product: Product<'a>,
     pub(crate) out: &'a mut [f32],
-    pub(crate) next: &'a mut [f32],
-    pub(crate) columns: usize,
-    pub(crate) stream: Option<Stream>,
+    pub(crate) level: Level,
 }
 
 impl Kernel for Expand<'_> {
-    type Output = bool;
+    type Output = i32;
 
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
-    fn run(self) -> bool {
-        let Self { p, q, m, out, next, columns, stream } = self;
-        let (rows, mut max) = (m.len() / columns, 0);
-        let (mut values, mut lost) = ([0.0; COLUMNS], [0.0; COLUMNS]);
-        let write = |from: &[f32], to: &mut [f32]| match &stream {
-            Some(stream) => stream.copy(from, to),
-            None => to.copy_from_slice(from),
-        };
-        let each = m.chunks(columns).zip(out.chunks_mut(columns)).zip(next.chunks_mut(columns));
-        for (i, ((m, out), next)) in each.enumerate() {
-            for start in (0..columns).step_by(COLUMNS) {
-                let part = start..columns.min(start + COLUMNS);
-                let (values, lost) = (&mut values[..part.len()], &mut lost[..part.len()]);
-                values.fill(0.0);
-                for (p, q) in p.chunks(rows).zip(q.chunks(columns)) {
-                    let (p, q) = (p[i], &q[part.clone()]);
-                    values.iter_mut().zip(q).for_each(|(value, q)| *value += p * q);
-                }
-                let m = &m[part.clone()];
-                lost.iter_mut().zip(m).zip(&*values).for_each(|((lost, m), value)| *lost = m - value);
-                max = max.max(max_magnitude(values)).max(max_magnitude(lost));
-                write(values, &mut out[part.clone()]);
-                write(lost, &mut next[part]);
+    fn run(self) -> i32 {
+        let Self { product, out, level } = self;
+        let (mut aside, mut max) = (Aside::new(level, out.len(), COLUMNS), 0);
+        for (i, out) in out.chunks_mut(product.columns).enumerate() {
+            for (k, out) in out.chunks_mut(COLUMNS).enumerate() {
+                let (values, mut way) = aside.lend(out);
+                product.write(i, k * COLUMNS, values);
+                max = max.max(max_magnitude(values));
+                way.take(0, values);
             }
         }
-        max >= INFINITE
+        max
     }
 }
 
-/// A sum of products in 16 lanes, then over the lanes.
+/// `sent = x + (m - sent)`; the largest magnitude in it, as [`max_magnitude`] gives it.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn add_lost(x: &[f32], m: &[f32], sent: &mut [f32]) -> i32 {
+    let mut max = 0;
+    for ((value, x), m) in sent.iter_mut().zip(x).zip(m) {
+        *value = x + (m - *value);
+        max = max.max(magnitude(*value));
+    }
+    max
+}
+
+/// Adds vectors, each times its weight, in their order; four at a time, so that sums are read and written a fourth as often.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn add_scaled<'a>(
+    sums: &mut [f32],
+    vectors: usize,
+    weight: impl Fn(usize) -> f32,
+    vector: impl Fn(usize) -> &'a [f32],
+) {
+    let fours = vectors / 4 * 4;
+    for r in (0..fours).step_by(4) {
+        let [p0, p1, p2, p3] = [weight(r), weight(r + 1), weight(r + 2), weight(r + 3)];
+        let [a, b, c, d] = [vector(r), vector(r + 1), vector(r + 2), vector(r + 3)];
+        for (sum, ((a, b), (c, d))) in sums.iter_mut().zip(a.iter().zip(b).zip(c.iter().zip(d))) {
+            *sum = (((*sum + p0 * a) + p1 * b) + p2 * c) + p3 * d;
+        }
+    }
+    for r in fours..vectors {
+        let p = weight(r);
+        sums.iter_mut().zip(vector(r)).for_each(|(sum, a)| *sum += p * a);
+    }
+}
+
+/// A sum of products in lanes, then over the lanes.
 #[expect(clippy::inline_always, reason = "part of kernels")]
 #[inline(always)]
 pub(crate) fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let mut lanes = [0.0; 16];
-    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
-    for (a, b) in a.iter().zip(b) {
-        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += a * b;
+    let mut sums = [[0.0; LANES]];
+    add_products(a, b, 0, &mut sums);
+    sums[0].iter().sum()
+}
+
+/// Adds the products with vectors that begin `stride` apart to their sums, with four at a time: these do not wait for each
+/// other.
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn add_products(a: &[f32], vectors: &[f32], stride: usize, sums: &mut [[f32; LANES]]) {
+    let vector = |r: usize| vectors[r * stride..][..a.len()].as_chunks::<LANES>();
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (fours, ones) = sums.as_chunks_mut::<4>();
+    let first_one = 4 * fours.len();
+    for (r, sums) in fours.iter_mut().enumerate() {
+        let [mut s0, mut s1, mut s2, mut s3] = *sums;
+        let [(b0, rest0), (b1, rest1)] = [vector(4 * r), vector(4 * r + 1)];
+        let [(b2, rest2), (b3, rest3)] = [vector(4 * r + 2), vector(4 * r + 3)];
+        for (a, ((b0, b1), (b2, b3))) in a.iter().zip(b0.iter().zip(b1).zip(b2.iter().zip(b3))) {
+            add(&mut s0, a, b0);
+            add(&mut s1, a, b1);
+            add(&mut s2, a, b2);
+            add(&mut s3, a, b3);
+        }
+        *sums = [s0, s1, s2, s3];
+        for (sums, rest) in sums.iter_mut().zip([rest0, rest1, rest2, rest3]) {
+            add(sums, a_rest, rest);
         }
     }
-    for ((lane, a), b) in lanes.iter_mut().zip(a_rest).zip(b_rest) {
+    for (r, sums) in ones.iter_mut().enumerate() {
+        let (b, rest) = vector(first_one + r);
+        let mut lanes = *sums;
+        for (a, b) in a.iter().zip(b) {
+            add(&mut lanes, a, b);
+        }
+        *sums = lanes;
+        add(sums, a_rest, rest);
+    }
+}
+
+#[expect(clippy::inline_always, reason = "part of kernels")]
+#[inline(always)]
+fn add(lanes: &mut [f32; LANES], a: &[f32], b: &[f32]) {
+    for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
         *lane += a * b;
     }
-    lanes.into_iter().sum()
 }
 
 #[cfg(test)]
@@ -164,32 +244,38 @@ mod tests {
             let q = normal(rank * columns, 3);
             for level in [Level::detect(), Level::PORTABLE] {
                 let (mut m, mut p) = (vec![1.0; rows * columns], vec![1.0; rank * rows]);
-                let (mut back, mut out, mut next) = (vec![1.0; rank * columns], m.clone(), m.clone());
-                let refused = level.run(Project { x: &x, e: &e, m: &mut m, q: &q, p: &mut p, columns });
-                assert!(!refused);
+                let (mut back, mut out) = (vec![1.0; rank * columns], m.clone());
+                let (sent_p, mut sums) = (normal(rank * rows, 4), Vec::new());
+                let sent = Product { p: &sent_p, q: &q, rows, columns };
+                let (next_m, next_p, sums) = (&mut m, &mut p, &mut sums);
+                let max = level.run(Project { x: &x, m: &e, sent, next_m, next_p, sums, level });
+                assert_eq!(max, max_magnitude(&m));
                 level.run(ProjectBack { m: &m, p: &p, q: &mut back, columns });
-                let (p, q, stream) = (&p[..], &back[..], None);
-                let expand = Expand { p, q, m: &m, out: &mut out, next: &mut next, columns, stream };
-                assert!(!level.run(expand));
+                let product = Product { p: &p, q: &back, rows, columns };
+                assert_eq!(level.run(Expand { product, out: &mut out, level }), max_magnitude(&out));
                 for i in 0..rows {
                     for j in 0..columns {
+                        let value = |p: &[f32], q: &[f32]| {
+                            (0..rank).fold(0.0, |v, r| v + p[r * rows + i] * q[r * columns + j])
+                        };
                         let at = i * columns + j;
-                        assert_eq!(m[at], x[at] + e[at]);
-                        let value = (0..rank).fold(0.0, |v, r| v + p[r * rows + i] * q[r * columns + j]);
-                        assert_eq!((out[at], next[at]), (value, m[at] - value));
+                        assert_eq!(m[at], x[at] + (e[at] - value(&sent_p, &q)));
+                        assert_eq!(out[at], value(&p, &back));
+                    }
+                    for r in 0..rank {
+                        assert_eq!(
+                            p[r * rows + i],
+                            dot(&m[i * columns..][..columns], &q[r * columns..][..columns])
+                        );
                     }
                 }
                 for r in 0..rank {
                     for j in 0..columns {
                         let value = (0..rows).fold(0.0, |v, i| v + p[r * rows + i] * m[i * columns + j]);
-                        assert_eq!(q[r * columns + j], value);
+                        assert_eq!(back[r * columns + j], value);
                     }
                 }
             }
-            let mut m = vec![0.0; rows * columns];
-            let mut p = vec![0.0; rank * rows];
-            let x = vec![f32::INFINITY; rows * columns];
-            assert!(Level::detect().run(Project { x: &x, e: &[], m: &mut m, q: &q, p: &mut p, columns }));
         }
     }
 }

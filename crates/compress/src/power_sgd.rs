@@ -1,13 +1,16 @@
 //! Low rank by rounds: a method whose payloads are averaged on the way, not gathered. Knows no network: it says what is to be
 //! averaged, and waits.
 
+use std::borrow::Cow;
+
 use farflung_base::Philox;
 
-use crate::compressor::first_non_finite;
-use crate::low_rank::{Expand, Project, ProjectBack, dot};
+use crate::chunked::INFINITE;
+use crate::compressor::{check_finite, first_non_finite};
+use crate::low_rank::{Expand, Product, Project, ProjectBack, dot};
 use crate::memory::Memory;
-use crate::simd::{Level, Stream};
-use crate::{CompressError, StateMap};
+use crate::simd::Level;
+use crate::{CompressError, StateMap, StateValue};
 
 /// A method of several exchanges. Between two of them the caller averages a buffer over all ranks, which must hold equal means
 /// afterwards.
@@ -50,7 +53,10 @@ pub trait Protocol {
 /// rank's own `M`. Each rank sends `4 rank (rows + columns)` bytes in an exchange of values. All ranks need the same seed. Sums
 /// have one order on the host; devices agree to rounding, and all decode the same means.
 ///
-/// State: `residual` (`[rows, columns]`) and `q` (`[rank, columns]`), f32.
+/// The residual is made by the next round, as it reads `x`: a round's end does nothing but write the mean.
+///
+/// State: `residual` (`[rows, columns]`) and `q` (`[rank, columns]`), f32. Memory: two matrices, three
+/// with rounds that are not committed one by one.
 ///
 /// Source: Vogels et al. 2019, "`PowerSGD`", Alg. 1.
 #[derive(Debug, Clone)]
@@ -59,14 +65,25 @@ pub struct PowerSgd {
     columns: usize,
     rank: usize,
     seed: u64,
-    residual: Memory,
-    q: Memory,
-    /// `M`, `P` (`[rank, rows]`) and the new `Q` of a round.
-    m: Vec<f32>,
-    p: Vec<f32>,
-    next_q: Vec<f32>,
+    committed: Round,
+    /// The latest, if that was not committed yet.
+    latest: Round,
+    pending: bool,
+    /// The one under way, and the largest magnitude of its `m`.
+    next: Round,
+    largest: f32,
+    sums: Vec<[f32; 16]>,
     stage: Stage,
     level: Level,
+}
+
+/// What a round leaves to the next one: `m - p q^T`, and `q` to begin from. Without a round `p` is empty, and so is `m` if there
+/// is no residual.
+#[derive(Debug, Clone, Default)]
+struct Round {
+    m: Vec<f32>,
+    p: Vec<f32>,
+    q: Vec<f32>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,6 +95,12 @@ enum Stage {
     Second,
     /// `Q` was averaged.
     Done,
+}
+
+impl Round {
+    fn product(&self, rows: usize, columns: usize) -> Product<'_> {
+        Product { p: &self.p, q: &self.q, rows, columns }
+    }
 }
 
 impl PowerSgd {
@@ -94,11 +117,12 @@ impl PowerSgd {
             columns,
             rank,
             seed,
-            residual: Memory::default(),
-            q: Memory::default(),
-            m: Vec::new(),
-            p: vec![0.0; rank * rows],
-            next_q: vec![0.0; rank * columns],
+            committed: Round::default(),
+            latest: Round::default(),
+            pending: false,
+            next: Round::default(),
+            largest: 0.0,
+            sums: Vec::new(),
             stage: Stage::Idle,
             level: Level::detect(),
         };
@@ -112,40 +136,70 @@ impl PowerSgd {
         4 * self.rank * (self.rows + self.columns)
     }
 
-    /// What was not sent so far.
+    /// What was not sent so far, with the last round, committed or not; empty before the first.
     #[must_use]
-    pub fn residual(&self) -> &[f32] {
-        self.residual.get()
+    pub fn residual(&self) -> Vec<f32> {
+        self.left_by(self.now())
     }
 
     /// Forgets the residual, and begins from the seed's `Q`.
     pub fn reset(&mut self) {
         let mut q = vec![0.0; self.rank * self.columns];
         Philox::new(self.seed, 0).fill_normal(1.0, &mut q);
-        self.q.set(q);
-        self.residual.reset();
-        self.stage = Stage::Idle;
+        self.set(Round { q, ..Round::default() });
     }
 
     /// Makes the last round final.
     pub fn commit(&mut self) {
-        self.residual.commit();
-        self.q.commit();
+        if self.pending {
+            std::mem::swap(&mut self.committed, &mut self.latest);
+            self.drop_latest();
+        }
     }
 
     /// Takes back every round since the last commit.
     pub fn rollback(&mut self) {
-        self.residual.rollback();
-        self.q.rollback();
+        if self.pending {
+            self.drop_latest();
+        }
         self.stage = Stage::Idle;
+    }
+
+    fn set(&mut self, committed: Round) {
+        self.rollback();
+        self.committed = committed;
+    }
+
+    fn drop_latest(&mut self) {
+        self.pending = false;
+        // Its buffers are the next round's.
+        if self.stage == Stage::Idle {
+            std::mem::swap(&mut self.latest, &mut self.next);
+        }
+    }
+
+    fn now(&self) -> &Round {
+        if self.pending { &self.latest } else { &self.committed }
+    }
+
+    fn left_by(&self, round: &Round) -> Vec<f32> {
+        let mut left = vec![0.0; round.m.len()];
+        let product = round.product(self.rows, self.columns);
+        self.level.run(Expand { product, out: &mut left, level: self.level });
+        left.iter_mut().zip(&round.m).for_each(|(left, m)| *left = m - *left);
+        left
     }
 
     /// Adds the state to `into`.
     ///
     /// Errors: [`CompressError::Uncommitted`].
     pub fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
-        self.residual.save(format!("{prefix}residual"), into)?;
-        self.q.save(format!("{prefix}q"), into)
+        if self.pending {
+            return Err(CompressError::Uncommitted);
+        }
+        into.insert(format!("{prefix}residual"), StateValue::F32(Cow::Owned(self.residual())));
+        into.insert(format!("{prefix}q"), StateValue::F32(Cow::Borrowed(&self.committed.q)));
+        Ok(())
     }
 
     /// Takes the state out of `from`.
@@ -158,9 +212,7 @@ impl PowerSgd {
         if !residual.is_empty() {
             check("the saved residual", residual.len(), self.rows * self.columns)?;
         }
-        self.residual.set(residual);
-        self.q.set(q);
-        self.stage = Stage::Idle;
+        self.set(Round { m: residual, p: Vec::new(), q });
         Ok(())
     }
 }
@@ -173,11 +225,23 @@ impl Protocol for PowerSgd {
     fn begin(&mut self, x: &[f32]) -> Result<(), CompressError> {
         check("the matrix", x.len(), self.rows * self.columns)?;
         self.stage = Stage::Idle;
-        self.m.resize(x.len(), 0.0);
-        let (columns, q, e) = (self.columns, self.q.get(), self.residual.get());
-        if self.level.run(Project { x, e, m: &mut self.m, q, p: &mut self.p, columns }) {
-            return Err(first_non_finite(&self.m));
+        let now = if self.pending { &self.latest } else { &self.committed };
+        self.next.m.resize(x.len(), 0.0);
+        self.next.p.resize(self.rank * self.rows, 0.0);
+        self.next.q.resize(self.rank * self.columns, 0.0);
+        let max = self.level.run(Project {
+            x,
+            m: &now.m,
+            sent: now.product(self.rows, self.columns),
+            next_m: &mut self.next.m,
+            next_p: &mut self.next.p,
+            sums: &mut self.sums,
+            level: self.level,
+        });
+        if max >= INFINITE {
+            return Err(first_non_finite(&self.next.m));
         }
+        self.largest = f32::from_bits(max.cast_unsigned());
         self.stage = Stage::First;
         Ok(())
     }
@@ -186,14 +250,14 @@ impl Protocol for PowerSgd {
         match self.stage {
             Stage::First => {
                 self.stage = Stage::Second;
-                Some(&mut self.p)
+                Some(&mut self.next.p)
             }
             Stage::Second => {
-                orthonormalise(&mut self.p, self.rows);
-                let (m, p, q) = (&self.m, &self.p, &mut self.next_q);
+                let Round { m, p, q } = &mut self.next;
+                orthonormalise(p, self.rows);
                 self.level.run(ProjectBack { m, p, q, columns: self.columns });
                 self.stage = Stage::Done;
-                Some(&mut self.next_q)
+                Some(q)
             }
             Stage::Idle | Stage::Done => None,
         }
@@ -205,25 +269,17 @@ impl Protocol for PowerSgd {
             return Err(CompressError::Exchange);
         }
         self.stage = Stage::Idle;
-        let mut next = self.residual.begin(out.len())?;
-        let refused = self.level.run(Expand {
-            p: &self.p,
-            q: &self.next_q,
-            m: &self.m,
-            out: &mut *out,
-            next: &mut next,
-            columns: self.columns,
-            stream: Stream::for_len(self.level, self.m.len()),
-        });
-        let bad = || if out.iter().all(|x| x.is_finite()) { &*next } else { &*out };
-        let error = refused.then(|| first_non_finite(bad()));
-        self.residual.end(next, error.is_none());
-        if let Some(error) = error {
-            return Err(error);
+        let product = self.next.product(self.rows, self.columns);
+        let max = self.level.run(Expand { product, out: &mut *out, level: self.level });
+        if max >= INFINITE {
+            return Err(first_non_finite(out));
         }
-        let mut q = self.q.begin(self.next_q.len())?;
-        q.copy_from_slice(&self.next_q);
-        self.q.end(q, true);
+        // A difference is not above the sum of the largest magnitudes: only if that is not finite must the residual be looked at.
+        if !(self.largest + f32::from_bits(max.cast_unsigned())).is_finite() {
+            check_finite(&self.left_by(&self.next))?;
+        }
+        std::mem::swap(&mut self.latest, &mut self.next);
+        self.pending = true;
         Ok(())
     }
 }
@@ -248,86 +304,4 @@ fn orthonormalise(p: &mut [f32], len: usize) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn normal(n: usize, stream: u64) -> Vec<f32> {
-        let mut x = vec![0.0; n];
-        Philox::new(5, stream).fill_normal(1.0, &mut x);
-        x
-    }
-
-    /// One round of ranks that average exactly.
-    fn round(ranks: &mut [PowerSgd], x: &[Vec<f32>]) -> Vec<f32> {
-        ranks.iter_mut().zip(x).for_each(|(rank, x)| rank.begin(x).unwrap());
-        loop {
-            let mut buffers: Vec<&mut [f32]> = ranks.iter_mut().filter_map(Protocol::exchange).collect();
-            let Some(len) = buffers.first().map(|b| b.len()) else { break };
-            for i in 0..len {
-                let mean = buffers.iter().map(|b| b[i]).sum::<f32>() / buffers.len() as f32;
-                for buffer in &mut buffers {
-                    buffer[i] = mean;
-                }
-            }
-        }
-        let mut out = vec![0.0; x[0].len()];
-        for rank in ranks.iter_mut() {
-            rank.end(&mut out).unwrap();
-        }
-        out
-    }
-
-    #[test]
-    fn a_matrix_of_low_rank_is_carried_whole() {
-        let (rows, columns) = (20, 13);
-        let (a, b) = (normal(rows * 3, 1), normal(columns * 3, 2));
-        let of = |scale: f32| -> Vec<f32> {
-            let at = |i: usize| (0..3).map(|r| a[i / columns * 3 + r] * b[i % columns * 3 + r]).sum::<f32>();
-            (0..rows * columns).map(|i| at(i) * scale).collect()
-        };
-        let mut ranks = vec![PowerSgd::new(rows, columns, 3, 1).unwrap(); 2];
-        let out = round(&mut ranks, &[of(1.0), of(3.0)]);
-        assert!(out.iter().zip(of(2.0)).all(|(o, x)| (o - x).abs() < 1e-3));
-        assert_eq!(ranks[0].bytes(), 4 * 3 * 33);
-    }
-
-    #[test]
-    fn feedback_brings_the_rest_and_a_rollback_nothing() {
-        let x = vec![normal(16 * 12, 3), normal(16 * 12, 4)];
-        let mut ranks = vec![PowerSgd::new(16, 12, 2, 1).unwrap(); 2];
-        let mut sum = vec![0.0_f64; 16 * 12];
-        for _ in 0..60 {
-            let before = ranks[0].residual().to_vec();
-            round(&mut ranks, &x);
-            ranks.iter_mut().for_each(PowerSgd::rollback);
-            assert_eq!(ranks[0].residual(), before);
-            sum.iter_mut().zip(round(&mut ranks, &x)).for_each(|(s, o)| *s += f64::from(o));
-            ranks.iter_mut().for_each(PowerSgd::commit);
-        }
-        // The mean of what came out is the mean of what went in, but for the last residuals.
-        for i in 0..sum.len() {
-            let given = 60.0 * f64::from(x[0][i] + x[1][i]) / 2.0;
-            let left = f64::from(ranks[0].residual()[i] + ranks[1].residual()[i]) / 2.0;
-            assert!((given - sum[i] - left).abs() < 1e-2, "{given} {} {left}", sum[i]);
-            assert!((given - sum[i]).abs() < 0.5 * 60.0);
-        }
-        let mut map = StateMap::new();
-        ranks[0].save("", &mut map).unwrap();
-        let mut twin = PowerSgd::new(16, 12, 2, 9).unwrap();
-        twin.load("", &mut map).unwrap();
-        assert_eq!(round(std::slice::from_mut(&mut twin), &x[..1]), round(&mut ranks[..1], &x[..1]));
-        assert_eq!(twin.end(&mut [0.0; 192]), Err(CompressError::Exchange));
-        assert!(PowerSgd::new(16, 12, 13, 1).is_err());
-        // What overflows on the way is refused, and nothing is remembered of it.
-        let mut huge = PowerSgd::new(4, 4, 2, 1).unwrap();
-        huge.begin(&[f32::MAX; 16]).unwrap();
-        while huge.exchange().is_some() {}
-        assert!(matches!(huge.end(&mut [0.0; 16]), Err(CompressError::NonFinite { .. })));
-        assert!(huge.residual().is_empty());
-        let error = huge.begin(&[&[1.0; 9][..], &[f32::NAN; 7]].concat());
-        assert!(matches!(error, Err(CompressError::NonFinite { index: 9, .. })));
-        assert!(huge.exchange().is_none());
-        // Nothing at all has no direction.
-        assert_eq!(round(&mut [PowerSgd::new(4, 4, 2, 1).unwrap()], &[vec![0.0; 16]]), [0.0; 16]);
-    }
-}
+mod tests;
