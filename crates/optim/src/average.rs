@@ -183,9 +183,6 @@ impl Average {
         let len = self.len;
         let mut averaging = self.begin();
         averaging.ready(0..len, flat)?;
-        if averaging.average.config.overlap {
-            averaging.average.send(usize::MAX)?;
-        }
         averaging.finished = true;
         Ok(())
     }
@@ -314,19 +311,18 @@ impl Average {
         Ok(())
     }
 
-    /// Fetches the buckets that are complete, up to the first that is not, and sends what is there.
-    fn start(&mut self, flat: &Tensor, wait: Wait) -> Result<(), OptimError> {
+    /// Fetches the buckets that are complete, up to the first that is not, and sends those that an earlier call asked for:
+    /// a device has computed on meanwhile, and is not kept waiting. With the last bucket all are sent, so that ranks on
+    /// unlike devices have started the same collectives when the last range became ready.
+    fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {
         let earlier = self.fetching.len();
         while let Some(bucket) =
             self.buckets.get_mut(self.in_flight.len() + self.fetching.len()).filter(|b| b.missing == 0)
         {
             self.fetching.push_back(bucket.fetch(flat)?);
         }
-        let due = match wait {
-            Wait::ForEarlier => earlier,
-            Wait::ForAll => self.fetching.len(),
-        };
-        self.send(due)
+        let all = self.in_flight.len() + self.fetching.len() == self.buckets.len();
+        self.send(if all { self.fetching.len() } else { earlier })
     }
 
     /// Sends the first `due` of the buckets that are fetched, and those behind them that are there.
@@ -349,14 +345,6 @@ impl Average {
     }
 }
 
-/// For which of the buckets that come from a device to wait.
-#[derive(Debug, Clone, Copy)]
-enum Wait {
-    /// For those that an earlier call asked for: the device has computed on meanwhile, and is not kept waiting.
-    ForEarlier,
-    ForAll,
-}
-
 /// A round of averaging under way. Dropping it unfinished cancels what is on its way, which ends the communicator, and
 /// leaves the codecs as they were.
 #[derive(Debug)]
@@ -376,7 +364,7 @@ impl Averaging<'_> {
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.average.check(flat)?;
         self.average.mark(range)?;
-        if self.average.config.overlap { self.average.start(flat, Wait::ForEarlier) } else { Ok(()) }
+        if self.average.config.overlap { self.average.start(flat) } else { Ok(()) }
     }
 
     /// Waits for all buckets, then writes the means into `flat`: all of them, or none.
@@ -390,7 +378,7 @@ impl Averaging<'_> {
             let problem = "not ready when the round was to finish";
             return Err(OptimError::Ready { parameter: slot.name.clone(), problem });
         }
-        average.start(flat, Wait::ForAll)?;
+        average.start(flat)?;
         let began = average.comm.now();
         for (pending, bucket) in average.in_flight.drain(..).zip(&mut average.buckets) {
             bucket.packed = pending.wait()?;
