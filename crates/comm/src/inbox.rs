@@ -46,11 +46,21 @@ struct State {
     /// Emptied queues, so that a new tag allocates nothing.
     spare: Vec<VecDeque<Frame>>,
     peers: Vec<Peer>,
-    /// The latest few: context, who said so, and the culprit.
-    aborted: VecDeque<(u64, PeerId, PeerId)>,
+    /// The latest few.
+    aborted: VecDeque<Abort>,
     /// Contexts whose frames nobody will take, the latest last.
     retired: VecDeque<u64>,
     events: VecDeque<PeerEvent>,
+}
+
+/// The end of a context.
+struct Abort {
+    context: u64,
+    /// Who said so.
+    by: PeerId,
+    culprit: PeerId,
+    /// It was the culprit's wish.
+    cancelled: bool,
 }
 
 #[derive(Default)]
@@ -70,6 +80,9 @@ const fn weight(frame: &Frame) -> usize {
 
 /// Some tens of microseconds.
 const LOOKS: u32 = 32;
+
+/// The check word of an abort that is a cancellation by the culprit, who is well.
+pub(crate) const CANCELLED: u32 = 1;
 
 /// Contexts that are remembered beyond their end, and suspicions of a peer.
 const REMEMBERED: usize = 64;
@@ -164,8 +177,10 @@ impl Inbox {
             // The number of an abort's tag is the culprit; a lying one is the sender's own doing.
             let known = (tag.number as usize) < state.peers.len();
             let culprit = if known { PeerId(tag.number) } else { from };
-            if !state.aborted.iter().any(|&(context, ..)| context == tag.context) {
-                remember(&mut state.aborted, (tag.context, from, culprit));
+            if !state.aborted.iter().any(|abort| abort.context == tag.context) {
+                let cancelled = frame.check == CANCELLED;
+                let abort = Abort { context: tag.context, by: from, culprit, cancelled };
+                remember(&mut state.aborted, abort);
             }
         } else if tag.channel == Channel::Suspect {
             remember(
@@ -237,10 +252,11 @@ impl Inbox {
         }
         // Messages between two ranks still pass, so that the survivors can talk.
         if tag.channel == Channel::Collective
-            && let Some(&(_, by, culprit)) =
-                state.aborted.iter().find(|&&(context, ..)| context == tag.context)
+            && let Some(&Abort { by, culprit, cancelled, .. }) =
+                state.aborted.iter().find(|abort| abort.context == tag.context)
         {
-            return Err(CommError::Aborted { op, by, culprit });
+            let cancelled = cancelled.then_some(CommError::CancelledBy { op, peer: culprit });
+            return Err(cancelled.unwrap_or(CommError::Aborted { op, by, culprit }));
         }
         match &state.peers[peer.index()].down {
             Some(reason) => Err(CommError::PeerDown { op, peer, reason: reason.clone() }),
