@@ -151,8 +151,10 @@ impl<B: Body> Guard<B> {
         let algorithm = self.body.as_ref().and_then(Body::algorithm);
         let one = self.meter.end(now, failed);
         let (op, Counter { sent, received, took, .. }) = (self.name, one);
-        let slowest = one.slowest().map(|(peer, waited)| format!("{waited} for {peer}"));
-        tracing::debug!(op, ?algorithm, %sent, %received, %took, slowest, "ended");
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            let slowest = one.slowest().map(|(peer, waited)| format!("{waited} for {peer}"));
+            tracing::debug!(op, ?algorithm, %sent, %received, %took, slowest, "ended");
+        }
         let mut all = self.group.counters.lock().unwrap_or_else(PoisonError::into_inner);
         all.entry((op, algorithm)).or_default().add(one);
     }

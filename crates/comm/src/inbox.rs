@@ -25,6 +25,8 @@ pub struct Inbox {
     moved: Condvar,
     /// How often a waiting thread looks before it sleeps.
     looks: u32,
+    /// For how long it looks each time before it lets others run, in turns of a loop.
+    spins: u32,
 }
 
 /// What the background thread has to do next.
@@ -81,6 +83,9 @@ const fn weight(frame: &Frame) -> usize {
 /// Some tens of microseconds.
 const LOOKS: u32 = 32;
 
+/// One or two microseconds.
+const SPINS: u32 = 64;
+
 /// The check word of an abort that is a cancellation by the culprit, who is well.
 pub(crate) const CANCELLED: u32 = 1;
 
@@ -117,7 +122,13 @@ impl Inbox {
             retired: VecDeque::new(),
             events: VecDeque::new(),
         };
-        Self { signal: AtomicU64::new(0), state: Mutex::new(state), moved: Condvar::new(), looks: LOOKS }
+        Self {
+            signal: AtomicU64::new(0),
+            state: Mutex::new(state),
+            moved: Condvar::new(),
+            looks: LOOKS,
+            spins: 0,
+        }
     }
 
     /// For an endpoint that shares its cores with more ranks than there are: whoever waits sleeps at once, since looking
@@ -125,6 +136,13 @@ impl Inbox {
     #[must_use]
     pub fn crowded(self) -> Self {
         Self { looks: 0, ..self }
+    }
+
+    /// For an endpoint with a core for each of its peers, which are threads: what it waits for comes in less time than it
+    /// takes to let others run.
+    #[must_use]
+    pub(crate) fn roomy(self) -> Self {
+        Self { spins: SPINS, ..self }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -386,7 +404,13 @@ impl Inbox {
     /// is at it, this thread drives the network with it instead of sleeping.
     pub fn park(&self, seen: u64, role: Role, timeout: impl Fn() -> Nanos, drive: Option<&dyn Fn(Nanos)>) {
         let looks = if role == Role::Waiter { self.looks } else { 0 };
-        if drive.is_none() && self.comes(seen, looks, || {}) {
+        let spin = || {
+            (0..self.spins).any(|_| {
+                std::hint::spin_loop();
+                self.seen() != seen
+            });
+        };
+        if drive.is_none() && self.comes(seen, looks, spin) {
             return;
         }
         let mut state = self.lock();
