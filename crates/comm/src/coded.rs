@@ -10,7 +10,7 @@ use std::task::Poll;
 use farflung_base::PeerId;
 
 use crate::communicator::{Body, progress};
-use crate::element::{Element, ReduceOp};
+use crate::element::{Element, First, ReduceOp};
 use crate::error::CoderError;
 use crate::message::Exchange;
 use crate::steps::cut;
@@ -107,7 +107,7 @@ impl Work {
         let decoded = &mut self.decoded;
         decoded.resize(range.len(), 0.0);
         self.coder.decode(range.clone(), bytes, decoded).map_err(|e| failed(self.place.name, e))?;
-        f32::reduce(ReduceOp::Sum, &mut self.data[range], decoded);
+        f32::reduce(ReduceOp::Sum, &mut self.data[range], decoded, First::Into);
         Ok(())
     }
 

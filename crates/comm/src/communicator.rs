@@ -19,11 +19,13 @@ use std::task::Poll;
 
 use farflung_base::{Link, Nanos, PeerId, Pending, Rank, Topology};
 
-use crate::CommError;
 use crate::algorithm::Algorithm;
+use crate::inbox::CANCELLED;
+use crate::message::Torn;
 use crate::plans::Plans;
 use crate::steps::cut;
 use crate::transport::{Channel, Port, Slot, Stats, Tag, Task, Transport, get, pending, put};
+use crate::{Cancel, CommError};
 
 /// An operation without its frame: deadline, failure and result are the [`Guard`]'s.
 pub(crate) trait Body: Send {
@@ -38,6 +40,8 @@ pub(crate) trait Body: Send {
     fn progress(&self) -> u32 {
         0
     }
+    /// It ends before its time.
+    fn cut(&mut self, _port: &mut dyn Port) {}
     fn finish(self) -> Self::Output;
 }
 
@@ -56,6 +60,7 @@ struct Group {
     /// How often it was shrunk.
     shrinks: AtomicU32,
     failed: Mutex<Option<Arc<CommError>>>,
+    torn: Torn,
     counters: Mutex<Counters>,
 }
 
@@ -69,11 +74,13 @@ impl Group {
             next: zero(),
             shrinks: zero(),
             failed: Mutex::default(),
+            torn: Torn::default(),
             counters: Mutex::default(),
         })
     }
 
-    /// Notes the first failure and tells the others, so that they need not wait for their deadlines.
+    /// Notes the first failure and tells the others, so that they need not wait for their deadlines; and this rank's own
+    /// other threads.
     fn fail(&self, error: &CommError, port: &mut dyn Port) {
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
         if failed.is_some() {
@@ -85,8 +92,13 @@ impl Group {
             return;
         }
         // An abort is passed on too: this rank may leave before the one that began has reached everybody.
-        let culprit = error.peer().unwrap_or(self.members[self.me]);
-        self.tell(Channel::Abort, culprit, 0, port);
+        let me = self.members[self.me];
+        let culprit = error.peer().unwrap_or(me);
+        let check = if error.is_cancelled() { CANCELLED } else { 0 };
+        self.tell(Channel::Abort, culprit, check, port);
+        let tag = Tag { context: self.context, channel: Channel::Abort, number: culprit.0 };
+        // A frame to oneself always arrives.
+        let _ = port.send_bytes(me, tag, check, &[]);
     }
 
     /// Tells all others about a peer.
@@ -128,6 +140,7 @@ struct Guard<B: Body> {
     /// Whether the group fails with it.
     collective: bool,
     limit: Nanos,
+    cancel: Cancel,
     meter: Meter,
     slot: Slot<B::Output>,
 }
@@ -138,8 +151,10 @@ impl<B: Body> Guard<B> {
         let algorithm = self.body.as_ref().and_then(Body::algorithm);
         let one = self.meter.end(now, failed);
         let (op, Counter { sent, received, took, .. }) = (self.name, one);
-        let slowest = one.slowest().map(|(peer, waited)| format!("{waited} for {peer}"));
-        tracing::debug!(op, ?algorithm, %sent, %received, %took, slowest, "ended");
+        if tracing::enabled!(tracing::Level::DEBUG) {
+            let slowest = one.slowest().map(|(peer, waited)| format!("{waited} for {peer}"));
+            tracing::debug!(op, ?algorithm, %sent, %received, %took, slowest, "ended");
+        }
         let mut all = self.group.counters.lock().unwrap_or_else(PoisonError::into_inner);
         all.entry((op, algorithm)).or_default().add(one);
     }
@@ -167,6 +182,9 @@ where
         Poll::Ready(())
     }
     fn fail(&mut self, mut error: CommError, port: &mut dyn Port) {
+        if let Some(body) = &mut self.body {
+            body.cut(port);
+        }
         if self.collective {
             let group = &self.group;
             if let (CommError::Deadline { peer, .. }, Some(body)) = (&mut error, &self.body) {
@@ -194,6 +212,9 @@ where
             self.group.tell(Channel::Suspect, body.waits_for(), body.progress(), port);
         }
     }
+    fn is_cancelled(&self) -> bool {
+        self.cancel.is_cancelled()
+    }
 }
 
 /// Ranks `0..size` over a transport, with collectives that are matched by the order in which each rank starts them.
@@ -206,6 +227,7 @@ pub struct Communicator {
     transport: Arc<dyn Transport>,
     group: Arc<Group>,
     deadline: Nanos,
+    cancel: Cancel,
     plans: Arc<Plans>,
 }
 
@@ -234,6 +256,7 @@ impl Communicator {
             transport,
             group: Group::new(context, me, members),
             deadline,
+            cancel: Cancel::new(),
             plans: Arc::new(Plans::new(Rank(me as u32), Algorithm::default(), topology)),
         }
     }
@@ -242,6 +265,18 @@ impl Communicator {
     #[must_use]
     pub fn with_deadline(self, deadline: Nanos) -> Self {
         Self { deadline, ..self }
+    }
+
+    /// The same communicator, whose calls, [`Communicator::shrink`] among them, end when `cancel` is used, from whatever
+    /// thread: with [`CommError::Cancelled`] here and, where one was a collective, with [`CommError::CancelledBy`] and
+    /// this rank's name on the others. Clones that were not given it go on, to shrink, for instance: nobody is lost.
+    ///
+    /// On simulated links a rank's own thread cancels at the rank's clock, any other at whatever time the network has
+    /// come to: that alone is not the same in every run.
+    #[must_use]
+    pub fn with_cancel(self, cancel: &Cancel) -> Self {
+        cancel.tell(self.transport.waker());
+        Self { cancel: cancel.clone(), ..self }
     }
 
     /// The same communicator with another all-reduce. All ranks must choose alike.
@@ -329,8 +364,8 @@ impl Communicator {
 
     fn guard<B: Body>(&self, name: &'static str, body: B, collective: bool) -> Guard<B> {
         let (meter, slot) = (Meter::default(), Slot::default());
-        let group = Arc::clone(&self.group);
-        Guard { name, body: Some(body), group, collective, limit: self.deadline, meter, slot }
+        let (group, cancel) = (Arc::clone(&self.group), self.cancel.clone());
+        Guard { name, body: Some(body), group, collective, limit: self.deadline, cancel, meter, slot }
     }
 
     /// Runs a body on this thread.

@@ -37,9 +37,9 @@ pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sea
     /// What a slice is filled with when a collective over it failed.
     const INVALID: Self;
 
-    /// Reduces `x` into `into`.
+    /// Reduces `x` into `into`, the values of `first` being the first operand.
     #[doc(hidden)]
-    fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self]);
+    fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self], first: First);
 
     /// Divides by the number of ranks.
     #[doc(hidden)]
@@ -50,9 +50,22 @@ pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sea
     fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError>;
 }
 
+/// The first operand of a reduction: of two zeros, or two NaN, it matters.
+#[derive(Debug, Clone, Copy)]
+#[doc(hidden)]
+pub enum First {
+    /// What is reduced into.
+    Into,
+    /// The other.
+    Other,
+}
+
 /// Reduces pair by pair.
-fn each<T: Copy>(into: &mut [T], x: &[T], f: impl Fn(T, T) -> T) {
-    into.iter_mut().zip(x).for_each(|(a, b)| *a = f(*a, *b));
+fn each<T: Copy>(into: &mut [T], x: &[T], first: First, f: impl Fn(T, T) -> T) {
+    match first {
+        First::Into => into.iter_mut().zip(x).for_each(|(a, b)| *a = f(*a, *b)),
+        First::Other => into.iter_mut().zip(x).for_each(|(a, b)| *a = f(*b, *a)),
+    }
 }
 
 /// `$wide` is what is reduced in.
@@ -64,13 +77,15 @@ macro_rules! float {
             const CODE: u8 = $code;
             const INVALID: Self = Self::NAN;
 
-            fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self]) {
+            fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self], first: First) {
                 let (widen, narrow) = ($widen, $narrow);
                 match op {
-                    ReduceOp::Sum | ReduceOp::Mean => each(into, x, |a, b| narrow(widen(a) + widen(b))),
-                    ReduceOp::Product => each(into, x, |a, b| narrow(widen(a) * widen(b))),
-                    ReduceOp::Max => each(into, x, |a, b| if a.is_nan() || a > b { a } else { b }),
-                    ReduceOp::Min => each(into, x, |a, b| if a.is_nan() || a < b { a } else { b }),
+                    ReduceOp::Sum | ReduceOp::Mean => {
+                        each(into, x, first, |a, b| narrow(widen(a) + widen(b)))
+                    }
+                    ReduceOp::Product => each(into, x, first, |a, b| narrow(widen(a) * widen(b))),
+                    ReduceOp::Max => each(into, x, first, |a, b| if a.is_nan() || a > b { a } else { b }),
+                    ReduceOp::Min => each(into, x, first, |a, b| if a.is_nan() || a < b { a } else { b }),
                 }
             }
             fn divide(x: &mut [Self], n: usize) {
@@ -99,12 +114,12 @@ macro_rules! integer {
             const CODE: u8 = $code;
             const INVALID: Self = Self::MAX;
 
-            fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self]) {
+            fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self], first: First) {
                 match op {
-                    ReduceOp::Sum | ReduceOp::Mean => each(into, x, Self::wrapping_add),
-                    ReduceOp::Product => each(into, x, Self::wrapping_mul),
-                    ReduceOp::Max => each(into, x, Ord::max),
-                    ReduceOp::Min => each(into, x, Ord::min),
+                    ReduceOp::Sum | ReduceOp::Mean => each(into, x, first, Self::wrapping_add),
+                    ReduceOp::Product => each(into, x, first, Self::wrapping_mul),
+                    ReduceOp::Max => each(into, x, first, Ord::max),
+                    ReduceOp::Min => each(into, x, first, Ord::min),
                 }
             }
             fn divide(_: &mut [Self], _: usize) {
@@ -133,7 +148,7 @@ mod tests {
     use super::*;
 
     fn reduced<T: Element>(op: ReduceOp, mut a: Vec<T>, b: &[T]) -> Vec<T> {
-        T::reduce(op, &mut a, b);
+        T::reduce(op, &mut a, b, First::Into);
         a
     }
 

@@ -2,7 +2,7 @@
 //! deadline. A transport adds a [`Driver`]; this file knows no network.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 
 use farflung_base::{Nanos, PeerId};
@@ -141,7 +141,7 @@ impl<D: Driver> Port for View<'_, D> {
     fn send(&mut self, to: PeerId, tag: Tag, mut frame: Frame) -> Result<(), CommError> {
         if to == self.shared.me {
             frame.arrived = self.clock;
-            self.shared.inbox.deliver_own(to, tag, frame);
+            self.shared.deliver_own(tag, frame);
             return Ok(());
         }
         self.shared.inbox.count_sent(self.op, to, tag, frame.len()).inspect_err(|_| self.learn())?;
@@ -153,7 +153,7 @@ impl<D: Driver> Port for View<'_, D> {
         if to == *me {
             let mut frame = pool.copy_of(bytes, check);
             frame.arrived = self.clock;
-            inbox.deliver_own(to, tag, frame);
+            self.shared.deliver_own(tag, frame);
             return Ok(());
         }
         inbox.count_sent(self.op, to, tag, bytes.len()).inspect_err(|_| self.learn())?;
@@ -175,10 +175,17 @@ impl<D: Driver> Port for View<'_, D> {
 }
 
 impl<D: Driver> Shared<D> {
+    /// Puts a frame to this endpoint itself in; another of its threads may wait for it.
+    fn deliver_own(&self, tag: Tag, frame: Frame) {
+        self.inbox.deliver_own(self.me, tag, frame);
+        self.driver.nudge();
+    }
+
     /// Polls one operation, and ends it where its time is over. Returns whether it is over.
     fn poll(&self, task: &mut dyn Task, times: &mut Times, wake: Wake) -> bool {
         let mut view = View { shared: self, op: task.name(), clock: times.clock };
-        let mut over = task.poll(&mut view).is_ready();
+        let cancelled = task.is_cancelled();
+        let mut over = !cancelled && task.poll(&mut view).is_ready();
         if !over {
             if self.driver.horizon() >= times.alarm {
                 times.alarm = Nanos::MAX;
@@ -186,7 +193,10 @@ impl<D: Driver> Shared<D> {
                 task.warn(&mut view);
             }
             let (op, peer) = (task.name(), task.waits_for());
-            let error = if wake == Wake::Deadlock {
+            let error = if cancelled {
+                view.clock = view.clock.max(self.driver.now());
+                Some(CommError::Cancelled { op })
+            } else if wake == Wake::Deadlock {
                 Some(CommError::Deadlock { op, peer })
             } else if self.inbox.has_ended() {
                 Some(CommError::Ended { op })
@@ -317,16 +327,30 @@ impl<D: Driver> Drop for Handle<D> {
     }
 }
 
+/// Wakes the threads of an endpoint, as long as there is one.
+struct Rouse<D>(Weak<Shared<D>>);
+
+impl<D: Driver> std::task::Wake for Rouse<D> {
+    fn wake(self: Arc<Self>) {
+        if let Some(shared) = self.0.upgrade() {
+            shared.inbox.signal();
+            shared.driver.nudge();
+        }
+    }
+}
+
 /// A [`Transport`] over a [`Driver`].
 pub struct Endpoint<D: Driver> {
     handle: Arc<Handle<D>>,
+    waker: Waker,
 }
 
 impl<D: Driver> Endpoint<D> {
     /// Puts an endpoint on top of a driver; `inbox` is where the driver puts what arrives.
     pub fn new(me: PeerId, driver: D, inbox: Arc<Inbox>, pool: Arc<Pool>) -> Self {
-        let shared = Shared { me, driver, inbox, pool, jobs: Mutex::default() };
-        Self { handle: Arc::new(Handle(Arc::new(shared))) }
+        let shared = Arc::new(Shared { me, driver, inbox, pool, jobs: Mutex::default() });
+        let waker = Waker::from(Arc::new(Rouse(Arc::downgrade(&shared))));
+        Self { handle: Arc::new(Handle(shared)), waker }
     }
 
     /// The driver underneath.
@@ -407,6 +431,9 @@ impl<D: Driver> Transport for Endpoint<D> {
     }
     fn retire(&self, context: u64) {
         self.shared().inbox.retire(context);
+    }
+    fn waker(&self) -> &Waker {
+        &self.waker
     }
 }
 

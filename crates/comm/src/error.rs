@@ -159,11 +159,20 @@ pub enum CommError {
     /// An earlier failure ended this communicator.
     #[error("the communicator has failed before: {0}")]
     Poisoned(Arc<Self>),
-    /// A pending operation was dropped before it was done, which ends its communicator.
+    /// It was cancelled here: its [`Cancel`](crate::Cancel) was used, its pending value was dropped before it was done,
+    /// or its communicator was [aborted](crate::Communicator::abort). A collective ends its communicator with that.
     #[error("{op} was cancelled")]
     Cancelled {
-        /// What was dropped.
+        /// What was cancelled.
         op: &'static str,
+    },
+    /// Another rank cancelled its part of this communicator, or the message that was on its way. That rank is well.
+    #[error("{op}: {peer} cancelled it")]
+    CancelledBy {
+        /// What was interrupted.
+        op: &'static str,
+        /// Who cancelled.
+        peer: PeerId,
     },
     /// This endpoint has ended (simulated crash, or closed).
     #[error("{op}: this endpoint has ended")]
@@ -305,11 +314,22 @@ impl CommError {
             Self::Deadline { peer, .. }
             | Self::Deadlock { peer, .. }
             | Self::PeerDown { peer, .. }
+            | Self::CancelledBy { peer, .. }
             | Self::Mismatch { peer, .. }
             | Self::TooLong { peer, .. } => Some(*peer),
             Self::Aborted { culprit, .. } => Some(*culprit),
             Self::Poisoned(first) => first.peer(),
             _ => None,
+        }
+    }
+
+    /// Whether somebody wished it so, and nobody is lost.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        match self {
+            Self::Cancelled { .. } | Self::CancelledBy { .. } => true,
+            Self::Poisoned(first) => first.is_cancelled(),
+            _ => false,
         }
     }
 

@@ -25,6 +25,8 @@ pub struct Inbox {
     moved: Condvar,
     /// How often a waiting thread looks before it sleeps.
     looks: u32,
+    /// For how long it looks each time before it lets others run, in turns of a loop.
+    spins: u32,
 }
 
 /// What the background thread has to do next.
@@ -46,11 +48,21 @@ struct State {
     /// Emptied queues, so that a new tag allocates nothing.
     spare: Vec<VecDeque<Frame>>,
     peers: Vec<Peer>,
-    /// The latest few: context, who said so, and the culprit.
-    aborted: VecDeque<(u64, PeerId, PeerId)>,
+    /// The latest few.
+    aborted: VecDeque<Abort>,
     /// Contexts whose frames nobody will take, the latest last.
     retired: VecDeque<u64>,
     events: VecDeque<PeerEvent>,
+}
+
+/// The end of a context.
+struct Abort {
+    context: u64,
+    /// Who said so.
+    by: PeerId,
+    culprit: PeerId,
+    /// It was the culprit's wish.
+    cancelled: bool,
 }
 
 #[derive(Default)]
@@ -70,6 +82,12 @@ const fn weight(frame: &Frame) -> usize {
 
 /// Some tens of microseconds.
 const LOOKS: u32 = 32;
+
+/// One or two microseconds.
+const SPINS: u32 = 64;
+
+/// The check word of an abort that is a cancellation by the culprit, who is well.
+pub(crate) const CANCELLED: u32 = 1;
 
 /// Contexts that are remembered beyond their end, and suspicions of a peer.
 const REMEMBERED: usize = 64;
@@ -104,7 +122,13 @@ impl Inbox {
             retired: VecDeque::new(),
             events: VecDeque::new(),
         };
-        Self { signal: AtomicU64::new(0), state: Mutex::new(state), moved: Condvar::new(), looks: LOOKS }
+        Self {
+            signal: AtomicU64::new(0),
+            state: Mutex::new(state),
+            moved: Condvar::new(),
+            looks: LOOKS,
+            spins: 0,
+        }
     }
 
     /// For an endpoint that shares its cores with more ranks than there are: whoever waits sleeps at once, since looking
@@ -112,6 +136,13 @@ impl Inbox {
     #[must_use]
     pub fn crowded(self) -> Self {
         Self { looks: 0, ..self }
+    }
+
+    /// For an endpoint with a core for each of its peers, which are threads: what it waits for comes in less time than it
+    /// takes to let others run.
+    #[must_use]
+    pub(crate) fn roomy(self) -> Self {
+        Self { spins: SPINS, ..self }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -164,8 +195,10 @@ impl Inbox {
             // The number of an abort's tag is the culprit; a lying one is the sender's own doing.
             let known = (tag.number as usize) < state.peers.len();
             let culprit = if known { PeerId(tag.number) } else { from };
-            if !state.aborted.iter().any(|&(context, ..)| context == tag.context) {
-                remember(&mut state.aborted, (tag.context, from, culprit));
+            if !state.aborted.iter().any(|abort| abort.context == tag.context) {
+                let cancelled = frame.check == CANCELLED;
+                let abort = Abort { context: tag.context, by: from, culprit, cancelled };
+                remember(&mut state.aborted, abort);
             }
         } else if tag.channel == Channel::Suspect {
             remember(
@@ -237,10 +270,11 @@ impl Inbox {
         }
         // Messages between two ranks still pass, so that the survivors can talk.
         if tag.channel == Channel::Collective
-            && let Some(&(_, by, culprit)) =
-                state.aborted.iter().find(|&&(context, ..)| context == tag.context)
+            && let Some(&Abort { by, culprit, cancelled, .. }) =
+                state.aborted.iter().find(|abort| abort.context == tag.context)
         {
-            return Err(CommError::Aborted { op, by, culprit });
+            let cancelled = cancelled.then_some(CommError::CancelledBy { op, peer: culprit });
+            return Err(cancelled.unwrap_or(CommError::Aborted { op, by, culprit }));
         }
         match &state.peers[peer.index()].down {
             Some(reason) => Err(CommError::PeerDown { op, peer, reason: reason.clone() }),
@@ -370,7 +404,13 @@ impl Inbox {
     /// is at it, this thread drives the network with it instead of sleeping.
     pub fn park(&self, seen: u64, role: Role, timeout: impl Fn() -> Nanos, drive: Option<&dyn Fn(Nanos)>) {
         let looks = if role == Role::Waiter { self.looks } else { 0 };
-        if drive.is_none() && self.comes(seen, looks, || {}) {
+        let spin = || {
+            (0..self.spins).any(|_| {
+                std::hint::spin_loop();
+                self.seen() != seen
+            });
+        };
+        if drive.is_none() && self.comes(seen, looks, spin) {
             return;
         }
         let mut state = self.lock();

@@ -7,7 +7,7 @@ use std::task::Poll;
 use farflung_base::{PeerId, Rank};
 
 use crate::communicator::{Body, progress};
-use crate::element::{Element, ReduceOp};
+use crate::element::{Element, First, ReduceOp};
 use crate::plans::Plan;
 use crate::steps::{Merge, Program, Step};
 use crate::transport::{Port, Tag};
@@ -38,8 +38,16 @@ struct Lane {
     /// The step's receive that is under way; those before it are done.
     receive: usize,
     received: Progress,
-    /// The frame that was copied last, and where to: the next step of many programs passes it on.
-    copied: Option<(Range<usize>, Frame)>,
+    /// The frame that came last, where the next step passes it on.
+    kept: Option<Kept>,
+}
+
+/// What has come and is to be passed on as it is.
+struct Kept {
+    part: Range<usize>,
+    frame: Frame,
+    /// The buffer does not have it: it was reduced where it lay, on its way to others.
+    only: bool,
 }
 
 /// How far one transfer is: elements moved, and whether its last frame has passed.
@@ -72,6 +80,22 @@ impl Lane {
     }
 }
 
+/// Whether these blocks are sent once, by the next step, and then replaced before anything looks at them.
+fn passes_through(later: &[Step], blocks: &Range<usize>) -> bool {
+    let touches = |other: &Range<usize>| other.start < blocks.end && blocks.start < other.end;
+    let Some((next, after)) = later.split_first() else { return false };
+    let mut sent = next.sends.iter().filter(|(_, range)| touches(range));
+    if sent.next().is_none_or(|(_, range)| range != blocks) || sent.next().is_some() {
+        return false;
+    }
+    let received = |step: &Step| step.recvs.iter().find(|(_, range, _)| touches(range)).cloned();
+    let replaced = received(next).or_else(|| {
+        let used = |step: &&Step| step.sends.iter().any(|(_, range)| touches(range));
+        after.iter().take_while(|step| !used(step)).find_map(received)
+    });
+    replaced.is_some_and(|(_, range, merge)| range == *blocks && merge == Merge::Copy)
+}
+
 impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
     /// `tag` is the first lane's; the others have the numbers after it.
     pub(crate) fn new(
@@ -90,7 +114,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
                 sent: Vec::new(),
                 receive: 0,
                 received: Progress::default(),
-                copied: None,
+                kept: None,
             };
             lane.enter(0, steps.first());
             lane
@@ -125,8 +149,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             let data = self.data.as_ref();
             let whole = program.elements(blocks, data.len());
             let part = sent[i].next::<T>(&whole);
-            match self.lanes[lane].copied.take_if(|(range, _)| *range == part) {
-                Some((_, frame)) => port.send(peer, tag, frame)?,
+            match self.lanes[lane].kept.take_if(|kept| kept.part == part) {
+                Some(Kept { frame, .. }) => port.send(peer, tag, frame)?,
                 None => port.send_bytes(peer, tag, self.check, bytemuck::cast_slice(&data[part.clone()]))?,
             }
             self.lanes[lane].sent[i].pass(&part, &whole);
@@ -156,22 +180,35 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             return Ok(false);
         }
         let peer = self.peer(*from);
-        let Some(frame) = port.take(peer, tag)? else { return Ok(false) };
+        let Some(mut frame) = port.take(peer, tag)? else { return Ok(false) };
         let want = part.len() * size_of::<T>();
         if frame.len() != want || frame.check != self.check {
             return Err(CommError::Mismatch { op: self.name, peer, want, got: frame.len() });
         }
-        let values: &[T] = bytemuck::cast_slice(frame.bytes());
-        let into = &mut self.data.as_mut()[part.clone()];
-        match merge {
-            Merge::Reduce => T::reduce(self.op, into, values),
-            Merge::Copy => into.copy_from_slice(values),
+        let data = self.data.as_mut();
+        if let Some(Kept { part, frame, only: true }) = self.lanes[lane].kept.take() {
+            // There was no room to pass it on yet.
+            data[part].copy_from_slice(bytemuck::cast_slice(frame.bytes()));
         }
-        let next = program.lanes[lane].get(self.lanes[lane].cursor + 1);
-        let sends = next.map_or(&[][..], |step| &step.sends);
-        let passed_on = *merge == Merge::Copy && sends.iter().any(|(_, sent)| sent == blocks);
+        let into = &mut data[part.clone()];
+        let later = &program.lanes[lane][self.lanes[lane].cursor + 1..];
+        let mut passed_on = false;
+        let only = *merge == Merge::Reduce && part == whole && passes_through(later, blocks);
+        if only {
+            T::reduce(self.op, bytemuck::cast_slice_mut(frame.bytes_mut()), into, First::Other);
+            passed_on = true;
+        } else {
+            let values: &[T] = bytemuck::cast_slice(frame.bytes());
+            match merge {
+                Merge::Reduce => T::reduce(self.op, into, values, First::Into),
+                Merge::Copy => {
+                    into.copy_from_slice(values);
+                    passed_on = later.first().is_some_and(|step| step.sends.iter().any(|s| s.1 == *blocks));
+                }
+            }
+        }
         let lane = &mut self.lanes[lane];
-        lane.copied = passed_on.then(|| (part.clone(), frame));
+        lane.kept = passed_on.then(|| Kept { part: part.clone(), frame, only });
         lane.received.pass(&part, &whole);
         if lane.received.done {
             lane.receive += 1;
@@ -243,5 +280,96 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
 
     fn finish(self) -> S {
         self.data
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use farflung_base::Nanos;
+
+    use super::*;
+    use crate::ring::{ring, ring_reduce_scatter};
+    use crate::transport::Channel;
+    use crate::{Pool, recursive_doubling};
+
+    #[test]
+    fn what_a_ring_only_passes_on_is_known_and_no_more() {
+        let passed = |program: &Program| -> Vec<bool> {
+            let lane = &program.lanes[0];
+            (0..lane.len()).map(|at| passes_through(&lane[at + 1..], &lane[at].recvs[0].1)).collect()
+        };
+        // The last of three reductions stays, and so does what is gathered.
+        assert_eq!(passed(&ring(Rank(1), 4)), [true, true, false, false, false, false]);
+        assert_eq!(passed(&ring_reduce_scatter(Rank(1), 4)), [false; 3]);
+        assert_eq!(passed(&recursive_doubling(Rank(0), 4)), [false; 2]);
+        assert_eq!(passed(&ring(Rank(0), 2)), [false; 2]);
+    }
+
+    /// A network that takes frames only when it is told to.
+    struct Slow {
+        room: bool,
+        coming: VecDeque<Frame>,
+        sent: Vec<Vec<f32>>,
+    }
+
+    impl Port for Slow {
+        fn me(&self) -> PeerId {
+            PeerId(0)
+        }
+        fn now(&self) -> Nanos {
+            Nanos::ZERO
+        }
+        fn has_room(&mut self, _: PeerId, _: Tag) -> bool {
+            self.room
+        }
+        fn send(&mut self, to: PeerId, tag: Tag, frame: Frame) -> Result<(), CommError> {
+            self.send_bytes(to, tag, frame.check, frame.bytes())
+        }
+        fn send_bytes(&mut self, _: PeerId, _: Tag, _: u32, bytes: &[u8]) -> Result<(), CommError> {
+            self.sent.push(bytemuck::cast_slice(bytes).to_vec());
+            Ok(())
+        }
+        fn take(&mut self, _: PeerId, _: Tag) -> Result<Option<Frame>, CommError> {
+            Ok(self.coming.pop_front())
+        }
+        fn suspicion(&self, _: u64, _: PeerId) -> Option<(PeerId, u32)> {
+            None
+        }
+    }
+
+    #[test]
+    fn what_is_passed_on_is_not_lost_where_there_is_no_room_for_it_yet() {
+        let (next, last) = (Rank(1), Rank(2));
+        let steps = vec![
+            Step::recv(last, 0..1, Merge::Reduce),
+            Step::send(next, 0..1).and_recv(last, 1..2, Merge::Copy),
+            Step::recv(last, 0..1, Merge::Copy),
+        ];
+        for early in [false, true] {
+            let pool = Pool::new();
+            let frame = |value: f32| pool.copy_of(bytemuck::bytes_of(&[value; 2]), 9);
+            let mut port = Slow { room: false, coming: VecDeque::from([frame(5.0)]), sent: Vec::new() };
+            let tag = Tag { context: 0, channel: Channel::Collective, number: 0 };
+            let members: Arc<[PeerId]> = (0..3).map(PeerId).collect();
+            let plan = Plan::from(Program::new(2, steps.clone()));
+            let mut body = Interpreter::new("test", plan, vec![1.0_f32; 4], ReduceOp::Sum, (tag, 9), members);
+            assert!(body.poll(&mut port).is_pending());
+            // The next frame comes before there is room, or after.
+            if early {
+                port.coming.push_back(frame(7.0));
+                assert!(body.poll(&mut port).is_pending());
+            }
+            port.room = true;
+            assert!(body.poll(&mut port).is_pending());
+            assert_eq!(port.sent, [[6.0, 6.0]]);
+            if !early {
+                port.coming.push_back(frame(7.0));
+            }
+            port.coming.push_back(frame(8.0));
+            assert!(matches!(body.poll(&mut port), Poll::Ready(Ok(()))));
+            assert_eq!((body.finish(), port.sent.len()), (vec![8.0, 8.0, 7.0, 7.0], 1));
+        }
     }
 }

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod cancel;
 mod error;
 mod frame;
 
@@ -41,6 +42,7 @@ pub use all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
 pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
 };
+pub use cancel::Cancel;
 pub use coded::{Coded, Coder, Phase};
 pub use communicator::{Communicator, Counter, Look, shift_one};
 pub use control::{Control, Listed};

@@ -24,7 +24,9 @@ pub struct MemoryDriver {
 /// `n` endpoints of one process, `PeerId(0)` first, for `n` threads.
 #[must_use]
 pub fn cluster(n: usize) -> Vec<Arc<Memory>> {
-    let inboxes: Arc<[_]> = (0..n).map(|_| Arc::new(Inbox::new(n))).collect();
+    let roomy = std::thread::available_parallelism().is_ok_and(|cores| n <= cores.get());
+    let inbox = || if roomy { Inbox::new(n).roomy() } else { Inbox::new(n) };
+    let inboxes: Arc<[_]> = (0..n).map(|_| Arc::new(inbox())).collect();
     let pool = Pool::new();
     let start = real_start();
     (0..n as u32)

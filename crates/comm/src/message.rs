@@ -1,5 +1,9 @@
 //! Messages of any length as frames: all frames are full but the last, so that no length is claimed and none believed.
+//! One that its sender cancels ends with an empty frame that says so; of one that its receiver cancels the rest is
+//! dropped when it comes. So the tag is good for the next in either case.
 
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 
 use farflung_base::{PeerId, Rank};
@@ -11,16 +15,38 @@ use crate::{CommError, FRAME_BYTES};
 /// The longest message of bytes that is accepted.
 pub const MAX_MESSAGE: usize = 1 << 30;
 
+/// The check word of the frame that ends a cancelled message.
+const CUT: u32 = 1;
+
+/// Messages of which the rest is still to come, and to be dropped: by sender and number of the tag.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Torn(Arc<Mutex<BTreeSet<(PeerId, u32)>>>);
+
+impl Torn {
+    /// The next message of this peer and tag, which begins behind a torn one where there is one.
+    pub(crate) fn next(&self, from: PeerId, tag: Tag) -> Incoming {
+        let torn = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&(from, tag.number));
+        Incoming { torn, ..Incoming::default() }
+    }
+
+    /// Gives up a message.
+    fn note(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
+        if incoming.torn || !incoming.done && !incoming.bytes.is_empty() {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner).insert((from, tag.number));
+        }
+    }
+}
+
 /// A message on its way out.
 #[derive(Default)]
 pub(crate) struct Outgoing {
-    pub(crate) bytes: std::sync::Arc<Vec<u8>>,
+    pub(crate) bytes: Arc<Vec<u8>>,
     at: usize,
     done: bool,
 }
 
 impl Outgoing {
-    pub(crate) fn new(bytes: std::sync::Arc<Vec<u8>>) -> Self {
+    pub(crate) fn new(bytes: Arc<Vec<u8>>) -> Self {
         Self { bytes, at: 0, done: false }
     }
 
@@ -40,6 +66,14 @@ impl Outgoing {
         }
         Ok(self.done)
     }
+
+    /// Ends a message of which a part has gone.
+    fn cut(&self, port: &mut dyn Port, to: PeerId, tag: Tag) {
+        if self.at > 0 && !self.done {
+            // A peer that is gone waits for nothing.
+            let _ = port.send_bytes(to, tag, CUT, &[]);
+        }
+    }
 }
 
 /// A message on its way in.
@@ -47,6 +81,8 @@ impl Outgoing {
 pub(crate) struct Incoming {
     pub(crate) bytes: Vec<u8>,
     done: bool,
+    /// First the rest of another comes.
+    torn: bool,
 }
 
 impl Incoming {
@@ -61,14 +97,25 @@ impl Incoming {
     ) -> Result<bool, CommError> {
         while !self.done {
             let Some(frame) = port.take(peer, tag)? else { break };
+            let last = frame.len() < FRAME_BYTES;
+            if self.torn {
+                self.torn = !last;
+                continue;
+            }
             if frame.check != check {
-                return Err(CommError::Mismatch { op, peer, want: 0, got: frame.len() });
+                if last {
+                    self.bytes.clear();
+                }
+                return Err(match frame.check {
+                    CUT => CommError::CancelledBy { op, peer },
+                    _ => CommError::Mismatch { op, peer, want: 0, got: frame.len() },
+                });
             }
             if self.bytes.len() + frame.len() > MAX_MESSAGE {
                 return Err(CommError::TooLong { op, peer, max: MAX_MESSAGE });
             }
             self.bytes.extend_from_slice(frame.bytes());
-            self.done = frame.len() < FRAME_BYTES;
+            self.done = last;
         }
         Ok(self.done)
     }
@@ -78,7 +125,7 @@ impl Incoming {
 pub(crate) struct Exchange {
     pub(crate) name: &'static str,
     pub(crate) me: usize,
-    pub(crate) members: std::sync::Arc<[PeerId]>,
+    pub(crate) members: Arc<[PeerId]>,
     pub(crate) tag: Tag,
     pub(crate) check: u32,
     out: Vec<Outgoing>,
@@ -90,13 +137,13 @@ impl Exchange {
     pub(crate) fn new(
         name: &'static str,
         me: usize,
-        members: std::sync::Arc<[PeerId]>,
+        members: Arc<[PeerId]>,
         tag: Tag,
         check: u32,
-        out: Vec<std::sync::Arc<Vec<u8>>>,
+        out: Vec<Arc<Vec<u8>>>,
     ) -> Self {
         let mut incoming: Vec<Incoming> = out.iter().map(|_| Incoming::default()).collect();
-        incoming[me] = Incoming { bytes: out[me].to_vec(), done: true };
+        incoming[me] = Incoming { bytes: out[me].to_vec(), done: true, torn: false };
         let mut out: Vec<_> = out.into_iter().map(Outgoing::new).collect();
         out[me].done = true;
         Self { name, me, members, tag, check, out, incoming }
@@ -163,6 +210,9 @@ impl Body for SendMessage {
     fn waits_for(&self) -> PeerId {
         self.to
     }
+    fn cut(&mut self, port: &mut dyn Port) {
+        self.out.cut(port, self.to, self.tag);
+    }
     fn finish(self) {}
 }
 
@@ -171,6 +221,7 @@ pub(crate) struct RecvMessage {
     pub(crate) from: PeerId,
     pub(crate) tag: Tag,
     pub(crate) incoming: Incoming,
+    pub(crate) torn: Torn,
 }
 
 impl Body for RecvMessage {
@@ -185,6 +236,9 @@ impl Body for RecvMessage {
     fn waits_for(&self) -> PeerId {
         self.from
     }
+    fn cut(&mut self, _: &mut dyn Port) {
+        self.torn.note(self.from, self.tag, &self.incoming);
+    }
     fn finish(self) -> Vec<u8> {
         self.incoming.bytes
     }
@@ -196,6 +250,7 @@ pub(crate) struct RecvAny {
     /// With what has come of each; from the first frame on, one alone.
     pub(crate) from: Vec<(Rank, PeerId, Incoming)>,
     pub(crate) tag: Tag,
+    pub(crate) torn: Torn,
 }
 
 impl Body for RecvAny {
@@ -207,7 +262,10 @@ impl Body for RecvAny {
             match incoming.poll(port, "recv_any", *peer, self.tag, 0) {
                 Ok(done) if done || !incoming.bytes.is_empty() => {
                     let first = self.from.swap_remove(i);
-                    self.from = vec![first];
+                    let others = std::mem::replace(&mut self.from, vec![first]);
+                    for (_, peer, other) in &others {
+                        self.torn.note(*peer, self.tag, other);
+                    }
                     return if done { Poll::Ready(Ok(())) } else { Poll::Pending };
                 }
                 Ok(_) => {}
@@ -224,6 +282,11 @@ impl Body for RecvAny {
     }
     fn waits_for(&self) -> PeerId {
         self.from[0].1
+    }
+    fn cut(&mut self, _: &mut dyn Port) {
+        for (_, peer, incoming) in &self.from {
+            self.torn.note(*peer, self.tag, incoming);
+        }
     }
     fn finish(mut self) -> Self::Output {
         let (rank, _, incoming) = self.from.swap_remove(0);

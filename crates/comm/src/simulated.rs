@@ -91,6 +91,9 @@ impl Driver for SimulatedDriver {
     fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, _: Role) -> Wake {
         self.world.block(self.me, until, || inbox.seen() != seen)
     }
+    fn nudge(&self) {
+        self.world.rouse(self.me);
+    }
     fn has_background(&self) -> bool {
         false
     }

@@ -4,7 +4,7 @@
 
 use std::fmt::Debug;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
 use farflung_base::{Bytes, Nanos, PeerId, Pending, PendingOp};
 
@@ -140,6 +140,10 @@ pub trait Task: Send {
     }
     /// Its deadline is near.
     fn warn(&mut self, _port: &mut dyn Port) {}
+    /// Whether it is to end now.
+    fn is_cancelled(&self) -> bool {
+        false
+    }
 }
 
 /// An endpoint of a network whose members are `PeerId(0)..PeerId(size)`.
@@ -168,6 +172,8 @@ pub trait Transport: Debug + Send + Sync {
     fn events(&self) -> Vec<PeerEvent>;
     /// Drops what has arrived for this context, and what still will.
     fn retire(&self, context: u64);
+    /// Makes the threads that wait here look whether what they wait for is to end.
+    fn waker(&self) -> &Waker;
 
     /// Sends one frame; done when the network has taken it.
     fn send(&self, to: PeerId, tag: Tag, frame: Frame, limit: Nanos) -> Pending<Result<(), CommError>> {

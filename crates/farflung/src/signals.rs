@@ -1,14 +1,16 @@
-//! Ctrl-C and friends: the first signal asks the loop to save and stop, the second ends the process at once.
+//! Ctrl-C and friends: the first signal asks the loop to save and stop, the second ends the process at once, and before
+//! that what it waits for of other ranks, who are told.
 //!
 //! It refuses to know what is saved: the loop polls [`Stop::requested`] between steps.
 
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use farflung_comm::{Cancel, Communicator};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level;
@@ -47,6 +49,9 @@ impl fmt::Display for Signal {
 /// Signals closer than this are one: a shell, `timeout` or a scheduler signals a process and then its whole group.
 const ONE_SIGNAL: Duration = Duration::from_millis(300);
 
+/// How long a process whose collectives were cancelled may take to say goodbye.
+const PARTING: Duration = Duration::from_secs(1);
+
 /// What a second signal does.
 #[derive(Clone, Copy)]
 enum Repeat {
@@ -59,10 +64,14 @@ enum Repeat {
 pub struct Stop {
     /// The signal's number, or 0.
     signal: Arc<AtomicUsize>,
+    cancel: Cancel,
+    /// Whether there is something to cancel.
+    tied: Arc<AtomicBool>,
 }
 
 impl Stop {
-    /// Catches SIGINT and SIGTERM for the rest of the process's life; the second one ends the process at once.
+    /// Catches SIGINT and SIGTERM for the rest of the process's life; the second one ends the process at once, with a
+    /// second for the calls that are [tied](Stop::tie) to it.
     ///
     /// Errors: [`Error::Io`] if the system refuses the handlers.
     pub fn install() -> Result<Self> {
@@ -91,7 +100,14 @@ impl Stop {
                 let signal = if number == SIGINT { Signal::Interrupt } else { Signal::Terminate };
                 match (repeat, repeated) {
                     (_, Some(apart)) if apart < ONE_SIGNAL => {}
-                    (Repeat::Exits, Some(_)) => low_level::exit(i32::from(signal.exit_code())),
+                    (Repeat::Exits, Some(_)) => {
+                        seen.request(signal);
+                        seen.cancel.cancel();
+                        if seen.tied.load(Ordering::Relaxed) {
+                            thread::sleep(PARTING);
+                        }
+                        low_level::exit(i32::from(signal.exit_code()));
+                    }
                     _ => seen.request(signal),
                 }
             }
@@ -104,6 +120,19 @@ impl Stop {
     #[must_use]
     pub fn manual() -> Self {
         Self::default()
+    }
+
+    /// The same communicator, whose calls a second signal ends at once: its other ranks are told by whom.
+    #[must_use]
+    pub fn tie(&self, comm: Communicator) -> Communicator {
+        self.tied.store(true, Ordering::Relaxed);
+        comm.with_cancel(&self.cancel)
+    }
+
+    /// The signal that cancelled what is [tied](Stop::tie) to this, if one did.
+    #[must_use]
+    pub fn cancelled(&self) -> Option<Signal> {
+        self.requested().filter(|_| self.cancel.is_cancelled())
     }
 
     /// Asks for a stop as `signal` would.

@@ -9,6 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use farflung::Stop;
+use farflung::comm::{Communicator, ReduceOp, memory};
 use rustix::process::{Pid, Signal, kill_process};
 
 const ROLE: &str = "FARFLUNG_TEST_ROLE";
@@ -29,9 +30,36 @@ fn a_process_that_waits() {
     }
 }
 
-fn start() -> (Child, impl FnMut(&str)) {
+/// Not a test by itself: a rank that waits for one that never sends.
+#[test]
+fn a_rank_that_waits() {
+    if env::var_os(ROLE).is_none() {
+        return;
+    }
+    let stop = Stop::install().unwrap();
+    let ranks: Vec<_> = memory::cluster(2).into_iter().map(|rank| Communicator::new(rank)).collect();
+    println!("ready");
+    let mean = |comm: &Communicator| comm.all_reduce(&mut [1.0_f32], ReduceOp::Mean);
+    let error = mean(&stop.tie(ranks[0].clone())).unwrap_err();
+    let told = mean(&ranks[1]).unwrap_err();
+    println!("{} {error}, {told}", stop.cancelled().unwrap());
+    thread::sleep(Duration::from_mins(1));
+}
+
+#[test]
+fn the_second_ends_what_waits_for_other_ranks_and_tells_them() {
+    let (mut child, mut expect) = start("a_rank_that_waits");
+    send(&child, Signal::INT);
+    thread::sleep(Duration::from_millis(400));
+    assert_eq!(child.try_wait().unwrap(), None);
+    send(&child, Signal::INT);
+    expect("SIGINT all_reduce was cancelled, all_reduce: peer 0 cancelled it");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+}
+
+fn start(test: &str) -> (Child, impl FnMut(&str)) {
     let mut child = Command::new(env::current_exe().unwrap())
-        .args(["--exact", "a_process_that_waits", "--nocapture"])
+        .args(["--exact", test, "--nocapture"])
         .env(ROLE, "waits")
         .stdout(Stdio::piped())
         .spawn()
@@ -48,7 +76,7 @@ fn send(child: &Child, signal: Signal) {
 
 #[test]
 fn the_first_asks_and_the_second_ends_at_once() {
-    let (mut child, mut expect) = start();
+    let (mut child, mut expect) = start("a_process_that_waits");
     send(&child, Signal::INT);
     expect("saw SIGINT");
     thread::sleep(Duration::from_millis(400));
@@ -58,7 +86,7 @@ fn the_first_asks_and_the_second_ends_at_once() {
 
 #[test]
 fn one_that_comes_twice_in_a_moment_is_one() {
-    let (mut child, mut expect) = start();
+    let (mut child, mut expect) = start("a_process_that_waits");
     send(&child, Signal::TERM);
     expect("saw SIGTERM");
     send(&child, Signal::TERM);

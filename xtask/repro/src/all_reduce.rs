@@ -35,7 +35,9 @@ pub(crate) enum Class {
     Fifo,
 }
 
-/// Median seconds of an all-reduce of so many KiB, the slowest rank's; the same on all ranks.
+/// Median seconds of an all-reduce of so many KiB, the slowest rank's; the same on all ranks. Between two of them a rank
+/// does no more than the peers' scripts do, since it takes that time from those that are not through yet: sums are
+/// checked before the first that counts, and after the last.
 pub(crate) fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f64, CommError> {
     let mut x = vec![0.0_f32; kib * 256];
     let iterations = match kib {
@@ -53,7 +55,9 @@ pub(crate) fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f6
         if iteration >= 2 {
             times.push(start.elapsed().as_secs_f64());
         }
-        assert!(x.iter().all(|&v| v.to_bits() == (comm.size() as f32).to_bits()), "a wrong sum");
+        if iteration < 2 || iteration == iterations + 1 {
+            assert!(x.iter().all(|&v| v.to_bits() == (comm.size() as f32).to_bits()), "a wrong sum");
+        }
     }
     comm.all_reduce(&mut times, ReduceOp::Max)?;
     Ok(median(times))

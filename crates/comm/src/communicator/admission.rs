@@ -74,7 +74,7 @@ impl Communicator {
         }
         let new =
             Self::of(Arc::clone(&self.transport), self.group.me, members.into(), context, self.deadline);
-        self.settle(Ok(new))
+        self.settle(Ok(new.with_cancel(&self.cancel)))
     }
 
     /// What all make of a communicator that each has made, or tried to make, of this one and others: it, where all of
@@ -127,7 +127,9 @@ impl Communicator {
         }
     }
 
-    /// Ends this communicator on all ranks: what waits in it fails, and names this rank.
+    /// Ends this communicator on all ranks, from any thread: the collectives that wait in it fail, here and there, and
+    /// name this rank, which is not taken for lost: all can [shrink](Self::shrink) and go on. Messages go on; a
+    /// [`Cancel`](crate::Cancel) ends them too.
     pub fn abort(&self) {
         self.transport.run(&mut Abort(self.clone()));
     }

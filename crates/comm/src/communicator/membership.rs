@@ -8,9 +8,9 @@ use std::task::Poll;
 use farflung_base::{Nanos, PeerId};
 
 use super::{Communicator, mix};
-use crate::CommError;
 use crate::message::{Incoming, Outgoing};
 use crate::transport::{Port, Tag, Task};
+use crate::{Cancel, CommError};
 
 /// Marks contexts of ballots and of their outcome apart from those of splits.
 const BALLOT: u64 = 2;
@@ -29,12 +29,15 @@ impl Communicator {
     /// in which some have seen all agree. (It is then a member of the new communicator, which fails with its first
     /// collective, and shrinks.) A rank that is taken for lost while it lives finds itself alone.
     ///
+    /// After a cancellation nobody is lost: all go on, with the same numbers, under a new epoch.
+    ///
     /// # Errors
-    /// [`CommError::Ended`] if this endpoint itself is what is lost.
+    /// [`CommError::Ended`] if this endpoint itself is what is lost, [`CommError::Cancelled`] if this was cancelled.
     pub fn shrink(&self) -> Result<Self, CommError> {
         let members = &self.group.members;
         let number = |peer: PeerId| members.iter().position(|&member| member == peer);
-        let failed = self.check().err();
+        // Whoever cancelled is well.
+        let failed = self.check().err().filter(|error| !error.is_cancelled());
         let mut lost: BTreeSet<usize> =
             failed.as_ref().and_then(CommError::peer).and_then(number).into_iter().collect();
         lost.remove(&self.group.me);
@@ -127,6 +130,7 @@ struct Ballot {
     decisions: Vec<Option<Incoming>>,
     decided: Option<BTreeSet<usize>>,
     limit: Nanos,
+    cancel: Cancel,
     ended: Option<CommError>,
 }
 
@@ -148,6 +152,7 @@ impl Ballot {
             members: Arc::clone(members),
             peers,
             limit: comm.deadline,
+            cancel: comm.cancel.clone(),
             ended: None,
         }
     }
@@ -215,6 +220,9 @@ impl Task for Ballot {
     fn limit(&self) -> Nanos {
         self.limit
     }
+    fn is_cancelled(&self) -> bool {
+        self.cancel.is_cancelled()
+    }
 }
 
 /// Tells a decision to all others; to those that it counts as lost only where that costs no time.
@@ -222,6 +230,7 @@ struct Announce {
     tag: Tag,
     left: Vec<(PeerId, bool, Outgoing)>,
     limit: Nanos,
+    cancel: Cancel,
     ended: Option<CommError>,
 }
 
@@ -231,7 +240,7 @@ impl Announce {
         let others = comm.group.members.iter().enumerate().filter(|&(rank, _)| rank != comm.group.me);
         let left =
             others.map(|(rank, &peer)| (peer, lost.contains(&rank), Outgoing::new(Arc::clone(&decision))));
-        Self { tag, left: left.collect(), limit: comm.deadline, ended: None }
+        Self { tag, left: left.collect(), limit: comm.deadline, cancel: comm.cancel.clone(), ended: None }
     }
 }
 
@@ -255,5 +264,8 @@ impl Task for Announce {
     }
     fn limit(&self) -> Nanos {
         self.limit
+    }
+    fn is_cancelled(&self) -> bool {
+        self.cancel.is_cancelled()
     }
 }

@@ -8,7 +8,7 @@ use super::{Communicator, check_word};
 use crate::CommError;
 use crate::coded::{Coded, CodedReduce, Coder, Place};
 use crate::element::ReduceOp;
-use crate::message::{Exchange, Incoming, Outgoing, RecvAny, RecvMessage, SendMessage};
+use crate::message::{Exchange, Outgoing, RecvAny, RecvMessage, SendMessage};
 use crate::recoded::RecodedRing;
 use crate::transport::Tag;
 
@@ -116,11 +116,12 @@ impl Communicator {
     fn incoming(&self, from: Rank, tag: u32) -> Result<RecvMessage, CommError> {
         let from = self.member("recv", from)?;
         let tag = Tag::user(self.group.context, tag);
-        Ok(RecvMessage { from, tag, incoming: Incoming::default() })
+        let torn = self.group.torn.clone();
+        Ok(RecvMessage { from, tag, incoming: torn.next(from, tag), torn })
     }
 
     /// Sends bytes to a rank; returns when the network has taken them. Messages neither poison a communicator nor mind
-    /// that it is poisoned.
+    /// that it is poisoned. Of a message that is cancelled half-way its receiver is told.
     pub fn send(&self, to: Rank, tag: u32, data: &[u8]) -> Result<(), CommError> {
         self.run("send", self.outgoing(to, tag, data.to_vec())?, false)
     }
@@ -133,7 +134,8 @@ impl Communicator {
         }
     }
 
-    /// Receives bytes from a rank. One receive at a time of each rank and tag.
+    /// Receives bytes from a rank. One receive at a time of each rank and tag. Of a message that it was given up on
+    /// half-way, the rest is dropped by the next receive; one that had not begun goes to the next receive.
     pub fn recv(&self, from: Rank, tag: u32) -> Result<Vec<u8>, CommError> {
         self.run("recv", self.incoming(from, tag)?, false)
     }
@@ -151,9 +153,11 @@ impl Communicator {
         if from.is_empty() {
             return Err(CommError::Argument { op: NAME, what: "number of ranks", got: 0, want: 1 });
         }
-        let one = |&rank| Ok((rank, self.member(NAME, rank)?, Incoming::default()));
-        let from = from.iter().map(one).collect::<Result<_, CommError>>()?;
-        Ok(RecvAny { from, tag: Tag::user(self.group.context, tag) })
+        let member = |&rank| Ok((rank, self.member(NAME, rank)?));
+        let from = from.iter().map(member).collect::<Result<Vec<_>, CommError>>()?;
+        let (tag, torn) = (Tag::user(self.group.context, tag), self.group.torn.clone());
+        let from = from.into_iter().map(|(rank, peer)| (rank, peer, torn.next(peer, tag))).collect();
+        Ok(RecvAny { from, tag, torn })
     }
 
     /// Receives bytes from any of these ranks, and says from which: the message whose first frame is here first, ties

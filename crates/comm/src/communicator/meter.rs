@@ -68,19 +68,17 @@ impl Meter {
         port: &mut dyn Port,
         poll: impl FnOnce(&mut dyn Port) -> (Poll<T>, PeerId),
     ) -> Poll<T> {
-        let began = port.now();
-        self.began.get_or_insert(began);
+        self.began.get_or_insert_with(|| port.now());
         let mut metered = Metered { port, counter: &mut self.counter, moved: None };
         let (result, waits_for) = poll(&mut metered);
-        let moved = metered.moved;
-        let now = port.now();
-        if let Some(moved) = moved.or(result.is_ready().then_some(now))
+        let moved = metered.moved.or_else(|| result.is_ready().then(|| port.now()));
+        if let Some(moved) = moved
             && let Some((since, peer)) = self.waits.take()
         {
             self.counter.wait(peer, moved.saturating_sub(since));
         }
         if result.is_pending() && self.waits.is_none() {
-            self.waits = Some((now, waits_for));
+            self.waits = Some((port.now(), waits_for));
         }
         result
     }

@@ -183,6 +183,11 @@ impl State {
         }
     }
 
+    /// The last instant of any rank.
+    fn latest(&self) -> Nanos {
+        self.ranks.iter().map(|member| member.now).max().unwrap_or_default()
+    }
+
     fn deadline(&self, rank: usize) -> Option<Nanos> {
         match self.ranks[rank].status {
             Status::Blocked { until } => Some(until),
@@ -279,10 +284,12 @@ impl World {
     /// Takes a frame that departs at `at`.
     pub(super) fn submit(&self, from: usize, to: usize, tag: Tag, at: Nanos, frame: Frame) {
         let mut state = self.lock();
-        let Member { floor, crashed, .. } = state.ranks[from];
-        if !crashed {
-            // The others were promised that nothing departs before the floor.
-            let at = self.faults.thaw(PeerId(from as u32), at.max(floor));
+        let member = state.ranks[from];
+        if !member.crashed {
+            // The others were promised that nothing departs before the floor, and of a blocked rank nothing at all: what
+            // a thread from outside sends on its behalf is in nobody's past.
+            let earliest = if member.runs() { member.floor } else { state.latest() };
+            let at = self.faults.thaw(PeerId(from as u32), at.max(earliest));
             state.push(from, to, tag, at, Cargo::Frame(frame));
         }
     }
@@ -318,6 +325,15 @@ impl World {
                     state = self.bells[rank].wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
             }
+        }
+    }
+
+    /// Makes a blocked rank look about, from outside of the network's own time.
+    pub(super) fn rouse(&self, rank: usize) {
+        let mut state = self.lock();
+        let at = state.latest();
+        if state.wake(rank, at, Wake::Moved).is_some() {
+            self.bells[rank].notify_all();
         }
     }
 

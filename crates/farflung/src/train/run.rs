@@ -128,8 +128,14 @@ pub fn run(
     let mut job = Job::new(config, world, stop)?;
     let out = job.config.out.clone();
     job.out = Some(out.unwrap_or_else(|| RunDir::next_free("runs".as_ref(), &job.config.model)));
-    let seats = seats(&job.config, env)?;
-    run_job(&job, seats, watch)
+    let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
+    let seats = seats(&job.config, env)?.into_iter().map(tie).collect();
+    let result = run_job(&job, seats, watch);
+    // Whatever a worker failed with then, that is why.
+    match job.stop.cancelled() {
+        Some(signal) if result.is_err() => Err(Error::Stopped(signal)),
+        _ => result,
+    }
 }
 
 /// Trains a job in the given seats, a thread each.
