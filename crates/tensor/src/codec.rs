@@ -203,7 +203,7 @@ impl Codecs<'_> {
     /// Starts `y = x + before` (f32), with subnormals on every device. `verdict` is u32, `[1]`: 0, or 1 if a sum is not
     /// finite.
     pub fn sum(&self, x: View<'_>, before: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()> {
-        self.look(&self.check("sum"), x, Some(Sum { with: before, minus: false, y }), verdict)
+        self.look(&self.check("sum"), x, Some(Sum::Plus(before, y)), verdict)
     }
 
     /// Starts `y = x - sent`, as [`Self::sum`].
@@ -214,7 +214,7 @@ impl Codecs<'_> {
         y: ViewMut<'_>,
         verdict: ViewMut<'_>,
     ) -> Result<()> {
-        self.look(&self.check("difference"), x, Some(Sum { with: sent, minus: true, y }), verdict)
+        self.look(&self.check("difference"), x, Some(Sum::Minus(sent, y)), verdict)
     }
 
     /// Starts to look whether all of `x` (f32) is finite. `verdict` is u32, `[1]`: 0, or 1 if not.
@@ -230,7 +230,7 @@ impl Codecs<'_> {
         mut verdict: ViewMut<'_>,
     ) -> Result<()> {
         let shape = check.typed(&x, DType::F32)?;
-        if let Some(Sum { with, y, .. }) = &sum {
+        if let Some(Sum::Plus(with, y) | Sum::Minus(with, y)) = &sum {
             check.flat(with, DType::F32, shape)?;
             check.flat(y, DType::F32, shape)?;
         }

@@ -85,13 +85,11 @@ pub(crate) trait Codecs: Debug {
     fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()>;
 }
 
-/// What becomes of a vector and another one.
+/// The sum of a vector and another one, or their difference, and where it goes.
 #[derive(Debug)]
-pub(crate) struct Sum<'a> {
-    pub(crate) with: View<'a>,
-    /// Whether it is the difference.
-    pub(crate) minus: bool,
-    pub(crate) y: ViewMut<'a>,
+pub(crate) enum Sum<'a> {
+    Plus(View<'a>, ViewMut<'a>),
+    Minus(View<'a>, ViewMut<'a>),
 }
 
 impl<'a> Part<'a> {

@@ -165,8 +165,9 @@ impl crate::backend::Codecs for Cube {
     fn look(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()> {
         let len = x.len();
         let (x, verdict) = (self.read(&x)?, self.write(&verdict)?);
-        let minus = sum.as_ref().is_some_and(|sum| sum.minus);
-        let sum = sum.map(|sum| Ok((self.read(&sum.with)?, self.write(&sum.y)?))).transpose()?;
+        let minus = matches!(sum, Some(Sum::Minus(..)));
+        let bind = |(Sum::Plus(with, y) | Sum::Minus(with, y))| Ok((self.read(&with)?, self.write(&y)?));
+        let sum = sum.map(bind).transpose()?;
         // Nothing is refused yet.
         self.fill(&verdict, 1, 0.0);
         let with = sum.as_ref().map_or(&x, |(with, _)| with).arg();
