@@ -33,6 +33,12 @@ pub struct Dct<C> {
     sent: Vec<f32>,
 }
 
+/// The matrix `A` of the transform, row by row, as the format fixes it: for those who transform elsewhere than on the host.
+#[must_use]
+pub fn matrix(side: u32) -> Vec<f32> {
+    Table::new(side as usize).forward
+}
+
 /// `cos[k][n]` of one side, and its transpose.
 #[derive(Debug, Clone)]
 struct Table {

@@ -5,22 +5,22 @@ mod amount;
 mod bits;
 mod index;
 mod mask;
+mod places;
 mod select;
 
 pub use amount::Amount;
 pub use index::IndexCoding;
 pub use mask::{Drawn, Mask, Masked, Pattern};
+pub use places::Places;
 pub use select::Select;
 
 use crate::compressor::{Memoryless, add};
 use crate::simd::{Level, Stream};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
-use index::{Chunking, Coding};
+use index::Coding;
+use places::{DISORDER, PREFIX, TOO_FEW};
 use select::{Chosen, Finder};
-
-/// Bytes before the indices.
-const PREFIX: usize = 20;
 
 /// The selected elements of a vector: their indices in the smallest coding, and their values through the codec `C`.
 ///
@@ -51,7 +51,8 @@ pub struct Sparse<C> {
     threads: usize,
     finder: Finder,
     kept: Kept,
-    coded: Vec<u8>,
+    /// What stands before the values.
+    places: Vec<u8>,
 }
 
 /// The elements that were chosen, on their way through the inner codec.
@@ -128,7 +129,7 @@ impl<C: Memoryless> Sparse<C> {
             threads: 1,
             finder: Finder::default(),
             kept: Kept::default(),
-            coded: Vec::new(),
+            places: Vec::new(),
         })
     }
 
@@ -143,20 +144,11 @@ impl<C: Memoryless> Sparse<C> {
         check_indexable(x)?;
         let Kept { indices, values, .. } = &mut self.kept;
         self.finder.find(self.level, self.threads, self.select, x, Chosen { indices, values })?;
-        let kept = self.kept.indices.len();
-        let chunking = self.select.chunking(x.len(), kept);
-        let coding = Coding::choose(self.indices, &self.kept.indices, x.len(), chunking);
-        self.coded.clear();
-        coding.write(&self.kept.indices, x.len(), chunking, &mut self.coded);
-        let (indices, inner) = (&self.coded, self.kept.encode(&mut self.inner, key)?);
-        let mut prefix = [0; PREFIX];
-        let words = [kept, indices.len(), chunking.chunk, chunking.kept];
-        for (bytes, word) in prefix[..16].as_chunks_mut().0.iter_mut().zip(words) {
-            *bytes = (word as u32).to_le_bytes();
-        }
-        prefix[16..18].copy_from_slice(&coding.tag());
-        prefix[18] = inner.codec().0;
-        out.fill_with(CodecId::SPARSE, x.len(), &[&prefix, indices, inner.body()]);
+        let codec = self.kept.encode(&mut self.inner, key)?.codec();
+        let Kept { indices, payload, .. } = &self.kept;
+        self.places.clear();
+        self.select.write(self.indices, indices, x.len(), codec, &mut self.places);
+        out.fill_with(CodecId::SPARSE, x.len(), &[&self.places, payload.view().body()]);
         Ok(())
     }
 }
@@ -185,25 +177,10 @@ impl<C: Memoryless> Compressor for Sparse<C> {
 
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
         let body = p.open(CodecId::SPARSE, out.len())?;
-        let wrong = |wanted: usize| CompressError::BodyLength {
-            codec: CodecId::SPARSE,
-            count: out.len(),
-            wanted: wanted as u64,
-            found: body.len() as u64,
-        };
-        let (prefix, rest) = body.split_first_chunk::<PREFIX>().ok_or_else(|| wrong(PREFIX))?;
-        let word = |at: usize| {
-            u32::from_le_bytes([prefix[at], prefix[at + 1], prefix[at + 2], prefix[at + 3]]) as usize
-        };
-        let (kept, indices, chunking) = (word(0), word(4), Chunking { chunk: word(8), kept: word(12) });
-        let coding = Coding::of_tag([prefix[16], prefix[17]])?;
-        if kept > out.len() || chunking.chunk == 0 || prefix[19] != 0 {
-            return Err(CompressError::Indices { why: "are more than the elements" });
-        }
-        let (indices, values) =
-            rest.split_at_checked(indices).ok_or_else(|| wrong(PREFIX.saturating_add(indices)))?;
-        let mut spread = Spread::new(self.level, &self.inner, CodecId(prefix[18]), values, kept, out)?;
-        coding.read(indices, kept, spread.len(), chunking, |index| spread.put(index))?;
+        let places = Places::read(body, out.len())?;
+        let (inner, values, kept) = (places.inner(), places.values(), places.kept());
+        let mut spread = Spread::new(self.level, &self.inner, inner, values, kept, out)?;
+        places.each(|index| spread.put(index))?;
         spread.finish()
     }
 
@@ -256,15 +233,11 @@ impl<'a> Spread<'a> {
         Ok(Self { out, from, next: 0, start: 0, window: [0.0; WINDOW], stream })
     }
 
-    fn len(&self) -> usize {
-        self.out.len()
-    }
-
     #[inline]
     fn put(&mut self, index: u64) -> Result<(), CompressError> {
         // An index beyond its value's place leaves no room for the values after it.
         if index < self.next as u64 || index > self.from as u64 || self.from == self.out.len() {
-            return Err(CompressError::Indices { why: "are not ascending, or lie outside of the vector" });
+            return Err(DISORDER);
         }
         let (at, value) = (index as usize, self.out[self.from]);
         while at - self.start >= WINDOW {
@@ -291,7 +264,7 @@ impl<'a> Spread<'a> {
     /// Zeros what lies behind the last value.
     fn finish(mut self) -> Result<(), CompressError> {
         if self.from < self.out.len() {
-            return Err(CompressError::Indices { why: "are fewer than the values" });
+            return Err(TOO_FEW);
         }
         while self.start < self.out.len() {
             self.write();

@@ -2,8 +2,9 @@
 //! farflung-compress, whose `WIRE.md` fixes layout and arithmetic to the bit. A device whose memory is the host's has none: the
 //! host's codecs work there in place. It refuses to know frames, checksums, and what to do with a refusal.
 
+use crate::backend::Sum;
 use crate::check::Check;
-use crate::{DType, Device, Result, View, ViewMut};
+use crate::{DType, Device, Result, Shape, View, ViewMut};
 
 /// What stands for an element of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -202,29 +203,63 @@ impl Codecs<'_> {
     /// Starts `y = x + before` (f32), with subnormals on every device. `verdict` is u32, `[1]`: 0, or 1 if a sum is not
     /// finite.
     pub fn sum(&self, x: View<'_>, before: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()> {
-        let check = self.check("sum");
-        let shape = check.typed(&x, DType::F32)?;
-        check.flat(&before, DType::F32, shape)?;
-        check.flat(&y, DType::F32, shape)?;
-        self.look(&check, x, Some((before, y)), verdict)
+        self.look(&self.check("sum"), x, Some(Sum::Plus(before, y)), verdict)
+    }
+
+    /// Starts `y = x - sent`, as [`Self::sum`].
+    pub fn difference(
+        &self,
+        x: View<'_>,
+        sent: View<'_>,
+        y: ViewMut<'_>,
+        verdict: ViewMut<'_>,
+    ) -> Result<()> {
+        self.look(&self.check("difference"), x, Some(Sum::Minus(sent, y)), verdict)
     }
 
     /// Starts to look whether all of `x` (f32) is finite. `verdict` is u32, `[1]`: 0, or 1 if not.
     pub fn finite(&self, x: View<'_>, verdict: ViewMut<'_>) -> Result<()> {
-        let check = self.check("finite");
-        check.typed(&x, DType::F32)?;
-        self.look(&check, x, None, verdict)
+        self.look(&self.check("finite"), x, None, verdict)
     }
 
     fn look(
         &self,
         check: &Check<'_>,
         x: View<'_>,
-        sum: Option<(View<'_>, ViewMut<'_>)>,
+        sum: Option<Sum<'_>>,
         mut verdict: ViewMut<'_>,
     ) -> Result<()> {
+        let shape = check.typed(&x, DType::F32)?;
+        if let Some(Sum::Plus(with, y) | Sum::Minus(with, y)) = &sum {
+            check.flat(with, DType::F32, shape)?;
+            check.flat(y, DType::F32, shape)?;
+        }
         check.flat(&verdict, DType::U32, 1)?;
         if x.is_empty() { verdict.write(&[0_u32]) } else { self.kernels.look(x, sum, verdict) }
+    }
+
+    /// Starts to write where the largest magnitudes of `x` (f32) are: `kept` of each `chunk` elements, or all where there are
+    /// not so many, as in the last chunk, which may be short. Indices are u32, as many as that makes, ascending. Of equal
+    /// magnitudes the lower indices are kept; NaN is larger than all numbers. A chunk of 0 counts as 1.
+    pub fn largest(&self, x: View<'_>, chunk: usize, kept: usize, indices: ViewMut<'_>) -> Result<()> {
+        let check = self.check("largest");
+        let (len, chunk) = (check.typed(&x, DType::F32)?.len(), chunk.max(1));
+        check.flat(&indices, DType::U32, len / chunk * kept.min(chunk) + kept.min(len % chunk))?;
+        if indices.is_empty() { Ok(()) } else { self.kernels.largest(x, chunk, kept, indices) }
+    }
+
+    /// Starts the transform of each full run of `side * side` elements of `x` (f32) as a square `X`, row by row: `y` is
+    /// `(A X) A^T`, or `(A^T X) A` if `inverse`, and what fills no square stays as it is. The matrix `A` is f32, `[side, side]`,
+    /// with magnitudes below 2. Sums go over the index in order from 0, with subnormals, nothing fused.
+    pub fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()> {
+        let check = self.check("squares");
+        let (shape, square) = (check.typed(&x, DType::F32)?, check.typed(&matrix, DType::F32)?);
+        check.flat(&y, DType::F32, shape)?;
+        let side = square.cols();
+        if square.dims() != [side, side] || side == 0 {
+            return check.mismatch(square, Shape::from([side, side]));
+        }
+        if x.is_empty() { Ok(()) } else { self.kernels.squares(x, matrix, inverse, y) }
     }
 
     /// Starts to write the indices of a mask, ascending. `indices` is u32, `[mask.kept]`.

@@ -319,11 +319,17 @@ fn sums_keep_subnormals_and_say_what_is_not_finite() {
         let (x, e) = (gpu.tensor(&a, 700).unwrap(), gpu.tensor(&b, 700).unwrap());
         let mut y = gpu.zeros(700).unwrap();
         codecs.sum(x.view(), e.view(), y.view_mut(), verdict.view_mut()).unwrap();
+        let compare = |found: &[f32], wanted: &[f32]| {
+            let differs = (0..700).find(|&i| found[i].to_bits() != wanted[i].to_bits());
+            assert_eq!(differs.map(|i| (a[i], b[i], found[i], wanted[i])), None);
+            u32::from(wanted.iter().any(|v| !v.is_finite()))
+        };
         let wanted: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
-        let found = y.to_vec::<f32>().unwrap();
-        let differs = (0..700).find(|&i| found[i].to_bits() != wanted[i].to_bits());
-        assert_eq!(differs.map(|i| (a[i], b[i], found[i], wanted[i])), None);
-        let refused = u32::from(wanted.iter().any(|v| !v.is_finite()));
+        let refused = compare(&y.to_vec::<f32>().unwrap(), &wanted);
+        assert_eq!(verdict.to_vec::<u32>().unwrap(), [refused]);
+        codecs.difference(x.view(), e.view(), y.view_mut(), verdict.view_mut()).unwrap();
+        let wanted: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a - b).collect();
+        let refused = compare(&y.to_vec::<f32>().unwrap(), &wanted);
         assert_eq!(verdict.to_vec::<u32>().unwrap(), [refused]);
         codecs.finite(x.view(), verdict.view_mut()).unwrap();
         assert_eq!(verdict.to_vec::<u32>().unwrap(), [0]);
@@ -331,6 +337,111 @@ fn sums_keep_subnormals_and_say_what_is_not_finite() {
     let x = gpu.tensor(&[1.0, f32::NAN], 2).unwrap();
     codecs.finite(x.view(), verdict.view_mut()).unwrap();
     assert_eq!(verdict.to_vec::<u32>().unwrap(), [1]);
+}
+
+/// Where the `kept` largest of each chunk are; of equal ones the first.
+fn largest(x: &[f32], chunk: usize, kept: usize) -> Vec<u32> {
+    let mut indices = Vec::new();
+    for (c, part) in x.chunks(chunk).enumerate() {
+        let mut order: Vec<usize> = (0..part.len()).collect();
+        order.sort_by_key(|i| u32::MAX - part[*i].abs().to_bits());
+        order.truncate(kept);
+        order.sort_unstable();
+        indices.extend(order.iter().map(|i| (c * chunk + i) as u32));
+    }
+    indices
+}
+
+#[test]
+fn the_largest_of_a_vector_and_of_its_chunks_are_found_in_order() {
+    let gpu = Device::wgpu(0).unwrap();
+    let codecs = gpu.codecs().unwrap();
+    let draws = Philox::new(9, 0);
+    // In one cube and in several tiles, with chunks that are short at the end.
+    for (n, chunk, kept) in [
+        (1, 1, 1),
+        (300, 300, 7),
+        (4096, 4096, 4096),
+        (5000, 64, 4),
+        (5000, 33, 40),
+        (4500, 1, 1),
+        (4097, 4097, 41),
+        (20_011, 50_000, 1),
+        (20_011, 20_011, 2500),
+        (20_011, 20_011, 20_000),
+        (20_011, 9000, 300),
+        (18_005, 9000, 300),
+    ] {
+        for kind in 0..5 {
+            let mut x = vec![0.0; n];
+            draws.fill_normal([1.0, 1e-41, 1e37, 2.0, 0.0][kind], &mut x);
+            if kind == 3 {
+                // Many are equal but for the sign.
+                x = x.into_iter().map(f32::round).collect();
+            }
+            if kind == 2 {
+                x[n / 2] = f32::NAN;
+                x[n / 3] = f32::NEG_INFINITY;
+            }
+            let at = kind % 2;
+            let there = gpu.tensor(&[&vec![7.0; at], &x[..]].concat(), at + n).unwrap();
+            let wanted = largest(&x, chunk, kept);
+            let mut indices = gpu.empty(DType::U32, wanted.len()).unwrap();
+            let from = there.view().part(at, n).unwrap();
+            codecs.largest(from, chunk, kept, indices.view_mut()).unwrap();
+            assert_eq!(indices.to_vec::<u32>().unwrap(), wanted, "{n} {chunk} {kept} {kind}");
+        }
+    }
+    let (x, mut indices) = (gpu.zeros(10).unwrap(), gpu.empty(DType::U32, 4).unwrap());
+    let error = codecs.largest(x.view(), 5, 3, indices.view_mut()).unwrap_err();
+    assert!(error.to_string().contains("largest"), "{error}");
+}
+
+/// `(A X) A^T` of each square, or `(A^T X) A`.
+fn squares(x: &[f32], a: &[f32], side: usize, inverse: bool) -> Vec<f32> {
+    let a = |row: usize, column: usize| if inverse { a[column * side + row] } else { a[row * side + column] };
+    let mut y = x.to_vec();
+    for square in y.chunks_exact_mut(side * side) {
+        let at = |i: usize| (i / side, i % side);
+        let half: Vec<f32> = (0..side * side)
+            .map(at)
+            .map(|(row, column)| (0..side).fold(0.0, |sum, k| sum + a(row, k) * square[k * side + column]))
+            .collect();
+        for (i, y) in square.iter_mut().enumerate() {
+            let (row, column) = at(i);
+            *y = (0..side).fold(0.0, |sum, k| sum + half[row * side + k] * a(column, k));
+        }
+    }
+    y
+}
+
+#[test]
+fn squares_are_transformed_to_the_bit() {
+    let gpu = Device::wgpu(0).unwrap();
+    let codecs = gpu.codecs().unwrap();
+    for (side, n) in [(1, 5), (3, 100), (8, 700), (20, 1000), (64, 4100)] {
+        let mut a = vec![0.0; side * side];
+        Philox::new(4, side as u64).fill_normal(0.3, &mut a);
+        a[0] = 1e-17;
+        let matrix = gpu.tensor(&a, [side, side]).unwrap();
+        for size in [1e-43, 1e-41, 3e-38, 1e-36, 1e-30, 1e-22, 1.0, 1e35] {
+            let mut x = vec![0.0; n];
+            Philox::new(5, 0).fill_normal(size, &mut x);
+            // Of many sizes at once, and as sparse as what is kept.
+            x.iter_mut().step_by(3).for_each(|x| *x *= 1e-15);
+            x.iter_mut().skip(1).step_by(3).for_each(|x| *x *= 0.0);
+            let (there, mut y) = (gpu.tensor(&x, n).unwrap(), gpu.zeros(n).unwrap());
+            for inverse in [false, true] {
+                codecs.squares(there.view(), matrix.view(), inverse, y.view_mut()).unwrap();
+                let (wanted, found) = (squares(&x, &a, side, inverse), y.to_vec::<f32>().unwrap());
+                let differs = (0..n).find(|&i| found[i].to_bits() != wanted[i].to_bits());
+                assert_eq!(differs.map(|i| (i, found[i], wanted[i])), None, "{side} {size:e} {inverse}");
+            }
+        }
+    }
+    let (x, matrix, mut y) = (gpu.zeros(8).unwrap(), gpu.zeros([2, 4]).unwrap(), gpu.zeros(8).unwrap());
+    let error = codecs.squares(x.view(), matrix.view(), false, y.view_mut()).unwrap_err();
+    assert!(error.to_string().contains("squares"), "{error}");
 }
 
 #[test]

@@ -28,8 +28,8 @@ pub(crate) const BENCH: Bench = Bench {
 /// Products in 16 bits, and how far they may be from those in 32.
 const HALVES: [(Precision, f64); 2] = [(Precision::Bf16, 2e-2), (Precision::F16, 2e-3)];
 
-/// Codecs that every device has kernels of, alone and behind masks.
-const CODECS: [&str; 10] = [
+/// Codecs that every device has kernels of, alone and behind selections and transforms.
+const CODECS: [&str; 17] = [
     "sign",
     "sign:100",
     "sign-l2:33",
@@ -40,6 +40,13 @@ const CODECS: [&str; 10] = [
     "rolling:10x128/int8:64",
     "permuted:3",
     "random:7/sign:100",
+    "topk:0.1",
+    "topk:0.02/sign-l2",
+    "topk:4of64/int8:64",
+    "topk:0.3x128/int4:128",
+    "rolling:10x128/topk:0.2x128/int4:128",
+    "dct:8/topk:4of64/sign",
+    "dct:20/topk:0.05/int8",
 ];
 
 /// What all cases of one op found.

@@ -33,7 +33,8 @@ pub enum Select {
 
 impl Select {
     /// The most elements that are kept of `len`.
-    pub(crate) fn most(&self, len: usize) -> usize {
+    #[must_use]
+    pub fn most(&self, len: usize) -> usize {
         match *self {
             Self::Largest(amount) => amount.of(len),
             Self::PerChunk { chunk, kept } => {

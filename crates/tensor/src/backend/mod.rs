@@ -83,14 +83,26 @@ pub(crate) trait Codecs: Debug {
 
     fn decode(&self, codec: BlockCodec, body: View<'_>, y: ViewMut<'_>, verdict: ViewMut<'_>) -> Result<()>;
 
-    /// Whether all of `x` is finite, or of its sum with a vector, which goes to another.
-    fn look(&self, x: View<'_>, sum: Option<(View<'_>, ViewMut<'_>)>, verdict: ViewMut<'_>) -> Result<()>;
+    /// Whether all of `x` is finite, or of its sum.
+    fn look(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()>;
+
+    /// At least one of each chunk, which is not empty.
+    fn largest(&self, x: View<'_>, chunk: usize, kept: usize, indices: ViewMut<'_>) -> Result<()>;
+
+    fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()>;
 
     fn mask(&self, mask: Mask, indices: ViewMut<'_>) -> Result<()>;
 
     fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()>;
 
     fn put(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()>;
+}
+
+/// The sum of a vector and another one, or their difference, and where it goes.
+#[derive(Debug)]
+pub(crate) enum Sum<'a> {
+    Plus(View<'a>, ViewMut<'a>),
+    Minus(View<'a>, ViewMut<'a>),
 }
 
 impl<'a> Part<'a> {

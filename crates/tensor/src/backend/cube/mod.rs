@@ -100,6 +100,14 @@ impl Cube {
         allocate(&self.name, &self.client, &self.pool, bytes)
     }
 
+    /// The same, with that in it.
+    fn upload_scratch(&self, mut bytes: Vec<u8>) -> Result<Buffer> {
+        let buffer = self.scratch(bytes.len())?;
+        bytes.resize(buffer.bytes, 0);
+        self.client.write(&buffer.handle, cubecl::bytes::Bytes::from_bytes_vec(bytes));
+        Ok(buffer)
+    }
+
     fn clear_fault(&self) {
         self.client
             .write(&self.fault.handle, cubecl::bytes::Bytes::from_bytes_vec(vec![0; self.fault.bytes]));
@@ -155,11 +163,9 @@ impl Backend for Cube {
         let view = to.as_view();
         let part = view.raw();
         let buffer = Self::buffer(&part);
-        let staging = self.scratch(bytes.len())?;
-        let mut padded = Vec::with_capacity(staging.bytes);
+        let mut padded = Vec::with_capacity(bytes.len().next_multiple_of(ALIGN));
         padded.extend_from_slice(bytes);
-        padded.resize(staging.bytes, 0);
-        self.client.write(&staging.handle, cubecl::bytes::Bytes::from_bytes_vec(padded));
+        let staging = self.upload_scratch(padded)?;
         self.copy(
             (&staging.handle, staging.bytes, 0),
             (&buffer.handle, buffer.bytes, part.range.start),

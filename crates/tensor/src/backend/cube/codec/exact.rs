@@ -52,6 +52,40 @@ pub(super) fn sum(a: u32, b: u32) -> u32 {
     bits
 }
 
+/// The bits of `a * b`, not fused with the sum after it, for an `a` below 2 in magnitude: a subnormal `b` makes no product that
+/// is normal.
+#[cube]
+pub(super) fn product(a: u32, b: u32, zero: u32) -> u32 {
+    let mut bits = u32::reinterpret(f32::reinterpret(a) * f32::reinterpret(b)) ^ zero;
+    let m = a & MAGNITUDE;
+    let n = b & MAGNITUDE;
+    if (m >> 23) + (n >> 23) < 128 && m != 0 && n != 0 {
+        bits = ((a ^ b) & SIGN) | counted(m, n);
+    }
+    bits
+}
+
+/// The bits of a product of two magnitudes whose exponents' fields add up to less than 128: it is hardly above the subnormals,
+/// where bits count multiples of 2^-149.
+#[cube]
+fn counted(m: u32, n: u32) -> u32 {
+    let a = (m & (NORMAL - 1)) | select(m >= NORMAL, NORMAL, 0u32);
+    let b = (n & (NORMAL - 1)) | select(n >= NORMAL, NORMAL, 0u32);
+    let mut high = u32::mul_hi(a, b);
+    let mut low = a * b;
+    // Of 48 digits those below 2^-149 are for rounding.
+    let shift = 151 - u32::max(m >> 23, 1) - u32::max(n >> 23, 1);
+    let mut half = 0u32;
+    let mut rest = 0u32;
+    for _ in 0..u32::min(shift, 50) {
+        rest |= half;
+        half = low & 1;
+        low = (low >> 1) | (high << 31);
+        high >>= 1u32;
+    }
+    low + (half & (rest | (low & 1)))
+}
+
 /// The bits of `a / b`, of positive normal numbers with a normal quotient, digit by digit.
 #[cube]
 pub(super) fn quotient(a: u32, b: u32) -> u32 {

@@ -1,5 +1,5 @@
 //! Codecs with the host's bytes. Blocks: first what each header says, then every word of the body by a unit of its own, for a
-//! block need not fill whole words. Masks: their indices are drawn here.
+//! block need not fill whole words. Masks and the largest: their indices are found here.
 #![expect(
     clippy::manual_range_contains,
     clippy::manual_div_ceil,
@@ -11,12 +11,16 @@ mod exact;
 mod fit;
 mod pack;
 mod select;
+mod square;
+mod top;
 
 use cubecl::prelude::*;
 
 use self::exact::sum;
 use super::Cube;
+use super::operand::Operand;
 use super::run::u32_of;
+use crate::backend::Sum;
 use crate::codec::{BlockCodec, Code, Mask};
 use crate::{Result, View, ViewMut};
 
@@ -54,6 +58,50 @@ fn value(x: &[u32], before: &[u32], at: u32, #[comptime] form: Form) -> u32 {
         bits = sum(bits, before[at as usize]);
     }
     bits
+}
+
+/// Elements that one cube can look through eight times, and into how many parts of at least as many a chunk is cut.
+const TILE: usize = 4096;
+const MOST_TILES: usize = 1024;
+
+fn chunks(len: usize, chunk: usize, kept: usize) -> top::ChunksLaunch {
+    top::ChunksLaunch::new(u32_of(len), u32_of(chunk), u32_of(kept), u32_of(len.div_ceil(chunk)))
+}
+
+impl Cube {
+    /// [`crate::backend::Codecs::largest`] of chunks that are more than a cube's work.
+    fn largest_in_tiles(&self, x: &Operand, [len, chunk, kept]: [usize; 3], indices: &Operand) -> Result<()> {
+        let (client, units) = (&self.client, self.units);
+        let count = len.div_ceil(chunk);
+        let tiles = chunk.div_ceil(TILE).min(MOST_TILES);
+        let tile = chunk.div_ceil(tiles);
+        let chunks = || chunks(len, chunk, kept);
+        let tiling = || top::TilesLaunch::new(u32_of(tile), u32_of(tiles), u32_of(count * tiles));
+        // For each round and behind the last one: the least that is kept, and how many of those that begin like it.
+        let mut cuts = vec![0; 8 * count * (top::ROUNDS as usize + 1)];
+        for (cut, start) in cuts.as_chunks_mut().0.iter_mut().zip((0..len).step_by(chunk)) {
+            *cut = (u64::from(u32_of(kept.min(len - start))) << 32).to_le_bytes();
+        }
+        let cut_buffer = self.upload_scratch(cuts)?;
+        let count_buffer = self.scratch(4 * count * tiles * top::DIGITS as usize)?;
+        let found_buffer = self.scratch(8 * count * tiles)?;
+        let [cuts, counts, found] = [&cut_buffer, &count_buffer, &found_buffer].map(Self::whole);
+        for round in 0..top::ROUNDS {
+            let (cubes, dim) = self.row_each(count * tiles);
+            let (from, to) = (cuts.arg(), counts.arg());
+            top::count::launch(client, cubes, dim, x.arg(), from, to, chunks(), tiling(), round, units);
+            let (cubes, dim) = self.row_each(count);
+            let (from, to) = (counts.arg(), cuts.arg());
+            top::pick::launch(client, cubes, dim, from, to, found.arg(), chunks(), tiling(), round, units);
+        }
+        let (cubes, dim) = self.row_each(count * tiles);
+        let (x, cuts, found, to) = (x.arg(), cuts.arg(), found.arg(), indices.arg());
+        top::place::launch(client, cubes, dim, x, cuts, found, to, chunks(), tiling(), units);
+        for buffer in [cut_buffer, count_buffer, found_buffer] {
+            self.pool.give(buffer);
+        }
+        Ok(())
+    }
 }
 
 impl crate::backend::Codecs for Cube {
@@ -114,22 +162,68 @@ impl crate::backend::Codecs for Cube {
         Ok(())
     }
 
-    fn look(&self, x: View<'_>, sum: Option<(View<'_>, ViewMut<'_>)>, verdict: ViewMut<'_>) -> Result<()> {
+    fn look(&self, x: View<'_>, sum: Option<Sum<'_>>, verdict: ViewMut<'_>) -> Result<()> {
         let len = x.len();
         let (x, verdict) = (self.read(&x)?, self.write(&verdict)?);
-        let sum = sum.map(|(before, y)| Ok((self.read(&before)?, self.write(&y)?))).transpose()?;
+        let minus = matches!(sum, Some(Sum::Minus(..)));
+        let bind = |(Sum::Plus(with, y) | Sum::Minus(with, y))| Ok((self.read(&with)?, self.write(&y)?));
+        let sum = sum.map(bind).transpose()?;
         // Nothing is refused yet.
         self.fill(&verdict, 1, 0.0);
-        let before = sum.as_ref().map_or(&x, |(before, _)| before).arg();
+        let with = sum.as_ref().map_or(&x, |(with, _)| with).arg();
         let scratch = self.scratch(4)?;
         let unwanted = Self::whole(&scratch);
         let y = sum.as_ref().map_or(&unwanted, |(_, y)| y).arg();
         let (count, dim) = self.each(len);
         let (len, adds) = (u32_of(len), sum.is_some());
-        select::sums::launch(&self.client, count, dim, x.arg(), before, y, verdict.arg(), len, adds);
+        select::sums::launch(&self.client, count, dim, x.arg(), with, y, verdict.arg(), len, adds, minus);
         self.pool.give(scratch);
         self.settle([x, verdict]);
-        self.settle(sum.into_iter().flat_map(|(before, y)| [before, y]));
+        self.settle(sum.into_iter().flat_map(|(with, y)| [with, y]));
+        Ok(())
+    }
+
+    fn largest(&self, x: View<'_>, chunk: usize, kept: usize, indices: ViewMut<'_>) -> Result<()> {
+        let (len, chunk) = (x.len(), chunk.min(x.len()));
+        let (kept, count) = (kept.min(chunk), len.div_ceil(chunk));
+        let (x, indices) = (self.read(&x)?, self.write(&indices)?);
+        if chunk <= TILE {
+            let (cubes, dim) = self.row_each(count);
+            let (to, units) = (indices.arg(), self.units);
+            top::small::launch(&self.client, cubes, dim, x.arg(), to, chunks(len, chunk, kept), units);
+        } else {
+            self.largest_in_tiles(&x, [len, chunk, kept], &indices)?;
+        }
+        self.settle([x, indices]);
+        Ok(())
+    }
+
+    fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()> {
+        let (len, side) = (x.len(), u32_of(matrix.shape().cols()));
+        let scratch = self.scratch(len * 4)?;
+        let half = Self::whole(&scratch);
+        let (x, matrix, y) = (self.read(&x)?, self.read(&matrix)?, self.write(&y)?);
+        for (from, to, columns) in [(&x, &half, true), (&half, &y, false)] {
+            let (count, dim) = self.each(len);
+            let (from, matrix, to) = (from.arg(), matrix.arg(), to.arg());
+            // Compilers must not know that this is 0.
+            let (len, zero) = (u32_of(len), 0);
+            square::turn::launch(
+                &self.client,
+                count,
+                dim,
+                from,
+                matrix,
+                to,
+                len,
+                side,
+                zero,
+                columns,
+                inverse,
+            );
+        }
+        self.pool.give(scratch);
+        self.settle([x, matrix, y]);
         Ok(())
     }
 

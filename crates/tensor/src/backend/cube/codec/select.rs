@@ -5,20 +5,25 @@ use cubecl::prelude::*;
 use super::exact::{INFINITE, MAGNITUDE, sum};
 use crate::codec::Pattern;
 
-/// `y = x + before`, or only a look at `x`; `verdict` becomes 1 if something is not finite, by whoever sees it.
+/// `y = x + with`, or `x - with`, or only a look at `x`; `verdict` becomes 1 if something is not finite, by whoever sees it.
 #[cube(launch)]
 pub(super) fn sums(
     x: &[u32],
-    before: &[u32],
+    with: &[u32],
     y: &mut [u32],
     verdict: &mut [u32],
     len: u32,
     #[comptime] adds: bool,
+    #[comptime] minus: bool,
 ) {
     if (ABSOLUTE_POS as u32) < len {
         let mut bits = x[ABSOLUTE_POS];
         if comptime!(adds) {
-            bits = sum(bits, before[ABSOLUTE_POS]);
+            let mut other = with[ABSOLUTE_POS];
+            if comptime!(minus) {
+                other ^= 0x8000_0000u32;
+            }
+            bits = sum(bits, other);
             y[ABSOLUTE_POS] = bits;
         }
         if (bits & MAGNITUDE) >= INFINITE {
