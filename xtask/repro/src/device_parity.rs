@@ -67,7 +67,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let (cpu, device) = (Device::cpu(1)?, Device::open(name.parse()?, 1)?);
     let mut all: BTreeMap<&str, Found> = BTreeMap::new();
     let mut halves = HALVES.map(|_| [0.0_f64; 2]);
-    for seed in report.seed()..report.seed() + if options.quick { 2 } else { 12 } {
+    for seed in report.seed()..report.seed() + if options.quick { 2 } else { 8 } {
         for case in parity::cases(seed) {
             let (expected, first, second) = (case.run(&cpu)?, case.run(&device)?, case.run(&device)?);
             let found = all.entry(case.op).or_default();
