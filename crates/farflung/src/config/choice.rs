@@ -126,17 +126,33 @@ impl Setting for Devices {
     }
 }
 
-impl Setting for Precision {
-    fn expected() -> String {
-        format!("one of {}", Self::ALL.map(|p| p.to_string()).join(" "))
-    }
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-    fn value(&self) -> Value {
-        Value::String(self.to_string())
-    }
+/// A type that reads its own names and prints them: what is expected instead of another.
+macro_rules! named {
+    ($ty:ty, $expected:expr) => {
+        impl Setting for $ty {
+            fn expected() -> String {
+                $expected
+            }
+            fn parse(text: &str) -> Option<Self> {
+                text.parse().ok()
+            }
+            fn value(&self) -> Value {
+                Value::String(self.to_string())
+            }
+        }
+    };
 }
+
+named!(Precision, format!("one of {}", Self::ALL.map(|p| p.to_string()).join(" ")));
+named!(Algorithm, format!("one of {} auto", Self::ALL.map(|a| a.to_string()).join(" ")));
+named!(Method, ["one of"].into_iter().chain(Self::ALL.map(Self::name)).collect::<Vec<_>>().join(" "));
+named!(
+    CodecSpec,
+    format!(
+        "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /",
+        farflung_compress::names().join(" ")
+    )
+);
 
 /// What gradients are multiplied with where products round them.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -175,45 +191,6 @@ impl Setting for LossScaling {
             Self::Auto => Value::String("auto".to_owned()),
             Self::Fixed(scale) => Value::Integer(*scale as i64),
         }
-    }
-}
-
-impl Setting for CodecSpec {
-    fn expected() -> String {
-        format!(
-            "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /",
-            farflung_compress::names().join(" ")
-        )
-    }
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-    fn value(&self) -> Value {
-        Value::String(self.to_string())
-    }
-}
-
-impl Setting for Algorithm {
-    fn expected() -> String {
-        format!("one of {} auto", Self::ALL.map(|a| a.to_string()).join(" "))
-    }
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-    fn value(&self) -> Value {
-        Value::String(self.to_string())
-    }
-}
-
-impl Setting for Method {
-    fn expected() -> String {
-        ["one of"].into_iter().chain(Self::ALL.map(Self::name)).collect::<Vec<_>>().join(" ")
-    }
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-    fn value(&self) -> Value {
-        Value::String(self.to_string())
     }
 }
 
