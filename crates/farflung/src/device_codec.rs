@@ -38,6 +38,27 @@ use self::path::{Path, Source};
 use self::values::{Body, Values, codecs};
 use crate::{Error, Result};
 
+/// Some of the codecs that every device has kernels of, alone and behind selections: for those who hold one to the law.
+pub const KERNELS: [&str; 17] = [
+    "sign",
+    "sign:100",
+    "sign-l2:33",
+    "int8",
+    "int8:1000",
+    "int4",
+    "int4:71",
+    "rolling:10x128/int8:64",
+    "permuted:3",
+    "random:7/sign:100",
+    "topk:0.1",
+    "topk:0.02/sign-l2",
+    "topk:4of64/int8:64",
+    "topk:0.3x128/int4:128",
+    "rolling:10x128/topk:0.2x128/int4:128",
+    "dct:8/topk:4of64/sign",
+    "dct:20/topk:0.05/int8",
+];
+
 /// A device whose f32 tensors, of any shape, are the vectors that codecs take.
 #[derive(Debug, Clone)]
 pub struct Vectors(Device);
@@ -288,23 +309,7 @@ mod tests {
     #[test]
     fn kernels_give_the_hosts_bytes_residuals_values_and_refusals() {
         let gpu = Device::wgpu(0).unwrap();
-        for name in [
-            "sign",
-            "sign:100",
-            "sign-l2:33",
-            "int8",
-            "int8:1000",
-            "int4",
-            "int4:71",
-            "rolling:10x128/int8:64",
-            "permuted:3",
-            "random:7/sign:100",
-            "topk:0.1",
-            "topk:4of64/int8:64",
-            "rolling:10x128/topk:0.2x128/int4:128",
-            "dct:8/topk:4of64/sign",
-            "dct:20/topk:0.05/int8",
-        ] {
+        for name in KERNELS {
             assert!(law(&gpu, name), "{name}");
         }
         assert!(["none", "quantile8", "sampled:0.1"].iter().all(|name| !law(&gpu, name)));

@@ -6,7 +6,7 @@ use anyhow::Result;
 use farflung::compress::device::check;
 use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
-use farflung::device_codec::Vectors;
+use farflung::device_codec::{KERNELS, Vectors};
 use farflung::tensor::{Device, Precision};
 use farflung::train::Worker;
 use farflung::{TrainConfig, base, tensor};
@@ -27,27 +27,6 @@ pub(crate) const BENCH: Bench = Bench {
 
 /// Products in 16 bits, and how far they may be from those in 32.
 const HALVES: [(Precision, f64); 2] = [(Precision::Bf16, 2e-2), (Precision::F16, 2e-3)];
-
-/// Codecs that every device has kernels of, alone and behind selections and transforms.
-const CODECS: [&str; 17] = [
-    "sign",
-    "sign:100",
-    "sign-l2:33",
-    "int8",
-    "int8:1000",
-    "int4",
-    "int4:71",
-    "rolling:10x128/int8:64",
-    "permuted:3",
-    "random:7/sign:100",
-    "topk:0.1",
-    "topk:0.02/sign-l2",
-    "topk:4of64/int8:64",
-    "topk:0.3x128/int4:128",
-    "rolling:10x128/topk:0.2x128/int4:128",
-    "dct:8/topk:4of64/sign",
-    "dct:20/topk:0.05/int8",
-];
 
 /// What all cases of one op found.
 #[derive(Default)]
@@ -115,7 +94,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 fn codecs(report: &mut Report<'_>, device: &Device) -> Result<()> {
     let vectors = Vectors::on(device.clone());
     let equal = |name: &&str| name.parse().is_ok_and(|spec| matches!(check(&vectors, spec), Ok(true)));
-    let unequal = CODECS.iter().filter(|name| !equal(name)).count();
+    let unequal = KERNELS.iter().filter(|name| !equal(name)).count();
     report.row(
         "codecs whose bytes, residuals, values or refusals are not the host's",
         unequal as f64,
