@@ -5,11 +5,15 @@
 //! operations, products and sums in a stated order, one division a block. This crate depends on no tensors, and tensors not on
 //! it: whoever knows both implements [`Device`] for the backend, and has [`check`] among its tests.
 
+mod law;
+mod stream;
+
 use std::fmt::Debug;
 
-use farflung_base::Philox;
+use crate::{CodecSpec, CompressError, Memoryless, Payload, PayloadRef, RoundKey};
 
-use crate::{CodecSpec, CompressError, Memoryless, Payload, PayloadRef, RoundKey, mutate};
+pub use law::check;
+pub use stream::Stream;
 
 /// A place where vectors of `f32` lie.
 pub trait Device {
@@ -28,7 +32,21 @@ pub trait Device {
     /// Errors: the device's.
     fn download(&self, x: &Self::Vector, out: &mut [f32]) -> Result<(), Self::Error>;
 
-    /// The codec, without its feedback and its last stage, if there are kernels of it. If not, the way is to download.
+    /// Elements of a vector.
+    fn count(x: &Self::Vector) -> usize;
+
+    /// `y += x`, element by element; both are of one length.
+    ///
+    /// Errors: the device's.
+    fn add(&self, x: &Self::Vector, y: &mut Self::Vector) -> Result<(), Self::Error>;
+
+    /// `x *= factor`.
+    ///
+    /// Errors: the device's.
+    fn scale(&self, x: &mut Self::Vector, factor: f32) -> Result<(), Self::Error>;
+
+    /// The codec, without its feedback and its last stage, if there are kernels of it: [`Stream`] has these too. If not, the
+    /// way is to download.
     fn codec(&self, spec: CodecSpec) -> Option<Box<dyn DeviceCodec<Self>>>;
 }
 
@@ -77,6 +95,22 @@ impl Device for Host {
         Ok(())
     }
 
+    fn count(x: &Vec<f32>) -> usize {
+        x.len()
+    }
+
+    fn add(&self, x: &Vec<f32>, y: &mut Vec<f32>) -> Result<(), CompressError> {
+        y.iter_mut().zip(x).for_each(|(y, x)| *y += x);
+        Ok(())
+    }
+
+    fn scale(&self, x: &mut Vec<f32>, factor: f32) -> Result<(), CompressError> {
+        for x in x {
+            *x *= factor;
+        }
+        Ok(())
+    }
+
     fn codec(&self, spec: CodecSpec) -> Option<Box<dyn DeviceCodec<Self>>> {
         Some(Box::new(OnHost(spec.build_memoryless())))
     }
@@ -102,118 +136,4 @@ impl DeviceCodec<Host> for OnHost {
     fn decompress(&mut self, p: PayloadRef<'_>, out: &mut Vec<f32>) -> Result<(), CompressError> {
         self.0.decompress(p, out)
     }
-}
-
-/// Lengths that end within and at words, runs, groups and blocks.
-const LENGTHS: [usize; 12] = [0, 1, 2, 7, 31, 33, 255, 256, 257, 1000, 4101, 20_011];
-/// Standard deviations, from subnormals to what nearly overflows.
-const SIZES: [f32; 6] = [1e-41, 1e-30, 1e-3, 1.0, 3e4, 1e37];
-
-/// The law: on `device`, the codec gives the payloads, residuals, decoded values and refusals of the host, to the bit, over
-/// lengths and magnitudes of all kinds. `false` if the device does not have the codec.
-///
-/// Errors: the device's; [`CompressError::Device`], which says where the first difference is.
-pub fn check<D: Device>(device: &D, spec: CodecSpec) -> Result<bool, D::Error> {
-    let Some(codec) = device.codec(spec) else { return Ok(false) };
-    let mut law = Law { device, spec, codec, host: spec.build_memoryless() };
-    for (round, len) in LENGTHS.into_iter().enumerate() {
-        for (stream, size) in SIZES.into_iter().enumerate() {
-            let (mut x, mut e) = (vec![0.0; len], vec![0.0; len]);
-            Philox::new(1, stream as u64).fill_normal(size, &mut x);
-            Philox::new(2, stream as u64).fill_normal(size / 50.0, &mut e);
-            let key = RoundKey { seed: 5, round: round as u64, ..RoundKey::default() };
-            law.values(&x, &e, key)?;
-        }
-    }
-    for x in [vec![0.0; 300], vec![-0.0; 300], vec![f32::MAX; 300], vec![1.0, f32::MIN, f32::from_bits(1)]] {
-        law.values(&x, &vec![0.0; x.len()], RoundKey::default())?;
-    }
-    for (at, bad) in [(0, f32::NAN), (299, f32::INFINITY), (77, f32::NEG_INFINITY)] {
-        let mut x = vec![1.0; 300];
-        x[at] = bad;
-        law.values(&x, &vec![0.0; 300], RoundKey::default())?;
-    }
-    law.untrusted()?;
-    Ok(true)
-}
-
-struct Law<'a, D: Device> {
-    device: &'a D,
-    spec: CodecSpec,
-    codec: Box<dyn DeviceCodec<D>>,
-    host: Box<dyn Memoryless>,
-}
-
-impl<D: Device> Law<'_, D> {
-    fn same(&self, same: bool, what: &'static str, len: usize) -> Result<(), D::Error> {
-        if same {
-            return Ok(());
-        }
-        Err(CompressError::Device { codec: self.spec.to_string(), what, len }.into())
-    }
-
-    fn bits(&self, x: &D::Vector, len: usize) -> Result<Vec<u32>, D::Error> {
-        let mut host = vec![0.0; len];
-        self.device.download(x, &mut host)?;
-        Ok(bits(&host))
-    }
-
-    /// Both encode and decode `x`, alone and with the residual `e`.
-    fn values(&mut self, x: &[f32], e: &[f32], key: RoundKey) -> Result<(), D::Error> {
-        let len = x.len();
-        let (mut ours, mut theirs) = (Payload::new(), Payload::new());
-        let there = self.device.upload(x)?;
-        let wanted = self.host.compress(x, key, &mut ours);
-        let found = self.codec.compress(&there, None, key, &mut theirs);
-        self.same(wanted.is_ok() == found.is_ok(), "what it refuses", len)?;
-        self.same(ours == theirs, "its bytes", len)?;
-        if wanted.is_ok() {
-            self.decoded(ours.view(), len)?;
-        }
-        let (before, mut after) = (self.device.upload(e)?, self.device.upload(e)?);
-        let mut next = vec![0.0; len];
-        let wanted = self.host.compress_residual(x, e, &mut next, key, &mut ours);
-        let residual = Residual { before: &before, after: &mut after };
-        let found = self.codec.compress(&there, Some(residual), key, &mut theirs);
-        self.same(wanted.is_ok() == found.is_ok(), "what it refuses with a residual", len)?;
-        self.same(ours == theirs, "its bytes with a residual", len)?;
-        self.same(self.bits(&before, len)? == bits(e), "the residual before, which it must not write", len)?;
-        if wanted.is_ok() {
-            self.same(self.bits(&after, len)? == bits(&next), "its residual", len)?;
-        }
-        Ok(())
-    }
-
-    /// Both decode `p`.
-    fn decoded(&mut self, p: PayloadRef<'_>, len: usize) -> Result<(), D::Error> {
-        let mut out = vec![0.0; len];
-        let mut there = self.device.upload(&out)?;
-        let wanted = self.host.decompress(p, &mut out);
-        let found = self.codec.decompress(p, &mut there);
-        self.same(wanted.is_ok() == found.is_ok(), "which payloads it refuses", len)?;
-        if wanted.is_err() {
-            return Ok(());
-        }
-        self.same(self.bits(&there, len)? == bits(&out), "what it decodes", len)
-    }
-
-    /// Both decode what an adversary makes of a payload.
-    fn untrusted(&mut self) -> Result<(), D::Error> {
-        let (mut x, mut payload) = (vec![0.0; 300], Payload::new());
-        let rng = Philox::new(3, 0);
-        rng.fill_normal(1.0, &mut x);
-        self.host.compress(&x, RoundKey::default(), &mut payload)?;
-        for case in 0..1000 {
-            let mut bytes = payload.as_bytes().to_vec();
-            mutate(&mut bytes, &rng, 1 << 20 | case);
-            if let Ok(p) = PayloadRef::parse(&bytes) {
-                self.decoded(p, x.len())?;
-            }
-        }
-        Ok(())
-    }
-}
-
-fn bits(x: &[f32]) -> Vec<u32> {
-    x.iter().map(|x| x.to_bits()).collect()
 }

@@ -69,7 +69,7 @@ impl<T> fmt::Debug for Memory<T> {
 }
 
 #[derive(Debug, Default)]
-struct Packer {
+pub(crate) struct Packer {
     packed: Vec<u8>,
     #[cfg(feature = "zstd")]
     zstd: Memory<zstd::zstd_safe::CCtx<'static>>,
@@ -97,10 +97,27 @@ impl Packer {
         }?;
         (len < bytes.len()).then_some(&out[..len])
     }
+
+    /// Packs a payload where that makes it smaller.
+    pub(crate) fn pack_payload(&mut self, packing: Packing, out: &mut Payload) {
+        let plain = out.view();
+        let body = plain.body();
+        if body.len() > 2 * SAMPLE {
+            let middle = &body[body.len() / 2 - SAMPLE / 2..][..SAMPLE];
+            if self.pack(packing, middle).is_none() {
+                return;
+            }
+        }
+        let Some(packed) = self.pack(packing, body) else { return };
+        if PREFIX + packed.len() < body.len() {
+            let (prefix, count) = ([packing.tag(), plain.codec().0, 0, 0], plain.count() as usize);
+            out.fill_with(CodecId::PACKED, count, &[&prefix, packed]);
+        }
+    }
 }
 
 #[derive(Debug, Default)]
-struct Unpacker {
+pub(crate) struct Unpacker {
     unpacked: Vec<u8>,
     #[cfg(feature = "zstd")]
     zstd: Memory<zstd::zstd_safe::DCtx<'static>>,
@@ -126,6 +143,28 @@ impl Unpacker {
             }
         }?;
         Some(&out[..len])
+    }
+
+    /// The payload of so many elements, of at most `bound` bytes, that was packed.
+    ///
+    /// Errors: [`CompressError::Packed`]; those of a frame that does not fit.
+    pub(crate) fn open(
+        &mut self,
+        packing: Packing,
+        p: PayloadRef<'_>,
+        count: usize,
+        bound: usize,
+    ) -> Result<PayloadRef<'_>, CompressError> {
+        let wrong = |why| CompressError::Packed { packing, why };
+        let body = p.open(CodecId::PACKED, count)?;
+        let Some((&[tag, codec, 0, 0], packed)) = body.split_first_chunk::<PREFIX>() else {
+            return Err(wrong("does not begin as it should"));
+        };
+        if tag != packing.tag() {
+            return Err(wrong("was packed by another one"));
+        }
+        let plain = self.unpack(packing, packed, bound - HEADER);
+        Ok(PayloadRef::nested(CodecId(codec), count, plain.ok_or_else(|| wrong("cannot be unpacked"))?))
     }
 }
 
@@ -172,28 +211,12 @@ impl<C: Compressor> Lossless<C> {
     pub fn inner(&self) -> &C {
         &self.inner
     }
-
-    fn pack(&mut self, out: &mut Payload) {
-        let plain = out.view();
-        let body = plain.body();
-        if body.len() > 2 * SAMPLE {
-            let middle = &body[body.len() / 2 - SAMPLE / 2..][..SAMPLE];
-            if self.packer.pack(self.packing, middle).is_none() {
-                return;
-            }
-        }
-        let Some(packed) = self.packer.pack(self.packing, body) else { return };
-        if PREFIX + packed.len() < body.len() {
-            let (prefix, count) = ([self.packing.tag(), plain.codec().0, 0, 0], plain.count() as usize);
-            out.fill_with(CodecId::PACKED, count, &[&prefix, packed]);
-        }
-    }
 }
 
 impl<C: Compressor> Compressor for Lossless<C> {
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         self.inner.compress(x, key, out)?;
-        self.pack(out);
+        self.packer.pack_payload(self.packing, out);
         Ok(())
     }
 
@@ -202,20 +225,10 @@ impl<C: Compressor> Compressor for Lossless<C> {
         if p.codec() != CodecId::PACKED {
             return self.inner.decompress(p, out);
         }
-        let wrong = |why| CompressError::Packed { packing: self.packing, why };
-        let body = p.open(CodecId::PACKED, out.len())?;
-        let Some((&[tag, codec, 0, 0], packed)) = body.split_first_chunk::<PREFIX>() else {
-            return Err(wrong("does not begin as it should"));
-        };
-        if tag != self.packing.tag() {
-            return Err(wrong("was packed by another one"));
-        }
-        let bound = self.inner.max_payload(out.len()) - HEADER;
         // Only memory: it does not matter what a panicking thread left in it.
         let mut unpacker = self.unpacker.lock().unwrap_or_else(PoisonError::into_inner);
-        let plain =
-            unpacker.unpack(self.packing, packed, bound).ok_or_else(|| wrong("cannot be unpacked"))?;
-        self.inner.decompress(PayloadRef::nested(CodecId(codec), out.len(), plain), out)
+        let bound = self.inner.max_payload(out.len());
+        self.inner.decompress(unpacker.open(self.packing, p, out.len(), bound)?, out)
     }
 
     fn max_payload(&self, len: usize) -> usize {

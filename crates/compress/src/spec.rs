@@ -382,6 +382,18 @@ impl CodecSpec {
         self.feedback.is_some()
     }
 
+    /// How much of a residual is kept from one vector to the next; `None` for a codec without feedback.
+    #[must_use]
+    pub fn feedback_share(&self) -> Option<f32> {
+        self.feedback.map(|Feedback(share)| (f64::from(share) / 1e6) as f32)
+    }
+
+    /// The last stage.
+    #[must_use]
+    pub const fn packing(&self) -> Option<Packing> {
+        self.packing
+    }
+
     /// The same with error feedback, where it has none and there is something to feed back: a codec that loses nothing,
     /// or only by chance, stays as it is.
     #[must_use]
@@ -411,12 +423,11 @@ impl CodecSpec {
 
     fn build_unpacked(&self) -> Box<dyn Compressor> {
         let codec = self.build_memoryless();
-        match self.feedback {
+        match self.feedback_share() {
             None => codec,
-            Some(Feedback::WHOLE) => Box::new(ErrorFeedback::new(codec)),
-            Some(Feedback(share)) => {
-                let decay = (f64::from(share) / 1e6) as f32;
-                Box::new(ErrorFeedback::decayed(codec, decay).expect("parsing has checked the decay"))
+            Some(1.0) => Box::new(ErrorFeedback::new(codec)),
+            Some(share) => {
+                Box::new(ErrorFeedback::decayed(codec, share).expect("parsing has checked the decay"))
             }
         }
     }

@@ -49,6 +49,10 @@ enum Faulty {
     Decoded,
     /// Codes are not checked.
     Trusting,
+    /// What is added takes the place of what was there.
+    Sum,
+    /// A residual is not scaled.
+    Scale,
     /// There are no kernels.
     None,
 }
@@ -66,6 +70,21 @@ impl Device for Faulty {
 
     fn download(&self, x: &Vec<f32>, out: &mut [f32]) -> Result<(), CompressError> {
         Host.download(x, out)
+    }
+
+    fn count(x: &Vec<f32>) -> usize {
+        x.len()
+    }
+
+    fn add(&self, x: &Vec<f32>, y: &mut Vec<f32>) -> Result<(), CompressError> {
+        if *self == Self::Sum {
+            y.fill(0.0);
+        }
+        Host.add(x, y)
+    }
+
+    fn scale(&self, x: &mut Vec<f32>, factor: f32) -> Result<(), CompressError> {
+        Host.scale(x, if *self == Self::Scale { 1.0 } else { factor })
     }
 
     fn codec(&self, spec: CodecSpec) -> Option<Box<dyn DeviceCodec<Self>>> {
@@ -126,6 +145,8 @@ fn every_fault_is_found() {
         (Faulty::Infinity, "what it refuses"),
         (Faulty::Decoded, "what it decodes"),
         (Faulty::Trusting, "which payloads it refuses"),
+        (Faulty::Sum, "a sum"),
+        (Faulty::Scale, "a scaled vector"),
     ] {
         for name in ["int8", "int4:128", "topk:0.1/f16"] {
             let error = check(&fault, name.parse().unwrap()).unwrap_err();
