@@ -47,8 +47,86 @@ pub trait Coder: Send {
     fn decode(&mut self, range: Range<usize>, bytes: &[u8], out: &mut [f32]) -> Result<(), CoderError>;
 }
 
-/// What a coded all-reduce gives: the reduced values, and the coder for the next time.
+/// A rank's values in a coded reduction, which touches them through their bytes only: they may lie in a device's memory.
+/// What they remember between rounds is their own affair, as is [`Coder`]'s.
+pub trait CodedValues: Send {
+    /// How many there are.
+    fn count(&self) -> usize;
+
+    /// Appends the encoding of the values `range`.
+    ///
+    /// # Errors
+    /// Whatever cannot be done; the collective then fails on all ranks.
+    fn encode(&mut self, phase: Phase, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError>;
+
+    /// Decodes `bytes`, which a peer sent for the values `range`, in their place or added to them.
+    ///
+    /// # Errors
+    /// For bytes that are not an encoding of so many values; they are untrusted.
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CoderError>;
+
+    /// Divides the values `range`.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError>;
+}
+
+/// What decoded values do with those that are there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Fold {
+    /// They take their place.
+    Replace,
+    /// They are added to them.
+    Add,
+}
+
+/// What a coded all-reduce of a slice gives: the reduced values, and the coder for the next time.
 pub type Coded = (Vec<f32>, Box<dyn Coder>);
+
+/// Values in this process's memory, and what encodes them.
+pub(crate) struct Slice {
+    data: Vec<f32>,
+    coder: Box<dyn Coder>,
+    /// What a message says, while it is added.
+    decoded: Vec<f32>,
+}
+
+impl Slice {
+    pub(crate) fn new(data: Vec<f32>, coder: Box<dyn Coder>) -> Self {
+        Self { data, coder, decoded: Vec::new() }
+    }
+
+    pub(crate) fn into_parts(self) -> Coded {
+        (self.data, self.coder)
+    }
+}
+
+impl CodedValues for Slice {
+    fn count(&self) -> usize {
+        self.data.len()
+    }
+
+    fn encode(&mut self, phase: Phase, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError> {
+        self.coder.encode(phase, range.clone(), &self.data[range], out)
+    }
+
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CoderError> {
+        let values = &mut self.data[range.clone()];
+        if fold == Fold::Replace {
+            return self.coder.decode(range, bytes, values);
+        }
+        self.decoded.resize(range.len(), 0.0);
+        self.coder.decode(range, bytes, &mut self.decoded)?;
+        f32::reduce(ReduceOp::Sum, values, &self.decoded, First::Into);
+        Ok(())
+    }
+
+    fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError> {
+        f32::divide(&mut self.data[range], by);
+        Ok(())
+    }
+}
 
 enum State {
     Encode,
@@ -65,69 +143,60 @@ pub(crate) struct Place {
     pub(crate) check: u32,
 }
 
-/// What is reduced, and what encodes it.
-pub(crate) struct Work {
+/// What is reduced, in its place.
+pub(crate) struct Work<V> {
     pub(crate) place: Place,
-    pub(crate) data: Vec<f32>,
+    pub(crate) values: V,
     op: ReduceOp,
-    pub(crate) coder: Box<dyn Coder>,
-    /// What a message says, while it is added.
-    decoded: Vec<f32>,
 }
 
-impl Work {
-    pub(crate) fn new(place: Place, data: Vec<f32>, op: ReduceOp, coder: Box<dyn Coder>) -> Self {
-        Self { place, data, op, coder, decoded: Vec::new() }
+impl<V: CodedValues> Work<V> {
+    pub(crate) fn new(place: Place, values: V, op: ReduceOp) -> Self {
+        Self { place, values, op }
     }
 
     pub(crate) fn shard(&self, rank: usize) -> Range<usize> {
-        let n = self.place.members.len();
-        cut(self.data.len(), rank, n)..cut(self.data.len(), rank + 1, n)
+        let (n, len) = (self.place.members.len(), self.values.count());
+        cut(len, rank, n)..cut(len, rank + 1, n)
+    }
+
+    fn failed(&self, source: CoderError) -> CommError {
+        CommError::Coder { op: self.place.name, source: Arc::from(source) }
     }
 
     pub(crate) fn encode(&mut self, phase: Phase, range: Range<usize>) -> Result<Arc<Vec<u8>>, CommError> {
-        let Place { name, me, members, .. } = &self.place;
         let mut out = Vec::new();
-        let x = &self.data[range.clone()];
-        self.coder.encode(phase, range, x, &mut out).map_err(|e| failed(name, e))?;
+        self.values.encode(phase, range, &mut out).map_err(|e| self.failed(e))?;
         if out.len() > MAX_MESSAGE {
-            return Err(CommError::TooLong { op: name, peer: members[*me], max: MAX_MESSAGE });
+            let Place { name: op, me, members, .. } = &self.place;
+            return Err(CommError::TooLong { op, peer: members[*me], max: MAX_MESSAGE });
         }
         Ok(Arc::new(out))
     }
 
-    /// Decodes what a peer sent for a shard over what is there.
-    pub(crate) fn decode(&mut self, range: Range<usize>, bytes: &[u8]) -> Result<(), CommError> {
-        let out = &mut self.data[range.clone()];
-        self.coder.decode(range, bytes, out).map_err(|e| failed(self.place.name, e))
-    }
-
-    /// Decodes what a peer sent for a shard and adds it to what is there.
-    pub(crate) fn add(&mut self, range: Range<usize>, bytes: &[u8]) -> Result<(), CommError> {
-        let decoded = &mut self.decoded;
-        decoded.resize(range.len(), 0.0);
-        self.coder.decode(range.clone(), bytes, decoded).map_err(|e| failed(self.place.name, e))?;
-        f32::reduce(ReduceOp::Sum, &mut self.data[range], decoded, First::Into);
-        Ok(())
+    /// Decodes what a peer sent for a shard.
+    pub(crate) fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CommError> {
+        self.values.decode(range, bytes, fold).map_err(|e| self.failed(e))
     }
 
     /// Encodes the sum of a shard, or its mean.
     pub(crate) fn encode_reduced(&mut self, range: Range<usize>) -> Result<Arc<Vec<u8>>, CommError> {
         if self.op == ReduceOp::Mean {
-            f32::divide(&mut self.data[range.clone()], self.place.members.len());
+            let by = self.place.members.len();
+            self.values.divide(range.clone(), by).map_err(|e| self.failed(e))?;
         }
         self.encode(Phase::Server, range)
     }
 }
 
-pub(crate) struct CodedReduce {
-    work: Work,
+pub(crate) struct CodedReduce<V> {
+    work: Work<V>,
     state: State,
 }
 
-impl CodedReduce {
-    pub(crate) fn new(place: Place, data: Vec<f32>, op: ReduceOp, coder: Box<dyn Coder>) -> Self {
-        Self { work: Work::new(place, data, op, coder), state: State::Encode }
+impl<V: CodedValues> CodedReduce<V> {
+    pub(crate) fn new(place: Place, values: V, op: ReduceOp) -> Self {
+        Self { work: Work::new(place, values, op), state: State::Encode }
     }
 
     fn exchange(&self, out: Vec<Arc<Vec<u8>>>) -> Exchange {
@@ -139,11 +208,8 @@ impl CodedReduce {
     fn reduce(&mut self, messages: &[Vec<u8>]) -> Result<Arc<Vec<u8>>, CommError> {
         let range = self.work.shard(self.work.place.me);
         for (rank, bytes) in messages.iter().enumerate() {
-            if rank == 0 {
-                self.work.decode(range.clone(), bytes)?;
-            } else {
-                self.work.add(range.clone(), bytes)?;
-            }
+            let fold = if rank == 0 { Fold::Replace } else { Fold::Add };
+            self.work.decode(range.clone(), bytes, fold)?;
         }
         self.work.encode_reduced(range)
     }
@@ -170,7 +236,7 @@ impl CodedReduce {
                         return Ok(false);
                     }
                     for (rank, bytes) in exchange.take().iter().enumerate() {
-                        self.work.decode(self.work.shard(rank), bytes)?;
+                        self.work.decode(self.work.shard(rank), bytes, Fold::Replace)?;
                     }
                     return Ok(true);
                 }
@@ -179,12 +245,8 @@ impl CodedReduce {
     }
 }
 
-fn failed(op: &'static str, source: CoderError) -> CommError {
-    CommError::Coder { op, source: Arc::from(source) }
-}
-
-impl Body for CodedReduce {
-    type Output = Coded;
+impl<V: CodedValues + 'static> Body for CodedReduce<V> {
+    type Output = V;
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
         match self.step(port) {
@@ -203,6 +265,6 @@ impl Body for CodedReduce {
         progress(self.work.place.tag, usize::from(matches!(self.state, State::Gather(_))))
     }
     fn finish(self) -> Self::Output {
-        (self.work.data, self.work.coder)
+        self.work.values
     }
 }

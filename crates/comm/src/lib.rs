@@ -43,7 +43,7 @@ pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
 };
 pub use cancel::Cancel;
-pub use coded::{Coded, Coder, Phase};
+pub use coded::{Coded, CodedValues, Coder, Fold, Phase};
 pub use communicator::{Communicator, Counter, Look, shift_one};
 pub use control::{Control, Listed};
 pub use cost::cost;

@@ -9,14 +9,14 @@ use std::task::Poll;
 use farflung_base::PeerId;
 
 use crate::CommError;
-use crate::coded::{Coded, Coder, Phase, Place, Work};
+use crate::coded::{Fold, Phase, Place, Slice, Work};
 use crate::communicator::{Body, progress};
 use crate::element::ReduceOp;
 use crate::message::{Incoming, Outgoing};
 use crate::transport::Port;
 
 pub(crate) struct RecodedRing {
-    work: Work,
+    work: Work<Slice>,
     /// Of `2 (n - 1)`.
     step: usize,
     /// On its way to the next rank; none before the step has begun.
@@ -25,8 +25,8 @@ pub(crate) struct RecodedRing {
 }
 
 impl RecodedRing {
-    pub(crate) fn new(place: Place, data: Vec<f32>, op: ReduceOp, coder: Box<dyn Coder>) -> Self {
-        Self { work: Work::new(place, data, op, coder), step: 0, out: None, incoming: Incoming::default() }
+    pub(crate) fn new(place: Place, values: Slice, op: ReduceOp) -> Self {
+        Self { work: Work::new(place, values, op), step: 0, out: None, incoming: Incoming::default() }
     }
 
     fn size(&self) -> usize {
@@ -45,7 +45,7 @@ impl RecodedRing {
         if n == 1 {
             let own = self.work.shard(0);
             let bytes = self.work.encode_reduced(own.clone())?;
-            self.work.decode(own, &bytes)?;
+            self.work.decode(own, &bytes, Fold::Replace)?;
             return Ok(true);
         }
         while self.step < 2 * (n - 1) {
@@ -68,14 +68,15 @@ impl RecodedRing {
             self.out = None;
             if sums {
                 let shard = self.work.shard(self.behind(self.step + 1));
-                self.work.add(shard.clone(), &bytes)?;
+                self.work.decode(shard.clone(), &bytes, Fold::Add)?;
                 if self.step == n - 1 {
                     let reduced = self.work.encode_reduced(shard.clone())?;
-                    self.work.decode(shard, &reduced)?;
+                    self.work.decode(shard, &reduced, Fold::Replace)?;
                     self.out = Some(Outgoing::new(reduced));
                 }
             } else {
-                self.work.decode(self.work.shard(self.behind(self.step - (n - 1))), &bytes)?;
+                let shard = self.work.shard(self.behind(self.step - (n - 1)));
+                self.work.decode(shard, &bytes, Fold::Replace)?;
                 self.out = Some(Outgoing::new(Arc::new(bytes)));
             }
         }
@@ -84,7 +85,7 @@ impl RecodedRing {
 }
 
 impl Body for RecodedRing {
-    type Output = Coded;
+    type Output = Slice;
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
         match self.advance(port) {
@@ -99,7 +100,7 @@ impl Body for RecodedRing {
     fn progress(&self) -> u32 {
         progress(self.work.place.tag, self.step)
     }
-    fn finish(self) -> Coded {
-        (self.work.data, self.work.coder)
+    fn finish(self) -> Slice {
+        self.work.values
     }
 }

@@ -11,7 +11,8 @@ use std::ops::Range;
 use common::{TRANSPORTS, on_ranks};
 use farflung_base::{Bytes, Nanos, PeerId, Rank};
 use farflung_comm::{
-    Algorithm, Coder, CoderError, CommError, FRAME_BYTES, Phase, ReduceOp, Source, Tag, pipelined_ring, ring,
+    Algorithm, CodedValues, Coder, CoderError, CommError, FRAME_BYTES, Fold, Phase, ReduceOp, Source, Tag,
+    pipelined_ring, ring,
 };
 
 const ALGORITHMS: [Algorithm; 9] = Algorithm::ALL;
@@ -245,6 +246,53 @@ impl Coder for Quarters {
         }
         out.iter_mut().zip(bytes).for_each(|(v, &b)| *v = f32::from(b as i8) / 4.0);
         Ok(())
+    }
+}
+
+/// Values of another kind in another place, with the bytes of [`Quarters`].
+struct Elsewhere(Vec<i32>);
+
+impl CodedValues for Elsewhere {
+    fn count(&self) -> usize {
+        self.0.len()
+    }
+    fn encode(&mut self, _: Phase, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError> {
+        // Twentieths, rounded to quarters.
+        out.extend(self.0[range].iter().map(|v| (f64::from(*v) / 5.0).round() as i8 as u8));
+        Ok(())
+    }
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CoderError> {
+        for (v, &b) in self.0[range].iter_mut().zip(bytes) {
+            let (old, new) = (*v, i32::from(b as i8) * 5);
+            *v = if fold == Fold::Add { old + new } else { new };
+        }
+        Ok(())
+    }
+    fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError> {
+        self.0[range].iter_mut().for_each(|v| *v /= by as i32);
+        Ok(())
+    }
+}
+
+#[test]
+fn ranks_of_a_coded_all_reduce_may_hold_their_values_anywhere() {
+    for (name, cluster) in TRANSPORTS {
+        let results = on_ranks(cluster(4), |comm| {
+            let value = |i: usize| (i % 7) as i32 * 20 + comm.rank().0 as i32 * 6;
+            if comm.rank().0 == 1 {
+                let x = (0..1001).map(|i| value(i) as f32 / 20.0).collect();
+                let coder = Box::new(Quarters(Vec::new()));
+                return comm.start_all_reduce_coded(x, ReduceOp::Mean, coder).wait().unwrap().0;
+            }
+            let x = Elsewhere((0..1001).map(value).collect());
+            let Elsewhere(x) = comm.start_all_reduce_coded_values(x, ReduceOp::Mean).wait().unwrap();
+            x.iter().map(|&v| v as f32 / 20.0).collect()
+        });
+        assert!(results.iter().all(|x| *x == results[0]), "{name}");
+        assert!(
+            results[0].iter().enumerate().all(|(i, v)| (v - (i % 7) as f32 - 0.5).abs() < 0.26),
+            "{name}"
+        );
     }
 }
 

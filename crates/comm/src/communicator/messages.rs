@@ -6,7 +6,7 @@ use farflung_base::{PeerId, Pending, Rank};
 
 use super::{Communicator, check_word};
 use crate::CommError;
-use crate::coded::{Coded, CodedReduce, Coder, Place};
+use crate::coded::{Coded, CodedReduce, CodedValues, Coder, Place, Slice};
 use crate::element::ReduceOp;
 use crate::message::{Exchange, Outgoing, RecvAny, RecvMessage, SendMessage};
 use crate::recoded::RecodedRing;
@@ -58,15 +58,23 @@ impl Communicator {
         op: ReduceOp,
         coder: Box<dyn Coder>,
     ) -> Pending<Result<Coded, CommError>> {
+        let reduced = self.start_all_reduce_coded_values(Slice::new(data, coder), op);
+        reduced.map(|slice| slice.map(Slice::into_parts))
+    }
+
+    /// As [`Communicator::start_all_reduce_coded`], of values that lie anywhere: a device that encodes and decodes in its
+    /// own memory has only the bytes cross its bus. Ranks may differ in where theirs lie. Values that a failed reduction
+    /// held are gone with it.
+    pub fn start_all_reduce_coded_values<V: CodedValues + 'static>(
+        &self,
+        values: V,
+        op: ReduceOp,
+    ) -> Pending<Result<V, CommError>> {
         const NAME: &str = "all_reduce_coded";
-        if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
-            return Pending::ready(Err(CommError::Unsupported { op: NAME, element: "coded f32" }));
+        match self.place(NAME, values.count(), op) {
+            Ok(place) => self.start(NAME, CodedReduce::new(place, values, op), true),
+            Err(e) => Pending::ready(Err(e)),
         }
-        let place = match self.place(NAME, data.len(), op) {
-            Ok(place) => place,
-            Err(e) => return Pending::ready(Err(e)),
-        };
-        self.start(NAME, CodedReduce::new(place, data, op, coder), true)
     }
 
     /// Starts an all-reduce on a ring that encodes the partial sum anew at each hop: half of a scatter-gather's
@@ -82,9 +90,6 @@ impl Communicator {
         coder: Box<dyn Coder>,
     ) -> Pending<Result<Coded, CommError>> {
         const NAME: &str = "all_reduce_recoded";
-        if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
-            return Pending::ready(Err(CommError::Unsupported { op: NAME, element: "coded f32" }));
-        }
         let place = match self.place(NAME, data.len(), op) {
             Ok(place) => place,
             Err(e) => return Pending::ready(Err(e)),
@@ -92,11 +97,15 @@ impl Communicator {
         if self.size() > 2 {
             tracing::warn!(hops = self.size() - 1, "a ring that re-encodes loses at each hop");
         }
-        self.start(NAME, RecodedRing::new(place, data, op, coder), true)
+        let reduced = self.start(NAME, RecodedRing::new(place, Slice::new(data, coder), op), true);
+        reduced.map(|slice| slice.map(Slice::into_parts))
     }
 
-    /// Where the next coded reduction of so many elements takes place.
+    /// Where the next coded reduction of so many elements takes place: a sum or a mean.
     fn place(&self, name: &'static str, len: usize, op: ReduceOp) -> Result<Place, CommError> {
+        if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
+            return Err(CommError::Unsupported { op: name, element: "coded f32" });
+        }
         let (me, members) = (self.group.me, Arc::clone(&self.group.members));
         Ok(Place { name, me, members, tag: self.next_tags(1)?, check: check_word(name, len, &[op as u8]) })
     }
