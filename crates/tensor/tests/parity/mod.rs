@@ -164,7 +164,9 @@ pub(crate) fn cases(seed: u64) -> Vec<Case> {
                 d.run(Op::Cast { x: x.view(), y: y.view_mut().part(at, len)? })?;
                 let mut back = d.zeros(len)?;
                 d.run(Op::Cast { x: y.view().part(at, len)?, y: back.view_mut() })?;
-                Ok(vec![y, back])
+                let mut moved = noise(d, seed, 1.0, len + at + 2)?;
+                d.run(Op::Cast { x: x.view(), y: moved.view_mut().part(at, len)? })?;
+                Ok(vec![y, back, moved])
             }),
         );
     }

@@ -49,6 +49,14 @@ impl Cube {
     }
 
     fn cast(&self, x: &View<'_>, y: &ViewMut<'_>) -> Result<()> {
+        if x.dtype() == y.dtype() {
+            let view = y.as_view();
+            let (a, b) = (x.raw(), view.raw());
+            let (from, to) = (Self::buffer(&a), Self::buffer(&b));
+            let from = (&from.handle, from.bytes, a.range.start);
+            self.copy(from, (&to.handle, to.bytes, b.range.start), a.range.len());
+            return Ok(());
+        }
         let len = x.len();
         let (from, to) = (self.read(x)?, self.write(y)?);
         let bf16 = |d| d == DType::Bf16;
@@ -70,13 +78,7 @@ impl Cube {
                 let (count, dim) = self.each(len);
                 bytes::widen::launch(&self.client, count, dim, from.arg(), to.arg(), u32_of(len), bf16(half));
             }
-            _ => {
-                let view = y.as_view();
-                let (a, b) = (x.raw(), view.raw());
-                let (from, to) = (Self::buffer(&a), Self::buffer(&b));
-                let from = (&from.handle, from.bytes, a.range.start);
-                self.copy(from, (&to.handle, to.bytes, b.range.start), a.range.len());
-            }
+            _ => unreachable!("the check lets nothing else pass"),
         }
         self.settle([from, to]);
         Ok(())
