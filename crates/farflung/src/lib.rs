@@ -3,7 +3,6 @@
 pub mod checkpoint;
 pub mod config;
 pub mod corpus;
-pub mod device_codec;
 pub mod error;
 pub mod launch;
 pub mod launch_env;

@@ -8,14 +8,15 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use farflung_base::{Bytes, Nanos, Pending};
+use farflung_base::{Bytes, Nanos, Pending, Rank};
 use farflung_comm::{CommError, Communicator, ReduceOp};
 use farflung_compress::{CodecSpec, StateMap, StateValue};
-use farflung_tensor::{ParamLayout, Shape, Tensor, TensorError};
+use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
-use bucket::{Bucket, Fetch, Slot, cut};
-use coder::Codecs;
+use crate::device_codec::Vectors;
+use bucket::{Bucket, Fetch, Packed, Slot, cut};
+use coder::{Codecs, Values};
 
 /// How buffers are averaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,6 +52,9 @@ const PLAIN: &str = "none";
 /// the step; what was not committed never happened to the codecs' residuals. A shard that a codec refuses because it is
 /// not finite travels as plain f32: all ranks then see that the mean is not finite, and skip the step together.
 ///
+/// Where the device has kernels of the codec ([`crate::device_codec`]), values are encoded, summed and decoded in its memory,
+/// residuals too, and only bytes cross its bus; else they are downloaded first. The bytes are the same, and ranks may differ.
+///
 /// Means are not weighted. Scale each rank's loss by [`loss_scale`] and they are the gradient of the mean loss over all
 /// tokens, however unevenly the ranks hold them.
 ///
@@ -65,8 +69,9 @@ const PLAIN: &str = "none";
 ///     let layout = ParamLayout::new(["a", "b"].map(|n| (n.to_owned(), Shape::from([3, 5]))));
 ///     let comm = Communicator::new(endpoint);
 ///     let config = AverageConfig { bucket_bytes: 60, ..AverageConfig::default() };
-///     let mut average = Average::new(comm.clone(), &layout, config)?;
-///     let mut grads = Device::cpu(1)?.tensor(&vec![comm.rank().0 as f32; layout.len()], layout.len())?;
+///     let cpu = Device::cpu(1)?;
+///     let mut average = Average::new(comm.clone(), &cpu, &layout, config)?;
+///     let mut grads = cpu.tensor(&vec![comm.rank().0 as f32; layout.len()], layout.len())?;
 ///
 ///     let mut averaging = average.begin();
 ///     averaging.ready(64..128, &grads)?; // `b` leaves now, while the gradient of `a` is computed
@@ -93,11 +98,13 @@ pub struct Average {
     len: usize,
     slots: Vec<Slot>,
     buckets: Vec<Bucket>,
+    /// Where codecs take their vectors.
+    vectors: Vectors,
     /// One for each bucket; none when f32 travels plainly.
     codecs: Vec<Codecs>,
     /// Buckets whose values come from a device, behind those in flight.
     fetching: VecDeque<Fetch>,
-    in_flight: Vec<Pending<Result<Vec<f32>, CommError>>>,
+    in_flight: Vec<Pending<Result<Packed, CommError>>>,
     round: u64,
     uncommitted: bool,
 }
@@ -116,15 +123,27 @@ pub struct Averaged {
 }
 
 impl Average {
-    /// For flat buffers of `layout`, over all ranks of `comm`.
+    /// For flat buffers of `layout` on `device`, over all ranks of `comm`.
     ///
     /// Errors: [`OptimError::Setting`] for buckets of no bytes.
-    pub fn new(comm: Communicator, layout: &ParamLayout, config: AverageConfig) -> Result<Self, OptimError> {
+    pub fn new(
+        comm: Communicator,
+        device: &Device,
+        layout: &ParamLayout,
+        config: AverageConfig,
+    ) -> Result<Self, OptimError> {
         if config.bucket_bytes == 0 {
             let (transform, field, expected) = ("average", "bucket_bytes", "above 0");
             return Err(OptimError::Setting { transform, field, value: 0.0, expected });
         }
-        let (slots, buckets) = cut(layout, config.bucket_bytes);
+        let (slots, mut buckets) = cut(layout, config.bucket_bytes);
+        for bucket in &mut buckets {
+            if config.codec.to_string() == PLAIN {
+                bucket.place(std::slice::from_ref(&(0..bucket.len)));
+            } else {
+                bucket.place(&shards(&comm, bucket.len));
+            }
+        }
         let mut average = Self {
             comm,
             config,
@@ -133,6 +152,7 @@ impl Average {
             fetching: VecDeque::new(),
             in_flight: Vec::with_capacity(buckets.len()),
             buckets,
+            vectors: Vectors::of(device, config.codec)?,
             codecs: Vec::new(),
             round: 0,
             uncommitted: false,
@@ -145,7 +165,9 @@ impl Average {
         if self.config.codec.to_string() == PLAIN {
             return Vec::new();
         }
-        let codec = |(i, bucket): (usize, &Bucket)| Codecs::new(&self.comm, self.config, i, bucket.len);
+        let codec = |(i, bucket): (usize, &Bucket)| {
+            Codecs::new(&self.comm, &self.vectors, self.config, i, shards(&self.comm, bucket.len))
+        };
         self.buckets.iter().enumerate().map(codec).collect()
     }
 
@@ -270,7 +292,7 @@ impl Average {
                         _ => return Err(OptimError::State { name, found, expected }),
                     }
                 }
-                Ok(codec.load(prefix, &mut map)?)
+                codec.load(prefix, &mut map)
             })?;
         }
         (self.codecs, self.round, self.uncommitted) = (restored, round, false);
@@ -316,10 +338,12 @@ impl Average {
     /// unlike devices have started the same collectives when the last range became ready.
     fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {
         let earlier = self.fetching.len();
-        while let Some(bucket) =
-            self.buckets.get_mut(self.in_flight.len() + self.fetching.len()).filter(|b| b.missing == 0)
-        {
-            self.fetching.push_back(bucket.fetch(flat)?);
+        loop {
+            let next = self.in_flight.len() + self.fetching.len();
+            let Some(bucket) = self.buckets.get_mut(next).filter(|b| b.missing == 0) else { break };
+            let codecs = self.codecs.get(next);
+            let new = |len| codecs.map_or_else(|| Ok(Packed::Plain(vec![0.0; len])), Codecs::shards);
+            self.fetching.push_back(bucket.fetch(flat, new)?);
         }
         let all = self.in_flight.len() + self.fetching.len() == self.buckets.len();
         self.send(if all { self.fetching.len() } else { earlier })
@@ -331,13 +355,17 @@ impl Average {
             let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_here()) else {
                 break;
             };
-            let data = fetch.wait()?;
-            let pending = match self.codecs.get(self.in_flight.len()) {
-                None => self.comm.start_all_reduce(data, ReduceOp::Mean),
-                Some(codecs) => {
-                    let reduced = self.comm.start_all_reduce_coded(data, ReduceOp::Mean, codecs.coder());
-                    reduced.map(|result| result.map(|(data, _)| data))
+            let pending = match (fetch.wait()?, self.codecs.get(self.in_flight.len())) {
+                (Packed::Coded(shards), Some(codecs)) => {
+                    let values = codecs.values(shards);
+                    let reduced = self.comm.start_all_reduce_coded_values(values, ReduceOp::Mean);
+                    reduced.map(|values| values.map(Values::into_packed))
                 }
+                (Packed::Plain(data), _) => {
+                    let reduced = self.comm.start_all_reduce(data, ReduceOp::Mean);
+                    reduced.map(|data| data.map(Packed::Plain))
+                }
+                (Packed::Coded(_), None) => unreachable!("only codecs have shards"),
             };
             self.in_flight.push(pending);
         }
@@ -381,10 +409,10 @@ impl Averaging<'_> {
         average.start(flat)?;
         let began = average.comm.now();
         for (pending, bucket) in average.in_flight.drain(..).zip(&mut average.buckets) {
-            bucket.packed = pending.wait()?;
+            bucket.packed = Some(pending.wait()?);
         }
         let wait = average.comm.now().saturating_sub(began);
-        for bucket in &average.buckets {
+        for bucket in &mut average.buckets {
             bucket.unpack(flat)?;
         }
         let elements = average.buckets.iter().map(|b| b.len).sum();
@@ -415,6 +443,11 @@ impl Drop for Averaging<'_> {
             self.average.rollback();
         }
     }
+}
+
+/// The shards of a bucket, by rank.
+fn shards(comm: &Communicator, len: usize) -> Vec<Range<usize>> {
+    (0..comm.size() as u32).map(|rank| comm.shard_of(Rank(rank), len)).collect()
 }
 
 /// Whether all ranks are `ok`: the vote between preparing a step and committing it. A collective of eight bytes.

@@ -6,11 +6,11 @@
 //! `topk` and `dct`. Indices of `topk` cross the bus as four bytes each, because the host chooses how they are written.
 //!
 //! ```
-//! use farflung::base::Philox;
-//! use farflung::compress::device::{Device as _, DeviceCodec as _};
-//! use farflung::compress::{Payload, RoundKey};
-//! use farflung::device_codec::Vectors;
-//! use farflung::tensor::Device;
+//! use farflung_base::Philox;
+//! use farflung_compress::device::{Device as _, DeviceCodec as _};
+//! use farflung_compress::{Payload, RoundKey};
+//! use farflung_optim::device_codec::Vectors;
+//! use farflung_tensor::Device;
 //!
 //! let vectors = Vectors::on(Device::cpu(1)?);
 //! let mut codec = vectors.codec("int8:64".parse()?).expect("every device has integers");
@@ -22,21 +22,24 @@
 //! codec.decompress(payload.view(), &mut y)?;
 //! assert_eq!(payload.as_bytes().len(), 28 + 4 + 1000 + 16 * 2);
 //! assert!(y.to_vec::<f32>()?.iter().zip(&gradient).all(|(y, x)| (y - x).abs() < 0.03));
-//! # Ok::<(), farflung::Error>(())
+//! # Ok::<(), farflung_optim::OptimError>(())
 //! ```
 
 mod path;
 mod values;
 
 use std::convert::Infallible;
+use std::sync::LazyLock;
 
 use farflung_compress::device::{self, DeviceCodec, Residual};
 use farflung_compress::{CodecId, CodecSpec, Memoryless, Payload, PayloadRef, RoundKey};
-use farflung_tensor::{DType, Device, Tensor, TensorError};
+use farflung_tensor::{DType, Device, Op, Program, ProgramBuilder, Tensor, TensorError};
 
 use self::path::{Path, Source};
 use self::values::{Body, Values, codecs};
-use crate::{Error, Result};
+use crate::OptimError;
+
+type Result<T, E = OptimError> = std::result::Result<T, E>;
 
 /// Some of the codecs that every device has kernels of, alone and behind selections: for those who hold one to the law.
 pub const KERNELS: [&str; 17] = [
@@ -59,6 +62,24 @@ pub const KERNELS: [&str; 17] = [
     "dct:20/topk:0.05/int8",
 ];
 
+/// `y += x`.
+static ADD: LazyLock<Program> = LazyLock::new(|| {
+    let mut program = ProgramBuilder::new();
+    let (y, x) = (program.load(0), program.read(0));
+    let sum = program.add(y, x);
+    program.store(0, sum);
+    program.build().expect("its operands come before their uses")
+});
+
+/// `x *= factor`.
+static SCALE: LazyLock<Program> = LazyLock::new(|| {
+    let mut program = ProgramBuilder::new();
+    let (x, factor) = (program.load(0), program.scalar(0));
+    let product = program.mul(x, factor);
+    program.store(0, product);
+    program.build().expect("its operands come before their uses")
+});
+
 /// A device whose f32 tensors, of any shape, are the vectors that codecs take.
 #[derive(Debug, Clone)]
 pub struct Vectors(Device);
@@ -71,9 +92,25 @@ impl Vectors {
     }
 }
 
+impl Vectors {
+    /// Where their codec's kernels are: there, or in the host's memory if it has none of that codec.
+    ///
+    /// Errors: none where there are kernels.
+    pub fn of(device: &Device, spec: CodecSpec) -> Result<Self> {
+        let there = Self(device.clone());
+        Ok(if device::Device::codec(&there, spec).is_some() { there } else { Self(Device::cpu(1)?) })
+    }
+
+    /// The device.
+    #[must_use]
+    pub const fn device(&self) -> &Device {
+        &self.0
+    }
+}
+
 impl device::Device for Vectors {
     type Vector = Tensor;
-    type Error = Error;
+    type Error = OptimError;
 
     fn upload(&self, x: &[f32]) -> Result<Tensor> {
         Ok(self.0.tensor(x, x.len())?)
@@ -82,6 +119,30 @@ impl device::Device for Vectors {
     fn download(&self, x: &Tensor, out: &mut [f32]) -> Result<()> {
         out.copy_from_slice(&x.to_vec()?);
         Ok(())
+    }
+
+    fn count(x: &Tensor) -> usize {
+        x.shape().len()
+    }
+
+    fn add(&self, x: &Tensor, y: &mut Tensor) -> Result<()> {
+        if let (Some(x), Some(y)) = (x.host::<f32>(), y.host_mut::<f32>()) {
+            y.iter_mut().zip(x).for_each(|(y, x)| *y += x);
+            return Ok(());
+        }
+        let reads = &[x.view()];
+        Ok(self.0.run(Op::Map { program: &ADD, scalars: &[], reads, writes: &mut [y.view_mut()] })?)
+    }
+
+    fn scale(&self, x: &mut Tensor, factor: f32) -> Result<()> {
+        if let Some(x) = x.host_mut::<f32>() {
+            for x in x {
+                *x *= factor;
+            }
+            return Ok(());
+        }
+        let writes = &mut [x.view_mut()];
+        Ok(self.0.run(Op::Map { program: &SCALE, scalars: &[factor], reads: &[], writes })?)
     }
 
     fn codec(&self, spec: CodecSpec) -> Option<Box<dyn DeviceCodec<Self>>> {
@@ -93,8 +154,7 @@ impl device::Device for Vectors {
         match Path::of(spec, &device)? {
             // All bits pass: there is nothing to do on the device.
             Path::Values(Values::Plain) => None,
-            Path::Values(values) => Some(Box::new(Blocks { device, values, host })),
-            path => Some(Box::new(Staged { device, path, host })),
+            path => Some(Box::new(Kernels { device, path, host })),
         }
     }
 }
@@ -104,7 +164,7 @@ impl device::Device for Vectors {
 struct InPlace(Box<dyn Memoryless>);
 
 /// What is not the host's f32.
-fn elsewhere(x: &Tensor) -> Error {
+fn elsewhere(x: &Tensor) -> OptimError {
     if x.dtype() == DType::F32 {
         let (expected, found) = ("cpu".to_owned(), x.device().name().to_owned());
         return TensorError::DeviceMismatch { op: "codec", expected, found }.into();
@@ -147,6 +207,11 @@ impl DeviceCodec<Vectors> for InPlace {
     }
 }
 
+/// Whether a kernel's verdict is that nothing was wrong.
+fn passed(verdict: &Tensor) -> Result<bool> {
+    Ok(verdict.to_vec::<u32>()? == [0])
+}
+
 /// Seals a payload of a body.
 fn seal(out: &mut Payload, id: CodecId, count: usize, body: &Body) {
     let sealed: Result<(), Infallible> = out.seal(id, count, body.len(), |bytes| {
@@ -182,54 +247,15 @@ fn decompress_on_host(host: &dyn Memoryless, p: PayloadRef<'_>, out: &mut Tensor
     Ok(out.write(&values)?)
 }
 
-/// A codec in blocks that a device has kernels of.
+/// A codec that a device has kernels of.
 #[derive(Debug)]
-struct Blocks {
-    device: Device,
-    values: Values,
-    host: Box<dyn Memoryless>,
-}
-
-impl DeviceCodec<Vectors> for Blocks {
-    fn compress(
-        &mut self,
-        x: &Tensor,
-        mut residual: Option<Residual<'_, Tensor>>,
-        key: RoundKey,
-        out: &mut Payload,
-    ) -> Result<()> {
-        out.clear();
-        let (before, lost) = match &mut residual {
-            None => (None, None),
-            Some(r) => (Some(r.before.view()), Some(r.after.view_mut())),
-        };
-        let mut body = Body::default();
-        if !self.values.encode(&self.device, x.view(), before, lost, &mut body)? {
-            return compress_on_host(&mut *self.host, x, residual, key, out);
-        }
-        seal(out, self.values.id(), x.shape().len(), &body);
-        Ok(())
-    }
-
-    fn decompress(&mut self, p: PayloadRef<'_>, out: &mut Tensor) -> Result<()> {
-        let len = out.shape().len();
-        let fits = p.count() == len as u64 && self.values.fits(p.codec(), len, p.body());
-        if fits && self.values.decode(&self.device, p.body(), out.view_mut())? {
-            return Ok(());
-        }
-        decompress_on_host(&*self.host, p, out)
-    }
-}
-
-/// Selections and transforms on the device, before values that it has kernels of.
-#[derive(Debug)]
-struct Staged {
+struct Kernels {
     device: Device,
     path: Path,
     host: Box<dyn Memoryless>,
 }
 
-impl Staged {
+impl Kernels {
     /// The body of `x`, or of `x + before`; `None` if something is refused.
     fn encode(
         &self,
@@ -237,6 +263,13 @@ impl Staged {
         residual: Option<(&Tensor, &mut Tensor)>,
         key: RoundKey,
     ) -> Result<Option<Body>> {
+        let mut body = Body::default();
+        if let Path::Values(values) = &self.path {
+            // One kernel adds, checks, encodes and subtracts.
+            let (before, lost) = residual.map(|(before, after)| (before.view(), after.view_mut())).unzip();
+            let encoded = values.encode(&self.device, x.view(), before, lost, &mut body)?;
+            return Ok(encoded.then_some(body));
+        }
         let codecs = codecs(&self.device);
         let mut verdict = self.device.empty(DType::U32, 1)?;
         let source = if let Some((before, after)) = residual {
@@ -246,14 +279,12 @@ impl Staged {
             codecs.finite(x.view(), verdict.view_mut())?;
             Source::Read(x)
         };
-        let mut body = Body::default();
         let encoded = self.path.encode(&self.device, source, key, &mut body)?;
-        let finite = verdict.to_vec::<u32>()? == [0];
-        Ok((encoded && finite).then_some(body))
+        Ok((encoded && passed(&verdict)?).then_some(body))
     }
 }
 
-impl DeviceCodec<Vectors> for Staged {
+impl DeviceCodec<Vectors> for Kernels {
     fn compress(
         &mut self,
         x: &Tensor,

@@ -13,6 +13,8 @@ mod scaling;
 
 #[cfg(feature = "sync")]
 mod average;
+#[cfg(feature = "sync")]
+pub mod device_codec;
 
 #[cfg(feature = "sync")]
 pub use average::{Average, AverageConfig, Averaged, Averaging, agree, loss_scale};

@@ -84,7 +84,7 @@ fn means_of_integers_are_exact_whatever_the_buckets_and_the_order_of_ready_calls
             on_ranks(3, |comm| {
                 let rank = comm.rank().index();
                 let mut average =
-                    Average::new(comm.clone(), &layout, config("none", bucket_bytes, overlap)).unwrap();
+                    Average::new(comm.clone(), &CPU, &layout, config("none", bucket_bytes, overlap)).unwrap();
                 for round in 0..3 {
                     let mut grads = flat(&fill(&layout, |i| (3 * i + (rank + round) * 6) as f32));
                     let mut averaging = average.begin();
@@ -115,7 +115,7 @@ fn means_of_integers_are_exact_whatever_the_buckets_and_the_order_of_ready_calls
 fn exactly_the_parameters_travel() {
     let layout = layout();
     let sent = on_ranks(3, |comm| {
-        let mut average = Average::new(comm.clone(), &layout, config("none", 1000, true)).unwrap();
+        let mut average = Average::new(comm.clone(), &CPU, &layout, config("none", 1000, true)).unwrap();
         let mut grads = flat(&random(&layout, 1, 1.0));
         average.all(&mut grads).unwrap();
         comm.stats().sent.payload.0
@@ -131,7 +131,7 @@ fn the_sizes_of_coded_payloads_are_those_of_the_wire_page() {
     let (count, headers) = (layout.count() as u64, 3 * 28);
     for (codec, want) in [("f16+ef", headers + 2 * count), ("none+ef", headers + 4 * count)] {
         on_ranks(3, |comm| {
-            let mut average = Average::new(comm, &layout, config(codec, usize::MAX, true)).unwrap();
+            let mut average = Average::new(comm, &CPU, &layout, config(codec, usize::MAX, true)).unwrap();
             let averaged = average.all(&mut flat(&random(&layout, 1, 1.0))).unwrap();
             assert_eq!((averaged.payload.0, averaged.buckets), (want, 1));
         });
@@ -143,7 +143,7 @@ fn replicas_have_the_same_bits_near_the_mean_with_every_codec() {
     let layout = layout();
     for codec in CODECS {
         let results = on_ranks(3, |comm| {
-            let mut average = Average::new(comm.clone(), &layout, config(codec, 4096, true)).unwrap();
+            let mut average = Average::new(comm.clone(), &CPU, &layout, config(codec, 4096, true)).unwrap();
             let mut seen = Vec::new();
             for round in 0..3 {
                 let mut grads = flat(&random(&layout, 10 * round + comm.rank().0 as u64, 1.0));
@@ -175,7 +175,7 @@ fn feedback_telescopes_over_rounds() {
     let rounds = 60;
     let drift = |codec: &str| {
         let result = on_ranks(3, |comm| {
-            let mut average = Average::new(comm.clone(), &layout, config(codec, 4096, true)).unwrap();
+            let mut average = Average::new(comm.clone(), &CPU, &layout, config(codec, 4096, true)).unwrap();
             let mut total = vec![0.0_f64; layout.len()];
             let own = random(&layout, comm.rank().0 as u64, 1.0);
             for _ in 0..rounds {
@@ -219,7 +219,8 @@ fn a_round_that_is_not_committed_never_was() {
     on_ranks(3, |comm| {
         let rank = comm.rank().0 as u64;
         let run = |give_up: bool| {
-            let mut average = Average::new(comm.clone(), &layout, config("int8:16+ef", 4096, true)).unwrap();
+            let mut average =
+                Average::new(comm.clone(), &CPU, &layout, config("int8:16+ef", 4096, true)).unwrap();
             let mut seen = Vec::new();
             for round in 0..4 {
                 if give_up {
@@ -248,7 +249,7 @@ fn saved_residuals_continue_with_the_same_bits() {
     let layout = layout();
     on_ranks(3, |comm| {
         let rank = comm.rank().0 as u64;
-        let new = || Average::new(comm.clone(), &layout, config("int8:16+ef", 4096, true)).unwrap();
+        let new = || Average::new(comm.clone(), &CPU, &layout, config("int8:16+ef", 4096, true)).unwrap();
         let mut average = new();
         let empty = average.save("a.").unwrap();
         assert!(empty.iter().all(|(_, values)| values.is_empty()) && !empty.is_empty());
@@ -291,7 +292,7 @@ fn a_gradient_that_is_not_finite_reaches_all_ranks_and_changes_nothing() {
     let layout = layout();
     for codec in CODECS {
         on_ranks(3, |comm| {
-            let mut average = Average::new(comm.clone(), &layout, config(codec, 4096, true)).unwrap();
+            let mut average = Average::new(comm.clone(), &CPU, &layout, config(codec, 4096, true)).unwrap();
             let step = |average: &mut Average, bad: bool| {
                 let mut values = random(&layout, comm.rank().0 as u64, 1.0);
                 if bad && comm.rank().0 == 1 {
@@ -321,7 +322,8 @@ fn a_rank_that_fails_leaves_the_others_as_they_were() {
         let first = Barrier::new(3);
         on_ranks(3, |comm| {
             let rank = comm.rank().0;
-            let mut average = Average::new(comm.clone(), &layout, config(codec, 1000, overlap)).unwrap();
+            let mut average =
+                Average::new(comm.clone(), &CPU, &layout, config(codec, 1000, overlap)).unwrap();
             average.all(&mut flat(&random(&layout, rank.into(), 1.0))).unwrap();
             average.commit();
             first.wait();
@@ -362,7 +364,7 @@ fn ranges_are_checked() {
             Err(OptimError::Ready { parameter, problem }) => format!("{parameter}: {problem}"),
             other => format!("{:?}", other.map(|()| "fine")),
         };
-        let mut average = Average::new(comm.clone(), &layout, AverageConfig::default()).unwrap();
+        let mut average = Average::new(comm.clone(), &CPU, &layout, AverageConfig::default()).unwrap();
         let mut grads = flat(&random(&layout, 1, 1.0));
         let p = layout.params();
         let mut averaging = average.begin();
@@ -379,7 +381,7 @@ fn ranges_are_checked() {
         let unfinished = averaging.finish(&mut grads).map(|_| ());
         assert_eq!(problem(unfinished), "p0: not ready when the round was to finish");
         let none = AverageConfig { bucket_bytes: 0, ..AverageConfig::default() };
-        assert!(matches!(Average::new(comm, &layout, none), Err(OptimError::Setting { .. })));
+        assert!(matches!(Average::new(comm, &CPU, &layout, none), Err(OptimError::Setting { .. })));
     });
 }
 
@@ -404,7 +406,7 @@ fn ranks_with_unequal_tokens_give_the_mean_over_tokens() {
         let first: usize = (0..rank).map(tokens).sum();
         let sum = (first..first + tokens(rank)).sum::<usize>() as f32;
         let mut grads = flat(&fill(&layout, |_| sum * loss_scale(world, total as u64)));
-        Average::new(comm, &layout, AverageConfig::default()).unwrap().all(&mut grads).unwrap();
+        Average::new(comm, &CPU, &layout, AverageConfig::default()).unwrap().all(&mut grads).unwrap();
         let got = grads.to_vec::<f32>().unwrap()[0];
         assert!((got - want).abs() < 1e-5 * want, "{got} {want}");
     });
@@ -427,7 +429,7 @@ fn diloco_of_one_step_of_sgd_is_plain_averaging() {
     };
     let plain = on_ranks(3, |comm| {
         let rank = comm.rank().0.into();
-        let mut average = Average::new(comm, &layout, AverageConfig::default()).unwrap();
+        let mut average = Average::new(comm, &CPU, &layout, AverageConfig::default()).unwrap();
         let (mut chain, mut params) = (inner(), flat(&start));
         for step in 0..steps {
             let mut grads = flat(&gradient(rank, step, &params.to_vec::<f32>().unwrap()));
@@ -440,7 +442,7 @@ fn diloco_of_one_step_of_sgd_is_plain_averaging() {
     });
     let diloco = on_ranks(3, |comm| {
         let rank = comm.rank().0.into();
-        let mut average = Average::new(comm, &layout, AverageConfig::default()).unwrap();
+        let mut average = Average::new(comm, &CPU, &layout, AverageConfig::default()).unwrap();
         let (mut chain, mut params) = (inner(), flat(&start));
         let outer = diloco_outer(1.0, 0.0).build(&CPU, &layout).unwrap();
         let mut outer = OuterOptimizer::new(outer, &params).unwrap();
@@ -473,7 +475,7 @@ fn pseudo_gradients_average_as_in_prime() {
             let outer = diloco_outer(0.7, 0.9).build(&CPU, &layout).unwrap();
             let mut outer = OuterOptimizer::new(outer, &flat(&fill(&layout, |_| at))).unwrap();
             let delta = outer.delta(&flat(&fill(&layout, |_| at / 2.0))).unwrap();
-            Average::new(comm, &layout, AverageConfig::default()).unwrap().all(delta).unwrap();
+            Average::new(comm, &CPU, &layout, AverageConfig::default()).unwrap().all(delta).unwrap();
             let want = fill(&layout, |_| (world as f32 + 1.0) / 4.0);
             assert_eq!(delta.to_vec::<f32>().unwrap(), want);
         });
@@ -485,7 +487,8 @@ fn training_with_int8_and_feedback_keeps_replicas_equal_and_converges() {
     let layout = layout();
     let target = random(&layout, 3, 1.0);
     let results = on_ranks(3, |comm| {
-        let mut average = Average::new(comm.clone(), &layout, config("int8:64+ef", 4096, true)).unwrap();
+        let mut average =
+            Average::new(comm.clone(), &CPU, &layout, config("int8:64+ef", 4096, true)).unwrap();
         let settings = AdamW {
             weight_decay: 0.0,
             clip: Some(1.0),

@@ -78,6 +78,7 @@ fn worker(seat: Arc<memory::Memory>) -> Result<Trained> {
     let codec: CodecSpec = "bf16+ef".parse()?;
     let mut average = Average::new(
         comm.clone(),
+        model.device(),
         model.layout(),
         AverageConfig { codec, bucket_bytes: 1 << 16, ..AverageConfig::default() },
     )?;

@@ -6,7 +6,7 @@ use anyhow::Result;
 use farflung::compress::device::check;
 use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
-use farflung::device_codec::{KERNELS, Vectors};
+use farflung::optim::device_codec::{KERNELS, Vectors};
 use farflung::tensor::{Device, Precision};
 use farflung::train::Worker;
 use farflung::{TrainConfig, base, tensor};

@@ -60,7 +60,7 @@ pub(super) fn average_config(job: &Job) -> AverageConfig {
 impl Sync {
     pub(super) fn new(job: &Job, comm: &Communicator, stage: &Stage, params: &Tensor) -> Result<Self> {
         let config = &job.config;
-        let average = Average::new(comm.clone(), stage.layout(), average_config(job))?;
+        let average = Average::new(comm.clone(), stage.device(), stage.layout(), average_config(job))?;
         Ok(match config.sync {
             SyncKind::Ddp => Self::Ddp(average),
             SyncKind::Diloco => {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use farflung_base::Pending;
-use farflung_tensor::{ParamLayout, Tensor, TensorError};
+use farflung_tensor::{Op, ParamLayout, Tensor, TensorError};
 
 use crate::OptimError;
 
@@ -23,20 +23,68 @@ pub(super) struct Slot {
 pub(super) struct Bucket {
     /// Runs of the flat buffer without padding, in order.
     pieces: Vec<Range<usize>>,
+    /// Where they lie in what travels.
+    parts: Vec<Part>,
     /// Elements of all pieces.
     pub(super) len: usize,
     pub(super) params: usize,
     /// Parameters that are not final yet in this round.
     pub(super) missing: usize,
-    /// The buffer that travels, kept for the next round.
-    pub(super) packed: Vec<f32>,
+    /// The buffers that travel, kept for the next round.
+    pub(super) packed: Option<Packed>,
 }
+
+/// A run of the flat buffer, and the shard and its element where that lies side by side with the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Part {
+    flat: Range<usize>,
+    shard: usize,
+    at: usize,
+}
+
+/// A bucket's elements, side by side.
+#[derive(Debug)]
+pub(super) enum Packed {
+    /// As they travel.
+    Plain(Vec<f32>),
+    /// As codecs take them, by shards.
+    Coded(Vec<Tensor>),
+}
+
+impl Packed {
+    /// Where a part lies, if that is the host's memory.
+    fn host(&self, part: &Part) -> Option<&[f32]> {
+        let all = match self {
+            Self::Plain(all) => Some(&all[..]),
+            Self::Coded(shards) => shards[part.shard].host(),
+        };
+        Some(&all?[part.at..][..part.flat.len()])
+    }
+
+    fn host_mut(&mut self, part: &Part) -> Option<&mut [f32]> {
+        let all = match self {
+            Self::Plain(all) => Some(&mut all[..]),
+            Self::Coded(shards) => shards[part.shard].host_mut(),
+        };
+        Some(&mut all?[part.at..][..part.flat.len()])
+    }
+
+    /// The shard of a part that does not lie in the host's memory.
+    fn shard(&mut self, part: &Part) -> &mut Tensor {
+        match self {
+            Self::Plain(_) => unreachable!("it lies in the host's memory"),
+            Self::Coded(shards) => &mut shards[part.shard],
+        }
+    }
+}
+
+type Download = Pending<Result<Vec<f32>, TensorError>>;
 
 /// A bucket's elements, side by side or on their way from a device.
 #[derive(Debug)]
 pub(super) struct Fetch {
-    packed: Vec<f32>,
-    coming: Vec<Pending<Result<Vec<f32>, TensorError>>>,
+    packed: Packed,
+    coming: Vec<(Part, Download)>,
 }
 
 impl Fetch {
@@ -44,9 +92,10 @@ impl Fetch {
         self.coming.is_empty()
     }
 
-    pub(super) fn wait(mut self) -> Result<Vec<f32>, OptimError> {
-        for piece in self.coming {
-            self.packed.extend(piece.wait()?);
+    pub(super) fn wait(mut self) -> Result<Packed, OptimError> {
+        for (part, values) in self.coming {
+            let place = self.packed.host_mut(&part).expect("what comes from a device goes to the host");
+            place.copy_from_slice(&values.wait()?);
         }
         Ok(self.packed)
     }
@@ -81,29 +130,55 @@ pub(super) fn cut(layout: &ParamLayout, bytes: usize) -> (Vec<Slot>, Vec<Bucket>
 }
 
 impl Bucket {
-    /// Starts to fetch its elements of `flat`, into the buffer of the last round if that came back.
-    pub(super) fn fetch(&mut self, flat: &Tensor) -> Result<Fetch, OptimError> {
-        let mut packed = std::mem::take(&mut self.packed);
-        packed.clear();
-        packed.reserve_exact(self.len);
-        let mut coming = Vec::new();
+    /// Its elements go side by side into these shards.
+    pub(super) fn place(&mut self, shards: &[Range<usize>]) {
+        let mut start = 0;
         for piece in &self.pieces {
-            let part = flat.view().part(piece.start, piece.len())?;
-            match part.host() {
-                Some(values) => packed.extend_from_slice(values),
-                None => coming.push(part.start_to_vec()),
+            for (shard, range) in shards.iter().enumerate() {
+                let common = range.start.max(start)..range.end.min(start + piece.len());
+                if !common.is_empty() {
+                    let flat = piece.start + common.start - start..piece.start + common.end - start;
+                    self.parts.push(Part { flat, shard, at: common.start - range.start });
+                }
+            }
+            start += piece.len();
+        }
+    }
+
+    /// Starts to fetch its elements of `flat`, into the buffers of the last round if these came back, else into `new` ones.
+    pub(super) fn fetch(
+        &mut self,
+        flat: &Tensor,
+        new: impl FnOnce(usize) -> Result<Packed, OptimError>,
+    ) -> Result<Fetch, OptimError> {
+        let mut packed = self.packed.take().map_or_else(|| new(self.len), Ok)?;
+        let mut coming = Vec::new();
+        for part in &self.parts {
+            let x = flat.view().part(part.flat.start, part.flat.len())?;
+            match (x.host(), packed.host_mut(part)) {
+                (Some(values), Some(place)) => place.copy_from_slice(values),
+                (None, Some(_)) => coming.push((part.clone(), x.start_to_vec())),
+                (_, None) => {
+                    let y = packed.shard(part).view_mut().part(part.at, part.flat.len())?;
+                    flat.device().run(Op::Cast { x, y })?;
+                }
             }
         }
         Ok(Fetch { packed, coming })
     }
 
     /// Writes what came back to its places in `flat`.
-    pub(super) fn unpack(&self, flat: &mut Tensor) -> Result<(), OptimError> {
-        let mut rest = &self.packed[..];
-        for piece in &self.pieces {
-            let (values, after) = rest.split_at(piece.len());
-            flat.view_mut().part(piece.start, piece.len())?.write(values)?;
-            rest = after;
+    pub(super) fn unpack(&mut self, flat: &mut Tensor) -> Result<(), OptimError> {
+        let packed = self.packed.as_mut().expect("it came back");
+        let device = flat.device().clone();
+        for part in &self.parts {
+            let mut y = flat.view_mut().part(part.flat.start, part.flat.len())?;
+            if let Some(values) = packed.host(part) {
+                y.write(values)?;
+            } else {
+                let x = packed.shard(part).view().part(part.at, part.flat.len())?;
+                device.run(Op::Cast { x, y })?;
+            }
         }
         Ok(())
     }
@@ -143,9 +218,16 @@ mod tests {
         let cpu = Device::cpu(1).unwrap();
         let values: Vec<f32> = (0..layout.len()).map(|i| i as f32).collect();
         let flat = cpu.tensor(&values, layout.len()).unwrap();
-        let packed = buckets[0].fetch(&flat).unwrap().wait().unwrap();
-        assert_eq!(packed, [&values[..65], &values[128..131], &values[192..]].concat());
-        buckets[0].packed = packed;
+        buckets[0].place(&[0..60, 60..70, 70..70, 70..132]);
+        let shards = |_| {
+            let shards = [60, 10, 0, 62].map(|n| cpu.zeros(n));
+            Ok(Packed::Coded(shards.into_iter().collect::<Result<_, _>>()?))
+        };
+        let packed = buckets[0].fetch(&flat, shards).unwrap().wait().unwrap();
+        let Packed::Coded(shards) = &packed else { panic!("{packed:?}") };
+        let held: Vec<f32> = shards.iter().flat_map(|s| s.to_vec::<f32>().unwrap()).collect();
+        assert_eq!(held, [&values[..65], &values[128..131], &values[192..]].concat());
+        buckets[0].packed = Some(packed);
         let mut out = cpu.zeros(layout.len()).unwrap();
         buckets[0].unpack(&mut out).unwrap();
         let out = out.to_vec::<f32>().unwrap();

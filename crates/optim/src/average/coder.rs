@@ -1,15 +1,19 @@
-//! Codecs of one bucket as a coder of a compressed all-reduce: one for each shard that this rank sends, one for the
-//! shard that it reduces. Knows no bucket but by its length.
+//! Codecs of one bucket, and its values as a coded all-reduce sees them: a codec for each shard that this rank sends, one
+//! for the shard that it reduces. Vectors stay where the codecs are. Knows no bucket but by its length.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::Rank;
-use farflung_comm::{Coder, CoderError, CommError, Communicator, Phase};
+use farflung_comm::{CodedValues, CoderError, CommError, Communicator, Fold, Phase};
+use farflung_compress::device::{Device as _, Stream};
 use farflung_compress::{CodecId, CompressError, Compressor, F32, Payload, PayloadRef, RoundKey};
+use farflung_tensor::{DType, Tensor};
 
 use super::AverageConfig;
+use super::bucket::Packed;
 use crate::OptimError;
+use crate::device_codec::Vectors;
 
 /// The codecs of a bucket. They stay here while a collective uses them, so that one that fails or is cancelled cannot
 /// take their residuals along.
@@ -21,29 +25,41 @@ struct State {
     seed: u64,
     rank: Rank,
     bucket: usize,
+    /// Where the vectors lie.
+    vectors: Vectors,
     /// The shards of the bucket, by rank.
     shards: Vec<Range<usize>>,
-    worker: Vec<Box<dyn Compressor>>,
-    server: Box<dyn Compressor>,
+    worker: Vec<Stream<Vectors>>,
+    server: Stream<Vectors>,
     payload: Payload,
+    /// What a message says, while it is added: of the own shard's length.
+    decoded: Option<Tensor>,
     /// Bytes of this rank's own values in this round.
     sent: u64,
     round: u64,
-    /// Counts beginnings and ends, so that a coder of a round that was given up cannot encode any more.
+    /// Counts beginnings and ends, so that values of a round that was given up cannot be encoded any more.
     era: u64,
 }
 
 impl Codecs {
-    pub(super) fn new(comm: &Communicator, config: AverageConfig, bucket: usize, len: usize) -> Self {
-        let shards: Vec<_> = (0..comm.size() as u32).map(|r| comm.shard_of(Rank(r), len)).collect();
+    pub(super) fn new(
+        comm: &Communicator,
+        vectors: &Vectors,
+        config: AverageConfig,
+        bucket: usize,
+        shards: Vec<Range<usize>>,
+    ) -> Self {
+        let stream = || Stream::new(vectors.clone(), config.codec).expect("they were chosen for this codec");
         Self(Arc::new(Mutex::new(State {
             seed: config.seed,
             rank: comm.rank(),
             bucket,
-            worker: shards.iter().map(|_| config.codec.build()).collect(),
-            server: config.codec.build(),
+            worker: shards.iter().map(|_| stream()).collect(),
+            server: stream(),
+            vectors: vectors.clone(),
             shards,
             payload: Payload::new(),
+            decoded: None,
             sent: 0,
             round: 0,
             era: 0,
@@ -60,9 +76,16 @@ impl Codecs {
         state.era += 1;
     }
 
-    /// The coder of this round.
-    pub(super) fn coder(&self) -> Box<dyn Coder> {
-        Box::new(RoundCoder { codecs: self.clone(), era: self.lock().era })
+    /// Shards without values yet.
+    pub(super) fn shards(&self) -> Result<Packed, OptimError> {
+        let state = self.lock();
+        let empty = |shard: &Range<usize>| state.vectors.device().empty(DType::F32, shard.len());
+        Ok(Packed::Coded(state.shards.iter().map(empty).collect::<Result<_, _>>()?))
+    }
+
+    /// The bucket's values in this round, for a collective.
+    pub(super) fn values(&self, shards: Vec<Tensor>) -> Values {
+        Values { codecs: self.clone(), era: self.lock().era, shards }
     }
 
     /// Bytes of this rank's own values in this round.
@@ -71,18 +94,18 @@ impl Codecs {
     }
 
     pub(super) fn commit(&self) {
-        self.lock().end(|codec| codec.commit());
+        self.lock().end(Stream::commit);
     }
 
     pub(super) fn rollback(&self) {
-        self.lock().end(|codec| codec.rollback());
+        self.lock().end(Stream::rollback);
     }
 
     /// Calls `f` with each codec, the prefix of its state's names and the length of its vectors.
     pub(super) fn each(
         &self,
         prefix: &str,
-        mut f: impl FnMut(&mut Box<dyn Compressor>, &str, usize) -> Result<(), OptimError>,
+        mut f: impl FnMut(&mut Stream<Vectors>, &str, usize) -> Result<(), OptimError>,
     ) -> Result<(), OptimError> {
         let state = &mut *self.lock();
         let bucket = state.bucket;
@@ -95,62 +118,106 @@ impl Codecs {
 }
 
 impl State {
-    fn end(&mut self, mut f: impl FnMut(&mut Box<dyn Compressor>)) {
+    fn end(&mut self, mut f: impl FnMut(&mut Stream<Vectors>)) {
         self.era += 1;
         self.worker.iter_mut().for_each(&mut f);
         f(&mut self.server);
     }
-}
 
-struct RoundCoder {
-    codecs: Codecs,
-    era: u64,
-}
-
-impl Coder for RoundCoder {
-    fn encode(
-        &mut self,
-        phase: Phase,
-        range: Range<usize>,
-        x: &[f32],
-        out: &mut Vec<u8>,
-    ) -> Result<(), CoderError> {
-        let state = &mut *self.codecs.lock();
-        if state.era != self.era {
-            return Err(CommError::Cancelled { op: "average" }.into());
-        }
-        let size = state.shards.len();
-        // Empty shards may be equal; which of their codecs encodes nothing does not matter.
-        let j = state.shards.iter().position(|s| *s == range).ok_or(CommError::Argument {
+    /// The shard of a range. Empty shards may be equal; which of their codecs encodes nothing does not matter.
+    fn shard(&self, range: &Range<usize>) -> Result<usize, CommError> {
+        self.shards.iter().position(|s| s == range).ok_or(CommError::Argument {
             op: "average",
             what: "start of a shard",
             got: range.start,
-            want: state.shards[state.rank.index()].start,
-        })?;
+            want: self.shards[self.rank.index()].start,
+        })
+    }
+
+    fn encode(&mut self, phase: Phase, j: usize, x: &Tensor) -> Result<&[u8], OptimError> {
         let (codec, side) = match phase {
-            Phase::Worker => (&mut state.worker[j], 0),
-            Phase::Server => (&mut state.server, 1),
+            Phase::Worker => (&mut self.worker[j], 0),
+            Phase::Server => (&mut self.server, 1),
         };
-        let shard = ((2 * state.bucket + side) * size + j) as u32;
-        let key = RoundKey { seed: state.seed, round: state.round, shard, rank: state.rank };
-        match codec.compress(x, key, &mut state.payload) {
+        let shard = ((2 * self.bucket + side) * self.shards.len() + j) as u32;
+        let key = RoundKey { seed: self.seed, round: self.round, shard, rank: self.rank };
+        match codec.compress(x, key, &mut self.payload) {
             // All ranks must see it, or some would step and some would not.
-            Err(CompressError::NonFinite { .. }) => F32::new().compress(x, key, &mut state.payload)?,
+            Err(OptimError::Compress(CompressError::NonFinite { .. })) => {
+                F32::new().compress(&x.to_vec::<f32>()?, key, &mut self.payload)?;
+            }
             result => result?,
         }
-        let bytes = state.payload.as_bytes();
+        let bytes = self.payload.as_bytes();
         if phase == Phase::Worker {
-            state.sent += bytes.len() as u64;
+            self.sent += bytes.len() as u64;
         }
-        out.extend_from_slice(bytes);
+        Ok(bytes)
+    }
+}
+
+/// The codec of plain f32 takes what others refuse.
+fn decode(codec: &mut Stream<Vectors>, bytes: &[u8], out: &mut Tensor) -> Result<(), OptimError> {
+    let payload = PayloadRef::parse(bytes)?;
+    if payload.codec() != CodecId::F32 {
+        return codec.decompress(payload, out);
+    }
+    if let Some(out) = out.host_mut() {
+        return Ok(F32::new().decompress(payload, out)?);
+    }
+    let mut values = vec![0.0; out.shape().len()];
+    F32::new().decompress(payload, &mut values)?;
+    Ok(out.write(&values)?)
+}
+
+/// A bucket's values in a round.
+#[derive(Debug)]
+pub(super) struct Values {
+    codecs: Codecs,
+    era: u64,
+    shards: Vec<Tensor>,
+}
+
+impl Values {
+    pub(super) fn into_packed(self) -> Packed {
+        Packed::Coded(self.shards)
+    }
+}
+
+impl CodedValues for Values {
+    fn count(&self) -> usize {
+        self.shards.iter().map(|shard| shard.shape().len()).sum()
+    }
+
+    fn encode(&mut self, phase: Phase, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError> {
+        let mut state = self.codecs.lock();
+        if state.era != self.era {
+            return Err(CommError::Cancelled { op: "average" }.into());
+        }
+        let j = state.shard(&range)?;
+        out.extend_from_slice(state.encode(phase, j, &self.shards[j])?);
         Ok(())
     }
 
-    fn decode(&mut self, _: Range<usize>, bytes: &[u8], out: &mut [f32]) -> Result<(), CoderError> {
-        let payload = PayloadRef::parse(bytes)?;
-        if payload.codec() == CodecId::F32 {
-            return Ok(F32::new().decompress(payload, out)?);
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CoderError> {
+        let state = &mut *self.codecs.lock();
+        let out = &mut self.shards[state.shard(&range)?];
+        if fold == Fold::Replace {
+            return Ok(decode(&mut state.server, bytes, out)?);
         }
-        Ok(self.codecs.lock().server.decompress(payload, out)?)
+        let mut decoded = match state.decoded.take().filter(|decoded| decoded.shape() == out.shape()) {
+            Some(decoded) => decoded,
+            None => state.vectors.device().empty(DType::F32, out.shape())?,
+        };
+        decode(&mut state.server, bytes, &mut decoded)?;
+        state.vectors.add(&decoded, out)?;
+        state.decoded = Some(decoded);
+        Ok(())
+    }
+
+    fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError> {
+        let state = self.codecs.lock();
+        let j = state.shard(&range)?;
+        Ok(state.vectors.scale(&mut self.shards[j], 1.0 / by as f32)?)
     }
 }

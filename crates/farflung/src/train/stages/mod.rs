@@ -104,7 +104,7 @@ impl Pipelined {
             };
             let average = match averages.get(&part) {
                 Some(group) if !model.layout().is_empty() => {
-                    Some(Average::new(group.clone(), model.layout(), average_config(job))?)
+                    Some(Average::new(group.clone(), model.device(), model.layout(), average_config(job))?)
                 }
                 _ => None,
             };
