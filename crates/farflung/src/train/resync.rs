@@ -108,6 +108,9 @@ fn relative(x: &[f32], from: &[f32]) -> f64 {
 #[cfg(test)]
 #[expect(clippy::float_cmp, reason = "these distances are exact")]
 mod tests {
+    use farflung_comm::memory;
+    use farflung_tensor::Device;
+
     use super::*;
 
     #[test]
@@ -116,5 +119,27 @@ mod tests {
         assert_eq!(relative(&[0.0; 3], &[0.0; 3]), 0.0);
         assert!((relative(&[3.0, 4.5], &[3.0, 4.0]) - 0.1).abs() < 1e-12);
         assert_eq!(relative(&[1.0], &[0.0]), f64::INFINITY);
+    }
+
+    /// Of three ranks the last has another copy, in elements that are held by all and in one of its own.
+    #[test]
+    fn holders_take_the_first_ones_elements_and_keep_their_own() {
+        let device = Device::cpu(1).unwrap();
+        let mended = |comm: &Communicator| {
+            let rank = comm.rank().0 as f32;
+            let mut flat = device.tensor(&[rank, 3.0, if rank < 2.0 { 4.0 } else { 4.5 }], 3).unwrap();
+            let mut comparison = Comparison { comm, before: 0, distance: 0.0 };
+            comparison.mend(comm, &mut flat, 1..3).unwrap();
+            (comparison.done().unwrap().distance, flat.to_vec::<f32>().unwrap())
+        };
+        let ranks: Vec<_> = std::thread::scope(|scope| {
+            let comms = memory::cluster(3).into_iter().map(|transport| Communicator::new(transport));
+            let ranks: Vec<_> = comms.map(|comm| scope.spawn(move || mended(&comm))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        for (rank, (distance, values)) in ranks.into_iter().enumerate() {
+            assert!((distance - 0.1).abs() < 1e-12, "{distance}");
+            assert_eq!(values, [rank as f32, 3.0, 4.0]);
+        }
     }
 }
