@@ -30,8 +30,8 @@ pub struct StepMetrics {
     pub bytes_received: u64,
     /// All workers' tokens a second of `time_s`, in the step.
     pub tokens_per_s: f64,
-    /// How far apart the replicas were, where they are on devices that round differently and the step compared them: the
-    /// largest relative l2 distance from rank 0's parameters, which all have again since.
+    /// How far apart copies of parameters were, where they are on devices that round differently and the step compared
+    /// them: the largest relative l2 distance of a copy from its first holder's, which all have again since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
 }

@@ -5,12 +5,14 @@
 
 mod small;
 
+use std::collections::BTreeMap;
 use std::process::Command;
 
 use farflung::TrainConfig;
 use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
-use farflung::train::{Drift, Pipelined, Worker};
+use farflung::tensor::Param;
+use farflung::train::{Drift, Pipelined, StepDone, Worker};
 use small::{job, on_all};
 
 const STEPS: u64 = 4;
@@ -59,19 +61,41 @@ fn the_same_run_on_a_gpu_gives_the_same_bits() {
     assert_eq!(trained("wgpu", 1)[0].2, trained("wgpu:0", 1)[0].2);
 }
 
+/// One pipeline, whose token table is on both devices, and two pipelines that have the devices in opposite orders.
 #[test]
-fn a_pipeline_has_a_stage_on_each_device() {
-    let losses = |devices: &str| {
-        let (_folder, mut config) = config(devices, 2);
+fn a_pipeline_has_a_stage_on_each_device_and_its_copies_come_together() {
+    let trained = |devices: &str, workers: usize| {
+        let (_folder, mut config) = config(devices, workers);
         config.stages = 2;
         let job = job(&config);
         on_all(&job, |seat| {
             let mut rank = Pipelined::new(&job, seat.comm, 1).unwrap();
-            (0..STEPS).map(|_| rank.step(false).unwrap().loss).collect::<Vec<_>>()
+            let done: Vec<_> = (0..STEPS).map(|_| rank.step(false).unwrap()).collect();
+            let copies = rank.params().flat_map(|(stage, flat)| {
+                let tensor = |(i, p): (usize, &Param)| {
+                    let values = stage.layout().view(flat, i).unwrap().to_vec::<f32>().unwrap();
+                    (p.name.clone(), values)
+                };
+                stage.layout().params().iter().enumerate().map(tensor).collect::<Vec<_>>()
+            });
+            (done, copies.collect::<BTreeMap<_, _>>())
         })
     };
-    let (cpus, mixed) = (losses("cpu"), losses("cpu,wgpu"));
-    close(&mixed[0], &cpus[0]);
+    for (devices, workers) in [("cpu,wgpu", 2), ("cpu,wgpu,wgpu,cpu", 4)] {
+        let (cpus, mixed) = (trained("cpu", workers), trained(devices, workers));
+        let losses = |done: &[StepDone]| done.iter().map(|d| d.loss).collect::<Vec<_>>();
+        let mut copies = BTreeMap::new();
+        for ((done, params), (on_cpus, _)) in mixed.iter().zip(&cpus) {
+            close(&losses(done), &losses(on_cpus));
+            assert!(on_cpus.iter().all(|d| d.drift.is_none()), "processors round alike");
+            let compared: Vec<_> = done.iter().filter_map(|d| d.drift).collect();
+            assert_eq!(compared.len(), 2, "every two of four steps");
+            assert!(compared.iter().all(|d| d.distance < 1e-5 && d.bytes > 0), "{compared:?}");
+            for (name, values) in params {
+                assert!(*copies.entry(name).or_insert(values) == values, "{devices}: copies of {name}");
+            }
+        }
+    }
 }
 
 #[test]

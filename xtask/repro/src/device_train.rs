@@ -1,63 +1,95 @@
-//! Nano trains on a device as it does on the cpu, alone and in a job of both.
+//! Nano trains on a device as it does on the cpu, alone and in jobs of both.
 
-use anyhow::Result;
+use anyhow::{Context, Result};
+use farflung::TrainConfig;
 use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
-use farflung::{TrainConfig, train::Worker};
+use farflung::train::{Pipelined, StepDone};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all};
+use crate::workers::{Over, again, config, job, on_all, on_stages};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "device-train",
-    claim: "nano on wgpu reaches the cpu's loss within 0.02; so does a job of one cpu and one wgpu rank, whose replicas' drift \
-            is measured and ended",
+    claim: "nano on wgpu reaches the cpu's loss within 0.02; so do jobs of one cpu and one wgpu rank, as two replicas and as a \
+            pipeline of two stages: how far their copies of parameters drift is measured and ended",
     source: "the cpu backend",
     seed: 1337,
     run,
 };
 
+/// Steps between comparisons.
+const EVERY: u64 = 5;
+
 /// What a run gave.
 struct Trace {
     /// Mean of the losses of the last steps.
     loss: f64,
-    /// The largest distance of the replicas that a comparison found, and how many comparisons there were.
+    /// The largest distance of the copies that a comparison found, and how many comparisons there were.
     drift: (f64, usize),
     /// Bytes of the comparisons and of what followed.
     bytes: u64,
+    /// Of what both ranks hold.
     hash: blake3::Hash,
+}
+
+/// Trains a rank.
+fn trace<R>(
+    rank: &mut R,
+    steps: u64,
+    step: impl Fn(&mut R) -> farflung::Result<StepDone>,
+    hash: impl Fn(&R) -> Result<blake3::Hash>,
+) -> Result<Trace> {
+    let done = (0..steps).map(|_| step(rank)).collect::<farflung::Result<Vec<_>>>()?;
+    let last = &done[done.len() - done.len().min(10)..];
+    let loss = last.iter().map(|d| d.loss).sum::<f64>() / last.len() as f64;
+    let found: Vec<_> = done.iter().filter_map(|d| d.drift).collect();
+    let farthest = found.iter().map(|d| d.distance).fold(0.0, f64::max);
+    let bytes = found.iter().map(|d| d.bytes).sum();
+    Ok(Trace { loss, drift: (farthest, found.len()), bytes, hash: hash(rank)? })
+}
+
+/// The hash of the token table on a rank that has a user of it.
+fn table(rank: &Pipelined) -> Result<blake3::Hash> {
+    let (stage, params) = rank.params().next().context("a rank has a part of the model")?;
+    let layout = stage.layout();
+    let table = layout.view(params, layout.find("wte.weight")?)?.to_vec::<f32>()?;
+    let bytes: Vec<u8> = table.iter().flat_map(|v| v.to_le_bytes()).collect();
+    Ok(blake3::hash(&bytes))
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // A software device computes a hundred times slower than the cpu backend: few tokens a step, and few steps.
     let (seed, steps) = (report.seed(), if options.quick { 6 } else { 60 });
-    let on = |devices: &str, workers: usize| TrainConfig {
-        workers,
-        steps,
-        batch: 1,
-        resync_every: 5,
-        device: Devices::parse(devices).expect("devices' names"),
-        ..config(seed, true)
-    };
-    let trace = move |worker: &mut Worker| {
-        let (mut losses, mut drift, mut bytes) = (Vec::new(), (0.0_f64, 0), 0);
-        for _ in 0..steps {
-            let done = worker.step(false)?;
-            losses.push(done.loss);
-            if let Some(found) = done.drift {
-                drift = (drift.0.max(found.distance), drift.1 + 1);
-                bytes += found.bytes;
-            }
+    let first = job(config(seed, true), Over::Memory)?;
+    let train = |devices: &str, workers: usize, stages: usize| {
+        let device = Devices::parse(devices).context("devices have these names")?;
+        // Both stages compute at the same time where a step has two microbatches.
+        let microbatches = (stages > 1).then_some(2);
+        let config = TrainConfig {
+            workers,
+            stages,
+            microbatches,
+            steps,
+            batch: 1,
+            resync_every: EVERY,
+            device,
+            ..config(seed, true)
+        };
+        let job = again(&first, config, Over::Memory);
+        if stages > 1 {
+            on_stages(&job, |rank| trace(rank, steps, |rank| rank.step(false), table))
+        } else {
+            on_all(&job, |rank| trace(rank, steps, |rank| rank.step(false), |rank| Ok(rank.hash()?)))
         }
-        let last = &losses[losses.len() - losses.len().min(10)..];
-        let loss = last.iter().sum::<f64>() / last.len() as f64;
-        Ok(Trace { loss, drift, bytes, hash: worker.hash()? })
     };
-    let first = job(on("cpu", 1), Over::Memory)?;
-    let run = |devices: &str, workers| on_all(&again(&first, on(devices, workers), Over::Memory), trace);
-    for (what, workers, devices) in [("alone", 1, "wgpu"), ("two ranks, cpu and wgpu", 2, "cpu,wgpu")] {
-        let cpu = run("cpu", workers)?.remove(0);
-        let mixed = run(devices, workers)?;
+    for (what, workers, stages, devices, copies) in [
+        ("alone", 1, 1, "wgpu", ""),
+        ("two ranks, cpu and wgpu", 2, 1, "cpu,wgpu", "replicas"),
+        ("a pipeline, cpu and wgpu", 2, 2, "cpu,wgpu", "token tables"),
+    ] {
+        let cpu = train("cpu", workers, stages)?.remove(0);
+        let mixed = train(devices, workers, stages)?;
         let found = &mixed[0];
         report.row(&format!("{what}: loss after {steps} steps on cpu"), cpu.loss, "nats", Mark::None)?;
         report.row(
@@ -71,10 +103,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             let compared = mixed.iter().map(|t| t.drift.1).min().unwrap_or(0) as f64;
             let bytes = mixed.iter().map(|t| t.bytes).sum::<u64>() as f64;
             report.row(
-                &format!("{what}: comparisons of the replicas"),
+                &format!("{what}: comparisons of the {copies}"),
                 compared,
                 "1",
-                Mark::AtLeast((steps / 5) as f64),
+                Mark::AtLeast((steps / EVERY) as f64),
             )?;
             report.row(
                 &format!("{what}: largest drift between comparisons, relative l2"),
@@ -89,7 +121,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 Mark::AtLeast(1.0),
             )?;
             report.row(
-                &format!("{what}: replicas that differ at the end"),
+                &format!("{what}: {copies} that differ at the end"),
                 unequal,
                 "1",
                 Mark::AtMost(0.0),

@@ -4,12 +4,12 @@ use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::parallel::pipeline::{Method, Updates, VersionSync};
 use farflung::tensor::{Device, Tensor};
-use farflung::train::{Job, Pipelined, Worker, refusal, seats};
+use farflung::train::{Job, Pipelined, Worker, refusal};
 use farflung::zoo::block::Grads;
 use farflung::zoo::{Input, Output, Stage, stage};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, farthest, job, on_all, plain_sgd, relative_l2};
+use crate::workers::{Over, again, config, farthest, job, on_all, on_stages, plain_sgd, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "pipeline-exact",
@@ -126,7 +126,7 @@ fn alone_trace(job: &Job, steps: u64) -> Result<Trace> {
 }
 
 fn piped_trace(job: &Job, steps: u64) -> Result<Trace> {
-    let work = |mut rank: Pipelined| {
+    let trace = |rank: &mut Pipelined| {
         let mut losses = Vec::new();
         let mut first_grads = None;
         for step in 0..steps {
@@ -138,16 +138,7 @@ fn piped_trace(job: &Job, steps: u64) -> Result<Trace> {
         let (Some(grads), Some(params)) = (first_grads, rank.gather_params()?) else { return Ok(None) };
         Ok(Some(Trace { losses, first_grads: grads.to_vec()?, params: params.to_vec()? }))
     };
-    let traces: Vec<Result<Option<Trace>>> = std::thread::scope(|scope| {
-        let work = &work;
-        let threads: Vec<_> = seats(&job.config, None)?
-            .into_iter()
-            .map(|seat| scope.spawn(move || work(Pipelined::new(job, seat.comm, 1)?)))
-            .collect();
-        anyhow::Ok(threads.into_iter().map(|t| t.join().expect("no rank panics")).collect())
-    })?;
-    let traces = traces.into_iter().collect::<Result<Vec<_>>>()?;
-    traces.into_iter().flatten().next().context("rank 0 has the model")
+    on_stages(job, trace)?.into_iter().flatten().next().context("rank 0 has the model")
 }
 
 /// One process that gives each part of the model, a layer each, the version of its weights that the rule says.

@@ -7,10 +7,10 @@ use farflung::TrainConfig;
 use farflung::base::Nanos;
 use farflung::comm::Communicator;
 use farflung::parallel::pipeline::{Method, VersionSync};
-use farflung::train::{Job, Pipelined, Seat, refusal, seats};
+use farflung::train::{Job, refusal};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, plain_sgd};
+use crate::workers::{Over, again, config, job, on_stages, plain_sgd};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "predict-vs-run",
@@ -58,7 +58,6 @@ fn replicas_topology() -> String {
 }
 
 /// What was predicted, and what the slowest rank took on the virtual clock.
-#[derive(Default)]
 struct Taken {
     predicted: Nanos,
     took: Nanos,
@@ -72,28 +71,20 @@ impl Taken {
 
 /// One step of a job: the passage of its microbatches, and all of it.
 fn one_step(job: &Job) -> Result<(Taken, Taken)> {
-    let ranks: Vec<Result<(Taken, Taken)>> = std::thread::scope(|scope| {
-        let one = move |seat: Seat| {
-            let mut rank = Pipelined::new(job, seat.comm, 1)?;
-            let predicted = rank.plan().predicted()?;
-            let (pass, step) = (predicted.compute().makespan(), predicted.makespan());
-            align(rank.comm())?;
-            let begun = rank.comm().now();
-            rank.step(false)?;
-            let all = rank.comm().now().saturating_sub(begun);
-            let (begun, ended) = rank.last_pass();
-            let passed = ended.saturating_sub(begun);
-            Ok((Taken { predicted: pass, took: passed }, Taken { predicted: step, took: all }))
-        };
-        let threads: Vec<_> =
-            seats(&job.config, None)?.into_iter().map(|seat| scope.spawn(move || one(seat))).collect();
-        anyhow::Ok(threads.into_iter().map(|t| t.join().expect("no rank panics")).collect())
+    let ranks = on_stages(job, |rank| {
+        let predicted = rank.plan().predicted()?;
+        let (pass, step) = (predicted.compute().makespan(), predicted.makespan());
+        align(rank.comm())?;
+        let begun = rank.comm().now();
+        rank.step(false)?;
+        let all = rank.comm().now().saturating_sub(begun);
+        let (begun, ended) = rank.last_pass();
+        let passed = ended.saturating_sub(begun);
+        Ok((Taken { predicted: pass, took: passed }, Taken { predicted: step, took: all }))
     })?;
     let slower = |a: Taken, b: Taken| if a.took > b.took { a } else { b };
-    ranks.into_iter().try_fold(Default::default(), |(pass, step), rank| {
-        let rank = rank?;
-        Ok((slower(pass, rank.0), slower(step, rank.1)))
-    })
+    let slowest = ranks.into_iter().reduce(|a, b| (slower(a.0, b.0), slower(a.1, b.1)));
+    Ok(slowest.expect("a job has ranks"))
 }
 
 /// Every schedule that trains; `PipeDream` with and without agreement on versions.

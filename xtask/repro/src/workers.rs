@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow};
 use farflung::base::{Link, Rank};
 use farflung::compress::CodecSpec;
 use farflung::config::choice::{OptimizerKind, ScheduleKind, SyncKind, TransportKind};
-use farflung::train::{Job, Seat, Worker, seats};
+use farflung::train::{Job, Pipelined, Seat, Worker, seats};
 use farflung::{LaunchEnv, Stop, TrainConfig};
 
 /// What carries the bytes of a job.
@@ -72,18 +72,29 @@ fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
 
 /// Runs `work` as each worker of the job, a thread each; gives what they returned, by rank.
 pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(&mut Worker) -> Result<T> + Sync) -> Result<Vec<T>> {
+    in_seats(job, |seat| work(&mut Worker::new(job, seat.comm, job.config.threads)?))
+}
+
+/// The same for a job whose model is cut into stages.
+pub(crate) fn on_stages<T: Send>(
+    job: &Job,
+    work: impl Fn(&mut Pipelined) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    in_seats(job, |seat| work(&mut Pipelined::new(job, seat.comm, job.config.threads)?))
+}
+
+fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Result<Vec<T>> {
     let work = &work;
-    let one = move |seat: Seat| work(&mut Worker::new(job, seat.comm, job.config.threads)?);
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
         if job.config.transport == TransportKind::Tcp {
             let port = free_port()?;
             for rank in 0..job.world {
-                threads.push(scope.spawn(move || one(join(job, rank, port)?)));
+                threads.push(scope.spawn(move || work(join(job, rank, port)?)));
             }
         } else {
             for seat in seats(&job.config, None)? {
-                threads.push(scope.spawn(move || one(seat)));
+                threads.push(scope.spawn(move || work(seat)));
             }
         }
         threads.into_iter().map(|t| t.join().map_err(|_| anyhow!("a worker panicked"))?).collect()

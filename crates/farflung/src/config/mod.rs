@@ -246,8 +246,8 @@ settings! {
         /// What gradients are multiplied with where products round them: auto (found by trial in f16, 1 in others) or a
         /// power of two.
         loss_scale: LossScaling, "SCALE", LossScaling::Auto;
-        /// Where replicas are on devices that round differently: steps between comparisons of their parameters, after
-        /// which all have rank 0's again; 0 is never.
+        /// Where copies of parameters (of replicas, of the token table in a pipeline) are on devices that round differently:
+        /// steps between comparisons, after which all have those of the first rank again; 0 is never.
         resync_every: u64, "STEPS", 50u64;
         /// Threads of each worker; 0 shares the cores among the workers.
         threads: usize, "N", 0usize;

@@ -1,19 +1,21 @@
-//! Replicas on devices that round differently: they compute the same update in other orders, and move apart by a rounding
-//! at each step. Now and then their hashes are compared, and where they differ all take rank 0's parameters. It refuses to
-//! know how parameters are trained.
+//! Copies of parameters on devices that round differently: they take the same update in other orders, and move apart by a
+//! rounding at each step. Now and then their hashes are compared, and where they differ all take the first holder's. It
+//! refuses to know how parameters are trained, and which copies there are.
 
+use std::ops::Range;
+
+use farflung_base::Rank;
 use farflung_comm::{Communicator, ReduceOp};
 use farflung_tensor::Tensor;
-use farflung_zoo::Stage;
 
 use super::job::Job;
-use super::worker::hash;
+use super::worker::digest;
 use crate::Result;
 
-/// What a comparison of the replicas found.
+/// What a comparison of all copies found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Drift {
-    /// The largest relative l2 distance of a replica's parameters from rank 0's, before all had those again.
+    /// The largest relative l2 distance of a copy from its first holder's, before all had those parameters again.
     pub distance: f64,
     /// Bytes that this process sent to compare, and to make them equal.
     pub bytes: u64,
@@ -30,11 +32,12 @@ pub(super) struct Resync {
 }
 
 impl Resync {
-    /// Where all ranks are on processors there is nothing to compare: the update has the same bits on all of them.
-    pub(super) fn new(job: &Job, comm: &Communicator, device: &str) -> Result<Self> {
+    /// There is nothing to compare where there are no `copies` in all of the job, nor where all ranks are on processors:
+    /// the update has the same bits on all of them.
+    pub(super) fn new(job: &Job, comm: &Communicator, device: &str, copies: bool) -> Result<Self> {
         let every = match job.config.resync_every {
             // Nobody needs to say where it is: settings are the job's, but what `auto` found differs between machines.
-            every if every > 0 && comm.size() > 1 => {
+            every if every > 0 && copies => {
                 let names = comm.all_gather_bytes(device.as_bytes().to_vec())?;
                 if names.iter().all(|name| name == b"cpu") { 0 } else { every }
             }
@@ -43,36 +46,54 @@ impl Resync {
         Ok(Self { every, last: 0, steps: job.config.steps })
     }
 
-    /// Begins anew after `step`: all replicas were read from one checkpoint.
+    /// Counts anew from `step`, at which a checkpoint was read.
     pub(super) const fn restart(&mut self, step: u64) {
         self.last = step;
     }
 
-    /// After a step that all agreed on: compares where that is due, and at the last step. All ranks call it.
-    pub(super) fn after_step(
-        &mut self,
-        step: u64,
-        comm: &Communicator,
-        stage: &Stage,
-        params: &mut Tensor,
-    ) -> Result<Option<Drift>> {
+    /// After a step that all agreed on: a comparison, where one is due. It is at the last step too. All ranks call it, and
+    /// carry the comparison out.
+    pub(super) fn after_step<'a>(&mut self, step: u64, comm: &'a Communicator) -> Option<Comparison<'a>> {
         if self.every == 0 || step - self.last < self.every && step != self.steps {
-            return Ok(None);
+            return None;
         }
         self.last = step;
-        let before = comm.stats().sent.wire.0;
-        let hashes = comm.all_gather_bytes(hash(stage, params)?.as_bytes().to_vec())?;
-        let mut distance = 0.0;
-        if hashes.iter().any(|h| *h != hashes[0]) {
-            let mine = params.to_vec::<f32>()?;
+        Some(Comparison { comm, before: comm.stats().sent.wire.0, distance: 0.0 })
+    }
+}
+
+/// A comparison of all that several ranks hold.
+#[derive(Debug)]
+pub(super) struct Comparison<'a> {
+    comm: &'a Communicator,
+    before: u64,
+    distance: f64,
+}
+
+impl Comparison<'_> {
+    /// Makes one thing's copies equal: elements of a flat buffer on each of its holders, who all call it.
+    pub(super) fn mend(
+        &mut self,
+        holders: &Communicator,
+        flat: &mut Tensor,
+        elements: Range<usize>,
+    ) -> Result<()> {
+        let mine = flat.view().part(elements.start, elements.len())?.to_vec::<f32>()?;
+        let hashes = holders.all_gather_bytes(digest(&mine).as_bytes().to_vec())?;
+        if hashes.iter().any(|hash| *hash != hashes[0]) {
             let mut first = mine.clone();
-            comm.broadcast(&mut first, farflung_base::Rank(0))?;
-            let mut farthest = [relative(&mine, &first)];
-            comm.all_reduce(&mut farthest, ReduceOp::Max)?;
-            params.write(&first)?;
-            distance = farthest[0];
+            holders.broadcast(&mut first, Rank(0))?;
+            self.distance = self.distance.max(relative(&mine, &first));
+            flat.view_mut().part(elements.start, elements.len())?.write(&first)?;
         }
-        Ok(Some(Drift { distance, bytes: comm.stats().sent.wire.0 - before }))
+        Ok(())
+    }
+
+    /// What all ranks together found; all call it.
+    pub(super) fn done(self) -> Result<Drift> {
+        let mut farthest = [self.distance];
+        self.comm.all_reduce(&mut farthest, ReduceOp::Max)?;
+        Ok(Drift { distance: farthest[0], bytes: self.comm.stats().sent.wire.0 - self.before })
     }
 }
 
@@ -87,6 +108,9 @@ fn relative(x: &[f32], from: &[f32]) -> f64 {
 #[cfg(test)]
 #[expect(clippy::float_cmp, reason = "these distances are exact")]
 mod tests {
+    use farflung_comm::memory;
+    use farflung_tensor::Device;
+
     use super::*;
 
     #[test]
@@ -95,5 +119,27 @@ mod tests {
         assert_eq!(relative(&[0.0; 3], &[0.0; 3]), 0.0);
         assert!((relative(&[3.0, 4.5], &[3.0, 4.0]) - 0.1).abs() < 1e-12);
         assert_eq!(relative(&[1.0], &[0.0]), f64::INFINITY);
+    }
+
+    /// Of three ranks the last has another copy, in elements that are held by all and in one of its own.
+    #[test]
+    fn holders_take_the_first_ones_elements_and_keep_their_own() {
+        let device = Device::cpu(1).unwrap();
+        let mended = |comm: &Communicator| {
+            let rank = comm.rank().0 as f32;
+            let mut flat = device.tensor(&[rank, 3.0, if rank < 2.0 { 4.0 } else { 4.5 }], 3).unwrap();
+            let mut comparison = Comparison { comm, before: 0, distance: 0.0 };
+            comparison.mend(comm, &mut flat, 1..3).unwrap();
+            (comparison.done().unwrap().distance, flat.to_vec::<f32>().unwrap())
+        };
+        let ranks: Vec<_> = std::thread::scope(|scope| {
+            let comms = memory::cluster(3).into_iter().map(|transport| Communicator::new(transport));
+            let ranks: Vec<_> = comms.map(|comm| scope.spawn(move || mended(&comm))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        for (rank, (distance, values)) in ranks.into_iter().enumerate() {
+            assert!((distance - 0.1).abs() < 1e-12, "{distance}");
+            assert_eq!(values, [rank as f32, 3.0, 4.0]);
+        }
     }
 }

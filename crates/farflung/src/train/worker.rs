@@ -50,7 +50,7 @@ pub struct StepDone {
     pub synced: Synced,
     /// Whether any worker wants to stop; known where workers agree.
     pub stop: bool,
-    /// Where the replicas were compared: how far apart they were.
+    /// Where copies of parameters were compared: how far apart they were.
     pub drift: Option<Drift>,
 }
 
@@ -157,13 +157,16 @@ pub(super) fn restore_chain(
 /// Hash of a stage's parameters, padding left out.
 pub(super) fn hash(stage: &Stage, params: &Tensor) -> Result<blake3::Hash> {
     let all = params.to_vec::<f32>()?;
+    Ok(digest(stage.layout().params().iter().flat_map(|p| &all[p.range()])))
+}
+
+/// Hash of numbers.
+pub(super) fn digest<'a>(values: impl IntoIterator<Item = &'a f32>) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
-    for p in stage.layout().params() {
-        for value in &all[p.range()] {
-            hasher.update(&value.to_le_bytes());
-        }
+    for value in values {
+        hasher.update(&value.to_le_bytes());
     }
-    Ok(hasher.finalize())
+    hasher.finalize()
 }
 
 impl Worker {
@@ -184,7 +187,7 @@ impl Worker {
             chain: chain(&job.config, &device, &stage, 1)?,
             scale: job.config.loss_scale.start(job.config.precision),
             sync: Sync::new(job, &comm, &stage, &params)?,
-            resync: Resync::new(job, &comm, device.name())?,
+            resync: Resync::new(job, &comm, device.name(), comm.size() > 1)?,
             sampler: job.sampler(rank)?,
             evaluation: job.evaluation(rank)?,
             accumulate: job.microbatches(),
@@ -260,13 +263,17 @@ impl Worker {
         self.step += 1;
         let after = self.sync.after_step(&self.comm, self.step, &mut self.params, loss, stop)?;
         let mut drift = None;
-        if after.synced == Synced::Yes {
-            drift = self.resync.after_step(self.step, &self.comm, &self.stage, &mut self.params)?;
-            if drift.is_some_and(|d| d.distance > 0.0)
+        if after.synced == Synced::Yes
+            && let Some(mut comparison) = self.resync.after_step(self.step, &self.comm)
+        {
+            comparison.mend(&self.comm, &mut self.params, 0..self.stage.layout().len())?;
+            let found = comparison.done()?;
+            if found.distance > 0.0
                 && let Some(outer) = self.sync.outer_mut()
             {
                 outer.anchor_at(&self.params)?;
             }
+            drift = Some(found);
         }
         Ok(StepDone { step: self.step, loss: after.loss, synced: after.synced, stop: after.stop, drift })
     }

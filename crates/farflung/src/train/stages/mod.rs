@@ -3,10 +3,16 @@
 //!
 //! [`PipelinePlan`] is the decision as data; [`Pipelined`] carries it out, one a rank. A step is prepare, agree, commit:
 //! with a flush, no part's parameters change before all ranks have said that their gradients are whole and finite.
+//!
+//! Copies of a part on several ranks, and the token table's two, take the same updates. Where their devices round
+//! differently they are compared between steps: the pipeline is empty then, with a flush or without one, so that each copy
+//! has a single version.
 
 mod hands;
 mod part;
 mod plan;
+#[cfg(test)]
+mod tests;
 mod tied;
 
 pub(super) use plan::microbatches;
@@ -24,6 +30,7 @@ use farflung_zoo::weights::Weights;
 
 use super::checkpoint::{Counters, Keeps, Named, Source};
 use super::job::Job;
+use super::resync::{Drift, Resync};
 use super::sync::{Synced, average_config};
 use super::worker::{LOSS_SCALE, StepDone, chain, named, restore_chain};
 use crate::{Error, Result};
@@ -44,6 +51,9 @@ pub struct Pipelined {
     position: Rank,
     replica: u32,
     hands: Hands,
+    /// All that hold a part, by the part's number, where others hold it too.
+    holders: BTreeMap<u32, Communicator>,
+    resync: Resync,
     /// Of gradients in products of 16 bits.
     scale: LossScale,
     /// All of the model, on rank 0, when it was last asked for.
@@ -87,8 +97,10 @@ impl Pipelined {
         }
 
         let device = job.device(comm.rank().index(), threads)?;
-        let averages = groups(&comm, &placement, plan.replicas, position)?;
+        let holders = groups(&comm, &placement, plan.replicas, position)?;
         let tied = tie(&comm, &placement, plan.replicas, position)?;
+        let copies = !holders.is_empty() || Tie::of(&placement) == Tie::Across;
+        let resync = Resync::new(job, &comm, device.name(), copies)?;
         let updates = match plan.updates() {
             Updates::Flush => 1,
             _ => u64::from(plan.microbatches() / plan.per_update()),
@@ -96,13 +108,13 @@ impl Pipelined {
         let (slices, by_slice) = (plan.slices.len(), plan.cost.by_slice(plan.schedule.order())?);
         let mut parts = BTreeMap::new();
         for stage in placement.stages_of(position) {
-            let part = placement.part(stage) as usize;
-            let model = Stage::new(job.model, plan.layers[part].clone(), &device)?;
+            let number = placement.part(stage);
+            let model = Stage::new(job.model, plan.layers[number as usize].clone(), &device)?;
             let params = match &job.config.init_from {
                 Some(folder) => model.load(&mut Weights::open(folder)?)?,
                 None => model.init(job.config.seed)?,
             };
-            let average = match averages.get(&part) {
+            let average = match holders.get(&number) {
                 Some(group) if !model.layout().is_empty() => {
                     Some(Average::new(group.clone(), model.device(), model.layout(), average_config(job))?)
                 }
@@ -110,7 +122,7 @@ impl Pipelined {
             };
             let chain = chain(&job.config, &device, &model, updates)?;
             let costs = by_slice[stage.index() * slices..][..slices].to_vec();
-            let costs = (plan.cost.stages[part], costs);
+            let costs = (plan.cost.stages[number as usize], costs);
             parts.insert(stage, Part::new(model, params, chain, average, costs)?);
         }
 
@@ -148,6 +160,8 @@ impl Pipelined {
             position,
             replica,
             hands,
+            holders,
+            resync,
             scale,
             whole: None,
             step: 0,
@@ -172,6 +186,11 @@ impl Pipelined {
     #[must_use]
     pub const fn plan(&self) -> &PipelinePlan {
         &self.plan
+    }
+
+    /// Its parts of the model, each with its parameters.
+    pub fn params(&self) -> impl Iterator<Item = (&Stage, &Tensor)> {
+        self.hands.parts.values().map(|part| (&part.stage, &part.params))
     }
 
     /// The transport's clock when the last step's microbatches began to pass here, and when all had: what the simulator
@@ -209,7 +228,28 @@ impl Pipelined {
         let shard = self.hands.sampler.shard();
         let tokens = told.losses.len() * shard.batch * self.hands.sampler.context();
         let loss = told.losses.iter().sum::<f64>() / tokens as f64;
-        Ok(StepDone { step: self.step, loss, synced: Synced::Yes, stop: told.stop, drift: None })
+        let drift = self.compare()?;
+        Ok(StepDone { step: self.step, loss, synced: Synced::Yes, stop: told.stop, drift })
+    }
+
+    /// Compares what several ranks hold, and makes it equal, where that is due.
+    fn compare(&mut self) -> Result<Option<Drift>> {
+        let Hands { comm, parts, placement, tied, .. } = &mut self.hands;
+        let Some(mut comparison) = self.resync.after_step(self.step, comm) else { return Ok(None) };
+        for (number, part) in by_number(parts, placement) {
+            let all = 0..part.stage.layout().len();
+            if let Some(holders) = self.holders.get(&number).filter(|_| !all.is_empty()) {
+                comparison.mend(holders, &mut part.params, all)?;
+            }
+        }
+        // The table is the same in all pipelines now, and its two users in each may differ: on one rank they take the same
+        // updates on the same device.
+        if let Tied::Across(Across { pair, stage, .. }) = tied {
+            let part = parts.get_mut(stage).expect("it is this rank's user of the table");
+            let table = part.table();
+            comparison.mend(pair, &mut part.params, table)?;
+        }
+        comparison.done().map(Some)
     }
 
     /// A step's microbatches, forward and back; what ranks then tell each other.
@@ -228,13 +268,9 @@ impl Pipelined {
         self.pass = (begun, self.hands.comm.now());
         self.hands.sent()?;
         if self.plan.updates() == Updates::Flush {
-            // Two copies have their parts in opposite orders, and would wait for each other's averages.
-            let Hands { parts, placement, .. } = &mut self.hands;
-            let mut parts: Vec<_> =
-                parts.iter_mut().map(|(&stage, part)| (placement.part(stage), part)).collect();
-            parts.sort_by_key(|(number, _)| *number);
-            parts.into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
-            self.hands.tied.finish(&mut self.hands.parts, &self.hands.placement)?;
+            let Hands { parts, placement, tied, .. } = &mut self.hands;
+            by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
+            tied.finish(parts, placement)?;
         }
         self.hands.parts.values_mut().try_for_each(|part| part.catch_up(None))?;
         self.tell(stop)
@@ -428,6 +464,7 @@ impl Keeps for Pipelined {
         }
         self.scale.restore(from.state(LOSS_SCALE).unwrap_or_default());
         self.step = from.step();
+        self.resync.restart(self.step);
         Ok(())
     }
 }
@@ -457,7 +494,7 @@ fn groups(
     placement: &Placement,
     replicas: usize,
     position: Rank,
-) -> Result<BTreeMap<usize, Communicator>> {
+) -> Result<BTreeMap<u32, Communicator>> {
     let mut groups = BTreeMap::new();
     if replicas == 1 && placement.copies() == 1 {
         return Ok(groups);
@@ -467,10 +504,18 @@ fn groups(
         let holds = placement.stages_of(position).any(|stage| placement.part(stage) == part);
         let group = comm.split(u32::from(holds), comm.rank().0)?;
         if holds {
-            groups.insert(part as usize, group);
+            groups.insert(part, group);
         }
     }
     Ok(groups)
+}
+
+/// A rank's parts with their numbers, in the order in which all ranks meet over them: two copies of the model have their
+/// stages in opposite orders, and would wait for each other.
+fn by_number<'a>(parts: &'a mut BTreeMap<StageId, Part>, placement: &Placement) -> Vec<(u32, &'a mut Part)> {
+    let mut parts: Vec<_> = parts.iter_mut().map(|(&stage, part)| (placement.part(stage), part)).collect();
+    parts.sort_by_key(|(number, _)| *number);
+    parts
 }
 
 /// How this rank's users of the token table meet.

@@ -1,0 +1,145 @@
+//! Copies of parameters that have moved apart, on ranks that say they are on unlike devices.
+
+use farflung_parallel::pipeline::Method;
+
+use super::*;
+use crate::config::choice::{ScheduleKind, TransportKind};
+use crate::train::seats;
+use crate::{Stop, TrainConfig};
+
+const STEPS: u64 = 5;
+
+/// A pipeline's job on a small GPT whose copies are compared every two steps.
+fn job(schedule: Method, stages: usize, workers: usize) -> Job {
+    let data = tempfile::NamedTempFile::new().unwrap();
+    let text: Vec<_> = (0..2000).map(|i| format!("{i} and {}", i * i)).collect();
+    std::fs::write(data.path(), text.join(", ")).unwrap();
+    let config = TrainConfig {
+        data: Some(data.path().to_owned()),
+        layers: Some(4),
+        heads: Some(2),
+        dim: Some(16),
+        context: Some(8),
+        batch: 1,
+        microbatches: Some(4),
+        clip: 0.0,
+        lr_schedule: ScheduleKind::Constant,
+        codec: "none".parse().unwrap(),
+        transport: TransportKind::Memory,
+        threads: 1,
+        resync_every: 2,
+        steps: STEPS,
+        schedule,
+        stages,
+        workers,
+        ..TrainConfig::default()
+    };
+    Job::new(config, workers, Stop::manual()).unwrap()
+}
+
+/// What each rank made of its part, a thread each.
+fn on_all<T: Send>(job: &Job, work: impl Fn(Pipelined) -> T + Sync) -> Vec<T> {
+    let work = &work;
+    std::thread::scope(|scope| {
+        let seats = seats(&job.config, None).unwrap();
+        let start = |seat: crate::train::Seat| work(Pipelined::new(job, seat.comm, 1).unwrap());
+        let ranks: Vec<_> = seats.into_iter().map(|seat| scope.spawn(move || start(seat))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Every other rank is on a device that is no processor, or says so.
+fn on_unlike_devices(mut rank: Pipelined, job: &Job) -> Pipelined {
+    let device = ["cpu", "gpu"][rank.comm().rank().index() % 2];
+    rank.resync = Resync::new(job, rank.comm(), device, true).unwrap();
+    rank
+}
+
+/// All parameters of a rank times a factor.
+fn scale(rank: &mut Pipelined, factor: f32) {
+    for part in rank.hands.parts.values_mut() {
+        let scaled: Vec<f32> = part.params.to_vec::<f32>().unwrap().iter().map(|p| p * factor).collect();
+        part.params.write(&scaled).unwrap();
+    }
+}
+
+type Values = Vec<(String, Vec<f32>)>;
+
+/// A rank's parameters by name.
+fn values(rank: &Pipelined) -> Values {
+    let tensors = |(stage, flat)| named(stage, flat, str::to_owned).unwrap();
+    rank.params().flat_map(tensors).map(|named| (named.name, named.values)).collect()
+}
+
+/// Whether each parameter is the same wherever it is held.
+fn equal(ranks: &[Values]) -> bool {
+    let mut seen = BTreeMap::new();
+    ranks.iter().flatten().all(|(name, values)| seen.entry(name).or_insert(values) == &values)
+}
+
+/// Replicas of parts, the table's two users on two ranks and on one, two copies of the model, several parts a rank, and
+/// weights in several versions.
+const SHARED: [(Method, usize, usize); 7] = [
+    (Method::OneFOneB, 2, 2),
+    (Method::OneFOneB, 2, 4),
+    (Method::Interleaved, 2, 4),
+    (Method::ZbV, 2, 4),
+    (Method::Chimera, 2, 2),
+    (Method::PipeDream, 4, 4),
+    (Method::PipeDream2Bw, 2, 4),
+];
+
+#[test]
+#[expect(clippy::float_cmp, reason = "copies that are equal have no distance at all")]
+fn copies_that_moved_apart_are_measured_and_made_equal() {
+    for (schedule, stages, workers) in SHARED {
+        let job = job(schedule, stages, workers);
+        let ranks = on_all(&job, |rank| {
+            let mut rank = on_unlike_devices(rank, &job);
+            let first = rank.step(false).unwrap();
+            // The last rank is the first holder of nothing that another has.
+            if rank.comm().rank().index() + 1 == workers {
+                scale(&mut rank, 1.001);
+            }
+            let apart = values(&rank);
+            rank.step = 2;
+            let found = rank.compare().unwrap().unwrap();
+            let mended = values(&rank);
+            rank.step = 4;
+            let again = rank.compare().unwrap().unwrap();
+            // All copies take the same updates from here on: no older version of any is left.
+            let last = rank.step(false).unwrap();
+            (first.drift, apart, found, mended, again, last.drift, values(&rank))
+        });
+        let of = |pick: fn(&_) -> &Values| ranks.iter().map(pick).cloned().collect::<Vec<_>>();
+        assert!(!equal(&of(|r| &r.1)) && equal(&of(|r| &r.3)) && equal(&of(|r| &r.6)), "{schedule}");
+        assert_eq!(ranks[0].1, ranks[0].3, "{schedule}: rank 0 is the first holder of all that it has");
+        let sent = |pick: fn(&_) -> &Drift| ranks.iter().map(|r| pick(r).bytes).sum::<u64>();
+        assert!(sent(|r| &r.4) < sent(|r| &r.2), "{schedule}: what is equal is not sent");
+        for (first, _, found, _, again, last, _) in &ranks {
+            assert_eq!(*first, None, "{schedule}");
+            assert!((found.distance - 1e-3).abs() < 1e-6, "{schedule}: {found:?}");
+            assert_eq!(again.distance, 0.0, "{schedule}");
+            assert_eq!(last.map(|drift| drift.distance), Some(0.0), "{schedule}");
+        }
+    }
+}
+
+#[test]
+fn comparisons_come_every_so_many_steps_and_at_the_end() {
+    let compared = |job: &Job, unlike: bool, from: u64| {
+        on_all(job, |rank| {
+            let mut rank = if unlike { on_unlike_devices(rank, job) } else { rank };
+            rank.step = from;
+            rank.resync.restart(from);
+            (from..STEPS)
+                .filter_map(|_| Some(rank.step(false).unwrap()).filter(|d| d.drift.is_some()))
+                .map(|d| d.step)
+                .collect::<Vec<_>>()
+        })
+    };
+    let pair = job(Method::OneFOneB, 2, 2);
+    assert_eq!(compared(&pair, true, 0), [[2, 4, 5], [2, 4, 5]]);
+    assert_eq!(compared(&pair, true, 1), [[3, 5], [3, 5]], "counted from where a checkpoint was read");
+    assert!(compared(&pair, false, 0).concat().is_empty(), "processors round alike");
+}
