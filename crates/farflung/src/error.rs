@@ -27,6 +27,14 @@ pub enum Error {
         /// What would have been right.
         expected: String,
     },
+    /// A device gave other bits the second time, and the run was asked to be deterministic.
+    #[error(
+        "`{device}` gave other gradients for the same batch the second time; without `deterministic` a run goes on"
+    )]
+    NotRepeatable {
+        /// The device.
+        device: String,
+    },
     /// A config file has a key that nobody knows.
     #[error("{path}:{line}: unknown key `{key}`{}", nearest.as_ref().map_or(String::new(), |n| format!(", did you mean `{n}`?")))]
     UnknownKey {

@@ -87,10 +87,13 @@ fn every_synchronous_schedule_trains_as_one_process() {
 }
 
 #[test]
-fn recomputation_replicas_and_a_clipped_norm_change_nothing() {
+fn recomputation_offloading_replicas_and_a_clipped_norm_change_nothing() {
     let (_folder, config) = config();
     let config = TrainConfig { clip: 0.1, ..config };
     let want = alone(&config, 8);
+    for (recompute, offload) in [(Recompute::Full, 0), (Recompute::Layers(1), 1), (Recompute::None, 9)] {
+        assert_eq!(alone(&TrainConfig { recompute, offload, ..config.clone() }, 8), want, "{recompute:?}");
+    }
     let four = TrainConfig { workers: 4, stages: 2, microbatches: Some(4), ..config.clone() };
     for (schedule, recompute) in [
         (Method::OneFOneB, Recompute::None),
@@ -101,7 +104,8 @@ fn recomputation_replicas_and_a_clipped_norm_change_nothing() {
         (Method::TeraPipe, Recompute::Full),
         (Method::TeraPipe, Recompute::Layers(1)),
     ] {
-        close(schedule.name(), &piped(&TrainConfig { schedule, recompute, ..four.clone() }), &want);
+        let offload = usize::from(recompute != Recompute::Full);
+        close(schedule.name(), &piped(&TrainConfig { schedule, recompute, offload, ..four.clone() }), &want);
     }
     let long = TrainConfig { workers: 4, stages: 4, microbatches: Some(8), ..config };
     for schedule in [Method::ZbH1, Method::DualPipeV] {

@@ -53,9 +53,9 @@ fn rounds(comm: &Communicator, device: &Device, codec: &str) -> Seen {
         let fine = global_norm(&grads).unwrap().is_finite();
         assert_eq!(fine, round != 1, "{codec}");
         if agree(comm, fine).unwrap() {
-            average.commit()
+            average.commit();
         } else {
-            average.rollback()
+            average.rollback();
         }
         if fine {
             seen.push(bits(&grads.to_vec::<f32>().unwrap()));

@@ -1,5 +1,6 @@
 //! A stage: a range of a model's blocks with flat parameters and gradients. The whole model is the stage of all blocks.
 
+mod kept;
 mod slices;
 
 use std::ops::Range;
@@ -11,7 +12,10 @@ use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, KeyValues, Transformer
 use crate::weights::Weights;
 use crate::{GptConfig, TensorSpec, ZooError};
 
+pub use kept::Keeping;
 pub use slices::Slices;
+
+use kept::Kept;
 
 /// A range of a model's layers; the first stage has the embeddings, the last the head. A range between two layers has no
 /// parameters and gives what it takes.
@@ -27,6 +31,7 @@ pub struct Stage {
     head: Option<Head>,
     /// What gradients are multiplied with where products round them.
     gradient_scale: f32,
+    keeping: Keeping,
 }
 
 /// What a stage takes: tokens `[B, T]` (u32) on the first, hidden states `[B, T, C]` on the others.
@@ -55,7 +60,7 @@ pub struct Saved {
     tokens: Option<Tensor>,
     /// Blocks whose part was let go of; those behind them follow in `blocks`.
     forgotten: usize,
-    blocks: Vec<TransformerSaved>,
+    blocks: Vec<Kept>,
     head: Option<HeadSaved>,
     /// The gradient at the embedding's output, between the two halves of the backward pass.
     dx: Option<Tensor>,
@@ -67,6 +72,13 @@ impl Saved {
         let layers = layers.min(self.blocks.len());
         self.blocks.drain(..layers);
         self.forgotten += layers;
+    }
+
+    /// Moves what `layers` blocks keep to the host's memory, behind those that were let go of: see [`Keeping::offload`].
+    pub fn offload(&mut self, layers: usize) {
+        let keeping = Keeping { recompute: 0, offload: layers };
+        let kept = std::mem::take(&mut self.blocks).into_iter().enumerate();
+        self.blocks = kept.map(|(i, kept)| kept.again(|saved| keeping.keep(i, saved))).collect();
     }
 }
 
@@ -110,7 +122,8 @@ impl Stage {
             None
         };
         let device = device.clone();
-        Ok(Self { config, device, layout, specs, embedding, blocks, head, gradient_scale: 1.0 })
+        let keeping = Keeping::default();
+        Ok(Self { config, device, layout, specs, embedding, blocks, head, gradient_scale: 1.0, keeping })
     }
 
     /// The model's config.
@@ -125,11 +138,29 @@ impl Stage {
         &self.device
     }
 
+    /// Whether it takes tokens rather than hidden states.
+    #[must_use]
+    pub const fn takes_tokens(&self) -> bool {
+        self.embedding.is_some()
+    }
+
+    /// Whether it gives losses rather than hidden states.
+    #[must_use]
+    pub const fn gives_losses(&self) -> bool {
+        self.head.is_some()
+    }
+
     /// Multiplies gradients with a power of two where products of the backward pass round them to the device's precision,
     /// and divides the products by it: loss scaling (Micikevicius et al. 2018) around each product, so that all gradients
     /// that leave it are those of the loss itself. What overflows nevertheless leaves gradients that are not finite.
     pub const fn set_gradient_scale(&mut self, scale: f32) {
         self.gradient_scale = scale;
+    }
+
+    /// Says how it holds less between forward and backward passes, beginning during the forward pass; of whole sequences, since
+    /// slices see each other. Of a pass that is over, [`Saved::forget`] and [`Saved::offload`] let go.
+    pub const fn set_keeping(&mut self, keeping: Keeping) {
+        self.keeping = keeping;
     }
 
     /// Where each parameter lies in the flat buffers.
@@ -198,7 +229,14 @@ impl Stage {
         input: Input,
         targets: Option<(&Tensor, f32)>,
     ) -> Result<(Output, Saved), ZooError> {
-        self.forward_by(params, input, 0, targets, |cx, i, x| Ok(self.blocks[i].forward(cx, x)?))
+        self.forward_by(
+            params,
+            input,
+            0,
+            targets,
+            self.keeping,
+            |cx, i, x| Ok(self.blocks[i].forward(cx, x)?),
+        )
     }
 
     fn forward_by(
@@ -207,6 +245,7 @@ impl Stage {
         input: Input,
         start: usize,
         targets: Option<(&Tensor, f32)>,
+        keeping: Keeping,
         mut block: impl FnMut(&Cx<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
     ) -> Result<(Output, Saved), ZooError> {
         let cx = self.cx(params);
@@ -215,7 +254,7 @@ impl Stage {
         let mut blocks = Vec::with_capacity(self.blocks.len());
         for i in 0..self.blocks.len() {
             let (y, saved) = block(&cx, i, x)?;
-            blocks.push(saved);
+            blocks.push(keeping.keep(i, saved));
             x = y;
         }
         let (output, head) = match (&self.head, targets) {
@@ -256,7 +295,8 @@ impl Stage {
             (None, None, Some(dy)) => dy,
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
         };
-        for (block, mut saved) in self.blocks.iter().zip(saved.blocks).rev() {
+        for (block, kept) in self.blocks.iter().zip(saved.blocks).rev() {
+            let mut saved = kept.bring(|x| block.forward(&cx, x))?;
             dx = block.backward_input(&cx, &mut saved, dx)?;
             block.backward_weight(&cx, saved, grads)?;
             ready(self.span(block.first, Transformer::PARAMS), grads.flat);
@@ -289,7 +329,7 @@ impl Stage {
         let mut again = Vec::with_capacity(self.blocks.len());
         for i in 0..std::mem::take(&mut saved.forgotten) {
             let (y, saved) = block(&cx, i, x)?;
-            again.push(saved);
+            again.push(Kept::Here(saved));
             x = y;
         }
         saved.blocks.splice(0..0, again);
@@ -323,9 +363,15 @@ impl Stage {
             (None, None, Some(dy)) => dy,
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
         };
-        for (i, saved) in saved.blocks.iter_mut().enumerate().rev() {
-            dx = block(&cx, i, saved, dx)?;
+        let kept = std::mem::take(&mut saved.blocks);
+        let mut whole = Vec::with_capacity(kept.len());
+        for (i, kept) in kept.into_iter().enumerate().rev() {
+            let mut saved = kept.bring(|x| self.blocks[i].forward(&cx, x))?;
+            dx = block(&cx, i, &mut saved, dx)?;
+            whole.push(Kept::Here(saved));
         }
+        whole.reverse();
+        saved.blocks = whole;
         if self.embedding.is_none() {
             return Ok(Some(dx));
         }
@@ -346,7 +392,8 @@ impl Stage {
         if let (Some(head), Some(saved)) = (&self.head, saved.head) {
             head.backward_weight(&cx, saved, grads)?;
         }
-        for (block, saved) in self.blocks.iter().zip(saved.blocks).rev() {
+        for (block, kept) in self.blocks.iter().zip(saved.blocks).rev() {
+            let saved = kept.bring(|x| block.forward(&cx, x))?;
             block.backward_weight(&cx, saved, grads)?;
         }
         if let (Some(embedding), Some(tokens)) = (&self.embedding, saved.tokens) {

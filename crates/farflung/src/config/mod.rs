@@ -18,6 +18,7 @@ use farflung_base::{Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
 use farflung_parallel::pipeline::{Method, VersionSync};
+use farflung_zoo::Keeping;
 
 use farflung_tensor::Precision;
 
@@ -224,9 +225,12 @@ settings! {
         microbatches: usize, "M";
         /// Parts of the model on each rank; 2 for the schedules that have several, else 1.
         chunks: usize, "V";
-        /// What a pipeline computes again for its backward passes, to hold less: none, full (each stage), or the number
-        /// of layers of each stage.
+        /// What is computed again for backward passes, to hold less: none, full, or a number of layers, in a pipeline of each
+        /// stage. A pipeline begins at its stages' inputs, and where there is none each layer at its own.
         recompute: Recompute, "WHAT", Recompute::None;
+        /// Layers (in a pipeline of each stage), behind those that are computed again, whose activations wait in the host's
+        /// memory for their backward passes, so that a GPU holds less.
+        offload: usize, "LAYERS", 0_usize;
         /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna.
         memory: usize, "N";
         /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are chosen so that
@@ -246,6 +250,9 @@ settings! {
         /// What gradients are multiplied with where products round them: auto (found by trial in f16, 1 in others) or a
         /// power of two.
         loss_scale: LossScaling, "SCALE", LossScaling::Auto;
+        /// Refuse to train on a device that does not give the same bits twice, by a trial before the first step. Kernels are
+        /// never chosen by timing, so that runs repeat themselves on all others.
+        deterministic: bool, "BOOL", false;
         /// Where copies of parameters (of replicas, of the token table in a pipeline) are on devices that round differently:
         /// steps between comparisons, after which all have those of the first rank again; 0 is never.
         resync_every: u64, "STEPS", 50u64;
@@ -348,6 +355,16 @@ impl TrainConfig {
         }
     }
 
+    /// How a model that is whole on each rank holds less.
+    pub(crate) fn keeping(&self) -> Keeping {
+        let recompute = match self.recompute {
+            Recompute::None => 0,
+            Recompute::Full => usize::MAX,
+            Recompute::Layers(layers) => layers,
+        };
+        Keeping { recompute, offload: self.offload }
+    }
+
     /// The settings of a pipeline that were changed although there is none; they are kept for a run that resumes with
     /// more stages.
     pub(crate) fn idle(&self) -> Vec<&'static str> {
@@ -356,7 +373,6 @@ impl TrainConfig {
             ("schedule", self.schedule != unless_told.schedule),
             ("schedule-file", self.schedule_file.is_some()),
             ("chunks", self.chunks.is_some()),
-            ("recompute", self.recompute != unless_told.recompute),
             ("memory", self.memory.is_some()),
             ("slice-grain", self.slice_grain.is_some()),
             ("version-sync", self.version_sync != unless_told.version_sync),

@@ -32,6 +32,7 @@ fn what_is_printed_reads_back_the_same() {
         schedule: Method::ZbV,
         microbatches: Some(12),
         recompute: Recompute::Layers(2),
+        offload: 3,
         version_sync: VersionSync::Newest,
         ..TrainConfig::default()
     };

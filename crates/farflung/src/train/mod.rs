@@ -6,6 +6,7 @@
 mod checkpoint;
 mod job;
 mod links;
+mod repeat;
 mod report;
 mod resync;
 mod run;

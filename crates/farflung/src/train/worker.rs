@@ -12,6 +12,7 @@ use farflung_zoo::{Input, Output, Sampler, Stage, stage};
 
 use super::checkpoint::{Counters, Keeps, Named, Source};
 use super::job::Job;
+use super::repeat;
 use super::resync::{Drift, Resync};
 use super::sync::{Sync, Synced, vote};
 use crate::config::choice::{OptimizerKind, ScheduleKind};
@@ -174,14 +175,21 @@ impl Worker {
     pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
         let rank = comm.rank().index();
         let device = job.device(rank, threads)?;
-        let stage = Stage::whole(job.model, &device)?;
+        let mut stage = Stage::whole(job.model, &device)?;
+        let keeping = job.config.keeping();
+        stage.set_keeping(keeping);
         let params = match &job.config.init_from {
             Some(folder) => stage.load(&mut Weights::open(folder)?)?,
             None => stage.init(job.config.seed)?,
         };
+        if job.config.deterministic {
+            repeat::check(&stage, &params, job.config.batch)?;
+        }
         let flops = job.model.flops_per_token(job.model.context) as f64
             * (job.config.batch * job.model.context) as f64;
-        let compute = (job.modelled(flops / 3.0), job.modelled(flops * 2.0 / 3.0));
+        let layers = job.model.layers;
+        let again = keeping.recompute.min(layers) as f64 / layers as f64;
+        let compute = (job.modelled(flops / 3.0), job.modelled(flops * (2.0 + again) / 3.0));
         Ok(Self {
             grads: stage.zeros()?,
             chain: chain(&job.config, &device, &stage, 1)?,

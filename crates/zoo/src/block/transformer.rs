@@ -51,6 +51,25 @@ struct Back {
     d_norm_1: Tensor,
 }
 
+impl TransformerSaved {
+    /// The tensors of a forward pass.
+    pub(crate) fn into_tensors(self) -> [Tensor; 11] {
+        let Self { x, stats_1, norm_1, qkv, lse, attended, middle, stats_2, norm_2, slope, act, back: _ } =
+            self;
+        [x, stats_1, norm_1, qkv, lse, attended, middle, stats_2, norm_2, slope, act]
+    }
+
+    pub(crate) fn from_tensors(tensors: [Tensor; 11]) -> Self {
+        let [x, stats_1, norm_1, qkv, lse, attended, middle, stats_2, norm_2, slope, act] = tensors;
+        Self { x, stats_1, norm_1, qkv, lse, attended, middle, stats_2, norm_2, slope, act, back: None }
+    }
+
+    /// What it takes to run the forward pass again.
+    pub(crate) fn into_input(self) -> Tensor {
+        self.x
+    }
+}
+
 /// Parameters of a block in layout order.
 const PARAMS: usize = 12;
 

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use farflung_tensor::Tensor;
 
-use super::{Cache, Input, Output, Saved, Stage};
+use super::{Cache, Input, Keeping, Output, Saved, Stage};
 use crate::ZooError;
 
 /// What the slices of a microbatch's tokens leave for each other on a stage: keys and values on the way forward, the
@@ -71,9 +71,10 @@ impl Stage {
         slices: &mut Slices,
     ) -> Result<(Output, Saved), ZooError> {
         let seen = slices.seen_before(start)?;
-        let (output, saved) = self.forward_by(params, input, start, targets, |cx, i, x| {
-            Ok(self.blocks[i].forward_slice(cx, x, start, &mut seen.layers[i])?)
-        })?;
+        let (output, saved) =
+            self.forward_by(params, input, start, targets, Keeping::default(), |cx, i, x| {
+                Ok(self.blocks[i].forward_slice(cx, x, start, &mut seen.layers[i])?)
+            })?;
         seen.len = seen.len.max(saved.positions.end);
         Ok((output, saved))
     }

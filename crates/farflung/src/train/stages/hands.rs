@@ -61,6 +61,8 @@ pub(super) struct Hands {
     /// Scale of the losses' gradients.
     pub(super) scale: f32,
     pub(super) recompute: Recompute,
+    /// Layers of a stage whose activations wait in the host's memory.
+    pub(super) offload: usize,
     /// The positions of each slice of a training sequence's tokens.
     pub(super) slices: Vec<Range<usize>>,
     /// Of which microbatches a stage's forward runs again.
@@ -198,11 +200,13 @@ impl Hands {
         }
         let saved = match self.recompute {
             Recompute::Full if again => None,
-            Recompute::Layers(layers) if again => {
-                saved.forget(layers);
+            recompute => {
+                if let (Recompute::Layers(layers), true) = (recompute, again) {
+                    saved.forget(layers);
+                }
+                saved.offload(self.offload);
                 Some(saved)
             }
-            _ => Some(saved),
         };
         self.held.insert(place(action), Held { saved, input: kept, version });
         Ok(output)

@@ -30,6 +30,7 @@ use farflung_zoo::weights::Weights;
 
 use super::checkpoint::{Counters, Keeps, Named, Source};
 use super::job::Job;
+use super::repeat;
 use super::resync::{Drift, Resync};
 use super::sync::{Synced, average_config};
 use super::worker::{LOSS_SCALE, StepDone, chain, named, restore_chain};
@@ -114,6 +115,9 @@ impl Pipelined {
                 Some(folder) => model.load(&mut Weights::open(folder)?)?,
                 None => model.init(job.config.seed)?,
             };
+            if job.config.deterministic {
+                repeat::check(&model, &params, job.config.batch)?;
+            }
             let average = match holders.get(&number) {
                 Some(group) if !model.layout().is_empty() => {
                     Some(Average::new(group.clone(), model.device(), model.layout(), average_config(job))?)
@@ -141,6 +145,7 @@ impl Pipelined {
             dim: job.model.dim,
             scale: loss_scale(group, (tokens as u64) * u64::from(plan.per_update())),
             recompute: job.config.recompute,
+            offload: job.config.offload,
             slices: plan.slices.clone(),
             again: recomputed(order),
             pass: Pass::Evaluation,

@@ -1,0 +1,66 @@
+//! Ways to hold less on a device between forward and backward passes: the gradients keep their bits, and memory falls.
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+use farflung_tensor::Device;
+use farflung_zoo::block::Grads;
+use farflung_zoo::{GptConfig, Input, Keeping, Output, Saved, Stage, stage};
+
+const LAYERS: usize = 6;
+
+/// The loss and gradients of a step, and the most bytes that the device held.
+fn step(
+    device: &Device,
+    keeping: Keeping,
+    halves: bool,
+    after: impl Fn(&mut Saved),
+) -> (f64, Vec<f32>, usize) {
+    let config = GptConfig::new(LAYERS, 4, 32, 64, 20).unwrap();
+    let mut stage = Stage::whole(config, device).unwrap();
+    stage.set_keeping(keeping);
+    let (params, mut grads) = (stage.init(3).unwrap(), stage.zeros().unwrap());
+    let ids = |shift| (0..128_u32).map(|i| (i * 7 + shift) % 20).collect::<Vec<_>>();
+    let tokens = Input::Tokens(stage.tokens(&ids(0), 64).unwrap());
+    let targets = stage.tokens(&ids(7), 64).unwrap();
+    let (output, mut saved) = stage.forward(&params, tokens, Some((&targets, 1.0 / 128.0))).unwrap();
+    after(&mut saved);
+    let Output::Losses(losses) = output else { unreachable!("a whole model gives losses") };
+    let mut flat = Grads { flat: &mut grads, accumulate: false };
+    if halves {
+        assert!(stage.backward_input(&params, &mut saved, None).unwrap().is_none());
+        stage.backward_weight(saved, &mut flat).unwrap();
+    } else {
+        stage.backward(&params, saved, None, &mut flat, |_, _| {}).unwrap();
+    }
+    (stage::total(&losses).unwrap(), grads.to_vec().unwrap(), device.memory().1)
+}
+
+/// Every way on devices that `open` gives, each with memory of its own.
+fn ways(open: impl Fn() -> Device, apart: bool) {
+    let (loss, grads, most) = step(&open(), Keeping::default(), false, |_| {});
+    for (recompute, offload) in [(2, 0), (LAYERS, 0), (usize::MAX, 1), (0, 2), (0, LAYERS), (2, 2)] {
+        for halves in [false, true] {
+            let keeping = Keeping { recompute, offload };
+            let (same_loss, same_grads, held) = step(&open(), keeping, halves, |_| {});
+            assert_eq!(same_loss.to_bits(), loss.to_bits(), "{keeping:?}");
+            assert!(same_grads == grads, "{keeping:?}");
+            // Of 25 tensors as wide as the model, a block that is computed again keeps one.
+            let (all_again, all_away) = (recompute >= LAYERS, offload >= LAYERS && apart);
+            if !halves && (all_again || all_away) {
+                assert!(held < most * 6 / 10, "{keeping:?}: {held} of {most} bytes");
+            }
+        }
+    }
+    let (same_loss, same_grads, _) = step(&open(), Keeping::default(), false, |saved| saved.offload(4));
+    assert!(same_loss.to_bits() == loss.to_bits() && same_grads == grads);
+}
+
+#[test]
+fn on_a_processor() {
+    ways(|| Device::cpu(1).unwrap(), false);
+}
+
+#[cfg(feature = "wgpu")]
+#[test]
+fn on_a_device_with_memory_of_its_own() {
+    ways(|| Device::wgpu(0).unwrap(), true);
+}
