@@ -98,8 +98,8 @@ pub struct Average {
     len: usize,
     slots: Vec<Slot>,
     buckets: Vec<Bucket>,
-    /// Where codecs take their vectors.
-    vectors: Vectors,
+    /// Where flat buffers lie.
+    device: Device,
     /// One for each bucket; none when f32 travels plainly.
     codecs: Vec<Codecs>,
     /// Buckets whose values come from a device, behind those in flight.
@@ -152,23 +152,24 @@ impl Average {
             fetching: VecDeque::new(),
             in_flight: Vec::with_capacity(buckets.len()),
             buckets,
-            vectors: Vectors::of(device, config.codec)?,
+            device: device.clone(),
             codecs: Vec::new(),
             round: 0,
             uncommitted: false,
         };
-        average.codecs = average.new_codecs();
+        average.codecs = average.new_codecs()?;
         Ok(average)
     }
 
-    fn new_codecs(&self) -> Vec<Codecs> {
+    fn new_codecs(&self) -> Result<Vec<Codecs>, OptimError> {
         if self.config.codec.to_string() == PLAIN {
-            return Vec::new();
+            return Ok(Vec::new());
         }
+        let vectors = Vectors::of(&self.device, self.config.codec)?;
         let codec = |(i, bucket): (usize, &Bucket)| {
-            Codecs::new(&self.comm, &self.vectors, self.config, i, shards(&self.comm, bucket.len))
+            Codecs::new(&self.comm, &vectors, self.config, i, shards(&self.comm, bucket.len))
         };
-        self.buckets.iter().enumerate().map(codec).collect()
+        Ok(self.buckets.iter().enumerate().map(codec).collect())
     }
 
     /// Begins a round. A round before it that was not committed is rolled back.
@@ -275,7 +276,7 @@ impl Average {
         round: u64,
         get: impl Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
-        let restored = self.new_codecs();
+        let restored = self.new_codecs()?;
         for codecs in &restored {
             codecs.each(prefix, |codec, prefix, expected| {
                 // A new codec knows its own names.
