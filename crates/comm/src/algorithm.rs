@@ -18,6 +18,10 @@ use crate::{CommError, FRAME_BYTES};
 /// A chunk that is smaller is not worth messages of its own.
 const LEAST_CHUNK: u64 = 16 * 1024;
 
+/// The most bytes of a block that goes round a pipelined ring at a time: a little less than a frame carries, so that with
+/// its header it goes in four segments over a loopback interface, which carries 65483 bytes in each, not in five.
+const PASSED: usize = FRAME_BYTES - 512;
+
 /// Chunks under way at a time that keep what travels in cache, where links are so fast that this counts.
 const PACED: usize = 8;
 
@@ -117,7 +121,7 @@ impl Algorithm {
         let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, 4][..]);
         match self {
             Self::Ring => {
-                let chunks = (bytes.0 as usize).div_ceil(n * FRAME_BYTES).clamp(1, MOST_CHUNKS);
+                let chunks = (bytes.0 as usize).div_ceil(n * PASSED).clamp(1, MOST_CHUNKS);
                 let windowed = |window| all(&|rank| pipelined_ring(rank, n, chunks).with_window(window));
                 let (paced, ahead) = (windowed(PACED), windowed(PACED.max(AHEAD / n)));
                 if ahead.0 < paced.0 { ahead } else { paced }

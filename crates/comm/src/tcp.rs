@@ -74,7 +74,7 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
         for stream in &streams {
             stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true)).map_err(io("socket of"))?;
             if is_within_one_machine(stream) {
-                tune_within_one_machine(stream);
+                tune_within_one_machine(stream, crowded);
             }
         }
         if !streams.is_empty() {
@@ -94,11 +94,13 @@ fn is_within_one_machine(stream: &TcpStream) -> bool {
 
 /// Between processes of one machine there is no queue whose length a congestion control could guess. One that paces
 /// costs a timer for every few packets there, so the plainest is chosen; and what is on its way is kept to what the
-/// caches hold of it until it is read.
-fn tune_within_one_machine(stream: &TcpStream) {
+/// caches hold of it until it is read. Where ranks take turns on the cores, what a turn costs counts for more: a rank
+/// writes as much as it has before the next one reads.
+fn tune_within_one_machine(stream: &TcpStream, crowded: bool) {
+    let frames = if crowded { 8 } else { 2 };
     // Where it is not to be had, the system's choice works too.
     let _ = sockopt::set_tcp_congestion(stream, "reno");
-    let _ = sockopt::set_socket_send_buffer_size(stream, 2 * crate::FRAME_BYTES);
+    let _ = sockopt::set_socket_send_buffer_size(stream, frames * crate::FRAME_BYTES);
 }
 
 impl TcpDriver {
