@@ -29,7 +29,7 @@ const MOST: f32 = 16_777_216.0;
 pub struct LossScale {
     scale: f32,
     dynamic: bool,
-    /// Steps taken since the scale last changed.
+    /// Steps taken since the scale last changed, where it does.
     taken: u32,
 }
 
@@ -72,8 +72,11 @@ impl LossScale {
 
     /// A step was taken.
     pub fn taken(&mut self) {
+        if !self.dynamic {
+            return;
+        }
         self.taken += 1;
-        if self.dynamic && self.taken == GROW_EVERY {
+        if self.taken == GROW_EVERY {
             self.scale = (self.scale * 2.0).min(MOST);
             self.taken = 0;
         }
@@ -134,6 +137,6 @@ mod tests {
         let mut fixed = LossScale::fixed(8.0);
         fixed.restore(&scale.save());
         fixed.taken();
-        assert_eq!(fixed.get(), 8.0);
+        assert_eq!(fixed, LossScale::fixed(8.0), "a run that is resumed saves what one saves that was not");
     }
 }
