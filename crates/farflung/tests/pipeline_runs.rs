@@ -54,7 +54,11 @@ fn same(what: &str, a: &[farflung::StepMetrics], b: &[farflung::StepMetrics]) {
 }
 
 fn model(out: &Path) -> Vec<u8> {
-    std::fs::read(out.join("step-00000006/model.safetensors")).unwrap()
+    saved(out, "model")
+}
+
+fn saved(out: &Path, what: &str) -> Vec<u8> {
+    std::fs::read(out.join(format!("step-00000006/{what}.safetensors"))).unwrap()
 }
 
 #[test]
@@ -102,16 +106,22 @@ fn one_stage_says_what_it_has_no_use_for() {
 }
 
 #[test]
-fn a_killed_pipeline_resumes_with_the_same_bits() {
+fn a_killed_run_resumes_with_the_same_bits() {
     let run = Run::new();
-    for args in ["--stages 4 --schedule 1f1b", "--stages 2 --schedule chimera --codec int8"] {
+    for args in [
+        "--stages 4 --schedule 1f1b",
+        "--stages 2 --schedule chimera --codec int8",
+        "--workers 2 --codec int8",
+    ] {
         let (alone, twice) = (format!("alone {args}"), format!("twice {args}"));
         let constant = format!("{args} --lr-schedule constant");
         let a = run.done(&[], &alone, &constant);
         run.done(&[], &twice, &format!("{constant} --steps 3"));
         let b = run.done(&[], &twice, &format!("{constant} --resume auto"));
         same(args, &a, &b);
-        assert_eq!(model(&run.at(&alone)), model(&run.at(&twice)), "{args}");
+        for what in ["model", "optimizer"] {
+            assert!(saved(&run.at(&alone), what) == saved(&run.at(&twice), what), "{args}: {what}");
+        }
     }
 }
 
