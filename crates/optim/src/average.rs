@@ -34,13 +34,9 @@ pub struct AverageConfig {
 impl Default for AverageConfig {
     /// Plain f32, buckets of 4 MiB, overlapped.
     fn default() -> Self {
-        let codec = PLAIN.parse().expect("the name of a codec");
-        Self { codec, bucket_bytes: 4 << 20, overlap: true, seed: 0 }
+        Self { codec: CodecSpec::default(), bucket_bytes: 4 << 20, overlap: true, seed: 0 }
     }
 }
-
-/// The codec that is none.
-const PLAIN: &str = "none";
 
 /// Averages flat buffers of one layout over the ranks of a communicator.
 ///
@@ -138,7 +134,7 @@ impl Average {
         }
         let (slots, mut buckets) = cut(layout, config.bucket_bytes);
         for bucket in &mut buckets {
-            if config.codec.to_string() == PLAIN {
+            if config.codec == CodecSpec::default() {
                 bucket.place(std::slice::from_ref(&(0..bucket.len)));
             } else {
                 bucket.place(&shards(&comm, bucket.len));
@@ -162,7 +158,7 @@ impl Average {
     }
 
     fn new_codecs(&self) -> Result<Vec<Codecs>, OptimError> {
-        if self.config.codec.to_string() == PLAIN {
+        if self.config.codec == CodecSpec::default() {
             return Ok(Vec::new());
         }
         let vectors = Vectors::of(&self.device, self.config.codec)?;
@@ -356,17 +352,16 @@ impl Average {
             let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_here()) else {
                 break;
             };
-            let pending = match (fetch.wait()?, self.codecs.get(self.in_flight.len())) {
-                (Packed::Coded(shards), Some(codecs)) => {
-                    let values = codecs.values(shards);
-                    let reduced = self.comm.start_all_reduce_coded_values(values, ReduceOp::Mean);
-                    reduced.map(|values| values.map(Values::into_packed))
-                }
-                (Packed::Plain(data), _) => {
+            let pending = match fetch.wait()? {
+                Packed::Plain(data) => {
                     let reduced = self.comm.start_all_reduce(data, ReduceOp::Mean);
                     reduced.map(|data| data.map(Packed::Plain))
                 }
-                (Packed::Coded(_), None) => unreachable!("only codecs have shards"),
+                Packed::Coded(shards) => {
+                    let values = self.codecs[self.in_flight.len()].values(shards);
+                    let reduced = self.comm.start_all_reduce_coded_values(values, ReduceOp::Mean);
+                    reduced.map(|values| values.map(Values::into_packed))
+                }
             };
             self.in_flight.push(pending);
         }

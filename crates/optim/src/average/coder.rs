@@ -25,8 +25,6 @@ struct State {
     seed: u64,
     rank: Rank,
     bucket: usize,
-    /// Where the vectors lie.
-    vectors: Vectors,
     /// The shards of the bucket, by rank.
     shards: Vec<Range<usize>>,
     worker: Vec<Stream<Vectors>>,
@@ -56,7 +54,6 @@ impl Codecs {
             bucket,
             worker: shards.iter().map(|_| stream()).collect(),
             server: stream(),
-            vectors: vectors.clone(),
             shards,
             payload: Payload::new(),
             decoded: None,
@@ -79,7 +76,8 @@ impl Codecs {
     /// Shards without values yet.
     pub(super) fn shards(&self) -> Result<Packed, OptimError> {
         let state = self.lock();
-        let empty = |shard: &Range<usize>| state.vectors.device().empty(DType::F32, shard.len());
+        let device = state.server.device().device();
+        let empty = |shard: &Range<usize>| device.empty(DType::F32, shard.len());
         Ok(Packed::Coded(state.shards.iter().map(empty).collect::<Result<_, _>>()?))
     }
 
@@ -207,10 +205,10 @@ impl CodedValues for Values {
         }
         let mut decoded = match state.decoded.take().filter(|decoded| decoded.shape() == out.shape()) {
             Some(decoded) => decoded,
-            None => state.vectors.device().empty(DType::F32, out.shape())?,
+            None => state.server.device().device().empty(DType::F32, out.shape())?,
         };
         decode(&mut state.server, bytes, &mut decoded)?;
-        state.vectors.add(&decoded, out)?;
+        state.server.device().add(&decoded, out)?;
         state.decoded = Some(decoded);
         Ok(())
     }
@@ -218,6 +216,6 @@ impl CodedValues for Values {
     fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError> {
         let state = self.codecs.lock();
         let j = state.shard(&range)?;
-        Ok(state.vectors.scale(&mut self.shards[j], 1.0 / by as f32)?)
+        Ok(state.server.device().scale(&mut self.shards[j], 1.0 / by as f32)?)
     }
 }
