@@ -6,6 +6,7 @@ use std::task::Poll;
 
 use farflung_base::{PeerId, Rank};
 
+use crate::cold::copy_part;
 use crate::communicator::{Body, progress};
 use crate::element::{Element, First, ReduceOp};
 use crate::plans::Plan;
@@ -186,6 +187,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             return Err(CommError::Mismatch { op: self.name, peer, want, got: frame.len() });
         }
         let data = self.data.as_mut();
+        let all = size_of_val(data);
         if let Some(Kept { part, frame, only: true }) = self.lanes[lane].kept.take() {
             // There was no room to pass it on yet.
             data[part].copy_from_slice(bytemuck::cast_slice(frame.bytes()));
@@ -202,7 +204,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             match merge {
                 Merge::Reduce => T::reduce(self.op, into, values, First::Into),
                 Merge::Copy => {
-                    into.copy_from_slice(values);
+                    copy_part(bytemuck::cast_slice_mut(into), frame.bytes(), all);
                     passed_on = later.first().is_some_and(|step| step.sends.iter().any(|s| s.1 == *blocks));
                 }
             }

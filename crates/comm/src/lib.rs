@@ -27,6 +27,7 @@ mod algorithm;
 mod cost;
 
 mod coded;
+mod cold;
 mod communicator;
 mod element;
 mod interpret;

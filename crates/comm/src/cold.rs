@@ -1,0 +1,67 @@
+//! Copies to where nobody looks for a while: past the caches, so that what is in use stays there and memory is not read
+//! only to be overwritten.
+
+/// Bytes of a buffer from which on its parts are gone from the caches by the time that all of it is there.
+const COLD: usize = 8 << 20;
+/// Bytes below which a copy is over before it matters.
+const LEAST: usize = 16 << 10;
+
+/// Copies a part into a buffer of `whole` bytes.
+///
+/// # Panics
+/// If the lengths differ.
+pub(crate) fn copy_part(into: &mut [u8], from: &[u8], whole: usize) {
+    assert_eq!(into.len(), from.len(), "a copy between lengths");
+    #[cfg(target_arch = "x86_64")]
+    if whole >= COLD && into.len() >= LEAST && is_x86_feature_detected!("avx") {
+        // SAFETY: the processor has AVX.
+        #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
+        unsafe {
+            streamed(into, from);
+        }
+        return;
+    }
+    into.copy_from_slice(from);
+}
+
+/// Stores past the caches.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx")]
+fn streamed(into: &mut [u8], from: &[u8]) {
+    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_stream_si256};
+
+    let (first, words, last) = bytemuck::pod_align_to_mut::<u8, __m256i>(into);
+    let (start, rest) = from.split_at(first.len());
+    let (sources, end) = rest.as_chunks::<{ size_of::<__m256i>() }>();
+    first.copy_from_slice(start);
+    for (word, source) in words.iter_mut().zip(sources) {
+        // SAFETY: a reference is aligned and may be written.
+        #[expect(unsafe_code, reason = "stores past the caches go through pointers")]
+        unsafe {
+            _mm256_stream_si256(word, bytemuck::cast(*source));
+        }
+    }
+    last.copy_from_slice(end);
+    // Such stores are in no order with others until here: whoever learns of the copy afterwards sees it.
+    _mm_sfence();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_is_copied_and_none_beside() {
+        let source: Vec<u8> = (0..3 * LEAST).map(|i| (i * 31 % 251) as u8).collect();
+        for whole in [0, COLD] {
+            for len in [0, 1, LEAST - 1, LEAST, LEAST + 1, LEAST + 63, LEAST + 64, 2 * LEAST + 17] {
+                for at in [0, 1, 4, 16, 63, 64, 65] {
+                    let mut into = vec![0xEE; 3 * LEAST];
+                    copy_part(&mut into[at..at + len], &source[7..7 + len], whole);
+                    assert_eq!(into[at..at + len], source[7..7 + len]);
+                    assert!(into[..at].iter().chain(&into[at + len..]).all(|&b| b == 0xEE));
+                }
+            }
+        }
+    }
+}
