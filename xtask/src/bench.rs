@@ -2,7 +2,7 @@
 
 use std::process::{ExitCode, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::shell;
 
@@ -45,6 +45,38 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     Ok(status.code().and_then(|c| u8::try_from(c).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
 }
 
+/// Benches whose marks this machine's clock decides, and what else runs on it meanwhile; or a tool that it may lack.
+const BY_THE_CLOCK: [&str; 9] = [
+    "gpt-step",
+    "gemm",
+    "relay",
+    "all-reduce",
+    "all-reduce-limit",
+    "codec-speed",
+    "instructions",
+    "default-run",
+    "simulate-scale",
+];
+
+/// Runs the short form of every bench that has the same outcome on any machine.
+pub(crate) fn check() -> Result<()> {
+    let build = ["build", "--release", "--package", "farflung-repro", "--package", "farflung", "--bins"];
+    shell::run(&mut shell::cargo(&build))?;
+    let run = ["run", "--quiet", "--release", "--package", "farflung-repro", "--"];
+    let listed = shell::cargo(&run).arg("--list").output().context("failed to start cargo")?;
+    ensure!(listed.status.success(), "the benches cannot be listed: {}", listed.status);
+    let listed = String::from_utf8_lossy(&listed.stdout);
+    let names = everywhere(&listed);
+    ensure!(!names.is_empty(), "no bench is listed");
+    shell::run(shell::cargo(&run).args(names).arg("--quick"))
+}
+
+/// Of the benches listed, those that no clock decides.
+fn everywhere(listed: &str) -> Vec<&str> {
+    let names = listed.lines().filter_map(|line| line.split_whitespace().next());
+    names.filter(|name| !BY_THE_CLOCK.contains(name)).collect()
+}
+
 /// The benches of devices.
 const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
 
@@ -59,6 +91,12 @@ fn features(args: &[String], cuda: bool) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_a_clock_decides_is_left_out() {
+        let listed = "gemm    f32 products\nsoak    ends [ours]\n\nrelay x\nresume  same bits\n";
+        assert_eq!(everywhere(listed), ["soak", "resume"]);
+    }
 
     #[test]
     fn only_the_benches_of_devices_build_them() {

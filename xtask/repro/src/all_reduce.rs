@@ -206,10 +206,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     for &n in ranks {
         for &kib in sizes {
-            let times = on_ranks(over_memory(n), |comm| {
-                measure(&comm.with_algorithm(algorithm(kib)), kib, options.quick)
-            })?;
-            let ms = times[0] * 1e3;
+            // Where the system puts the threads is luck that lasts as long as they do, and where they do little it is all.
+            let clusters = if kib < MIB { 9 } else { 1 };
+            let once = |_| -> Result<f64> {
+                let ranks = over_memory(n);
+                let times = on_ranks(ranks, |comm| {
+                    measure(&comm.with_algorithm(algorithm(kib)), kib, options.quick)
+                })?;
+                Ok(times[0])
+            };
+            let ms = median((0..clusters).map(once).collect::<Result<_>>()?) * 1e3;
             let name = format!("{n} threads, {kib} KiB");
             report.row(&name, ms, "ms", Mark::None)?;
             let figure = theirs(&options.peers, "openmpi-shm", n, kib);

@@ -55,37 +55,45 @@ impl Case {
 const BYTES_PER_PARAMETER: f64 = 44.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let seconds = if options.quick { 0.7 } else { 15.0 };
+    // A shared machine is fast in one minute and slow in the next: every setting has its turn several times, minutes apart.
+    let (rounds, seconds) = if options.quick { (1, 0.7) } else { (3, 5.0) };
     let bandwidths = [bandwidth(1), bandwidth(2)];
     // A step of GPT-2 takes seconds: a quick run leaves it out.
     let cases = if options.quick { &CASES[..2] } else { &CASES[..] };
-    for case in cases {
-        let model = case.model()?;
-        for threads in [1, 2] {
-            // The clock of a shared machine wanders: the peak is the better of one before and one after.
+    let settings: Vec<(&Case, usize)> = cases.iter().flat_map(|case| [(case, 1), (case, 2)]).collect();
+    let mut turns = vec![Vec::new(); settings.len()];
+    for _ in 0..rounds {
+        for (&(case, threads), turns) in settings.iter().zip(&mut turns) {
+            // The peak is the better of one before and one after.
             let peak = fma_peak(threads);
             let found = in_child(case, threads, seconds, report.seed())?;
-            let peak = peak.max(fma_peak(threads));
-            let figure = |name: &str| found[name].as_f64().with_context(|| format!("no {name}"));
-
-            let name = format!("{}, {threads} thread{}", case.name, if threads == 1 { "" } else { "s" });
-            let tokens_per_s = figure("tok_s")?;
-            let flops = model.flops_per_token(model.context) as f64;
-            let gflops = tokens_per_s * flops / 1e9;
-            let tokens = (case.batch * model.context) as f64;
-            let least = tokens * flops / (peak * 1e9)
-                + BYTES_PER_PARAMETER * model.parameters() as f64 / (bandwidths[threads - 1] * 1e9);
-            report.row(&format!("{name}: speed"), tokens_per_s, "tok/s", Mark::None)?;
-            report.row(&format!("{name}: arithmetic"), gflops, "GFLOP/s", Mark::None)?;
-            report.row(&format!("{name}: of the FMA peak"), gflops / peak, "", Mark::None)?;
-            let of_roofline = least * tokens_per_s / tokens;
-            report.row(&format!("{name}: of the roofline"), of_roofline, "", Mark::None)?;
-            let memory = found["memory"].as_f64().map(|bytes| bytes / f64::from(1 << 20));
-            if let Some(memory) = memory {
-                report.row(&format!("{name}: memory for the model"), memory, "MiB", Mark::None)?;
-            }
-            against(report, options, case, threads, &name, (tokens_per_s, memory), model.parameters())?;
+            turns.push((found, peak.max(fma_peak(threads))));
         }
+    }
+    for ((case, threads), turns) in settings.into_iter().zip(turns) {
+        let model = case.model()?;
+        let peak = median(turns.iter().map(|(_, peak)| *peak).collect());
+        let figures = |name: &str| -> Option<Vec<f64>> {
+            turns.iter().map(|(found, _)| found[name].as_f64()).collect()
+        };
+
+        let name = format!("{}, {threads} thread{}", case.name, if threads == 1 { "" } else { "s" });
+        let tokens_per_s = median(figures("tok_s").context("no tok_s")?);
+        let flops = model.flops_per_token(model.context) as f64;
+        let gflops = tokens_per_s * flops / 1e9;
+        let tokens = (case.batch * model.context) as f64;
+        let least = tokens * flops / (peak * 1e9)
+            + BYTES_PER_PARAMETER * model.parameters() as f64 / (bandwidths[threads - 1] * 1e9);
+        report.row(&format!("{name}: speed"), tokens_per_s, "tok/s", Mark::None)?;
+        report.row(&format!("{name}: arithmetic"), gflops, "GFLOP/s", Mark::None)?;
+        report.row(&format!("{name}: of the FMA peak"), gflops / peak, "", Mark::None)?;
+        let of_roofline = least * tokens_per_s / tokens;
+        report.row(&format!("{name}: of the roofline"), of_roofline, "", Mark::None)?;
+        let memory = figures("memory").map(|bytes| median(bytes) / f64::from(1 << 20));
+        if let Some(memory) = memory {
+            report.row(&format!("{name}: memory for the model"), memory, "MiB", Mark::None)?;
+        }
+        against(report, options, case, threads, &name, (tokens_per_s, memory), model.parameters())?;
     }
     for (threads, bandwidth) in [1, 2].into_iter().zip(bandwidths) {
         report.row(&format!("FMA peak, {threads} threads"), fma_peak(threads), "GFLOP/s", Mark::None)?;

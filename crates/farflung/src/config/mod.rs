@@ -229,7 +229,7 @@ settings! {
         /// stage. A pipeline begins at its stages' inputs, and where there is none each layer at its own.
         recompute: Recompute, "WHAT", Recompute::None;
         /// Layers (in a pipeline of each stage), behind those that are computed again, whose activations wait in the host's
-        /// memory for their backward passes, so that a GPU holds less.
+        /// memory for their backward passes, so that a GPU holds less. Nothing changes where a processor computes.
         offload: usize, "LAYERS", 0_usize;
         /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna.
         memory: usize, "N";

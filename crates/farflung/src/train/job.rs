@@ -106,7 +106,13 @@ impl Job {
     ///
     /// Errors: that there is none of that name here, and why.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
-        Ok(Device::open(self.config.device.of(rank), threads)?.with_precision(self.config.precision))
+        let device =
+            Device::open(self.config.device.of(rank), threads)?.with_precision(self.config.precision);
+        if self.config.offload > 0 && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
+            let device = device.name();
+            tracing::warn!(rank, device, "--offload changes nothing: this device's memory is the host's");
+        }
+        Ok(device)
     }
 
     /// Threads of each worker when `local` of them share this machine.
