@@ -9,13 +9,16 @@ use crate::shell;
 pub(crate) const HELP: &str = "\
 Run the reproductions of xtask/repro in release: every claim that we make, measured.
 
-Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl]
+Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl] [--beside COMMAND]
        cargo xtask bench --list
 
   NAME...         only these benches; all of them without a name
   --quick         shorter runs: at most 20 s a bench instead of 3 minutes
   --json          an object a line: bench, metric, value, unit, mark, pass, claim, seed
   --against FILE  the JSON lines that the peers' scripts print; adds the ratio rows
+  --beside COMMAND
+                  gpt-step: a peer's command, run by `sh` before each turn with the model in $CONFIG and the threads in
+                  $THREADS; what it prints joins FILE, so that both sides have the same minutes
   --cuda          build with CUDA, which devices' benches then run on
   --list          the benches, with their claims and sources
 
@@ -28,6 +31,7 @@ Examples:
   cargo xtask bench --list
   cargo xtask bench gpt-step --quick
   cargo xtask bench gpt-step gemm --against peers.jsonl --json
+  cargo xtask bench gpt-step --beside 'RAYON_NUM_THREADS=$THREADS burn_gpt $CONFIG 3'
 ";
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {

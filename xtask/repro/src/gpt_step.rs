@@ -62,8 +62,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let cases = if options.quick { &CASES[..2] } else { &CASES[..] };
     let settings: Vec<(&Case, usize)> = cases.iter().flat_map(|case| [(case, 1), (case, 2)]).collect();
     let mut turns = vec![Vec::new(); settings.len()];
+    let mut peers = options.peers.clone();
     for _ in 0..rounds {
         for (&(case, threads), turns) in settings.iter().zip(&mut turns) {
+            if let Some(command) = &options.beside {
+                peers.measure(command, &[("CONFIG", case.name), ("THREADS", &threads.to_string())])?;
+            }
             // The peak is the better of one before and one after.
             let peak = fma_peak(threads);
             let found = in_child(case, threads, seconds, report.seed())?;
@@ -93,7 +97,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         if let Some(memory) = memory {
             report.row(&format!("{name}: memory for the model"), memory, "MiB", Mark::None)?;
         }
-        against(report, options, case, threads, &name, (tokens_per_s, memory), model.parameters())?;
+        against(report, &peers, case, threads, &name, (tokens_per_s, memory), model.parameters())?;
     }
     for (threads, bandwidth) in [1, 2].into_iter().zip(bandwidths) {
         report.row(&format!("FMA peak, {threads} threads"), fma_peak(threads), "GFLOP/s", Mark::None)?;
@@ -105,7 +109,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 /// The ratio rows of one setting.
 fn against(
     report: &mut Report<'_>,
-    options: &Options,
+    peers: &Peers,
     case: &Case,
     threads: usize,
     name: &str,
@@ -114,7 +118,7 @@ fn against(
 ) -> Result<()> {
     let threads = threads.to_string();
     let keys = [("config", case.name), ("threads", &threads)];
-    let best = |bench: &str| options.peers.best(bench, &keys, "tok_s");
+    let best = |bench: &str| peers.best(bench, &keys, "tok_s");
     let torch = best("gpt_step");
     report.ratio(&format!("{name}: speed over PyTorch's"), tokens_per_s, torch, Mark::AtLeast(case.mark))?;
     let burn = best("burn_flex_step");
@@ -122,7 +126,7 @@ fn against(
     let candle = best("candle_step");
     report.ratio(&format!("{name}: speed over candle's"), tokens_per_s, candle, Mark::AtLeast(2.0))?;
     let Some(memory) = memory else { return Ok(()) };
-    let theirs = torch_memory(&options.peers, &keys, parameters);
+    let theirs = torch_memory(peers, &keys, parameters);
     report.ratio(&format!("{name}: memory over PyTorch's"), memory, theirs, Mark::AtMost(1.0))
 }
 

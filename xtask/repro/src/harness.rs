@@ -12,7 +12,7 @@ use serde_json::json;
 use crate::peers::Peers;
 
 const USAGE: &str = "\
-Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl] [--list]
+Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl] [--beside COMMAND] [--list]
 ";
 
 /// How to get the file that `--against` wants.
@@ -43,6 +43,8 @@ pub struct Options {
     pub quick: bool,
     /// The figures of other systems; empty without `--against`.
     pub peers: Peers,
+    /// A shell's command that measures another system, for benches that take turns with it.
+    pub beside: Option<String>,
 }
 
 /// What a row's value must be.
@@ -176,6 +178,7 @@ struct Request {
     list: bool,
     help: bool,
     against: Option<PathBuf>,
+    beside: Option<String>,
 }
 
 impl Request {
@@ -189,6 +192,7 @@ impl Request {
                 "--list" => request.list = true,
                 "-h" | "--help" => request.help = true,
                 "--against" => request.against = Some(args.next().ok_or("--against needs a file")?.into()),
+                "--beside" => request.beside = Some(args.next().ok_or("--beside needs a command")?.clone()),
                 flag if flag.starts_with('-') => return Err(format!("unknown flag `{flag}`")),
                 name => request.names.push(name.to_owned()),
             }
@@ -248,14 +252,14 @@ fn serve(
             return Ok(2);
         }
     };
-    let options = Options { quick: request.quick, peers };
+    let options = Options { quick: request.quick, peers, beside: request.beside };
     let (mut unmatched, mut bad) = (false, 0);
     for bench in &chosen {
         let outcome = run_one(bench, &options, request.json, out, err)?;
         unmatched |= outcome.unmatched;
         bad += usize::from(outcome.bad);
     }
-    if unmatched && options.peers.is_empty() {
+    if unmatched && options.peers.is_empty() && options.beside.is_none() {
         write!(err, "{NO_PEERS}")?;
     }
     writeln!(err, "{} of {} benches ok", chosen.len() - bad, chosen.len())?;

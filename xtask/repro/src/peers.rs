@@ -4,8 +4,9 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::{Map, Value};
 
 /// Integer keys that say what was measured, not what came out.
@@ -29,14 +30,36 @@ impl Peers {
 
     /// As [`Peers::load`], from the text.
     pub fn parse(text: &str) -> Result<Self> {
-        let mut lines = Vec::new();
+        let mut peers = Self::default();
+        peers.add(text)?;
+        ensure!(!peers.is_empty(), "no JSON object in it");
+        Ok(peers)
+    }
+
+    fn add(&mut self, text: &str) -> Result<()> {
         for (number, line) in text.lines().enumerate() {
             if line.trim_start().starts_with('{') {
-                lines.push(serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?);
+                self.lines.push(serde_json::from_str(line).with_context(|| format!("line {}", number + 1))?);
             }
         }
-        anyhow::ensure!(!lines.is_empty(), "no JSON object in it");
-        Ok(Self { lines })
+        Ok(())
+    }
+
+    /// Runs a peer's command in a shell, with `settings` in its environment, and adds the figures that it prints. One
+    /// that has none for these settings prints nothing.
+    ///
+    /// Errors: a command that fails, a line that begins like an object and is none.
+    pub fn measure(&mut self, command: &str, settings: &[(&str, &str)]) -> Result<()> {
+        let mut shell = Command::new("sh");
+        shell
+            .args(["-c", command])
+            .envs(settings.iter().copied())
+            .stdin(Stdio::null())
+            .stderr(Stdio::inherit());
+        let output = shell.output().context("failed to start a shell")?;
+        ensure!(output.status.success(), "`{command}` failed with {settings:?}: {}", output.status);
+        let text = String::from_utf8_lossy(&output.stdout);
+        self.add(&text).with_context(|| format!("failed to parse what `{command}` printed"))
     }
 
     /// Whether there are no figures at all, as without `--against`.
@@ -154,6 +177,19 @@ mod tests {
         assert_eq!(peers.best("gpt_step", &[("config", "baby")], "tok_s"), None);
         assert_eq!(peers.best("gpt_step", &[], "no_such_field"), None);
         assert_eq!(Peers::default().best("gpt_step", &[], "tok_s"), None);
+    }
+
+    #[test]
+    fn a_command_adds_what_it_prints_for_its_settings() {
+        let mut peers = Peers::default();
+        let command = r#"echo warming up; [ $CONFIG = nano ] || exit 0; echo "{\"bench\": \"x\", \"threads\": $THREADS, \"v\": 5}""#;
+        peers.measure(command, &[("CONFIG", "baby"), ("THREADS", "1")]).unwrap();
+        assert!(peers.is_empty());
+        peers.measure(command, &[("CONFIG", "nano"), ("THREADS", "2")]).unwrap();
+        assert_eq!(peers.best("x", &[("threads", "2")], "v"), Some(5.0));
+        let error = peers.measure("exit 3", &[("CONFIG", "nano")]).unwrap_err();
+        assert!(error.to_string().contains("exit 3") && error.to_string().contains("nano"), "{error}");
+        assert!(peers.measure("echo '{\"a\": }'", &[]).is_err());
     }
 
     #[test]

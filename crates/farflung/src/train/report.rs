@@ -165,10 +165,17 @@ impl Report {
         })
     }
 
+    /// How many workers, for how many steps.
+    fn scale(&self) -> String {
+        let plural = |one| if one { "" } else { "s" };
+        let (workers, steps) = (self.workers, self.steps);
+        format!("{workers} worker{}, {steps} step{}", plural(workers == 1), plural(steps == 1))
+    }
+
     /// Writes `report.json` and `loss.svg` into the run's folder.
     pub(super) fn write(&self, run: &RunDir) -> Result<()> {
         let rows = crate::metrics::read(&run.path().join("metrics.jsonl"))?;
-        let title = format!("{}, {} workers, {} steps", self.model, self.workers, self.steps);
+        let title = format!("{}, {}", self.model, self.scale());
         run.replace("loss.svg", loss_curve_svg(&title, &rows)?.as_bytes())?;
         let json = serde_json::to_vec_pretty(self).map_err(|e| Error::Io {
             action: "encode",
@@ -184,11 +191,10 @@ impl fmt::Display for Report {
         let seconds = |s: f64| Nanos::from_secs_f64(s).to_string();
         writeln!(
             f,
-            "{}: {} parameters, {} workers, {} steps, {} tokens of {} ({})",
+            "{}: {} parameters, {}, {} tokens of {} ({})",
             self.model,
             self.parameters,
-            self.workers,
-            self.steps,
+            self.scale(),
             self.tokens,
             self.data.0,
             self.data.1.get(..12).unwrap_or(&self.data.1)

@@ -81,7 +81,8 @@ fn exit_codes() {
     ] {
         assert_eq!(run(line).0, code, "{line}");
     }
-    for line in ["nothing", "good nothing", "--fast", "--against", "good --against no/such/file"] {
+    for line in ["nothing", "good nothing", "--fast", "--against", "--beside", "good --against no/such/file"]
+    {
         let (code, out, err) = run(line);
         assert_eq!((code, out.as_str()), (2, ""), "{line}");
         assert!(err.starts_with("error: "), "{err}");
