@@ -1,6 +1,6 @@
 //! `bench`: builds and runs `xtask/repro` in release, with the `farflung` command that some benches run.
 
-use std::process::{ExitCode, Stdio};
+use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
@@ -37,16 +37,26 @@ Examples:
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     let (cuda, args): (Vec<String>, Vec<String>) = args.iter().cloned().partition(|a| a == "--cuda");
     let features = features(&args, !cuda.is_empty());
-    let build = ["build", "--release", "--package", "farflung-repro", "--package", "farflung", "--bins"];
-    shell::run(shell::cargo(&build).args(&features))?;
-    // The same packages as were built, so that features are the same and nothing is built twice.
-    let mut command = shell::cargo(&["run", "--release", "--package", "farflung-repro"]);
-    command.args(&features);
+    build(&features)?;
+    let mut command = reproductions(&features);
     // FILE is relative to where the user stands, so the command runs there and not in the root.
     command.arg("--manifest-path").arg(shell::root().join("Cargo.toml")).arg("--").args(&args);
     command.current_dir(std::env::current_dir().context("failed to find the current folder")?);
     let status = command.stdin(Stdio::null()).status().context("failed to start cargo")?;
     Ok(status.code().and_then(|c| u8::try_from(c).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Builds the reproductions, and the command that some of them run.
+fn build(features: &[String]) -> Result<()> {
+    let build = ["build", "--release", "--package", "farflung-repro", "--package", "farflung", "--bins"];
+    shell::run(shell::cargo(&build).args(features))
+}
+
+/// Runs what [`build`] has built: the same features, so that nothing is built twice.
+fn reproductions(features: &[String]) -> Command {
+    let mut command = shell::cargo(&["run", "--release", "--package", "farflung-repro"]);
+    command.args(features);
+    command
 }
 
 /// Benches whose marks this machine's clock decides, and what else runs on it meanwhile; or a tool that it may lack.
@@ -64,15 +74,14 @@ const BY_THE_CLOCK: [&str; 9] = [
 
 /// Runs the short form of every bench that has the same outcome on any machine.
 pub(crate) fn check() -> Result<()> {
-    let build = ["build", "--release", "--package", "farflung-repro", "--package", "farflung", "--bins"];
-    shell::run(&mut shell::cargo(&build))?;
-    let run = ["run", "--quiet", "--release", "--package", "farflung-repro", "--"];
-    let listed = shell::cargo(&run).arg("--list").output().context("failed to start cargo")?;
+    build(&[])?;
+    let list = ["--quiet", "--", "--list"];
+    let listed = reproductions(&[]).args(list).output().context("failed to start cargo")?;
     ensure!(listed.status.success(), "the benches cannot be listed: {}", listed.status);
     let listed = String::from_utf8_lossy(&listed.stdout);
     let names = everywhere(&listed);
     ensure!(!names.is_empty(), "no bench is listed");
-    shell::run(shell::cargo(&run).args(names).arg("--quick"))
+    shell::run(reproductions(&[]).arg("--").args(names).arg("--quick"))
 }
 
 /// Of the benches listed, those that no clock decides.

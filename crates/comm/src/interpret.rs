@@ -200,9 +200,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
             T::reduce(self.op, bytemuck::cast_slice_mut(frame.bytes_mut()), into, First::Other);
             passed_on = true;
         } else {
-            let values: &[T] = bytemuck::cast_slice(frame.bytes());
             match merge {
-                Merge::Reduce => T::reduce(self.op, into, values, First::Into),
+                Merge::Reduce => T::reduce(self.op, into, bytemuck::cast_slice(frame.bytes()), First::Into),
                 Merge::Copy => {
                     copy_part(bytemuck::cast_slice_mut(into), frame.bytes(), all);
                     passed_on = later.first().is_some_and(|step| step.sends.iter().any(|s| s.1 == *blocks));
