@@ -22,6 +22,9 @@ pub(super) trait Isa {
     type Level: Vector;
     /// Rows of a full tile: at most 8, and 6 or 8 because of [`Isa::transpose`].
     const MR: usize;
+    /// Elements from one column of A to the next up to which contiguous columns are read in place rather than packed.
+    /// Farther apart, they fall into too few lines of the first-level cache; narrower tiles read each line more often.
+    const NEAR_COLUMNS: usize = 0;
     /// Columns of a full tile: two vectors.
     const NR: usize = 2 * Self::LANES;
 
@@ -51,14 +54,14 @@ pub(super) trait Isa {
         width: usize,
     );
 
-    /// The kernel for a tile of `rows` rows and `vectors` vectors, reading `A` packed or in place.
-    fn kernel(rows: usize, vectors: usize, packed: bool) -> Kernel;
+    /// The kernel for a tile of `rows` rows and `vectors` vectors, reading `A` by columns or by rows.
+    fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel;
 }
 
 /// Picks the instance of a kernel function `$f` by the shape of the tile.
 macro_rules! pick_kernel {
-    ($f:ident, $rows:expr, $vectors:expr, $packed:expr, [$($r:literal)*]) => {
-        match ($rows, $vectors, $packed) {
+    ($f:ident, $rows:expr, $vectors:expr, $columns:expr, [$($r:literal)*]) => {
+        match ($rows, $vectors, $columns) {
             $(
                 ($r, 1, true) => $f::<$r, 1, true>,
                 ($r, 1, false) => $f::<$r, 1, false>,
@@ -145,11 +148,11 @@ impl Isa for Portable {
         }
     }
 
-    fn kernel(rows: usize, vectors: usize, packed: bool) -> Kernel {
-        unsafe fn portable<const R: usize, const N: usize, const P: bool>(tile: &Tile) {
-            micro::<Portable, R, N, P>(tile);
+    fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
+        unsafe fn portable<const R: usize, const N: usize, const C: bool>(tile: &Tile) {
+            micro::<Portable, R, N, C>(tile);
         }
-        pick_kernel!(portable, rows, vectors, packed, [1 2 3 4 5 6 7 8])
+        pick_kernel!(portable, rows, vectors, columns, [1 2 3 4 5 6 7 8])
     }
 }
 
@@ -229,12 +232,12 @@ mod x86 {
         ) {
             transpose_8x8(src, stride, rows, dst, pitch);
         }
-        fn kernel(rows: usize, vectors: usize, packed: bool) -> Kernel {
+        fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
             #[target_feature(enable = "avx2,fma")]
-            unsafe fn avx2<const R: usize, const N: usize, const P: bool>(tile: &Tile) {
-                micro::<Avx2, R, N, P>(tile);
+            unsafe fn avx2<const R: usize, const N: usize, const C: bool>(tile: &Tile) {
+                micro::<Avx2, R, N, C>(tile);
             }
-            pick_kernel!(avx2, rows, vectors, packed, [1 2 3 4 5 6])
+            pick_kernel!(avx2, rows, vectors, columns, [1 2 3 4 5 6])
         }
     }
 
@@ -246,6 +249,7 @@ mod x86 {
         const LANES: usize = 16;
         type Level = simd::Avx2;
         const MR: usize = 8;
+        const NEAR_COLUMNS: usize = 512;
 
         #[inline(always)]
         unsafe fn zero() -> __m512 {
@@ -298,12 +302,12 @@ mod x86 {
         ) {
             transpose_8x8(src, stride, rows, dst, pitch);
         }
-        fn kernel(rows: usize, vectors: usize, packed: bool) -> Kernel {
+        fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
             #[target_feature(enable = "avx512f,avx2,fma")]
-            unsafe fn avx512<const R: usize, const N: usize, const P: bool>(tile: &Tile) {
-                micro::<Avx512, R, N, P>(tile);
+            unsafe fn avx512<const R: usize, const N: usize, const C: bool>(tile: &Tile) {
+                micro::<Avx512, R, N, C>(tile);
             }
-            pick_kernel!(avx512, rows, vectors, packed, [1 2 3 4 5 6 7 8])
+            pick_kernel!(avx512, rows, vectors, columns, [1 2 3 4 5 6 7 8])
         }
     }
 

@@ -4,13 +4,14 @@
 //! not depend on how it was cut. It refuses to know how A and B were laid out before packing.
 #![expect(clippy::needless_range_loop, reason = "indices are those of the formula")]
 
+use super::LINE;
 use super::isa::Isa;
 
 /// One call of a kernel.
 pub(super) struct Tile {
     /// Length of the block of k.
     pub(super) k: usize,
-    /// Packed: element (i, k) at `k * MR + i`. In place: at `i * a_stride + k`.
+    /// By columns: element (i, k) at `k * a_stride + i`, as in a packed block. By rows: at `i * a_stride + k`.
     pub(super) a: *const f32,
     pub(super) a_stride: usize,
     /// Packed: element (k, j) at `k * NR + j`.
@@ -34,25 +35,29 @@ pub(super) type Kernel = unsafe fn(&Tile);
 ///
 /// No closure here holds an instruction: it would not inherit the caller's features.
 #[inline(always)]
-pub(super) unsafe fn micro<I: Isa, const R: usize, const N: usize, const PACKED: bool>(tile: &Tile) {
-    let (a, b, k) = (tile.a, tile.b, tile.k);
+pub(super) unsafe fn micro<I: Isa, const R: usize, const N: usize, const COLUMNS: bool>(tile: &Tile) {
+    let (mut b, k, stride) = (tile.b, tile.k, tile.a_stride);
     for i in 0..R {
-        I::prefetch(tile.c.add(i * tile.c_stride));
+        for line in (0..N * I::LANES).step_by(LINE) {
+            I::prefetch(tile.c.add(i * tile.c_stride + line));
+        }
     }
-    let rows: [*const f32; R] =
-        std::array::from_fn(|i| a.wrapping_add(if PACKED { i } else { i * tile.a_stride }));
+    let mut rows: [*const f32; R] =
+        std::array::from_fn(|i| tile.a.wrapping_add(if COLUMNS { i } else { i * stride }));
+    let column = if COLUMNS { stride } else { 1 };
     let mut acc = [[I::zero(); N]; R];
-    let mut at = 0;
-    while at + 4 <= k {
-        step::<I, R, N, PACKED>(&mut acc, &rows, b, at);
-        step::<I, R, N, PACKED>(&mut acc, &rows, b, at + 1);
-        step::<I, R, N, PACKED>(&mut acc, &rows, b, at + 2);
-        step::<I, R, N, PACKED>(&mut acc, &rows, b, at + 3);
-        at += 4;
+    for _ in 0..k / 4 {
+        step::<I, R, N>(&mut acc, &rows, 0, b);
+        step::<I, R, N>(&mut acc, &rows, column, b.add(I::NR));
+        step::<I, R, N>(&mut acc, &rows, 2 * column, b.add(2 * I::NR));
+        step::<I, R, N>(&mut acc, &rows, 3 * column, b.add(3 * I::NR));
+        rows = rows.map(|row| row.wrapping_add(4 * column));
+        b = b.add(4 * I::NR);
     }
-    while at < k {
-        step::<I, R, N, PACKED>(&mut acc, &rows, b, at);
-        at += 1;
+    for _ in 0..k % 4 {
+        step::<I, R, N>(&mut acc, &rows, 0, b);
+        rows = rows.map(|row| row.wrapping_add(column));
+        b = b.add(I::NR);
     }
 
     let rest = tile.columns - (N - 1) * I::LANES;
@@ -71,18 +76,18 @@ pub(super) unsafe fn micro<I: Isa, const R: usize, const N: usize, const PACKED:
 
 /// One k: a row of B times a column of A.
 #[inline(always)]
-unsafe fn step<I: Isa, const R: usize, const N: usize, const PACKED: bool>(
+unsafe fn step<I: Isa, const R: usize, const N: usize>(
     acc: &mut [[I::V; N]; R],
     rows: &[*const f32; R],
+    at: usize,
     b: *const f32,
-    k: usize,
 ) {
     let mut row_b = [I::zero(); N];
     for j in 0..N {
-        row_b[j] = I::load(b.add(k * I::NR + j * I::LANES));
+        row_b[j] = I::load(b.add(j * I::LANES));
     }
     for i in 0..R {
-        let x = I::splat(rows[i].add(if PACKED { k * I::MR } else { k }));
+        let x = I::splat(rows[i].add(at));
         for j in 0..N {
             acc[i][j] = I::mul_add(x, row_b[j], acc[i][j]);
         }

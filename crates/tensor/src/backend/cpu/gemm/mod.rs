@@ -26,6 +26,9 @@ use super::vector::Vector;
 use isa::{Isa, Portable};
 use region::{Product, region};
 
+/// Floats of a cache line.
+const LINE: usize = 16;
+
 /// A matrix to read: element (i, j) at `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mat<'a> {

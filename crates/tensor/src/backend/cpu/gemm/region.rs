@@ -8,10 +8,10 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::Epilogue;
 use super::isa::{BLOCK, Isa};
 use super::micro::Tile;
 use super::pack::{Block, pack};
+use super::{Epilogue, LINE};
 
 /// The longest block of k: a panel of B takes 24 KiB with AVX2.
 const K_BLOCK: usize = 384;
@@ -44,6 +44,17 @@ pub(super) struct Product {
     pub(super) first_row: usize,
 }
 
+/// How kernels read A.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Read {
+    /// In place: rows are contiguous.
+    Rows,
+    /// In place: columns are contiguous.
+    Columns,
+    /// From a packed copy, by columns.
+    Packed,
+}
+
 /// A length of at most `most` that cuts `whole` into nearly equal blocks, rounded up to a multiple of `unit`.
 fn even_block(whole: usize, most: usize, unit: usize) -> usize {
     whole.div_ceil(whole.div_ceil(most).max(1)).next_multiple_of(unit)
@@ -73,10 +84,16 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
     let m_block = even_block(rows.len(), (A_BLOCK / k_block).max(I::MR), I::MR);
     let n_block =
         if rows.len() <= m_block { columns.len() } else { even_block(columns.len(), N_BLOCK, I::NR) };
-    let in_place = p.a_strides.1 == 1 && columns.len() <= IN_PLACE_COLUMNS;
+    let read = if p.a_strides.1 == 1 && columns.len() <= IN_PLACE_COLUMNS {
+        Read::Rows
+    } else if p.a_strides.0 == 1 && p.a_strides.1 <= I::NEAR_COLUMNS {
+        Read::Columns
+    } else {
+        Read::Packed
+    };
     // A line more than it holds, so that panels of a power of two do not all want the same lines of the cache.
     let a_panel = I::MR * k_block + LINE;
-    let a_len = if in_place { 0 } else { m_block / I::MR * a_panel + BLOCK };
+    let a_len = if read == Read::Packed { m_block / I::MR * a_panel + BLOCK } else { 0 };
     let b_panel = k_block * I::NR;
     let b_panels = if rows.len() <= m_block { 1 } else { n_block.div_ceil(I::NR) };
     let mut scratch = Scratch::take(a_len + 2 * LINE + b_panels * b_panel + BLOCK);
@@ -91,7 +108,11 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
             let mut tile = Tile {
                 k,
                 a: a_packed,
-                a_stride: p.a_strides.0,
+                a_stride: match read {
+                    Read::Rows => p.a_strides.0,
+                    Read::Columns => p.a_strides.1,
+                    Read::Packed => I::MR,
+                },
                 b: b_packed,
                 c: p.c,
                 c_stride: p.c_stride,
@@ -101,7 +122,7 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
             for m0 in rows.clone().step_by(m_block) {
                 let m1 = (m0 + m_block).min(rows.end);
                 let a = p.a.add(m0 * p.a_strides.0 + k0 * p.a_strides.1);
-                if !in_place {
+                if read == Read::Packed {
                     let (lane_stride, k_stride) = p.a_strides;
                     let block = Block { at: a, lane_stride, k_stride, lanes: m1 - m0, k };
                     pack::<I>(block, I::MR, a_panel, a_packed);
@@ -127,16 +148,17 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                         }
                     }
                     let vectors = tile.columns.div_ceil(I::LANES);
-                    let full = I::kernel(I::MR, vectors, !in_place);
+                    let by_columns = read != Read::Rows;
+                    let full = I::kernel(I::MR, vectors, by_columns);
                     for i in (m0..m1).step_by(I::MR) {
                         ahead.some::<I>();
                         let tile_rows = (m1 - i).min(I::MR);
                         let kernel =
-                            if tile_rows == I::MR { full } else { I::kernel(tile_rows, vectors, !in_place) };
-                        tile.a = if in_place {
-                            a.add((i - m0) * p.a_strides.0)
-                        } else {
+                            if tile_rows == I::MR { full } else { I::kernel(tile_rows, vectors, by_columns) };
+                        tile.a = if read == Read::Packed {
                             a_packed.add((i - m0) / I::MR * a_panel)
+                        } else {
+                            a.add((i - m0) * p.a_strides.0)
                         };
                         tile.c = p.c.add(i * p.c_stride + j);
                         if last {
@@ -290,9 +312,6 @@ impl Ahead {
         }
     }
 }
-
-/// Floats of a cache line.
-const LINE: usize = 16;
 
 /// Aligned memory for packed panels. Each thread keeps its own between calls, so that a steady state allocates nothing.
 struct Scratch {
