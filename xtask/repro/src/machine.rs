@@ -57,13 +57,20 @@ fn best_of_three(threads: usize, work: impl Fn() -> f64 + Sync) -> f64 {
     (0..3).map(|_| all()).fold(0.0, f64::max)
 }
 
-/// Operations done by `rounds` of independent multiply-adds.
+/// Operations done by `rounds` of independent multiply-adds, on the widest vectors there are.
 fn fma(rounds: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+    {
         #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
-        // SAFETY: the machine has AVX2 and FMA, as the line above has found.
-        return unsafe { fma_avx2(rounds) };
+        // SAFETY: the machine has AVX-512, as the condition has found.
+        if is_x86_feature_detected!("avx512f") {
+            return unsafe { fma_avx512(rounds) };
+        }
+        #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
+        // SAFETY: the machine has AVX2 and FMA, as the condition has found.
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            return unsafe { fma_avx2(rounds) };
+        }
     }
     let mut sums = [1.0_f32; 32];
     let (x, y) = (black_box(0.999_f32), black_box(0.001_f32));
@@ -76,21 +83,29 @@ fn fma(rounds: u64) -> u64 {
     rounds * 2 * 32
 }
 
-/// Twelve chains of vectors: two units with a latency of 4 or 5 need ten in flight.
+/// Defines a function of twelve chains of vectors: two units with a latency of 4 or 5 need ten in flight.
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn fma_avx2(rounds: u64) -> u64 {
-    use std::arch::x86_64::{_mm256_fmadd_ps, _mm256_set1_ps};
-    let (x, y) = (_mm256_set1_ps(black_box(0.999)), _mm256_set1_ps(black_box(0.001)));
-    let mut sums = [_mm256_set1_ps(1.0); 12];
-    for _ in 0..rounds {
-        for sum in &mut sums {
-            *sum = _mm256_fmadd_ps(*sum, x, y);
+macro_rules! chains {
+    ($name:ident, $features:literal, $lanes:literal, $splat:ident, $fma:ident) => {
+        #[target_feature(enable = $features)]
+        fn $name(rounds: u64) -> u64 {
+            use std::arch::x86_64::{$fma, $splat};
+            let (x, y) = ($splat(black_box(0.999)), $splat(black_box(0.001)));
+            let mut sums = [$splat(1.0); 12];
+            for _ in 0..rounds {
+                for sum in &mut sums {
+                    *sum = $fma(*sum, x, y);
+                }
+            }
+            black_box(sums);
+            rounds * 2 * $lanes * 12
         }
-    }
-    black_box(sums);
-    rounds * 2 * 8 * 12
+    };
 }
+#[cfg(target_arch = "x86_64")]
+chains!(fma_avx2, "avx2,fma", 8, _mm256_set1_ps, _mm256_fmadd_ps);
+#[cfg(target_arch = "x86_64")]
+chains!(fma_avx512, "avx512f", 16, _mm512_set1_ps, _mm512_fmadd_ps);
 
 /// Memory of this process now and at most so far, in bytes, where the system tells.
 pub(crate) fn resident() -> Option<(u64, u64)> {
