@@ -62,13 +62,13 @@ fn fma(rounds: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
         #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
-        // SAFETY: the machine has AVX-512, as the condition has found.
         if is_x86_feature_detected!("avx512f") {
+            // SAFETY: the machine has AVX-512, as the condition has found.
             return unsafe { fma_avx512(rounds) };
         }
         #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
-        // SAFETY: the machine has AVX2 and FMA, as the condition has found.
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            // SAFETY: the machine has AVX2 and FMA, as the condition has found.
             return unsafe { fma_avx2(rounds) };
         }
     }
