@@ -1,7 +1,7 @@
 //! The innermost kernel: one tile of C, held in registers over a block of k.
 //!
 //! Each element is one chain of multiply-adds in ascending k, whatever the tile: that is why the bits of a product do
-//! not depend on how it was cut. It refuses to know how A and B were laid out before packing.
+//! not depend on how it was cut. It refuses to know whether A was packed or is read where it lies.
 #![expect(clippy::needless_range_loop, reason = "indices are those of the formula")]
 
 use super::LINE;

@@ -91,6 +91,7 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
     } else {
         Read::Packed
     };
+    let by_columns = read != Read::Rows;
     // A line more than it holds, so that panels of a power of two do not all want the same lines of the cache.
     let a_panel = I::MR * k_block + LINE;
     let a_len = if read == Read::Packed { m_block / I::MR * a_panel + BLOCK } else { 0 };
@@ -148,7 +149,6 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                         }
                     }
                     let vectors = tile.columns.div_ceil(I::LANES);
-                    let by_columns = read != Read::Rows;
                     let full = I::kernel(I::MR, vectors, by_columns);
                     for i in (m0..m1).step_by(I::MR) {
                         ahead.some::<I>();
