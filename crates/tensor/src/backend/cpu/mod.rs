@@ -16,6 +16,7 @@ mod reduce;
 mod round;
 mod simd;
 mod storage;
+mod tile;
 mod vector;
 mod vmath;
 

@@ -5,31 +5,47 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Isa(Tag);
 
-/// Private, so that only [`Isa::detect`] can claim that the machine has AVX2.
+/// Which it is. The field of [`Isa`] is private, so that only [`Isa::available`] can claim what the machine has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Tag {
+pub(super) enum Tag {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
 }
 
 impl Isa {
     /// What the compiler assumes of every machine of this architecture.
     pub(crate) const PORTABLE: Self = Self(Tag::Portable);
 
-    /// The best that this machine has. Cheap: the standard library keeps the answer.
-    pub(crate) fn detect() -> Self {
+    /// What this machine has, the best first. Cheap: the standard library keeps the answer.
+    pub(crate) fn available() -> impl Iterator<Item = Self> {
         #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            return Self(Tag::Avx2);
-        }
-        Self::PORTABLE
+        let vectors = {
+            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            let avx512 = avx2 && is_x86_feature_detected!("avx512f");
+            [avx512.then_some(Self(Tag::Avx512)), avx2.then_some(Self(Tag::Avx2))]
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let vectors = [None];
+        vectors.into_iter().flatten().chain([Self::PORTABLE])
+    }
+
+    /// The best that this machine has.
+    pub(crate) fn detect() -> Self {
+        Self::available().next().expect("the portable one is always there")
+    }
+
+    /// Which it is.
+    pub(super) const fn tag(self) -> Tag {
+        self.0
     }
 
     /// Whether AVX2 and FMA may be used.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn has_avx2(self) -> bool {
-        self.0 == Tag::Avx2
+        self.0 != Tag::Portable
     }
 }
 
@@ -97,7 +113,7 @@ macro_rules! simd {
             #[cfg(target_arch = "x86_64")]
             if isa.has_avx2() {
                 #[expect(unsafe_code, reason = "calls a function compiled for instructions that the machine has")]
-                // SAFETY: only `Isa::detect` makes an `Isa` with AVX2, after it has found AVX2 and FMA.
+                // SAFETY: only `Isa::available` makes an `Isa` with AVX2 or more, after it has found AVX2 and FMA.
                 return unsafe { avx2($($arg),*) };
             }
             kernel::<$crate::backend::cpu::simd::Portable>($($arg),*)

@@ -4,15 +4,17 @@
 
 use std::ops::Range;
 
+use super::super::tile::{Full, Into, LINE, MOST_ROWS, Share};
 use super::head::{Head, panels, pieces};
-use super::product::{Left, MR, NR, Right, Share, Size, blend, multiply, pack, pack_transposed};
+use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
 use super::softmax::{Block, dots, softmax_grad};
 
 /// Keys of a tile.
 const KEYS: usize = 128;
-/// Queries of a tile: whole blocks of them, so that blocks of keys begin where blocks of queries do.
-const QUERIES: usize = 22 * MR;
+/// Queries of a tile: whole blocks of them with tiles of 6 or 8 rows, so that blocks of keys begin where blocks of queries
+/// do.
+const QUERIES: usize = 144;
 
 /// Where gradients go.
 pub(super) struct Gradients<'a> {
@@ -32,6 +34,8 @@ struct Pass<'a> {
     dy: Rows<'a>,
     lse: &'a [f32],
     gradients: Gradients<'a>,
+    /// What the next head will read.
+    next: Option<[Rows<'a>; 5]>,
     /// Panels of all queries, and of the gradients of their outputs.
     queries: &'a mut [f32],
     outputs: &'a mut [f32],
@@ -49,16 +53,19 @@ struct Pass<'a> {
 
 impl Head {
     /// Writes the gradients of queries, keys and values from what the forward pass read and wrote and the gradient of `y`.
+    /// Asks for what the `next` head will read.
     pub(super) fn backward(
         self,
-        [q, k, v]: [Rows<'_>; 3],
-        [y, dy]: [Rows<'_>; 2],
+        [q, k, v, y, dy]: [Rows<'_>; 5],
         lse: &[f32],
         gradients: Gradients<'_>,
+        next: Option<[Rows<'_>; 5]>,
         scratch: &mut Vec<f32>,
     ) {
-        let (keys, width) = (self.keys.min(KEYS).next_multiple_of(NR), self.width.next_multiple_of(NR));
-        let pitch = keys + NR;
+        let Full { columns, .. } = self.isa.tile();
+        let keys = self.keys.min(KEYS).next_multiple_of(columns);
+        let width = self.width.next_multiple_of(columns);
+        let pitch = keys + LINE;
         let (whole, across, tile) =
             (self.queries * width, keys * self.width, self.queries.min(QUERIES) * pitch);
         let lengths = [whole, whole, keys * width, across, across, self.queries, tile, tile];
@@ -73,6 +80,7 @@ impl Head {
             dy,
             lse,
             gradients,
+            next,
             queries,
             outputs,
             keys,
@@ -89,19 +97,19 @@ impl Head {
 
 impl Pass<'_> {
     fn run(&mut self) {
-        let Head { queries, keys, .. } = self.head;
-        let past = keys - queries;
+        let Head { isa, queries, keys, .. } = self.head;
+        let (past, rows) = (keys - queries, isa.tile().rows);
         self.pack_queries();
         for tile in pieces(0..keys, KEYS) {
             self.pack_keys(&tile);
             // Keys that all queries see; behind them, blocks of keys begin where blocks of queries do.
             let common = past.clamp(tile.start, tile.end);
             for queries in pieces(self.head.first_query(tile.start)..queries, QUERIES) {
-                for block in pieces(queries.clone(), MR) {
+                for block in pieces(queries.clone(), rows) {
                     self.block_of_queries(&block, &queries, &tile);
                 }
                 let seen = tile.end.min(past + queries.end);
-                for block in pieces(tile.start..common, MR).chain(pieces(common..seen, MR)) {
+                for block in pieces(tile.start..common, rows).chain(pieces(common..seen, rows)) {
                     self.block_of_keys(&block, &queries, &tile);
                 }
             }
@@ -111,19 +119,20 @@ impl Pass<'_> {
     /// Packs all queries and the gradients of their outputs.
     fn pack_queries(&mut self) {
         let Head { isa, queries, .. } = self.head;
-        let all = 0..queries;
-        pack(isa, self.q, &all, self.queries, queries * NR);
-        pack(isa, self.dy, &all, self.outputs, queries * NR);
+        let (all, wide) = (0..queries, isa.tile().columns);
+        pack(isa, self.q, &all, self.queries, wide, queries * wide);
+        pack(isa, self.dy, &all, self.outputs, wide, queries * wide);
         dots(isa, self.y, self.dy, &all, self.means);
     }
 
     /// Packs a tile of keys and their values.
     fn pack_keys(&mut self, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
-        pack(isa, self.k, tile, self.keys, tile.len() * NR);
+        let wide = isa.tile().columns;
+        pack(isa, self.k, tile, self.keys, wide, tile.len() * wide);
         for (of, panels) in [(self.k, &mut *self.keys_t), (self.v, &mut *self.values_t)] {
-            for (rows, panel) in pieces(tile.clone(), NR).zip(panels.chunks_exact_mut(width * NR)) {
-                pack_transposed(isa, of, &rows, panel);
+            for (rows, panel) in pieces(tile.clone(), wide).zip(panels.chunks_exact_mut(width * wide)) {
+                pack_transposed(isa, of, &rows, panel, wide);
             }
         }
     }
@@ -132,25 +141,29 @@ impl Pass<'_> {
     /// gradients of the queries.
     fn block_of_queries(&mut self, block: &Range<usize>, queries: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
-        let (rows, pitch) = (block.len(), self.pitch);
+        if tile.start == 0 {
+            self.next.iter().flatten().for_each(|next| next.fetch(block));
+        }
+        let (rows, pitch, wide) = (block.len(), self.pitch, isa.tile().columns);
         let meeting = self.head.meeting(block, tile);
         let at = (block.start - queries.start) * pitch;
         let (p, ds) = (&mut self.p[at..], &mut self.ds[at..]);
 
-        let size = Size { rows, depth: width, columns: meeting.all };
+        let size = Size { rows, depth: width, columns: meeting.padded };
         for (of, panels, to) in [(self.q, &*self.keys_t, &mut *p), (self.dy, &*self.values_t, &mut *ds)] {
             let rows = Left { data: of.span(block), row: of.stride, col: 1 };
-            multiply(isa, size, rows, Right { data: panels, panel: width * NR }, RowsMut::new(to, pitch));
+            let panels = Right { data: panels, panel: width * wide };
+            multiply(isa, size, rows, panels, RowsMut::new(to, pitch), Into::Overwrite);
         }
         let products = Block { meeting, products: p, pitch, scale: self.head.exponent_scale() };
         softmax_grad(isa, products, ds, &self.lse[block.clone()], &self.means[block.clone()]);
 
         let weights = Left { data: ds, row: pitch, col: 1 };
-        let keys = Right { data: self.keys, panel: tile.len() * NR };
+        let keys = Right { data: self.keys, panel: tile.len() * wide };
         let size = Size { rows, depth: meeting.all, columns: width };
-        let share = Share { old: 1.0, new: self.head.score_scale() };
+        let shares = [Share { old: 1.0, new: self.head.score_scale() }; MOST_ROWS];
         let dq = self.gradients.q.from(block.start);
-        blend(isa, size, weights, keys, dq, tile.start == 0, &[share; MR]);
+        multiply(isa, size, weights, keys, dq, Into::shares(&shares, tile.start == 0));
     }
 
     /// What a tile of queries adds to the gradients of a block of keys and their values.
@@ -158,7 +171,8 @@ impl Pass<'_> {
         let Head { isa, width, .. } = self.head;
         let from = self.head.first_query(block.start).max(queries.start);
         let at = (from - queries.start) * self.pitch + block.start - tile.start;
-        let panel = self.head.queries * NR;
+        let wide = isa.tile().columns;
+        let panel = self.head.queries * wide;
         let size = Size { rows: block.len(), depth: queries.end - from, columns: width };
         let products = [
             (&*self.p, &*self.outputs, &mut self.gradients.v, 1.0),
@@ -167,8 +181,9 @@ impl Pass<'_> {
         let first = !self.gradients.accumulate && queries.start <= self.head.first_query(block.start);
         for (weights, panels, to, new) in products {
             let weights = Left { data: &weights[at..], row: 1, col: self.pitch };
-            let right = Right { data: &panels[from * NR..], panel };
-            blend(isa, size, weights, right, to.from(block.start), first, &[Share { old: 1.0, new }; MR]);
+            let right = Right { data: &panels[from * wide..], panel };
+            let shares = [Share { old: 1.0, new }; MOST_ROWS];
+            multiply(isa, size, weights, right, to.from(block.start), Into::shares(&shares, first));
         }
     }
 }

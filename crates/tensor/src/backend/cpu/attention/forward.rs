@@ -4,8 +4,9 @@
 
 use std::ops::Range;
 
+use super::super::tile::{Full, Into, LINE};
 use super::head::{Head, panels, pieces};
-use super::product::{Left, MR, NR, Right, Size, blend, multiply, pack, pack_transposed};
+use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
 use super::softmax::{Block, Running, logs, softmax};
 
@@ -27,29 +28,35 @@ struct Pass<'a> {
     scores: &'a mut [f32],
     pitch: usize,
     running: Running<'a>,
+    /// What the next head will read.
+    next: Option<[Rows<'a>; 3]>,
 }
 
 impl Head {
     /// Writes a row of `y` for each query, and to `lse` the log of the sum of exponentials of its scores.
+    /// Asks for what the `next` head will read.
     pub(super) fn forward(
         self,
         [q, k, v]: [Rows<'_>; 3],
         y: RowsMut<'_>,
         lse: Option<&mut [f32]>,
+        next: Option<[Rows<'_>; 3]>,
         scratch: &mut Vec<f32>,
     ) {
-        let keys = self.keys.min(KEYS).next_multiple_of(NR);
-        let (pitch, values_panel) = (keys + NR, keys * NR);
+        let Full { rows, columns } = self.isa.tile();
+        let keys = self.keys.min(KEYS).next_multiple_of(columns);
+        let (pitch, values_panel) = (keys + LINE, keys * columns);
         let lengths = [
             keys * self.width,
-            self.width.div_ceil(NR) * values_panel,
-            MR * pitch,
+            self.width.div_ceil(columns) * values_panel,
+            rows * pitch,
             self.queries,
             self.queries,
         ];
         let [keys, values, scores, tops, sums] = panels(scratch, lengths);
         let running = Running { tops, sums };
-        let mut pass = Pass { head: self, q, k, v, y, keys, values, values_panel, scores, pitch, running };
+        let mut pass =
+            Pass { head: self, q, k, v, y, keys, values, values_panel, scores, pitch, running, next };
         pass.run();
         let Running { tops, sums } = pass.running;
         if let Some(lse) = lse {
@@ -60,10 +67,10 @@ impl Head {
 
 impl Pass<'_> {
     fn run(&mut self) {
-        let Head { queries, keys, .. } = self.head;
+        let Head { isa, queries, keys, .. } = self.head;
         for tile in pieces(0..keys, KEYS) {
             self.pack(&tile);
-            for block in pieces(self.head.first_query(tile.start)..queries, MR) {
+            for block in pieces(self.head.first_query(tile.start)..queries, isa.tile().rows) {
                 self.block(&block, &tile);
             }
         }
@@ -72,22 +79,26 @@ impl Pass<'_> {
     /// Packs a tile of keys and their values.
     fn pack(&mut self, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
-        pack(isa, self.v, tile, self.values, self.values_panel);
-        for (rows, panel) in pieces(tile.clone(), NR).zip(self.keys.chunks_exact_mut(width * NR)) {
-            pack_transposed(isa, self.k, &rows, panel);
+        let wide = isa.tile().columns;
+        pack(isa, self.v, tile, self.values, wide, self.values_panel);
+        for (rows, panel) in pieces(tile.clone(), wide).zip(self.keys.chunks_exact_mut(width * wide)) {
+            pack_transposed(isa, self.k, &rows, panel, wide);
         }
     }
 
     /// A block of queries meets a tile of keys.
     fn block(&mut self, block: &Range<usize>, tile: &Range<usize>) {
         let Head { isa, width, .. } = self.head;
+        if tile.start == 0 {
+            self.next.iter().flatten().for_each(|next| next.fetch(block));
+        }
         let (rows, first, pitch) = (block.len(), tile.start == 0, self.pitch);
         let meeting = self.head.meeting(block, tile);
 
         let q = Left { data: self.q.span(block), row: self.q.stride, col: 1 };
-        let keys = Right { data: self.keys, panel: width * NR };
-        let size = Size { rows, depth: width, columns: meeting.all };
-        multiply(isa, size, q, keys, RowsMut::new(self.scores, pitch));
+        let keys = Right { data: self.keys, panel: width * isa.tile().columns };
+        let size = Size { rows, depth: width, columns: meeting.padded };
+        multiply(isa, size, q, keys, RowsMut::new(self.scores, pitch), Into::Overwrite);
 
         let scale = self.head.exponent_scale();
         let Running { tops, sums } = &mut self.running;
@@ -97,6 +108,6 @@ impl Pass<'_> {
         let weights = Left { data: self.scores, row: pitch, col: 1 };
         let values = Right { data: self.values, panel: self.values_panel };
         let size = Size { rows, depth: meeting.all, columns: width };
-        blend(isa, size, weights, values, self.y.from(block.start), first, &shares);
+        multiply(isa, size, weights, values, self.y.from(block.start), Into::shares(&shares, first));
     }
 }

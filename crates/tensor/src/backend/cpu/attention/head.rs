@@ -3,8 +3,8 @@
 
 use std::ops::Range;
 
+use super::super::tile::LINE;
 use super::super::vector::LANES;
-use super::product::NR;
 use crate::backend::cpu::simd::Isa;
 
 /// Sizes of one head.
@@ -79,12 +79,12 @@ pub(super) fn pieces(of: Range<usize>, len: usize) -> impl Iterator<Item = Range
 /// Cuts the scratch into panels of the given lengths, each beginning with a cache line; what they hold is left over from
 /// earlier calls.
 pub(super) fn panels<const N: usize>(scratch: &mut Vec<f32>, lengths: [usize; N]) -> [&mut [f32]; N] {
-    let lengths = lengths.map(|len| len.next_multiple_of(NR));
-    let total = lengths.iter().sum::<usize>() + NR;
+    let lengths = lengths.map(|len| len.next_multiple_of(LINE));
+    let total = lengths.iter().sum::<usize>() + LINE;
     if scratch.len() < total {
         scratch.resize(total, 0.0);
     }
-    let skip = scratch.as_ptr().align_offset(size_of::<[f32; NR]>());
+    let skip = scratch.as_ptr().align_offset(size_of::<[f32; LINE]>());
     let mut rest = &mut scratch[skip..];
     lengths.map(|len| {
         let (panel, after) = std::mem::take(&mut rest).split_at_mut(len);

@@ -3,8 +3,9 @@
 //! One task owns one head of one sequence, so no sum crosses tasks and the bits do not depend on the number of threads.
 //! A task goes over the keys tile by tile and, for each, over the blocks of queries that see it, a register tile high. Rows
 //! of queries are read where they are; keys and values are packed into panels of the thread's scratch, which products
-//! want them in. Masked weights are multiplied as zeros within a register tile, so a NaN in a value may reach the five
-//! queries before it. It refuses to know projections, tensors and devices.
+//! want them in. Meanwhile the rows of the next task's head are asked for: they lie apart, and no CPU guesses where.
+//! Masked weights are multiplied as zeros within a register tile, so a NaN in a value may reach the seven queries before
+//! it. It refuses to know projections, tensors and devices.
 
 mod backward;
 mod forward;
@@ -51,6 +52,11 @@ impl Layout {
     /// Floats of one token's output.
     const fn width(self) -> usize {
         self.heads * self.head_dim
+    }
+
+    /// Sequence and head of a task.
+    const fn head(self, task: usize) -> (usize, usize) {
+        (task / self.heads, task % self.heads)
     }
 
     /// Heads of all sequences.
@@ -158,18 +164,18 @@ impl Forward<'_> {
         let y = Output::new(y);
         let lse = lse.map(Output::new);
         let (y, lse) = (&y, &lse);
+        let reads = |task| [self.q, self.k, self.v].map(|(data, place)| place.rows(data, l, l.head(task)));
         pool.run(l.tasks(), |task| {
-            let at = (task / l.heads, task % l.heads);
-            let qkv = [self.q, self.k, self.v].map(|(data, place)| place.rows(data, l, at));
             let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
             SCRATCH.with_borrow_mut(|scratch| {
                 #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
                 // SAFETY: each task has a head of its own, hence columns and a stretch of `lse` of its own.
                 let (y, lse) = unsafe {
                     let lse = lse.as_ref().map(|lse| lse.part(task * l.tokens, l.tokens));
-                    (y.rows(place, l, at), lse)
+                    (y.rows(place, l, l.head(task)), lse)
                 };
-                head.forward(qkv, y, lse, scratch);
+                let next = (task + 1 < l.tasks()).then(|| reads(task + 1));
+                head.forward(reads(task), y, lse, next, scratch);
             });
         });
     }
@@ -209,17 +215,20 @@ impl Backward<'_> {
         }
         assert!(self.keys >= l.tokens, "every query has a key");
         let gradients = &gradients;
+        let reads = |task| {
+            [self.q, self.k, self.v, (self.y, out), (self.dy, out)]
+                .map(|(data, place)| place.rows(data, l, l.head(task)))
+        };
         pool.run(l.tasks(), |task| {
-            let at = (task / l.heads, task % l.heads);
-            let qkv = [self.q, self.k, self.v].map(|(data, place)| place.rows(data, l, at));
-            let outs = [self.y, self.dy].map(|data| out.rows(data, l, at));
             let lse = &self.lse[task * l.tokens..][..l.tokens];
             let head = Head { isa: self.isa, queries: l.tokens, keys: self.keys, width: l.head_dim };
             #[expect(unsafe_code, reason = "tasks write disjoint rows of one buffer")]
             // SAFETY: each task has a head of its own, hence columns of its own in each of the three.
-            let [q, k, v] = gradients.each_ref().map(|(data, place)| unsafe { data.rows(*place, l, at) });
+            let [q, k, v] =
+                gradients.each_ref().map(|(data, place)| unsafe { data.rows(*place, l, l.head(task)) });
             let gradients = Gradients { q, k, v, accumulate: self.accumulate };
-            SCRATCH.with_borrow_mut(|scratch| head.backward(qkv, outs, lse, gradients, scratch));
+            let next = (task + 1 < l.tasks()).then(|| reads(task + 1));
+            SCRATCH.with_borrow_mut(|scratch| head.backward(reads(task), lse, gradients, next, scratch));
         });
     }
 }

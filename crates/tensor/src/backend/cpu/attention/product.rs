@@ -1,5 +1,5 @@
-//! Matrix products held in registers, a tile of at most [`MR`] by [`NR`] at a time, and the panels that they read.
-//! It refuses to know heads, masks and where tensors live.
+//! Matrix products of a row of tiles, and the panels that they read. It refuses to know heads, masks and where tensors
+//! live.
 #![expect(
     unsafe_code,
     reason = "vector instructions and unchecked indexing; each entry point checks its bounds"
@@ -8,28 +8,10 @@
 
 use std::ops::Range;
 
-use super::super::simd::simd;
+use super::super::simd::{Isa, simd};
+use super::super::tile::{Into, LINE, Tile};
 use super::super::vector::{LANES, Vector};
 use super::rows::{Rows, RowsMut};
-
-/// Rows of a full tile.
-pub(super) const MR: usize = 6;
-/// Columns of a tile.
-pub(super) const NR: usize = 2 * LANES;
-
-/// Calls a function that is generic over a level and the rows of a tile.
-macro_rules! by_rows {
-    ($rows:expr, $f:ident::<$level:ident>($($arg:expr),* $(,)?)) => {
-        match $rows {
-            6 => $f::<$level, 6>($($arg),*),
-            5 => $f::<$level, 5>($($arg),*),
-            4 => $f::<$level, 4>($($arg),*),
-            3 => $f::<$level, 3>($($arg),*),
-            2 => $f::<$level, 2>($($arg),*),
-            _ => $f::<$level, 1>($($arg),*),
-        }
-    };
-}
 
 /// The left operand of a product: element (i, k) is at `i * row + k * col`.
 #[derive(Clone, Copy)]
@@ -39,7 +21,7 @@ pub(super) struct Left<'a> {
     pub(super) col: usize,
 }
 
-/// The right operand, in panels of [`NR`] columns: element (k, j) is at `j / NR * panel + k * NR + j % NR`.
+/// The right operand, in panels as wide as a tile: element (k, j) is at `j / width * panel + k * width + j % width`.
 #[derive(Clone, Copy)]
 pub(super) struct Right<'a> {
     pub(super) data: &'a [f32],
@@ -49,179 +31,43 @@ pub(super) struct Right<'a> {
 /// Sizes of a product.
 #[derive(Clone, Copy)]
 pub(super) struct Size {
-    /// At most [`MR`].
+    /// At most those of a tile.
     pub(super) rows: usize,
     /// Terms of each sum.
     pub(super) depth: usize,
     pub(super) columns: usize,
 }
 
-impl Size {
-    /// Where the operands begin; panics unless they hold what a product of this size reads.
-    fn check(self, a: Left<'_>, b: Right<'_>) -> (*const f32, *const f32) {
-        let Self { rows, depth, columns } = self;
-        assert!((1..=MR).contains(&rows) && depth > 0 && columns > 0, "a product has a size");
-        assert!((rows - 1) * a.row + (depth - 1) * a.col < a.data.len(), "A is too short");
-        assert!((columns.div_ceil(NR) - 1) * b.panel + depth * NR <= b.data.len(), "B is too short");
-        (a.data.as_ptr(), b.data.as_ptr())
-    }
-}
-
-/// `R` rows of `A B` and the columns of one panel: one chain of multiply-adds for each element, in ascending k.
-///
-/// # Safety
-/// As [`Vector`]; both operands are valid for `k`.
-#[inline(always)]
-unsafe fn tile<L: Vector, const R: usize>(
-    a: *const f32,
-    (row, col): (usize, usize),
-    b: *const f32,
-    k: usize,
-) -> [[L::V; 2]; R] {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut acc = [[L::splat(0.0); 2]; R];
-        let rows: [*const f32; R] = std::array::from_fn(|i| a.wrapping_add(i * row));
-        let mut at = 0;
-        while at + 2 <= k {
-            step::<L, R>(&mut acc, &rows, at * col, b.add(at * NR));
-            step::<L, R>(&mut acc, &rows, (at + 1) * col, b.add((at + 1) * NR));
-            at += 2;
-        }
-        if at < k {
-            step::<L, R>(&mut acc, &rows, at * col, b.add(at * NR));
-        }
-        acc
-    }
-}
-
-/// One k: a column of A times a row of B.
-#[inline(always)]
-unsafe fn step<L: Vector, const R: usize>(
-    acc: &mut [[L::V; 2]; R],
-    rows: &[*const f32; R],
-    a: usize,
-    b: *const f32,
-) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let (b0, b1) = (L::load(b), L::load(b.add(LANES)));
-        for (acc, row) in acc.iter_mut().zip(rows) {
-            let x = L::splat(*row.add(a));
-            acc[0] = L::fma(x, b0, acc[0]);
-            acc[1] = L::fma(x, b1, acc[1]);
-        }
-    }
-}
-
-simd! {
-    /// `C = A B`, written up to the end of the last panel that `columns` reach into.
-    pub(super) fn multiply<L: Level + Vector>(size: Size, a: Left<'_>, b: Right<'_>, c: RowsMut<'_>) {
-        #[inline(always)]
-        unsafe fn rows<L: Vector, const R: usize>(
-            size: Size,
-            (a, strides): (*const f32, (usize, usize)),
-            (b, panel): (*const f32, usize),
-            (c, c_row): (*mut f32, usize),
-        ) {
-            for p in 0..size.columns.div_ceil(NR) {
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let acc = tile::<L, R>(a, strides, b.add(p * panel), size.depth);
-                    for (i, acc) in acc.into_iter().enumerate() {
-                        let c = c.add(i * c_row + p * NR);
-                        L::store(c, acc[0]);
-                        L::store(c.add(LANES), acc[1]);
-                    }
-                }
-            }
-        }
-        let (at_a, at_b) = size.check(a, b);
-        let c = { c }.span(size.rows, size.columns.next_multiple_of(NR));
-        let (b, row) = ((at_b, b.panel), a.row);
-        // SAFETY: the operands hold what is read and written; this function is compiled for the level.
+/// What becomes of `A B`, for a row of tiles.
+pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsMut<'_>, into: Into) {
+    let (full, Size { rows, depth, columns }) = (isa.tile(), size);
+    assert!((1..=full.rows).contains(&rows) && depth > 0 && columns > 0, "a product has a size");
+    assert!((rows - 1) * a.row + (depth - 1) * a.col < a.data.len(), "A is too short");
+    let panels = columns.div_ceil(full.columns);
+    assert!((panels - 1) * b.panel + depth * full.columns <= b.data.len(), "B is too short");
+    assert!(a.row == 1 || a.col == 1, "A is contiguous in one direction");
+    let by_columns = a.col != 1;
+    let (c, c_stride) = { c }.span(rows, columns);
+    let b_at = b.data.as_ptr().cast_mut();
+    let mut tile = Tile {
+        k: depth,
+        a: a.data.as_ptr(),
+        a_stride: if by_columns { a.col } else { a.row },
+        b: b_at,
+        b_from: b_at,
+        b_stride: full.columns,
+        c,
+        c_stride,
+        columns: full.columns,
+        into,
+    };
+    for panel in 0..panels {
+        tile.columns = (columns - panel * full.columns).min(full.columns);
+        // SAFETY: the operands hold what is read and written, as just checked; kernels only read B.
         unsafe {
-            assert!(a.col == 1, "rows of A are contiguous");
-            by_rows!(size.rows, rows::<L>(size, (at_a, (row, 1)), b, c));
-        }
-    }
-}
-
-/// What becomes of a row of C when a product is added to it.
-#[derive(Clone, Copy)]
-pub(super) struct Share {
-    /// What the row is multiplied by.
-    pub(super) old: f32,
-    /// What the product's row is multiplied by.
-    pub(super) new: f32,
-}
-
-/// Blends a row of a tile into a row of C.
-///
-/// # Safety
-/// As [`Vector`]; `c` is valid for the row.
-#[inline(always)]
-unsafe fn put<L: Vector>(row: [L::V; 2], c: *mut f32, overwrite: bool, share: Share) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        for (i, v) in row.into_iter().enumerate() {
-            let c = c.add(i * LANES);
-            let v = L::mul(L::splat(share.new), v);
-            L::store(c, if overwrite { v } else { L::fma(L::splat(share.old), L::load(c), v) });
-        }
-    }
-}
-
-simd! {
-    /// `C = old C + new A B`, with factors for each row, or `C = new A B` where `C` holds nothing yet.
-    pub(super) fn blend<L: Level + Vector>(
-        size: Size,
-        a: Left<'_>,
-        b: Right<'_>,
-        c: RowsMut<'_>,
-        overwrite: bool,
-        shares: &[Share; MR],
-    ) {
-        #[inline(always)]
-        unsafe fn rows<L: Vector, const R: usize>(
-            size: Size,
-            (a, strides): (*const f32, (usize, usize)),
-            (b, panel): (*const f32, usize),
-            (c, c_row): (*mut f32, usize),
-            overwrite: bool,
-            shares: &[Share; MR],
-        ) {
-            for j in (0..size.columns).step_by(NR) {
-                let width = (size.columns - j).min(NR);
-                // SAFETY: the caller's promise; a part of a row of a tile goes through a whole one.
-                unsafe {
-                    let acc = tile::<L, R>(a, strides, b.add(j / NR * panel), size.depth);
-                    for (i, (acc, share)) in acc.into_iter().zip(shares).enumerate() {
-                        let c = c.add(i * c_row + j);
-                        if width == NR {
-                            put::<L>(acc, c, overwrite, *share);
-                        } else {
-                            let mut part = [0.0; NR];
-                            part.as_mut_ptr().copy_from_nonoverlapping(c, width);
-                            put::<L>(acc, part.as_mut_ptr(), overwrite, *share);
-                            c.copy_from_nonoverlapping(part.as_ptr(), width);
-                        }
-                    }
-                }
-            }
-        }
-        let (at_a, at_b) = size.check(a, b);
-        let c = { c }.span(size.rows, size.columns);
-        let b = (at_b, b.panel);
-        // SAFETY: the operands hold what is read and written; this function is compiled for the level.
-        unsafe {
-            // The stride that is known to be 1 makes for shorter loops.
-            if a.col == 1 {
-                by_rows!(size.rows, rows::<L>(size, (at_a, (a.row, 1)), b, c, overwrite, shares));
-            } else {
-                assert!(a.row == 1, "A is contiguous in one direction");
-                by_rows!(size.rows, rows::<L>(size, (at_a, (1, a.col)), b, c, overwrite, shares));
-            }
+            tile.b = b_at.add(panel * b.panel);
+            tile.c = c.add(panel * full.columns);
+            isa.kernel(rows, tile.columns.div_ceil(full.lanes()), by_columns)(&tile);
         }
     }
 }
@@ -236,33 +82,39 @@ const AHEAD: usize = 12;
 /// As [`Vector`], but the row need not be there.
 #[inline(always)]
 unsafe fn fetch<L: Vector>(row: *const f32, width: usize) {
-    for j in (0..width).step_by(NR) {
+    for j in (0..width).step_by(LINE) {
         // SAFETY: the caller's promise.
         unsafe { L::prefetch(row.wrapping_add(j)) };
     }
 }
 
 simd! {
-    /// Copies rows into panels of a right operand, `panel` apart; columns that are missing from the last panel are zero.
-    pub(super) fn pack<L: Level + Vector>(from: Rows<'_>, rows: &Range<usize>, panels: &mut [f32], panel: usize) {
+    /// Copies rows into panels of a right operand, `wide` columns each and `panel` apart; columns that are missing from the
+    /// last panel are zero.
+    pub(super) fn pack<L: Level + Vector>(
+        from: Rows<'_>, rows: &Range<usize>, panels: &mut [f32], wide: usize, panel: usize,
+    ) {
         let Rows { stride, width, .. } = from;
         let src = from.span(rows);
-        assert!((width.div_ceil(NR) - 1) * panel + rows.len() * NR <= panels.len(), "the panels are too short");
+        assert!(wide.is_multiple_of(LANES), "panels are as wide as some vectors");
+        assert!((width.div_ceil(wide) - 1) * panel + rows.len() * wide <= panels.len(), "the panels are too short");
         let dst = panels.as_mut_ptr();
         for t in 0..rows.len() {
             // SAFETY: this function is compiled for the level.
             unsafe { fetch::<L>(src.as_ptr().wrapping_add((t + AHEAD) * stride), width) };
-            for j in (0..width).step_by(NR) {
-                let here = (width - j).min(NR);
-                // SAFETY: the rows are there, and the panels hold them; this function is compiled for the level.
-                unsafe {
-                    let (src, dst) = (src.as_ptr().add(t * stride + j), dst.add(j / NR * panel + t * NR));
-                    if here == NR {
-                        L::store(dst, L::load(src));
-                        L::store(dst.add(LANES), L::load(src.add(LANES)));
-                    } else {
-                        dst.copy_from_nonoverlapping(src, here);
-                        dst.add(here).write_bytes(0, NR - here);
+            for (p, start) in (0..width).step_by(wide).enumerate() {
+                for j in (0..wide).step_by(LANES) {
+                    let here = width.saturating_sub(start + j).min(LANES);
+                    // SAFETY: the rows are there, and the panels hold them; this function is compiled for the level.
+                    unsafe {
+                        let src = src.as_ptr().wrapping_add(t * stride + start + j);
+                        let dst = dst.add(p * panel + t * wide + j);
+                        if here == LANES {
+                            L::store(dst, L::load(src));
+                        } else {
+                            dst.copy_from_nonoverlapping(src, here);
+                            dst.add(here).write_bytes(0, LANES - here);
+                        }
                     }
                 }
             }
@@ -271,28 +123,29 @@ simd! {
 }
 
 simd! {
-    /// Copies at most [`NR`] rows into the columns of one panel of a right operand; columns that are missing are zero.
-    pub(super) fn pack_transposed<L: Level + Vector>(from: Rows<'_>, rows: &Range<usize>, panel: &mut [f32]) {
+    /// Copies at most `wide` rows into the columns of one panel of a right operand; columns that are missing are zero.
+    pub(super) fn pack_transposed<L: Level + Vector>(from: Rows<'_>, rows: &Range<usize>, panel: &mut [f32], wide: usize) {
         let Rows { stride, width, .. } = from;
         let src = from.span(rows);
-        let panel = &mut panel[..width * NR];
-        for t in (0..NR).step_by(LANES) {
+        let panel = &mut panel[..width * wide];
+        assert!(wide.is_multiple_of(LANES), "panels are as wide as some vectors");
+        for t in (0..wide).step_by(LANES) {
             let here = rows.len().saturating_sub(t).min(LANES);
             for i in 0..LANES {
                 // SAFETY: this function is compiled for the level.
-                unsafe { fetch::<L>(src.as_ptr().wrapping_add((t + NR + i) * stride), width) };
+                unsafe { fetch::<L>(src.as_ptr().wrapping_add((t + wide + i) * stride), width) };
             }
             let whole = if here == LANES { width / LANES * LANES } else { 0 };
             for j in (0..whole).step_by(LANES) {
                 // SAFETY: eight rows from `t` on are there, and the panel has `width` of them; this function is compiled
                 // for the level.
                 unsafe {
-                    L::transpose(src.as_ptr().add(t * stride + j), stride, panel.as_mut_ptr().add(j * NR + t), NR);
+                    L::transpose(src.as_ptr().add(t * stride + j), stride, panel.as_mut_ptr().add(j * wide + t), wide);
                 }
             }
             for j in whole..width {
                 for i in 0..LANES {
-                    panel[j * NR + t + i] = if i < here { src[(t + i) * stride + j] } else { 0.0 };
+                    panel[j * wide + t + i] = if i < here { src[(t + i) * stride + j] } else { 0.0 };
                 }
             }
         }

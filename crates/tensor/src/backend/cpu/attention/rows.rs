@@ -3,6 +3,8 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use super::super::tile::{LINE, prefetch_far};
+
 /// Rows to read.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows<'a> {
@@ -15,6 +17,15 @@ impl<'a> Rows<'a> {
     /// Rows `stride` apart; `data` begins with the first.
     pub(super) fn new(data: &'a [f32], stride: usize, width: usize) -> Self {
         Self { data, stride, width }
+    }
+
+    /// Asks for some rows, which need not be there, into the second-level cache.
+    pub(super) fn fetch(&self, rows: &Range<usize>) {
+        for t in rows.clone() {
+            for j in (0..self.width).step_by(LINE) {
+                prefetch_far(self.data.as_ptr().wrapping_add(t * self.stride + j));
+            }
+        }
     }
 
     /// From the first of some rows to the end of the last; panics unless all of them are there.

@@ -9,10 +9,10 @@ use std::f32::consts::{LN_2, LOG2_E};
 use std::ops::Range;
 
 use super::super::simd::simd;
+use super::super::tile::{MOST_ROWS, Share};
 use super::super::vector::{LANES, Vector, exp2, greatest, sum};
 use super::super::vmath;
 use super::head::Meeting;
-use super::product::{MR, Share};
 use super::rows::Rows;
 
 /// Products of a block of queries with the keys of a tile, in rows `pitch` apart.
@@ -26,7 +26,7 @@ pub(super) struct Block<'a> {
 
 impl Block<'_> {
     fn check(&self, rows: usize) {
-        assert!((1..=MR).contains(&rows), "a block has a size");
+        assert!((1..=MOST_ROWS).contains(&rows), "a block has a size");
         assert!(
             (rows - 1) * self.pitch + self.meeting.padded <= self.products.len(),
             "the block is too short"
@@ -52,17 +52,17 @@ unsafe fn exponentials<L: Vector>(x: *const f32, scale: f32, shift: f32) -> L::V
 simd! {
     /// Replaces products by their exponentials relative to the greatest so far, and masked ones by 0. Returns what becomes
     /// of weighted sums of values; if this tile is the first, what `running` holds is not read.
-    pub(super) fn softmax<L: Level + Vector>(block: Block<'_>, running: Running<'_>, first: bool) -> [Share; MR] {
+    pub(super) fn softmax<L: Level + Vector>(block: Block<'_>, running: Running<'_>, first: bool) -> [Share; MOST_ROWS] {
         let Running { tops, sums } = running;
         let rows = tops.len();
         block.check(rows);
         let Block { meeting, products, pitch, scale } = block;
-        let mut shares = [Share { old: 0.0, new: 0.0 }; MR];
+        let mut shares = [Share { old: 0.0, new: 0.0 }; MOST_ROWS];
         // Each step is taken for all rows before the next, so that no row waits for the end of another's chain.
         // SAFETY: the rows are there in whole vectors; this function is compiled for the level.
         unsafe {
             let masked = L::splat(f32::NEG_INFINITY);
-            let mut lanes = [masked; MR];
+            let mut lanes = [masked; MOST_ROWS];
             for (r, lanes) in lanes[..rows].iter_mut().enumerate() {
                 let s = products.as_ptr().add(r * pitch);
                 for j in (0..meeting.whole).step_by(LANES) {

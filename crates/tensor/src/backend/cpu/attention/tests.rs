@@ -104,8 +104,6 @@ fn run(isa: Isa, threads: usize, l: Layout, qkv: &[f32], dy: &[f32]) -> [Vec<f32
     [y, lse, d_qkv]
 }
 
-const ISAS: [fn() -> Isa; 2] = [Isa::detect, || Isa::PORTABLE];
-
 #[test]
 fn matches_the_definition_at_any_size() {
     let sizes = [
@@ -127,9 +125,9 @@ fn matches_the_definition_at_any_size() {
         let (qkv, dy) = (noise(b * t * 3 * h * d, 1), noise(b * t * h * d, 2));
         let (want_y, want_lse) = reference(l, &wide(&qkv));
         let want_g = reference_gradient(l, &wide(&qkv), &wide(&dy));
-        for isa in ISAS {
-            let [y, lse, g] = run(isa(), 1, l, &qkv, &dy);
-            let what = format!("{:?} {l:?}", isa());
+        for isa in Isa::available() {
+            let [y, lse, g] = run(isa, 1, l, &qkv, &dy);
+            let what = format!("{isa:?} {l:?}");
             assert_close(&y, &want_y, 2e-6, &what);
             assert_close(&lse, &want_lse, 2e-6, &what);
             assert_close(&g, &want_g, 5e-6, &what);
@@ -148,9 +146,12 @@ fn levels_agree_and_threads_do_not_matter() {
             assert!(a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{threads} threads");
         }
     }
-    let portable = run(Isa::PORTABLE, 1, l, &qkv, &dy);
-    for (a, b) in one.iter().zip(&portable) {
-        assert_close(a, &wide(b), 1e-5, "portable");
+    for isa in Isa::available() {
+        let same = isa != Isa::PORTABLE;
+        for (a, b) in one.iter().zip(&run(isa, 1, l, &qkv, &dy)) {
+            assert_close(a, &wide(b), 1e-5, "portable");
+            assert!(!same || a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits()), "{isa:?}");
+        }
     }
 }
 
@@ -240,8 +241,8 @@ fn large_logits_stay_finite() {
     let qkv: Vec<f32> = noise(300 * 48, 8).iter().map(|x| x * 200.0).collect();
     let dy = noise(300 * 16, 9);
     let (want, _) = reference(l, &wide(&qkv));
-    for isa in ISAS {
-        let outputs = run(isa(), 1, l, &qkv, &dy);
+    for isa in Isa::available() {
+        let outputs = run(isa, 1, l, &qkv, &dy);
         assert!(outputs[1].iter().any(|&e| e > 1e4), "the logits are large");
         assert!(outputs.iter().flatten().all(|x| x.is_finite()));
         assert_close(&outputs[0], &want, 2e-3, "saturated");
@@ -259,7 +260,7 @@ fn a_nan_stays_close_and_does_not_outlive_its_call() {
     let [y, ..] = run(Isa::detect(), 1, l, &qkv, &vec![0.0; t * 2 * d]);
     let nans: Vec<usize> = (0..y.len()).filter(|&i| y[i].is_nan()).collect();
     assert!(nans.contains(&((t - 1) * 2 * d)));
-    assert!(nans.iter().all(|i| i % (2 * d) == 0 && i / (2 * d) + 6 >= t), "{nans:?}");
+    assert!(nans.iter().all(|i| i % (2 * d) == 0 && i / (2 * d) + 8 >= t), "{nans:?}");
     // The scratch that it went through serves other heads.
     let clean = noise(t * 6 * d, 11);
     let outputs = run(Isa::detect(), 1, l, &clean, &noise(t * 2 * d, 12));

@@ -7,13 +7,12 @@
 //! transposition, or place in the matrix. It refuses to know tensors, other dtypes and activations.
 //!
 //! Source: Van Zee and van de Geijn 2015, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality". Differs:
-//! a panel of B is packed when it is first used, and the next one's memory is prefetched meanwhile.
+//! a panel of B is packed when it is first used, by the kernel that uses it where its columns are contiguous, and the
+//! next one's memory is prefetched meanwhile.
 #![expect(unsafe_code, reason = "vector instructions, and disjoint parts of C written by several threads")]
 #![expect(unsafe_op_in_unsafe_fn, reason = "kernels are unsafe throughout; each states what it relies on")]
 #![expect(clippy::inline_always, reason = "instructions must end up inside the function that enables them")]
 
-mod isa;
-mod micro;
 mod pack;
 mod region;
 #[cfg(test)]
@@ -22,12 +21,10 @@ mod tests;
 use std::ops::Range;
 
 use super::pool::Pool;
+use super::simd::{Isa, Tag};
+use super::tile::{self, Full, Portable};
 use super::vector::Vector;
-use isa::{Isa, Portable};
 use region::{Product, region};
-
-/// Floats of a cache line.
-const LINE: usize = 16;
 
 /// A matrix to read: element (i, j) at `data[i * row_stride + j * col_stride]`.
 #[derive(Clone, Copy, Debug)]
@@ -162,73 +159,36 @@ pub(crate) fn gemm_batched<E: Epilogue>(
     init: Init,
     epilogue: &E,
 ) {
-    gemm_with(Level::detect(), pool, batch, a, b, c, init, epilogue);
+    gemm_with(Isa::detect(), pool, batch, a, b, c, init, epilogue);
 }
 
-/// The instruction sets that there are kernels for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Level {
-    Portable,
+/// [`region`] compiled for an instruction set.
+///
+/// # Safety
+/// As for [`region`].
+unsafe fn region_of<E: Epilogue>(
+    isa: Isa,
+    p: &Product,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    epilogue: &E,
+) {
     #[cfg(target_arch = "x86_64")]
-    Avx2,
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn avx2<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
+        region::<tile::Avx2, E>(p, rows, columns, epilogue);
+    }
     #[cfg(target_arch = "x86_64")]
-    Avx512,
-}
-
-impl Level {
-    fn available() -> impl Iterator<Item = Self> {
-        #[cfg(target_arch = "x86_64")]
-        let vectors = {
-            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-            let avx512 = avx2 && is_x86_feature_detected!("avx512f");
-            [avx512.then_some(Self::Avx512), avx2.then_some(Self::Avx2)]
-        };
-        #[cfg(not(target_arch = "x86_64"))]
-        let vectors = [None];
-        vectors.into_iter().flatten().chain([Self::Portable])
+    #[target_feature(enable = "avx512f,avx2,fma")]
+    unsafe fn avx512<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
+        region::<tile::Avx512, E>(p, rows, columns, epilogue);
     }
-
-    fn detect() -> Self {
-        Self::available().next().expect("the portable kernel is always there")
-    }
-
-    /// Rows and columns of a full tile.
-    const fn tile(self) -> (usize, usize) {
-        match self {
-            Self::Portable => (Portable::MR, Portable::NR),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => (isa::Avx2::MR, isa::Avx2::NR),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => (isa::Avx512::MR, isa::Avx512::NR),
-        }
-    }
-
-    /// # Safety
-    /// As for [`region`]; the level is available.
-    unsafe fn region<E: Epilogue>(
-        self,
-        p: &Product,
-        rows: Range<usize>,
-        columns: Range<usize>,
-        epilogue: &E,
-    ) {
+    match isa.tag() {
+        Tag::Portable => region::<Portable, E>(p, rows, columns, epilogue),
         #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx2,fma")]
-        unsafe fn avx2<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
-            region::<isa::Avx2, E>(p, rows, columns, epilogue);
-        }
+        Tag::Avx2 => avx2(p, rows, columns, epilogue),
         #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx512f,avx2,fma")]
-        unsafe fn avx512<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
-            region::<isa::Avx512, E>(p, rows, columns, epilogue);
-        }
-        match self {
-            Self::Portable => region::<Portable, E>(p, rows, columns, epilogue),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => avx2(p, rows, columns, epilogue),
-            #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => avx512(p, rows, columns, epilogue),
-        }
+        Tag::Avx512 => avx512(p, rows, columns, epilogue),
     }
 }
 
@@ -238,9 +198,9 @@ struct Shared(Product);
 // SAFETY: A and B are only read, and tasks write disjoint parts of C.
 unsafe impl Sync for Shared {}
 
-#[expect(clippy::too_many_arguments, reason = "the public call and the level, which tests choose")]
+#[expect(clippy::too_many_arguments, reason = "the public call and the instruction set, which tests choose")]
 fn gemm_with<E: Epilogue>(
-    level: Level,
+    isa: Isa,
     pool: &Pool,
     batch: Batch,
     a: Mat<'_>,
@@ -268,7 +228,7 @@ fn gemm_with<E: Epilogue>(
         accumulate: init == Init::Accumulate,
         first_row: 0,
     });
-    let (mr, nr) = level.tile();
+    let Full { rows: mr, columns: nr } = isa.tile();
     let (cuts_m, cuts_n) = cuts(pool.threads(), count, (m, n, k), (mr, nr));
     let shared = &shared;
     pool.run(count * cuts_m * cuts_n, |task| {
@@ -277,7 +237,7 @@ fn gemm_with<E: Epilogue>(
         let rows = share(m, mr, cuts_m, part % cuts_m);
         let columns = share(n, nr, cuts_n, part / cuts_m);
         // SAFETY: the operands were checked to hold every element of every member of the batch, no two elements of C
-        // coincide, tasks cover disjoint parts of it, and the level was detected.
+        // coincide, tasks cover disjoint parts of it, and the machine has the instructions.
         unsafe {
             let product = Product {
                 a: shared.0.a.add(x * batch.a.0 + y * batch.a.1),
@@ -286,7 +246,7 @@ fn gemm_with<E: Epilogue>(
                 first_row: index * m,
                 ..shared.0
             };
-            level.region(&product, rows, columns, epilogue);
+            region_of(isa, &product, rows, columns, epilogue);
         }
     });
 }

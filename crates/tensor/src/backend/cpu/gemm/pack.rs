@@ -1,7 +1,7 @@
 //! Copies a block of A or B into panels: `width` lanes side by side (rows of A, columns of B) for each k, so that the
 //! kernel reads one ascending stream. It refuses to know which of the two it packs.
 
-use super::isa::{BLOCK, Isa};
+use super::super::tile::{BLOCK, Registers};
 
 /// A block to be packed: element (lane, k) at `lane * lane_stride + k * k_stride`.
 #[derive(Clone, Copy)]
@@ -22,7 +22,7 @@ pub(super) struct Block {
 /// `block` is readable, and `dst` writable for all panels and [`BLOCK`] elements more; `width` is 6 or a multiple
 /// of [`BLOCK`].
 #[inline(always)]
-pub(super) unsafe fn pack<I: Isa>(block: Block, width: usize, pitch: usize, dst: *mut f32) {
+pub(super) unsafe fn pack<I: Registers>(block: Block, width: usize, pitch: usize, dst: *mut f32) {
     if block.k_stride == 1 && block.lane_stride != 1 {
         pack_across::<I>(block, width, pitch, dst);
     } else if block.lane_stride == 1 {
@@ -34,7 +34,7 @@ pub(super) unsafe fn pack<I: Isa>(block: Block, width: usize, pitch: usize, dst:
 
 /// Lanes are strided, k is contiguous: transposes.
 #[inline(always)]
-unsafe fn pack_across<I: Isa>(block: Block, width: usize, pitch: usize, dst: *mut f32) {
+unsafe fn pack_across<I: Registers>(block: Block, width: usize, pitch: usize, dst: *mut f32) {
     let whole = block.k / BLOCK * BLOCK;
     for (p, lane) in (0..block.lanes).step_by(width).enumerate() {
         let lanes = (block.lanes - lane).min(width);

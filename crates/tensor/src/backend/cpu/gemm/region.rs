@@ -4,14 +4,15 @@
 //! A large product keeps a panel of B in the first-level cache while a block of A passes by it from the second. Where
 //! all of B fits a cache and many rows pass by, a few rows of A meet all of it before the next do: rows of C are then
 //! finished in the order of memory, and the epilogue sees them whole.
+//!
+//! Whole panels of B whose columns are contiguous are packed by the kernel of the first rows that meet them.
 
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::isa::{BLOCK, Isa};
-use super::micro::Tile;
+use super::super::tile::{BLOCK, Into, LINE, Registers, Tile, prefetch_far};
+use super::Epilogue;
 use super::pack::{Block, pack};
-use super::{Epilogue, LINE};
 
 /// The longest block of k: a panel of B takes 24 KiB with AVX2.
 const K_BLOCK: usize = 384;
@@ -60,13 +61,48 @@ fn even_block(whole: usize, most: usize, unit: usize) -> usize {
     whole.div_ceil(whole.div_ceil(most).max(1)).next_multiple_of(unit)
 }
 
+/// How a region is cut into blocks, and how they lie when they are packed.
+struct Cut {
+    k_block: usize,
+    m_block: usize,
+    n_block: usize,
+    read: Read,
+    /// Elements of a packed panel of A and of all of a block's.
+    a_panel: usize,
+    a_len: usize,
+    /// Elements of a packed panel of B, and how many are kept.
+    b_panel: usize,
+    b_panels: usize,
+}
+
+impl Cut {
+    fn of<I: Registers>(p: &Product, rows: usize, columns: usize) -> Self {
+        // The blocks of k depend on k alone: they are part of the order of a sum.
+        let k_block = even_block(p.k, K_BLOCK, BLOCK);
+        let m_block = even_block(rows, (A_BLOCK / k_block).max(I::MR), I::MR);
+        let n_block = if rows <= m_block { columns } else { even_block(columns, N_BLOCK, I::NR) };
+        let read = if p.a_strides.1 == 1 && columns <= IN_PLACE_COLUMNS {
+            Read::Rows
+        } else if p.a_strides.0 == 1 && p.a_strides.1 <= I::NEAR_COLUMNS {
+            Read::Columns
+        } else {
+            Read::Packed
+        };
+        // A line more than it holds, so that panels of a power of two do not all want the same lines of the cache.
+        let a_panel = I::MR * k_block + LINE;
+        let a_len = if read == Read::Packed { m_block / I::MR * a_panel + BLOCK } else { 0 };
+        let b_panels = if rows <= m_block { 1 } else { n_block.div_ceil(I::NR) };
+        Self { k_block, m_block, n_block, read, a_panel, a_len, b_panel: k_block * I::NR, b_panels }
+    }
+}
+
 /// Computes the given rows and columns of C.
 ///
 /// # Safety
 /// The product's pointers are valid for these rows and columns and all of k, C's for writing by this thread alone, and
 /// the CPU has the instructions of `I`, whose features the caller enables.
 #[inline(always)]
-pub(super) unsafe fn region<I: Isa, E: Epilogue>(
+pub(super) unsafe fn region<I: Registers, E: Epilogue>(
     p: &Product,
     rows: Range<usize>,
     columns: Range<usize>,
@@ -79,24 +115,9 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
     if p.a_strides.1 == 1 && b_elements <= B_BLOCK.min(rows.len() * B_PER_ROW) {
         return by_rows::<I, E>(p, rows, columns, epilogue);
     }
-    // The blocks of k depend on k alone: they are part of the order of a sum.
-    let k_block = even_block(p.k, K_BLOCK, BLOCK);
-    let m_block = even_block(rows.len(), (A_BLOCK / k_block).max(I::MR), I::MR);
-    let n_block =
-        if rows.len() <= m_block { columns.len() } else { even_block(columns.len(), N_BLOCK, I::NR) };
-    let read = if p.a_strides.1 == 1 && columns.len() <= IN_PLACE_COLUMNS {
-        Read::Rows
-    } else if p.a_strides.0 == 1 && p.a_strides.1 <= I::NEAR_COLUMNS {
-        Read::Columns
-    } else {
-        Read::Packed
-    };
+    let Cut { k_block, m_block, n_block, read, a_panel, a_len, b_panel, b_panels } =
+        Cut::of::<I>(p, rows.len(), columns.len());
     let by_columns = read != Read::Rows;
-    // A line more than it holds, so that panels of a power of two do not all want the same lines of the cache.
-    let a_panel = I::MR * k_block + LINE;
-    let a_len = if read == Read::Packed { m_block / I::MR * a_panel + BLOCK } else { 0 };
-    let b_panel = k_block * I::NR;
-    let b_panels = if rows.len() <= m_block { 1 } else { n_block.div_ceil(I::NR) };
     let mut scratch = Scratch::take(a_len + 2 * LINE + b_panels * b_panel + BLOCK);
     let a_packed = scratch.lines.as_mut_ptr().cast::<f32>();
     let b_packed = a_packed.add(a_len.next_multiple_of(LINE));
@@ -115,10 +136,12 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                     Read::Packed => I::MR,
                 },
                 b: b_packed,
+                b_from: p.b,
+                b_stride: p.b_strides.0,
                 c: p.c,
                 c_stride: p.c_stride,
                 columns: 0,
-                accumulate: p.accumulate || k0 > 0,
+                into: if p.accumulate || k0 > 0 { Into::Add } else { Into::Overwrite },
             };
             for m0 in rows.clone().step_by(m_block) {
                 let m1 = (m0 + m_block).min(rows.end);
@@ -140,8 +163,14 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                         k,
                     };
                     let mut ahead = Ahead::nothing();
+                    let mut packs = false;
                     if m0 == rows.start {
-                        pack::<I>(block(j, tile.columns), I::NR, b_panel, tile.b.cast_mut());
+                        packs = lane_stride == 1 && tile.columns == I::NR && m1 - m0 >= I::MR;
+                        if packs {
+                            tile.b_from = p.b.add(k0 * k_stride + j);
+                        } else {
+                            pack::<I>(block(j, tile.columns), I::NR, b_panel, tile.b);
+                        }
                         let next = j + I::NR;
                         if next < n1 {
                             ahead =
@@ -151,10 +180,15 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
                     let vectors = tile.columns.div_ceil(I::LANES);
                     let full = I::kernel(I::MR, vectors, by_columns);
                     for i in (m0..m1).step_by(I::MR) {
-                        ahead.some::<I>();
+                        ahead.some();
                         let tile_rows = (m1 - i).min(I::MR);
-                        let kernel =
-                            if tile_rows == I::MR { full } else { I::kernel(tile_rows, vectors, by_columns) };
+                        let kernel = if packs && i == m0 {
+                            I::packing_kernel(by_columns)
+                        } else if tile_rows == I::MR {
+                            full
+                        } else {
+                            I::kernel(tile_rows, vectors, by_columns)
+                        };
                         tile.a = if read == Read::Packed {
                             a_packed.add((i - m0) / I::MR * a_panel)
                         } else {
@@ -178,16 +212,26 @@ pub(super) unsafe fn region<I: Isa, E: Epilogue>(
 
 /// The product where all of B is packed first and rows of A, which are contiguous, are read in place.
 #[inline(always)]
-unsafe fn by_rows<I: Isa, E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
+unsafe fn by_rows<I: Registers, E: Epilogue>(
+    p: &Product,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    epilogue: &E,
+) {
     let k_block = even_block(p.k, K_BLOCK, BLOCK);
     let width = columns.len().next_multiple_of(I::NR);
     let mut scratch = Scratch::take(width * p.k + BLOCK);
     let b_packed = scratch.lines.as_mut_ptr().cast::<f32>();
     let (k_stride, lane_stride) = p.b_strides;
-    for k0 in (0..p.k).step_by(k_block) {
-        let at = p.b.add(k0 * k_stride + columns.start * lane_stride);
-        let block = Block { at, lane_stride, k_stride, lanes: columns.len(), k: (p.k - k0).min(k_block) };
-        pack::<I>(block, I::NR, I::NR * block.k, b_packed.add(width * k0));
+    // Whole panels whose columns are contiguous are packed by the first tile of rows.
+    let by_first = if lane_stride == 1 && rows.len() >= I::MR { columns.len() / I::NR * I::NR } else { 0 };
+    if by_first < columns.len() {
+        for k0 in (0..p.k).step_by(k_block) {
+            let at = p.b.add(k0 * k_stride + (columns.start + by_first) * lane_stride);
+            let (lanes, k) = (columns.len() - by_first, (p.k - k0).min(k_block));
+            let block = Block { at, lane_stride, k_stride, lanes, k };
+            pack::<I>(block, I::NR, I::NR * k, b_packed.add(width * k0 + by_first * k));
+        }
     }
     let group = if width * p.k <= B_NEAR { I::MR } else { 2 * I::MR };
     for m0 in rows.clone().step_by(group) {
@@ -202,15 +246,22 @@ unsafe fn by_rows<I: Isa, E: Epilogue>(p: &Product, rows: Range<usize>, columns:
                         a: p.a.add(i * p.a_strides.0 + k0),
                         a_stride: p.a_strides.0,
                         b: b_packed.add(width * k0 + panel * I::NR * k),
+                        b_from: p.b.wrapping_add(k0 * k_stride + j),
+                        b_stride: k_stride,
                         c: p.c.add(i * p.c_stride + j),
                         c_stride: p.c_stride,
                         columns: (columns.end - j).min(I::NR),
-                        accumulate: p.accumulate || k0 > 0,
+                        into: if p.accumulate || k0 > 0 { Into::Add } else { Into::Overwrite },
                     };
                     if k0 + k == p.k {
                         fetch_beside::<I, E>(tile_rows, p.first_row + i, j, epilogue);
                     }
-                    I::kernel(tile_rows, tile.columns.div_ceil(I::LANES), false)(&tile);
+                    let kernel = if i == rows.start && j < columns.start + by_first {
+                        I::packing_kernel(false)
+                    } else {
+                        I::kernel(tile_rows, tile.columns.div_ceil(I::LANES), false)
+                    };
+                    kernel(&tile);
                 }
             }
         }
@@ -225,7 +276,7 @@ unsafe fn by_rows<I: Isa, E: Epilogue>(p: &Product, rows: Range<usize>, columns:
 
 /// Asks for what the epilogue will touch beside the rows of a tile: the cache lines of its first and last column.
 #[inline(always)]
-unsafe fn fetch_beside<I: Isa, E: Epilogue>(rows: usize, row: usize, column: usize, epilogue: &E) {
+unsafe fn fetch_beside<I: Registers, E: Epilogue>(rows: usize, row: usize, column: usize, epilogue: &E) {
     for i in 0..rows {
         for column in [column, column + I::NR - 1] {
             if let Some(at) = epilogue.beside(row + i, column) {
@@ -237,7 +288,13 @@ unsafe fn fetch_beside<I: Isa, E: Epilogue>(rows: usize, row: usize, column: usi
 
 /// Calls the epilogue for the rows of a tile whose sums are complete.
 #[inline(always)]
-unsafe fn finish<I: Isa, E: Epilogue>(tile: &Tile, rows: usize, row: usize, column: usize, epilogue: &E) {
+unsafe fn finish<I: Registers, E: Epilogue>(
+    tile: &Tile<'_>,
+    rows: usize,
+    row: usize,
+    column: usize,
+    epilogue: &E,
+) {
     for i in 0..rows {
         let c = tile.c.add(i * tile.c_stride);
         // A full segment has a length that the compiler knows.
@@ -251,7 +308,7 @@ unsafe fn finish<I: Isa, E: Epilogue>(tile: &Tile, rows: usize, row: usize, colu
 
 /// The product of nothing: zeros, or what C holds.
 #[inline(always)]
-unsafe fn finish_empty<I: Isa, E: Epilogue>(
+unsafe fn finish_empty<I: Registers, E: Epilogue>(
     p: &Product,
     rows: Range<usize>,
     columns: Range<usize>,
@@ -298,12 +355,12 @@ impl Ahead {
     }
 
     #[inline(always)]
-    unsafe fn some<I: Isa>(&mut self) {
+    unsafe fn some(&mut self) {
         for _ in 0..self.lines_per_call {
             if self.row == self.rows {
                 return;
             }
-            I::prefetch_far(self.block.at.add(self.row * self.row_stride + self.at));
+            prefetch_far(self.block.at.add(self.row * self.row_stride + self.at));
             self.at += LINE;
             if self.at >= self.row_len {
                 self.at = 0;

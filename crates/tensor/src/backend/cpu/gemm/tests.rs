@@ -45,7 +45,7 @@ fn lay_out(values: &[f32], rows: usize, cols: usize, layout: Layout) -> (Vec<f32
 
 /// Runs one product and returns C, checking that the gaps of C stay untouched.
 fn product(
-    level: Level,
+    level: Isa,
     pool: &Pool,
     (m, n, k): (usize, usize, usize),
     (a, b, c): (&[f32], &[f32], &[f32]),
@@ -100,7 +100,7 @@ fn matches_f64_for_all_sizes_transposes_and_strides() {
     for (m, n, k) in sizes() {
         let (a, b, c) = (numbers(m * k, 1), numbers(k * n, 2), numbers(m * n, 3));
         let operands = (&a[..], &b[..], &c[..]);
-        for level in Level::available() {
+        for level in Isa::available() {
             for init in [Init::Overwrite, Init::Accumulate] {
                 let run = |layouts| product(level, &pool, (m, n, k), operands, layouts, init);
                 let plain = run((PLAIN, PLAIN));
@@ -131,12 +131,12 @@ fn threads_and_vector_width_do_not_change_bits() {
         let (a, b, c) = (numbers(m * k, 4), numbers(k * n, 5), numbers(m * n, 6));
         for layouts in [(PLAIN, PLAIN), (TRANSPOSED, TRANSPOSED)] {
             let mut fused = None;
-            for level in Level::available() {
+            for level in Isa::available() {
                 let run = |pool| product(level, pool, (m, n, k), (&a, &b, &c), layouts, Init::Accumulate);
                 let one = bits(&run(&pools[0]));
                 assert_eq!(one, bits(&run(&pools[1])));
                 assert_eq!(one, bits(&run(&pools[2])));
-                if level != Level::Portable {
+                if level != Isa::PORTABLE {
                     assert_eq!(*fused.get_or_insert(one.clone()), one, "{level:?}");
                 }
             }
@@ -149,7 +149,7 @@ fn a_part_of_a_product_has_the_bits_of_the_whole() {
     let (m, n, k) = (50, 90, 400);
     let (a, b) = (numbers(m * k, 7), numbers(k * n, 8));
     let pool = Pool::new(1).unwrap();
-    for level in Level::available() {
+    for level in Isa::available() {
         let run = |rows: Range<usize>, columns: Range<usize>| {
             let mut c = vec![0.0; rows.len() * columns.len()];
             let a = Mat::row_major(&a[rows.start * k..], rows.len(), k, k);
@@ -193,7 +193,7 @@ impl Epilogue for Probe<'_> {
 fn the_epilogue_sees_each_finished_element_once() {
     for threads in 1..=3 {
         let pool = Pool::new(threads).unwrap();
-        for level in Level::available() {
+        for level in Isa::available() {
             for (m, n, k) in [(7, 19, 0), (1, 1, 1), (13, 33, 20), (300, 45, 800), (40, 700, 129)] {
                 let (a, b, c) = (numbers(m * k, 9), numbers(k * n, 10), numbers(m * n, 11));
                 for init in [Init::Overwrite, Init::Accumulate] {

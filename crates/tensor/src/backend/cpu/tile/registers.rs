@@ -1,26 +1,26 @@
 //! The vector instructions that the kernels are written in: AVX2, AVX-512, and plain arrays for every other CPU.
 //!
 //! Every method is inlined into a function that enables the features of its instruction set, so that generic code
-//! over [`Isa`] compiles to that set. It refuses to know matrices.
+//! over [`Registers`] compiles to that set. It refuses to know matrices.
 
 use super::micro::{Kernel, Tile, micro};
 use crate::backend::cpu::simd;
 use crate::backend::cpu::vector::Vector;
 
-/// Elements moved by one [`Isa::transpose`].
-pub(super) const BLOCK: usize = 8;
+/// Elements moved by one [`Registers::transpose`].
+pub(in super::super) const BLOCK: usize = 8;
 
 /// One instruction set, with the tile that suits its registers.
 ///
 /// # Safety
 /// Methods may only run on a CPU that has the instructions, inlined into a function that enables them.
-pub(super) trait Isa {
+pub(in super::super) trait Registers {
     /// A vector of `LANES` floats.
     type V: Copy;
     const LANES: usize;
     /// What epilogues may ask of it.
     type Level: Vector;
-    /// Rows of a full tile: at most 8, and 6 or 8 because of [`Isa::transpose`].
+    /// Rows of a full tile: at most 8, and 6 or 8 because of [`Registers::transpose`].
     const MR: usize;
     /// Elements from one column of A to the next up to which contiguous columns are read in place rather than packed.
     /// Farther apart, they fall into too few lines of the first-level cache; narrower tiles read each line more often.
@@ -36,12 +36,11 @@ pub(super) trait Isa {
     unsafe fn load_part(p: *const f32, n: usize) -> Self::V;
     unsafe fn store_part(p: *mut f32, n: usize, v: Self::V);
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`, fused where the CPU can.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Asks for the cache line of `p`, to be used soon.
     unsafe fn prefetch(p: *const f32);
-    /// Asks for the cache line of `p` without disturbing the first-level cache.
-    unsafe fn prefetch_far(p: *const f32);
 
     /// `dst[k * pitch + i] = src[i * stride + k]` for `k < BLOCK` and `i < rows`, zero for `rows <= i < width`.
     /// May write up to `BLOCK` elements from each `dst[k * pitch]` on, in ascending order of `k`.
@@ -56,6 +55,9 @@ pub(super) trait Isa {
 
     /// The kernel for a tile of `rows` rows and `vectors` vectors, reading `A` by columns or by rows.
     fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel;
+
+    /// The kernel for a full tile that packs B as it reads it.
+    fn packing_kernel(columns: bool) -> Kernel;
 }
 
 /// Picks the instance of a kernel function `$f` by the shape of the tile.
@@ -63,20 +65,32 @@ macro_rules! pick_kernel {
     ($f:ident, $rows:expr, $vectors:expr, $columns:expr, [$($r:literal)*]) => {
         match ($rows, $vectors, $columns) {
             $(
-                ($r, 1, true) => $f::<$r, 1, true>,
-                ($r, 1, false) => $f::<$r, 1, false>,
-                ($r, 2, true) => $f::<$r, 2, true>,
-                ($r, 2, false) => $f::<$r, 2, false>,
+                ($r, 1, true) => $f::<$r, 1, true, false>,
+                ($r, 1, false) => $f::<$r, 1, false, false>,
+                ($r, 2, true) => $f::<$r, 2, true, false>,
+                ($r, 2, false) => $f::<$r, 2, false, false>,
             )*
             _ => unreachable!("tiles have 1 to MR rows and 1 or 2 vectors"),
         }
     };
 }
 
-/// Any CPU: arrays that the compiler turns into whatever vectors the target has.
-pub(super) struct Portable;
+/// Defines both kinds of kernels from a function `$f`.
+macro_rules! kernels {
+    ($f:ident, [$($r:literal)*]) => {
+        fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
+            pick_kernel!($f, rows, vectors, columns, [$($r)*])
+        }
+        fn packing_kernel(columns: bool) -> Kernel {
+            if columns { $f::<{ Self::MR }, 2, true, true> } else { $f::<{ Self::MR }, 2, false, true> }
+        }
+    };
+}
 
-impl Isa for Portable {
+/// Any CPU: arrays that the compiler turns into whatever vectors the target has.
+pub(in super::super) struct Portable;
+
+impl Registers for Portable {
     type V = [f32; 4];
     const LANES: usize = 4;
     type Level = simd::Portable;
@@ -114,6 +128,10 @@ impl Isa for Portable {
         [a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]]
     }
     #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        [a[0] * b[0], a[1] * b[1], a[2] * b[2], a[3] * b[3]]
+    }
+    #[inline(always)]
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         // A fused instruction where it is in the baseline; elsewhere `mul_add` would be a slow library call.
         if cfg!(target_arch = "aarch64") || cfg!(target_feature = "fma") {
@@ -129,8 +147,6 @@ impl Isa for Portable {
     }
     #[inline(always)]
     unsafe fn prefetch(_: *const f32) {}
-    #[inline(always)]
-    unsafe fn prefetch_far(_: *const f32) {}
 
     #[inline(always)]
     unsafe fn transpose(
@@ -148,20 +164,19 @@ impl Isa for Portable {
         }
     }
 
-    fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
-        unsafe fn portable<const R: usize, const N: usize, const C: bool>(tile: &Tile) {
-            micro::<Portable, R, N, C>(tile);
-        }
-        pick_kernel!(portable, rows, vectors, columns, [1 2 3 4 5 6 7 8])
-    }
+    kernels!(portable, [1 2 3 4 5 6 7 8]);
+}
+
+unsafe fn portable<const R: usize, const N: usize, const C: bool, const P: bool>(tile: &Tile<'_>) {
+    micro::<Portable, R, N, C, P>(tile);
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use x86::{Avx2, Avx512};
+pub(in super::super) use x86::{Avx2, Avx512};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{BLOCK, Isa, Kernel, Tile, micro, simd};
+    use super::{BLOCK, Kernel, Registers, Tile, micro, simd};
     #[allow(
         clippy::wildcard_imports,
         reason = "names of instructions; the lint is silent in test builds"
@@ -173,9 +188,9 @@ mod x86 {
     static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
 
     /// 16 registers of 8 floats: 6 rows of 2 vectors, and 3 registers to load into.
-    pub(in super::super) struct Avx2;
+    pub(in super::super::super) struct Avx2;
 
-    impl Isa for Avx2 {
+    impl Registers for Avx2 {
         type V = __m256;
         const LANES: usize = 8;
         type Level = simd::Avx2;
@@ -210,16 +225,16 @@ mod x86 {
             _mm256_add_ps(a, b)
         }
         #[inline(always)]
+        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+            _mm256_mul_ps(a, b)
+        }
+        #[inline(always)]
         unsafe fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
             _mm256_fmadd_ps(a, b, c)
         }
         #[inline(always)]
         unsafe fn prefetch(p: *const f32) {
             _mm_prefetch::<_MM_HINT_T0>(p.cast());
-        }
-        #[inline(always)]
-        unsafe fn prefetch_far(p: *const f32) {
-            _mm_prefetch::<_MM_HINT_T1>(p.cast());
         }
         #[inline(always)]
         unsafe fn transpose(
@@ -232,19 +247,18 @@ mod x86 {
         ) {
             transpose_8x8(src, stride, rows, dst, pitch);
         }
-        fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
-            #[target_feature(enable = "avx2,fma")]
-            unsafe fn avx2<const R: usize, const N: usize, const C: bool>(tile: &Tile) {
-                micro::<Avx2, R, N, C>(tile);
-            }
-            pick_kernel!(avx2, rows, vectors, columns, [1 2 3 4 5 6])
-        }
+        kernels!(avx2, [1 2 3 4 5 6]);
+    }
+
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn avx2<const R: usize, const N: usize, const C: bool, const P: bool>(tile: &Tile<'_>) {
+        micro::<Avx2, R, N, C, P>(tile);
     }
 
     /// 32 registers of 16 floats: 8 rows of 2 vectors keep both multipliers busy, and suit a transpose of 8 by 8.
-    pub(in super::super) struct Avx512;
+    pub(in super::super::super) struct Avx512;
 
-    impl Isa for Avx512 {
+    impl Registers for Avx512 {
         type V = __m512;
         const LANES: usize = 16;
         type Level = simd::Avx2;
@@ -280,16 +294,16 @@ mod x86 {
             _mm512_add_ps(a, b)
         }
         #[inline(always)]
+        unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+            _mm512_mul_ps(a, b)
+        }
+        #[inline(always)]
         unsafe fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 {
             _mm512_fmadd_ps(a, b, c)
         }
         #[inline(always)]
         unsafe fn prefetch(p: *const f32) {
             _mm_prefetch::<_MM_HINT_T0>(p.cast());
-        }
-        #[inline(always)]
-        unsafe fn prefetch_far(p: *const f32) {
-            _mm_prefetch::<_MM_HINT_T1>(p.cast());
         }
         #[inline(always)]
         unsafe fn transpose(
@@ -302,16 +316,15 @@ mod x86 {
         ) {
             transpose_8x8(src, stride, rows, dst, pitch);
         }
-        fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
-            #[target_feature(enable = "avx512f,avx2,fma")]
-            unsafe fn avx512<const R: usize, const N: usize, const C: bool>(tile: &Tile) {
-                micro::<Avx512, R, N, C>(tile);
-            }
-            pick_kernel!(avx512, rows, vectors, columns, [1 2 3 4 5 6 7 8])
-        }
+        kernels!(avx512, [1 2 3 4 5 6 7 8]);
     }
 
-    /// [`Isa::transpose`] with AVX: half rows are loaded into place, so that only unpacks and shuffles are left.
+    #[target_feature(enable = "avx512f,avx2,fma")]
+    unsafe fn avx512<const R: usize, const N: usize, const C: bool, const P: bool>(tile: &Tile<'_>) {
+        micro::<Avx512, R, N, C, P>(tile);
+    }
+
+    /// [`Registers::transpose`] with AVX: half rows are loaded into place, so that only unpacks and shuffles are left.
     #[inline(always)]
     unsafe fn transpose_8x8(src: *const f32, stride: usize, rows: usize, dst: *mut f32, pitch: usize) {
         let row: [*const f32; 8] =

@@ -1,0 +1,181 @@
+//! The innermost kernel: one tile of C, held in registers over a block of k.
+//!
+//! Each element is one chain of multiply-adds in ascending k, whatever the tile: that is why the bits of a product do
+//! not depend on how it was cut. It refuses to know whether A was packed or is read where it lies.
+#![expect(clippy::needless_range_loop, reason = "indices are those of the formula")]
+
+use super::registers::Registers;
+use super::{LINE, MOST_ROWS};
+
+/// One call of a kernel.
+pub(in super::super) struct Tile<'a> {
+    /// Length of the block of k.
+    pub(in super::super) k: usize,
+    /// By columns: element (i, k) at `k * a_stride + i`, as in a packed block. By rows: at `i * a_stride + k`.
+    pub(in super::super) a: *const f32,
+    pub(in super::super) a_stride: usize,
+    /// Packed: element (k, j) at `k * NR + j`.
+    pub(in super::super) b: *mut f32,
+    /// Where a kernel that packs B reads it: element (k, j) at `k * b_stride + j`.
+    pub(in super::super) b_from: *const f32,
+    pub(in super::super) b_stride: usize,
+    /// Element (i, j) at `i * c_stride + j`.
+    pub(in super::super) c: *mut f32,
+    pub(in super::super) c_stride: usize,
+    /// Columns of C that exist; the kernel's vectors cover them and less than one vector more.
+    pub(in super::super) columns: usize,
+    pub(in super::super) into: Into<'a>,
+}
+
+/// What becomes of C.
+#[derive(Clone, Copy)]
+pub(in super::super) enum Into<'a> {
+    /// `A B`.
+    Overwrite,
+    /// `C + A B`.
+    Add,
+    /// `new A B` with a share for each row.
+    Scaled(&'a [Share; MOST_ROWS]),
+    /// `old C + new A B` with shares for each row.
+    Blend(&'a [Share; MOST_ROWS]),
+}
+
+/// What becomes of a row of C when a product is added to it.
+#[derive(Debug, Clone, Copy)]
+pub(in super::super) struct Share {
+    /// What the row is multiplied by.
+    pub(in super::super) old: f32,
+    /// What the product's row is multiplied by.
+    pub(in super::super) new: f32,
+}
+
+/// A kernel for one shape of tile.
+///
+/// # Safety
+/// The CPU has the kernel's instructions, and the tile's pointers are valid for its shape.
+pub(in super::super) type Kernel = unsafe fn(&Tile<'_>);
+
+/// `C (+)= A B` for a tile of `R` rows and `N` vectors. With `PACKS`, B is read where it lies and packed on the way: the
+/// multipliers hide what that takes.
+///
+/// No closure here holds an instruction: it would not inherit the caller's features.
+#[inline(always)]
+pub(in super::super) unsafe fn micro<
+    I: Registers,
+    const R: usize,
+    const N: usize,
+    const COLUMNS: bool,
+    const PACKS: bool,
+>(
+    tile: &Tile<'_>,
+) {
+    let (k, stride) = (tile.k, tile.a_stride);
+    let mut b = if PACKS {
+        RowOfB { at: tile.b_from, stride: tile.b_stride, packed: tile.b }
+    } else {
+        RowOfB { at: tile.b, stride: I::NR, packed: tile.b }
+    };
+    for i in 0..R {
+        for line in (0..N * I::LANES).step_by(LINE) {
+            I::prefetch(tile.c.add(i * tile.c_stride + line));
+        }
+    }
+    let mut rows: [*const f32; R] =
+        std::array::from_fn(|i| tile.a.wrapping_add(if COLUMNS { i } else { i * stride }));
+    let column = if COLUMNS { stride } else { 1 };
+    let mut acc = [[I::zero(); N]; R];
+    for _ in 0..k / 4 {
+        step::<I, R, N, PACKS>(&mut acc, &rows, 0, b);
+        step::<I, R, N, PACKS>(&mut acc, &rows, column, b.after::<I>(1));
+        step::<I, R, N, PACKS>(&mut acc, &rows, 2 * column, b.after::<I>(2));
+        step::<I, R, N, PACKS>(&mut acc, &rows, 3 * column, b.after::<I>(3));
+        rows = rows.map(|row| row.wrapping_add(4 * column));
+        b = b.after::<I>(4);
+    }
+    for _ in 0..k % 4 {
+        step::<I, R, N, PACKS>(&mut acc, &rows, 0, b);
+        rows = rows.map(|row| row.wrapping_add(column));
+        b = b.after::<I>(1);
+    }
+
+    let rest = tile.columns - (N - 1) * I::LANES;
+    for i in 0..R {
+        for j in 0..N {
+            let c = tile.c.add(i * tile.c_stride + j * I::LANES);
+            if j + 1 < N || rest == I::LANES {
+                let old = if tile.into.reads() { I::load(c) } else { I::zero() };
+                I::store(c, tile.into.value::<I>(i, old, acc[i][j]));
+            } else {
+                let old = if tile.into.reads() { I::load_part(c, rest) } else { I::zero() };
+                I::store_part(c, rest, tile.into.value::<I>(i, old, acc[i][j]));
+            }
+        }
+    }
+}
+
+impl Into<'_> {
+    /// With shares for each row, where C holds nothing yet if this is the `first` product.
+    pub(in super::super) const fn shares(shares: &[Share; MOST_ROWS], first: bool) -> Into<'_> {
+        if first { Into::Scaled(shares) } else { Into::Blend(shares) }
+    }
+
+    /// Whether what C holds matters.
+    #[inline(always)]
+    const fn reads(self) -> bool {
+        matches!(self, Self::Add | Self::Blend(_))
+    }
+
+    /// What is stored in row `i`.
+    #[inline(always)]
+    unsafe fn value<I: Registers>(self, i: usize, old: I::V, product: I::V) -> I::V {
+        match self {
+            Self::Overwrite => product,
+            Self::Add => I::add(old, product),
+            Self::Scaled(shares) => I::mul(I::splat(&raw const shares[i].new), product),
+            Self::Blend(shares) => {
+                let product = I::mul(I::splat(&raw const shares[i].new), product);
+                I::mul_add(I::splat(&raw const shares[i].old), old, product)
+            }
+        }
+    }
+}
+
+/// Where a row of B is read, and where it is packed.
+#[derive(Clone, Copy)]
+struct RowOfB {
+    at: *const f32,
+    stride: usize,
+    packed: *mut f32,
+}
+
+impl RowOfB {
+    /// The row that is `k` rows after this one.
+    #[inline(always)]
+    fn after<I: Registers>(self, k: usize) -> Self {
+        let at = self.at.wrapping_add(k * self.stride);
+        Self { at, packed: self.packed.wrapping_add(k * I::NR), ..self }
+    }
+}
+
+/// One k: a row of B times a column of A.
+#[inline(always)]
+unsafe fn step<I: Registers, const R: usize, const N: usize, const PACKS: bool>(
+    acc: &mut [[I::V; N]; R],
+    rows: &[*const f32; R],
+    at: usize,
+    b: RowOfB,
+) {
+    let mut row_b = [I::zero(); N];
+    for j in 0..N {
+        row_b[j] = I::load(b.at.add(j * I::LANES));
+        if PACKS {
+            I::store(b.packed.add(j * I::LANES), row_b[j]);
+        }
+    }
+    for i in 0..R {
+        let x = I::splat(rows[i].add(at));
+        for j in 0..N {
+            acc[i][j] = I::mul_add(x, row_b[j], acc[i][j]);
+        }
+    }
+}
