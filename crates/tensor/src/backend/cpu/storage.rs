@@ -1,45 +1,80 @@
-//! Memory of a cpu device: zeroed once when it comes from the system, aligned to 256 bytes, and kept for reuse by size,
-//! so that a steady-state training step allocates nothing.
+//! Memory of a cpu device: cut from large chunks, zeroed once, aligned to 256 bytes, and kept for reuse by size, so that a
+//! steady-state training step allocates nothing. On Linux, chunks ask for huge pages: products read matrices across their
+//! rows, and with pages of 4 KiB such reads wait for page tables. Buffers lie one after the other: if each began with a huge
+//! page, what is read together would want the same lines of the caches.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::backend::Storage;
 use crate::{Result, TensorError};
 
-const ALIGN: usize = 256;
-/// Sizes are rounded up to this, so that nearly equal sizes share buffers.
+/// Sizes are rounded up to this, so that nearly equal sizes share buffers. Buffers begin at multiples of it.
 const GRAIN: usize = 4096;
+/// Bytes of a huge page on most machines: chunks begin with one.
+const HUGE_PAGE: usize = 2 << 20;
+/// Bytes of a chunk, unless a buffer is larger. What no buffer has been cut from takes addresses, but no memory.
+const CHUNK: usize = 32 << 20;
 
-/// One buffer.
+/// Memory from the system, whose contents are undefined until they are written.
 #[derive(Debug)]
-struct Buffer {
+struct Chunk {
     pointer: NonNull<u8>,
     layout: Layout,
 }
 
 #[expect(unsafe_code, reason = "owns raw memory")]
-// SAFETY: a buffer owns its memory; who reads and writes it is settled by the views of its tensor.
-unsafe impl Send for Buffer {}
+// SAFETY: a chunk owns its memory and gives nothing away but its address; each part of it belongs to one buffer.
+unsafe impl Send for Chunk {}
 #[expect(unsafe_code, reason = "owns raw memory")]
-// SAFETY: as above; the buffer itself gives nothing away but its address.
-unsafe impl Sync for Buffer {}
+// SAFETY: as above.
+unsafe impl Sync for Chunk {}
 
-impl Storage for Buffer {
-    fn host(&self) -> Option<(NonNull<u8>, usize)> {
-        Some((self.pointer, self.layout.size()))
+impl Chunk {
+    /// `None` if the system has no memory for `bytes`, which are not zero.
+    fn new(bytes: usize) -> Option<Self> {
+        let size = bytes.checked_next_multiple_of(HUGE_PAGE)?;
+        let layout = Layout::from_size_align(size, HUGE_PAGE).ok()?;
+        #[expect(unsafe_code, reason = "owns raw memory")]
+        // SAFETY: the size is not zero.
+        let pointer = NonNull::new(unsafe { alloc(layout) })?;
+        #[cfg(target_os = "linux")]
+        {
+            use rustix::mm::{Advice, madvise};
+            #[expect(unsafe_code, reason = "advice on raw memory")]
+            // SAFETY: the memory is the chunk's, and this advice changes nothing of what it holds. A kernel that cannot
+            // follow it refuses, which is as good.
+            let _ = unsafe { madvise(pointer.as_ptr().cast(), size, Advice::LinuxHugepage) };
+        }
+        Some(Self { pointer, layout })
     }
 }
 
-impl Drop for Buffer {
+impl Drop for Chunk {
     fn drop(&mut self) {
         #[expect(unsafe_code, reason = "owns raw memory")]
-        // SAFETY: allocated with this layout in `Pool::take`, and freed once.
+        // SAFETY: allocated with this layout in `Chunk::new`, and freed once: every buffer that was cut from it is gone.
         unsafe {
             dealloc(self.pointer.as_ptr(), self.layout);
         }
+    }
+}
+
+/// A part of a chunk.
+#[derive(Debug)]
+struct Buffer {
+    chunk: Arc<Chunk>,
+    start: usize,
+    len: usize,
+}
+
+impl Storage for Buffer {
+    fn host(&self) -> Option<(NonNull<u8>, usize)> {
+        #[expect(unsafe_code, reason = "a part of raw memory")]
+        // SAFETY: the part lies within the chunk.
+        Some((unsafe { self.chunk.pointer.add(self.start) }, self.len))
     }
 }
 
@@ -48,6 +83,35 @@ struct Free {
     by_size: BTreeMap<usize, Vec<Box<dyn Storage>>>,
     held: usize,
     peak: usize,
+    /// Where the next buffer is cut from, and from which byte on.
+    rest: Option<(Arc<Chunk>, usize)>,
+}
+
+impl Free {
+    /// A new buffer of zeros; `None` if the system has no memory for it. `len` is a multiple of [`GRAIN`].
+    fn cut(&mut self, len: usize) -> Option<Buffer> {
+        let rest = self.rest.take_if(|(chunk, start)| chunk.layout.size() - *start >= len);
+        let (chunk, start) = match rest {
+            Some(rest) => rest,
+            None => (Arc::new(Chunk::new(len.max(CHUNK))?), 0),
+        };
+        let end = start + len;
+        let room = |(chunk, start): &(Arc<Chunk>, usize)| chunk.layout.size() - start;
+        let rest = (Arc::clone(&chunk), end);
+        if self.rest.as_ref().is_none_or(|old| room(old) < room(&rest)) {
+            self.rest = Some(rest);
+        }
+        let buffer = Buffer { chunk, start, len };
+        let (pointer, len) = buffer.host()?;
+        #[expect(unsafe_code, reason = "initialises raw memory")]
+        // SAFETY: the part is the buffer's alone.
+        unsafe {
+            pointer.write_bytes(0, len);
+        }
+        self.held += len;
+        self.peak = self.peak.max(self.held);
+        Some(buffer)
+    }
 }
 
 /// The buffers of one device.
@@ -62,13 +126,7 @@ impl Buffers {
         if let Some(buffer) = free.by_size.get_mut(&size).and_then(Vec::pop) {
             return Ok(buffer);
         }
-        let layout = Layout::from_size_align(size, ALIGN).map_err(|_| out_of_memory())?;
-        #[expect(unsafe_code, reason = "owns raw memory")]
-        // SAFETY: the size is not zero.
-        let pointer = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(out_of_memory)?;
-        free.held += size;
-        free.peak = free.peak.max(free.held);
-        Ok(Box::new(Buffer { pointer, layout }))
+        Ok(Box::new(free.cut(size).ok_or_else(out_of_memory)?))
     }
 
     pub(super) fn give(&self, buffer: Box<dyn Storage>) {
@@ -80,5 +138,44 @@ impl Buffers {
     pub(super) fn memory(&self) -> (usize, usize) {
         let free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         (free.held, free.peak)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Buffers, CHUNK, GRAIN};
+    use std::collections::HashSet;
+
+    #[test]
+    #[expect(unsafe_code, reason = "reads and writes raw memory")]
+    fn buffers_are_zeros_of_their_own_and_outlive_the_pool() {
+        let pool = Buffers::default();
+        let sizes =
+            [1, GRAIN, CHUNK - GRAIN, 5 * GRAIN, CHUNK + 1, GRAIN + 1, CHUNK / 2, CHUNK / 2, 3, 2 * CHUNK];
+        let buffers: Vec<_> = sizes.iter().map(|&bytes| pool.take(bytes).unwrap()).collect();
+        let held: usize = sizes.iter().map(|bytes| bytes.next_multiple_of(GRAIN)).sum();
+        assert_eq!(pool.memory(), (held, held));
+        drop(pool);
+        let mut starts = HashSet::new();
+        for (buffer, bytes) in buffers.iter().zip(sizes) {
+            let (pointer, len) = buffer.host().unwrap();
+            assert_eq!((len, pointer.addr().get() % GRAIN), (bytes.next_multiple_of(GRAIN), 0));
+            // SAFETY: the test alone uses the buffer, and it has this length.
+            let contents = unsafe { std::slice::from_raw_parts_mut(pointer.as_ptr(), len) };
+            assert!(contents.iter().all(|&x| x == 0), "no earlier buffer wrote here");
+            contents.fill(1);
+            assert!((0..len / GRAIN).all(|page| starts.insert(pointer.addr().get() + page * GRAIN)));
+        }
+    }
+
+    #[test]
+    fn a_buffer_that_was_given_back_is_taken_again() {
+        let pool = Buffers::default();
+        let first = pool.take(10 * GRAIN).unwrap();
+        let at = first.host().unwrap();
+        pool.give(first);
+        assert_eq!(pool.take(9 * GRAIN + 1).unwrap().host().unwrap(), at);
+        assert_eq!(pool.memory(), (10 * GRAIN, 10 * GRAIN));
+        assert!(pool.take(usize::MAX - 2 * CHUNK).is_err(), "more than there are addresses");
     }
 }
