@@ -77,7 +77,7 @@ pub(in super::super) unsafe fn micro<
     };
     for i in 0..R {
         for line in (0..N * I::LANES).step_by(LINE) {
-            I::prefetch(tile.c.add(i * tile.c_stride + line));
+            I::prefetch(tile.c.wrapping_add(i * tile.c_stride + line));
         }
     }
     let mut rows: [*const f32; R] =
