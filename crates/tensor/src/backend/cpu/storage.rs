@@ -1,7 +1,7 @@
 //! Memory of a cpu device: cut from large chunks, zeroed once, aligned to 256 bytes, and kept for reuse by size, so that a
 //! steady-state training step allocates nothing. On Linux, chunks ask for huge pages: products read matrices across their
-//! rows, and with pages of 4 KiB such reads wait for page tables. Buffers lie one after the other: if each began with a huge
-//! page, what is read together would want the same lines of the caches.
+//! rows, and with pages of 4 KiB such reads wait for page tables. All but the largest buffers lie one after the other: if each
+//! began with a huge page, what is read together would want the same lines of the caches.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use crate::{Result, TensorError};
 const GRAIN: usize = 4096;
 /// Bytes of a huge page on most machines: chunks begin with one.
 const HUGE_PAGE: usize = 2 << 20;
-/// Bytes of a chunk, unless a buffer is larger. What no buffer has been cut from takes addresses, but no memory.
+/// Bytes of a chunk, unless a buffer is larger. Linux gives memory to the huge pages of it that buffers have been cut from.
 const CHUNK: usize = 32 << 20;
 
 /// Memory from the system, whose contents are undefined until they are written.
@@ -93,7 +93,8 @@ impl Free {
         let rest = self.rest.take_if(|(chunk, start)| chunk.layout.size() - *start >= len);
         let (chunk, start) = match rest {
             Some(rest) => rest,
-            None => (Arc::new(Chunk::new(len.max(CHUNK))?), 0),
+            // A system that has no memory for a chunk may have some for the buffer.
+            None => (Arc::new(Chunk::new(len.max(CHUNK)).or_else(|| Chunk::new(len))?), 0),
         };
         let end = start + len;
         let room = |(chunk, start): &(Arc<Chunk>, usize)| chunk.layout.size() - start;

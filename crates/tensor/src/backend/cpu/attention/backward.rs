@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::super::tile::{Full, Into, LINE, MOST_ROWS, Share};
+use super::super::tile::{Full, LINE, MOST_ROWS, Share, Update};
 use super::head::{Head, panels, pieces};
 use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
@@ -53,7 +53,7 @@ struct Pass<'a> {
 
 impl Head {
     /// Writes the gradients of queries, keys and values from what the forward pass read and wrote and the gradient of `y`.
-    /// Asks for what the `next` head will read.
+    /// Asks for rows of the `next` head, as many as there are queries.
     pub(super) fn backward(
         self,
         [q, k, v, y, dy]: [Rows<'_>; 5],
@@ -153,7 +153,7 @@ impl Pass<'_> {
         for (of, panels, to) in [(self.q, &*self.keys_t, &mut *p), (self.dy, &*self.values_t, &mut *ds)] {
             let rows = Left { data: of.span(block), row: of.stride, col: 1 };
             let panels = Right { data: panels, panel: width * wide };
-            multiply(isa, size, rows, panels, RowsMut::new(to, pitch), Into::Overwrite);
+            multiply(isa, size, rows, panels, RowsMut::new(to, pitch), Update::Overwrite);
         }
         let products = Block { meeting, products: p, pitch, scale: self.head.exponent_scale() };
         softmax_grad(isa, products, ds, &self.lse[block.clone()], &self.means[block.clone()]);
@@ -163,7 +163,7 @@ impl Pass<'_> {
         let size = Size { rows, depth: meeting.all, columns: width };
         let shares = [Share { old: 1.0, new: self.head.score_scale() }; MOST_ROWS];
         let dq = self.gradients.q.from(block.start);
-        multiply(isa, size, weights, keys, dq, Into::shares(&shares, tile.start == 0));
+        multiply(isa, size, weights, keys, dq, Update::shares(&shares, tile.start == 0));
     }
 
     /// What a tile of queries adds to the gradients of a block of keys and their values.
@@ -183,7 +183,7 @@ impl Pass<'_> {
             let weights = Left { data: &weights[at..], row: 1, col: self.pitch };
             let right = Right { data: &panels[from * wide..], panel };
             let shares = [Share { old: 1.0, new }; MOST_ROWS];
-            multiply(isa, size, weights, right, to.from(block.start), Into::shares(&shares, first));
+            multiply(isa, size, weights, right, to.from(block.start), Update::shares(&shares, first));
         }
     }
 }

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::super::tile::{Full, Into, LINE};
+use super::super::tile::{Full, LINE, Update};
 use super::head::{Head, panels, pieces};
 use super::product::{Left, Right, Size, multiply, pack, pack_transposed};
 use super::rows::{Rows, RowsMut};
@@ -34,7 +34,7 @@ struct Pass<'a> {
 
 impl Head {
     /// Writes a row of `y` for each query, and to `lse` the log of the sum of exponentials of its scores.
-    /// Asks for what the `next` head will read.
+    /// Asks for rows of the `next` head, as many as there are queries.
     pub(super) fn forward(
         self,
         [q, k, v]: [Rows<'_>; 3],
@@ -98,7 +98,7 @@ impl Pass<'_> {
         let q = Left { data: self.q.span(block), row: self.q.stride, col: 1 };
         let keys = Right { data: self.keys, panel: width * isa.tile().columns };
         let size = Size { rows, depth: width, columns: meeting.padded };
-        multiply(isa, size, q, keys, RowsMut::new(self.scores, pitch), Into::Overwrite);
+        multiply(isa, size, q, keys, RowsMut::new(self.scores, pitch), Update::Overwrite);
 
         let scale = self.head.exponent_scale();
         let Running { tops, sums } = &mut self.running;
@@ -108,6 +108,6 @@ impl Pass<'_> {
         let weights = Left { data: self.scores, row: pitch, col: 1 };
         let values = Right { data: self.values, panel: self.values_panel };
         let size = Size { rows, depth: meeting.all, columns: width };
-        multiply(isa, size, weights, values, self.y.from(block.start), Into::shares(&shares, first));
+        multiply(isa, size, weights, values, self.y.from(block.start), Update::shares(&shares, first));
     }
 }

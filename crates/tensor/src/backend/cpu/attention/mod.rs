@@ -3,7 +3,7 @@
 //! One task owns one head of one sequence, so no sum crosses tasks and the bits do not depend on the number of threads.
 //! A task goes over the keys tile by tile and, for each, over the blocks of queries that see it, a register tile high. Rows
 //! of queries are read where they are; keys and values are packed into panels of the thread's scratch, which products
-//! want them in. Meanwhile the rows of the next task's head are asked for: they lie apart, and no CPU guesses where.
+//! want them in. Meanwhile the rows of the thread's next head are asked for: they lie apart, and no CPU guesses where.
 //! Masked weights are multiplied as zeros within a register tile, so a NaN in a value may reach the seven queries before
 //! it. It refuses to know projections, tensors and devices.
 
@@ -57,6 +57,15 @@ impl Layout {
     /// Sequence and head of a task.
     const fn head(self, task: usize) -> (usize, usize) {
         (task / self.heads, task % self.heads)
+    }
+
+    /// The task whose rows are asked for while `task` runs: that which the same thread does next, if all take as long.
+    /// None where its rows of so many `operands` would fill much of a second-level cache.
+    fn next(self, task: usize, threads: usize, operands: usize) -> Option<usize> {
+        /// Half a MiB.
+        const MOST: usize = 128 * 1024;
+        let next = task + threads;
+        (next < self.tasks() && operands * self.tokens * self.head_dim <= MOST).then_some(next)
     }
 
     /// Heads of all sequences.
@@ -174,7 +183,7 @@ impl Forward<'_> {
                     let lse = lse.as_ref().map(|lse| lse.part(task * l.tokens, l.tokens));
                     (y.rows(place, l, l.head(task)), lse)
                 };
-                let next = (task + 1 < l.tasks()).then(|| reads(task + 1));
+                let next = l.next(task, pool.threads(), 3).map(reads);
                 head.forward(reads(task), y, lse, next, scratch);
             });
         });
@@ -227,7 +236,7 @@ impl Backward<'_> {
             let [q, k, v] =
                 gradients.each_ref().map(|(data, place)| unsafe { data.rows(*place, l, l.head(task)) });
             let gradients = Gradients { q, k, v, accumulate: self.accumulate };
-            let next = (task + 1 < l.tasks()).then(|| reads(task + 1));
+            let next = l.next(task, pool.threads(), 5).map(reads);
             SCRATCH.with_borrow_mut(|scratch| head.backward(reads(task), lse, gradients, next, scratch));
         });
     }
@@ -310,6 +319,18 @@ pub(super) fn cached_forward(
     y: &mut [f32],
     lse: Option<&mut [f32]>,
 ) {
+    forward_over(Isa::detect(), pool, (l, cache), qkv, [keys, values], y, lse);
+}
+
+fn forward_over(
+    isa: Isa,
+    pool: &Pool,
+    (l, cache): (Layout, Cache),
+    qkv: &[f32],
+    [keys, values]: [&mut [f32]; 2],
+    y: &mut [f32],
+    lse: Option<&mut [f32]>,
+) {
     assert!(cache.past + l.tokens <= cache.capacity, "the cache has room");
     let c = l.width();
     for (from, to) in cache.rows(l) {
@@ -317,7 +338,7 @@ pub(super) fn cached_forward(
         values[to..to + c].copy_from_slice(&qkv[from + 2 * c..][..c]);
     }
     let (q, k, v) = ((qkv, thirds(l)[0]), (&*keys, cache.place(l)), (&*values, cache.place(l)));
-    Forward { isa: Isa::detect(), layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
+    Forward { isa, layout: l, keys: cache.past + l.tokens, q, k, v }.run(pool, y, lse);
 }
 
 /// Gradient of [`cached_forward`], from `dy` `[B, T, C]` and what it read and wrote: adds to the gradients of the keys and
@@ -329,8 +350,24 @@ pub(super) fn cached_backward(
     [qkv, keys, values, y, lse, dy]: [&[f32]; 6],
     [d_qkv, d_keys, d_values]: [&mut [f32]; 3],
 ) {
+    backward_over(
+        Isa::detect(),
+        pool,
+        (l, cache),
+        [qkv, keys, values, y, lse, dy],
+        [d_qkv, d_keys, d_values],
+    );
+}
+
+fn backward_over(
+    isa: Isa,
+    pool: &Pool,
+    (l, cache): (Layout, Cache),
+    [qkv, keys, values, y, lse, dy]: [&[f32]; 6],
+    [d_qkv, d_keys, d_values]: [&mut [f32]; 3],
+) {
     let (q, k, v) = ((qkv, thirds(l)[0]), (keys, cache.place(l)), (values, cache.place(l)));
-    let (isa, keys) = (Isa::detect(), cache.past + l.tokens);
+    let keys = cache.past + l.tokens;
     let pass = Backward { isa, layout: l, keys, q, k, v, y, lse, dy, accumulate: true };
     let [dq, dk, dv] = [&mut *d_qkv, &mut *d_keys, &mut *d_values].map(Output::new);
     pass.run(pool, [(dq, thirds(l)[0]), (dk, cache.place(l)), (dv, cache.place(l))]);

@@ -9,7 +9,7 @@
 use std::ops::Range;
 
 use super::super::simd::{Isa, simd};
-use super::super::tile::{Into, LINE, Tile};
+use super::super::tile::{LINE, Tile, Update};
 use super::super::vector::{LANES, Vector};
 use super::rows::{Rows, RowsMut};
 
@@ -38,8 +38,8 @@ pub(super) struct Size {
     pub(super) columns: usize,
 }
 
-/// What becomes of `A B`, for a row of tiles.
-pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsMut<'_>, into: Into) {
+/// `A B`, a row of tiles, and what becomes of C. Panics unless the operands hold what it reads and writes.
+pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsMut<'_>, update: Update<'_>) {
     let (full, Size { rows, depth, columns }) = (isa.tile(), size);
     assert!((1..=full.rows).contains(&rows) && depth > 0 && columns > 0, "a product has a size");
     assert!((rows - 1) * a.row + (depth - 1) * a.col < a.data.len(), "A is too short");
@@ -59,7 +59,7 @@ pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsM
         c,
         c_stride,
         columns: full.columns,
-        into,
+        update,
     };
     for panel in 0..panels {
         tile.columns = (columns - panel * full.columns).min(full.columns);

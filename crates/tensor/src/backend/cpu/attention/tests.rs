@@ -196,10 +196,9 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
         let total: usize = pieces.iter().sum();
         let (qkv, dy) = (noise(b * total * 3 * c, 7), noise(b * total * c, 8));
         let l = layout(b, h, total, d);
-        let whole = run(Isa::detect(), 1, l, &qkv, &dy);
         let want = reference_gradient(l, &wide(&qkv), &wide(&dy));
         let all = (b, total);
-        let in_pieces = |threads| {
+        let in_pieces = |isa, threads| {
             let pool = Pool::new(threads).unwrap();
             // Stale contents past the end must not leak in.
             let (mut keys, mut values) = (vec![f32::NAN; b * capacity * c], vec![f32::NAN; b * capacity * c]);
@@ -209,7 +208,7 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
                 let (mut y, mut lse) = (vec![f32::NAN; b * t * c], vec![f32::NAN; b * h * t]);
                 let (l, cache) = (layout(b, h, t, d), Cache { past, capacity });
                 let caches = [&mut keys[..], &mut values[..]];
-                cached_forward(&pool, l, cache, &qkv, caches, &mut y, Some(&mut lse));
+                forward_over(isa, &pool, (l, cache), &qkv, caches, &mut y, Some(&mut lse));
                 forwards.push((l, cache, qkv, y, lse));
                 past += t;
             }
@@ -219,19 +218,22 @@ fn tokens_that_come_in_pieces_have_the_same_outputs_and_gradients() {
                 let dy = some_tokens(&dy, c, all, cache.past, l.tokens);
                 let mut d_qkv = vec![f32::NAN; qkv.len()];
                 let read = [&qkv, &keys, &values, &y, &lse, &dy].map(|x| &x[..]);
-                cached_backward(&pool, l, cache, read, [&mut d_qkv, &mut d_keys, &mut d_values]);
+                backward_over(isa, &pool, (l, cache), read, [&mut d_qkv, &mut d_keys, &mut d_values]);
                 outputs.push((cache.past, l.tokens, y, d_qkv));
             }
             outputs
         };
-        let one = in_pieces(1);
-        for (past, t, y, d_qkv) in &one {
-            let what = format!("{t} after {past}");
-            assert_eq!(*y, some_tokens(&whole[0], c, all, *past, *t), "{what}");
-            let want: Vec<f32> = want.iter().map(|&x| x as f32).collect();
-            assert_close(d_qkv, &wide(&some_tokens(&want, 3 * c, all, *past, *t)), 5e-6, &what);
+        let want: Vec<f32> = want.iter().map(|&x| x as f32).collect();
+        for isa in Isa::available() {
+            let whole = run(isa, 1, l, &qkv, &dy);
+            let one = in_pieces(isa, 1);
+            for (past, t, y, d_qkv) in &one {
+                let what = format!("{isa:?}: {t} after {past}");
+                assert_eq!(*y, some_tokens(&whole[0], c, all, *past, *t), "{what}");
+                assert_close(d_qkv, &wide(&some_tokens(&want, 3 * c, all, *past, *t)), 5e-6, &what);
+            }
+            assert_eq!(one, in_pieces(isa, 3), "threads do not matter");
         }
-        assert_eq!(one, in_pieces(3), "threads do not matter");
     }
 }
 

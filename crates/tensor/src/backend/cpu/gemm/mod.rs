@@ -22,7 +22,7 @@ use std::ops::Range;
 
 use super::pool::Pool;
 use super::simd::{Isa, Tag};
-use super::tile::{self, Full, Portable};
+use super::tile::{Full, Portable};
 use super::vector::Vector;
 use region::{Product, region};
 
@@ -176,12 +176,12 @@ unsafe fn region_of<E: Epilogue>(
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma")]
     unsafe fn avx2<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
-        region::<tile::Avx2, E>(p, rows, columns, epilogue);
+        region::<super::tile::Avx2, E>(p, rows, columns, epilogue);
     }
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx512f,avx2,fma")]
     unsafe fn avx512<E: Epilogue>(p: &Product, rows: Range<usize>, columns: Range<usize>, epilogue: &E) {
-        region::<tile::Avx512, E>(p, rows, columns, epilogue);
+        region::<super::tile::Avx512, E>(p, rows, columns, epilogue);
     }
     match isa.tag() {
         Tag::Portable => region::<Portable, E>(p, rows, columns, epilogue),

@@ -10,7 +10,7 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::super::tile::{BLOCK, Into, LINE, Registers, Tile, prefetch_far};
+use super::super::tile::{BLOCK, LINE, Registers, Tile, Update, prefetch_far};
 use super::Epilogue;
 use super::pack::{Block, pack};
 
@@ -22,8 +22,8 @@ const A_BLOCK: usize = 96 * 1024;
 const N_BLOCK: usize = 768;
 /// Elements of B up to which rows of A may pass by all of it: it stays in the third-level cache.
 const B_BLOCK: usize = 1024 * 1024;
-/// Elements of B for each row that are packed ahead of all rows at most, lest packing, which nothing hides, should cost
-/// more than the order of C brings.
+/// Elements of B for each row up to which rows of A pass by all of it, lest packing should cost more than the order of C
+/// brings: nothing hides it where columns of B are not contiguous.
 const B_PER_ROW: usize = 576;
 /// Elements of B that the second-level cache holds: of a larger one, each panel meets two tiles of A when it is there.
 const B_NEAR: usize = 96 * 1024;
@@ -141,7 +141,7 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
                 c: p.c,
                 c_stride: p.c_stride,
                 columns: 0,
-                into: if p.accumulate || k0 > 0 { Into::Add } else { Into::Overwrite },
+                update: if p.accumulate || k0 > 0 { Update::Add } else { Update::Overwrite },
             };
             for m0 in rows.clone().step_by(m_block) {
                 let m1 = (m0 + m_block).min(rows.end);
@@ -210,7 +210,7 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
     scratch.put_back();
 }
 
-/// The product where all of B is packed first and rows of A, which are contiguous, are read in place.
+/// The product where all of B is kept packed and rows of A, which are contiguous, are read in place.
 #[inline(always)]
 unsafe fn by_rows<I: Registers, E: Epilogue>(
     p: &Product,
@@ -251,7 +251,7 @@ unsafe fn by_rows<I: Registers, E: Epilogue>(
                         c: p.c.add(i * p.c_stride + j),
                         c_stride: p.c_stride,
                         columns: (columns.end - j).min(I::NR),
-                        into: if p.accumulate || k0 > 0 { Into::Add } else { Into::Overwrite },
+                        update: if p.accumulate || k0 > 0 { Update::Add } else { Update::Overwrite },
                     };
                     if k0 + k == p.k {
                         fetch_beside::<I, E>(tile_rows, p.first_row + i, j, epilogue);

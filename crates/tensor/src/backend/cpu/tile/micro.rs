@@ -24,12 +24,12 @@ pub(in super::super) struct Tile<'a> {
     pub(in super::super) c_stride: usize,
     /// Columns of C that exist; the kernel's vectors cover them and less than one vector more.
     pub(in super::super) columns: usize,
-    pub(in super::super) into: Into<'a>,
+    pub(in super::super) update: Update<'a>,
 }
 
 /// What becomes of C.
 #[derive(Clone, Copy)]
-pub(in super::super) enum Into<'a> {
+pub(in super::super) enum Update<'a> {
     /// `A B`.
     Overwrite,
     /// `C + A B`.
@@ -55,7 +55,7 @@ pub(in super::super) struct Share {
 /// The CPU has the kernel's instructions, and the tile's pointers are valid for its shape.
 pub(in super::super) type Kernel = unsafe fn(&Tile<'_>);
 
-/// `C (+)= A B` for a tile of `R` rows and `N` vectors. With `PACKS`, B is read where it lies and packed on the way: the
+/// `A B` for a tile of `R` rows and `N` vectors, and what becomes of C. With `PACKS`, B is read where it lies and packed on the way: the
 /// multipliers hide what that takes.
 ///
 /// No closure here holds an instruction: it would not inherit the caller's features.
@@ -103,20 +103,20 @@ pub(in super::super) unsafe fn micro<
         for j in 0..N {
             let c = tile.c.add(i * tile.c_stride + j * I::LANES);
             if j + 1 < N || rest == I::LANES {
-                let old = if tile.into.reads() { I::load(c) } else { I::zero() };
-                I::store(c, tile.into.value::<I>(i, old, acc[i][j]));
+                let old = if tile.update.reads() { I::load(c) } else { I::zero() };
+                I::store(c, tile.update.value::<I>(i, old, acc[i][j]));
             } else {
-                let old = if tile.into.reads() { I::load_part(c, rest) } else { I::zero() };
-                I::store_part(c, rest, tile.into.value::<I>(i, old, acc[i][j]));
+                let old = if tile.update.reads() { I::load_part(c, rest) } else { I::zero() };
+                I::store_part(c, rest, tile.update.value::<I>(i, old, acc[i][j]));
             }
         }
     }
 }
 
-impl Into<'_> {
+impl Update<'_> {
     /// With shares for each row, where C holds nothing yet if this is the `first` product.
-    pub(in super::super) const fn shares(shares: &[Share; MOST_ROWS], first: bool) -> Into<'_> {
-        if first { Into::Scaled(shares) } else { Into::Blend(shares) }
+    pub(in super::super) const fn shares(shares: &[Share; MOST_ROWS], first: bool) -> Update<'_> {
+        if first { Update::Scaled(shares) } else { Update::Blend(shares) }
     }
 
     /// Whether what C holds matters.
