@@ -20,8 +20,6 @@ pub(super) trait Vector: Level {
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
     unsafe fn store(p: *mut f32, v: Self::V);
-    /// Asks for the cache line of `p`, which need not be valid.
-    unsafe fn prefetch(p: *const f32);
     /// `a * b + c`.
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
@@ -122,8 +120,6 @@ impl Vector for Portable {
         unsafe { p.cast::<Self::V>().write_unaligned(v) }
     }
     #[inline(always)]
-    unsafe fn prefetch(_: *const f32) {}
-    #[inline(always)]
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         std::array::from_fn(|i| a[i] * b[i] + c[i])
     }
@@ -176,11 +172,11 @@ impl Vector for Portable {
 mod avx2 {
     use std::arch::asm;
     use std::arch::x86_64::{
-        __m256, _MM_HINT_T0, _mm_loadu_ps, _mm_prefetch, _mm256_add_epi32, _mm256_add_ps, _mm256_blendv_ps,
-        _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_div_ps, _mm256_fmadd_ps,
-        _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps,
-        _mm256_set1_epi32, _mm256_set1_ps, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_storeu_ps,
-        _mm256_sub_ps, _mm256_unpackhi_ps, _mm256_unpacklo_ps,
+        __m256, _mm_loadu_ps, _mm256_add_epi32, _mm256_add_ps, _mm256_blendv_ps, _mm256_castps_si256,
+        _mm256_castps128_ps256, _mm256_castsi256_ps, _mm256_div_ps, _mm256_fmadd_ps, _mm256_insertf128_ps,
+        _mm256_loadu_ps, _mm256_max_ps, _mm256_min_ps, _mm256_mul_ps, _mm256_set1_epi32, _mm256_set1_ps,
+        _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_storeu_ps, _mm256_sub_ps, _mm256_unpackhi_ps,
+        _mm256_unpacklo_ps,
     };
 
     use super::super::simd::Avx2;
@@ -221,10 +217,6 @@ mod avx2 {
         #[inline(always)]
         unsafe fn store(p: *mut f32, v: __m256) {
             unsafe { _mm256_storeu_ps(p, v) }
-        }
-        #[inline(always)]
-        unsafe fn prefetch(p: *const f32) {
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
         }
         #[inline(always)]
         unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {

@@ -4,12 +4,11 @@
     unsafe_code,
     reason = "vector instructions and unchecked indexing; each entry point checks its bounds"
 )]
-#![expect(clippy::inline_always, reason = "vector code must take the target features of its caller")]
 
 use std::ops::Range;
 
 use super::super::simd::{Isa, simd};
-use super::super::tile::{LINE, Tile, Update};
+use super::super::tile::{Tile, Update, prefetch};
 use super::super::vector::{LANES, Vector};
 use super::rows::{Rows, RowsMut};
 
@@ -76,18 +75,6 @@ pub(super) fn multiply(isa: Isa, size: Size, a: Left<'_>, b: Right<'_>, c: RowsM
 /// that they follow.
 const AHEAD: usize = 12;
 
-/// Asks for a row.
-///
-/// # Safety
-/// As [`Vector`], but the row need not be there.
-#[inline(always)]
-unsafe fn fetch<L: Vector>(row: *const f32, width: usize) {
-    for j in (0..width).step_by(LINE) {
-        // SAFETY: the caller's promise.
-        unsafe { L::prefetch(row.wrapping_add(j)) };
-    }
-}
-
 simd! {
     /// Copies rows into panels of a right operand, `wide` columns each and `panel` apart; columns that are missing from the
     /// last panel are zero.
@@ -100,8 +87,7 @@ simd! {
         assert!((width.div_ceil(wide) - 1) * panel + rows.len() * wide <= panels.len(), "the panels are too short");
         let dst = panels.as_mut_ptr();
         for t in 0..rows.len() {
-            // SAFETY: this function is compiled for the level.
-            unsafe { fetch::<L>(src.as_ptr().wrapping_add((t + AHEAD) * stride), width) };
+            from.lines(rows.start + t + AHEAD).for_each(prefetch);
             for (p, start) in (0..width).step_by(wide).enumerate() {
                 for j in (0..wide).step_by(LANES) {
                     let here = width.saturating_sub(start + j).min(LANES);
@@ -132,8 +118,7 @@ simd! {
         for t in (0..wide).step_by(LANES) {
             let here = rows.len().saturating_sub(t).min(LANES);
             for i in 0..LANES {
-                // SAFETY: this function is compiled for the level.
-                unsafe { fetch::<L>(src.as_ptr().wrapping_add((t + wide + i) * stride), width) };
+                from.lines(rows.start + t + wide + i).for_each(prefetch);
             }
             let whole = if here == LANES { width / LANES * LANES } else { 0 };
             for j in (0..whole).step_by(LANES) {

@@ -21,11 +21,13 @@ impl<'a> Rows<'a> {
 
     /// Asks for some rows, which need not be there, into the second-level cache.
     pub(super) fn fetch(&self, rows: &Range<usize>) {
-        for t in rows.clone() {
-            for j in (0..self.width).step_by(LINE) {
-                prefetch_far(self.data.as_ptr().wrapping_add(t * self.stride + j));
-            }
-        }
+        rows.clone().flat_map(|t| self.lines(t)).for_each(prefetch_far);
+    }
+
+    /// Where the cache lines of a row lie, which need not be there.
+    pub(super) fn lines(&self, t: usize) -> impl Iterator<Item = *const f32> {
+        let row = self.data.as_ptr().wrapping_add(t * self.stride);
+        (0..self.width).step_by(LINE).map(move |j| row.wrapping_add(j))
     }
 
     /// From the first of some rows to the end of the last; panics unless all of them are there.

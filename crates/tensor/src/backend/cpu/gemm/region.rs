@@ -10,7 +10,7 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::super::tile::{BLOCK, LINE, Registers, Tile, Update, prefetch_far};
+use super::super::tile::{BLOCK, LINE, Registers, Tile, Update, prefetch, prefetch_far};
 use super::Epilogue;
 use super::pack::{Block, pack};
 
@@ -43,6 +43,13 @@ pub(super) struct Product {
     pub(super) accumulate: bool,
     /// What the epilogue is told for row 0.
     pub(super) first_row: usize,
+}
+
+impl Product {
+    /// What a block of k that begins at `k0` does to C.
+    const fn update(&self, k0: usize) -> Update<'static> {
+        if self.accumulate || k0 > 0 { Update::Add } else { Update::Overwrite }
+    }
 }
 
 /// How kernels read A.
@@ -141,7 +148,7 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
                 c: p.c,
                 c_stride: p.c_stride,
                 columns: 0,
-                update: if p.accumulate || k0 > 0 { Update::Add } else { Update::Overwrite },
+                update: p.update(k0),
             };
             for m0 in rows.clone().step_by(m_block) {
                 let m1 = (m0 + m_block).min(rows.end);
@@ -251,7 +258,7 @@ unsafe fn by_rows<I: Registers, E: Epilogue>(
                         c: p.c.add(i * p.c_stride + j),
                         c_stride: p.c_stride,
                         columns: (columns.end - j).min(I::NR),
-                        update: if p.accumulate || k0 > 0 { Update::Add } else { Update::Overwrite },
+                        update: p.update(k0),
                     };
                     if k0 + k == p.k {
                         fetch_beside::<I, E>(tile_rows, p.first_row + i, j, epilogue);
@@ -280,7 +287,7 @@ unsafe fn fetch_beside<I: Registers, E: Epilogue>(rows: usize, row: usize, colum
     for i in 0..rows {
         for column in [column, column + I::NR - 1] {
             if let Some(at) = epilogue.beside(row + i, column) {
-                I::prefetch(at);
+                prefetch(at);
             }
         }
     }

@@ -5,7 +5,7 @@
 #![expect(clippy::needless_range_loop, reason = "indices are those of the formula")]
 
 use super::registers::Registers;
-use super::{LINE, MOST_ROWS};
+use super::{LINE, MOST_ROWS, prefetch};
 
 /// One call of a kernel.
 pub(in super::super) struct Tile<'a> {
@@ -77,7 +77,7 @@ pub(in super::super) unsafe fn micro<
     };
     for i in 0..R {
         for line in (0..N * I::LANES).step_by(LINE) {
-            I::prefetch(tile.c.wrapping_add(i * tile.c_stride + line));
+            prefetch(tile.c.wrapping_add(i * tile.c_stride + line));
         }
     }
     let mut rows: [*const f32; R] =

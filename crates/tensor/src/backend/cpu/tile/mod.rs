@@ -19,11 +19,24 @@ pub(super) const LINE: usize = 16;
 /// Rows of the highest tile.
 pub(super) const MOST_ROWS: usize = 8;
 
-/// Asks for the cache line of `p`, which need not be valid, without disturbing the first-level cache.
+/// Asks for the cache line of `p`, which need not be valid, to be used soon.
+#[inline(always)]
+pub(super) fn prefetch(p: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: every CPU of this architecture has the instruction, and it never faults.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
+/// As [`prefetch`], without disturbing the first-level cache.
 #[inline(always)]
 pub(super) fn prefetch_far(p: *const f32) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: every CPU of this architecture has the instruction, and it never faults.
+    // SAFETY: as above.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T1>(p.cast());

@@ -39,8 +39,6 @@ pub(in super::super) trait Registers {
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`, fused where the CPU can.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// Asks for the cache line of `p`, to be used soon.
-    unsafe fn prefetch(p: *const f32);
 
     /// `dst[k * pitch + i] = src[i * stride + k]` for `k < BLOCK` and `i < rows`, zero for `rows <= i < width`.
     /// May write up to `BLOCK` elements from each `dst[k * pitch]` on, in ascending order of `k`.
@@ -60,26 +58,19 @@ pub(in super::super) trait Registers {
     fn packing_kernel(columns: bool) -> Kernel;
 }
 
-/// Picks the instance of a kernel function `$f` by the shape of the tile.
-macro_rules! pick_kernel {
-    ($f:ident, $rows:expr, $vectors:expr, $columns:expr, [$($r:literal)*]) => {
-        match ($rows, $vectors, $columns) {
-            $(
-                ($r, 1, true) => $f::<$r, 1, true, false>,
-                ($r, 1, false) => $f::<$r, 1, false, false>,
-                ($r, 2, true) => $f::<$r, 2, true, false>,
-                ($r, 2, false) => $f::<$r, 2, false, false>,
-            )*
-            _ => unreachable!("tiles have 1 to MR rows and 1 or 2 vectors"),
-        }
-    };
-}
-
-/// Defines both kinds of kernels from a function `$f`.
+/// Defines both kinds of kernels from the instances of a kernel function `$f`.
 macro_rules! kernels {
     ($f:ident, [$($r:literal)*]) => {
         fn kernel(rows: usize, vectors: usize, columns: bool) -> Kernel {
-            pick_kernel!($f, rows, vectors, columns, [$($r)*])
+            match (rows, vectors, columns) {
+                $(
+                    ($r, 1, true) => $f::<$r, 1, true, false>,
+                    ($r, 1, false) => $f::<$r, 1, false, false>,
+                    ($r, 2, true) => $f::<$r, 2, true, false>,
+                    ($r, 2, false) => $f::<$r, 2, false, false>,
+                )*
+                _ => unreachable!("tiles have 1 to MR rows and 1 or 2 vectors"),
+            }
         }
         fn packing_kernel(columns: bool) -> Kernel {
             if columns { $f::<{ Self::MR }, 2, true, true> } else { $f::<{ Self::MR }, 2, false, true> }
@@ -145,8 +136,6 @@ impl Registers for Portable {
             [a[0] * b[0] + c[0], a[1] * b[1] + c[1], a[2] * b[2] + c[2], a[3] * b[3] + c[3]]
         }
     }
-    #[inline(always)]
-    unsafe fn prefetch(_: *const f32) {}
 
     #[inline(always)]
     unsafe fn transpose(
@@ -187,30 +176,60 @@ mod x86 {
     static MASK: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
     static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
 
+    /// What vectors of both widths do alike, from the names of their instructions.
+    macro_rules! vectors {
+        ($v:ty: $zero:ident, $load:ident, $store:ident, $add:ident, $mul:ident, $fma:ident) => {
+            type V = $v;
+            #[inline(always)]
+            unsafe fn zero() -> $v {
+                $zero()
+            }
+            #[inline(always)]
+            unsafe fn load(p: *const f32) -> $v {
+                $load(p)
+            }
+            #[inline(always)]
+            unsafe fn store(p: *mut f32, v: $v) {
+                $store(p, v);
+            }
+            #[inline(always)]
+            unsafe fn add(a: $v, b: $v) -> $v {
+                $add(a, b)
+            }
+            #[inline(always)]
+            unsafe fn mul(a: $v, b: $v) -> $v {
+                $mul(a, b)
+            }
+            #[inline(always)]
+            unsafe fn mul_add(a: $v, b: $v, c: $v) -> $v {
+                $fma(a, b, c)
+            }
+            #[inline(always)]
+            unsafe fn transpose(
+                src: *const f32,
+                stride: usize,
+                rows: usize,
+                dst: *mut f32,
+                pitch: usize,
+                _: usize,
+            ) {
+                transpose_8x8(src, stride, rows, dst, pitch);
+            }
+        };
+    }
+
     /// 16 registers of 8 floats: 6 rows of 2 vectors, and 3 registers to load into.
     pub(in super::super::super) struct Avx2;
 
     impl Registers for Avx2 {
-        type V = __m256;
+        vectors!(__m256: _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_add_ps, _mm256_mul_ps, _mm256_fmadd_ps);
         const LANES: usize = 8;
         type Level = simd::Avx2;
         const MR: usize = 6;
 
         #[inline(always)]
-        unsafe fn zero() -> __m256 {
-            _mm256_setzero_ps()
-        }
-        #[inline(always)]
         unsafe fn splat(p: *const f32) -> __m256 {
             _mm256_broadcast_ss(&*p)
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const f32) -> __m256 {
-            _mm256_loadu_ps(p)
-        }
-        #[inline(always)]
-        unsafe fn store(p: *mut f32, v: __m256) {
-            _mm256_storeu_ps(p, v);
         }
         #[inline(always)]
         unsafe fn load_part(p: *const f32, n: usize) -> __m256 {
@@ -219,33 +238,6 @@ mod x86 {
         #[inline(always)]
         unsafe fn store_part(p: *mut f32, n: usize, v: __m256) {
             _mm256_maskstore_ps(p, _mm256_loadu_si256(MASK.as_ptr().add(8 - n).cast()), v);
-        }
-        #[inline(always)]
-        unsafe fn add(a: __m256, b: __m256) -> __m256 {
-            _mm256_add_ps(a, b)
-        }
-        #[inline(always)]
-        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
-            _mm256_mul_ps(a, b)
-        }
-        #[inline(always)]
-        unsafe fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 {
-            _mm256_fmadd_ps(a, b, c)
-        }
-        #[inline(always)]
-        unsafe fn prefetch(p: *const f32) {
-            _mm_prefetch::<_MM_HINT_T0>(p.cast());
-        }
-        #[inline(always)]
-        unsafe fn transpose(
-            src: *const f32,
-            stride: usize,
-            rows: usize,
-            dst: *mut f32,
-            pitch: usize,
-            _: usize,
-        ) {
-            transpose_8x8(src, stride, rows, dst, pitch);
         }
         kernels!(avx2, [1 2 3 4 5 6]);
     }
@@ -259,27 +251,15 @@ mod x86 {
     pub(in super::super::super) struct Avx512;
 
     impl Registers for Avx512 {
-        type V = __m512;
+        vectors!(__m512: _mm512_setzero_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_add_ps, _mm512_mul_ps, _mm512_fmadd_ps);
         const LANES: usize = 16;
         type Level = simd::Avx2;
         const MR: usize = 8;
         const NEAR_COLUMNS: usize = 512;
 
         #[inline(always)]
-        unsafe fn zero() -> __m512 {
-            _mm512_setzero_ps()
-        }
-        #[inline(always)]
         unsafe fn splat(p: *const f32) -> __m512 {
             _mm512_set1_ps(*p)
-        }
-        #[inline(always)]
-        unsafe fn load(p: *const f32) -> __m512 {
-            _mm512_loadu_ps(p)
-        }
-        #[inline(always)]
-        unsafe fn store(p: *mut f32, v: __m512) {
-            _mm512_storeu_ps(p, v);
         }
         #[inline(always)]
         unsafe fn load_part(p: *const f32, n: usize) -> __m512 {
@@ -288,33 +268,6 @@ mod x86 {
         #[inline(always)]
         unsafe fn store_part(p: *mut f32, n: usize, v: __m512) {
             _mm512_mask_storeu_ps(p, (1 << n) - 1, v);
-        }
-        #[inline(always)]
-        unsafe fn add(a: __m512, b: __m512) -> __m512 {
-            _mm512_add_ps(a, b)
-        }
-        #[inline(always)]
-        unsafe fn mul(a: __m512, b: __m512) -> __m512 {
-            _mm512_mul_ps(a, b)
-        }
-        #[inline(always)]
-        unsafe fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 {
-            _mm512_fmadd_ps(a, b, c)
-        }
-        #[inline(always)]
-        unsafe fn prefetch(p: *const f32) {
-            _mm_prefetch::<_MM_HINT_T0>(p.cast());
-        }
-        #[inline(always)]
-        unsafe fn transpose(
-            src: *const f32,
-            stride: usize,
-            rows: usize,
-            dst: *mut f32,
-            pitch: usize,
-            _: usize,
-        ) {
-            transpose_8x8(src, stride, rows, dst, pitch);
         }
         kernels!(avx512, [1 2 3 4 5 6 7 8]);
     }
