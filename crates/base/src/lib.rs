@@ -1,12 +1,14 @@
 #![doc = include_str!("../README.md")]
 
 pub mod id;
+pub mod name;
 pub mod pending;
 pub mod philox;
 pub mod topology;
 pub mod unit;
 
 pub use id::{PeerId, Rank, StageId};
+pub use name::{Algorithm, Precision, UnknownName};
 pub use pending::{Pending, PendingOp};
 pub use philox::Philox;
 pub use topology::{Link, ParseLinkError, Port, Topology};

@@ -1,10 +1,8 @@
 //! Which all-reduce: the algorithms by name, and the choice among them by what they cost on declared links.
 
-use std::fmt;
-use std::str::FromStr;
+use farflung_base::{Algorithm, Bandwidth, Bytes, Nanos, Rank, Topology};
 
-use farflung_base::{Bandwidth, Bytes, Nanos, Rank, Topology};
-
+use crate::FRAME_BYTES;
 use crate::butterfly::{butterfly, direct, shares};
 use crate::cost::cost;
 use crate::doubling::{halving_doubling, recursive_doubling};
@@ -13,7 +11,6 @@ use crate::inbox::WINDOW;
 use crate::ring::{bidirectional_ring, everyone, pipelined_ring, ring};
 use crate::steps::Program;
 use crate::tree::double_tree;
-use crate::{CommError, FRAME_BYTES};
 
 /// A chunk that is smaller is not worth messages of its own.
 const LEAST_CHUNK: u64 = 16 * 1024;
@@ -31,60 +28,32 @@ const AHEAD: usize = 4 * WINDOW;
 /// More are not worth what it takes to price them.
 const MOST_CHUNKS: usize = 256;
 
-/// Which all-reduce.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-#[non_exhaustive]
-pub enum Algorithm {
-    /// [`ring`]; large blocks as a [`pipelined_ring`], a frame of each at a time.
-    #[default]
-    Ring,
-    /// [`bidirectional_ring`].
-    BidirectionalRing,
-    /// [`recursive_doubling`].
-    RecursiveDoubling,
-    /// [`halving_doubling`].
-    HalvingDoubling,
-    /// [`double_tree`].
-    DoubleTree,
-    /// [`hierarchical`], by the [`regions`] of the topology.
-    Hierarchical,
-    /// [`direct`].
-    Direct,
-    /// [`butterfly`], with [`shares`] by the access links of the topology.
-    Butterfly,
-    /// [`moshpit`], on the grid that is nearest to a [`square`].
-    Moshpit,
-    /// The cheapest of them by [`cost`] on the declared topology; ties go to the one named first.
-    Auto,
-}
-
-impl Algorithm {
-    /// Every algorithm, in the order of the choice; without `Auto`.
-    pub const ALL: [Self; 9] = [
-        Self::Ring,
-        Self::BidirectionalRing,
-        Self::RecursiveDoubling,
-        Self::HalvingDoubling,
-        Self::DoubleTree,
-        Self::Hierarchical,
-        Self::Direct,
-        Self::Butterfly,
-        Self::Moshpit,
-    ];
-
+/// The step lists of an all-reduce algorithm, and the choice among algorithms by price.
+pub trait AllReduce {
     /// The algorithm that this means for a buffer of `bytes` on `topology`; never `Auto`.
     #[must_use]
-    pub fn resolve(self, bytes: Bytes, topology: &Topology) -> Self {
-        if self != Self::Auto {
-            return self;
-        }
-        let price = |algorithm: &Self| algorithm.priced(bytes.0 as usize, bytes, topology).0;
-        Self::ALL.into_iter().min_by_key(price).unwrap_or_default()
-    }
+    fn resolve(self, bytes: Bytes, topology: &Topology) -> Algorithm;
 
     /// One rank's steps where all links are equal, in one chunk; `Auto` that was not resolved is the ring.
     #[must_use]
-    pub fn program(self, rank: Rank, size: usize) -> Program {
+    fn program(self, rank: Rank, size: usize) -> Program;
+
+    /// All ranks' steps for a buffer of `len` elements of `bytes` together, on `topology`: with its regions and
+    /// bandwidths, and in as many chunks as make it cheapest.
+    #[must_use]
+    fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program>;
+}
+
+impl AllReduce for Algorithm {
+    fn resolve(self, bytes: Bytes, topology: &Topology) -> Self {
+        if self != Self::Auto {
+            return self;
+        }
+        let price = |algorithm: &Self| priced(*algorithm, bytes.0 as usize, bytes, topology).0;
+        Self::ALL.into_iter().min_by_key(price).unwrap_or_default()
+    }
+
+    fn program(self, rank: Rank, size: usize) -> Program {
         match self {
             Self::Ring | Self::Auto => ring(rank, size),
             Self::BidirectionalRing => bidirectional_ring(rank, size),
@@ -97,80 +66,49 @@ impl Algorithm {
         }
     }
 
-    /// All ranks' steps for a buffer of `len` elements of `bytes` together, on `topology`: with its regions and
-    /// bandwidths, and in as many chunks as make it cheapest.
-    #[must_use]
-    pub fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program> {
-        self.resolve(bytes, topology).priced(len, bytes, topology).1
+    fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program> {
+        priced(self.resolve(bytes, topology), len, bytes, topology).1
     }
+}
 
-    fn priced(self, len: usize, bytes: Bytes, topology: &Topology) -> (Nanos, Vec<Program>) {
-        let n = topology.size();
-        let all = |program: &dyn Fn(Rank) -> Program| {
-            let programs: Vec<Program> = (0..n as u32).map(|rank| program(Rank(rank))).collect();
-            (cost(&programs, bytes, topology), programs)
-        };
-        let chunked = |windows: &[usize], program: &dyn Fn(Rank, usize) -> Program| {
-            let counts = [1, 4, 16, 64].into_iter();
-            let worth = |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
-            let shapes = counts.filter(worth).flat_map(|chunks| windows.iter().map(move |&w| (chunks, w)));
-            let programs =
-                shapes.map(|(chunks, window)| all(&|rank| program(rank, chunks).with_window(window)));
-            programs.min_by_key(|(price, _)| *price).unwrap_or_default()
-        };
-        let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, 4][..]);
-        match self {
-            Self::Ring => {
-                let chunks = (bytes.0 as usize).div_ceil(n * PASSED).clamp(1, MOST_CHUNKS);
-                let windowed = |window| all(&|rank| pipelined_ring(rank, n, chunks).with_window(window));
-                let (paced, ahead) = (windowed(PACED), windowed(PACED.max(AHEAD / n)));
-                if ahead.0 < paced.0 { ahead } else { paced }
-            }
-            Self::DoubleTree => chunked(at_once, &|rank, chunks| double_tree(rank, n, chunks)),
-            Self::Hierarchical => {
-                let regions = regions(topology);
-                chunked(at_once, &|rank, chunks| hierarchical(rank, &regions, chunks))
-            }
-            Self::Direct => chunked(paced, &|rank, chunks| direct(rank, n, chunks)),
-            Self::Butterfly => {
-                let slower = |rank: u32| {
-                    let port = topology.port(Rank(rank));
-                    port.up.min(port.down)
-                };
-                let bandwidths: Vec<Bandwidth> = (0..n as u32).map(slower).collect();
-                let counts = shares(len, &bandwidths, 0);
-                chunked(paced, &|rank, chunks| butterfly(rank, &counts, chunks))
-            }
-            _ => all(&|rank| self.program(rank, n)),
+/// The steps of `algorithm`, in as many chunks as make it cheapest, with their price.
+fn priced(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> (Nanos, Vec<Program>) {
+    let n = topology.size();
+    let all = |program: &dyn Fn(Rank) -> Program| {
+        let programs: Vec<Program> = (0..n as u32).map(|rank| program(Rank(rank))).collect();
+        (cost(&programs, bytes, topology), programs)
+    };
+    let chunked = |windows: &[usize], program: &dyn Fn(Rank, usize) -> Program| {
+        let counts = [1, 4, 16, 64].into_iter();
+        let worth = |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
+        let shapes = counts.filter(worth).flat_map(|chunks| windows.iter().map(move |&w| (chunks, w)));
+        let programs = shapes.map(|(chunks, window)| all(&|rank| program(rank, chunks).with_window(window)));
+        programs.min_by_key(|(price, _)| *price).unwrap_or_default()
+    };
+    let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, 4][..]);
+    match algorithm {
+        Algorithm::Ring => {
+            let chunks = (bytes.0 as usize).div_ceil(n * PASSED).clamp(1, MOST_CHUNKS);
+            let windowed = |window| all(&|rank| pipelined_ring(rank, n, chunks).with_window(window));
+            let (paced, ahead) = (windowed(PACED), windowed(PACED.max(AHEAD / n)));
+            if ahead.0 < paced.0 { ahead } else { paced }
         }
-    }
-}
-
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Ring => "ring",
-            Self::BidirectionalRing => "bidirectional-ring",
-            Self::RecursiveDoubling => "recursive-doubling",
-            Self::HalvingDoubling => "halving-doubling",
-            Self::DoubleTree => "double-tree",
-            Self::Hierarchical => "hierarchical",
-            Self::Direct => "direct",
-            Self::Butterfly => "butterfly",
-            Self::Moshpit => "moshpit",
-            Self::Auto => "auto",
-        })
-    }
-}
-
-impl FromStr for Algorithm {
-    type Err = CommError;
-
-    /// Reads what is printed, such as `double-tree` or `auto`.
-    fn from_str(text: &str) -> Result<Self, CommError> {
-        let mut all = Self::ALL.into_iter().chain([Self::Auto]);
-        let unknown = || CommError::Algorithm { name: text.to_owned() };
-        all.find(|algorithm| algorithm.to_string() == text).ok_or_else(unknown)
+        Algorithm::DoubleTree => chunked(at_once, &|rank, chunks| double_tree(rank, n, chunks)),
+        Algorithm::Hierarchical => {
+            let regions = regions(topology);
+            chunked(at_once, &|rank, chunks| hierarchical(rank, &regions, chunks))
+        }
+        Algorithm::Direct => chunked(paced, &|rank, chunks| direct(rank, n, chunks)),
+        Algorithm::Butterfly => {
+            let slower = |rank: u32| {
+                let port = topology.port(Rank(rank));
+                port.up.min(port.down)
+            };
+            let bandwidths: Vec<Bandwidth> = (0..n as u32).map(slower).collect();
+            let counts = shares(len, &bandwidths, 0);
+            chunked(paced, &|rank, chunks| butterfly(rank, &counts, chunks))
+        }
+        _ => all(&|rank| algorithm.program(rank, n)),
     }
 }
 

@@ -19,7 +19,7 @@ use std::task::Poll;
 
 use farflung_base::{Link, Nanos, PeerId, Pending, Rank, Topology};
 
-use crate::algorithm::Algorithm;
+use crate::Algorithm;
 use crate::inbox::CANCELLED;
 use crate::message::Torn;
 use crate::plans::Plans;

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId, Rank};
 
-use crate::Algorithm;
 use crate::simulated::Happening;
 
 /// Why a peer is not there any more.
@@ -192,12 +191,6 @@ pub enum CommError {
         /// What it must be, or be below.
         want: usize,
     },
-    /// No all-reduce has this name.
-    #[error("no all-reduce is called `{name}`: there are {} and auto", names())]
-    Algorithm {
-        /// What was given.
-        name: String,
-    },
     /// A reduction that the element type does not have.
     #[error("{op} is not defined for {element}")]
     Unsupported {
@@ -296,10 +289,6 @@ pub enum CommError {
 
 fn list(ranks: &[Rank]) -> String {
     ranks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-}
-
-fn names() -> String {
-    Algorithm::ALL.map(|algorithm| algorithm.to_string()).join(", ")
 }
 
 fn or_end(happening: Option<&Happening>) -> String {

@@ -38,7 +38,7 @@ mod recoded;
 // Values travel as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
 
-pub use algorithm::{Algorithm, regions};
+pub use algorithm::{AllReduce, regions};
 pub use all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
 pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
@@ -52,6 +52,7 @@ pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, ReduceOp};
 pub use endpoint::{Driver, Endpoint, Job, Role, Wake};
 pub use error::{CoderError, CommError, DownReason, Refusal, WireError};
+pub use farflung_base::Algorithm;
 pub use frame::{FRAME_BYTES, Frame, Pool};
 pub use grouped::{hierarchical, moshpit, square};
 pub use inbox::{Inbox, WINDOW};

@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use farflung_base::{Bytes, Rank, Topology};
 
-use crate::algorithm::Algorithm;
+use crate::Algorithm;
+use crate::algorithm::AllReduce;
 use crate::all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
 use crate::butterfly::{direct_all_gather, direct_gather, direct_reduce_scatter};
 use crate::cost::cost;

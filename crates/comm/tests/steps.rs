@@ -7,10 +7,10 @@ use std::fmt::Write;
 
 use farflung_base::{Bandwidth, Port, Rank, Topology};
 use farflung_comm::{
-    Algorithm, Merge, Program, binomial_broadcast, binomial_reduce, bruck_all_to_all, butterfly,
-    chain_broadcast, direct, direct_all_gather, direct_all_to_all, direct_gather, direct_reduce_scatter,
-    direct_scatter, dissemination_barrier, double_tree, hierarchical, moshpit, pairwise_all_to_all,
-    pipelined_ring, regions, ring_all_gather, ring_reduce_scatter,
+    Algorithm, AllReduce as _, Merge, Program, binomial_broadcast, binomial_reduce, bruck_all_to_all,
+    butterfly, chain_broadcast, direct, direct_all_gather, direct_all_to_all, direct_gather,
+    direct_reduce_scatter, direct_scatter, dissemination_barrier, double_tree, hierarchical, moshpit,
+    pairwise_all_to_all, pipelined_ring, regions, ring_all_gather, ring_reduce_scatter,
 };
 
 fn all(n: usize, program: impl Fn(Rank) -> Program) -> Vec<Program> {

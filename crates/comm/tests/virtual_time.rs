@@ -11,7 +11,9 @@ use std::time::Duration;
 use common::{Cluster, on_ranks, over};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
 use farflung_comm::simulated::{Faults, Weather, cluster_with};
-use farflung_comm::{Algorithm, CommError, DownReason, Look, ReduceOp, Transport, WireError, cost};
+use farflung_comm::{
+    Algorithm, AllReduce as _, CommError, DownReason, Look, ReduceOp, Transport, WireError, cost,
+};
 
 fn uniform(n: usize, link: &str) -> Topology {
     Topology::uniform(n, link.parse().unwrap())

@@ -76,12 +76,6 @@ pub enum TensorError {
         /// Why it is not there: the build, the driver, or the number.
         reason: String,
     },
-    /// There is no precision of this name.
-    #[error("{name}: a precision is f32, bf16 or f16")]
-    NoSuchPrecision {
-        /// The precision asked for.
-        name: String,
-    },
     /// A device failed.
     #[error("{device}: {op}: {reason}")]
     Device {

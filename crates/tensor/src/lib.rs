@@ -2,7 +2,6 @@
 
 mod error;
 mod dtype;
-mod precision;
 mod shape;
 mod device;
 mod devices;
@@ -20,10 +19,10 @@ pub use device::Device;
 pub use devices::{DeviceName, Found};
 pub use dtype::{DType, Element};
 pub use error::{Result, TensorError};
+pub use farflung_base::Precision;
 pub use layout::{Param, ParamLayout};
 pub use offload::Offloaded;
 pub use op::{Fuse, Op};
-pub use precision::Precision;
 pub use program::{Instr, Program, ProgramBuilder, Value};
 pub use shape::Shape;
 pub use tensor::{Tensor, View, ViewMut};

@@ -1,7 +1,7 @@
 //! Products in 16 bits are products of operands that were cast there and back, and nothing else is rounded.
 #![expect(clippy::unwrap_used, clippy::float_cmp, reason = "helpers of tests, and values that are exact")]
 
-use farflung_tensor::{DType, Device, Fuse, Op, Precision, Tensor, TensorError};
+use farflung_tensor::{DType, Device, Fuse, Op, Precision, Tensor};
 
 fn product(device: &Device, a: &Tensor, b: &Tensor, c: &[f32], accumulate: bool) -> Vec<f32> {
     let bias = device.tensor(&[0.1_f32, 1e-4, -3.0], 3).unwrap();
@@ -66,16 +66,6 @@ fn what_f16_cannot_hold_is_infinite_and_bf16_holds_it() {
     let run = |precision| product(&device.with_precision(precision), &a, &b, &[0.0; 6], false)[0];
     assert!(run(Precision::F16).is_infinite());
     assert!((run(Precision::Bf16) / 2e5 - 1.0).abs() < 0.01);
-}
-
-#[test]
-fn names_of_precisions() {
-    for precision in Precision::ALL {
-        assert_eq!(precision.to_string().parse(), Ok(precision));
-    }
-    let error = "fp8".parse::<Precision>().unwrap_err();
-    assert_eq!(error, TensorError::NoSuchPrecision { name: "fp8".to_owned() });
-    assert_eq!(error.to_string(), "fp8: a precision is f32, bf16 or f16");
 }
 
 #[test]

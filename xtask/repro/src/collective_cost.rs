@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use farflung::base::{Bytes, Nanos, Rank, Topology};
-use farflung::comm::{Algorithm, Program, ReduceOp, cost, double_tree};
+use farflung::comm::{Algorithm, AllReduce as _, Program, ReduceOp, cost, double_tree};
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::ranks::{on_ranks, over_links};

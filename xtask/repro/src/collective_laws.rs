@@ -3,8 +3,8 @@
 use anyhow::Result;
 use farflung::base::{Philox, Rank, Topology};
 use farflung::comm::{
-    Algorithm, CommError, Communicator, Element, Program, ReduceOp, bf16, butterfly, direct, double_tree,
-    f16, hierarchical,
+    Algorithm, AllReduce as _, CommError, Communicator, Element, Program, ReduceOp, bf16, butterfly, direct,
+    double_tree, f16, hierarchical,
 };
 
 use crate::harness::{Bench, Mark, Options, Report};

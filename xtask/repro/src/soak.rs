@@ -3,7 +3,7 @@
 use anyhow::Result;
 use farflung::base::{Bandwidth, Link, Nanos, PeerId, Philox, Port, Rank, Topology};
 use farflung::comm::simulated::{Faults, Weather, cluster_with};
-use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, Transport};
+use farflung::comm::{Algorithm, AllReduce as _, CommError, Communicator, ReduceOp, Transport};
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::ranks::{Cluster, on_ranks};

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use farflung::base::{Bandwidth, Bytes, Link, Nanos, Port, Rank, Topology};
-use farflung::comm::{Algorithm, ReduceOp, shares};
+use farflung::comm::{Algorithm, AllReduce as _, ReduceOp, shares};
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::ranks::{on_ranks, over_links};

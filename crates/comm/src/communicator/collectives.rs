@@ -6,8 +6,9 @@ use std::sync::Arc;
 use farflung_base::{Bytes, Pending, Rank};
 
 use super::{Communicator, check_word};
+use crate::Algorithm;
 use crate::CommError;
-use crate::algorithm::Algorithm;
+use crate::algorithm::AllReduce;
 use crate::all_to_all::pairwise_all_to_all;
 use crate::butterfly::{direct_gather, direct_scatter};
 use crate::element::{Element, ReduceOp};

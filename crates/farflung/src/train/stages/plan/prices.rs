@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use farflung_base::{Bytes, Link, Nanos, Rank, StageId, Topology};
-use farflung_comm::cost;
+use farflung_comm::{AllReduce as _, cost};
 use farflung_parallel::pipeline::{CollectivePrices, Placement};
 use farflung_tensor::Device;
 use farflung_zoo::Stage;
