@@ -235,6 +235,11 @@ impl Error {
             | Self::ConfigSyntax { .. }
             | Self::HalfSet { .. }
             | Self::Variable { .. }
+            | Self::Parallel(
+                ParallelError::Plan { .. }
+                | ParallelError::PlanFile { .. }
+                | ParallelError::PlanVersion { .. },
+            )
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
             Self::PeerLost { .. } | Self::Comm(CommError::Missing { .. }) => 75,
             Self::Stopped(signal) => signal.exit_code(),

@@ -80,9 +80,13 @@ fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
     let output = farflung(&["plan", file, "--model", "gpt2", "--codec", "int8", "--json"]);
     let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(plan["ranks"].as_array().unwrap().len(), 4);
+    let chosen = plan["plan"].as_str().unwrap();
     assert!(
-        plan["codec"].as_str().unwrap().contains("int8") && plan["candidates"].as_array().unwrap().len() > 1
+        chosen.contains("codec = \"int8\"") && plan["candidates"].as_array().unwrap().len() > 1,
+        "{plan}"
     );
+    assert!(plan["step_s"].as_f64().unwrap() > 0.0 && plan["tokens_per_s"].as_f64().unwrap() > 0.0, "{plan}");
+    assert_eq!(plan["memory"].as_object().unwrap().keys().next().unwrap(), "home.0");
     assert_eq!(farflung(&["plan", file, "--model", "gpt5"]).status.code(), Some(2));
     std::fs::write(&path, "[[device]]\nname = \"home\"\nspeed = 3\n").unwrap();
     let output = farflung(&["plan", file]);

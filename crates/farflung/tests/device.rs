@@ -12,7 +12,7 @@ use farflung::TrainConfig;
 use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
 use farflung::tensor::Param;
-use farflung::train::{Drift, Pipelined, StepDone, Worker};
+use farflung::train::{Drift, StepDone, Trainer};
 use small::{job, on_all};
 
 const STEPS: u64 = 4;
@@ -29,7 +29,7 @@ fn trained(devices: &str, workers: usize) -> Vec<(Vec<f64>, Vec<Drift>, blake3::
     let (_folder, config) = config(devices, workers);
     let job = job(&config);
     on_all(&job, |seat| {
-        let mut worker = Worker::new(&job, seat.comm, 1).unwrap();
+        let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
         let done: Vec<_> = (0..STEPS).map(|_| worker.step(false).unwrap()).collect();
         let losses = done.iter().map(|d| d.loss).collect();
         (losses, done.iter().filter_map(|d| d.drift).collect(), worker.hash().unwrap())
@@ -69,7 +69,7 @@ fn a_pipeline_has_a_stage_on_each_device_and_its_copies_come_together() {
         config.stages = 2;
         let job = job(&config);
         on_all(&job, |seat| {
-            let mut rank = Pipelined::new(&job, seat.comm, 1).unwrap();
+            let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
             let done: Vec<_> = (0..STEPS).map(|_| rank.step(false).unwrap()).collect();
             let copies = rank.params().flat_map(|(stage, flat)| {
                 let tensor = |(i, p): (usize, &Param)| {

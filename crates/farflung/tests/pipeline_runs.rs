@@ -25,13 +25,16 @@ impl Run {
     fn farflung(&self, before: &[&str], out: &str, args: &str) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
         command.args(before).arg("train").args(
-            "--layers 4 --heads 2 --dim 16 --context 16 --batch 2 --warmup 2 --lr 0.01 --min-lr 0.01 --eval-batches 4 --eval-every 2 \
+            "--layers 4 --heads 2 --dim 16 --context 16 --warmup 2 --lr 0.01 --min-lr 0.01 --eval-batches 4 --eval-every 2 \
              --sample-tokens 0 --threads 1"
                 .split(' '),
         );
         command.arg("--data").arg(self.at("text.txt")).arg("--out").arg(self.at(out));
-        for (flag, unless_given) in [("--steps", "6"), ("--codec", "none"), ("--quiet", "true")] {
-            if !args.contains(flag) {
+        for (flag, unless_given) in
+            [("--steps", "6"), ("--quiet", "true"), ("--batch", "2"), ("--codec", "none")]
+        {
+            let decided = args.contains("--plan") && ["--batch", "--codec"].contains(&flag);
+            if !args.contains(flag) && !decided {
                 command.args([flag, unless_given]);
             }
         }
@@ -216,7 +219,7 @@ fn what_does_not_run_is_refused_with_the_reason() {
         ("--stages 4 --schedule pipedream-2bw --clip 0 --microbatches 6", "a multiple of the 4 stages"),
         ("--stages 4 --schedule interleaved --microbatches 6", "a multiple of the 4 stages"),
         ("--stages 3 --workers 4", "a multiple of the 3 stages"),
-        ("--stages 4 --sync diloco", "all stages of a replica at once"),
+        ("--stages 4 --sync diloco --schedule chimera", "its parts are averaged inside of a step"),
         ("--stages 4 --schedule dualpipe --microbatches 4", "at least 8"),
         ("--stages 4 --chunks 3", "for 1f1b 1"),
         ("--stages 4 --schedule varuna --memory 0", "at least 1"),
@@ -235,5 +238,82 @@ fn what_does_not_run_is_refused_with_the_reason() {
         let refused = farflung::train::refusal(method);
         let line = help.lines().find(|l| l.trim_start().split(' ').next() == Some(method.name()));
         assert_eq!(line.unwrap().contains("not in train"), refused.is_some(), "{method}");
+    }
+}
+
+#[test]
+fn local_steps_of_pipelines_meet_as_those_of_whole_replicas() {
+    let run = Run::new();
+    let local = "--sync diloco --sync-every 2 --codec none --lr-schedule constant";
+    // Two replicas of two stages, and two of one: the same sequences, the same averages.
+    let whole = run.done(&[], "whole", &format!("--workers 2 --accumulate 4 {local}"));
+    let piped = run.done(&[], "piped", &format!("--workers 4 --stages 2 --microbatches 4 {local}"));
+    same("diloco", &piped, &whole);
+    // A row's loss is that of all replicas, whether they met in the step or not.
+    let each = run.done(&[], "each", "--workers 2 --accumulate 4 --codec none --lr-schedule constant");
+    assert!((whole[0].train_loss - each[0].train_loss).abs() < 1e-9, "{whole:?} {each:?}");
+    // It stops and goes on at an average, with a lossy codec too: the table's two users stay equal.
+    let lossy = "--workers 4 --stages 2 --microbatches 4 --sync diloco --sync-every 2 --codec int4:32";
+    let once = run.done(&[], "once", lossy);
+    run.done(&[], "twice", &format!("{lossy} --steps 4 --lr-schedule constant"));
+    let twice = run.done(&[], "twice", &format!("{lossy} --lr-schedule constant --resume auto"));
+    let constant = run.done(&[], "constant", &format!("{lossy} --lr-schedule constant"));
+    same("lossy", &twice, &constant);
+    assert_eq!(model(&run.at("twice")), model(&run.at("constant")));
+    assert!(once[5].train_loss < once[0].train_loss, "{once:?}");
+}
+
+#[test]
+fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
+    let run = Run::new();
+    let constant = "--lr-schedule constant --codec none";
+    let whole = run.done(&[], "whole", &format!("--workers 1 --accumulate 6 {constant}"));
+    let printed = run.farflung(
+        &[],
+        "unused",
+        &format!("--workers 4 --stages 2 --microbatches 3 {constant} --print-plan"),
+    );
+    let text = String::from_utf8(printed.stdout).unwrap();
+    assert!(text.contains("microbatches = [3, 3]") && text.contains("layers = \"0..2\""), "{text}");
+    let text = text.replace("[3, 3]", "[4, 2]").replace("0..2", "0..3").replace("2..4", "3..4");
+    let file = run.at("plan.toml");
+    std::fs::write(&file, &text).unwrap();
+    let plan = format!("--plan {} --lr-schedule constant", file.display());
+    let planned = run.done(&[], "planned", &plan);
+    same("plan", &planned, &whole);
+    assert_eq!(std::fs::read_to_string(run.at("planned").join("plan.toml")).unwrap(), text);
+    // Begun under one plan, ended under others: whole replicas of unequal shares, then one process.
+    run.done(&[], "moved", &format!("{plan} --steps 2"));
+    let one = text.replace("data=2,pipeline=2", "data=4,pipeline=1").replace("[4, 2]", "[1, 2, 1, 2]");
+    let one = one.replacen("layers = \"0..3\"", "layers = \"0..4\"", 1);
+    let (head, rest) = one.split_once("\n[[part]]\nlayers = \"3..4\"").unwrap();
+    let level = rest.split_once("[[level]]").unwrap().1;
+    std::fs::write(&file, format!("{head}\n[[level]]{level}")).unwrap();
+    run.done(&[], "moved", &format!("{plan} --steps 4 --resume auto"));
+    let moved = run.done(&[], "moved", &format!("--workers 1 --accumulate 6 {constant} --resume auto"));
+    same("moved", &moved, &whole);
+    // What the plan decides cannot be given beside it, and a plan for something else is refused by its field.
+    for (args, reason) in [
+        (format!("{plan} --batch 3"), "`batch` is 3, expected nothing beside `plan`"),
+        (format!("{plan} --tokenizer gpt2"), "parameters; it is for nano with"),
+        (format!("{plan} --codec int8"), "`codec`"),
+    ] {
+        let output = run.farflung(&[], "refused", &args);
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && message.contains(reason), "{args}: {message}");
+    }
+    for (from, to, reason) in [
+        ("\"ddp\"", "\"dpd\"", "`level[0].method` is \"dpd\", expected one of ddp, diloco"),
+        ("codec = \"none\"", "codec = \"int9\"", "`level[0].codec` is \"int9\""),
+        ("[4, 2]", "[4, 0]", "`microbatches[1]` is 0"),
+        ("layers = \"3..4\"", "layers = \"2..4\"", "`part[1].layers` is 2..4"),
+        ("version = 1", "version = 2", "the plan is of version 2"),
+        ("batch = ", "batches = ", "unknown field `batches`"),
+        ("forward = \"none\"", "forward = \"int8\"", "`boundary[0].forward` is \"int8\""),
+    ] {
+        std::fs::write(&file, text.replacen(from, to, 1)).unwrap();
+        let output = run.farflung(&[], "refused", &plan);
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && message.contains(reason), "{to}: {message}");
     }
 }

@@ -6,7 +6,7 @@ mod small;
 use farflung::config::choice::LossScaling;
 use farflung::optim::LossScale;
 use farflung::tensor::Precision;
-use farflung::train::{Pipelined, Worker};
+use farflung::train::Trainer;
 use farflung::zoo::weights::{WriteOptions, write};
 use farflung::{Error, TrainConfig};
 use small::{job, on_all};
@@ -17,7 +17,7 @@ const STEPS: u64 = 4;
 fn trained(config: &TrainConfig) -> Vec<(Vec<f64>, Vec<f32>, LossScale, blake3::Hash)> {
     let job = job(config);
     on_all(&job, |seat| {
-        let mut worker = Worker::new(&job, seat.comm, 1).unwrap();
+        let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
         let mut losses = vec![worker.step(false).unwrap().loss];
         let grads = worker.grads().to_vec().unwrap();
         losses.extend((1..STEPS).map(|_| worker.step(false).unwrap().loss));
@@ -82,7 +82,7 @@ fn a_fixed_scale_that_overflows_ends_the_run_and_says_so() {
     let config = TrainConfig { loss_scale: LossScaling::Fixed(65_536.0), workers: 1, ..config };
     let job = job(&config);
     on_all(&job, |seat| {
-        let mut worker = Worker::new(&job, seat.comm, 1).unwrap();
+        let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
         let before = worker.hash().unwrap();
         let error = worker.step(false).unwrap_err().to_string();
         assert!(error.contains("norm"), "{error}");
@@ -96,7 +96,7 @@ fn a_pipeline_tries_again_together() {
     let losses = |config: &TrainConfig| {
         let job = job(config);
         on_all(&job, |seat| {
-            let mut worker = Pipelined::new(&job, seat.comm, 1).unwrap();
+            let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
             (0..STEPS).map(|_| worker.step(false).unwrap().loss).collect::<Vec<_>>()
         })
     };
@@ -111,7 +111,7 @@ fn a_pipeline_tries_again_together() {
     let apart = TrainConfig { schedule: "pipedream".parse().unwrap(), workers: 2, clip: 0.0, ..pipeline };
     let job = job(&apart);
     on_all(&job, |seat| {
-        let error = Pipelined::new(&job, seat.comm, 1).unwrap_err();
+        let error = Trainer::new(&job, seat.comm, 1).unwrap_err();
         assert!(matches!(error, Error::Setting { field: "loss-scale", .. }), "{error}");
     });
 }

@@ -7,10 +7,11 @@ mod small;
 use std::fmt::Write as _;
 
 use farflung::TrainConfig;
-use farflung::config::choice::{OptimizerKind, Recompute, TransportKind};
+use farflung::config::choice::{OptimizerKind, TransportKind};
+use farflung::parallel::Recompute;
 use farflung::parallel::pipeline::{Method, Updates, VersionSync};
 use farflung::tensor::{Device, Tensor};
-use farflung::train::{Pipelined, Worker, refusal};
+use farflung::train::{Trainer, refusal};
 use farflung::zoo::block::Grads;
 use farflung::zoo::{Input, Output, Stage, stage};
 use small::{job, on_all};
@@ -37,7 +38,7 @@ fn alone(config: &TrainConfig, microbatches: usize) -> Trace {
         TrainConfig { workers: 1, stages: 1, accumulate: microbatches, microbatches: None, ..config.clone() };
     let job = job(&config);
     on_all(&job, |seat| {
-        let mut worker = Worker::new(&job, seat.comm, 1).unwrap();
+        let mut worker = Trainer::new(&job, seat.comm, 1).unwrap();
         let losses = (0..STEPS).map(|_| worker.step(false).unwrap().loss).collect();
         Trace {
             losses,
@@ -52,7 +53,7 @@ fn alone(config: &TrainConfig, microbatches: usize) -> Trace {
 fn piped(config: &TrainConfig) -> Trace {
     let job = job(config);
     let traces = on_all(&job, |seat| {
-        let mut rank = Pipelined::new(&job, seat.comm, 1).unwrap();
+        let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
         let losses = (0..STEPS).map(|_| rank.step(false).unwrap().loss).collect();
         let held_out = rank.evaluate().unwrap();
         let grads = rank.gather_grads().unwrap();
@@ -124,7 +125,7 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
         (0..config.stages).map(|k| Stage::new(job.model, k..k + 1, &device).unwrap()).collect();
     let mut params: Vec<Vec<f32>> =
         stages.iter().map(|s| s.init(config.seed).unwrap().to_vec().unwrap()).collect();
-    let sampler = job.sampler(0).unwrap();
+    let sampler = job.sampler().unwrap();
     let tokens = 16.0 * 2.0;
     let mut losses = Vec::new();
     for step in 0..STEPS {
@@ -225,7 +226,7 @@ fn asynchronous_schedules_train_as_one_process_with_the_same_stale_weights() {
 fn two_pipelines(folder: &std::path::Path) -> std::path::PathBuf {
     let mut text = "default = \"10gbit,1us\"\n".to_owned();
     for rank in 0..4 {
-        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"50 GFLOPS\"\nmemory = \"8GB\"\n");
+        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"100 MFLOPS\"\nmemory = \"8GB\"\n");
     }
     for (a, b) in [(0, 2), (1, 3)] {
         let _ = write!(text, "[[link]]\nbetween = [\"m{a}\", \"m{b}\"]\nlink = \"20mbit,10us\"\n");
@@ -245,16 +246,15 @@ fn averages_hide_behind_the_parts_that_still_compute() {
         microbatches: Some(4),
         transport: TransportKind::Simulated,
         topology: Some(two_pipelines(folder.path())),
-        compute_rate: 1e8,
         ..config
     };
     // A step's virtual time, the plan's, and the price of averaging the third part.
     let timed = |config: &TrainConfig| {
         let job = job(config);
         let all = on_all(&job, |seat| {
-            let mut rank = Pipelined::new(&job, seat.comm, 1).unwrap();
-            let predicted = rank.plan().predicted().unwrap().makespan();
-            let third = rank.plan().prices.reduce.get(2).copied().unwrap_or_default();
+            let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
+            let predicted = rank.schedule().predicted().unwrap().makespan();
+            let third = rank.schedule().prices.reduce.get(2).copied().unwrap_or_default();
             let begun = rank.comm().now();
             rank.step(false).unwrap();
             ((rank.comm().now() - begun).as_secs_f64(), predicted.as_secs_f64(), third.as_secs_f64())

@@ -170,6 +170,13 @@ impl Average {
 
     /// Begins a round. A round before it that was not committed is rolled back.
     pub fn begin(&mut self) -> Averaging<'_> {
+        self.open();
+        Averaging { average: self, finished: false }
+    }
+
+    /// As [`Average::begin`], for a caller that cannot hold the borrow: ranges follow through [`Average::ready`], and the
+    /// round ends with [`Average::finish_all`]. A round that does not end is given up by the next.
+    pub fn open(&mut self) {
         // Of a round that was started and never finished.
         self.fetching.clear();
         self.in_flight.clear();
@@ -183,7 +190,15 @@ impl Average {
         for codecs in &self.codecs {
             codecs.begin(self.round);
         }
-        Averaging { average: self, finished: false }
+    }
+
+    /// As [`Averaging::ready`], in a round that [`Average::open`] began.
+    ///
+    /// Errors: as [`Averaging::ready`].
+    pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
+        self.check(flat)?;
+        self.mark(range)?;
+        if self.config.overlap { self.start(flat) } else { Ok(()) }
     }
 
     /// Averages a whole buffer at once: DiLoCo's delta. To be committed as any round.
@@ -199,11 +214,12 @@ impl Average {
     ///
     /// Errors: [`OptimError::Tensor`] for a buffer of another length.
     pub fn start_all(&mut self, flat: &Tensor) -> Result<(), OptimError> {
-        let len = self.len;
-        let mut averaging = self.begin();
-        averaging.ready(0..len, flat)?;
-        averaging.finished = true;
-        Ok(())
+        self.open();
+        let begun = self.ready(0..self.len, flat);
+        if begun.is_err() {
+            self.rollback();
+        }
+        begun
     }
 
     /// Ends the round that [`Average::start_all`] began: waits for all buckets, then writes the means into `flat`.
@@ -386,9 +402,7 @@ impl Averaging<'_> {
     /// Errors: [`OptimError::Ready`] for a parameter that is ready twice or only in part; [`OptimError::Tensor`] for a
     /// buffer of another length. A collective's error is [`Averaging::finish`]'s.
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
-        self.average.check(flat)?;
-        self.average.mark(range)?;
-        if self.average.config.overlap { self.average.start(flat) } else { Ok(()) }
+        self.average.ready(range, flat)
     }
 
     /// Waits for all buckets, then writes the means into `flat`: all of them, or none.

@@ -15,6 +15,8 @@ mod scaling;
 mod average;
 #[cfg(feature = "sync")]
 pub mod device_codec;
+#[cfg(feature = "sync")]
+pub mod sync;
 
 #[cfg(feature = "sync")]
 pub use average::{Average, AverageConfig, Averaged, Averaging, agree, loss_scale};

@@ -42,6 +42,11 @@ impl OuterOptimizer {
         Ok(&mut self.delta)
     }
 
+    /// The buffer of [`OuterOptimizer::delta`], after it was averaged.
+    pub const fn averaged_mut(&mut self) -> &mut Tensor {
+        &mut self.delta
+    }
+
     /// What the chain needs before anything moves; see [`Chain::prepare`].
     pub fn prepare(&self) -> Result<Prepared, OptimError> {
         self.chain.prepare(&self.delta)

@@ -14,9 +14,10 @@ fn main() -> Result<(), ParallelError> {
 
     let topology = homes.topology()?;
     let ranks: Vec<Rank> = (0..4).map(Rank).collect();
-    let price = |bytes: Bytes| collective::all_reduce_over(planned.plan.algorithm, &ranks, bytes, &topology);
-    let every = planned.plan.sync.period();
-    let timeline = simulate(&planned.plan, &shape, &Cost::of(&shape, &homes), 2 * every, &price)?;
+    let price =
+        |bytes: Bytes| collective::all_reduce_over(planned.replicas.algorithm, &ranks, bytes, &topology);
+    let every = planned.replicas.sync.period();
+    let timeline = simulate(&planned.replicas, &shape, &Cost::of(&shape, &homes), 2 * every, &price)?;
     println!("{}\n{timeline}", render::grid(&timeline, 110));
 
     let run = WhatIf {

@@ -15,6 +15,34 @@ pub enum ParallelError {
         /// What was given.
         text: String,
     },
+    /// A field of a plan has a value that cannot be.
+    #[error("plan: `{field}` is {value}, expected {expected}")]
+    Plan {
+        /// The field, such as `level[0].codec`.
+        field: String,
+        /// Its value.
+        value: String,
+        /// What would have been right.
+        expected: String,
+    },
+    /// A plan's text is not TOML, has a key that is not known, or a value of the wrong kind.
+    #[error("plan, line {line}, `{text}`: {problem}")]
+    PlanFile {
+        /// The line, from 1.
+        line: usize,
+        /// The line as it stands in the text.
+        text: String,
+        /// What the TOML reader says, with the key.
+        problem: String,
+    },
+    /// A plan's text is of another version.
+    #[error("the plan is of version {version}, and this build reads version {known}")]
+    PlanVersion {
+        /// Its version.
+        version: u32,
+        /// The version that is known here.
+        known: u32,
+    },
     /// A mesh that is not written `axis=size,axis=size`.
     #[error("`{text}` is not a mesh such as `pipeline=2,data=4`")]
     MeshForm {

@@ -1,8 +1,8 @@
 //! What a planner needs to know of a model and of what its user allows. No layers, no tensors: counts.
 
-use farflung_base::Bytes;
+use farflung_base::{Bytes, Precision};
 
-use crate::{Codec, ParallelError, Precision};
+use crate::{Codec, ParallelError};
 
 /// A model and its batch, as counts.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -33,7 +33,7 @@ pub use lowered::{Content, Lowered, LoweredKind, Message, Way};
 pub use memory::{peak_bytes, peaks};
 pub use method::{BackwardOrder, Method, Settings, Slicing, slice_tokens, slope};
 pub use order::ComputeOrder;
-pub use placement::Placement;
+pub use placement::{Placement, Tie};
 pub use run::{Executor, Progress, Worker, run};
 pub use schedule::Schedule;
 pub use simulate::{Simulation, Slot, simulate};

@@ -1,223 +1,260 @@
-//! A plan: how a job's ranks train one model, as data. Nothing here carries it out.
+//! A plan: every decision that the ranks of a job share, as data. It is printed, read, compared and checked here, and
+//! carried out by `farflung`.
 
-use std::borrow::Cow;
+mod check;
+mod difference;
+mod part;
+mod text;
+
+#[cfg(test)]
+mod tests;
+
 use std::fmt;
 
-use farflung_base::Bytes;
+use farflung_base::{Algorithm, Precision};
 
-use crate::{Algorithm, Axis, Mesh, ParallelError};
+use crate::pipeline::{Method, Updates, VersionSync};
+use crate::{Axis, Mesh, ParallelError};
 
-/// What a vector of parameters takes on the wire: `block_bytes` for each started block of `block` values.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Codec {
-    /// The codec's name, for printing and for whoever binds the plan.
-    pub name: Cow<'static, str>,
-    /// Values in a block.
-    pub block: u64,
-    /// Bytes of a block with its scales.
-    pub block_bytes: u64,
-}
+pub use difference::{Difference, Digest};
+pub use part::{Part, Recompute, even_parts};
 
-impl Codec {
-    /// Four bytes a value.
-    pub const F32: Self = Self::fixed("f32", 1, 4);
-    /// Two bytes a value.
-    pub const F16: Self = Self::fixed("f16", 1, 2);
-    /// Two bytes a value.
-    pub const BF16: Self = Self::fixed("bf16", 1, 2);
-    /// A byte a value, and an f32 scale for each 256.
-    pub const INT8: Self = Self::fixed("int8", 256, 260);
-
-    const fn fixed(name: &'static str, block: u64, block_bytes: u64) -> Self {
-        Self { name: Cow::Borrowed(name), block, block_bytes }
-    }
-
-    /// Bytes of `values` values. A block of no values counts as one of 1.
-    #[must_use]
-    pub fn bytes(&self, values: u64) -> Bytes {
-        Bytes(values.div_ceil(self.block.max(1)).saturating_mul(self.block_bytes))
-    }
-}
-
-impl fmt::Display for Codec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&self.name)
-    }
-}
-
-/// What a model is computed in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Precision {
-    /// 32-bit floats throughout.
-    F32,
-    /// bf16 compute, f32 parameters.
-    Bf16,
-    /// f16 compute with a loss scale, f32 parameters.
-    F16,
-}
-
-impl fmt::Display for Precision {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::F16 => "f16",
-        })
-    }
-}
-
-/// Whether gradients travel while others are still being computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Overlap {
-    /// A bucket leaves as soon as all ranks have it.
-    WithBackward,
-    /// The first bucket leaves after the whole backward.
-    None,
-}
-
-/// How replicas stay one model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Sync {
-    /// Gradients are averaged in each step.
-    Ddp {
-        /// When they travel.
-        overlap: Overlap,
-        /// In how many parts.
-        buckets: u32,
-    },
-    /// Parameters are averaged through an outer optimizer every so many local steps. Source: Douillard et al. 2023.
-    DiLoCo {
-        /// Local steps between two averages, at least 1.
-        every: u32,
-    },
-}
-
-impl Sync {
-    /// Steps after which the pattern of compute and communication repeats.
-    #[must_use]
-    pub const fn period(&self) -> u32 {
-        match *self {
-            Self::Ddp { .. } => 1,
-            Self::DiLoCo { every } => every,
-        }
-    }
-}
-
-impl fmt::Display for Sync {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Ddp { overlap, buckets } => {
-                let when = if *overlap == Overlap::None { "no overlap" } else { "overlap" };
-                write!(f, "ddp({when}, {buckets} bucket{})", if *buckets == 1 { "" } else { "s" })
-            }
-            Self::DiLoCo { every } => write!(f, "diloco(every {every})"),
-        }
-    }
-}
-
-/// How the ranks of a mesh train one model.
+/// How the ranks of a job train one model.
 ///
-/// The fields are what exists today; a mesh with other axes than data, or a precision besides f32, is refused by
-/// [`Plan::check`] and not ignored.
+/// Ranks are laid out replica by replica: rank `replica * stages + position`. Sequences of a step are numbered
+/// from 0 over all replicas: the first `batch * microbatches[0]` belong to replica 0, the next to replica 1, and so on, so
+/// that what is trained on does not depend on who trains on it.
+///
+/// ```
+/// use farflung_parallel::Plan;
+///
+/// let text = r#"
+///     version = 1
+///     mesh = "data=2,pipeline=1"
+///     machines = ["office", "home"]
+///     precision = "f32"
+///     batch = 4
+///     microbatches = [3, 1]
+///     [model]
+///     name = "nano"
+///     layers = 4
+///     parameters = 834304
+///     [[part]]
+///     layers = "0..4"
+///     [[level]]
+///     method = "ddp"
+///     codec = "int8"
+/// "#;
+/// let plan: Plan = text.parse()?;
+/// plan.check()?;
+/// assert_eq!(plan.sequences(), 16);
+/// assert_eq!(plan.to_string().parse::<Plan>()?.digest(), plan.digest());
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Plan {
-    /// Who is what.
+    /// The model that it was made for.
+    pub model: PlannedModel,
+    /// `data=REPLICAS,pipeline=STAGES`; [`Plan::check`] refuses other axes until they are built.
     pub mesh: Mesh,
-    /// How replicas stay one model.
-    pub sync: Sync,
-    /// How their averages are computed.
-    pub algorithm: Algorithm,
-    /// What they send.
-    pub sync_codec: Codec,
-    /// What they compute in.
+    /// The name of each rank's machine, as [`Cluster::rank_names`](crate::Cluster::rank_names) has it.
+    pub machines: Vec<String>,
+    /// What matrix products round their operands to.
     pub precision: Precision,
-    /// Microbatches of each rank in one step.
-    pub share_per_rank: Vec<u32>,
+    /// Sequences of a microbatch.
+    pub batch: u32,
+    /// Microbatches of each replica in one step.
+    pub microbatches: Vec<u32>,
+    /// The parts of the model, first to last: all replicas cut it alike.
+    pub parts: Vec<Part>,
+    /// How microbatches pass through the parts.
+    pub pipeline: Pipeline,
+    /// What travels between each part and the next: one fewer than parts.
+    pub boundaries: Vec<BoundaryCodecs>,
+    /// How replicas stay one model, from the innermost group to the whole job.
+    pub levels: Vec<Level>,
+}
+
+/// A model, as far as a plan depends on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedModel {
+    /// What people call it.
+    pub name: String,
+    /// Its blocks.
+    pub layers: u32,
+    /// Its trainable parameters.
+    pub parameters: u64,
+}
+
+/// How microbatches pass through the parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pipeline {
+    /// The order of work.
+    pub schedule: ScheduleSource,
+    /// Parts of each copy of the model on a rank; `None` is the method's own number.
+    pub chunks: Option<u32>,
+    /// Activations that a rank may hold, for the methods that can be limited.
+    pub memory: Option<u32>,
+    /// Which version of the weights a microbatch sees under [`Method::PipeDream`].
+    pub version_sync: VersionSync,
+    /// Tokens of each slice of a sequence; empty: sequences pass whole.
+    pub slices: Vec<u32>,
+}
+
+impl Default for Pipeline {
+    /// 1F1B, whole sequences.
+    fn default() -> Self {
+        Self {
+            schedule: ScheduleSource::Named(Method::OneFOneB),
+            chunks: None,
+            memory: None,
+            version_sync: VersionSync::Vertical,
+            slices: Vec::new(),
+        }
+    }
+}
+
+/// Where the order of a pipeline's work comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ScheduleSource {
+    /// A method of the literature.
+    Named(Method),
+    /// The author's own lists, in the notation of [`ComputeOrder`](crate::pipeline::ComputeOrder).
+    Text(String),
+}
+
+/// The codecs of one boundary of a pipeline, by name; `none` is plain f32.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BoundaryCodecs {
+    /// Of hidden states, to the next part.
+    pub forward: String,
+    /// Of their gradients, back.
+    pub backward: String,
+}
+
+impl Default for BoundaryCodecs {
+    fn default() -> Self {
+        Self { forward: NO_CODEC.to_owned(), backward: NO_CODEC.to_owned() }
+    }
+}
+
+/// The name of plain f32 among codecs.
+pub const NO_CODEC: &str = "none";
+
+/// How some replicas stay one model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Level {
+    /// The groups of replicas that average among themselves; empty: all replicas are one group.
+    pub groups: Vec<Vec<u32>>,
+    /// The method, by its name in the table of `farflung-optim`.
+    pub method: String,
+    /// Steps between two averages: 1 averages the gradients of each step.
+    pub every: u32,
+    /// The codec of what is averaged, by name, with `+ef` where it feeds errors back.
+    pub codec: String,
+    /// How values that no codec packs are summed.
+    pub algorithm: Algorithm,
+    /// The most f32 bytes that are averaged together.
+    pub bucket_bytes: u64,
+    /// Whether a bucket leaves while the backward pass still computes the next.
+    pub overlap: bool,
+}
+
+impl Default for Level {
+    /// Gradients of all replicas, plain, each step, in buckets of 4 MB that overlap with the backward pass.
+    fn default() -> Self {
+        Self {
+            groups: Vec::new(),
+            method: "ddp".to_owned(),
+            every: 1,
+            codec: NO_CODEC.to_owned(),
+            algorithm: Algorithm::Ring,
+            bucket_bytes: 4_000_000,
+            overlap: true,
+        }
+    }
 }
 
 impl Plan {
-    /// Whether all of the plan can be carried out.
+    /// The version of the text form. A text of a newer one is refused.
+    pub const VERSION: u32 = 1;
+
+    /// Pipelines that train side by side.
+    #[must_use]
+    pub fn replicas(&self) -> u32 {
+        self.mesh.along(Axis::Data)
+    }
+
+    /// Ranks of a pipeline.
+    #[must_use]
+    pub fn stages(&self) -> u32 {
+        self.mesh.along(Axis::Pipeline)
+    }
+
+    /// Number of ranks.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        self.mesh.size()
+    }
+
+    /// Microbatches of all replicas in one step.
+    #[must_use]
+    pub fn all_microbatches(&self) -> u64 {
+        self.microbatches.iter().map(|&m| u64::from(m)).sum()
+    }
+
+    /// Sequences of all replicas in one step.
+    #[must_use]
+    pub fn sequences(&self) -> u64 {
+        self.all_microbatches() * u64::from(self.batch)
+    }
+
+    /// The number of a replica's first microbatch within a step.
+    #[must_use]
+    pub fn first_microbatch(&self, replica: u32) -> u64 {
+        self.microbatches[..replica as usize].iter().map(|&m| u64::from(m)).sum()
+    }
+
+    /// A replica's part of a mean over all tokens, where an equal part is 1.
+    #[must_use]
+    pub fn weight(&self, replica: u32) -> f64 {
+        let mine = u64::from(self.microbatches[replica as usize]) * u64::from(self.replicas());
+        mine as f64 / self.all_microbatches() as f64
+    }
+
+    /// How the replicas of the whole job stay one model: the outermost level.
     ///
-    /// Errors: [`ParallelError::NotBuilt`] with the part; shares that are not one per rank or all zero; no buckets,
-    /// no steps between synchronisations, an empty codec block.
-    pub fn check(&self) -> Result<(), ParallelError> {
-        let not_built = |what: String| Err(ParallelError::NotBuilt { what });
-        if let Some((axis, size)) = self.mesh.axes().iter().find(|(a, n)| *a != Axis::Data && *n > 1) {
-            return not_built(format!("a mesh with {axis}={size}"));
+    /// # Panics
+    /// Without levels, which [`Plan::check`] refuses.
+    #[must_use]
+    pub fn outermost(&self) -> &Level {
+        self.levels.last().expect("a checked plan has a level")
+    }
+
+    /// A mesh of so many replicas of so many stages.
+    ///
+    /// Errors: as [`Mesh::new`].
+    pub fn mesh_of(replicas: u32, stages: u32) -> Result<Mesh, ParallelError> {
+        Mesh::new(&[(Axis::Data, replicas), (Axis::Pipeline, stages)])
+    }
+
+    /// When weights change: with a flush unless the schedule is a method that has none.
+    #[must_use]
+    pub fn updates(&self) -> Updates {
+        match self.pipeline.schedule {
+            ScheduleSource::Named(Method::PipeDream) => Updates::Stashed { sync: self.pipeline.version_sync },
+            ScheduleSource::Named(Method::PipeDream2Bw) => Updates::TwoVersions { every: self.stages() },
+            _ => Updates::Flush,
         }
-        if self.precision != Precision::F32 {
-            return not_built(format!("a plan in {}", self.precision));
-        }
-        let zero = |of: &str, field| Err(ParallelError::Zero { of: of.to_owned(), field });
-        match self.sync {
-            Sync::Ddp { buckets: 0, .. } => return zero("ddp", "buckets"),
-            Sync::DiLoCo { every: 0 } => return zero("diloco", "every"),
-            _ => {}
-        }
-        if self.sync_codec.block == 0 {
-            return zero("the codec", "block");
-        }
-        let ranks = self.mesh.size() as usize;
-        if self.share_per_rank.len() != ranks {
-            let given = self.share_per_rank.len();
-            return Err(ParallelError::PerRank { what: "share_per_rank", given, ranks });
-        }
-        if self.share_per_rank.iter().all(|&share| share == 0) {
-            return zero("the plan", "share_per_rank");
-        }
-        Ok(())
     }
 }
 
-impl fmt::Display for Plan {
+impl fmt::Display for ScheduleSource {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "mesh            {}", self.mesh)?;
-        writeln!(f, "sync            {}", self.sync)?;
-        writeln!(f, "algorithm       {}", self.algorithm)?;
-        writeln!(f, "sync_codec      {}", self.sync_codec)?;
-        writeln!(f, "precision       {}", self.precision)?;
-        write!(f, "share_per_rank ")?;
-        self.share_per_rank.iter().try_for_each(|share| write!(f, " {share}"))?;
-        writeln!(f)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn ddp() -> Plan {
-        Plan {
-            mesh: Mesh::data(2).unwrap(),
-            sync: Sync::Ddp { overlap: Overlap::WithBackward, buckets: 4 },
-            algorithm: Algorithm::Ring,
-            sync_codec: Codec::F32,
-            precision: Precision::F32,
-            share_per_rank: vec![3, 1],
+        match self {
+            Self::Named(method) => f.pad(method.name()),
+            Self::Text(_) => f.pad("own"),
         }
-    }
-
-    #[test]
-    fn what_is_not_built_is_refused() {
-        assert_eq!(ddp().check(), Ok(()));
-        let refused = |plan: Plan| plan.check().unwrap_err().to_string();
-        let mesh = "pipeline=2,data=1".parse().unwrap();
-        assert_eq!(refused(Plan { mesh, ..ddp() }), "a mesh with pipeline=2 is not built yet");
-        assert!(refused(Plan { precision: Precision::Bf16, ..ddp() }).contains("bf16"));
-        assert!(refused(Plan { share_per_rank: vec![1], ..ddp() }).contains("1 entries for 2 ranks"));
-        assert!(refused(Plan { share_per_rank: vec![0, 0], ..ddp() }).contains("share_per_rank"));
-        assert!(refused(Plan { sync: Sync::DiLoCo { every: 0 }, ..ddp() }).contains("every"));
-        let sync = Sync::Ddp { overlap: Overlap::None, buckets: 0 };
-        assert!(refused(Plan { sync, ..ddp() }).contains("buckets"));
-    }
-
-    #[test]
-    fn codecs_count_started_blocks() {
-        assert_eq!(Codec::F32.bytes(1 << 20), Bytes(4 << 20));
-        assert_eq!(Codec::INT8.bytes(257), Bytes(520));
-        assert_eq!(Codec::INT8.bytes(0), Bytes(0));
     }
 }

@@ -7,8 +7,8 @@ use farflung_base::{Bytes, Nanos, Rank, Topology};
 use crate::collective::{all_reduce_bytes, all_reduce_over, cheapest};
 use crate::share::largest_remainder;
 use crate::{
-    Algorithm, Cluster, Cost, Device, Limits, Mesh, ModelShape, Overlap, ParallelError, Plan, Sync, Timeline,
-    simulate,
+    Algorithm, Cluster, Cost, Device, Level, Limits, ModelShape, Overlap, ParallelError, Part, Pipeline,
+    Plan, PlannedModel, Recompute, Replicas, Sync, Timeline, simulate,
 };
 
 /// One way that was considered.
@@ -26,12 +26,18 @@ pub struct Candidate {
     pub overhead: u64,
 }
 
-/// A plan, and the report on how it was found.
+/// A choice, and the report on how it was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Planned {
     /// The choice.
-    pub plan: Plan,
+    pub replicas: Replicas,
+    /// Sequences of a microbatch.
+    pub batch: u64,
+    /// What the model has, for the sizes of buckets.
+    pub parameters: u64,
+    /// What is computed in.
+    pub precision: farflung_base::Precision,
     /// What was compared, the choice among them.
     pub candidates: Vec<Candidate>,
     /// Compute of the slowest rank in a step.
@@ -50,7 +56,7 @@ pub struct Planned {
 /// buckets that is fastest, where it stays within the overhead; otherwise `DiLoCo` with the fewest local steps that do,
 /// because each more costs quality; where none does, the faster of the two at the limit of local steps.
 ///
-/// Errors: what [`Cluster::topology`], [`ModelShape::microbatches`] and [`Plan::check`] refuse, and a device whose memory
+/// Errors: what [`Cluster::topology`], [`ModelShape::microbatches`] and [`Replicas::check`] refuse, and a device whose memory
 /// does not hold a replica.
 pub fn plan(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Planned, ParallelError> {
     let topology = cluster.topology()?;
@@ -99,39 +105,84 @@ pub fn plan_with(
         .or_else(|| candidates.iter().min_by_key(|c| c.step))
         .expect("ddp is always considered");
 
-    let plan = Plan { sync: chosen.sync, algorithm: chosen.algorithm, ..base.clone() };
+    let replicas = Replicas { sync: chosen.sync, algorithm: chosen.algorithm, ..base.clone() };
     let within = fits(chosen);
-    let names = cluster.rank_names().into_iter().zip(&plan.share_per_rank);
+    let names = cluster.rank_names().into_iter().zip(&replicas.shares);
     let ranks = names.zip(0..).map(|((n, &share), r)| (n, share, cost.step(Rank(r), share))).collect();
-    Ok(Planned { plan, candidates, compute, ranks, overhead_percent: limits.overhead_percent, within })
+    Ok(Planned {
+        replicas,
+        batch: shape.sequences_per_microbatch,
+        parameters: shape.parameters,
+        precision: limits.precision,
+        candidates,
+        compute,
+        ranks,
+        overhead_percent: limits.overhead_percent,
+        within,
+    })
+}
+
+impl Planned {
+    /// The choice as a plan that can be carried out, for the machines that have a share.
+    ///
+    /// Errors: as [`Plan::check`].
+    pub fn plan(&self, model: PlannedModel) -> Result<Plan, ParallelError> {
+        let busy = || self.ranks.iter().filter(|(_, share, _)| *share > 0);
+        let layers = 0..model.layers;
+        let (every, buckets, overlap) = match self.replicas.sync {
+            Sync::Ddp { overlap, buckets } => (1, buckets, overlap == Overlap::WithBackward),
+            Sync::DiLoCo { every } => (every, 1, true),
+        };
+        let method = if every == 1 { "ddp" } else { "diloco" };
+        let plan = Plan {
+            model,
+            mesh: Plan::mesh_of(busy().count() as u32, 1)?,
+            machines: busy().map(|(name, ..)| name.clone()).collect(),
+            precision: self.precision,
+            batch: u32::try_from(self.batch).unwrap_or(u32::MAX),
+            microbatches: busy().map(|(_, share, _)| *share).collect(),
+            parts: vec![Part { layers, recompute: Recompute::None, offload: 0 }],
+            pipeline: Pipeline::default(),
+            boundaries: Vec::new(),
+            levels: vec![Level {
+                method: method.to_owned(),
+                every,
+                codec: self.replicas.codec.name.to_string(),
+                algorithm: self.replicas.algorithm.to_string().parse().unwrap_or_default(),
+                bucket_bytes: (self.parameters.saturating_mul(4)).div_ceil(u64::from(buckets.max(1))),
+                overlap,
+                ..Level::default()
+            }],
+        };
+        plan.check()?;
+        Ok(plan)
+    }
 }
 
 const fn ddp(overlap: Overlap, buckets: u32) -> Sync {
     Sync::Ddp { overlap, buckets }
 }
 
-/// All of the plan but what the search decides.
+/// All of the choice but what the search decides.
 fn skeleton(
     shape: &ModelShape,
     cluster: &Cluster,
     limits: &Limits,
     topology: &Topology,
-) -> Result<Plan, ParallelError> {
+) -> Result<Replicas, ParallelError> {
     let microbatches = shape.microbatches()?;
     // In proportion to speed: the inverse of a microbatch's time, in units that keep nine digits.
     let speed = |d: &Device| u64::MAX / 4 / d.speed.time(shape.microbatch_tokens(), shape).0.max(1);
     let shares = largest_remainder(microbatches, &cluster.ranks().map(speed).collect::<Vec<_>>());
     let too_many = |_| ParallelError::TooManyMicrobatches { microbatches };
-    let plan = Plan {
-        mesh: Mesh::data(topology.size() as u32)?,
+    let replicas = Replicas {
         sync: ddp(Overlap::None, 1),
         algorithm: cheapest(&[limits.codec.bytes(shape.parameters)], topology),
-        sync_codec: limits.codec.clone(),
-        precision: limits.precision,
-        share_per_rank: shares.into_iter().map(u32::try_from).collect::<Result<_, _>>().map_err(too_many)?,
+        codec: limits.codec.clone(),
+        shares: shares.into_iter().map(u32::try_from).collect::<Result<_, _>>().map_err(too_many)?,
     };
-    plan.check()?;
-    Ok(plan)
+    replicas.check()?;
+    Ok(replicas)
 }
 
 struct Search<'a> {
@@ -139,12 +190,12 @@ struct Search<'a> {
     limits: &'a Limits,
     price: &'a dyn Fn(Algorithm, Bytes) -> Nanos,
     cost: &'a Cost,
-    base: &'a Plan,
+    base: &'a Replicas,
 }
 
 impl Search<'_> {
     fn compute(&self) -> Nanos {
-        let steps = self.base.share_per_rank.iter().zip(0..).map(|(&s, r)| self.cost.step(Rank(r), s));
+        let steps = self.base.shares.iter().zip(0..).map(|(&s, r)| self.cost.step(Rank(r), s));
         steps.max().unwrap_or_default()
     }
 
@@ -177,15 +228,15 @@ impl Search<'_> {
     fn price(&self, sync: Sync) -> Result<Candidate, ParallelError> {
         let messages = self.messages(sync);
         let algorithm = self.algorithm(&messages);
-        let plan = Plan { sync, algorithm, ..self.base.clone() };
+        let replicas = Replicas { sync, algorithm, ..self.base.clone() };
         let period = sync.period();
         let timeline: Timeline =
-            simulate(&plan, self.shape, self.cost, period, &|bytes| (self.price)(algorithm, bytes))?;
+            simulate(&replicas, self.shape, self.cost, period, &|bytes| (self.price)(algorithm, bytes))?;
         let makespan = timeline.makespan();
         let compute = Nanos(self.compute().0.saturating_mul(u64::from(period)));
         let extra = u128::from(makespan.saturating_sub(compute).0);
         let overhead = (extra * 10_000).div_ceil(u128::from(compute.0.max(1)));
-        let n = self.base.mesh.size();
+        let n = self.base.ranks();
         let sent: Bytes = messages.iter().map(|&m| all_reduce_bytes(n, m)).sum();
         Ok(Candidate {
             sync,
@@ -210,7 +261,10 @@ impl Search<'_> {
 
 impl fmt::Display for Planned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.plan)?;
+        let Replicas { sync, algorithm, codec, shares } = &self.replicas;
+        writeln!(f, "replicas        {}", shares.len())?;
+        writeln!(f, "sync            {sync}\nalgorithm       {algorithm}\ncodec           {codec}")?;
+        writeln!(f, "precision       {}", self.precision)?;
         writeln!(f, "\n{:>16} {:>12} {:>12}", "rank", "microbatches", "compute")?;
         for (name, share, compute) in &self.ranks {
             writeln!(f, "{name:>16} {share:>12} {compute:>12}")?;
@@ -221,7 +275,7 @@ impl fmt::Display for Planned {
             "sync", "all-reduce", "time a step", "sent a step", "overhead"
         )?;
         for c in &self.candidates {
-            let mark = if c.sync == self.plan.sync { '>' } else { ' ' };
+            let mark = if c.sync == *sync { '>' } else { ' ' };
             writeln!(
                 f,
                 "{mark} {:<26} {:<17} {:>12} {:>14} {:>9.1}%",
@@ -233,7 +287,7 @@ impl fmt::Display for Planned {
             )?;
         }
         let limit = self.overhead_percent;
-        let why = match (self.plan.sync, self.within) {
+        let why = match (*sync, self.within) {
             (Sync::Ddp { .. }, true) => {
                 format!("synchronous training stays within {limit}% of compute, and it is the exact method")
             }
@@ -246,7 +300,7 @@ impl fmt::Display for Planned {
                 )
             }
         };
-        writeln!(f, "\n{}: {why}.", self.plan.sync)
+        writeln!(f, "\n{sync}: {why}.")
     }
 }
 

@@ -1,11 +1,11 @@
-//! Predicts the time of data-parallel and `DiLoCo` training: a plan and its costs in, a [`Timeline`] out. Nothing moves
+//! Predicts the time of data-parallel and `DiLoCo` training: replicas and their costs in, a [`Timeline`] out. Nothing moves
 //! and nobody waits; all times are integers, so every machine predicts the same.
 
 use farflung_base::{Bytes, Nanos, Rank};
 
 use crate::collective::all_reduce_bytes;
 use crate::share::largest_remainder;
-use crate::{Cluster, Kind, Lane, ModelShape, Overlap, ParallelError, Plan, Span, Sync, Timeline};
+use crate::{Cluster, Kind, Lane, ModelShape, Overlap, ParallelError, Replicas, Span, Sync, Timeline};
 
 /// What one rank takes for its part of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -50,7 +50,7 @@ impl Cost {
     }
 }
 
-/// Simulates `steps` steps of `plan`; `price` is the time of an all-reduce of so many bytes over all ranks.
+/// Simulates `steps` steps of `replicas`; `price` is the time of an all-reduce of so many bytes over all ranks.
 ///
 /// Ddp: a rank runs the microbatches of its share one after the other, and in the last one's backward the buckets of
 /// [`ModelShape::buckets`] become ready in backward order. A bucket's all-reduce starts when every rank has it and the
@@ -59,30 +59,30 @@ impl Cost {
 ///
 /// With the price of `comm` this predicts what a run under virtual time takes.
 ///
-/// Errors: as [`Plan::check`] and [`ModelShape::microbatches`], and costs that are not one per rank.
+/// Errors: as [`Replicas::check`] and [`ModelShape::microbatches`], and costs that are not one per rank.
 pub fn simulate(
-    plan: &Plan,
+    replicas: &Replicas,
     shape: &ModelShape,
     cost: &Cost,
     steps: u32,
     price: &dyn Fn(Bytes) -> Nanos,
 ) -> Result<Timeline, ParallelError> {
-    plan.check()?;
+    replicas.check()?;
     shape.microbatches()?;
-    let ranks = plan.mesh.size();
+    let ranks = replicas.ranks();
     if cost.ranks.len() != ranks as usize {
         let given = cost.ranks.len();
         return Err(ParallelError::PerRank { what: "cost.ranks", given, ranks: ranks as usize });
     }
     let mut run = Run {
-        plan,
+        replicas,
         cost,
         price,
         clock: vec![Nanos::ZERO; ranks as usize],
         link_free: Nanos::ZERO,
         timeline: Timeline { ranks, steps, spans: Vec::new() },
     };
-    match plan.sync {
+    match replicas.sync {
         Sync::Ddp { overlap, buckets } => {
             let buckets = shape.buckets(buckets);
             for step in 0..steps {
@@ -102,7 +102,7 @@ pub fn simulate(
 }
 
 struct Run<'a> {
-    plan: &'a Plan,
+    replicas: &'a Replicas,
     cost: &'a Cost,
     price: &'a dyn Fn(Bytes) -> Nanos,
     /// When each rank's processor is free.
@@ -138,7 +138,7 @@ impl Run<'_> {
         if n == 1 {
             return ready;
         }
-        let bytes = self.plan.sync_codec.bytes(values);
+        let bytes = self.replicas.codec.bytes(values);
         let start = ready.max(self.link_free);
         let end = start.saturating_add((self.price)(bytes));
         self.link_free = end;
@@ -171,7 +171,7 @@ impl Run<'_> {
     /// The forward and backward of a rank's share; lifts `ready` to when its last gradients are there, per bucket.
     fn microbatches(&mut self, rank: Rank, step: u32, buckets: &[u64], ready: &mut [Nanos]) {
         let RankCost { forward, backward, .. } = self.cost.ranks[rank.index()];
-        let share = self.plan.share_per_rank[rank.index()];
+        let share = self.replicas.shares[rank.index()];
         for microbatch in 0..share {
             self.compute(rank, Kind::Forward, step, microbatch, forward);
             if microbatch + 1 < share {

@@ -7,8 +7,8 @@ use farflung_base::{Bytes, Link, Nanos, Rank};
 
 use crate::collective::price;
 use crate::{
-    Algorithm, Codec, Collective, Cost, Mesh, ModelShape, Overlap, ParallelError, Plan, Precision, RankCost,
-    Sync, Timeline, simulate,
+    Algorithm, Codec, Collective, Cost, Mesh, ModelShape, Overlap, ParallelError, RankCost, Replicas, Sync,
+    Timeline, simulate,
 };
 
 /// The run in question: equal ranks, every pair joined by one kind of link.
@@ -120,14 +120,10 @@ impl WhatIf {
         algorithm: Algorithm,
         price: &dyn Fn(Algorithm, Bytes) -> Nanos,
     ) -> Result<Row, ParallelError> {
-        let plan = Plan {
-            mesh: Mesh::data(self.ranks)?,
-            sync,
-            algorithm,
-            sync_codec: codec.clone(),
-            precision: Precision::F32,
-            share_per_rank: vec![1; self.ranks as usize],
-        };
+        // Checked here, so that no more are laid out than a mesh may have.
+        Mesh::data(self.ranks)?;
+        let shares = vec![1; self.ranks as usize];
+        let replicas = Replicas { sync, algorithm, codec: codec.clone(), shares };
         let shape = ModelShape::dense(self.parameters, 1, u64::from(self.ranks));
         let forward = Nanos(self.compute.0 / 3);
         let rank = RankCost {
@@ -137,7 +133,7 @@ impl WhatIf {
             outer: Nanos::ZERO,
         };
         let cost = Cost { ranks: vec![rank; self.ranks as usize] };
-        let simulated = |steps| simulate(&plan, &shape, &cost, steps, &|bytes| price(algorithm, bytes));
+        let simulated = |steps| simulate(&replicas, &shape, &cost, steps, &|bytes| price(algorithm, bytes));
         let period = sync.period().min(self.steps);
         let (periods, rest) = (u64::from(self.steps / period), self.steps % period);
         let parts = [(simulated(period)?, periods), (simulated(rest)?, 1)];

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use farflung::TrainConfig;
 use farflung::base::Link;
-use farflung::train::Worker;
+use farflung::train::Trainer;
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, again, config, farthest, job, on_all, relative_l2};
@@ -25,7 +25,7 @@ struct Trace {
     first_grads: Vec<f32>,
 }
 
-fn trace(worker: &mut Worker) -> Result<Trace> {
+fn trace(worker: &mut Trainer) -> Result<Trace> {
     let mut trace = Trace { losses: Vec::new(), hashes: Vec::new(), first_grads: Vec::new() };
     for step in 0..STEPS {
         trace.losses.push(worker.step(false)?.loss);

@@ -8,7 +8,7 @@ use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
 use farflung::optim::device_codec::{KERNELS, Vectors};
 use farflung::tensor::{Device, Precision};
-use farflung::train::Worker;
+use farflung::train::Trainer;
 use farflung::{TrainConfig, base, tensor};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -112,7 +112,7 @@ fn training(report: &mut Report<'_>, name: &str) -> Result<()> {
         device: Devices::parse(device).expect("a device's name"),
         ..config(seed, false)
     };
-    let trace = move |worker: &mut Worker| {
+    let trace = move |worker: &mut Trainer| {
         let mut losses = Vec::new();
         let mut grads = Vec::new();
         for step in 0..steps {

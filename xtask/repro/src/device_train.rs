@@ -4,10 +4,10 @@ use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::config::choice::Devices;
 use farflung::config::value::Setting;
-use farflung::train::{Pipelined, StepDone};
+use farflung::train::{StepDone, Trainer};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_all, on_stages};
+use crate::workers::{Over, again, config, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "device-train",
@@ -50,7 +50,7 @@ fn trace<R>(
 }
 
 /// The hash of the token table on a rank that has a user of it.
-fn table(rank: &Pipelined) -> Result<blake3::Hash> {
+fn table(rank: &Trainer) -> Result<blake3::Hash> {
     let (stage, params) = rank.params().next().context("a rank has a part of the model")?;
     let layout = stage.layout();
     let table = layout.view(params, layout.find("wte.weight")?)?.to_vec::<f32>()?;
@@ -78,7 +78,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         };
         let job = again(&first, config, Over::Memory);
         if stages > 1 {
-            on_stages(&job, |rank| trace(rank, steps, |rank| rank.step(false), table))
+            on_all(&job, |rank| trace(rank, steps, |rank| rank.step(false), table))
         } else {
             on_all(&job, |rank| trace(rank, steps, |rank| rank.step(false), |rank| Ok(rank.hash()?)))
         }

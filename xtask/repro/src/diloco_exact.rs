@@ -3,7 +3,7 @@
 use anyhow::Result;
 use farflung::TrainConfig;
 use farflung::config::choice::SyncKind;
-use farflung::train::Worker;
+use farflung::train::Trainer;
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, again, config, job, on_all, plain_sgd, relative_l2};
@@ -26,7 +26,7 @@ struct Trace {
     sent: (u64, u64),
 }
 
-fn trace(worker: &mut Worker) -> Result<Trace> {
+fn trace(worker: &mut Trainer) -> Result<Trace> {
     // Ranks have told each other what devices they have; whoever is here has sent all of it.
     let before = worker.comm().stats().sent;
     let mut losses = Vec::new();

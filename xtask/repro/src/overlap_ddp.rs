@@ -5,7 +5,7 @@ use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Bytes, Link, Nanos};
 use farflung::parallel::collective::price;
 use farflung::parallel::{
-    Algorithm, Codec, Collective, Cost, Mesh, ModelShape, Overlap, Plan, Precision, RankCost, Sync, simulate,
+    Algorithm, Codec, Collective, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, simulate,
 };
 use farflung::train::Job;
 
@@ -54,7 +54,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ..config(report.seed(), false)
     };
     let first = job(shape.clone(), Over::Memory)?;
-    let flops = first.model.flops_per_token(first.model.context) as f64 * first.tokens_per_replica() as f64;
+    let flops = first.model.flops_per_token(first.model.context) as f64
+        * (first.tokens_per_step() / u64::from(first.plan.replicas())) as f64;
     let computing = |overlap| TrainConfig { compute_rate: flops / COMPUTE, overlap, ..shape.clone() };
     let free = Over::Simulated(Link::FREE);
     let compute = steps_time(&again(&first, computing(true), free), steps)?;
@@ -97,21 +98,19 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 fn predicted(job: &Job, link: Link, steps: u32) -> Result<f64> {
     let mut shape = ModelShape::dense(job.model.parameters(), job.model.context as u64, 0);
     shape.sequences_per_microbatch = job.config.batch as u64;
-    shape.tokens_per_step = job.tokens_per_replica() * u64::from(WORKERS);
+    shape.tokens_per_step = job.tokens_per_step() / u64::from(job.plan.replicas()) * u64::from(WORKERS);
     let microbatch = Nanos::from_secs_f64(COMPUTE);
     let forward = Nanos(microbatch.0 / 3);
     let backward = microbatch.saturating_sub(forward);
     let rank = RankCost { forward, backward, ..RankCost::default() };
     let buckets = (job.model.parameters() as f64 * 4.0 / (job.config.bucket_mb * 1e6)).ceil() as u32;
-    let plan = Plan {
-        mesh: Mesh::data(WORKERS)?,
+    let replicas = Replicas {
         sync: Sync::Ddp { overlap: Overlap::WithBackward, buckets },
         algorithm: Algorithm::Ring,
-        sync_codec: Codec::F32,
-        precision: Precision::F32,
-        share_per_rank: vec![1; WORKERS as usize],
+        codec: Codec::F32,
+        shares: vec![1; WORKERS as usize],
     };
     let price = |bytes: Bytes| price(Collective::AllReduce, Algorithm::Ring, WORKERS, bytes, link);
     let cost = Cost { ranks: vec![rank; WORKERS as usize] };
-    Ok(simulate(&plan, &shape, &cost, steps, &price)?.makespan().as_secs_f64() / f64::from(steps))
+    Ok(simulate(&replicas, &shape, &cost, steps, &price)?.makespan().as_secs_f64() / f64::from(steps))
 }

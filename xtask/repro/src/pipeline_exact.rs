@@ -4,12 +4,12 @@ use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::parallel::pipeline::{Method, Updates, VersionSync};
 use farflung::tensor::{Device, Tensor};
-use farflung::train::{Job, Pipelined, Worker, refusal};
+use farflung::train::{Job, Trainer, refusal};
 use farflung::zoo::block::Grads;
 use farflung::zoo::{Input, Output, Stage, stage};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, farthest, job, on_all, on_stages, plain_sgd, relative_l2};
+use crate::workers::{Over, again, config, farthest, job, on_all, plain_sgd, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "pipeline-exact",
@@ -111,7 +111,7 @@ fn compare(
 }
 
 fn alone_trace(job: &Job, steps: u64) -> Result<Trace> {
-    let trace = |worker: &mut Worker| {
+    let trace = |worker: &mut Trainer| {
         let mut trace = Trace { losses: Vec::new(), first_grads: Vec::new(), params: Vec::new() };
         for step in 0..steps {
             trace.losses.push(worker.step(false)?.loss);
@@ -126,7 +126,7 @@ fn alone_trace(job: &Job, steps: u64) -> Result<Trace> {
 }
 
 fn piped_trace(job: &Job, steps: u64) -> Result<Trace> {
-    let trace = |rank: &mut Pipelined| {
+    let trace = |rank: &mut Trainer| {
         let mut losses = Vec::new();
         let mut first_grads = None;
         for step in 0..steps {
@@ -138,7 +138,7 @@ fn piped_trace(job: &Job, steps: u64) -> Result<Trace> {
         let (Some(grads), Some(params)) = (first_grads, rank.gather_params()?) else { return Ok(None) };
         Ok(Some(Trace { losses, first_grads: grads.to_vec()?, params: params.to_vec()? }))
     };
-    on_stages(job, trace)?.into_iter().flatten().next().context("rank 0 has the model")
+    on_all(job, trace)?.into_iter().flatten().next().context("rank 0 has the model")
 }
 
 /// One process that gives each part of the model, a layer each, the version of its weights that the rule says.
@@ -149,10 +149,10 @@ fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
         (0..LAYERS).map(|k| Stage::new(job.model, k..k + 1, &device)).collect::<Result<_, _>>()?;
     let mut params: Vec<Vec<f32>> =
         parts.iter().map(|s| Ok(s.init(config.seed)?.to_vec()?)).collect::<Result<_>>()?;
-    let microbatches = job.microbatches() as u32;
+    let microbatches = job.plan.microbatches[0];
     let per_update = if let Updates::TwoVersions { every } = updates { every } else { 1 };
     let tokens = (config.batch * job.model.context) as f32;
-    let sampler = job.sampler(0)?;
+    let sampler = job.sampler()?;
     let mut losses = Vec::new();
     for step in 0..steps {
         let mut versions = vec![params.clone()];

@@ -10,7 +10,7 @@ use farflung::parallel::pipeline::{Method, VersionSync};
 use farflung::train::{Job, refusal};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::workers::{Over, again, config, job, on_stages, plain_sgd};
+use crate::workers::{Over, again, config, job, on_all, plain_sgd};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "predict-vs-run",
@@ -71,8 +71,8 @@ impl Taken {
 
 /// One step of a job: the passage of its microbatches, and all of it.
 fn one_step(job: &Job) -> Result<(Taken, Taken)> {
-    let ranks = on_stages(job, |rank| {
-        let predicted = rank.plan().predicted()?;
+    let ranks = on_all(job, |rank| {
+        let predicted = rank.schedule().predicted()?;
         let (pass, step) = (predicted.compute().makespan(), predicted.makespan());
         align(rank.comm())?;
         let begun = rank.comm().now();

@@ -8,7 +8,7 @@ use anyhow::{Context, Result, anyhow};
 use farflung::base::{Link, Rank};
 use farflung::compress::CodecSpec;
 use farflung::config::choice::{OptimizerKind, ScheduleKind, SyncKind, TransportKind};
-use farflung::train::{Job, Pipelined, Seat, Worker, seats};
+use farflung::train::{Job, Seat, Trainer, seats};
 use farflung::{LaunchEnv, Stop, TrainConfig};
 
 /// What carries the bytes of a job.
@@ -56,9 +56,13 @@ pub(crate) fn job(config: TrainConfig, over: Over) -> Result<Job> {
 }
 
 /// The job with other settings of the same model and data.
+///
+/// # Panics
+/// If the settings do not go together: a bench writes settings that do.
 pub(crate) fn again(job: &Job, config: TrainConfig, over: Over) -> Job {
     let config = with_transport(config, over);
-    Job { world: config.workers, config, ..job.clone() }
+    let world = config.workers;
+    job.with_config(config, world).expect("a bench's settings go together")
 }
 
 fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
@@ -71,16 +75,8 @@ fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
 }
 
 /// Runs `work` as each worker of the job, a thread each; gives what they returned, by rank.
-pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(&mut Worker) -> Result<T> + Sync) -> Result<Vec<T>> {
-    in_seats(job, |seat| work(&mut Worker::new(job, seat.comm, job.config.threads)?))
-}
-
-/// The same for a job whose model is cut into stages.
-pub(crate) fn on_stages<T: Send>(
-    job: &Job,
-    work: impl Fn(&mut Pipelined) -> Result<T> + Sync,
-) -> Result<Vec<T>> {
-    in_seats(job, |seat| work(&mut Pipelined::new(job, seat.comm, job.config.threads)?))
+pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(&mut Trainer) -> Result<T> + Sync) -> Result<Vec<T>> {
+    in_seats(job, |seat| work(&mut Trainer::new(job, seat.comm, job.config.threads)?))
 }
 
 fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Result<Vec<T>> {
@@ -93,7 +89,7 @@ fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Resu
                 threads.push(scope.spawn(move || work(join(job, rank, port)?)));
             }
         } else {
-            for seat in seats(&job.config, None)? {
+            for seat in seats(job, None)? {
                 threads.push(scope.spawn(move || work(seat)));
             }
         }
@@ -117,7 +113,7 @@ fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
         master_port: port,
         source: "the bench",
     };
-    seats(&job.config, Some(&env))?.pop().context("a process has one seat")
+    seats(job, Some(&env))?.pop().context("a process has one seat")
 }
 
 /// `|a - b| / |b|` over whole buffers, in f64.

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::builder::RangedU64ValueParser;
 use farflung::compress::CodecSpec;
 use farflung::config::value::Setting;
-use farflung::parallel::{Cluster, Limits, ModelShape, Planned, plan};
-use farflung::train::planned_codec;
+use farflung::parallel::{Cluster, Limits, ModelShape, Plan, Planned, plan};
+use farflung::train::{planned_codec, planned_model};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
@@ -14,6 +14,7 @@ use farflung::{Error, Result};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan homes.toml --model gpt2 --sequences 64
+  farflung plan homes.toml --model nano --sequences 16 --out plan.toml; farflung train --plan plan.toml --topology homes.toml
   farflung plan continents.toml --model gpt3-xl --codec int8 --overhead 10 --json")]
 pub(crate) struct PlanCommand {
     /// TOML file with devices, links and regions, as for `train --topology`; devices have a speed.
@@ -37,6 +38,9 @@ pub(crate) struct PlanCommand {
     /// The most local steps between two averages.
     #[arg(long, value_name = "STEPS", default_value_t = Limits::default().max_every, value_parser = clap::value_parser!(u32).range(1..))]
     max_every: u32,
+    /// Write the plan as TOML, for `train --plan`.
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -70,13 +74,29 @@ impl PlanCommand {
             ..Limits::default()
         };
         let planned = plan(&shape, &cluster, &limits)?;
-        super::print(&if self.json { format!("{}\n", json(&planned)) } else { planned.to_string() })
+        let chosen = planned.plan(planned_model(&self.model, &model))?;
+        if let Some(path) = &self.out {
+            std::fs::write(path, chosen.to_string()).map_err(|source| Error::Io {
+                action: "write the plan",
+                path: path.clone(),
+                source,
+            })?;
+        }
+        super::print(&if self.json {
+            format!("{}\n", json(&planned, &chosen, &shape, &limits))
+        } else {
+            planned.to_string()
+        })
     }
 }
 
-/// The choice, each machine's share, and what was compared; times in seconds.
-fn json(planned: &Planned) -> serde_json::Value {
-    let plan = &planned.plan;
+/// The plan, what it is predicted to take, and what was compared; times in seconds.
+fn json(planned: &Planned, plan: &Plan, shape: &ModelShape, limits: &Limits) -> serde_json::Value {
+    let chosen = planned.candidates.iter().find(|c| c.sync == planned.replicas.sync);
+    let step_s = chosen.map_or(0.0, |c| c.step.as_secs_f64());
+    let replica = limits.replica(shape.parameters, planned.replicas.sync.period()).0;
+    let memory: serde_json::Map<_, _> =
+        plan.machines.iter().map(|name| (name.clone(), serde_json::json!(replica))).collect();
     let ranks = planned.ranks.iter().map(|(name, microbatches, compute)| {
         serde_json::json!({ "name": name, "microbatches": microbatches, "compute_s": compute.as_secs_f64() })
     });
@@ -87,8 +107,9 @@ fn json(planned: &Planned) -> serde_json::Value {
         })
     });
     serde_json::json!({
-        "sync": plan.sync.to_string(), "algorithm": plan.algorithm.to_string(),
-        "codec": plan.sync_codec.to_string(), "precision": plan.precision.to_string(),
+        "plan": plan.to_string(), "step_s": step_s,
+        "tokens_per_s": if step_s > 0.0 { shape.tokens_per_step as f64 / step_s } else { 0.0 },
+        "bytes_per_step": chosen.map(|c| c.sent_per_step.0), "memory": memory,
         "ranks": ranks.collect::<Vec<_>>(), "candidates": candidates.collect::<Vec<_>>(),
         "compute_s": planned.compute.as_secs_f64(), "within": planned.within,
     })

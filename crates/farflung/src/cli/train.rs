@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use farflung::parallel::pipeline::Method;
-use farflung::train::{Watch, refusal, run};
+use farflung::train::{Watch, plan_of, refusal, run, world};
 use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainArgs, TrainConfig, launch_env};
 
 /// Train a model with several workers, here over simulated links, or one worker a process under `farflung launch`.
@@ -19,6 +19,9 @@ pub(crate) struct TrainCommand {
     /// Print all settings as TOML and stop.
     #[arg(long)]
     print_config: bool,
+    /// Print the plan that the settings make, as TOML for --plan, and stop.
+    #[arg(long)]
+    print_plan: bool,
     #[command(flatten)]
     args: TrainArgs,
 }
@@ -30,6 +33,7 @@ fn help() -> String {
   farflung train --sync ddp --codec int8 --out runs/mine --checkpoint-every 100
   farflung train --config runs/mine/config.toml --out runs/mine --resume auto
   farflung train --stages 4 --schedule zb-h1 --microbatches 8
+  farflung train --stages 2 --print-plan > plan.toml; farflung train --plan plan.toml
   farflung launch -n 4 -- train --sync ddp
 
 Schedules of --schedule (`farflung schedule` draws them):\n"
@@ -64,6 +68,10 @@ impl TrainCommand {
             return super::print(&config.to_toml());
         }
         let env = launch_env::detect(|name| std::env::var(name).ok())?;
+        if self.print_plan {
+            let world = world(&config, env.as_ref())?;
+            return super::print(&plan_of(config, world)?.to_string());
+        }
         if let Some(env) = &env {
             tracing::info!("{env}");
         }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
 use farflung_optim::LossScale;
+use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::{DeviceName, Precision};
 use toml::Value;
@@ -199,30 +200,11 @@ impl Setting for VersionSync {
         "newest or vertical".to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
-        match text {
-            "newest" => Some(Self::Newest),
-            "vertical" => Some(Self::Vertical),
-            _ => None,
-        }
+        text.parse().ok()
     }
     fn value(&self) -> Value {
-        let word = match self {
-            Self::Newest => "newest",
-            Self::Vertical => "vertical",
-        };
-        Value::String(word.to_owned())
+        Value::String(self.name().to_owned())
     }
-}
-
-/// What a pipeline computes again right before a backward pass, rather than keep it from the forward pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Recompute {
-    /// Nothing.
-    None,
-    /// All of a stage, from its input.
-    Full,
-    /// So many of a stage's layers, from its input; what the others need is kept.
-    Layers(usize),
 }
 
 impl Setting for Recompute {
@@ -230,17 +212,12 @@ impl Setting for Recompute {
         "none, full, or a number of layers".to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
-        match text {
-            "none" => Some(Self::None),
-            "full" => Some(Self::Full),
-            layers => layers.parse().ok().filter(|&layers| layers > 0).map(Self::Layers),
-        }
+        text.parse().ok()
     }
     fn value(&self) -> Value {
         match self {
-            Self::None => Value::String("none".to_owned()),
-            Self::Full => Value::String("full".to_owned()),
-            Self::Layers(layers) => layers.value(),
+            Self::Layers(layers) => Value::Integer((*layers).into()),
+            word => Value::String(word.to_string()),
         }
     }
 }

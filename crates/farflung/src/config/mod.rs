@@ -6,6 +6,7 @@
 pub mod choice;
 pub mod file;
 pub mod flags;
+pub mod plan;
 pub mod value;
 
 #[cfg(test)]
@@ -17,15 +18,14 @@ use std::path::{Path, PathBuf};
 use farflung_base::{Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
+use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
-use farflung_zoo::Keeping;
 
 use farflung_tensor::Precision;
 
 use crate::{Error, Result};
 use choice::{
-    Devices, LossScaling, OptimizerKind, Recompute, Resume, ScheduleKind, SyncKind, TokenizerKind,
-    TransportKind,
+    Devices, LossScaling, OptimizerKind, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
 };
 use value::Setting;
 
@@ -94,6 +94,13 @@ macro_rules! settings {
             #[must_use]
             pub fn or(self, other: Self) -> Self {
                 Self { $($($name: self.$name.or(other.$name),)+)+ }
+            }
+
+            /// The settings that were given, with their values.
+            #[must_use]
+            pub fn given(&self) -> Vec<(&'static str, String)> {
+                let all = [$($((stringify!($name), self.$name.as_ref().map(|v| Setting::value(v).to_string())),)+)+];
+                all.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
             }
 
             /// Sets one setting from a TOML value. Errors: what was expected, if the value is not that.
@@ -180,6 +187,9 @@ settings! {
         seed: u64, "N", 1337u64;
     }
     "Workers and links" {
+        /// TOML file with the plan, as `farflung plan --out` and --print-plan write it; it decides what the other settings of
+        /// workers, pipeline, batch and precision would.
+        plan: PathBuf, "FILE";
         /// Workers in this process; a launched job has one in each process.
         workers: usize, "N", 4usize;
         /// What workers average, and when: ddp (gradients, each step) or diloco (parameters, every --sync-every steps).
@@ -209,7 +219,7 @@ settings! {
         /// How values that no codec packs are summed: ring, double-tree, hierarchical and others, or auto, whichever is
         /// the cheapest for the size on the links of --topology; a wrong name lists them.
         algorithm: Algorithm, "NAME", Algorithm::Ring;
-        /// Modelled compute of each worker on the virtual clock, in FLOP/s.
+        /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its machine's speed.
         compute_rate: f64, "FLOPS", 5e10;
         /// Longest wait for a peer.
         deadline: Nanos, "TIME", Nanos::from_millis(60_000);
@@ -306,7 +316,9 @@ impl TrainConfig {
     ///
     /// Errors: [`Error::Setting`] for a value out of its range.
     pub fn merge(given: TrainArgs, file: TrainArgs) -> Result<Self> {
-        let config = Self::fill(given.or(file));
+        let args = given.or(file);
+        args.beside_plan()?;
+        let config = Self::fill(args);
         config.validate()?;
         Ok(config)
     }
@@ -324,7 +336,7 @@ impl TrainConfig {
             let gap = if text.is_empty() { "" } else { "\n" };
             writeln!(text, "{gap}# {heading}").expect("a string takes everything");
             for (name, value) in entries {
-                if let Some(value) = value {
+                if let Some(value) = value.filter(|_| !self.is_decided(name)) {
                     writeln!(text, "{} = {value}", dashed(name)).expect("a string takes everything");
                 }
             }
@@ -353,16 +365,6 @@ impl TrainConfig {
                 expected: format!("tcp, since the job has {n} processes"),
             }),
         }
-    }
-
-    /// How a model that is whole on each rank holds less.
-    pub(crate) fn keeping(&self) -> Keeping {
-        let recompute = match self.recompute {
-            Recompute::None => 0,
-            Recompute::Full => usize::MAX,
-            Recompute::Layers(layers) => layers,
-        };
-        Keeping { recompute, offload: self.offload }
     }
 
     /// The settings of a pipeline that were changed although there is none; they are kept for a run that resumes with

@@ -16,6 +16,7 @@ use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_te
 use serde::{Deserialize, Serialize};
 
 use super::job::Job;
+use super::trainer::Trainer;
 use crate::config::choice::Resume;
 use crate::{Checkpoint, Error, Packing, Result, RunDir, run_dir};
 pub(super) use source::Source;
@@ -32,17 +33,14 @@ pub(super) struct Totals {
 /// `trainer.json`: what must be the same for the rest of the run to mean anything, and the counters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Trainer {
+struct Record {
     rank: u32,
     world: usize,
-    /// First layer of each part that the rank holds, and the one behind its last; none without a pipeline.
-    #[serde(default)]
+    /// First layer of each part that the rank holds, and the one behind its last.
     parts: Vec<(usize, usize)>,
     /// Ranks of a pipeline.
-    #[serde(default = "one")]
     stages: usize,
     /// Sequences of a step, over all replicas.
-    #[serde(default)]
     sequences: u64,
     seed: u64,
     sync: String,
@@ -52,10 +50,6 @@ struct Trainer {
     outer_step: u64,
     rounds: u64,
     totals: Totals,
-}
-
-const fn one() -> usize {
-    1
 }
 
 /// Where a rank keeps its checkpoints, given the run's folder.
@@ -82,19 +76,6 @@ pub(super) struct Counters {
     pub(super) rounds: u64,
 }
 
-/// What a rank keeps.
-pub(super) trait Keeps {
-    fn comm(&self) -> &Communicator;
-    /// Layers of the parts that it holds; none where it holds the whole model as a replica of its own.
-    fn parts(&self) -> Vec<(usize, usize)>;
-    fn counters(&self) -> Counters;
-    /// What of the model it writes: all of it on rank 0.
-    fn weights(&self) -> Result<Vec<Named>>;
-    fn states(&self) -> Result<Vec<Named>>;
-    /// Takes up where `from` was written.
-    fn restore(&mut self, from: &Source) -> Result<()>;
-}
-
 fn write(
     named: &[Named],
     metadata: &BTreeMap<String, String>,
@@ -109,48 +90,50 @@ fn write(
 
 /// Writes this rank's checkpoint; all ranks must call it after the same step, with replicas the same. It becomes the
 /// newest on any rank only after all have written theirs.
-pub(super) fn save(keeper: &impl Keeps, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
+pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
+    trainer.gather_whole()?;
     let packing = if job.config.compress_checkpoints { Packing::Zstd } else { Packing::Plain };
-    let Counters { step, outer_step, rounds } = keeper.counters();
+    let Counters { step, outer_step, rounds } = trainer.counters();
     let mut writer = run.begin_checkpoint(step, packing)?;
     writer.write("config.json", config_text(&job.model, Dtype::F32).as_bytes())?;
-    let weights = keeper.weights()?;
+    let weights = trainer.weights()?;
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
     writer.write_with(MODEL, |out| write(&weights, &metadata, out))?;
-    let states = keeper.states()?;
+    let states = trainer.states()?;
     writer.write_with(OPTIMIZER, |out| write(&states, &BTreeMap::new(), out))?;
 
-    let trainer = Trainer {
-        rank: keeper.comm().rank().0,
+    let level = job.plan.outermost();
+    let record = Record {
+        rank: trainer.comm().rank().0,
         world: job.world,
-        parts: keeper.parts(),
-        stages: job.config.stages,
-        sequences: job.sequences(),
+        parts: trainer.layers(),
+        stages: job.plan.stages() as usize,
+        sequences: job.plan.sequences(),
         seed: job.config.seed,
-        sync: job.config.sync.to_string(),
-        codec: job.config.codec.to_string(),
+        sync: level.method.clone(),
+        codec: level.codec.clone(),
         data_hash: job.hash.clone(),
         step,
         outer_step,
         rounds,
         totals,
     };
-    let text = serde_json::to_vec_pretty(&trainer).expect("numbers and names have no way to fail");
+    let text = serde_json::to_vec_pretty(&record).expect("numbers and names have no way to fail");
     writer.write(TRAINER, &text)?;
 
-    keeper.comm().barrier()?;
+    trainer.comm().barrier()?;
     run.commit(writer)?;
-    keeper.comm().barrier()?;
+    trainer.comm().barrier()?;
     // The one before is kept even when only one is wanted: another rank may have died between the two lines above.
     run.prune(if job.config.keep_last == 0 { 0 } else { job.config.keep_last.max(2) })
 }
 
 /// Finds the newest step that every rank has, and restores it. `None` starts at step 0.
-pub(super) fn resume(keeper: &mut impl Keeps, job: &Job, run: &RunDir) -> Result<Option<Totals>> {
-    let rank = keeper.comm().rank();
-    let parts = keeper.parts();
+pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<Option<Totals>> {
+    let rank = trainer.comm().rank();
+    let parts = trainer.layers();
     let fits = |checkpoint: &Checkpoint| {
-        source::trainer(checkpoint).is_ok_and(|t| t.world == job.world && t.parts == parts)
+        source::record(checkpoint).is_ok_and(|t| t.world == job.world && t.parts == parts)
     };
     let found = match &job.config.resume {
         Resume::No => None,
@@ -162,9 +145,9 @@ pub(super) fn resume(keeper: &mut impl Keeps, job: &Job, run: &RunDir) -> Result
             let own = run.latest()?.filter(fits);
             // A rank that was cut off while it committed may be one checkpoint behind the others.
             let mine = own.as_ref().map_or(0, Checkpoint::step);
-            let steps = tell(keeper.comm(), mine)?;
+            let steps = tell(trainer.comm(), mine)?;
             match (steps.iter().copied().min().unwrap_or(0), own) {
-                (0, _) => cut_otherwise(keeper.comm(), run, job)?.map(|all| (all, false)),
+                (0, _) => cut_otherwise(trainer.comm(), run, job)?.map(|all| (all, false)),
                 (agreed, Some(own)) if own.step() == agreed => Some((vec![own], true)),
                 (agreed, _) => {
                     Some((vec![Checkpoint::open(&run.path().join(run_dir::folder(agreed)))?], true))
@@ -174,9 +157,9 @@ pub(super) fn resume(keeper: &mut impl Keeps, job: &Job, run: &RunDir) -> Result
     };
     let Some((checkpoints, own)) = found else { return Ok(None) };
     let source = Source::read(job.model, checkpoints, own)?;
-    check(&source.trainer, job)?;
-    keeper.restore(&source)?;
-    Ok(Some(source.trainer.totals))
+    check(&source.record, job)?;
+    trainer.restore(&source)?;
+    Ok(Some(source.record.totals))
 }
 
 /// Everyone's number, by rank.
@@ -205,8 +188,9 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
                 }
                 // The same ranks as now: they never all had it. Others must be somewhere else.
                 Err(error) => {
-                    let same = Checkpoint::open(&path).and_then(|c| source::trainer(&c));
-                    let same = same.is_ok_and(|t| t.world == job.world && t.stages == job.config.stages);
+                    let same = Checkpoint::open(&path).and_then(|c| source::record(&c));
+                    let same =
+                        same.is_ok_and(|t| t.world == job.world && t.stages == job.plan.stages() as usize);
                     missing = missing.or(Some(error).filter(|_| !same));
                 }
             }
@@ -224,7 +208,7 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
 /// first pipeline beside it.
 fn all_of(path: &Path) -> Result<Vec<Checkpoint>> {
     let first = Checkpoint::open(path)?;
-    let ranks = source::trainer(&first)?.stages as u32;
+    let ranks = source::record(&first)?.stages as u32;
     let others = (1..ranks).map(|rank| Checkpoint::open(&of_rank(path, Rank(rank))));
     std::iter::once(Ok(first)).chain(others).collect()
 }
@@ -237,8 +221,9 @@ fn of_rank(path: &Path, rank: Rank) -> PathBuf {
     }
 }
 
-/// Whether the rest of the run would mean anything.
-fn check(trainer: &Trainer, job: &Job) -> Result<()> {
+/// Whether the rest of the run would mean anything. However the model and the batch are shared out, a step takes the same
+/// sequences.
+fn check(record: &Record, job: &Job) -> Result<()> {
     let same = |field, found: String, expected: String| {
         if found == expected {
             Ok(())
@@ -247,15 +232,14 @@ fn check(trainer: &Trainer, job: &Job) -> Result<()> {
             Err(Error::Setting { field, value: found, expected })
         }
     };
-    if trainer.stages == 1 && job.config.stages == 1 {
-        same("workers", job.world.to_string(), trainer.world.to_string())?;
-    } else {
-        // However the model is cut, a step takes the same sequences.
-        let words = |sequences| format!("such that a step takes {sequences} sequences");
-        same("microbatches", words(job.sequences()), words(trainer.sequences))?;
+    let words = |sequences| format!("such that a step takes {sequences} sequences");
+    let (world, level) = (job.world, job.plan.outermost());
+    let field = if record.world == world { "microbatches" } else { "workers" };
+    same(field, words(job.plan.sequences()), words(record.sequences))?;
+    same("seed", job.config.seed.to_string(), record.seed.to_string())?;
+    same("sync", level.method.clone(), record.sync.clone())?;
+    if record.world == world {
+        same("codec", level.codec.clone(), record.codec.clone())?;
     }
-    same("seed", job.config.seed.to_string(), trainer.seed.to_string())?;
-    same("sync", job.config.sync.to_string(), trainer.sync.clone())?;
-    same("codec", job.config.codec.to_string(), trainer.codec.clone())?;
-    same("data", job.hash.clone(), trainer.data_hash.clone())
+    same("data", job.hash.clone(), record.data_hash.clone())
 }

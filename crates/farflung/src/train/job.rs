@@ -3,11 +3,15 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use farflung_base::Nanos;
+use farflung_base::Topology;
+use farflung_compress::CodecSpec;
+use farflung_optim::AverageConfig;
+use farflung_optim::sync::SyncMethod;
+use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, TensorError};
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
-use super::stages;
+use super::{costs, links, planned};
 use crate::config::choice::TokenizerKind;
 use crate::signals::Stop;
 use crate::{Result, TrainConfig, corpus};
@@ -19,6 +23,12 @@ pub struct Job {
     pub config: TrainConfig,
     /// The model's shape.
     pub model: GptConfig,
+    /// Every decision that the ranks share.
+    pub plan: Plan,
+    /// The machines and links of `--topology`.
+    pub cluster: Option<Cluster>,
+    /// Operations a second of each rank's machine, on the virtual clock.
+    pub rates: Vec<f64>,
     /// How text becomes tokens.
     pub tokenizer: Arc<dyn Tokenizer>,
     /// What workers train on.
@@ -43,11 +53,9 @@ impl Job {
     /// Errors: whatever is wrong with the data or the shape, with file and field.
     pub fn new(config: TrainConfig, world: usize, stop: Stop) -> Result<Self> {
         config.validate()?;
-        let tokenizer = tokenizer::by_name(match config.tokenizer {
-            TokenizerKind::Byte => "byte",
-            TokenizerKind::Gpt2 => "gpt2",
-        })?;
+        let tokenizer = tokenizer_of(&config)?;
         let model = shape(&config, tokenizer.vocab_size())?;
+        let Decided { config, plan, cluster, rates } = Decided::of(config, &model, world)?;
         let (corpus, source) = if let Some(path) = &config.data {
             (Corpus::open(path, &*tokenizer)?, path.display().to_string())
         } else {
@@ -56,58 +64,89 @@ impl Job {
         };
         let hash = corpus.hash();
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
-        Ok(Self { config, model, tokenizer, training, held_out, source, hash, world, stop, out: None })
+        let world = plan.ranks() as usize;
+        Ok(Self {
+            config,
+            model,
+            plan,
+            cluster,
+            rates,
+            tokenizer,
+            training,
+            held_out,
+            source,
+            hash,
+            world,
+            stop,
+            out: None,
+        })
     }
 
-    /// A replica's batches; without stages, each rank is one.
-    pub fn sampler(&self, rank: usize) -> Result<Sampler, ZooError> {
-        let shard = Shard { rank, world: self.replicas(), batch: self.config.batch };
+    /// A job with other settings for the same model and data, which are not read again.
+    ///
+    /// Errors: a plan that cannot be.
+    pub fn with_config(&self, config: TrainConfig, world: usize) -> Result<Self> {
+        let Decided { config, plan, cluster, rates } = Decided::of(config, &self.model, world)?;
+        let world = plan.ranks() as usize;
+        Ok(Self { config, plan, cluster, rates, world, ..self.clone() })
+    }
+
+    /// The links between the ranks.
+    ///
+    /// Errors: a topology file that lacks one of the plan's machines.
+    pub fn topology(&self) -> Result<Topology> {
+        links::of_plan(&self.config, &self.plan, self.cluster.as_ref())
+    }
+
+    /// The training sequences, by their numbers over all replicas and steps.
+    pub fn sampler(&self) -> Result<Sampler, ZooError> {
+        let shard = Shard::whole(self.plan.batch as usize);
         Sampler::random(self.training.clone(), self.config.seed, shard, self.model.context)
     }
 
     /// A replica's share of the held-out batches.
-    pub fn evaluation(&self, rank: usize) -> Result<Sampler, ZooError> {
-        let shard = Shard { rank, world: self.replicas(), batch: self.config.batch };
-        let steps = (self.config.eval_batches as usize).div_ceil(self.replicas());
+    pub fn evaluation(&self, replica: usize) -> Result<Sampler, ZooError> {
+        let replicas = self.plan.replicas() as usize;
+        let shard = Shard { rank: replica, world: replicas, batch: self.plan.batch as usize };
+        let steps = (self.config.eval_batches as usize).div_ceil(replicas);
         Sampler::evaluation(self.held_out.clone(), shard, self.model.context, steps)
     }
 
-    /// Copies of the model that train side by side: the workers, or as many of them as there are stages make one.
+    /// Tokens of all replicas in one step.
     #[must_use]
-    pub const fn replicas(&self) -> usize {
-        self.world / self.config.stages
+    pub fn tokens_per_step(&self) -> u64 {
+        self.plan.sequences() * self.model.context as u64
     }
 
-    /// Microbatches whose gradients a replica sums for a step.
+    /// Whether gradients are averaged at each step, so that replicas are always the same.
     #[must_use]
-    pub fn microbatches(&self) -> usize {
-        stages::microbatches(&self.config)
+    pub fn averages_each_step(&self) -> bool {
+        SyncMethod::by_name(&self.plan.outermost().method).is_none_or(|method| method.each_step)
     }
 
-    /// Sequences of a step, over all replicas.
-    #[must_use]
-    pub fn sequences(&self) -> u64 {
-        (self.config.batch * self.microbatches() * self.replicas()) as u64
+    /// The codec of averages.
+    ///
+    /// Errors: none for a plan whose names were checked.
+    pub fn codec(&self) -> Result<CodecSpec> {
+        Ok(self.plan.outermost().codec.parse()?)
     }
 
-    /// Tokens that one replica trains on in a step.
-    #[must_use]
-    pub fn tokens_per_replica(&self) -> u64 {
-        (self.config.batch * self.microbatches() * self.model.context) as u64
-    }
-
-    /// Modelled time of `flops` on a worker.
-    #[must_use]
-    pub fn modelled(&self, flops: f64) -> Nanos {
-        Nanos::from_secs_f64(flops / self.config.compute_rate)
+    /// How the values of parts are averaged over their holders.
+    pub(super) fn average_config(&self) -> Result<AverageConfig> {
+        let level = self.plan.outermost();
+        Ok(AverageConfig {
+            codec: self.codec()?,
+            bucket_bytes: usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX),
+            overlap: level.overlap,
+            seed: self.config.seed,
+        })
     }
 
     /// The device of a rank, opened.
     ///
     /// Errors: that there is none of that name here, and why.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
-        let device =
-            Device::open(self.config.device.of(rank), threads)?.with_precision(self.config.precision);
+        let device = Device::open(self.config.device.of(rank), threads)?.with_precision(self.plan.precision);
         if self.config.offload > 0 && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();
             tracing::warn!(rank, device, "--offload changes nothing: this device's memory is the host's");
@@ -142,4 +181,48 @@ fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     }
     model.validate()?;
     Ok(model)
+}
+
+/// The plan of some settings for so many ranks, without the data.
+///
+/// Errors: as [`Job::new`], but for the data.
+pub fn plan_of(config: TrainConfig, world: usize) -> Result<Plan> {
+    config.validate()?;
+    let model = shape(&config, tokenizer_of(&config)?.vocab_size())?;
+    Ok(Decided::of(config, &model, world)?.plan)
+}
+
+fn tokenizer_of(config: &TrainConfig) -> Result<Arc<dyn Tokenizer>, ZooError> {
+    tokenizer::by_name(match config.tokenizer {
+        TokenizerKind::Byte => "byte",
+        TokenizerKind::Gpt2 => "gpt2",
+    })
+}
+
+/// What settings and plan decide for a model.
+struct Decided {
+    config: TrainConfig,
+    plan: Plan,
+    cluster: Option<Cluster>,
+    rates: Vec<f64>,
+}
+
+impl Decided {
+    fn of(mut config: TrainConfig, model: &GptConfig, world: usize) -> Result<Self> {
+        let cluster = links::cluster(&config)?;
+        let plan = match &config.plan {
+            Some(path) => {
+                let plan = planned::from_file(path, model, world)?;
+                config.follow(&plan);
+                plan
+            }
+            None => planned::from_settings(&config, model, world, cluster.as_ref())?,
+        };
+        if config.plan.is_none() && cluster.is_some() {
+            // A file for other ranks is refused before anything starts.
+            links::declared(&config, world, cluster.as_ref())?;
+        }
+        let rates = costs::rates(&config, model, &plan, cluster.as_ref());
+        Ok(Self { config, plan, cluster, rates })
+    }
 }

@@ -1,12 +1,14 @@
 //! Who sits at which transport: threads of one process over memory or simulated links, or one process a rank over TCP.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use farflung_base::{Link, Topology};
+use farflung_base::{Link, Rank, Topology};
 use farflung_comm::{Communicator, Transport, memory, simulated, tcp};
-use farflung_parallel::Cluster;
+use farflung_parallel::{Cluster, Plan};
 
+use super::job::Job;
 use crate::config::choice::TransportKind;
 use crate::{Error, LaunchEnv, Result, TrainConfig};
 
@@ -21,15 +23,25 @@ pub struct Seat {
     pub link: Option<Link>,
 }
 
-/// The topology of the settings: the file's, or equal access links.
-pub(crate) fn topology(config: &TrainConfig, world: usize) -> Result<Topology> {
-    let Some(path) = &config.topology else { return Ok(Topology::uniform(world, config.link)) };
-    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-    let cluster: Cluster = text.parse()?;
+/// The machines of the settings' topology file, if there is one.
+///
+/// Errors: [`Error::Io`], and [`Error::Parallel`] with the line.
+pub(crate) fn cluster(config: &TrainConfig) -> Result<Option<Cluster>> {
+    let read = |path: &PathBuf| -> Result<Cluster> {
+        let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+        Ok(text.parse()?)
+    };
+    config.topology.as_ref().map(read).transpose()
+}
+
+/// The links of the settings: those between the machines of a file, in its order, or equal access links.
+pub(super) fn declared(config: &TrainConfig, world: usize, cluster: Option<&Cluster>) -> Result<Topology> {
+    let Some(cluster) = cluster else { return Ok(Topology::uniform(world, config.link)) };
     let topology = cluster.topology()?;
     if topology.size() == world {
         return Ok(topology);
     }
+    let path = config.topology.as_deref().unwrap_or_else(|| Path::new("the topology"));
     Err(Error::Setting {
         field: "topology",
         value: format!("{} ranks in {}", topology.size(), path.display()),
@@ -37,23 +49,54 @@ pub(crate) fn topology(config: &TrainConfig, world: usize) -> Result<Topology> {
     })
 }
 
+/// The links between the machines of a plan, in the order of its ranks.
+///
+/// Errors: [`Error::Setting`] for a machine that the file does not have.
+pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluster>) -> Result<Topology> {
+    let Some(cluster) = cluster else { return Ok(Topology::uniform(plan.ranks() as usize, config.link)) };
+    let (names, all) = (cluster.rank_names(), cluster.topology()?);
+    let place = |name: &String| {
+        let found = names.iter().position(|n| n == name).map(|i| Rank(i as u32));
+        found.ok_or_else(|| Error::Setting {
+            field: "topology",
+            value: config.topology.as_ref().map_or_else(String::new, |p| p.display().to_string()),
+            expected: format!("one with the plan's machine `{name}`; it has {}", names.join(", ")),
+        })
+    };
+    let machines: Vec<Rank> = plan.machines.iter().map(place).collect::<Result<_>>()?;
+    Ok(among(&all, &machines))
+}
+
+/// The part of a topology that joins some ranks, in their order.
+pub(super) fn among(topology: &Topology, ranks: &[Rank]) -> Topology {
+    let mut part = Topology::uniform(ranks.len(), Link::FREE);
+    for (i, &a) in (0..).map(Rank).zip(ranks) {
+        part.set_port(i, topology.port(a));
+        for (j, &b) in (0..).map(Rank).zip(ranks) {
+            part.set_link(i, j, topology.link(a, b));
+        }
+    }
+    part
+}
+
 /// The seats of this process: all of the job's, or one of them under a launcher.
 ///
 /// Errors: a topology that does not fit; [`Error::PeerLost`] and others when processes do not find each other in time.
-pub fn seats(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<Vec<Seat>> {
+pub fn seats(job: &Job, env: Option<&LaunchEnv>) -> Result<Vec<Seat>> {
+    let config = &job.config;
     let processes = env.map_or(1, |e| e.world_size);
-    let world = if processes > 1 { processes } else { config.workers };
+    let world = job.world;
     let kind = config.transport_for(processes)?;
     let simulates = !matches!(kind, TransportKind::Memory | TransportKind::Tcp);
     // Of real links only a file says anything.
-    let declared = (simulates || config.topology.is_some()).then(|| topology(config, world)).transpose()?;
+    let declared = (simulates || config.topology.is_some()).then(|| job.topology()).transpose()?;
     let link = (simulates && config.topology.is_none()).then_some(config.link);
     let seat = |transport: Arc<dyn Transport>| -> Result<Seat> {
         let mut comm = Communicator::new(transport);
         if let Some(topology) = &declared {
             comm = comm.with_topology(topology.clone())?;
         }
-        let comm = comm.with_algorithm(config.algorithm).with_deadline(config.deadline);
+        let comm = comm.with_algorithm(job.plan.outermost().algorithm).with_deadline(config.deadline);
         Ok(Seat { comm, simulated: simulates, link })
     };
     match kind {

@@ -1,24 +1,31 @@
-//! Training: binds a config to models, communicators, codecs and optimizer chains, one [`Worker`] a rank, or one
-//! [`Pipelined`] where ranks share a model. The only place where all the crates meet.
+//! Training: one [`Plan`](farflung_parallel::Plan) decides how ranks train, and one [`Trainer`] a rank carries it out. The
+//! only place where all the crates meet.
 //!
 //! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
 
+mod bind;
 mod checkpoint;
+mod costs;
+mod executor;
+mod fingerprint;
 mod job;
 mod links;
+mod part;
+mod planned;
+mod prices;
 mod repeat;
 mod report;
 mod resync;
 mod run;
-mod stages;
-mod sync;
-mod worker;
+mod tied;
+mod trainer;
 
-pub use job::Job;
+pub use bind::ReplicaSchedule;
+pub use job::{Job, plan_of};
 pub use links::{Seat, seats};
-pub use report::{Report, SampleText, planned_codec};
+pub use planned::{planned_model, read as read_plan, read_schedule, refusal};
+pub use prices::planned_codec;
+pub use report::{Report, SampleText};
 pub use resync::Drift;
-pub use run::{Quiet, Watch, run, run_job};
-pub use stages::{PipelinePlan, Pipelined, read_schedule, refusal};
-pub use sync::Synced;
-pub use worker::{StepDone, Worker};
+pub use run::{Quiet, Watch, run, run_job, world};
+pub use trainer::{StepDone, Synced, Trainer};

@@ -6,7 +6,7 @@ use farflung_tensor::{Device, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::{Input, Output, Stage};
 
-use super::worker::digest;
+use super::fingerprint::digest;
 use crate::{Error, Result};
 
 /// Runs a forward and a backward pass of `batch` sequences twice, in memory that held other things meanwhile.

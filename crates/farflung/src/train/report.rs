@@ -4,14 +4,15 @@
 use std::fmt;
 
 use farflung_base::{Bytes, Link, Nanos};
-use farflung_compress::CodecSpec;
-use farflung_parallel::{Answer, Codec, WhatIf};
+use farflung_parallel::{Answer, WhatIf};
 use farflung_tensor::Tensor;
 use farflung_zoo::{Sampling, Stage, generate};
 use serde::Serialize;
 
 use super::checkpoint::Totals;
+use super::costs::modelled;
 use super::job::Job;
+use super::prices::planned_codec;
 use crate::plot::loss_curve_svg;
 use crate::{Error, Result, RunDir, StepMetrics, run_dir};
 
@@ -93,34 +94,24 @@ pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option
     Ok(Some(SampleText { prompt: config.prompt.clone(), text }))
 }
 
-/// A codec as planners see it. What it sends depends on the values; here it is the most that it may.
-#[must_use]
-pub fn planned_codec(codec: CodecSpec) -> Codec {
-    if codec == CodecSpec::default() {
-        return Codec::F32;
-    }
-    let block = 4096;
-    let block_bytes = codec.build().max_payload(block) as u64;
-    Codec { name: codec.to_string().into(), block: block as u64, block_bytes }
-}
-
 /// What other ways to synchronise would have taken on this link.
 fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
-    if job.world < 2 || job.config.stages > 1 {
+    let plan = &job.plan;
+    if job.world < 2 || plan.stages() > 1 {
         return Ok(None);
     }
     let config = &job.config;
-    let codec = planned_codec(config.codec);
-    let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_replica() as f64;
+    let codec = planned_codec(job.codec()?);
+    let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_step() as f64;
     let parameters = job.model.parameters();
     let answer = WhatIf {
         parameters,
         ranks: job.world as u32,
         link,
         steps: u32::try_from(config.steps).unwrap_or(u32::MAX),
-        compute: job.modelled(flops),
+        compute: modelled(flops / f64::from(plan.replicas()), config.compute_rate),
         optimizer: Nanos::ZERO,
-        buckets: ((parameters as f64 * 4.0 / (config.bucket_mb * 1e6)).ceil() as u32).max(1),
+        buckets: ((parameters as f64 * 4.0 / plan.outermost().bucket_bytes as f64).ceil() as u32).max(1),
         codec,
         every: u32::try_from(config.sync_every).unwrap_or(u32::MAX),
     };
@@ -140,7 +131,7 @@ impl Report {
         let what_if = link.map(|link| what_if(job, link)).transpose()?.flatten();
         let tail = &rows[rows.len() - rows.len().div_ceil(10)..];
         let mean = |tail: &[StepMetrics]| tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64;
-        let tokens = job.tokens_per_replica() * job.replicas() as u64 * job.config.steps;
+        let tokens = job.tokens_per_step() * job.config.steps;
         Ok(Self {
             model: job.config.model.clone(),
             parameters: job.model.parameters(),

@@ -8,8 +8,8 @@ use farflung_base::Rank;
 use farflung_comm::{Communicator, ReduceOp};
 use farflung_tensor::Tensor;
 
+use super::fingerprint::digest;
 use super::job::Job;
-use super::worker::digest;
 use crate::Result;
 
 /// What a comparison of all copies found.

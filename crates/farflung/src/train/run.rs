@@ -4,16 +4,13 @@ use std::time::Instant;
 
 use farflung_base::{Link, Nanos};
 use farflung_comm::Communicator;
-use farflung_tensor::Tensor;
-use farflung_zoo::Stage;
 
 use super::checkpoint::{self, Totals};
 use super::job::Job;
 use super::links::{Seat, seats};
+use super::planned;
 use super::report::{Report, sample};
-use super::stages::Pipelined;
-use super::sync::Synced;
-use super::worker::{StepDone, Worker, hash};
+use super::trainer::{StepDone, Synced, Trainer, hash};
 use crate::config::choice::Resume;
 use crate::{Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig};
 
@@ -35,84 +32,34 @@ impl Watch for Quiet {
     fn note(&mut self, _: &str) {}
 }
 
-/// One rank of a run, with a replica of its own or a part of one. What is said of all must be called by all.
-pub(super) trait Member {
-    fn comm(&self) -> &Communicator;
-    fn steps_done(&self) -> u64;
-    /// Something about the run that is worth a line.
-    fn note(&self, job: &Job) -> Result<Option<String>>;
-    fn step(&mut self, stop: bool) -> Result<StepDone>;
-    fn evaluate(&mut self) -> Result<f64>;
-    fn resume(&mut self, job: &Job, run: &RunDir) -> Result<Option<Totals>>;
-    fn save(&mut self, job: &Job, run: &RunDir, totals: Totals) -> Result<()>;
-    /// All of the model, on rank 0: for all to call.
-    fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>>;
-}
-
-impl Member for Worker {
-    fn comm(&self) -> &Communicator {
-        self.comm()
-    }
-    fn steps_done(&self) -> u64 {
-        self.steps_done()
-    }
-    fn note(&self, job: &Job) -> Result<Option<String>> {
+/// What about the run is worth a line before its first step.
+fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
+    let plan = &job.plan;
+    if plan.stages() == 1 {
         let idle = job.config.idle();
-        Ok((!idle.is_empty()).then(|| format!("one stage has no use for {}", idle.join(", "))))
+        return Ok((!idle.is_empty()).then(|| format!("one stage has no use for {}", idle.join(", "))));
     }
-    fn step(&mut self, stop: bool) -> Result<StepDone> {
-        self.step(stop)
-    }
-    fn evaluate(&mut self) -> Result<f64> {
-        self.evaluate()
-    }
-    fn resume(&mut self, job: &Job, run: &RunDir) -> Result<Option<Totals>> {
-        checkpoint::resume(self, job, run)
-    }
-    fn save(&mut self, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
-        checkpoint::save(self, job, run, totals)
-    }
-    fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>> {
-        Ok((self.comm().rank().0 == 0).then_some((self.stage(), self.params())))
-    }
+    let schedule = trainer.schedule();
+    let (time, bubble) = schedule.prediction()?;
+    Ok(Some(format!(
+        "{} over {} stages, {} microbatches: predicted {time} a step where links share nothing, {:.0}% of it \
+         bubble",
+        schedule.name,
+        plan.stages(),
+        schedule.microbatches(),
+        bubble * 100.0
+    )))
 }
 
-impl Member for Pipelined {
-    fn comm(&self) -> &Communicator {
-        self.comm()
-    }
-    fn steps_done(&self) -> u64 {
-        self.steps_done()
-    }
-    fn note(&self, _: &Job) -> Result<Option<String>> {
-        let plan = self.plan();
-        let (time, bubble) = plan.prediction()?;
-        Ok(Some(format!(
-            "{} over {} stages, {} microbatches: predicted {time} a step where links share nothing, {:.0}% of it \
-             bubble",
-            plan.name,
-            plan.placement().ranks(),
-            plan.microbatches(),
-            bubble * 100.0
-        )))
-    }
-    fn step(&mut self, stop: bool) -> Result<StepDone> {
-        self.step(stop)
-    }
-    fn evaluate(&mut self) -> Result<f64> {
-        self.evaluate()
-    }
-    fn resume(&mut self, job: &Job, run: &RunDir) -> Result<Option<Totals>> {
-        checkpoint::resume(self, job, run)
-    }
-    fn save(&mut self, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
-        self.gather_whole()?;
-        checkpoint::save(self, job, run, totals)
-    }
-    fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>> {
-        self.gather_whole()?;
-        Ok(self.gathered())
-    }
+/// Ranks of a run: the launched processes, else the plan's, else the settings' workers.
+///
+/// Errors: a plan that cannot be read.
+pub fn world(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<usize> {
+    Ok(match (env.map_or(1, |e| e.world_size), &config.plan) {
+        (processes @ 2.., _) => processes,
+        (_, Some(path)) => planned::read(path)?.ranks() as usize,
+        (_, None) => config.workers,
+    })
 }
 
 /// Trains as the settings say: all workers in this process, or one of them under a launcher. The report is rank 0's;
@@ -123,13 +70,12 @@ pub fn run(
     stop: crate::Stop,
     watch: &mut dyn Watch,
 ) -> Result<Option<Report>> {
-    let world = env.map_or(1, |e| e.world_size);
-    let world = if world > 1 { world } else { config.workers };
+    let world = world(&config, env)?;
     let mut job = Job::new(config, world, stop)?;
     let out = job.config.out.clone();
     job.out = Some(out.unwrap_or_else(|| RunDir::next_free("runs".as_ref(), &job.config.model)));
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
-    let seats = seats(&job.config, env)?.into_iter().map(tie).collect();
+    let seats = seats(&job, env)?.into_iter().map(tie).collect();
     let result = run_job(&job, seats, watch);
     // Whatever a worker failed with then, that is why.
     match job.stop.cancelled() {
@@ -208,8 +154,10 @@ struct Record<'a, 'w> {
 }
 
 impl Record<'_, '_> {
-    fn step(&mut self, done: StepDone, val_loss: Option<f64>, totals: &Totals) -> Result<()> {
-        let tokens = self.job.tokens_per_replica() * self.job.replicas() as u64;
+    /// Takes a step down. Where replicas are apart it waits for their losses: `train_loss` is the mean over all tokens of
+    /// the step, of all replicas, whatever the method.
+    fn step(&mut self, done: &StepDone, val_loss: Option<f64>, totals: &Totals) -> Result<()> {
+        let tokens = self.job.tokens_per_step();
         let row = StepMetrics {
             step: done.step,
             time_s: totals.time_s,
@@ -223,9 +171,6 @@ impl Record<'_, '_> {
             drift: done.drift.map(|d| d.distance),
         };
         self.time_s = totals.time_s;
-        if let Some(metrics) = &mut self.metrics {
-            metrics.write(&row)?;
-        }
         if let Some(watch) = &mut self.watch {
             if let Some(drift) = done.drift.filter(|d| d.distance > 0.0) {
                 watch.note(&format!(
@@ -238,6 +183,15 @@ impl Record<'_, '_> {
             watch.step(&row, link_use(self.link, totals));
         }
         self.rows.push(row);
+        if done.synced == Synced::Yes {
+            let waiting = self.rows.len().saturating_sub(done.losses.len());
+            for (row, &loss) in self.rows[waiting..].iter_mut().zip(&done.losses) {
+                row.train_loss = loss;
+                if let Some(metrics) = &mut self.metrics {
+                    metrics.write(row)?;
+                }
+            }
+        }
         Ok(())
     }
 }
@@ -252,6 +206,7 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     }
     let run = RunDir::open(&checkpoint::folder(out, rank), existing)?;
     run.write_config(&job.config.to_toml())?;
+    run.replace("plan.toml", job.plan.to_string().as_bytes())?;
     if rank.0 == 0 {
         comm.barrier()?;
     }
@@ -261,33 +216,28 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
 /// One rank's run.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
     let Seat { comm, simulated, link } = seat;
-    let threads = job.threads(local);
-    if job.config.stages > 1 {
-        train(job, Pipelined::new(job, comm, threads)?, (simulated, link), watch)
-    } else {
-        train(job, Worker::new(job, comm, threads)?, (simulated, link), watch)
-    }
+    train(job, Trainer::new(job, comm, job.threads(local))?, (simulated, link), watch)
 }
 
 fn train(
     job: &Job,
-    mut worker: impl Member,
+    mut trainer: Trainer,
     (simulated, link): (bool, Option<Link>),
     watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Option<Report>> {
     let config = &job.config;
-    let first = worker.comm().rank().0 == 0;
-    let run = open_folder(job, worker.comm())?;
+    let first = trainer.comm().rank().0 == 0;
+    let run = open_folder(job, trainer.comm())?;
     let before = match &run {
-        Some(run) => worker.resume(job, run)?.unwrap_or_default(),
+        Some(run) => checkpoint::resume(&mut trainer, job, run)?.unwrap_or_default(),
         None => Totals::default(),
     };
-    let begun = worker.steps_done();
+    let begun = trainer.steps_done();
     let metrics = run.as_ref().filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
-    let clock = Clock::new(worker.comm(), before);
+    let clock = Clock::new(trainer.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
     if let Some(watch) = record.watch.as_deref_mut() {
-        if let Some(note) = worker.note(job)? {
+        if let Some(note) = note(&trainer, job)? {
             watch.note(&note);
         }
         if begun > 0 {
@@ -295,38 +245,38 @@ fn train(
         }
     }
 
-    let first_loss = if begun == 0 { Some(worker.evaluate()?) } else { None };
+    let first_loss = if begun == 0 { Some(trainer.evaluate()?) } else { None };
     let mut last_loss = first_loss;
     let (mut evaluated, mut saved) = (begun, begun);
-    while worker.steps_done() < config.steps {
-        let done = worker.step(job.stop.requested().is_some())?;
+    while trainer.steps_done() < config.steps {
+        let done = trainer.step(job.stop.requested().is_some())?;
         let agreed = done.synced == Synced::Yes;
         let end = done.step == config.steps;
         let stop = done.stop && agreed && !end;
         let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
         let mut val_loss = None;
         if agreed && (end || due(config.eval_every, evaluated)) {
-            val_loss = Some(worker.evaluate()?);
+            val_loss = Some(trainer.evaluate()?);
             last_loss = val_loss;
             evaluated = done.step;
         }
         if first {
-            record.step(done, val_loss, &clock.totals(worker.comm()))?;
+            record.step(&done, val_loss, &clock.totals(trainer.comm()))?;
         }
         if let Some(run) = &run
             && agreed
             && (end || stop || due(config.checkpoint_every, saved))
         {
-            let totals = clock.totals(worker.comm());
-            worker.save(job, run, totals)?;
+            let totals = clock.totals(trainer.comm());
+            checkpoint::save(&mut trainer, job, run, totals)?;
             saved = done.step;
         }
         if stop {
             return Err(Error::Stopped(job.stop.requested().unwrap_or(Signal::Terminate)));
         }
     }
-    let totals = clock.totals(worker.comm());
-    let Some((stage, params)) = worker.whole()? else { return Ok(None) };
+    let totals = clock.totals(trainer.comm());
+    let Some((stage, params)) = trainer.whole()? else { return Ok(None) };
     let text = sample(job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
     let report =

@@ -39,11 +39,8 @@ pub(crate) fn job(config: &TrainConfig) -> Job {
 pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(Seat) -> T + Sync) -> Vec<T> {
     let work = &work;
     std::thread::scope(|scope| {
-        let threads: Vec<_> = seats(&job.config, None)
-            .unwrap()
-            .into_iter()
-            .map(|seat| scope.spawn(move || work(seat)))
-            .collect();
+        let threads: Vec<_> =
+            seats(job, None).unwrap().into_iter().map(|seat| scope.spawn(move || work(seat))).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     })
 }

@@ -123,6 +123,22 @@ impl Placement {
         self.part(stage) + 1 == self.depth()
     }
 
+    /// Where the two users of the token table are.
+    #[must_use]
+    pub fn tie(&self) -> Tie {
+        let holders = |wanted: fn(&Self, StageId) -> bool| {
+            let stages = (0..self.stages()).map(StageId).filter(|&s| wanted(self, s));
+            let mut ranks: Vec<Rank> = stages.map(|s| self.rank(s)).collect();
+            ranks.sort_unstable();
+            ranks
+        };
+        match self.depth() {
+            1 => Tie::Whole,
+            _ if holders(Self::is_first) == holders(Self::is_last) => Tie::Local,
+            _ => Tie::Across,
+        }
+    }
+
     /// The stage that takes this one's output.
     #[must_use]
     pub fn next(&self, stage: StageId) -> Option<StageId> {
@@ -136,9 +152,29 @@ impl Placement {
     }
 }
 
+/// Where the two users of a model's token table are: the embedding in the first part and the head in the last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tie {
+    /// One part has both.
+    Whole,
+    /// Each rank that holds one holds the other.
+    Local,
+    /// On two ranks.
+    Across,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_table_is_shared_within_a_rank_or_across_two() {
+        assert_eq!(Placement::looped(4, 1).tie(), Tie::Across);
+        assert_eq!(Placement::looped(4, 2).tie(), Tie::Across);
+        assert_eq!(Placement::wave(4, 2).tie(), Tie::Local);
+        assert_eq!(Placement::both_ways(4).tie(), Tie::Local);
+        assert_eq!(Placement::looped(1, 1).tie(), Tie::Whole);
+    }
 
     fn ranks(placement: &Placement) -> Vec<u32> {
         placement.rank_of().iter().map(|r| r.0).collect()

@@ -3,20 +3,11 @@
 use farflung_base::{Bytes, Nanos};
 
 use super::*;
-use crate::{
-    Algorithm, Codec, Cost, Mesh, ModelShape, Overlap, Plan, Precision, RankCost, Sync, Timeline, simulate,
-};
+use crate::{Algorithm, Codec, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, Timeline, simulate};
 
 /// Two ranks, the second half as fast, four buckets of 25 ms.
 fn timeline(sync: Sync, steps: u32) -> Timeline {
-    let plan = Plan {
-        mesh: Mesh::data(2).unwrap(),
-        sync,
-        algorithm: Algorithm::Ring,
-        sync_codec: Codec::F32,
-        precision: Precision::F32,
-        share_per_rank: vec![2, 1],
-    };
+    let plan = Replicas { sync, algorithm: Algorithm::Ring, codec: Codec::F32, shares: vec![2, 1] };
     let rank = |ms| RankCost {
         forward: Nanos::from_millis(ms),
         backward: Nanos::from_millis(2 * ms),

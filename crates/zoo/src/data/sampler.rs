@@ -215,21 +215,15 @@ impl Sampler {
         }
     }
 
-    /// The offset of sequence `index` of this worker's batch at `step`.
-    fn offset(&self, step: u64, index: usize) -> Result<usize, ZooError> {
-        let columns = self.shard.global_batch();
-        let column = self.shard.rank * self.shard.batch + index;
+    /// The offset of a sequence, counted from the first of step 0 over all ranks.
+    fn offset(&self, sequence: u64) -> Result<usize, ZooError> {
         match &self.source {
-            Source::Random(philox) => {
-                let position = step.wrapping_mul(columns as u64).wrapping_add(column as u64);
-                Ok(philox.below(position, self.last_offset() as u64 + 1) as usize)
-            }
+            Source::Random(philox) => Ok(philox.below(sequence, self.last_offset() as u64 + 1) as usize),
             Source::Recorded(offsets) => {
-                let steps = offsets.steps() as u64;
-                if step >= steps {
-                    return Err(ZooError::StepNotRecorded { step, steps });
-                }
-                Ok(offsets.values[step as usize * columns + column] as usize)
+                let offset = usize::try_from(sequence).ok().and_then(|i| offsets.values.get(i));
+                let columns = self.shard.global_batch() as u64;
+                let (step, steps) = (sequence / columns, offsets.steps() as u64);
+                Ok(*offset.ok_or(ZooError::StepNotRecorded { step, steps })? as usize)
             }
         }
     }
@@ -239,10 +233,27 @@ impl Sampler {
     ///
     /// Errors: [`ZooError::StepNotRecorded`] for a step past the end of recorded or evaluation offsets.
     pub fn batch(&self, step: u64, inputs: &mut Vec<u32>, targets: &mut Vec<u32>) -> Result<(), ZooError> {
+        let Shard { rank, batch, .. } = self.shard;
+        let first = step.wrapping_mul(self.shard.global_batch() as u64).wrapping_add((rank * batch) as u64);
+        self.sequences(first, batch, inputs, targets)
+    }
+
+    /// `count` sequences from number `first` on, whichever rank they belong to: `inputs` and `targets` become
+    /// `[count, context]` tokens, row after row, the targets one token ahead. Sequences are numbered from 0 at step 0,
+    /// over all ranks of a step and then step by step.
+    ///
+    /// Errors: [`ZooError::StepNotRecorded`] for a sequence past the end of recorded or evaluation offsets.
+    pub fn sequences(
+        &self,
+        first: u64,
+        count: usize,
+        inputs: &mut Vec<u32>,
+        targets: &mut Vec<u32>,
+    ) -> Result<(), ZooError> {
         inputs.clear();
         targets.clear();
-        for index in 0..self.shard.batch {
-            let offset = self.offset(step, index)?;
+        for index in 0..count as u64 {
+            let offset = self.offset(first.wrapping_add(index))?;
             self.split.append_to(offset, self.context, inputs);
             self.split.append_to(offset + 1, self.context, targets);
         }

@@ -6,13 +6,13 @@ use farflung_tensor::ParamLayout;
 use farflung_zoo::{GptConfig, Stage};
 use safetensors::SafeTensors;
 
-use super::{MODEL, OPTIMIZER, TRAINER, Trainer};
+use super::{MODEL, OPTIMIZER, Record, TRAINER};
 use crate::{Checkpoint, Error, Result};
 
 /// Weights by their names and states by theirs.
 pub(in super::super) struct Source {
     /// Rank 0's counters, or this rank's own.
-    pub(super) trainer: Trainer,
+    pub(super) record: Record,
     /// Whether it was written by a rank that held just what this one holds.
     pub(in super::super) own: bool,
     from: Checkpoint,
@@ -23,7 +23,7 @@ pub(in super::super) struct Source {
 }
 
 /// The counters of a checkpoint.
-pub(super) fn trainer(checkpoint: &Checkpoint) -> Result<Trainer> {
+pub(super) fn record(checkpoint: &Checkpoint) -> Result<Record> {
     serde_json::from_slice(&checkpoint.read(TRAINER)?)
         .map_err(|_| damaged(checkpoint, TRAINER, "it does not hold a trainer's counters"))
 }
@@ -51,22 +51,22 @@ impl Source {
             states.extend(file.iter().map(|(name, tensor)| (name.to_owned(), floats(tensor.data()))));
         }
         let from = checkpoints.into_iter().next().expect("at least one checkpoint is read");
-        Ok(Self { trainer: trainer(&from)?, own, from, weights, states, whole })
+        Ok(Self { record: record(&from)?, own, from, weights, states, whole })
     }
 
     /// Steps done.
     pub(in super::super) const fn step(&self) -> u64 {
-        self.trainer.step
+        self.record.step
     }
 
     /// Outer steps done.
     pub(in super::super) const fn outer_step(&self) -> u64 {
-        self.trainer.outer_step
+        self.record.outer_step
     }
 
     /// Rounds of averaging done.
     pub(in super::super) const fn rounds(&self) -> u64 {
-        self.trainer.rounds
+        self.record.rounds
     }
 
     /// The weights of a layout as a flat buffer.

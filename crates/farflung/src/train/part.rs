@@ -1,9 +1,12 @@
 //! A part of the model on one rank: its parameters in all versions that microbatches still need, its gradients, its
-//! optimizer. It knows neither other ranks' parts nor the schedule.
+//! optimizer, and how it stays equal to its copies. It depends neither on other ranks' parts nor on the schedule.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
+use farflung_optim::sync::Synchroniser;
 use farflung_optim::{Average, Chain, Prepared};
+use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
 use farflung_tensor::{Op, Tensor};
 use farflung_zoo::block::Grads;
@@ -19,14 +22,17 @@ pub(super) struct Part {
     pub(super) params: Tensor,
     pub(super) grads: Tensor,
     pub(super) chain: Chain,
-    /// Over all that hold the same part; none where this rank is the only one, or the part has no parameters.
-    pub(super) average: Option<Average>,
-    /// Modelled times of a microbatch, and of each slice of one.
-    pub(super) cost: StageCost,
+    /// How all that hold the same part keep it equal; none where this rank is the only one, or the part has no parameters.
+    pub(super) sync: Option<Box<dyn Synchroniser>>,
+    /// Modelled times of each slice of a microbatch.
     pub(super) costs: Vec<StageCost>,
+    /// What is computed again, from the part's input.
+    pub(super) recompute: Recompute,
+    /// Layers whose activations wait in the host's memory.
+    pub(super) offload: usize,
     /// Whether `grads` hold what the next update takes, rather than what the last one took.
     pending: bool,
-    reducing: bool,
+    reducing: Reducing,
     /// Updates since the pipeline was empty: the version of `params`.
     version: u32,
     older: BTreeMap<u32, Tensor>,
@@ -34,6 +40,26 @@ pub(super) struct Part {
     due: VecDeque<Due>,
     /// A buffer of gradients that an update has taken.
     spare: Option<Tensor>,
+}
+
+/// When gradients leave for the other holders of a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Leaving {
+    /// Layer by layer, as they become final.
+    AsReady,
+    /// All together, when the schedule says.
+    Later,
+}
+
+/// How far the average of a step's gradients is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reducing {
+    /// Not begun.
+    No,
+    /// Ranges are leaving as they become ready.
+    Ranges,
+    /// All have left.
+    All,
 }
 
 /// An update to come.
@@ -62,36 +88,47 @@ pub(super) fn copy(x: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
+/// What a part is made of.
+#[derive(Debug)]
+pub(super) struct Parts {
+    pub(super) stage: Stage,
+    pub(super) params: Tensor,
+    pub(super) chain: Chain,
+    pub(super) sync: Option<Box<dyn Synchroniser>>,
+    pub(super) costs: Vec<StageCost>,
+    pub(super) recompute: Recompute,
+    pub(super) offload: usize,
+}
+
 impl Part {
-    pub(super) fn new(
-        stage: Stage,
-        params: Tensor,
-        chain: Chain,
-        average: Option<Average>,
-        (cost, costs): (StageCost, Vec<StageCost>),
-    ) -> Result<Self> {
-        let grads = stage.zeros()?;
-        let older = BTreeMap::new();
+    pub(super) fn new(made_of: Parts) -> Result<Self> {
+        let Parts { stage, params, chain, sync, costs, recompute, offload } = made_of;
         Ok(Self {
+            grads: stage.zeros()?,
             stage,
             params,
-            grads,
             chain,
-            average,
-            cost,
+            sync,
             costs,
+            recompute,
+            offload,
             pending: false,
-            reducing: false,
+            reducing: Reducing::No,
             version: 0,
-            older,
+            older: BTreeMap::new(),
             due: VecDeque::new(),
             spare: None,
         })
     }
 
+    /// The average that each step's gradients go through, where there is one.
+    fn average(&mut self) -> Option<&mut Average> {
+        self.sync.as_mut().and_then(|sync| sync.gradients())
+    }
+
     /// The pipeline is empty: all that begins sees the newest parameters, and nothing is in the gradients.
     pub(super) fn begin(&mut self) {
-        (self.pending, self.reducing, self.version) = (false, false, 0);
+        (self.pending, self.reducing, self.version) = (false, Reducing::No, 0);
         self.older.clear();
         self.due.clear();
     }
@@ -101,10 +138,10 @@ impl Part {
         let next = self.spare.take().map_or_else(|| self.stage.zeros(), Ok)?;
         let grads = std::mem::replace(&mut self.grads, next);
         self.due.push_back(Due { grads, table, needed });
-        if let Some(average) = &mut self.average {
+        if let Some(average) = self.average() {
             average.commit();
         }
-        self.pending = false;
+        (self.pending, self.reducing) = (false, Reducing::No);
         Ok(())
     }
 
@@ -177,6 +214,40 @@ impl Part {
         })
     }
 
+    /// A microbatch's whole backward pass. `passed` hears of each range of the gradients that is final for it.
+    pub(super) fn backward(
+        &mut self,
+        version: u32,
+        saved: Saved,
+        dy: Option<Tensor>,
+        passed: impl Fn(&Range<usize>),
+        leaving: Leaving,
+    ) -> Result<Option<Tensor>> {
+        let accumulate = std::mem::replace(&mut self.pending, true);
+        let params = match version == self.version {
+            true => &self.params,
+            false => self.older.get(&version).expect("versions that microbatches still see are kept"),
+        };
+        let mut average = match (leaving, &mut self.sync) {
+            (Leaving::AsReady, Some(sync)) => sync.gradients(),
+            _ => None,
+        };
+        if let Some(average) = &mut average {
+            average.open();
+            self.reducing = Reducing::Ranges;
+        }
+        let mut failed = Ok(());
+        let mut grads = Grads { flat: &mut self.grads, accumulate };
+        let dx = self.stage.backward(params, saved, dy, &mut grads, |range, flat| {
+            passed(&range);
+            if let (Some(average), Ok(())) = (&mut average, &failed) {
+                failed = average.ready(range, flat);
+            }
+        })?;
+        failed?;
+        Ok(dx)
+    }
+
     /// Adds a microbatch's gradients of the weights.
     pub(super) fn backward_weight(&mut self, saved: Saved) -> Result<()> {
         let accumulate = std::mem::replace(&mut self.pending, true);
@@ -186,26 +257,29 @@ impl Part {
 
     /// The gradients of an update are complete here: those of the other holders may come.
     pub(super) fn reduce(&mut self) -> Result<()> {
+        if self.reducing == Reducing::Ranges {
+            return Ok(());
+        }
         if !std::mem::replace(&mut self.pending, true) {
             // A copy of the model that saw no microbatch adds nothing.
             self.grads = self.stage.zeros()?;
         }
-        if let Some(average) = &mut self.average {
+        if let Some(average) = self.sync.as_mut().and_then(|sync| sync.gradients()) {
             average.start_all(&self.grads)?;
         }
-        self.reducing = true;
+        self.reducing = Reducing::All;
         Ok(())
     }
 
     /// The gradients are those of all holders after this.
     pub(super) fn finish_reduce(&mut self) -> Result<()> {
-        if !self.reducing {
+        if self.reducing == Reducing::No {
             self.reduce()?;
         }
-        if let Some(average) = &mut self.average {
+        if let Some(average) = self.sync.as_mut().and_then(|sync| sync.gradients()) {
             average.finish_all(&mut self.grads)?;
         }
-        self.reducing = false;
+        self.reducing = Reducing::No;
         Ok(())
     }
 
@@ -218,7 +292,7 @@ impl Part {
         if !self.stage.layout().is_empty() {
             self.chain.commit(&mut self.params, &self.grads, prepared)?;
         }
-        if let Some(average) = &mut self.average {
+        if let Some(average) = self.average() {
             average.commit();
         }
         self.version += 1;
@@ -229,13 +303,13 @@ impl Part {
 
     /// Gives an update up before it is taken.
     pub(super) fn rollback(&mut self) {
-        if let Some(average) = &mut self.average {
-            average.rollback();
+        if let Some(sync) = &mut self.sync {
+            sync.rollback();
         }
     }
 
     /// The elements of the token table in the flat buffers, in a part that has it.
-    pub(super) fn table(&self) -> std::ops::Range<usize> {
+    pub(super) fn table(&self) -> Range<usize> {
         self.stage.layout().params()[0].range()
     }
 }

@@ -6,8 +6,9 @@ use std::collections::BTreeMap;
 use farflung_base::{Pending, Rank, StageId};
 use farflung_comm::{CommError, Communicator};
 use farflung_parallel::pipeline::Placement;
+use farflung_tensor::Tensor;
 
-use super::hands::floats;
+use super::executor::floats;
 use super::part::Part;
 use crate::{Error, Result};
 
@@ -120,6 +121,56 @@ impl Tied {
             }
         }
         Ok(())
+    }
+}
+
+impl Tied {
+    /// Both users of the table take what the first part has there, in a buffer that both have; nothing happens where they
+    /// have none.
+    pub(super) fn take_first(
+        &mut self,
+        parts: &mut BTreeMap<StageId, Part>,
+        placement: &Placement,
+        mut buffer: impl FnMut(&mut Part) -> Option<&mut Tensor>,
+    ) -> Result<()> {
+        match self {
+            Self::No => Ok(()),
+            Self::Here => {
+                let find = |wanted: fn(&Placement, StageId) -> bool| {
+                    parts.keys().copied().find(|&stage| wanted(placement, stage))
+                };
+                let users = (find(Placement::is_first), find(Placement::is_last));
+                let (Some(embedding), Some(head)) = users else { return Ok(()) };
+                let part = parts.get_mut(&embedding).expect("it was found");
+                let range = part.table();
+                let Some(from) = buffer(part) else { return Ok(()) };
+                let values = from.view().part(range.start, range.len())?.to_vec::<f32>()?;
+                let part = parts.get_mut(&head).expect("it was found");
+                let range = part.table();
+                match buffer(part) {
+                    Some(to) => Ok(to.view_mut().part(range.start, range.len())?.write(&values)?),
+                    None => Ok(()),
+                }
+            }
+            Self::Across(across) => {
+                let part = parts.get_mut(&across.stage).expect("the table's user is on this rank");
+                let range = part.table();
+                let Some(buffer) = buffer(part) else { return Ok(()) };
+                let (other, tag) = (Rank(1 - across.pair.rank().0), across.round);
+                across.round = across.round.wrapping_add(1);
+                if placement.is_first(across.stage) {
+                    let values = buffer.view().part(range.start, range.len())?.to_vec::<f32>()?;
+                    let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                    return Ok(across.pair.start_send(other, tag, bytes).wait()?);
+                }
+                let bytes = across.pair.recv(other, tag)?;
+                let values = floats(&bytes, range.len()).ok_or_else(|| Error::Message {
+                    message: "the token table's average".to_owned(),
+                    problem: "is not as long as the table",
+                })?;
+                Ok(buffer.view_mut().part(range.start, range.len())?.write(&values)?)
+            }
+        }
     }
 }
 

@@ -1,31 +1,31 @@
-//! What a rank of a pipeline can do: run its parts of the model on microbatches, and hand hidden states and their
-//! gradients to other ranks. The schedule's executor says when; nothing here knows the order.
+//! What a rank can do: run its parts of the model on microbatches, and send hidden states and their gradients to other
+//! ranks. The schedule's executor says when; nothing here depends on the order.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::ops::Range;
 
-use farflung_base::{Pending, Rank, StageId};
+use farflung_base::{Nanos, Pending, Rank, StageId};
 use farflung_comm::{CommError, Communicator, Look};
 use farflung_optim::Prepared;
+use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{
     Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, StageCost, Updates, Watch,
     Worker,
 };
 use farflung_tensor::{Device, Tensor};
-use farflung_zoo::{Input, Output, Sampler, Saved, Slices, stage};
+use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
-use super::part::{Held, Part, copy};
+use super::part::{Held, Leaving, Part, copy};
 use super::tied::Tied;
-use crate::config::choice::Recompute;
 use crate::{Error, Result};
 
 /// Which microbatches pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pass {
-    /// Those of a step: from this batch of the sampler on.
+    /// Those of a step: from this microbatch on, counted over all steps and replicas.
     Training {
-        /// The batch of microbatch 0.
+        /// The number of microbatch 0.
         first: u64,
     },
     /// The held-out ones: forwards of which nothing is kept.
@@ -34,6 +34,9 @@ pub(super) enum Pass {
 
 /// A message that may still be on its way.
 type Bytes = Pending<Result<Vec<u8>, CommError>>;
+
+/// A microbatch's sum of losses that may still be on its way from the device.
+type Loss = Pending<Result<f64, ZooError>>;
 
 /// Where an action stands: its stage, microbatch and slice.
 type Place = (StageId, u32, u16);
@@ -44,7 +47,7 @@ fn place(action: Action) -> Place {
 
 /// A rank's parts and links.
 #[derive(Debug)]
-pub(super) struct Hands {
+pub(super) struct Executor {
     pub(super) comm: Communicator,
     /// The rank of the job that holds rank 0 of this pipeline.
     pub(super) first: u32,
@@ -60,16 +63,19 @@ pub(super) struct Hands {
     pub(super) dim: usize,
     /// Scale of the losses' gradients.
     pub(super) scale: f32,
-    pub(super) recompute: Recompute,
-    /// Layers of a stage whose activations wait in the host's memory.
-    pub(super) offload: usize,
+    /// The microbatch whose backward pass is the last on each stage of a step.
+    pub(super) last: BTreeMap<StageId, u32>,
+    /// Whether gradients are averaged with other holders of a part in each step.
+    pub(super) averages: bool,
     /// The positions of each slice of a training sequence's tokens.
     pub(super) slices: Vec<Range<usize>>,
     /// Of which microbatches a stage's forward runs again.
     pub(super) again: Vec<Place>,
     pub(super) pass: Pass,
-    /// Sums of losses by microbatch, where this rank has the model's last part.
-    pub(super) losses: Vec<f64>,
+    /// Microbatches of the pass.
+    pub(super) passing: u32,
+    /// Sums of losses that are being fetched, in the order of the forwards, where this rank has the model's last part.
+    pub(super) losses: Vec<(u32, Loss)>,
     pub(super) held: BTreeMap<Place, Held>,
     /// What slices of a microbatch leave for each other on a stage, where there are several.
     pub(super) carried: BTreeMap<(StageId, u32), Slices>,
@@ -84,20 +90,33 @@ pub(super) fn recomputed(order: &ComputeOrder) -> Vec<Place> {
     places
 }
 
-impl Hands {
+impl Executor {
     /// The pipeline is empty, and `pass` begins.
     pub(super) fn begin(&mut self, pass: Pass, microbatches: u32) {
-        self.pass = pass;
+        (self.pass, self.passing) = (pass, microbatches);
         self.held.clear();
         self.carried.clear();
         self.sending.clear();
-        self.losses = vec![0.0; microbatches as usize];
+        self.losses.clear();
         self.parts.values_mut().for_each(Part::begin);
     }
 
     /// What was sent has left.
     pub(super) fn sent(&mut self) -> Result<()> {
         self.sending.drain(..).try_for_each(|sending| Ok(sending.wait()?))
+    }
+
+    /// The sum of the pass's losses, added up by microbatch, and of how many tokens; zeros where the last part is elsewhere.
+    pub(super) fn total_loss(&mut self) -> Result<(f64, usize)> {
+        let tokens = match self.pass {
+            Pass::Training { .. } => self.sampler.shard().batch,
+            Pass::Evaluation => self.evaluation.shard().batch,
+        } * self.sampler.context();
+        let mut sums = BTreeMap::new();
+        for (microbatch, loss) in self.losses.drain(..) {
+            *sums.entry(microbatch).or_insert(0.0) += loss.wait()?;
+        }
+        Ok((sums.values().sum(), sums.len() * tokens))
     }
 
     /// The positions that a slice is of: all where sequences pass whole.
@@ -108,12 +127,11 @@ impl Hands {
         }
     }
 
-    /// What an action is modelled to take.
+    /// What an action of a training pass is modelled to take. Evaluation takes no modelled time.
     fn cost(&self, action: Action) -> StageCost {
-        let part = &self.parts[&action.stage];
         match self.pass {
-            Pass::Training { .. } => part.costs[usize::from(action.slice)],
-            Pass::Evaluation => part.cost,
+            Pass::Training { .. } => self.parts[&action.stage].costs[usize::from(action.slice)],
+            Pass::Evaluation => StageCost::default(),
         }
     }
 
@@ -122,7 +140,9 @@ impl Hands {
         let (mut inputs, mut targets) = (Vec::new(), Vec::new());
         match self.pass {
             Pass::Training { first } => {
-                self.sampler.batch(first + u64::from(action.microbatch), &mut inputs, &mut targets)?;
+                let batch = self.sampler.shard().batch;
+                let number = (first + u64::from(action.microbatch)) * batch as u64;
+                self.sampler.sequences(number, batch, &mut inputs, &mut targets)?;
             }
             Pass::Evaluation => {
                 self.evaluation.batch(action.microbatch.into(), &mut inputs, &mut targets)?;
@@ -191,20 +211,21 @@ impl Hands {
         let output = match output {
             Output::Hidden(y) => Some(y),
             Output::Losses(losses) => {
-                self.losses[microbatch as usize] += stage::total(&losses)?;
+                self.losses.push((microbatch, stage::start_total(&losses)));
                 None
             }
         };
         if self.pass == Pass::Evaluation {
             return Ok(output);
         }
-        let saved = match self.recompute {
+        let part = &self.parts[&stage];
+        let saved = match part.recompute {
             Recompute::Full if again => None,
             recompute => {
                 if let (Recompute::Layers(layers), true) = (recompute, again) {
-                    saved.forget(layers);
+                    saved.forget(layers as usize);
                 }
-                saved.offload(self.offload);
+                saved.offload(part.offload);
                 Some(saved)
             }
         };
@@ -231,6 +252,9 @@ impl Hands {
         let Action { stage, microbatch, slice, kind } = action;
         let mut held = self.take(action);
         let mut saved = held.saved.take().expect("a checked schedule recomputes before it");
+        if kind == ComputeKind::Backward && self.slices.len() == 1 {
+            return self.whole_backward(action, held.version, saved, dy);
+        }
         self.comm.advance(self.cost(action).time(kind));
         let carried = self.carried.get_mut(&(stage, microbatch));
         let dx = self.parts[&stage].backward_input(held.version, &mut saved, dy, carried)?;
@@ -243,6 +267,31 @@ impl Hands {
             self.held.insert(place(action), Held { saved: Some(saved), ..held });
         }
         Ok(dx)
+    }
+
+    /// A backward pass layer by layer. Where one stage has the whole model, the gradients of the step's last microbatch
+    /// leave for the other holders layer by layer too.
+    fn whole_backward(
+        &mut self,
+        action: Action,
+        version: u32,
+        saved: Saved,
+        dy: Option<Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let Action { stage, microbatch, .. } = action;
+        let cost = self.cost(action);
+        let part = self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages");
+        let comm = &self.comm;
+        if self.placement.depth() > 1 {
+            comm.advance(cost.backward());
+            return part.backward(version, saved, dy, |_| {}, Leaving::Later);
+        }
+        let again = if part.recompute == Recompute::None { Nanos::ZERO } else { cost.recompute };
+        let (took, elements) = (cost.backward().saturating_add(again), part.stage.layout().len() as u64);
+        let last = self.averages && self.last.get(&stage) == Some(&microbatch);
+        // The share of the backward pass that these parameters stand for has passed.
+        let passed = |range: &Range<usize>| comm.advance(Nanos(took.0 * range.len() as u64 / elements));
+        part.backward(version, saved, dy, passed, if last { Leaving::AsReady } else { Leaving::Later })
     }
 
     fn part(&mut self, stage: StageId) -> &mut Part {
@@ -271,13 +320,13 @@ impl Hands {
 
     /// A number for each message of a pass.
     fn tag(&self, message: Message) -> u32 {
-        let microbatch = message.from.0 * self.losses.len() as u32 + message.microbatch;
+        let microbatch = message.from.0 * self.passing + message.microbatch;
         let cell = microbatch * self.slices.len() as u32 + u32::from(message.slice);
         2 * cell + u32::from(message.content == Content::Gradient)
     }
 }
 
-impl Worker for Hands {
+impl Worker for Executor {
     type Data = Tensor;
     type Pending = (Message, Bytes);
     type Error = Error;
@@ -338,18 +387,18 @@ impl Worker for Hands {
     }
 }
 
-impl Watch for Hands {
+impl Watch for Executor {
     fn arrived(&mut self, awaited: &mut [&mut Self::Pending]) -> Option<usize> {
         self.comm.first(&mut on_their_way(awaited), Look::Now)
     }
 
     fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize {
-        // Of none of them anything is known only where the network has ended: any says so.
+        // Only where the network has ended is nothing known of any of them; waiting for the first then says so.
         self.comm.first(&mut on_their_way(awaited), Look::UntilOne).unwrap_or(0)
     }
 }
 
-fn on_their_way<'a>(awaited: &'a mut [&mut <Hands as Worker>::Pending]) -> Vec<&'a mut Bytes> {
+fn on_their_way<'a>(awaited: &'a mut [&mut <Executor as Worker>::Pending]) -> Vec<&'a mut Bytes> {
     awaited.iter_mut().map(|(_, pending)| pending).collect()
 }
 

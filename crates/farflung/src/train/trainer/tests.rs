@@ -4,6 +4,7 @@ use farflung_parallel::pipeline::Method;
 
 use super::*;
 use crate::config::choice::{ScheduleKind, TransportKind};
+use crate::train::job::Job;
 use crate::train::seats;
 use crate::{Stop, TrainConfig};
 
@@ -38,26 +39,26 @@ fn job(schedule: Method, stages: usize, workers: usize) -> Job {
 }
 
 /// What each rank made of its part, a thread each.
-fn on_all<T: Send>(job: &Job, work: impl Fn(Pipelined) -> T + Sync) -> Vec<T> {
+fn on_all<T: Send>(job: &Job, work: impl Fn(Trainer) -> T + Sync) -> Vec<T> {
     let work = &work;
     std::thread::scope(|scope| {
-        let seats = seats(&job.config, None).unwrap();
-        let start = |seat: crate::train::Seat| work(Pipelined::new(job, seat.comm, 1).unwrap());
+        let seats = seats(job, None).unwrap();
+        let start = |seat: crate::train::Seat| work(Trainer::new(job, seat.comm, 1).unwrap());
         let ranks: Vec<_> = seats.into_iter().map(|seat| scope.spawn(move || start(seat))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 
 /// Every other rank is on a device that is no processor, or says so.
-fn on_unlike_devices(mut rank: Pipelined, job: &Job) -> Pipelined {
+fn on_unlike_devices(mut rank: Trainer, job: &Job) -> Trainer {
     let device = ["cpu", "gpu"][rank.comm().rank().index() % 2];
     rank.resync = Resync::new(job, rank.comm(), device, true).unwrap();
     rank
 }
 
 /// All parameters of a rank times a factor.
-fn scale(rank: &mut Pipelined, factor: f32) {
-    for part in rank.hands.parts.values_mut() {
+fn scale(rank: &mut Trainer, factor: f32) {
+    for part in rank.executor.parts.values_mut() {
         let scaled: Vec<f32> = part.params.to_vec::<f32>().unwrap().iter().map(|p| p * factor).collect();
         part.params.write(&scaled).unwrap();
     }
@@ -66,9 +67,9 @@ fn scale(rank: &mut Pipelined, factor: f32) {
 type Values = Vec<(String, Vec<f32>)>;
 
 /// A rank's parameters by name.
-fn values(rank: &Pipelined) -> Values {
+fn values(rank: &Trainer) -> Values {
     let tensors = |(stage, flat)| named(stage, flat, str::to_owned).unwrap();
-    rank.params().flat_map(tensors).map(|named| (named.name, named.values)).collect()
+    rank.parts().flat_map(tensors).map(|named| (named.name, named.values)).collect()
 }
 
 /// Whether each parameter is the same wherever it is held.

@@ -1,0 +1,82 @@
+//! Settings beside a plan: those that it decides are refused, and shown as it decides them.
+
+use farflung_parallel::pipeline::Method;
+use farflung_parallel::{Plan, ScheduleSource};
+
+use super::{TrainArgs, TrainConfig, dashed};
+use crate::{Error, Result};
+
+/// The settings that a plan decides.
+pub const DECIDED: &[&str] = &[
+    "batch",
+    "accumulate",
+    "workers",
+    "sync",
+    "sync_every",
+    "codec",
+    "error_feedback",
+    "bucket_mb",
+    "overlap",
+    "algorithm",
+    "stages",
+    "schedule",
+    "schedule_file",
+    "microbatches",
+    "chunks",
+    "recompute",
+    "offload",
+    "memory",
+    "slice_grain",
+    "version_sync",
+    "precision",
+];
+
+impl TrainArgs {
+    /// Refuses settings that a plan decides, where there is one.
+    ///
+    /// Errors: [`Error::Setting`] with the first.
+    pub(super) fn beside_plan(&self) -> Result<()> {
+        if self.plan.is_none() {
+            return Ok(());
+        }
+        match self.given().into_iter().find(|(name, _)| DECIDED.contains(name)) {
+            None => Ok(()),
+            Some((field, value)) => Err(Error::Setting {
+                field,
+                value,
+                expected: "nothing beside `plan`, which decides it".to_owned(),
+            }),
+        }
+    }
+}
+
+impl TrainConfig {
+    /// Whether a setting is the plan's to decide.
+    pub(super) fn is_decided(&self, name: &str) -> bool {
+        self.plan.is_some() && DECIDED.iter().any(|decided| dashed(decided) == dashed(name))
+    }
+
+    /// Shows what a plan decides, where settings have a word for it. Training itself asks the plan.
+    pub(crate) fn follow(&mut self, plan: &Plan) {
+        let level = plan.outermost();
+        self.workers = plan.ranks() as usize;
+        self.stages = plan.stages() as usize;
+        self.batch = plan.batch as usize;
+        self.microbatches = plan.microbatches.iter().max().map(|&m| m as usize);
+        self.accumulate = 1;
+        self.precision = plan.precision;
+        self.schedule = match &plan.pipeline.schedule {
+            ScheduleSource::Named(method) => *method,
+            ScheduleSource::Text(_) => Method::OneFOneB,
+        };
+        self.schedule_file = None;
+        self.version_sync = plan.pipeline.version_sync;
+        self.algorithm = level.algorithm;
+        self.sync_every = level.every.into();
+        self.bucket_mb = level.bucket_bytes as f64 / 1e6;
+        self.overlap = level.overlap;
+        // The plan's names were checked.
+        self.codec = level.codec.parse().unwrap_or(self.codec);
+        self.sync = super::value::Setting::parse(&level.method).unwrap_or(self.sync);
+    }
+}

@@ -1,0 +1,180 @@
+//! A replica's step, derived from the plan: the order in which its ranks work, lowered, with the modelled times. A pure
+//! function of the job, so that every rank finds the same. It has no tensors.
+
+use std::ops::Range;
+
+use farflung_base::{Link, Nanos, Rank, StageId};
+use farflung_parallel::ScheduleSource;
+use farflung_parallel::pipeline::{
+    Action, Arrivals, Boundary, CollectivePrices, ComputeOrder, Lowering, Op, PipelineCost, Placement,
+    Schedule, SliceShare, StepSimulation, Tie, Updates,
+};
+
+use super::costs::Work;
+use super::job::Job;
+use super::prices::collective_prices;
+use crate::{Error, Result};
+use farflung_parallel::Recompute;
+
+/// How one replica carries a plan's step out.
+#[derive(Debug, Clone)]
+pub struct ReplicaSchedule {
+    /// The schedule's name; `own` for an author's lists.
+    pub name: String,
+    /// A step's work.
+    pub schedule: Schedule,
+    /// The rule by which ranks follow arrivals, where the schedule is one; its lists are what is foreseen then.
+    pub arrivals: Option<Arrivals>,
+    /// The layers of each part of the model.
+    pub layers: Vec<Range<usize>>,
+    /// The positions of each slice of a sequence's tokens: one slice where microbatches pass whole.
+    pub slices: Vec<Range<usize>>,
+    /// What parts and links are modelled to take on this replica's machines.
+    pub cost: PipelineCost,
+    /// What averaging each part with its other holders is modelled to take, and adding up the token table's gradients.
+    pub prices: CollectivePrices,
+}
+
+impl ReplicaSchedule {
+    /// The schedule of a replica of a job.
+    ///
+    /// Errors: [`Error::Setting`] with what the plan's schedule cannot do with these costs.
+    pub fn new(job: &Job, replica: u32) -> Result<Self> {
+        let plan = &job.plan;
+        let count = plan.microbatches[replica as usize];
+        let (ranks, first) = (plan.stages(), replica * plan.stages());
+        let work = Work { model: &job.model, batch: plan.batch as usize };
+        let topology = job.topology()?;
+        let link = |from: Rank, to: Rank| {
+            let (from, to) = (Rank(first + from.0), Rank(first + to.0));
+            Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency }
+        };
+        // The links of neighbours stand for all of them: no schedule depends on more.
+        let links: Vec<Link> = (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect();
+        let bytes = work.hidden_bytes();
+        let hop = links.iter().map(|link| link.time(bytes)).max().unwrap_or_default();
+        // Where a part lies does not depend on costs; what it takes depends on where it lies.
+        let equal: Vec<_> =
+            plan.parts.iter().map(|part| work.stage_cost(part, job.config.compute_rate)).collect();
+        let placement = plan.order_with(count, &equal, hop).map_err(Error::schedule)?.placement().clone();
+        let rate = |part: u32| {
+            let holders =
+                (0..placement.copies()).map(|copy| placement.rank(StageId(copy * placement.depth() + part)));
+            holders.map(|rank| job.rates[(first + rank.0) as usize]).fold(f64::INFINITY, f64::min)
+        };
+        let stages: Vec<_> =
+            plan.parts.iter().zip(0..).map(|(part, i)| work.stage_cost(part, rate(i))).collect();
+        let order = plan.order_with(count, &stages, hop).map_err(Error::schedule)?;
+        let arrivals = match plan.pipeline.schedule {
+            ScheduleSource::Named(method) => method.arrivals(&plan.settings(count, &stages, hop)),
+            ScheduleSource::Text(_) => None,
+        };
+        let between = |part: u32| {
+            let link = link(placement.rank(StageId(part)), placement.rank(StageId(part + 1)));
+            Boundary { link, forward: bytes, backward: bytes }
+        };
+        let boundaries = (0..placement.depth() - 1).map(between).collect();
+        let slices = positions(&plan.pipeline.slices, job.model.context);
+        let share = |slice: &Range<usize>| SliceShare {
+            tokens: slice.len() as u64,
+            time: work.slice_flops(&(0..job.model.layers as u32), slice) as u64,
+        };
+        let shares = slices.iter().map(share).collect();
+        let cost = PipelineCost { stages, boundaries, slices: shares, overlap_percent: 0 };
+        let order = match arrivals {
+            Some(rule) => rule.foresee(&order, &cost).map_err(Error::schedule)?,
+            None => order,
+        };
+        // One stage computes each layer again from the layer's own input, within its backward pass.
+        let again = placement.depth() > 1 && plan.parts.iter().any(|part| part.recompute != Recompute::None);
+        let order = if again { order.with_recompute() } else { order };
+        let prices = collective_prices(job, order.placement(), &topology)?;
+        let lowering = Lowering {
+            replicas: plan.replicas() > 1 && job.averages_each_step(),
+            tied: order.placement().tie() == Tie::Across,
+            ..Lowering::default()
+        };
+        let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
+        let layers = plan.parts.iter().map(|p| p.layers.start as usize..p.layers.end as usize).collect();
+        let name = plan.pipeline.schedule.to_string();
+        Ok(Self { name, schedule, arrivals, layers, slices, cost, prices })
+    }
+
+    /// Which rank holds which part.
+    #[must_use]
+    pub fn placement(&self) -> &Placement {
+        self.schedule.order().placement()
+    }
+
+    /// When weights change.
+    #[must_use]
+    pub fn updates(&self) -> Updates {
+        self.schedule.order().updates()
+    }
+
+    /// Microbatches of a step.
+    #[must_use]
+    pub fn microbatches(&self) -> u32 {
+        self.schedule.order().microbatches()
+    }
+
+    /// Microbatches whose gradients one update takes.
+    #[must_use]
+    pub fn per_update(&self) -> u32 {
+        match self.updates() {
+            Updates::Flush => self.microbatches(),
+            Updates::Stashed { .. } => 1,
+            Updates::TwoVersions { every } => every,
+        }
+    }
+
+    /// Forwards alone, on the same ranks: each stage all microbatches, those of two copies in turns.
+    ///
+    /// Errors: none that a placement of a method has.
+    pub(super) fn forwards(&self, microbatches: u32) -> Result<Schedule> {
+        let placement = self.placement();
+        let list = |rank| {
+            let stages = placement.stages_of(rank);
+            let op = |stage: StageId| {
+                let copy = stage.0 / placement.depth();
+                let mine = (0..microbatches).filter(move |m| m % placement.copies() == copy);
+                mine.map(move |m| Op::Run(Action::forward(stage.0, m)))
+            };
+            stages.flat_map(op).collect()
+        };
+        let lists = (0..placement.ranks()).map(Rank).map(list).collect();
+        let order = ComputeOrder::new(placement.clone(), microbatches, 1, lists).map_err(Error::schedule)?;
+        Schedule::new(order, &Lowering::default()).map_err(Error::schedule)
+    }
+
+    /// What a step is predicted to take, and the part of its computing in which ranks stand still.
+    ///
+    /// Errors: as [`ReplicaSchedule::predicted`].
+    pub fn prediction(&self) -> Result<(Nanos, f64)> {
+        let step = self.predicted()?;
+        Ok((step.makespan(), step.compute().bubble_fraction()))
+    }
+
+    /// When each computation, message and average of a step is predicted to run. Each link has its rate to itself there:
+    /// where a rank reaches both neighbours through one uplink, as with `--link`, and the links bind, a step takes up to
+    /// half as long again. What ranks tell each other at a step's end is not in it.
+    ///
+    /// Errors: none for a schedule of [`ReplicaSchedule::new`].
+    pub fn predicted(&self) -> Result<StepSimulation<'_>> {
+        Ok(self.schedule.simulate(&self.cost, &self.prices)?)
+    }
+}
+
+/// The positions of slices of these lengths; one slice of all where there are none.
+fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
+    if lengths.is_empty() {
+        return std::iter::once(0..context).collect();
+    }
+    let mut end = 0;
+    let slice = |&len: &u32| {
+        let start = end;
+        end += len as usize;
+        start..end
+    };
+    lengths.iter().map(slice).collect()
+}

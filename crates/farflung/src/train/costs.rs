@@ -1,0 +1,88 @@
+//! What parts of a model are modelled to take: operations, bytes, and times at a machine's rate.
+
+use std::ops::Range;
+
+use farflung_base::{Bytes, Nanos};
+use farflung_parallel::pipeline::StageCost;
+use farflung_parallel::{Cluster, Part, Plan, Recompute, Speed};
+use farflung_zoo::GptConfig;
+
+use crate::TrainConfig;
+
+/// Modelled time of so many operations at a rate in FLOP/s.
+pub(super) fn modelled(flops: f64, rate: f64) -> Nanos {
+    Nanos::from_secs_f64(flops / rate)
+}
+
+/// The rate of each rank's machine in FLOP/s: the topology file's, else the settings'.
+pub(super) fn rates(
+    config: &TrainConfig,
+    model: &GptConfig,
+    plan: &Plan,
+    cluster: Option<&Cluster>,
+) -> Vec<f64> {
+    let Some(cluster) = cluster else { return vec![config.compute_rate; plan.ranks() as usize] };
+    let names = cluster.rank_names();
+    let per_token = model.flops_per_token(model.context) as f64;
+    let rate = |name: &String| {
+        let device = names.iter().position(|n| n == name).and_then(|i| cluster.ranks().nth(i));
+        match device.map(|device| device.speed) {
+            Some(Speed::Flops(rate)) => rate as f64,
+            Some(Speed::TokensPerSecond(tokens)) => tokens as f64 * per_token,
+            None => config.compute_rate,
+        }
+    };
+    plan.machines.iter().map(rate).collect()
+}
+
+/// A microbatch of a model.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Work<'a> {
+    pub(super) model: &'a GptConfig,
+    /// Its sequences.
+    pub(super) batch: usize,
+}
+
+impl Work<'_> {
+    /// Bytes of the hidden states of a microbatch.
+    pub(super) fn hidden_bytes(&self) -> Bytes {
+        Bytes((self.batch * self.model.context * self.model.dim * size_of::<f32>()) as u64)
+    }
+
+    /// Operations of one token on a part: of its matrices, of its attention over a whole context, of its head.
+    fn token_flops(&self, layers: &Range<u32>) -> [f64; 3] {
+        let model = self.model;
+        let (blocks, d, context) = (layers.len() as f64, model.dim as f64, model.context as f64);
+        let head = if layers.end as usize == model.layers { 2.0 * d * model.vocab as f64 } else { 0.0 };
+        [blocks * 24.0 * d * d, blocks * 4.0 * d * context, head]
+    }
+
+    /// Those of a part for a slice of a microbatch, forward and backward. Those of all slices are those of the whole.
+    pub(super) fn slice_flops(&self, layers: &Range<u32>, slice: &Range<usize>) -> f64 {
+        let [matrices, attention, head] = self.token_flops(layers);
+        let context = self.model.context;
+        let pairs = |tokens: usize| (tokens * (tokens + 1)) as f64;
+        let seen = (pairs(slice.end) - pairs(slice.start)) / pairs(context) * context as f64;
+        3.0 * self.batch as f64 * (slice.len() as f64 * (matrices + head) + seen * attention)
+    }
+
+    /// The modelled times of a part for a microbatch on a machine of a rate. Together the parts are the whole model.
+    pub(super) fn stage_cost(&self, part: &Part, rate: f64) -> StageCost {
+        let tokens = (self.batch * self.model.context) as f64;
+        let [matrices, attention, head] = self.token_flops(&part.layers);
+        let time = |flops: f64| modelled(tokens * flops, rate);
+        let forward = matrices + attention;
+        let count = part.layers.end - part.layers.start;
+        StageCost {
+            forward: time(forward + head),
+            input: time(matrices + 2.0 * attention + head),
+            weight: time(matrices + head),
+            recompute: match part.recompute {
+                Recompute::Layers(_) if count == 0 => Nanos::ZERO,
+                Recompute::Layers(again) => time(forward * f64::from(again) / f64::from(count)),
+                Recompute::None | Recompute::Full => time(forward + head),
+            },
+            ..StageCost::default()
+        }
+    }
+}

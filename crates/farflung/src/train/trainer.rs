@@ -1,0 +1,397 @@
+//! One rank of a run: the parts of the model that the plan gives it, and a step of training.
+//!
+//! A step: **pass** (the schedule: forward, backward, send, receive; gradients leave as they become final), **reduce**
+//! (wait for the averages), **prepare** (norms; nothing has changed yet), **agree** (one vote, the same on all ranks),
+//! **commit** (parameters, moments, residuals, counters), **after** (what the method of synchronisation does between
+//! steps; copies on unlike devices are compared). A failure or an overflow before the commit leaves no trace.
+//!
+//! Copies of a part on several ranks, and the token table's two, take the same updates. Where their devices round
+//! differently they are compared between steps: the pipeline is empty then, with a flush or without one, so that each copy
+//! has a single version.
+
+mod agree;
+mod build;
+mod gather;
+mod state;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use farflung_base::{Nanos, Rank, StageId};
+use farflung_comm::Communicator;
+use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
+use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
+use farflung_tensor::{Param, ParamLayout, Tensor};
+use farflung_zoo::Stage;
+
+use super::bind::ReplicaSchedule;
+use super::executor::{Executor, Pass};
+use super::part::Part;
+use super::resync::{Drift, Resync};
+use super::tied::{Across, Tied};
+use crate::Result;
+use agree::Vote;
+
+/// One rank of a run.
+#[derive(Debug)]
+pub struct Trainer {
+    schedule: ReplicaSchedule,
+    evaluation: Schedule,
+    /// The rank in its pipeline, and which of the replicas that is.
+    position: Rank,
+    replica: u32,
+    /// Number of this replica's first microbatch within a step, and microbatches of all replicas.
+    first_microbatch: u64,
+    all_microbatches: u64,
+    replicas: u32,
+    /// The replica's part of a mean over all tokens, where 1 is an equal part.
+    weight: f64,
+    executor: Executor,
+    /// Those that agree on each step: all ranks, or those of one pipeline where steps are local.
+    voters: Communicator,
+    /// Whether replicas are the same after each step.
+    each_step: bool,
+    /// Losses of this replica's steps since the replicas were last the same.
+    window: Vec<f64>,
+    /// All that hold a part, by the part's number, where others hold it too.
+    holders: BTreeMap<u32, Communicator>,
+    resync: Resync,
+    /// Of gradients in products of 16 bits.
+    scale: LossScale,
+    /// All of the model, on rank 0, when it was last asked for of a pipeline.
+    whole: Option<(Stage, Tensor)>,
+    step: u64,
+    steps: u64,
+    /// Updates of each part in a step.
+    updates: u64,
+    /// The transport's clock when the last step's microbatches began to pass here, and when they had.
+    pass: (Nanos, Nanos),
+}
+
+/// Whether all replicas are the same after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Synced {
+    /// They are.
+    Yes,
+    /// They have moved apart since they last were.
+    No,
+}
+
+/// What a step did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepDone {
+    /// Steps done, this one included.
+    pub step: u64,
+    /// Mean loss of the step's tokens in nats: of all replicas where they are the same now, else of this one's.
+    pub loss: f64,
+    /// Where replicas have met: the mean loss over all of them of each step since they last did, this one's last.
+    pub losses: Vec<f64>,
+    /// Whether all replicas are the same now.
+    pub synced: Synced,
+    /// Whether any rank wants to stop; known where all agreed.
+    pub stop: bool,
+    /// Where copies of parameters were compared: how far apart they were.
+    pub drift: Option<Drift>,
+}
+
+impl Trainer {
+    /// Steps done.
+    #[must_use]
+    pub const fn steps_done(&self) -> u64 {
+        self.step
+    }
+
+    /// How it reaches the others.
+    #[must_use]
+    pub const fn comm(&self) -> &Communicator {
+        &self.executor.comm
+    }
+
+    /// What its replica carries out in a step.
+    #[must_use]
+    pub const fn schedule(&self) -> &ReplicaSchedule {
+        &self.schedule
+    }
+
+    /// The parts of the model that it holds, each with its parameters.
+    pub fn parts(&self) -> impl Iterator<Item = (&Stage, &Tensor)> {
+        self.executor.parts.values().map(|part| (&part.stage, &part.params))
+    }
+
+    fn first(&self) -> &Part {
+        self.executor.parts.values().next().expect("a rank has a part")
+    }
+
+    /// The first part that it holds: the whole model where ranks do not share one.
+    #[must_use]
+    pub fn stage(&self) -> &Stage {
+        &self.first().stage
+    }
+
+    /// The parameters of its first part.
+    #[must_use]
+    pub fn params(&self) -> &Tensor {
+        &self.first().params
+    }
+
+    /// The gradients of its first part in the last step: of all replicas where the method averages them, else of its own.
+    #[must_use]
+    pub fn grads(&self) -> &Tensor {
+        &self.first().grads
+    }
+
+    /// What its gradients are multiplied with where products round them.
+    #[must_use]
+    pub const fn loss_scale(&self) -> &LossScale {
+        &self.scale
+    }
+
+    /// The transport's clock when the last step's microbatches began to pass here, and when all had: what the simulator
+    /// predicts. What ranks agree on afterwards is not in it.
+    #[must_use]
+    pub const fn last_pass(&self) -> (Nanos, Nanos) {
+        self.pass
+    }
+
+    /// Hash of the parameters of its first part, padding left out: equal on all replicas whenever they are the same.
+    pub fn hash(&self) -> Result<blake3::Hash> {
+        hash(self.stage(), self.params())
+    }
+
+    /// One optimizer step; where parts do not wait for each other, their updates.
+    ///
+    /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and one that fails
+    /// anywhere before all ranks agreed leaves parameters, moments and residuals as they were.
+    pub fn step(&mut self, stop: bool) -> Result<StepDone> {
+        let vote = loop {
+            let vote = self.pass(stop)?;
+            if self.schedule.updates() != Updates::Flush {
+                break vote;
+            }
+            match self.prepare(&vote) {
+                Ok(prepared) => {
+                    for part in self.executor.parts.values_mut() {
+                        part.commit(prepared, None)?;
+                    }
+                    break vote;
+                }
+                // The same on all ranks that voted, and there it never happened.
+                Err(OptimError::NotFinite { .. }) if self.scale.overflowed() => {
+                    self.executor.parts.values_mut().for_each(Part::rollback);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        };
+        self.scale.taken();
+        self.step += 1;
+        let mut done = if self.each_step { self.agreed(vote) } else { self.local_step(vote, stop)? };
+        if done.synced == Synced::Yes {
+            done.drift = self.compare()?;
+        }
+        Ok(done)
+    }
+
+    /// What all replicas together did, which are the same after each step.
+    fn agreed(&self, vote: Vote) -> StepDone {
+        StepDone {
+            step: self.step,
+            loss: vote.loss,
+            losses: vec![vote.loss],
+            synced: Synced::Yes,
+            stop: vote.stop,
+            drift: None,
+        }
+    }
+
+    /// A step of this replica alone, after which all replicas may agree.
+    fn local_step(&mut self, vote: Vote, stop: bool) -> Result<StepDone> {
+        self.window.push(vote.loss);
+        let (step, last) = (self.step, self.step == self.steps);
+        let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(step, last)));
+        // A single replica is always the same as itself.
+        let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
+        if !due && !alone {
+            let (loss, losses) = (vote.loss, Vec::new());
+            return Ok(StepDone { step, loss, losses, synced: Synced::No, stop: false, drift: None });
+        }
+        let vote = self.vote_on_window(stop || vote.stop);
+        let exchanged = self.exchange();
+        let vote = match exchanged.and_then(|()| vote.wait()) {
+            Ok(vote) => vote,
+            Err(error) => {
+                self.executor.parts.values_mut().for_each(Part::rollback);
+                return Err(error);
+            }
+        };
+        for part in self.executor.parts.values_mut() {
+            if let Some(sync) = &mut part.sync {
+                sync.commit(&mut part.params)?;
+            }
+        }
+        self.window.clear();
+        Ok(StepDone {
+            step,
+            loss: vote.losses.last().copied().unwrap_or(f64::NAN),
+            losses: vote.losses,
+            synced: Synced::Yes,
+            stop: vote.stop,
+            drift: None,
+        })
+    }
+
+    /// Averages each part over its holders; nothing has changed when it returns.
+    fn exchange(&mut self) -> Result<()> {
+        let Executor { parts, placement, tied, .. } = &mut self.executor;
+        for (_, part) in by_number(parts, placement) {
+            if let Some(sync) = &mut part.sync {
+                sync.exchange(&part.params, self.weight)?;
+            }
+        }
+        // Both users of the token table take the same step: codecs may have rounded their averages differently.
+        tied.take_first(parts, placement, |part| part.sync.as_mut().and_then(|sync| sync.exchanged()))
+    }
+
+    /// What a step needs before any element moves.
+    fn prepare(&self, vote: &Vote) -> Result<Prepared, OptimError> {
+        Prepared::with_norm(match vote.squares {
+            Some(squares) => squares.sqrt(),
+            None => farflung_optim::global_norm(&self.first().grads)?,
+        })
+    }
+
+    /// Compares what several ranks hold, and makes it equal, where that is due.
+    fn compare(&mut self) -> Result<Option<Drift>> {
+        let Executor { comm, parts, placement, tied, .. } = &mut self.executor;
+        let Some(mut comparison) = self.resync.after_step(self.step, comm) else { return Ok(None) };
+        for (number, part) in by_number(parts, placement) {
+            let all = 0..part.stage.layout().len();
+            if let Some(holders) = self.holders.get(&number).filter(|_| !all.is_empty()) {
+                comparison.mend(holders, &mut part.params, all)?;
+            }
+        }
+        // The table is the same in all pipelines now, and its two users in each may differ: on one rank they take the same
+        // updates on the same device.
+        if let Tied::Across(Across { pair, stage, .. }) = tied {
+            let part = parts.get_mut(stage).expect("it is this rank's user of the table");
+            let table = part.table();
+            comparison.mend(pair, &mut part.params, table)?;
+        }
+        let found = comparison.done()?;
+        if found.distance > 0.0 {
+            for part in parts.values_mut() {
+                if let Some(sync) = &mut part.sync {
+                    sync.moved(&part.params)?;
+                }
+            }
+        }
+        Ok(Some(found))
+    }
+
+    /// A step's microbatches, forward and back, and what ranks then tell each other.
+    fn pass(&mut self, stop: bool) -> Result<Vote> {
+        for part in self.executor.parts.values_mut() {
+            part.stage.set_gradient_scale(self.scale.get());
+        }
+        let first = self.step * self.all_microbatches + self.first_microbatch;
+        self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
+        let begun = self.executor.comm.now();
+        let (schedule, position) = (&self.schedule.schedule, self.position);
+        match self.schedule.arrivals {
+            Some(rule) => Follower::new(schedule, position, rule)?.run(&mut self.executor)?,
+            None => run(schedule, position, &mut self.executor)?,
+        }
+        self.pass = (begun, self.executor.comm.now());
+        self.executor.sent()?;
+        // What failed on the device shows here, before anything is agreed on.
+        self.executor.device.fence()?;
+        let loss = self.own_loss()?;
+        // One part knows the norm of all gradients: its ranks need not wait for them to tell of their losses.
+        let early = (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[]));
+        if self.schedule.updates() == Updates::Flush {
+            let Executor { parts, placement, tied, .. } = &mut self.executor;
+            by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
+            tied.finish(parts, placement)?;
+        }
+        self.executor.parts.values_mut().try_for_each(|part| part.catch_up(None))?;
+        match early {
+            Some(vote) => vote.wait(),
+            None => self.start_vote(loss, stop, &self.squares()?).wait(),
+        }
+    }
+
+    /// Mean loss of this replica's last pass, where this rank has the model's last part; else 0.
+    fn own_loss(&mut self) -> Result<f64> {
+        let (sum, tokens) = self.executor.total_loss()?;
+        if tokens == 0 {
+            return Ok(0.0);
+        }
+        // Two copies of the model each see some of the microbatches.
+        let all = f64::from(self.schedule.microbatches())
+            * (self.executor.sampler.shard().batch * self.executor.sampler.context()) as f64;
+        Ok(sum / all)
+    }
+
+    /// Squares of the gradients by part of the model, where they are this rank's to tell; else 0.
+    fn squares(&self) -> Result<Vec<f64>> {
+        let Executor { parts, placement, .. } = &self.executor;
+        let depth = placement.depth();
+        let mut squares = vec![0.0; depth as usize];
+        for (&stage, part) in parts {
+            // Each part counts once, and the table that two parts hold with the first.
+            if (self.replica == 0 || !self.each_step) && stage.0 < depth {
+                let len = part.grads.shape().len();
+                let start = if placement.is_last(stage) { part.stage.layout().params()[1].start } else { 0 };
+                let square = if len == 0 { 0.0 } else { sum_of_squares(&part.grads, start..len)? };
+                squares[placement.part(stage) as usize] = square;
+            }
+        }
+        Ok(squares)
+    }
+
+    /// Mean loss of the held-out batches in nats, shared out among the replicas; all must call it.
+    pub fn evaluate(&mut self) -> Result<f64> {
+        let microbatches = self.evaluation.order().microbatches();
+        self.executor.begin(Pass::Evaluation, microbatches);
+        run(&self.evaluation, self.position, &mut self.executor)?;
+        self.executor.sent()?;
+        let (sum, tokens) = self.executor.total_loss()?;
+        let mut sums = [sum, tokens as f64];
+        self.executor.comm.all_reduce(&mut sums, farflung_comm::ReduceOp::Sum)?;
+        Ok(sums[0] / sums[1])
+    }
+}
+
+/// The tensors of a stage's flat buffer.
+pub(super) fn named(
+    stage: &Stage,
+    flat: &Tensor,
+    name: impl Fn(&str) -> String,
+) -> Result<Vec<super::checkpoint::Named>> {
+    let all = flat.to_vec::<f32>()?;
+    let tensor = |p: &Param| super::checkpoint::Named {
+        name: name(&p.name),
+        shape: p.shape.dims().to_vec(),
+        values: all[p.range()].to_vec(),
+    };
+    Ok(stage.layout().params().iter().map(tensor).collect())
+}
+
+/// Hash of a stage's parameters, padding left out.
+pub(super) fn hash(stage: &Stage, params: &Tensor) -> Result<blake3::Hash> {
+    let all = params.to_vec::<f32>()?;
+    Ok(super::fingerprint::digest(parameters(stage.layout(), &all)))
+}
+
+/// The elements of a flat buffer without its padding.
+fn parameters<'a>(layout: &'a ParamLayout, flat: &'a [f32]) -> impl Iterator<Item = &'a f32> {
+    layout.params().iter().flat_map(|p| &flat[p.range()])
+}
+
+/// A rank's parts with their numbers, in the order in which all ranks meet over them: two copies of the model have their
+/// stages in opposite orders, and would wait for each other.
+fn by_number<'a>(parts: &'a mut BTreeMap<StageId, Part>, placement: &Placement) -> Vec<(u32, &'a mut Part)> {
+    let mut parts: Vec<_> = parts.iter_mut().map(|(&stage, part)| (placement.part(stage), part)).collect();
+    parts.sort_by_key(|(number, _)| *number);
+    parts
+}

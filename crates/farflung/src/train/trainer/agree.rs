@@ -1,0 +1,74 @@
+//! What ranks agree on at the end of a pass, in one small all-reduce: losses, squares of gradients, and whether to stop.
+
+use farflung_base::Pending;
+use farflung_comm::{CommError, ReduceOp};
+
+use super::Trainer;
+use crate::Result;
+
+/// What voters know after a pass, the same on all of them.
+#[derive(Debug)]
+pub(super) struct Vote {
+    /// Mean loss over all tokens of the voters' replicas.
+    pub(super) loss: f64,
+    /// Whether any of them wants to stop.
+    pub(super) stop: bool,
+    /// Sum of the squares of the gradients of all parts, where the model has several.
+    pub(super) squares: Option<f64>,
+}
+
+/// What all ranks know when replicas have met after local steps.
+#[derive(Debug)]
+pub(super) struct Met {
+    /// Mean loss over all replicas of each step since they last met.
+    pub(super) losses: Vec<f64>,
+    /// Whether any rank wants to stop.
+    pub(super) stop: bool,
+}
+
+/// A vote on its way.
+#[must_use]
+pub(super) struct Voting<T> {
+    sums: Pending<Result<Vec<f64>, CommError>>,
+    read: Box<dyn FnOnce(Vec<f64>) -> T + Send>,
+}
+
+impl<T> Voting<T> {
+    pub(super) fn wait(self) -> Result<T> {
+        Ok((self.read)(self.sums.wait()?))
+    }
+}
+
+impl Trainer {
+    /// Starts the vote of a pass. `loss` is the replica's mean where this rank has the last part, else 0; `squares` are by
+    /// part, each told by one rank of those that vote.
+    pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Voting<Vote> {
+        let replicas = if self.each_step { self.replicas } else { 1 };
+        // An equal part is exactly 1, so that equal replicas have the bits of a plain mean.
+        let weight = if self.each_step { self.weight } else { 1.0 };
+        let mut mine = vec![loss * weight, f64::from(u8::from(stop))];
+        mine.extend(squares);
+        let sums = self.voters.start_all_reduce(mine, ReduceOp::Sum);
+        let read = move |sums: Vec<f64>| Vote {
+            loss: sums[0] / f64::from(replicas),
+            stop: sums[1] > 0.0,
+            squares: (sums.len() > 2).then(|| sums[2..].iter().sum()),
+        };
+        Voting { sums, read: Box::new(read) }
+    }
+
+    /// Starts the vote of all replicas on the steps since they last met.
+    pub(super) fn vote_on_window(&self, stop: bool) -> Voting<Met> {
+        // All ranks of a pipeline know its losses: one tells them.
+        let weight = if self.position.0 == 0 { self.weight } else { 0.0 };
+        let mut mine: Vec<f64> = self.window.iter().map(|loss| loss * weight).collect();
+        mine.push(f64::from(u8::from(stop)));
+        let sums = self.executor.comm.start_all_reduce(mine, ReduceOp::Sum);
+        let replicas = f64::from(self.replicas);
+        let read = move |mut sums: Vec<f64>| {
+            let stop = sums.pop().is_some_and(|stop| stop > 0.0);
+            Met { losses: sums.iter().map(|sum| sum / replicas).collect(), stop }
+        };
+        Voting { sums, read: Box::new(read) }
+    }
+}

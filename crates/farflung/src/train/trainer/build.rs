@@ -1,0 +1,302 @@
+//! Binding: a rank's parts, communicators and samplers, made from the job's plan.
+
+use std::collections::BTreeMap;
+
+use farflung_base::{Nanos, Rank, StageId};
+use farflung_comm::Communicator;
+use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
+use farflung_optim::{AdamW, Chain, Decay, Schedule as Rate, Sgd, adamw, loss_scale, sgd};
+use farflung_parallel::pipeline::{ComputeKind, Placement, Tie, Updates};
+use farflung_tensor::{Device, Tensor};
+use farflung_zoo::weights::Weights;
+use farflung_zoo::{Keeping, Stage};
+
+use super::Trainer;
+use crate::config::choice::{OptimizerKind, ScheduleKind};
+use crate::train::bind::ReplicaSchedule;
+use crate::train::executor::{Executor, Pass, recomputed};
+use crate::train::job::Job;
+use crate::train::part::{Part, Parts};
+use crate::train::repeat;
+use crate::train::resync::Resync;
+use crate::train::tied::{Across, Tied};
+use crate::{Error, Result, TrainConfig};
+
+impl Trainer {
+    /// A rank at step 0 of a job.
+    ///
+    /// Errors: those of [`ReplicaSchedule::new`]; [`Error::Setting`] where the ranks' plans are not the same.
+    pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
+        let (plan, rank, stages) = (&job.plan, comm.rank().0, job.plan.stages());
+        let (position, replica) = (Rank(rank % stages), rank / stages);
+        let schedule = ReplicaSchedule::new(job, replica)?;
+        let placement = schedule.placement().clone();
+        let (each_step, pipelined) = (job.averages_each_step(), placement.depth() > 1);
+        if pipelined {
+            same_plan(&comm, job)?;
+        }
+        let scale = job.config.loss_scale.start(plan.precision);
+        if scale.is_dynamic() && schedule.updates() != Updates::Flush {
+            return Err(Error::Setting {
+                field: "loss-scale",
+                value: "auto".to_owned(),
+                expected: format!(
+                    "a number in {}: under {} no step can be tried again",
+                    plan.precision, schedule.name
+                ),
+            });
+        }
+
+        let device = job.device(comm.rank().index(), threads)?;
+        let holders = groups(&comm, &placement, plan.replicas(), position)?;
+        let tied = tie(&comm, &placement, plan.replicas() == 1 || !each_step, position)?;
+        let voters = match (each_step, pipelined) {
+            (true, _) => comm.clone(),
+            (false, _) => comm.split(replica, rank)?,
+        };
+        let copies = !holders.is_empty() || placement.tie() == Tie::Across;
+        let resync = Resync::new(job, &comm, device.name(), copies)?;
+        let updates = match schedule.updates() {
+            Updates::Flush => 1,
+            _ => u64::from(schedule.microbatches() / schedule.per_update()),
+        };
+        let mut parts = BTreeMap::new();
+        for stage in placement.stages_of(position) {
+            let part =
+                build_part(job, &schedule, stage, &device, holders.get(&placement.part(stage)), updates)?;
+            parts.insert(stage, part);
+        }
+
+        let (sampler, evaluation) = (job.sampler()?, job.evaluation(replica as usize)?);
+        let group = if each_step { plan.replicas() * placement.copies() } else { 1 };
+        let microbatches = match (schedule.updates(), each_step) {
+            (Updates::Flush, true) => plan.all_microbatches(),
+            (Updates::Flush, false) => u64::from(schedule.microbatches()),
+            _ => u64::from(schedule.per_update() * plan.replicas()),
+        };
+        let tokens = (sampler.shard().batch * sampler.context()) as u64 * microbatches;
+        let order = schedule.schedule.order();
+        let executor = Executor {
+            first: replica * stages,
+            device,
+            updates: schedule.updates(),
+            microbatches: schedule.microbatches(),
+            parts,
+            tied,
+            dim: job.model.dim,
+            scale: loss_scale(group as usize, tokens),
+            last: if schedule.arrivals.is_some() {
+                BTreeMap::new()
+            } else {
+                last_backwards(&schedule, position)
+            },
+            averages: each_step && !holders.is_empty(),
+            slices: schedule.slices.clone(),
+            again: recomputed(order),
+            pass: Pass::Evaluation,
+            passing: 0,
+            losses: Vec::new(),
+            held: BTreeMap::new(),
+            carried: BTreeMap::new(),
+            sending: Vec::new(),
+            placement,
+            sampler,
+            evaluation,
+            comm,
+        };
+        let held_out = executor.evaluation.steps().unwrap_or(0).max(1) as u32;
+        Ok(Self {
+            evaluation: schedule.forwards(held_out)?,
+            position,
+            replica,
+            first_microbatch: plan.first_microbatch(replica),
+            all_microbatches: plan.all_microbatches(),
+            replicas: plan.replicas(),
+            weight: plan.weight(replica),
+            executor,
+            voters,
+            each_step,
+            window: Vec::new(),
+            holders,
+            resync,
+            scale,
+            whole: None,
+            step: 0,
+            steps: job.config.steps,
+            updates,
+            pass: (Nanos::ZERO, Nanos::ZERO),
+            schedule,
+        })
+    }
+}
+
+/// A part of the model with its optimizer, at step 0.
+fn build_part(
+    job: &Job,
+    schedule: &ReplicaSchedule,
+    stage: StageId,
+    device: &Device,
+    holders: Option<&Communicator>,
+    updates: u64,
+) -> Result<Part> {
+    let number = schedule.placement().part(stage) as usize;
+    let planned = &job.plan.parts[number];
+    let mut model = Stage::new(job.model, schedule.layers[number].clone(), device)?;
+    if schedule.placement().depth() == 1 {
+        // Within its one stage each layer is computed again from its own input.
+        let count = planned.layers.end - planned.layers.start;
+        let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
+        model.set_keeping(Keeping { recompute, offload });
+    }
+    let params = match &job.config.init_from {
+        Some(folder) => model.load(&mut Weights::open(folder)?)?,
+        None => model.init(job.config.seed)?,
+    };
+    if job.config.deterministic {
+        repeat::check(&model, &params, job.plan.batch as usize)?;
+    }
+    let sync = match holders {
+        Some(group) if !model.layout().is_empty() => Some(synchroniser(job, group, &model, &params)?),
+        _ => None,
+    };
+    let chain = chain(&job.config, device, &model, updates)?;
+    let slices = schedule.slices.len();
+    let by_slice = schedule.cost.by_slice(schedule.schedule.order())?;
+    let (recompute, offload) = match schedule.placement().depth() {
+        1 => (planned.recompute, 0),
+        _ => (planned.recompute, planned.offload as usize),
+    };
+    Part::new(Parts {
+        stage: model,
+        params,
+        chain,
+        sync,
+        costs: by_slice[stage.index() * slices..][..slices].to_vec(),
+        recompute,
+        offload,
+    })
+}
+
+/// How the holders of a part keep it equal: the plan's method.
+fn synchroniser(
+    job: &Job,
+    group: &Communicator,
+    model: &Stage,
+    params: &Tensor,
+) -> Result<Box<dyn Synchroniser>> {
+    let level = job.plan.outermost();
+    let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
+    Ok((method.build)(SyncSettings {
+        comm: group.clone(),
+        device: model.device(),
+        layout: model.layout(),
+        average: job.average_config()?,
+        every: level.every.into(),
+        outer_lr: job.config.outer_lr,
+        outer_momentum: job.config.outer_momentum,
+        params,
+    })?)
+}
+
+/// The optimizer chain of a config that makes so many updates in a step.
+fn chain(config: &TrainConfig, device: &Device, stage: &Stage, updates: u64) -> Result<Chain> {
+    let decay = match config.lr_schedule {
+        ScheduleKind::Constant => Decay::Constant,
+        ScheduleKind::Linear => Decay::Linear,
+        ScheduleKind::Cosine => Decay::Cosine,
+    };
+    let least = config.min_lr.min(config.lr);
+    let schedule = Rate::new(config.lr, least, config.warmup * updates, config.steps * updates, decay)?;
+    let clip = (config.clip > 0.0).then_some(config.clip);
+    let weight_decay = config.weight_decay;
+    let links = match config.optimizer {
+        OptimizerKind::AdamW => {
+            let (beta1, beta2) = (config.beta1, config.beta2);
+            adamw(AdamW { beta1, beta2, eps: 1e-8, weight_decay, clip, schedule })
+        }
+        OptimizerKind::Sgd => {
+            sgd(Sgd { momentum: config.momentum, nesterov: false, weight_decay, clip, schedule })
+        }
+    };
+    Ok(links.build(device, stage.layout())?)
+}
+
+/// The microbatch whose whole backward pass is the last in a rank's list, by stage.
+fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
+    let mut last = BTreeMap::new();
+    for (rank, action) in schedule.schedule.order().actions() {
+        if rank == position && action.kind == ComputeKind::Backward {
+            last.insert(action.stage, action.microbatch);
+        }
+    }
+    last
+}
+
+/// Ranks whose plans differ are told at once, rather than wait for what never comes.
+fn same_plan(comm: &Communicator, job: &Job) -> Result<()> {
+    let mine = job.plan.to_string();
+    let all = comm.all_gather_bytes(mine.clone().into_bytes())?;
+    for (rank, theirs) in all.iter().enumerate() {
+        let theirs = String::from_utf8_lossy(theirs);
+        if theirs == mine {
+            continue;
+        }
+        let differing =
+            theirs.parse().ok().and_then(|theirs| job.plan.differences(&theirs).into_iter().next());
+        let (value, expected) = match differing {
+            Some(difference) => (
+                format!(
+                    "`{}` = {}",
+                    difference.field,
+                    difference.left.unwrap_or_else(|| "missing".to_owned())
+                ),
+                format!("{} as on rank {rank}", difference.right.unwrap_or_else(|| "missing".to_owned())),
+            ),
+            None => ("unlike".to_owned(), format!("the plan of rank {rank}")),
+        };
+        return Err(Error::Setting { field: "plan", value, expected });
+    }
+    Ok(())
+}
+
+/// A communicator for each part of this rank that others hold too: replicas, or the other copy of the model.
+fn groups(
+    comm: &Communicator,
+    placement: &Placement,
+    replicas: u32,
+    position: Rank,
+) -> Result<BTreeMap<u32, Communicator>> {
+    let mut groups = BTreeMap::new();
+    if replicas == 1 && placement.copies() == 1 {
+        return Ok(groups);
+    }
+    if placement.ranks() == 1 {
+        groups.insert(0, comm.clone());
+        return Ok(groups);
+    }
+    // A rank may hold several parts: one split for each part, of those that hold it.
+    for part in 0..placement.depth() {
+        let holds = placement.stages_of(position).any(|stage| placement.part(stage) == part);
+        let group = comm.split(u32::from(holds), comm.rank().0)?;
+        if holds {
+            groups.insert(part, group);
+        }
+    }
+    Ok(groups)
+}
+
+/// How this rank's users of the token table meet. `early`: the gradients are those of one rank alone, so that they may leave
+/// before any mean is there.
+fn tie(comm: &Communicator, placement: &Placement, early: bool, position: Rank) -> Result<Tied> {
+    let user = |&stage: &StageId| placement.is_first(stage) || placement.is_last(stage);
+    let mine = placement.stages_of(position).find(user);
+    Ok(match placement.tie() {
+        Tie::Whole => Tied::No,
+        Tie::Local => mine.map_or(Tied::No, |_| Tied::Here),
+        Tie::Across => {
+            let replica = comm.rank().0 / placement.ranks();
+            let pair = comm.split(mine.map_or(0, |_| 1 + replica), comm.rank().0)?;
+            mine.map_or(Tied::No, |stage| Tied::Across(Across { pair, stage, early, round: 0, begun: None }))
+        }
+    })
+}

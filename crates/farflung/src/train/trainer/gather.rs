@@ -1,0 +1,93 @@
+//! The whole model on rank 0, put together from the parts of the first replica.
+
+use farflung_base::{Rank, StageId};
+use farflung_tensor::Tensor;
+use farflung_zoo::Stage;
+
+use super::Trainer;
+use crate::train::executor::{Executor, floats};
+use crate::train::part::Part;
+use crate::{Error, Result};
+
+/// Tags of parts that are gathered, counted down, far from those of messages between stages.
+const GATHERED: u32 = u32::MAX;
+
+impl Trainer {
+    /// All of the model's parameters on rank 0, where they come from the first replica's ranks; all must call it.
+    pub fn gather_params(&mut self) -> Result<Option<Tensor>> {
+        self.gather(|part| &part.params)
+    }
+
+    /// All of the model's gradients of the last step on rank 0, averaged over replicas, in the layout of the whole
+    /// model; all must call it.
+    pub fn gather_grads(&mut self) -> Result<Option<Tensor>> {
+        self.gather(|part| &part.grads)
+    }
+
+    /// Puts a flat buffer of each part together. No rank leaves before all of it is there.
+    fn gather(&self, of: impl Fn(&Part) -> &Tensor) -> Result<Option<Tensor>> {
+        let whole = self.put_together(of)?;
+        self.executor.comm.barrier()?;
+        Ok(whole)
+    }
+
+    fn put_together(&self, of: impl Fn(&Part) -> &Tensor) -> Result<Option<Tensor>> {
+        let Executor { comm, parts, placement, device, .. } = &self.executor;
+        if self.replica > 0 {
+            return Ok(None);
+        }
+        let stages = (0..placement.depth()).map(StageId);
+        if comm.rank().0 > 0 {
+            for stage in stages.filter(|stage| parts.contains_key(stage)) {
+                let values = of(&parts[&stage]).to_vec::<f32>()?;
+                let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                comm.start_send(Rank(0), GATHERED - stage.0, bytes).wait()?;
+            }
+            return Ok(None);
+        }
+        let config = *self.stage().config();
+        let whole = Stage::whole(config, device)?;
+        let mut all = whole.zeros()?;
+        for stage in stages {
+            let there = Stage::new(config, self.schedule.layers[stage.index()].clone(), device)?;
+            let values = if let Some(part) = parts.get(&stage) {
+                of(part).to_vec::<f32>()?
+            } else {
+                let bytes = comm.recv(placement.rank(stage), GATHERED - stage.0)?;
+                floats(&bytes, there.layout().len()).ok_or_else(|| Error::Message {
+                    message: format!("part {stage} of the model"),
+                    problem: "is not as long as its parameters",
+                })?
+            };
+            for param in there.layout().params() {
+                let to = &whole.layout().params()[whole.layout().find(&param.name)?];
+                all.view_mut().part(to.start, to.shape.len())?.write(&values[param.range()])?;
+            }
+        }
+        Ok(Some(all))
+    }
+
+    /// All of the model, on rank 0: for all to call.
+    pub(in crate::train) fn whole(&mut self) -> Result<Option<(&Stage, &Tensor)>> {
+        self.gather_whole()?;
+        let first = self.executor.comm.rank().0 == 0;
+        Ok(match &self.whole {
+            Some((stage, params)) => Some((stage, params)),
+            None if first => Some((self.stage(), self.params())),
+            None => None,
+        })
+    }
+
+    /// Has the whole model on rank 0, where it is in parts; all must call it.
+    pub(in crate::train) fn gather_whole(&mut self) -> Result<()> {
+        if self.schedule.placement().depth() == 1 {
+            return Ok(());
+        }
+        let params = self.gather_params()?;
+        let config = *self.stage().config();
+        let device = &self.executor.device;
+        self.whole =
+            params.map(|params| Ok::<_, Error>((Stage::whole(config, device)?, params))).transpose()?;
+        Ok(())
+    }
+}

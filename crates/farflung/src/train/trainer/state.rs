@@ -1,0 +1,107 @@
+//! What a rank writes into its checkpoint and takes up again: weights and optimizer states by the names of tensors, so
+//! that any plan can go on with them; codecs' residuals, which are the rank's own.
+
+use std::collections::BTreeMap;
+
+use farflung_base::StageId;
+use farflung_tensor::{ParamLayout, Tensor};
+
+use super::{Trainer, named};
+use crate::Result;
+use crate::train::checkpoint::{Counters, Named, Source};
+use crate::train::part::Part;
+
+/// The name of the loss scale among a rank's states.
+const LOSS_SCALE: &str = "loss_scale";
+
+impl Trainer {
+    /// First layer of each part that the rank holds, and the one behind its last.
+    pub(in crate::train) fn layers(&self) -> Vec<(usize, usize)> {
+        let layers = |&stage: &StageId| {
+            let layers = &self.schedule.layers[self.executor.placement.part(stage) as usize];
+            (layers.start, layers.end)
+        };
+        self.executor.parts.keys().map(layers).collect()
+    }
+
+    /// Steps done, and those of what has a pace of its own.
+    pub(in crate::train) fn counters(&self) -> Counters {
+        let sync = self.executor.parts.values().find_map(|part| part.sync.as_ref());
+        Counters {
+            step: self.step,
+            outer_step: sync.map_or(0, |sync| sync.steps()),
+            rounds: sync.map_or(0, |sync| sync.average().round()),
+        }
+    }
+
+    /// What of the model it writes: all of it on rank 0, after [`Trainer::gather_whole`].
+    pub(in crate::train) fn weights(&self) -> Result<Vec<Named>> {
+        match &self.whole {
+            Some((stage, params)) => named(stage, params, str::to_owned),
+            None => self.tensors(|part| vec![(String::new(), &part.params)]),
+        }
+    }
+
+    /// The tensors of some flat buffers of each part, behind a prefix; what two parts share, once.
+    fn tensors<'a>(&'a self, of: impl Fn(&'a Part) -> Vec<(String, &'a Tensor)>) -> Result<Vec<Named>> {
+        let mut all: BTreeMap<String, Named> = BTreeMap::new();
+        for part in self.executor.parts.values() {
+            for (prefix, flat) in of(part) {
+                let tensors = named(&part.stage, flat, |name| format!("{prefix}{name}"))?;
+                all.extend(tensors.into_iter().map(|n| (n.name.clone(), n)));
+            }
+        }
+        Ok(all.into_values().collect())
+    }
+
+    /// Optimizer states by tensor, the loss scale, and residuals.
+    pub(in crate::train) fn states(&self) -> Result<Vec<Named>> {
+        let mut states = self.tensors(|part| {
+            let chain = part.chain.states().map(|(name, state)| (format!("chain.{name}/"), state));
+            let sync = part.sync.iter().flat_map(|sync| sync.states());
+            chain.chain(sync.map(|(name, state)| (format!("outer.{name}/"), state))).collect()
+        })?;
+        let scale = self.scale.save().to_vec();
+        states.push(Named { name: LOSS_SCALE.to_owned(), shape: vec![scale.len()], values: scale });
+        for (stage, part) in &self.executor.parts {
+            if let Some(sync) = &part.sync {
+                let saved = sync.average().save(&format!("average.{stage}."))?;
+                let flat =
+                    |(name, values): (String, Vec<f32>)| Named { name, shape: vec![values.len()], values };
+                states.extend(saved.into_iter().map(flat));
+            }
+        }
+        Ok(states)
+    }
+
+    /// Takes up where `from` was written. Residuals are restored where this rank wrote them as it is now.
+    pub(in crate::train) fn restore(&mut self, from: &Source) -> Result<()> {
+        let updates = from.step() * self.updates;
+        for (stage, part) in &mut self.executor.parts {
+            let layout = part.stage.layout().clone();
+            part.params.write(&from.weights(&layout)?)?;
+            restore_chain(part, &layout, from, updates)?;
+            let Some(sync) = &mut part.sync else { continue };
+            sync.restore(from.outer_step(), &|name| from.flat(&format!("outer.{name}"), &layout))?;
+            if from.own {
+                let prefix = format!("average.{stage}.");
+                sync.average_mut().restore(&prefix, from.rounds(), |name| from.state(name))?;
+            }
+        }
+        self.scale.restore(from.state(LOSS_SCALE).unwrap_or_default());
+        self.step = from.step();
+        self.window.clear();
+        self.resync.restart(self.step);
+        Ok(())
+    }
+}
+
+/// A part's optimizer after so many updates, with a checkpoint's states.
+fn restore_chain(part: &mut Part, layout: &ParamLayout, from: &Source, updates: u64) -> Result<()> {
+    let states: BTreeMap<String, Vec<f32>> = part
+        .chain
+        .states()
+        .filter_map(|(name, _)| Some((name.to_owned(), from.flat(&format!("chain.{name}"), layout)?)))
+        .collect();
+    Ok(part.chain.restore(updates, |name| states.get(name).map(Vec::as_slice))?)
+}

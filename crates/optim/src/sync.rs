@@ -1,0 +1,107 @@
+//! Methods by which copies of the same parameters stay one model: one file a method, one row in [`METHODS`].
+//!
+//! A trainer calls a [`Synchroniser`] at the moments of a step and does not depend on which method it is.
+
+mod ddp;
+mod diloco;
+
+use farflung_comm::Communicator;
+use farflung_tensor::{Device, ParamLayout, Tensor};
+
+use crate::{Average, AverageConfig, OptimError};
+
+pub use ddp::Ddp;
+pub use diloco::DiLoCo;
+
+/// Keeps a rank's copy of some parameters equal to the copies of others.
+///
+/// Order of the calls in a step: where [`Synchroniser::gradients`] gives an average, the step's gradients go through it
+/// and the optimizer's update follows. Then, where [`Synchroniser::is_due`], [`Synchroniser::exchange`] and, once all
+/// ranks agreed, [`Synchroniser::commit`]. [`Synchroniser::rollback`] instead of a commit leaves no trace.
+pub trait Synchroniser: std::fmt::Debug + Send {
+    /// The average that the gradients of each step go through; `None` for a method whose steps are local.
+    fn gradients(&mut self) -> Option<&mut Average>;
+
+    /// Whether all copies are to agree after this step, counted from 1; they always do after the last one.
+    fn is_due(&self, step: u64, is_last: bool) -> bool;
+
+    /// Averages over all copies, and prepares the parameters' next values. No parameter has changed when it returns.
+    /// `weight` is this copy's part of the mean, where 1 is an equal part.
+    ///
+    /// Errors: a peer that was lost; [`OptimError::NotFinite`] where what was averaged is not finite, on all ranks alike.
+    fn exchange(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError>;
+
+    /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
+    fn exchanged(&mut self) -> Option<&mut Tensor>;
+
+    /// Takes the step that was exchanged, or makes the average of gradients final.
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError>;
+
+    /// Gives up what was not committed.
+    fn rollback(&mut self);
+
+    /// The parameters were set from elsewhere, to what all copies have.
+    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError>;
+
+    /// Averages of its own that were committed.
+    fn steps(&self) -> u64;
+
+    /// Its state by name, each of the layout's length, so that it can be cut in another way.
+    fn states(&self) -> Vec<(&str, &Tensor)>;
+
+    /// Restores what [`Synchroniser::states`] gave.
+    ///
+    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed then.
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError>;
+
+    /// The average whose codecs' residuals are this rank's own.
+    fn average(&self) -> &Average;
+
+    /// The same, to restore it.
+    fn average_mut(&mut self) -> &mut Average;
+}
+
+/// What a method is made of.
+#[derive(Debug)]
+pub struct SyncSettings<'a> {
+    /// All that hold a copy.
+    pub comm: Communicator,
+    /// Where the copies lie.
+    pub device: &'a Device,
+    /// Their layout.
+    pub layout: &'a ParamLayout,
+    /// How values are averaged.
+    pub average: AverageConfig,
+    /// Steps between averages.
+    pub every: u64,
+    /// Learning rate of an outer optimizer.
+    pub outer_lr: f64,
+    /// Nesterov momentum of an outer optimizer.
+    pub outer_momentum: f64,
+    /// The parameters as all copies have them.
+    pub params: &'a Tensor,
+}
+
+/// A row of the table of methods.
+#[derive(Debug, Clone, Copy)]
+pub struct SyncMethod {
+    /// The name on command lines and in plans.
+    pub name: &'static str,
+    /// One line on what it does.
+    pub summary: &'static str,
+    /// Whether the gradients of each step are averaged: replicas are then the same after each step.
+    pub each_step: bool,
+    /// Makes one.
+    pub build: fn(SyncSettings<'_>) -> Result<Box<dyn Synchroniser>, OptimError>,
+}
+
+/// All methods.
+pub const METHODS: &[SyncMethod] = &[ddp::METHOD, diloco::METHOD];
+
+impl SyncMethod {
+    /// The method of a name.
+    #[must_use]
+    pub fn by_name(name: &str) -> Option<&'static Self> {
+        METHODS.iter().find(|method| method.name == name)
+    }
+}

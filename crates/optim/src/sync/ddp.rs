@@ -1,0 +1,69 @@
+//! Synchronous data parallelism: the gradients of each step are averaged.
+
+use farflung_tensor::Tensor;
+
+use super::{SyncMethod, Synchroniser};
+use crate::{Average, OptimError};
+
+pub(super) const METHOD: SyncMethod = SyncMethod {
+    name: "ddp",
+    summary: "gradients are averaged at each step",
+    each_step: true,
+    build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
+};
+
+/// Averages gradients at each step, so that copies never differ.
+///
+/// Source: Li et al. 2020, "PyTorch Distributed".
+#[derive(Debug)]
+pub struct Ddp {
+    average: Average,
+}
+
+impl Ddp {
+    /// Through this average.
+    #[must_use]
+    pub const fn new(average: Average) -> Self {
+        Self { average }
+    }
+}
+
+impl Synchroniser for Ddp {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        Some(&mut self.average)
+    }
+    fn is_due(&self, _: u64, _: bool) -> bool {
+        false
+    }
+    fn exchange(&mut self, _: &Tensor, _: f64) -> Result<(), OptimError> {
+        Ok(())
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        None
+    }
+    fn commit(&mut self, _: &mut Tensor) -> Result<(), OptimError> {
+        self.average.commit();
+        Ok(())
+    }
+    fn rollback(&mut self) {
+        self.average.rollback();
+    }
+    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+        Ok(())
+    }
+    fn steps(&self) -> u64 {
+        0
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        Vec::new()
+    }
+    fn restore(&mut self, _: u64, _: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        Ok(())
+    }
+    fn average(&self) -> &Average {
+        &self.average
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.average
+    }
+}

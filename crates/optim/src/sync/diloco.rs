@@ -1,0 +1,115 @@
+//! DiLoCo: local steps, then an average of how far the parameters moved, through an outer optimizer.
+
+use farflung_tensor::{Op, ProgramBuilder, Tensor};
+
+use super::{SyncMethod, SyncSettings, Synchroniser};
+use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer};
+
+pub(super) const METHOD: SyncMethod = SyncMethod {
+    name: "diloco",
+    summary: "parameters are averaged every so many steps, through an outer Nesterov step",
+    each_step: false,
+    build: |s| Ok(Box::new(DiLoCo::new(s)?)),
+};
+
+/// Averages `anchor - params` every `every` steps and moves the anchor by it.
+///
+/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1. Differs: copies that trained on unequal numbers of tokens are weighted
+/// by them, and the last step of a run always averages.
+#[derive(Debug)]
+pub struct DiLoCo {
+    average: Average,
+    outer: OuterOptimizer,
+    every: u64,
+    prepared: Option<Prepared>,
+}
+
+impl DiLoCo {
+    /// Anchored at the parameters of `settings`.
+    ///
+    /// Errors: those of [`Average::new`] and of the outer chain.
+    pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params } =
+            settings;
+        let outer = diloco_outer(outer_lr, outer_momentum).build(device, layout)?;
+        Ok(Self {
+            average: Average::new(comm, device, layout, average)?,
+            outer: OuterOptimizer::new(outer, params)?,
+            every: every.max(1),
+            prepared: None,
+        })
+    }
+}
+
+/// Multiplies all elements by a factor.
+fn scale(x: &mut Tensor, by: f32) -> Result<(), OptimError> {
+    let mut p = ProgramBuilder::new();
+    let (value, factor) = (p.load(0), p.scalar(0));
+    let product = p.mul(value, factor);
+    p.store(0, product);
+    let program = p.build()?;
+    let device = x.device().clone();
+    let (scalars, writes) = (&[by], &mut [x.view_mut()]);
+    Ok(device.run(Op::Map { program: &program, scalars, reads: &[], writes })?)
+}
+
+impl Synchroniser for DiLoCo {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        None
+    }
+    fn is_due(&self, step: u64, is_last: bool) -> bool {
+        step.is_multiple_of(self.every) || is_last
+    }
+    fn exchange(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError> {
+        let delta = self.outer.delta(params)?;
+        #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
+        if weight != 1.0 {
+            scale(delta, weight as f32)?;
+        }
+        self.average.all(delta)?;
+        match self.outer.prepare() {
+            Ok(prepared) => self.prepared = Some(prepared),
+            Err(error) => {
+                self.rollback();
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        self.prepared.is_some().then(|| self.outer.averaged_mut())
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        if let Some(prepared) = self.prepared.take() {
+            self.outer.commit(params, prepared)?;
+            self.average.commit();
+        }
+        Ok(())
+    }
+    fn rollback(&mut self) {
+        self.prepared = None;
+        self.average.rollback();
+    }
+    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.outer.anchor_at(params)
+    }
+    fn steps(&self) -> u64 {
+        self.outer.step()
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        self.outer.states().collect()
+    }
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        let names: Vec<String> = self.outer.states().map(|(name, _)| name.to_owned()).collect();
+        let found: Vec<(String, Vec<f32>)> =
+            names.into_iter().filter_map(|name| get(&name).map(|values| (name, values))).collect();
+        let find = |name: &str| found.iter().find(|(n, _)| n == name).map(|(_, values)| values.as_slice());
+        self.outer.restore(steps, find)
+    }
+    fn average(&self) -> &Average {
+        &self.average
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.average
+    }
+}

@@ -1,0 +1,237 @@
+//! Whether a plan can be carried out. Every refusal names the field.
+
+use std::collections::BTreeSet;
+
+use super::{Level, Part, Plan, Recompute, ScheduleSource};
+use crate::pipeline::{ComputeOrder, Settings, StageCost, Tie, Updates};
+use crate::{Axis, ParallelError};
+
+/// The refusal of a field.
+fn refuse(field: impl Into<String>, value: impl ToString, expected: impl Into<String>) -> ParallelError {
+    ParallelError::Plan { field: field.into(), value: value.to_string(), expected: expected.into() }
+}
+
+/// [`refuse`] unless `good`.
+fn ensure(
+    good: bool,
+    field: impl Into<String>,
+    value: impl ToString,
+    expected: impl Into<String>,
+) -> Result<(), ParallelError> {
+    if good { Ok(()) } else { Err(refuse(field, value, expected)) }
+}
+
+impl Plan {
+    /// Whether all of the plan can be carried out. Names of codecs and methods of synchronisation are checked by the crates
+    /// that have their tables.
+    ///
+    /// Errors: [`ParallelError::Plan`] with the field that is wrong, [`ParallelError::NotBuilt`] for a mesh with other axes
+    /// than data and pipeline, and what [`Method::order`](crate::pipeline::Method::order) refuses.
+    pub fn check(&self) -> Result<(), ParallelError> {
+        self.check_mesh()?;
+        self.check_parts()?;
+        self.check_schedule()?;
+        let (given, needed) = (self.boundaries.len(), self.parts.len() - 1);
+        ensure(
+            given == needed,
+            "boundary",
+            format!("given {given} times"),
+            format!("{needed}, one fewer than parts"),
+        )?;
+        self.check_levels()
+    }
+
+    fn check_mesh(&self) -> Result<(), ParallelError> {
+        let axes = self.mesh.axes();
+        if let Some((axis, size)) =
+            axes.iter().find(|(a, n)| !matches!(a, Axis::Data | Axis::Pipeline) && *n > 1)
+        {
+            return Err(ParallelError::NotBuilt { what: format!("a mesh with {axis}={size}") });
+        }
+        let order: Vec<Axis> =
+            axes.iter().map(|&(a, _)| a).filter(|a| matches!(a, Axis::Data | Axis::Pipeline)).collect();
+        let expected = "data=REPLICAS,pipeline=STAGES: the ranks of a pipeline are neighbours";
+        ensure(order == [Axis::Data, Axis::Pipeline], "mesh", &self.mesh, expected)?;
+
+        let (given, ranks) = (self.machines.len(), self.ranks() as usize);
+        ensure(given == ranks, "machines", format!("{given} names"), format!("{ranks}, one for each rank"))?;
+        let mut seen = BTreeSet::new();
+        for name in &self.machines {
+            let good = !name.is_empty() && name.chars().all(|c| c.is_alphanumeric() || "-_.".contains(c));
+            ensure(good, "machines", format!("{name:?}"), "names of letters, digits, `-`, `_` and `.`")?;
+            ensure(seen.insert(name), "machines", format!("{name:?} twice"), "each machine once")?;
+        }
+
+        ensure(self.batch > 0, "batch", self.batch, "at least 1")?;
+        let (given, replicas) = (self.microbatches.len(), self.replicas() as usize);
+        let expected = format!("{replicas}, one for each replica");
+        ensure(given == replicas, "microbatches", format!("{given} numbers"), expected)?;
+        for (replica, &count) in self.microbatches.iter().enumerate() {
+            ensure(count > 0, format!("microbatches[{replica}]"), count, "at least 1")?;
+        }
+        Ok(())
+    }
+
+    fn check_parts(&self) -> Result<(), ParallelError> {
+        let layers = self.model.layers;
+        ensure(layers > 0, "model.layers", layers, "at least 1")?;
+        ensure(self.model.parameters > 0, "model.parameters", self.model.parameters, "at least 1")?;
+        ensure(!self.parts.is_empty(), "part", "given 0 times", "at least one part")?;
+        let last = self.parts.len() - 1;
+        let mut next = 0;
+        for (i, Part { layers: range, recompute, offload }) in self.parts.iter().enumerate() {
+            let field = |name: &str| format!("part[{i}].{name}");
+            let text = format!("{}..{}", range.start, range.end);
+            let begins = format!("a range that begins at {next}, where the one before ends");
+            ensure(range.start == next && range.end >= next, field("layers"), &text, begins)?;
+            let inner = i > 0 && i < last;
+            ensure(
+                inner || !range.is_empty(),
+                field("layers"),
+                &text,
+                "at least one layer in the first and last part",
+            )?;
+            next = range.end;
+            let count = range.end - range.start;
+            if let Recompute::Layers(again) = *recompute {
+                let expected = format!("1 to {count}, the part's layers, or none, or full");
+                ensure((1..=count).contains(&again), field("recompute"), again, expected)?;
+            }
+            let room = count - recompute.of(count);
+            let expected = format!("at most {room}, the part's layers that are not computed again");
+            ensure(*offload <= room, field("offload"), offload, expected)?;
+        }
+        let expected = format!("that the last part ends at {layers}, the model's layers");
+        ensure(next == layers, format!("part[{last}].layers"), format!("up to {next}"), expected)
+    }
+
+    fn check_schedule(&self) -> Result<(), ParallelError> {
+        let slices = &self.pipeline.slices;
+        if let Some(i) = slices.iter().position(|&len| len == 0) {
+            return Err(refuse(format!("pipeline.slices[{i}]"), 0, "at least 1 token"));
+        }
+        let counts: BTreeSet<u32> = self.microbatches.iter().copied().collect();
+        if self.updates() != Updates::Flush {
+            let expected = "the same number for each replica: without a flush each update is averaged";
+            ensure(counts.len() == 1, "microbatches", format!("{:?}", self.microbatches), expected)?;
+            let level = self.outermost_checked()?;
+            ensure(level.every == 1, "level.every", level.every, "1 with a schedule without a flush")?;
+        }
+        for count in counts {
+            let order = self.order_with(count, &[StageCost::UNIT], farflung_base::Nanos::ZERO)?;
+            let placement = order.placement();
+            let (parts, depth) = (self.parts.len(), placement.depth() as usize);
+            let expected = format!("{depth}, as many as the schedule has");
+            ensure(parts == depth, "part", format!("given {parts} times"), expected)?;
+            let (given, has) = (slices.len().max(1), usize::from(order.slices()));
+            ensure(
+                given == has,
+                "pipeline.slices",
+                format!("{given} slices"),
+                format!("{has}, as the schedule has"),
+            )?;
+        }
+        Ok(())
+    }
+
+    fn outermost_checked(&self) -> Result<&Level, ParallelError> {
+        self.levels.last().ok_or_else(|| refuse("level", "given 0 times", "at least one level"))
+    }
+
+    fn check_levels(&self) -> Result<(), ParallelError> {
+        self.outermost_checked()?;
+        for (i, level) in self.levels.iter().enumerate() {
+            let field = |name: &str| format!("level[{i}].{name}");
+            ensure(level.every > 0, field("every"), level.every, "at least 1 step")?;
+            ensure(
+                level.bucket_bytes >= 4,
+                field("bucket_bytes"),
+                level.bucket_bytes,
+                "at least 4, one value",
+            )?;
+            ensure(!level.method.is_empty(), field("method"), "empty", "a method's name")?;
+            ensure(!level.codec.is_empty(), field("codec"), "empty", "a codec's name, or none")?;
+            let mut members: Vec<u32> = level.groups.iter().flatten().copied().collect();
+            members.sort_unstable();
+            let all: Vec<u32> = (0..self.replicas()).collect();
+            let each = level.groups.iter().all(|group| !group.is_empty());
+            let good = level.groups.is_empty() || each && members == all;
+            ensure(
+                good,
+                field("groups"),
+                format!("{:?}", level.groups),
+                "groups in which each replica is once",
+            )?;
+        }
+        let last = self.levels.len() - 1;
+        let outermost = &self.levels[last];
+        let whole = outermost.groups.len() <= 1;
+        let expected = "empty at the last level, where all replicas meet";
+        ensure(whole, format!("level[{last}].groups"), format!("{:?}", outermost.groups), expected)?;
+        if last > 0 {
+            return Err(ParallelError::NotBuilt {
+                what: format!("a plan with {} levels", self.levels.len()),
+            });
+        }
+        Ok(())
+    }
+
+    /// The order of a replica's work with so many microbatches, given what stages and hops take; methods that do not look
+    /// at costs give the same order for any.
+    ///
+    /// Errors: as [`Method::order`](crate::pipeline::Method::order); [`ParallelError::Plan`] for lists of the author's own that do not fit the plan.
+    pub fn order_with(
+        &self,
+        microbatches: u32,
+        cost: &[StageCost],
+        hop: farflung_base::Nanos,
+    ) -> Result<ComputeOrder, ParallelError> {
+        match &self.pipeline.schedule {
+            ScheduleSource::Named(method) => {
+                let order = method.order(&self.settings(microbatches, cost, hop))?;
+                Ok(match self.updates() {
+                    Updates::Stashed { .. } => order.with_updates(self.updates()),
+                    _ => order,
+                })
+            }
+            ScheduleSource::Text(text) => {
+                let order: ComputeOrder = text.parse()?;
+                self.check_own(&order, microbatches)?;
+                Ok(order)
+            }
+        }
+    }
+
+    /// What a method is asked for.
+    #[must_use]
+    pub fn settings(&self, microbatches: u32, cost: &[StageCost], hop: farflung_base::Nanos) -> Settings {
+        Settings {
+            chunks: self.pipeline.chunks,
+            slices: self.pipeline.slices.len().max(1) as u16,
+            hop,
+            cost: cost.to_vec(),
+            memory: self.pipeline.memory,
+            ..Settings::new(self.stages(), microbatches)
+        }
+    }
+
+    /// Whether an author's order fits.
+    fn check_own(&self, order: &ComputeOrder, microbatches: u32) -> Result<(), ParallelError> {
+        let placement = order.placement();
+        let field = "pipeline.schedule";
+        let expected = format!("for {} ranks, as the mesh has", self.stages());
+        ensure(
+            placement.ranks() == self.stages(),
+            field,
+            format!("for {} ranks", placement.ranks()),
+            expected,
+        )?;
+        let given = order.microbatches();
+        let expected = format!("of {microbatches} microbatches, as each replica has");
+        ensure(given == microbatches, field, format!("of {given} microbatches"), expected)?;
+        ensure(!order.is_forward_only(), field, "without backward passes", "a schedule that trains")?;
+        let good = placement.copies() == 1 || placement.tie() != Tie::Across;
+        let expected = "copies of the model that begin and end on the same ranks: they share a token table";
+        ensure(good, field, "with copies of the model on unlike ranks", expected)
+    }
+}

@@ -1,0 +1,99 @@
+//! How two plans differ, field by field, and the digest by which ranks tell that they do not.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use super::Plan;
+
+/// A hash of a plan's canonical text: equal plans have equal digests.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Digest([u8; 32]);
+
+impl Digest {
+    /// The hash.
+    #[must_use]
+    pub const fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Digest({self})")
+    }
+}
+
+/// A field in which two plans differ.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// The field, such as `level[0].codec`.
+    pub field: String,
+    /// Its value in the first plan; `None` if that has no such field.
+    pub left: Option<String>,
+    /// Its value in the second plan.
+    pub right: Option<String>,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let value = |side: &Option<String>| side.clone().unwrap_or_else(|| "missing".to_owned());
+        write!(f, "`{}` is {} and {}", self.field, value(&self.left), value(&self.right))
+    }
+}
+
+impl Plan {
+    /// The blake3 hash of the canonical text, [`Plan`]'s own [`Display`](fmt::Display).
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        Digest(*blake3::hash(self.to_string().as_bytes()).as_bytes())
+    }
+
+    /// The fields in which the plans differ, in alphabetical order.
+    #[must_use]
+    pub fn differences(&self, other: &Self) -> Vec<Difference> {
+        let (left, right) = (self.fields(), other.fields());
+        let names: std::collections::BTreeSet<&String> = left.keys().chain(right.keys()).collect();
+        let differs = names.into_iter().filter(|name| left.get(*name) != right.get(*name));
+        differs
+            .map(|name| Difference {
+                field: name.clone(),
+                left: left.get(name).cloned(),
+                right: right.get(name).cloned(),
+            })
+            .collect()
+    }
+
+    /// Every field with its value as it stands in the text.
+    #[must_use]
+    pub fn fields(&self) -> BTreeMap<String, String> {
+        let table: toml::Table = self.to_string().parse().expect("a plan prints TOML");
+        let mut fields = BTreeMap::new();
+        flatten(String::new(), &toml::Value::Table(table), &mut fields);
+        fields
+    }
+}
+
+fn flatten(path: String, value: &toml::Value, fields: &mut BTreeMap<String, String>) {
+    match value {
+        toml::Value::Table(table) => {
+            for (key, value) in table {
+                let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                flatten(path, value, fields);
+            }
+        }
+        toml::Value::Array(values) if values.iter().any(toml::Value::is_table) => {
+            for (i, value) in values.iter().enumerate() {
+                flatten(format!("{path}[{i}]"), value, fields);
+            }
+        }
+        value => {
+            fields.insert(path, value.to_string());
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! Plans as text, what is refused, and what two plans differ in.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::pipeline::{BackwardOrder, Settings};
+
+/// Two replicas of two stages over four layers.
+fn plan() -> Plan {
+    let part = |layers| Part { layers, recompute: Recompute::None, offload: 0 };
+    Plan {
+        model: PlannedModel { name: "nano".to_owned(), layers: 4, parameters: 834_304 },
+        mesh: Plan::mesh_of(2, 2).unwrap(),
+        machines: ["a.0", "a.1", "b", "c"].map(str::to_owned).to_vec(),
+        precision: Precision::F32,
+        batch: 3,
+        microbatches: vec![4, 2],
+        parts: vec![part(0..1), part(1..4)],
+        pipeline: Pipeline::default(),
+        boundaries: vec![BoundaryCodecs { forward: "int8".to_owned(), ..BoundaryCodecs::default() }],
+        levels: vec![Level::default()],
+    }
+}
+
+fn refusal(change: impl FnOnce(&mut Plan)) -> String {
+    let mut plan = plan();
+    change(&mut plan);
+    plan.check().unwrap_err().to_string()
+}
+
+#[test]
+fn the_canonical_text() {
+    insta::assert_snapshot!(plan().to_string());
+}
+
+#[test]
+fn sequences_are_numbered_replica_by_replica() {
+    let plan = plan();
+    plan.check().unwrap();
+    assert_eq!((plan.replicas(), plan.stages(), plan.ranks(), plan.sequences()), (2, 2, 4, 18));
+    assert_eq!((plan.first_microbatch(0), plan.first_microbatch(1)), (0, 4));
+    assert!(
+        (plan.weight(0) - 4.0 / 3.0).abs() < 1e-15 && (plan.weight(0) + plan.weight(1) - 2.0).abs() < 1e-15
+    );
+}
+
+#[test]
+fn each_field_is_refused_by_its_name() {
+    plan().check().unwrap();
+    let refused = [
+        (refusal(|p| p.mesh = "pipeline=2,data=2".parse().unwrap()), "`mesh` is pipeline=2,data=2"),
+        (
+            refusal(|p| p.mesh = "data=2,pipeline=2,tensor=2".parse().unwrap()),
+            "a mesh with tensor=2 is not built",
+        ),
+        (refusal(|p| drop(p.machines.pop())), "`machines` is 3 names, expected 4"),
+        (refusal(|p| p.machines[1] = "b".to_owned()), "`machines` is \"b\" twice"),
+        (refusal(|p| p.machines[1] = "b c".to_owned()), "`machines` is \"b c\""),
+        (refusal(|p| p.batch = 0), "`batch` is 0"),
+        (refusal(|p| p.microbatches[1] = 0), "`microbatches[1]` is 0, expected at least 1"),
+        (refusal(|p| p.microbatches.push(1)), "`microbatches` is 3 numbers, expected 2"),
+        (
+            refusal(|p| p.parts[1].layers = 2..4),
+            "`part[1].layers` is 2..4, expected a range that begins at 1",
+        ),
+        (
+            refusal(|p| p.parts[1].layers = 0..4),
+            "`part[1].layers` is 0..4, expected a range that begins at 1",
+        ),
+        (
+            refusal(|p| p.parts[1].layers = 1..3),
+            "`part[1].layers` is up to 3, expected that the last part ends at 4",
+        ),
+        (refusal(|p| p.model.layers = 5), "`part[1].layers` is up to 4"),
+        (
+            refusal(|p| p.parts[0].recompute = Recompute::Layers(2)),
+            "`part[0].recompute` is 2, expected 1 to 1",
+        ),
+        (refusal(|p| p.parts[1].offload = 4), "`part[1].offload` is 4, expected at most 3"),
+        (
+            refusal(|p| p.pipeline.schedule = ScheduleSource::Named(Method::ZbV)),
+            "`part` is given 2 times, expected 4",
+        ),
+        (
+            refusal(|p| p.pipeline.schedule = ScheduleSource::Named(Method::PipeDream)),
+            "`microbatches` is [4, 2]",
+        ),
+        (refusal(|p| p.pipeline.slices = vec![8, 8]), "`pipeline.slices` is 2 slices, expected 1"),
+        (refusal(|p| p.boundaries.clear()), "`boundary` is given 0 times, expected 1"),
+        (refusal(|p| p.levels.clear()), "`level` is given 0 times"),
+        (refusal(|p| p.levels[0].every = 0), "`level[0].every` is 0"),
+        (refusal(|p| p.levels[0].bucket_bytes = 3), "`level[0].bucket_bytes` is 3"),
+        (refusal(|p| p.levels[0].groups = vec![vec![0], vec![1]]), "`level[0].groups` is [[0], [1]]"),
+        (refusal(|p| p.levels[0].groups = vec![vec![0, 0]]), "`level[0].groups` is [[0, 0]]"),
+        (refusal(|p| p.levels.push(Level::default())), "a plan with 2 levels is not built"),
+        (refusal(|p| p.microbatches = vec![3, 3].into_iter().map(|m| m * 300_000_000).collect()), "actions"),
+    ];
+    for (message, expected) in refused {
+        assert!(message.contains(expected), "{message:?} should say {expected:?}");
+    }
+}
+
+#[test]
+fn an_authors_lists_must_fit_the_plan() {
+    let order =
+        Method::GPipe.order(&Settings { backward: BackwardOrder::Ascending, ..Settings::new(2, 4) }).unwrap();
+    let own = |p: &mut Plan| p.pipeline.schedule = ScheduleSource::Text(order.to_string());
+    let mut equal = Plan { microbatches: vec![4, 4], ..plan() };
+    own(&mut equal);
+    equal.check().unwrap();
+    let read: Plan = equal.to_string().parse().unwrap();
+    assert_eq!(read, equal);
+    assert!(
+        refusal(own).contains("`pipeline.schedule` is of 4 microbatches, expected of 2"),
+        "{}",
+        refusal(own)
+    );
+    equal.mesh = Plan::mesh_of(1, 4).unwrap();
+    equal.microbatches = vec![4];
+    assert!(equal.check().unwrap_err().to_string().contains("for 2 ranks, expected for 4 ranks"));
+}
+
+#[test]
+fn a_difference_names_its_field() {
+    let (a, mut b) = (plan(), plan());
+    assert!(a.differences(&b).is_empty() && a.digest() == b.digest());
+    b.levels[0].codec = "int8+ef".to_owned();
+    b.pipeline.memory = Some(7);
+    let found: Vec<String> = a.differences(&b).iter().map(ToString::to_string).collect();
+    assert_eq!(found, ["`level[0].codec` is \"none\" and \"int8+ef\"", "`pipeline.memory` is missing and 7"]);
+    assert_ne!(a.digest(), b.digest());
+}
+
+#[test]
+fn texts_that_are_no_plan_say_where_they_are_wrong() {
+    let text = plan().to_string();
+    let read = |from: &str, to: &str| text.replacen(from, to, 1).parse::<Plan>().unwrap_err().to_string();
+    assert_eq!(
+        read("version = 1", "version = 9"),
+        "the plan is of version 9, and this build reads version 1"
+    );
+    assert!(
+        read("batch = 3", "batches = 3").starts_with("plan, line 5, `batches = 3`: unknown field `batches`")
+    );
+    assert!(read("\"0..1\"", "\"0-1\"").contains("such as `0..4`"));
+    assert!(read("\"f32\"", "\"fp8\"").contains("there is no precision `fp8`"));
+    assert!(read("\"1f1b\"", "\"2f2b\"").contains("no schedule `2f2b`"));
+    assert!(read("\"ring\"", "\"string\"").contains("no all-reduce algorithm `string`"));
+    assert!(read("parameters = 834304", "parameters = -1").contains("line 11"));
+    assert!("".parse::<Plan>().is_err() && "version = 1".parse::<Plan>().is_err());
+}
+
+prop_compose! {
+    fn any_level()(
+        every in 1_u32..100, bucket_bytes in 4_u64..1 << 40, overlap: bool, codec in "[a-z0-9:./+ \"\\\\]{1,12}",
+        algorithm in proptest::sample::select(Algorithm::ALL.to_vec()),
+    ) -> Level {
+        Level { groups: Vec::new(), method: "ddp".to_owned(), every, codec, algorithm, bucket_bytes, overlap }
+    }
+}
+
+proptest! {
+    /// Whatever a plan holds, its text reads back as the same plan with the same digest.
+    #[test]
+    fn plans_read_back(
+        microbatches in proptest::collection::vec(1_u32..9, 1..5), cuts in proptest::collection::vec(1_u32..4, 1..5),
+        batch in 1_u32..99, level in any_level(), memory in proptest::option::of(1_u32..9),
+        name in "[a-z\"\\\\\n-]{0,9}",
+    ) {
+        let stages = cuts.len() as u32;
+        let mut end = 0;
+        let parts = cuts.iter().map(|&len| {
+            end += len;
+            Part { layers: end - len..end, recompute: Recompute::Layers(len), offload: 0 }
+        });
+        let parts: Vec<Part> = parts.collect();
+        let ranks = microbatches.len() as u32 * stages;
+        let plan = Plan {
+            model: PlannedModel { name, layers: end, parameters: 1 },
+            mesh: Plan::mesh_of(microbatches.len() as u32, stages).unwrap(),
+            machines: (0..ranks).map(|r| format!("m{r}")).collect(),
+            precision: Precision::Bf16,
+            batch,
+            microbatches,
+            boundaries: vec![BoundaryCodecs::default(); parts.len() - 1],
+            parts,
+            pipeline: Pipeline { memory, ..Pipeline::default() },
+            levels: vec![level],
+        };
+        prop_assert_eq!(plan.check(), Ok(()));
+        let read: Plan = plan.to_string().parse().unwrap();
+        prop_assert_eq!(read.digest(), plan.digest());
+        prop_assert_eq!(read, plan);
+    }
+
+    /// Bytes of any kind are an error, not a panic.
+    #[test]
+    fn any_text_is_read_or_refused(text in "\\PC*") {
+        let _: Result<Plan, ParallelError> = text.parse();
+    }
+}

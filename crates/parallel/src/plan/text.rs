@@ -1,0 +1,283 @@
+//! A plan as TOML: the canonical text that is printed, and the reader.
+
+use std::fmt::{self, Display};
+use std::ops::Range;
+use std::str::FromStr;
+
+use farflung_base::{Algorithm, Precision};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
+
+use super::{BoundaryCodecs, Level, NO_CODEC, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource};
+use crate::pipeline::{Method, VersionSync};
+use crate::{Mesh, ParallelError};
+
+/// A value that is written as text, so that its error carries the place in the file.
+struct Text<T>(T);
+
+impl<'de, T: FromStr<Err: Display>> Deserialize<'de> for Text<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        String::deserialize(from)?.parse().map(Self).map_err(D::Error::custom)
+    }
+}
+
+/// Layers as `first..end`.
+struct Layers(Range<u32>);
+
+impl FromStr for Layers {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wrong = "expected layers such as `0..4`: the first, and the one behind the last";
+        let (start, end) = text.split_once("..").ok_or(wrong)?;
+        Ok(Self(start.parse().map_err(|_| wrong)?..end.parse().map_err(|_| wrong)?))
+    }
+}
+
+impl FromStr for Recompute {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "none" => Ok(Self::None),
+            "full" => Ok(Self::Full),
+            layers => match layers.parse() {
+                Ok(layers) if layers > 0 => Ok(Self::Layers(layers)),
+                _ => Err("expected none, full, or a number of layers"),
+            },
+        }
+    }
+}
+
+impl Display for Recompute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Full => f.write_str("full"),
+            Self::Layers(layers) => write!(f, "{layers}"),
+        }
+    }
+}
+
+impl VersionSync {
+    /// The name in plans and on command lines.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Newest => "newest",
+            Self::Vertical => "vertical",
+        }
+    }
+}
+
+impl FromStr for VersionSync {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        [Self::Newest, Self::Vertical]
+            .into_iter()
+            .find(|v| v.name() == text)
+            .ok_or("expected newest or vertical")
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    version: u32,
+    mesh: Text<Mesh>,
+    machines: Vec<String>,
+    precision: Text<Precision>,
+    batch: u32,
+    microbatches: Vec<u32>,
+    model: ModelEntry,
+    part: Vec<PartEntry>,
+    #[serde(default)]
+    pipeline: PipelineEntry,
+    #[serde(default)]
+    boundary: Vec<BoundaryEntry>,
+    level: Vec<LevelEntry>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ModelEntry {
+    name: String,
+    layers: u32,
+    parameters: u64,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PartEntry {
+    layers: Text<Layers>,
+    recompute: Option<Text<Recompute>>,
+    #[serde(default)]
+    offload: u32,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields)]
+struct PipelineEntry {
+    schedule: Option<String>,
+    chunks: Option<u32>,
+    memory: Option<u32>,
+    version_sync: Option<Text<VersionSync>>,
+    #[serde(default)]
+    slices: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct BoundaryEntry {
+    forward: Option<String>,
+    backward: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LevelEntry {
+    #[serde(default)]
+    groups: Vec<Vec<u32>>,
+    method: String,
+    every: Option<u32>,
+    codec: Option<String>,
+    algorithm: Option<Text<Algorithm>>,
+    bucket_bytes: Option<u64>,
+    overlap: Option<bool>,
+}
+
+/// The version alone, so that a text of another one is told apart from one that is wrong.
+#[derive(Deserialize)]
+struct Version {
+    version: u32,
+}
+
+impl FromStr for Plan {
+    type Err = ParallelError;
+
+    /// Reads a plan; fields that are left out have the defaults of [`Pipeline`], [`BoundaryCodecs`] and [`Level`]. Only its
+    /// form is looked at: see [`Plan::check`].
+    fn from_str(text: &str) -> Result<Self, ParallelError> {
+        let wrong = |e: &toml::de::Error| {
+            let at = e.span().map_or(0, |span| span.start.min(text.len()));
+            let line = 1 + text.as_bytes()[..at].iter().filter(|&&b| b == b'\n').count();
+            let content = text.lines().nth(line - 1).unwrap_or_default().trim().to_owned();
+            ParallelError::PlanFile { line, text: content, problem: e.message().to_owned() }
+        };
+        match toml::from_str::<Version>(text) {
+            Ok(Version { version }) if version != Self::VERSION => {
+                return Err(ParallelError::PlanVersion { version, known: Self::VERSION });
+            }
+            _ => {}
+        }
+        let file: File = toml::from_str(text).map_err(|e| wrong(&e))?;
+        debug_assert_eq!(file.version, Self::VERSION);
+        file.plan()
+    }
+}
+
+impl File {
+    fn plan(self) -> Result<Plan, ParallelError> {
+        let part = |p: PartEntry| Part {
+            layers: p.layers.0.0,
+            recompute: p.recompute.map_or(Recompute::None, |r| r.0),
+            offload: p.offload,
+        };
+        let codec = |name: Option<String>| name.unwrap_or_else(|| NO_CODEC.to_owned());
+        let boundary =
+            |b: BoundaryEntry| BoundaryCodecs { forward: codec(b.forward), backward: codec(b.backward) };
+        let level = |l: LevelEntry| {
+            let unless_told = Level::default();
+            Level {
+                groups: l.groups,
+                method: l.method,
+                every: l.every.unwrap_or(unless_told.every),
+                codec: codec(l.codec),
+                algorithm: l.algorithm.map_or(unless_told.algorithm, |a| a.0),
+                bucket_bytes: l.bucket_bytes.unwrap_or(unless_told.bucket_bytes),
+                overlap: l.overlap.unwrap_or(unless_told.overlap),
+            }
+        };
+        let unless_told = Pipeline::default();
+        let pipeline = Pipeline {
+            schedule: match self.pipeline.schedule {
+                None => unless_told.schedule,
+                Some(text) if text.contains(':') => ScheduleSource::Text(text),
+                Some(name) => ScheduleSource::Named(name.parse::<Method>()?),
+            },
+            chunks: self.pipeline.chunks,
+            memory: self.pipeline.memory,
+            version_sync: self.pipeline.version_sync.map_or(unless_told.version_sync, |v| v.0),
+            slices: self.pipeline.slices,
+        };
+        let parts: Vec<Part> = self.part.into_iter().map(part).collect();
+        let mut boundaries: Vec<BoundaryCodecs> = self.boundary.into_iter().map(boundary).collect();
+        if boundaries.is_empty() {
+            boundaries = vec![BoundaryCodecs::default(); parts.len().saturating_sub(1)];
+        }
+        Ok(Plan {
+            model: PlannedModel {
+                name: self.model.name,
+                layers: self.model.layers,
+                parameters: self.model.parameters,
+            },
+            mesh: self.mesh.0,
+            machines: self.machines,
+            precision: self.precision.0,
+            batch: self.batch,
+            microbatches: self.microbatches,
+            parts,
+            pipeline,
+            boundaries,
+            levels: self.level.into_iter().map(level).collect(),
+        })
+    }
+}
+
+/// A string as TOML: in quotes, with what needs it escaped.
+fn quoted(text: &str) -> String {
+    toml::Value::String(text.to_owned()).to_string()
+}
+
+impl Display for Plan {
+    /// The canonical text: every field, in a fixed order and form.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let machines: Vec<String> = self.machines.iter().map(|name| quoted(name)).collect();
+        writeln!(f, "version = {}", Self::VERSION)?;
+        writeln!(f, "mesh = \"{}\"", self.mesh)?;
+        writeln!(f, "machines = [{}]", machines.join(", "))?;
+        writeln!(f, "precision = \"{}\"", self.precision)?;
+        writeln!(f, "batch = {}", self.batch)?;
+        writeln!(f, "microbatches = {:?}", self.microbatches)?;
+        let model = &self.model;
+        writeln!(f, "\n[model]\nname = {}", quoted(&model.name))?;
+        writeln!(f, "layers = {}\nparameters = {}", model.layers, model.parameters)?;
+        let pipeline = &self.pipeline;
+        writeln!(f, "\n[pipeline]")?;
+        match &pipeline.schedule {
+            ScheduleSource::Named(method) => writeln!(f, "schedule = \"{method}\"")?,
+            ScheduleSource::Text(text) => writeln!(f, "schedule = {}", quoted(text))?,
+        }
+        for (name, value) in [("chunks", pipeline.chunks), ("memory", pipeline.memory)] {
+            if let Some(value) = value {
+                writeln!(f, "{name} = {value}")?;
+            }
+        }
+        writeln!(f, "version_sync = \"{}\"\nslices = {:?}", pipeline.version_sync.name(), pipeline.slices)?;
+        for Part { layers, recompute, offload } in &self.parts {
+            writeln!(f, "\n[[part]]\nlayers = \"{}..{}\"", layers.start, layers.end)?;
+            writeln!(f, "recompute = \"{recompute}\"\noffload = {offload}")?;
+        }
+        for BoundaryCodecs { forward, backward } in &self.boundaries {
+            writeln!(f, "\n[[boundary]]\nforward = {}\nbackward = {}", quoted(forward), quoted(backward))?;
+        }
+        for level in &self.levels {
+            writeln!(f, "\n[[level]]\ngroups = {:?}\nmethod = {}", level.groups, quoted(&level.method))?;
+            writeln!(f, "every = {}\ncodec = {}", level.every, quoted(&level.codec))?;
+            writeln!(f, "algorithm = \"{}\"", level.algorithm)?;
+            writeln!(f, "bucket_bytes = {}\noverlap = {}", level.bucket_bytes, level.overlap)?;
+        }
+        Ok(())
+    }
+}

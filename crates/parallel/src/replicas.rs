@@ -1,0 +1,171 @@
+//! Replicas of one model as the simulator of data-parallel training sees them: shares, buckets, and what is sent.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use farflung_base::Bytes;
+
+use crate::{Algorithm, Mesh, ParallelError};
+
+/// What a vector of parameters takes on the wire: `block_bytes` for each started block of `block` values.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Codec {
+    /// The codec's name, for printing and for whoever binds the plan.
+    pub name: Cow<'static, str>,
+    /// Values in a block.
+    pub block: u64,
+    /// Bytes of a block with its scales.
+    pub block_bytes: u64,
+}
+
+impl Codec {
+    /// Four bytes a value.
+    pub const F32: Self = Self::fixed("f32", 1, 4);
+    /// Two bytes a value.
+    pub const F16: Self = Self::fixed("f16", 1, 2);
+    /// Two bytes a value.
+    pub const BF16: Self = Self::fixed("bf16", 1, 2);
+    /// A byte a value, and an f32 scale for each 256.
+    pub const INT8: Self = Self::fixed("int8", 256, 260);
+
+    const fn fixed(name: &'static str, block: u64, block_bytes: u64) -> Self {
+        Self { name: Cow::Borrowed(name), block, block_bytes }
+    }
+
+    /// Bytes of `values` values. A block of no values counts as one of 1.
+    #[must_use]
+    pub fn bytes(&self, values: u64) -> Bytes {
+        Bytes(values.div_ceil(self.block.max(1)).saturating_mul(self.block_bytes))
+    }
+}
+
+impl fmt::Display for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.name)
+    }
+}
+
+/// Whether gradients travel while others are still being computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Overlap {
+    /// A bucket leaves as soon as all ranks have it.
+    WithBackward,
+    /// The first bucket leaves after the whole backward.
+    None,
+}
+
+/// How replicas stay one model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Sync {
+    /// Gradients are averaged in each step.
+    Ddp {
+        /// When they travel.
+        overlap: Overlap,
+        /// In how many parts.
+        buckets: u32,
+    },
+    /// Parameters are averaged through an outer optimizer every so many local steps. Source: Douillard et al. 2023.
+    DiLoCo {
+        /// Local steps between two averages, at least 1.
+        every: u32,
+    },
+}
+
+impl Sync {
+    /// Steps after which the pattern of compute and communication repeats.
+    #[must_use]
+    pub const fn period(&self) -> u32 {
+        match *self {
+            Self::Ddp { .. } => 1,
+            Self::DiLoCo { every } => every,
+        }
+    }
+}
+
+impl fmt::Display for Sync {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ddp { overlap, buckets } => {
+                let when = if *overlap == Overlap::None { "no overlap" } else { "overlap" };
+                write!(f, "ddp({when}, {buckets} bucket{})", if *buckets == 1 { "" } else { "s" })
+            }
+            Self::DiLoCo { every } => write!(f, "diloco(every {every})"),
+        }
+    }
+}
+
+/// Replicas that train one model side by side, a rank each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct Replicas {
+    /// How they stay one model.
+    pub sync: Sync,
+    /// How their averages are computed.
+    pub algorithm: Algorithm,
+    /// What they send.
+    pub codec: Codec,
+    /// Microbatches of each in one step.
+    pub shares: Vec<u32>,
+}
+
+impl Replicas {
+    /// Number of ranks.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        self.shares.len() as u32
+    }
+
+    /// Whether it makes sense.
+    ///
+    /// Errors: shares that are all zero; no buckets, no steps between synchronisations, an empty codec block; more ranks
+    /// than [`Mesh::MAX_RANKS`].
+    pub fn check(&self) -> Result<(), ParallelError> {
+        Mesh::data(u32::try_from(self.shares.len()).unwrap_or(u32::MAX))?;
+        let zero = |of: &str, field| Err(ParallelError::Zero { of: of.to_owned(), field });
+        match self.sync {
+            Sync::Ddp { buckets: 0, .. } => return zero("ddp", "buckets"),
+            Sync::DiLoCo { every: 0 } => return zero("diloco", "every"),
+            _ => {}
+        }
+        if self.codec.block == 0 {
+            return zero("the codec", "block");
+        }
+        if self.shares.iter().all(|&share| share == 0) {
+            return zero("the replicas", "shares");
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ddp() -> Replicas {
+        Replicas {
+            sync: Sync::Ddp { overlap: Overlap::WithBackward, buckets: 4 },
+            algorithm: Algorithm::Ring,
+            codec: Codec::F32,
+            shares: vec![3, 1],
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused() {
+        assert_eq!(ddp().check(), Ok(()));
+        let refused = |replicas: Replicas| replicas.check().unwrap_err().to_string();
+        assert!(refused(Replicas { shares: Vec::new(), ..ddp() }).contains("size 0"));
+        assert!(refused(Replicas { shares: vec![0, 0], ..ddp() }).contains("shares"));
+        assert!(refused(Replicas { sync: Sync::DiLoCo { every: 0 }, ..ddp() }).contains("every"));
+        let sync = Sync::Ddp { overlap: Overlap::None, buckets: 0 };
+        assert!(refused(Replicas { sync, ..ddp() }).contains("buckets"));
+    }
+
+    #[test]
+    fn codecs_count_started_blocks() {
+        assert_eq!(Codec::F32.bytes(1 << 20), Bytes(4 << 20));
+        assert_eq!(Codec::INT8.bytes(257), Bytes(520));
+        assert_eq!(Codec::INT8.bytes(0), Bytes(0));
+    }
+}
