@@ -87,6 +87,7 @@ impl Launch {
                     _ if passed > 2 => SystemSignal::KILL,
                     Signal::Interrupt => SystemSignal::INT,
                     Signal::Terminate => SystemSignal::TERM,
+                    Signal::Hangup => SystemSignal::HUP,
                 });
             }
             if failed.is_some() {

@@ -27,7 +27,7 @@ use farflung::Error;
     version,
     max_term_width = 110,
     after_help = "Exit codes: 0; 1 failure; 2 usage; 75 a peer was lost, start \
-    the job again; 130 and 143 after SIGINT and SIGTERM."
+    the job again; 130, 143 and 129 after SIGINT, SIGTERM and SIGHUP."
 )]
 struct Cli {
     #[command(flatten)]
