@@ -12,7 +12,7 @@ use crate::{Error, Result};
 
 const LOCK: &str = "run.lock";
 const CONFIG: &str = "config.toml";
-const METRICS: &str = "metrics.jsonl";
+pub(crate) const METRICS: &str = "metrics.jsonl";
 const LATEST: &str = "latest";
 
 /// What to do with a folder that holds a run already.

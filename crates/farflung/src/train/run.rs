@@ -8,6 +8,7 @@ use farflung_tensor::Tensor;
 use farflung_zoo::Stage;
 
 use super::checkpoint::{self, Totals};
+use super::finished::{self, Left};
 use super::job::Job;
 use super::links::{Seat, seats};
 use super::report::{Report, sample};
@@ -251,7 +252,6 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
         comm.barrier()?;
     }
     let run = RunDir::open(&checkpoint::folder(out, rank), existing)?;
-    run.write_config(&job.config.to_toml())?;
     if rank.0 == 0 {
         comm.barrier()?;
     }
@@ -273,7 +273,7 @@ fn train(
     job: &Job,
     mut worker: impl Member,
     (simulated, link): (bool, Option<Link>),
-    watch: Option<&mut (dyn Watch + '_)>,
+    mut watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Option<Report>> {
     let config = &job.config;
     let first = worker.comm().rank().0 == 0;
@@ -283,6 +283,12 @@ fn train(
         None => Totals::default(),
     };
     let begun = worker.steps_done();
+    let seen = watch.as_deref_mut();
+    if let Left::Nothing(report) = finished::left(job, run.as_ref(), worker.comm(), begun, seen)? {
+        return Ok(report.map(|report| *report));
+    }
+    // Only now that nothing in the folder stands against these settings.
+    run.as_ref().map_or(Ok(()), |run| run.write_config(&config.to_toml()))?;
     let metrics = run.as_ref().filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(worker.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
@@ -324,6 +330,11 @@ fn train(
         if stop {
             return Err(Error::Stopped(job.stop.requested().unwrap_or(Signal::Terminate)));
         }
+    }
+    if begun == config.steps {
+        // Of a run that was cut off before its report.
+        last_loss = Some(worker.evaluate()?);
+        record.rows = if first { finished::rows(run.as_ref())? } else { Vec::new() };
     }
     let totals = clock.totals(worker.comm());
     let Some((stage, params)) = worker.whole()? else { return Ok(None) };
