@@ -8,6 +8,7 @@ use farflung_tensor::Tensor;
 use farflung_zoo::Stage;
 
 use super::checkpoint::{self, Totals};
+use super::claim::Claim;
 use super::finished::{self, Left};
 use super::job::Job;
 use super::links::{Seat, seats};
@@ -124,14 +125,17 @@ pub fn run(
     stop: crate::Stop,
     watch: &mut dyn Watch,
 ) -> Result<Option<Report>> {
-    let world = env.map_or(1, |e| e.world_size);
-    let world = if world > 1 { world } else { config.workers };
+    let processes = env.map_or(1, |e| e.world_size);
+    let world = if processes > 1 { processes } else { config.workers };
+    config.transport_for(processes)?;
     let mut job = Job::new(config, world, stop)?;
-    let out = job.config.out.clone();
-    job.out = Some(out.unwrap_or_else(|| RunDir::next_free("runs".as_ref(), &job.config.model)));
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
-    let seats = seats(&job.config, env)?.into_iter().map(tie).collect();
-    let result = run_job(&job, seats, watch);
+    let seats: Vec<Seat> = seats(&job.config, env)?.into_iter().map(tie).collect();
+    let between = seats.first().map(|seat| &seat.comm).filter(|_| processes > 1);
+    let result = Claim::new(job.config.out.as_deref(), &job.config.model, between).and_then(|claim| {
+        job.out = Some(claim.path().to_owned());
+        run_job(&job, seats, watch)
+    });
     // Whatever a worker failed with then, that is why.
     match job.stop.cancelled() {
         Some(signal) if result.is_err() => Err(Error::Stopped(signal)),
