@@ -89,3 +89,15 @@ fn tcp_in_one_process_says_how_to_start_several() {
     let output = ended(start(&run, &[], "--transport tcp --workers 1"));
     assert!(output.status.success(), "{output:?}");
 }
+
+#[test]
+fn a_link_that_is_slower_than_the_deadline_is_refused_before_the_first_step() {
+    let expected = [
+        "error: `link` is 1kbit,10s, expected one that is not slower than the deadline",
+        "`deadline` is 15s",
+    ];
+    refused("--link 1kbit,10s --deadline 15s", &expected);
+    let run = Run::new();
+    let output = ended(start(&run, &[], "--link 1kbit,10s --deadline 2min"));
+    assert!(output.status.success(), "{output:?}");
+}

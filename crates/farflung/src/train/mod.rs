@@ -5,6 +5,7 @@
 
 mod checkpoint;
 mod claim;
+mod deadline;
 mod finished;
 mod job;
 mod links;

@@ -9,6 +9,7 @@ use farflung_zoo::Stage;
 
 use super::checkpoint::{self, Totals};
 use super::claim::Claim;
+use super::deadline;
 use super::finished::{self, Left};
 use super::job::Job;
 use super::links::{Seat, seats};
@@ -127,8 +128,9 @@ pub fn run(
 ) -> Result<Option<Report>> {
     let processes = env.map_or(1, |e| e.world_size);
     let world = if processes > 1 { processes } else { config.workers };
-    config.transport_for(processes)?;
+    let transport = config.transport_for(processes)?;
     let mut job = Job::new(config, world, stop)?;
+    deadline::check(&job, transport)?;
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
     let seats: Vec<Seat> = seats(&job.config, env)?.into_iter().map(tie).collect();
     let between = seats.first().map(|seat| &seat.comm).filter(|_| processes > 1);
