@@ -3,6 +3,7 @@
 //! It refuses to know the crates that it checks: it reads `cargo metadata` and files, and runs cargo.
 
 #![expect(clippy::print_stdout, reason = "a command line tool answers on stdout")]
+#![expect(clippy::print_stderr, reason = "its progress and its errors go to stderr")]
 
 mod shell;
 mod workspace;

@@ -99,6 +99,7 @@ pub(crate) struct Teed {
 }
 
 /// Runs, shows both streams as they come, and keeps them.
+#[expect(clippy::disallowed_methods, reason = "a tool's own terminal")]
 pub(crate) fn tee(command: &mut Command) -> Result<Teed> {
     let shown = shown(command);
     eprintln!("$ {shown}");

@@ -224,8 +224,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130 and 143 after a signal,
-    /// the child's own for a launched one, else 1.
+    /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130, 143 and 129 after a
+    /// signal, the child's own for a launched one, else 1.
     #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {

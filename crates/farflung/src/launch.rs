@@ -4,7 +4,7 @@
 //! children do.
 
 use std::ffi::OsString;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal as SystemSignal, kill_process};
 
-use crate::{Error, Result, Signal, Stop};
+use crate::{Error, Result, Signal, Stop, terminal};
 
 /// How often exits and signals are looked for.
 const POLL: Duration = Duration::from_millis(20);
@@ -87,6 +87,7 @@ impl Launch {
                     _ if passed > 2 => SystemSignal::KILL,
                     Signal::Interrupt => SystemSignal::INT,
                     Signal::Terminate => SystemSignal::TERM,
+                    Signal::Hangup => SystemSignal::HUP,
                 });
             }
             if failed.is_some() {
@@ -179,9 +180,8 @@ fn prefix(rank: usize, stderr: ChildStderr) {
         while line.last().is_some_and(|&b| b == b'\n' || b == b'\r') {
             line.pop();
         }
-        let text = [format!("[{rank}] ").as_bytes(), &line, b"\n"].concat();
-        // A closed stderr of ours is no reason to block the child.
-        drop(io::stderr().write_all(&text));
+        // Never fails and never stops for long: the child goes on whatever our own stderr is.
+        terminal::say([format!("[{rank}] ").as_bytes(), &line, b"\n"].concat());
         line.clear();
     }
 }

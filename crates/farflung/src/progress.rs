@@ -6,6 +6,10 @@ use farflung_base::Bytes;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::metrics::StepMetrics;
+use crate::terminal::{self, Screen};
+
+/// Times a second that the bar is drawn at most.
+const DRAWN_HZ: u8 = 10;
 
 /// Seconds between plain lines.
 const LINE_EVERY_S: f64 = 5.0;
@@ -43,10 +47,12 @@ impl Progress {
         let view = match show {
             Show::Nothing => View::Nothing,
             Show::Auto => {
-                let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(10));
-                if bar.is_hidden() {
+                // Hidden where stderr is no terminal, or one that cannot move its cursor.
+                if ProgressDrawTarget::stderr().is_hidden() {
                     View::Lines { last: None }
                 } else {
+                    let screen = ProgressDrawTarget::term_like_with_hz(Box::new(Screen::default()), DRAWN_HZ);
+                    let bar = ProgressBar::with_draw_target(Some(total), screen);
                     let style = "{bar:24} {pos}/{len}  {msg}  eta {eta}";
                     bar.set_style(ProgressStyle::with_template(style).expect("the template is right"));
                     // The rate of this process, not of the steps that an earlier one did.
@@ -74,7 +80,8 @@ impl Progress {
             }
             View::Lines { last } if due(*last) => {
                 *last = Some(metrics.wall_s);
-                eprintln!("step {}/{}  {}", metrics.step, self.total, describe(metrics, link_use));
+                let text = describe(metrics, link_use);
+                terminal::say(format!("step {}/{}  {text}\n", metrics.step, self.total));
             }
             View::Lines { .. } | View::Nothing => {}
         }
@@ -83,8 +90,8 @@ impl Progress {
     /// Shows a line between the steps, such as that a checkpoint was saved.
     pub fn note(&self, text: &str) {
         match &self.view {
-            View::Bar(bar) => bar.suspend(|| eprintln!("{text}")),
-            View::Lines { .. } => eprintln!("{text}"),
+            View::Bar(bar) => bar.suspend(|| terminal::say(format!("{text}\n"))),
+            View::Lines { .. } => terminal::say(format!("{text}\n")),
             View::Nothing => {}
         }
     }

@@ -12,8 +12,10 @@ use crate::{Error, Result};
 
 const LOCK: &str = "run.lock";
 const CONFIG: &str = "config.toml";
-const METRICS: &str = "metrics.jsonl";
+pub(crate) const METRICS: &str = "metrics.jsonl";
 const LATEST: &str = "latest";
+/// The folder of the folders of ranks other than 0, which may be there before rank 0 has written anything.
+pub(crate) const RANKS: &str = "ranks";
 
 /// What to do with a folder that holds a run already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,14 +42,13 @@ impl RunDir {
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
         let names = names(path)?;
-        let is_run = names.iter().any(|n| n == CONFIG || n == METRICS || n == LOCK);
-        if !names.is_empty() && !is_run {
+        if !names.is_empty() && !names.iter().any(|name| name == RANKS || is_of_run(name)) {
             return Err(Error::NotARun { path: path.to_owned() });
         }
         let lock = lock(path)?;
         // Only after the lock: a run that lives is "in use", which says more than "exists". A lock file alone is no
         // run: its process died before it wrote anything.
-        if existing == Existing::Refuse && names.iter().any(|n| n != LOCK) {
+        if existing == Existing::Refuse && names.iter().any(|n| n != LOCK && n != RANKS) {
             return Err(Error::RunExists { path: path.to_owned() });
         }
         for name in names
@@ -63,11 +64,9 @@ impl RunDir {
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
 
-    /// The first of `PARENT/NAME-1`, `PARENT/NAME-2`, ... that does not exist.
-    #[must_use]
-    pub fn next_free(parent: &Path, name: &str) -> PathBuf {
-        let mut candidates = (1u64..).map(|n| parent.join(format!("{name}-{n}")));
-        candidates.find(|path| !path.exists()).expect("some number is free")
+    /// Whether a folder that exists is a run's, or was one's.
+    pub fn holds_run(path: &Path) -> Result<bool> {
+        Ok(names(path)?.iter().any(|name| is_of_run(name)))
     }
 
     /// The folder.
@@ -166,6 +165,11 @@ fn list(run: &Path) -> Result<Vec<u64>> {
     Ok(steps)
 }
 
+/// Whether a name tells that its folder is a run's.
+fn is_of_run(name: &str) -> bool {
+    [CONFIG, METRICS, LOCK].contains(&name)
+}
+
 /// A checkpoint's folder name. Sorts by step for anybody who lists it.
 pub(crate) fn folder(step: u64) -> String {
     format!("step-{step:08}")
@@ -231,7 +235,7 @@ mod tests {
         RunDir::open(&run, Existing::Refuse).unwrap().write_config("").unwrap();
         assert!(matches!(RunDir::open(&run, Existing::Refuse), Err(Error::RunExists { .. })));
         RunDir::open(&run, Existing::Continue).unwrap();
-        assert_eq!(RunDir::next_free(dir.path(), "nano"), dir.path().join("nano-1"));
+        assert_eq!([dir.path(), &run].map(|path| RunDir::holds_run(path).unwrap()), [false, true]);
     }
 
     #[test]

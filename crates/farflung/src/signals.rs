@@ -6,12 +6,12 @@
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use farflung_comm::{Cancel, Communicator};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level;
 
@@ -24,16 +24,32 @@ pub enum Signal {
     Interrupt,
     /// SIGTERM: a scheduler's or launcher's polite end.
     Terminate,
+    /// SIGHUP: the terminal is gone, a closed ssh session for instance.
+    Hangup,
 }
 
 impl Signal {
-    /// 128 plus the signal's number, as shells have it.
+    /// All of them.
+    const ALL: [Self; 3] = [Self::Interrupt, Self::Terminate, Self::Hangup];
+
+    /// Its number on this system.
+    const fn number(self) -> i32 {
+        match self {
+            Self::Interrupt => SIGINT,
+            Self::Terminate => SIGTERM,
+            Self::Hangup => SIGHUP,
+        }
+    }
+
+    /// The signal with a number, if it is one of these.
+    fn of(number: i32) -> Option<Self> {
+        Self::ALL.into_iter().find(|signal| signal.number() == number)
+    }
+
+    /// 128 plus the signal's number, as shells have it: 130, 143 or 129.
     #[must_use]
     pub const fn exit_code(self) -> u8 {
-        match self {
-            Self::Interrupt => 130,
-            Self::Terminate => 143,
-        }
+        128 + self.number() as u8
     }
 }
 
@@ -42,6 +58,7 @@ impl fmt::Display for Signal {
         f.write_str(match self {
             Self::Interrupt => "SIGINT",
             Self::Terminate => "SIGTERM",
+            Self::Hangup => "SIGHUP",
         })
     }
 }
@@ -63,15 +80,16 @@ enum Repeat {
 #[derive(Debug, Clone, Default)]
 pub struct Stop {
     /// The signal's number, or 0.
-    signal: Arc<AtomicUsize>,
+    signal: Arc<AtomicI32>,
     cancel: Cancel,
     /// Whether there is something to cancel.
     tied: Arc<AtomicBool>,
 }
 
 impl Stop {
-    /// Catches SIGINT and SIGTERM for the rest of the process's life; the second one ends the process at once, with a
-    /// second for the calls that are [tied](Stop::tie) to it.
+    /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life; the second one ends the process at once,
+    /// with a second for the calls that are [tied](Stop::tie) to it. A SIGHUP that is ignored when the process starts, as
+    /// under `nohup`, stays ignored.
     ///
     /// Errors: [`Error::Io`] if the system refuses the handlers.
     pub fn install() -> Result<Self> {
@@ -85,7 +103,8 @@ impl Stop {
 
     fn catch(repeat: Repeat) -> Result<Self> {
         let failed = || Error::io("catch signals for", Path::new("this process"));
-        let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(failed())?;
+        let caught = Signal::ALL.into_iter().filter(|&signal| signal != Signal::Hangup || !ignores_hangup());
+        let mut signals = Signals::new(caught.map(Signal::number)).map_err(failed())?;
         let stop = Self::default();
         let seen = stop.clone();
         let watch = move || {
@@ -97,7 +116,7 @@ impl Stop {
                 )]
                 let now = Instant::now();
                 let repeated = last.replace(now).map(|before| now - before);
-                let signal = if number == SIGINT { Signal::Interrupt } else { Signal::Terminate };
+                let Some(signal) = Signal::of(number) else { continue };
                 match (repeat, repeated) {
                     (_, Some(apart)) if apart < ONE_SIGNAL => {}
                     (Repeat::Exits, Some(_)) => {
@@ -137,33 +156,32 @@ impl Stop {
 
     /// Asks for a stop as `signal` would.
     pub fn request(&self, signal: Signal) {
-        let number = match signal {
-            Signal::Interrupt => SIGINT,
-            Signal::Terminate => SIGTERM,
-        };
-        self.signal.store(number as usize, Ordering::Relaxed);
+        self.signal.store(signal.number(), Ordering::Relaxed);
     }
 
     /// The last signal since the last take.
     #[must_use]
     pub fn take(&self) -> Option<Signal> {
-        read(self.signal.swap(0, Ordering::Relaxed))
+        Signal::of(self.signal.swap(0, Ordering::Relaxed))
     }
 
     /// The last signal that came, if one did.
     #[must_use]
     pub fn requested(&self) -> Option<Signal> {
-        read(self.signal.load(Ordering::Relaxed))
+        Signal::of(self.signal.load(Ordering::Relaxed))
     }
 }
 
-/// The signal of a number; 0 is none.
-fn read(number: usize) -> Option<Signal> {
-    match number {
-        0 => None,
-        n if n == SIGINT as usize => Some(Signal::Interrupt),
-        _ => Some(Signal::Terminate),
-    }
+/// Whether the process was started with SIGHUP ignored.
+fn ignores_hangup() -> bool {
+    #[expect(unsafe_code, reason = "there is no safe way to ask for a signal's action")]
+    // SAFETY: `sigaction` is a plain C struct for which all zeros are a value. The call reads no new action, since that
+    // pointer is null, and writes the old one to `action`, which lives beyond it.
+    let action = unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        (libc::sigaction(SIGHUP, std::ptr::null(), &raw mut action) == 0).then_some(action)
+    };
+    action.is_some_and(|action| action.sa_sigaction == libc::SIG_IGN)
 }
 
 #[cfg(test)]
@@ -180,6 +198,6 @@ mod tests {
         stop.request(Signal::Interrupt);
         assert_eq!(seen.take(), Some(Signal::Interrupt));
         assert_eq!((stop.take(), stop.requested()), (None, None));
-        assert_eq!(Error::Stopped(Signal::Interrupt).exit_code(), 130);
+        assert_eq!(Signal::ALL.map(|signal| Error::Stopped(signal).exit_code()), [130, 143, 129]);
     }
 }

@@ -47,24 +47,27 @@ fn who_ignores_sigterm_is_killed() {
 
 #[test]
 fn a_signal_is_passed_on_and_children_may_save_first() {
-    let dir = tempfile::tempdir().unwrap();
-    let out = dir.path().display();
-    let script = format!(
-        "trap 'echo saved > {out}/$RANK; exit 143' TERM; touch {out}/up-$RANK; while :; do sleep 0.05; done"
-    );
-    let stop = Stop::manual();
-    let asker = stop.clone();
-    let folder = dir.path().to_owned();
-    let waiter = std::thread::spawn(move || {
-        while !(0..3).all(|r| folder.join(format!("up-{r}")).exists()) {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        asker.request(Signal::Terminate);
-    });
-    let outcome = launch(&script, Duration::from_secs(10), &stop);
-    waiter.join().unwrap();
-    assert!(matches!(outcome, Err(Error::Stopped(Signal::Terminate))), "{outcome:?}");
-    assert!((0..3).all(|r| dir.path().join(r.to_string()).exists()));
+    for (signal, name, code) in [(Signal::Terminate, "TERM", 143), (Signal::Hangup, "HUP", 129)] {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().display();
+        let script = format!(
+            "trap 'echo saved > {out}/$RANK; exit {code}' {name}; touch {out}/up-$RANK; while :; do sleep 0.05; done"
+        );
+        let stop = Stop::manual();
+        let asker = stop.clone();
+        let folder = dir.path().to_owned();
+        let waiter = std::thread::spawn(move || {
+            while !(0..3).all(|r| folder.join(format!("up-{r}")).exists()) {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            asker.request(signal);
+        });
+        let outcome = launch(&script, Duration::from_secs(10), &stop);
+        waiter.join().unwrap();
+        assert!(matches!(&outcome, Err(Error::Stopped(by)) if *by == signal), "{outcome:?}");
+        assert_eq!(outcome.unwrap_err().exit_code(), code);
+        assert!((0..3).all(|r| dir.path().join(r.to_string()).exists()));
+    }
 }
 
 #[test]

@@ -57,8 +57,17 @@ fn the_second_ends_what_waits_for_other_ranks_and_tells_them() {
     assert_eq!(child.wait().unwrap().code(), Some(130));
 }
 
+/// Starts a test above as a process of its own, and gives what waits for a line of its output.
 fn start(test: &str) -> (Child, impl FnMut(&str)) {
-    let mut child = Command::new(env::current_exe().unwrap())
+    start_by(Command::new(env::current_exe().unwrap()), &[], test)
+}
+
+/// The same by a shell, whose arguments before the program are `shell`.
+fn start_by(mut program: Command, shell: &[&str], test: &str) -> (Child, impl FnMut(&str)) {
+    if !shell.is_empty() {
+        program.args(shell).arg(env::current_exe().unwrap());
+    }
+    let mut child = program
         .args(["--exact", test, "--nocapture"])
         .env(ROLE, "waits")
         .stdout(Stdio::piped())
@@ -82,6 +91,33 @@ fn the_first_asks_and_the_second_ends_at_once() {
     thread::sleep(Duration::from_millis(400));
     send(&child, Signal::TERM);
     assert_eq!(child.wait().unwrap().code(), Some(143));
+}
+
+#[test]
+fn a_hangup_asks_as_sigterm_does() {
+    let (mut child, mut expect) = start("a_process_that_waits");
+    send(&child, Signal::HUP);
+    expect("saw SIGHUP");
+    thread::sleep(Duration::from_millis(400));
+    send(&child, Signal::HUP);
+    assert_eq!(child.wait().unwrap().code(), Some(129));
+}
+
+#[test]
+fn a_hangup_that_was_ignored_at_the_start_stays_ignored() {
+    let ignoring = Command::new("/bin/sh");
+    let (mut child, mut expect) =
+        start_by(ignoring, &["-c", "trap '' HUP; exec \"$0\" \"$@\""], "a_process_that_waits");
+    for _ in 0..2 {
+        send(&child, Signal::HUP);
+        thread::sleep(Duration::from_millis(400));
+    }
+    send(&child, Signal::TERM);
+    // The second hangup would have ended it.
+    expect("saw SIGTERM");
+    thread::sleep(Duration::from_millis(400));
+    send(&child, Signal::INT);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
 }
 
 #[test]

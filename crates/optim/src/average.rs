@@ -38,6 +38,14 @@ impl Default for AverageConfig {
     }
 }
 
+impl AverageConfig {
+    /// Elements of each bucket into which a layout is cut, in the order in which they travel.
+    #[must_use]
+    pub fn buckets(&self, layout: &ParamLayout) -> Vec<usize> {
+        cut(layout, self.bucket_bytes).1.iter().map(|bucket| bucket.len).collect()
+    }
+}
+
 /// Averages flat buffers of one layout over the ranks of a communicator.
 ///
 /// Only parameters travel, packed: `4 * layout.count()` bytes with codec `none`, and the padding stays as it is. Buckets

@@ -3,6 +3,7 @@
 use std::io::{stderr, stdout};
 use std::process::ExitCode;
 
+#[expect(clippy::disallowed_methods, reason = "a tool's own terminal")]
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let code = farflung_repro::main(&args, &mut stdout(), &mut stderr());

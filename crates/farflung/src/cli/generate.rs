@@ -1,9 +1,7 @@
 //! `farflung generate`.
 
-use std::io::Write;
-
 use farflung::zoo::{Sampling, generate};
-use farflung::{Error, Result};
+use farflung::{Result, terminal};
 
 use super::model::ModelArgs;
 
@@ -44,11 +42,10 @@ impl GenerateCommand {
         let sampling =
             Sampling { temperature: self.temperature, top_k: self.top_k, top_p: self.top_p, seed: self.seed };
         let prompt = loaded.tokenizer.encode(&self.prompt);
-        let mut out = std::io::stdout().lock();
         let mut all = Vec::new();
         let mut failure = None;
         let mut put = |bytes: &[u8]| {
-            failure = out.write_all(bytes).and_then(|()| out.flush()).err();
+            failure = terminal::print_bytes(bytes).err();
             failure.is_none()
         };
         if !self.json {
@@ -65,6 +62,6 @@ impl GenerateCommand {
             put(serde_json::json!({"prompt": self.prompt, "text": text}).to_string().as_bytes());
         }
         put(b"\n");
-        failure.map_or(Ok(()), |source| Err(Error::Io { action: "write to", path: "stdout".into(), source }))
+        failure.map_or(Ok(()), Err)
     }
 }

@@ -2,9 +2,9 @@
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
-use std::io::{self, IsTerminal};
-
+use farflung::terminal::{self, Log};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Directive;
 use tracing_subscriber::fmt;
 
 /// How log lines look.
@@ -25,18 +25,25 @@ pub(super) struct Logging {
 }
 
 impl Logging {
-    /// Makes the process's log. A wrong `RUST_LOG` is reported by the filter itself and leaves the default.
+    /// Makes the process's log. A directive of `RUST_LOG` that makes no sense is said and left out.
     pub(super) fn install(&self) {
+        let wanted = std::env::var(EnvFilter::DEFAULT_ENV).unwrap_or_default();
+        // The subscriber would report wrong directives, and writes that fail, by `eprintln!`, which panics where stderr is
+        // a closed pipe.
+        let make_sense = |directive: &&str| {
+            let parsed = directive.parse::<Directive>();
+            if let Err(error) = &parsed {
+                terminal::say(format!("ignoring `{directive}` of {}: {error}\n", EnvFilter::DEFAULT_ENV));
+            }
+            parsed.is_ok()
+        };
+        let directives: Vec<&str> = wanted.split(',').filter(|d| !d.is_empty()).filter(make_sense).collect();
         let filter = EnvFilter::builder()
             .with_default_directive(tracing::level_filters::LevelFilter::WARN.into())
-            .from_env_lossy();
-        let builder = fmt().with_env_filter(filter).with_writer(io::stderr);
+            .parse_lossy(directives.join(","));
+        let builder = fmt().with_env_filter(filter).with_writer(Log::default).log_internal_errors(false);
         match self.log_format {
-            Format::Text => {
-                // The convention: set and not empty means no colour.
-                let plain = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
-                builder.with_ansi(!plain && io::stderr().is_terminal()).init();
-            }
+            Format::Text => builder.with_ansi(super::has_colours(terminal::stderr_is_terminal())).init(),
             Format::Json => builder.json().init(),
         }
     }

@@ -19,7 +19,9 @@ use std::error::Error as _;
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::builder::StyledStr;
 use farflung::Error;
+use farflung::terminal::{self, print};
 
 /// Trains GPT models on far-flung machines: unequal computers joined by slow, uneven, unreliable links.
 #[derive(Debug, Parser)]
@@ -27,7 +29,7 @@ use farflung::Error;
     version,
     max_term_width = 110,
     after_help = "Exit codes: 0; 1 failure; 2 usage; 75 a peer was lost, start \
-    the job again; 130 and 143 after SIGINT and SIGTERM."
+    the job again; 130, 143 and 129 after SIGINT, SIGTERM and SIGHUP."
 )]
 struct Cli {
     #[command(flatten)]
@@ -50,53 +52,72 @@ enum Command {
     Net(net::NetCommand),
 }
 
-/// Prints a result on stdout; a reader that went away is an error, not a panic.
-fn print(text: &str) -> farflung::Result<()> {
-    use std::io::Write;
-    let mut out = std::io::stdout().lock();
-    out.write_all(text.as_bytes()).and_then(|()| out.flush()).map_err(|source| Error::Io {
-        action: "write to",
-        path: "stdout".into(),
-        source,
-    })
-}
-
 /// Runs the command line of this process.
 pub(crate) fn main() -> ExitCode {
-    let cli = Cli::parse();
-    cli.logging.install();
-    let outcome = match cli.command {
-        Command::Train(command) => command.run(),
-        Command::Generate(command) => command.run(),
-        Command::Eval(command) => command.run(),
-        Command::Compress(command) => command.run(),
-        Command::Schedule(command) => command.run(),
-        Command::Plan(command) => command.run(),
-        Command::Devices(command) => command.run(),
-        Command::Launch(command) => command.run(),
-        Command::Net(command) => command.run(),
+    let code = match Cli::try_parse() {
+        Ok(cli) => exit_code(cli.run()),
+        Err(wrong) if wrong.use_stderr() => {
+            terminal::say(styled(&wrong.render(), terminal::stderr_is_terminal()));
+            // Every error of the command line is one of usage.
+            2
+        }
+        Err(help) => exit_code(print(&styled(&help.render(), terminal::stdout_is_terminal()))),
     };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            report(&error);
-            ExitCode::from(error.exit_code())
+    terminal::flush();
+    ExitCode::from(code)
+}
+
+impl Cli {
+    fn run(self) -> farflung::Result<()> {
+        self.logging.install();
+        match self.command {
+            Command::Train(command) => command.run(),
+            Command::Generate(command) => command.run(),
+            Command::Eval(command) => command.run(),
+            Command::Compress(command) => command.run(),
+            Command::Schedule(command) => command.run(),
+            Command::Plan(command) => command.run(),
+            Command::Devices(command) => command.run(),
+            Command::Launch(command) => command.run(),
+            Command::Net(command) => command.run(),
         }
     }
 }
 
-/// Prints an error and its causes, one a line.
-fn report(error: &Error) {
-    eprintln!("error: {error}");
+/// Whether a stream shows colours. The convention: `NO_COLOR` set and not empty means none.
+fn has_colours(is_terminal: bool) -> bool {
+    is_terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
+/// What the parser of the command line has to say.
+fn styled(text: &StyledStr, is_terminal: bool) -> String {
+    if has_colours(is_terminal) { text.ansi().to_string() } else { text.to_string() }
+}
+
+/// The process's exit code; an error is said first.
+fn exit_code(outcome: farflung::Result<()>) -> u8 {
+    match outcome {
+        Ok(()) => 0,
+        Err(error) => {
+            terminal::say(described(&error));
+            error.exit_code()
+        }
+    }
+}
+
+/// An error and its causes, one a line.
+fn described(error: &Error) -> String {
+    let mut lines = format!("error: {error}\n");
     let mut said = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
         // Some errors say their cause in their own words.
         let text = error.to_string();
         if !said.contains(text.trim_end()) {
-            eprintln!("  cause: {}", text.trim_end());
+            lines.extend(["  cause: ", text.trim_end(), "\n"]);
         }
         said = text;
         cause = error.source();
     }
+    lines
 }

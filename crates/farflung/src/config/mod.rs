@@ -353,10 +353,19 @@ impl TrainConfig {
 
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
     ///
-    /// Errors: [`Error::Setting`] for a transport within one process in a job of several.
+    /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for sockets where all workers
+    /// are in one process.
     pub fn transport_for(&self, processes: usize) -> Result<TransportKind> {
         match (self.transport, processes) {
             (TransportKind::Auto, 0 | 1) => Ok(TransportKind::Simulated),
+            (TransportKind::Tcp, 0 | 1) if self.workers > 1 => {
+                let (kind, n) = (self.transport, self.workers);
+                let expected = format!(
+                    "simulated or memory for {n} workers in one process: with tcp each is a process of its own, as \
+                     `farflung launch -n {n} -- train` starts them"
+                );
+                Err(Error::Setting { field: "transport", value: kind.to_string(), expected })
+            }
             (TransportKind::Auto | TransportKind::Tcp, _) => Ok(TransportKind::Tcp),
             (kind, 0 | 1) => Ok(kind),
             (kind, n) => Err(Error::Setting {

@@ -54,7 +54,7 @@ struct Record {
 
 /// Where a rank keeps its checkpoints, given the run's folder.
 pub(super) fn folder(out: &Path, rank: Rank) -> PathBuf {
-    if rank.0 == 0 { out.to_owned() } else { out.join("ranks").join(format!("rank-{:05}", rank.0)) }
+    if rank.0 == 0 { out.to_owned() } else { out.join(run_dir::RANKS).join(format!("rank-{:05}", rank.0)) }
 }
 
 const MODEL: &str = "model.safetensors";
@@ -163,11 +163,11 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
 }
 
 /// Everyone's number, by rank.
-fn tell(comm: &Communicator, mine: u64) -> Result<Vec<u64>> {
+pub(super) fn tell(comm: &Communicator, mine: u64) -> Result<Vec<u64>> {
     let all = comm.all_gather_bytes(mine.to_le_bytes().to_vec())?;
     let word = |(rank, bytes): (usize, &Vec<u8>)| {
         let word = bytes.as_slice().try_into().map(u64::from_le_bytes);
-        word.map_err(|_| Error::Message { message: format!("rank {rank}'s step"), problem: "is no number" })
+        word.map_err(|_| Error::Message { message: format!("rank {rank}'s number"), problem: "is not one" })
     };
     all.iter().enumerate().map(word).collect()
 }

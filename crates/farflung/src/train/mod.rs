@@ -5,9 +5,12 @@
 
 mod bind;
 mod checkpoint;
+mod claim;
 mod costs;
+mod deadline;
 mod executor;
 mod fingerprint;
+mod finished;
 mod job;
 mod links;
 mod part;

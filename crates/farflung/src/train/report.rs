@@ -7,7 +7,7 @@ use farflung_base::{Bytes, Link, Nanos};
 use farflung_parallel::{Answer, WhatIf};
 use farflung_tensor::Tensor;
 use farflung_zoo::{Sampling, Stage, generate};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::checkpoint::Totals;
 use super::costs::modelled;
@@ -16,8 +16,11 @@ use super::prices::planned_codec;
 use crate::plot::loss_curve_svg;
 use crate::{Error, Result, RunDir, StepMetrics, run_dir};
 
+/// The file in a run's folder.
+pub(super) const REPORT: &str = "report.json";
+
 /// Text that the trained model wrote.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SampleText {
     /// What it was asked to continue.
     pub prompt: String,
@@ -26,7 +29,7 @@ pub struct SampleText {
 }
 
 /// The end of a run.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Report {
     /// Preset of the model.
     pub model: String,
@@ -44,7 +47,7 @@ pub struct Report {
     pub val_loss_before: Option<f64>,
     /// Validation loss at the end.
     pub val_loss: Option<f64>,
-    /// Mean training loss of the last tenth of the steps taken now; none of a run that was already done.
+    /// Mean training loss of the last tenth of the steps taken now, or of all steps where only the report was left to do.
     pub train_loss: Option<f64>,
     /// Bytes that one worker sent, frames and all.
     pub bytes_sent: u64,
@@ -170,10 +173,10 @@ impl Report {
         run.replace("loss.svg", loss_curve_svg(&title, &rows)?.as_bytes())?;
         let json = serde_json::to_vec_pretty(self).map_err(|e| Error::Io {
             action: "encode",
-            path: run.path().join("report.json"),
+            path: run.path().join(REPORT),
             source: e.into(),
         })?;
-        run.replace("report.json", &json)
+        run.replace(REPORT, &json)
     }
 }
 

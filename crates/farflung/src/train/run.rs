@@ -6,6 +6,9 @@ use farflung_base::{Link, Nanos};
 use farflung_comm::Communicator;
 
 use super::checkpoint::{self, Totals};
+use super::claim::Claim;
+use super::deadline;
+use super::finished::{self, Left};
 use super::job::Job;
 use super::links::{Seat, seats};
 use super::planned;
@@ -70,13 +73,18 @@ pub fn run(
     stop: crate::Stop,
     watch: &mut dyn Watch,
 ) -> Result<Option<Report>> {
+    let processes = env.map_or(1, |e| e.world_size);
     let world = world(&config, env)?;
+    let transport = config.transport_for(processes)?;
     let mut job = Job::new(config, world, stop)?;
-    let out = job.config.out.clone();
-    job.out = Some(out.unwrap_or_else(|| RunDir::next_free("runs".as_ref(), &job.config.model)));
+    deadline::check(&job, transport)?;
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
-    let seats = seats(&job, env)?.into_iter().map(tie).collect();
-    let result = run_job(&job, seats, watch);
+    let seats: Vec<Seat> = seats(&job, env)?.into_iter().map(tie).collect();
+    let between = seats.first().map(|seat| &seat.comm).filter(|_| processes > 1);
+    let result = Claim::new(job.config.out.as_deref(), &job.config.model, between).and_then(|claim| {
+        job.out = Some(claim.path().to_owned());
+        run_job(&job, seats, watch)
+    });
     // Whatever a worker failed with then, that is why.
     match job.stop.cancelled() {
         Some(signal) if result.is_err() => Err(Error::Stopped(signal)),
@@ -205,8 +213,6 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
         comm.barrier()?;
     }
     let run = RunDir::open(&checkpoint::folder(out, rank), existing)?;
-    run.write_config(&job.config.to_toml())?;
-    run.replace("plan.toml", job.plan.to_string().as_bytes())?;
     if rank.0 == 0 {
         comm.barrier()?;
     }
@@ -223,7 +229,7 @@ fn train(
     job: &Job,
     mut trainer: Trainer,
     (simulated, link): (bool, Option<Link>),
-    watch: Option<&mut (dyn Watch + '_)>,
+    mut watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Option<Report>> {
     let config = &job.config;
     let first = trainer.comm().rank().0 == 0;
@@ -233,6 +239,15 @@ fn train(
         None => Totals::default(),
     };
     let begun = trainer.steps_done();
+    let seen = watch.as_deref_mut();
+    if let Left::Nothing(report) = finished::left(job, run.as_ref(), trainer.comm(), begun, seen)? {
+        return Ok(report.map(|report| *report));
+    }
+    // Only now that nothing in the folder stands against these settings.
+    if let Some(run) = &run {
+        run.write_config(&config.to_toml())?;
+        run.replace("plan.toml", job.plan.to_string().as_bytes())?;
+    }
     let metrics = run.as_ref().filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
@@ -274,6 +289,11 @@ fn train(
         if stop {
             return Err(Error::Stopped(job.stop.requested().unwrap_or(Signal::Terminate)));
         }
+    }
+    if begun == config.steps {
+        // Of a run that was cut off before its report.
+        last_loss = Some(trainer.evaluate()?);
+        record.rows = if first { finished::rows(run.as_ref())? } else { Vec::new() };
     }
     let totals = clock.totals(trainer.comm());
     let Some((stage, params)) = trainer.whole()? else { return Ok(None) };

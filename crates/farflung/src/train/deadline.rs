@@ -1,0 +1,130 @@
+//! Whether simulated links can keep a run's deadline, from what is declared of them: known before the first step.
+
+use farflung_base::{Algorithm, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
+use farflung_comm::{AllReduce, cost};
+use farflung_compress::CodecSpec;
+use farflung_parallel::ScheduleSource;
+use farflung_tensor::Device;
+use farflung_zoo::Stage;
+
+use super::job::Job;
+use crate::config::choice::TransportKind;
+use crate::{Error, Result};
+
+/// An operation of every step, and what it takes at least.
+struct Slowest {
+    what: String,
+    time: Nanos,
+}
+
+/// Refuses a run on simulated links of which one operation of a step takes longer than the deadline: a collective's
+/// deadline is for all of it, from its start on each rank, and a message's is for its receiver's wait.
+///
+/// The times are lower bounds, so that no run is refused that would work: an operation has the links to itself, computing
+/// takes no time, and a codec whose payload depends on the values sends nothing. Of real links nothing is known here.
+///
+/// Errors: [`Error::Setting`] with the time and the deadline; a topology that does not fit.
+pub(super) fn check(job: &Job, transport: TransportKind) -> Result<()> {
+    let config = &job.config;
+    if transport != TransportKind::Simulated || job.world == 1 {
+        return Ok(());
+    }
+    let topology = job.topology()?;
+    let Some(Slowest { what, time }) = slowest(job, &topology)?.filter(|found| found.time > config.deadline)
+    else {
+        return Ok(());
+    };
+    let (field, value) = match &config.topology {
+        Some(path) => ("topology", path.display().to_string()),
+        None => ("link", config.link.to_string()),
+    };
+    let deadline = config.deadline;
+    let expected = format!(
+        "one that is not slower than the deadline: {what} takes {time} at least, `deadline` is {deadline}"
+    );
+    Err(Error::Setting { field, value, expected })
+}
+
+/// The slowest operation of a step of which that is known.
+fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
+    if job.plan.stages() > 1 {
+        return Ok(message(job, topology));
+    }
+    let config = job.average_config()?;
+    let stage = Stage::whole(job.model, &Device::cpu(1)?)?;
+    let largest = config.buckets(stage.layout()).into_iter().max().unwrap_or(0);
+    let bytes = payload(config.codec, largest);
+    // Packed values go from each rank to each.
+    let packed = config.codec != CodecSpec::default();
+    let by = if packed { Algorithm::Direct } else { job.plan.outermost().algorithm };
+    let bucket = average(job, topology, by, largest, bytes);
+    // Each step's vote: a loss, and whether to stop.
+    let vote = average(job, topology, job.plan.outermost().algorithm, 2, Bytes(16));
+    Ok([vote, bucket].into_iter().max_by_key(|found| found.time))
+}
+
+/// An average of so many values.
+fn average(job: &Job, topology: &Topology, by: Algorithm, values: usize, bytes: Bytes) -> Slowest {
+    let by = by.resolve(bytes, topology);
+    let same_for_all = matches!(by, Algorithm::Ring | Algorithm::BidirectionalRing | Algorithm::Direct);
+    let time = if job.config.topology.is_none() && same_for_all {
+        // All ranks take the same time from a common start, and the first to start waits for no less.
+        cost(&by.programs(values, bytes, topology), bytes, topology)
+    } else {
+        least(topology, bytes)
+    };
+    Slowest { what: format!("the average of {bytes} among {} workers", job.world), time }
+}
+
+/// What an average takes at least at the rank with the slowest link.
+///
+/// Whatever the algorithm, each value leaves and reaches each rank once, as part of a sum or as a result. If a rank is the
+/// first to start, the others' values come in after its start; if it is not, its own go out after the start of one that
+/// waits for them. So one rank waits for at least the quicker of the two.
+fn least(topology: &Topology, bytes: Bytes) -> Nanos {
+    let ranks = || (0..topology.size() as u32).map(Rank);
+    let time = |rank: Rank| {
+        let others = ranks().filter(|&other| other != rank);
+        let (out, back): (Vec<Link>, Vec<Link>) =
+            others.map(|other| (topology.link(rank, other), topology.link(other, rank))).unzip();
+        let port = topology.port(rank);
+        together(&out, port.up).time(bytes).min(together(&back, port.down).time(bytes))
+    };
+    ranks().map(time).max().unwrap_or_default()
+}
+
+/// The best that several links can do side by side behind one access link.
+fn together(links: &[Link], access: Bandwidth) -> Link {
+    let all = links.iter().fold(0_u64, |sum, link| sum.saturating_add(link.bandwidth.0));
+    let latency = links.iter().map(|link| link.latency).min().unwrap_or_default();
+    Link { bandwidth: Bandwidth(all).min(access), latency }
+}
+
+/// Bytes of so many values behind a codec, at least.
+fn payload(codec: CodecSpec, values: usize) -> Bytes {
+    let fixed = codec.method().is_some() && codec.packing().is_none();
+    Bytes(if fixed { codec.build().max_payload(values) as u64 } else { 0 })
+}
+
+/// The hidden states of a microbatch on the slowest way from a rank of a pipeline to the next, less the time by which the
+/// receiver may begin later than the sender: ranks begin behind a barrier.
+fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
+    let (plan, model) = (&job.plan, &job.model);
+    // Of slices and of a schedule of the user's own it is not known here what goes where.
+    if !plan.pipeline.slices.is_empty() || matches!(plan.pipeline.schedule, ScheduleSource::Text(_)) {
+        return None;
+    }
+    let bytes = Bytes((plan.batch as usize * model.context * model.dim * size_of::<f32>()) as u64);
+    let ranks = || (0..job.world as u32).map(Rank);
+    let latency = |from| ranks().map(move |to| topology.link(from, to).latency);
+    let rounds = u64::from(usize::BITS - (job.world - 1).leading_zeros());
+    let late = Nanos(ranks().flat_map(latency).max().unwrap_or_default().0.saturating_mul(rounds));
+    let last_of_replica = |rank: &Rank| (rank.0 + 1).is_multiple_of(plan.stages());
+    let time = |(from, to)| topology.rate(from, to).transfer(bytes).saturating_sub(late);
+    let ways = ranks().zip(ranks().skip(1)).filter(|(from, _)| !last_of_replica(from));
+    let time = ways.map(time).max()?;
+    Some(Slowest { what: format!("a microbatch's hidden states of {bytes}"), time })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,63 @@
+//! A run that is resumed although it has no step left to do. It knows no model.
+
+use std::fs;
+
+use farflung_comm::Communicator;
+
+use super::job::Job;
+use super::report::{REPORT, Report};
+use super::run::Watch;
+use crate::{Error, Result, RunDir, StepMetrics, metrics};
+
+/// What is left of a resumed run.
+pub(super) enum Left {
+    /// Steps, or the report of a run that was cut off between its last step and its report.
+    Work,
+    /// Nothing. On rank 0, the report that is there.
+    Nothing(Option<Box<Report>>),
+}
+
+/// What is left of a run that was resumed after `begun` steps. A collective where that is all of its steps.
+///
+/// Errors: [`Error::Setting`] for a checkpoint beyond the last step of the settings.
+pub(super) fn left(
+    job: &Job,
+    run: Option<&RunDir>,
+    comm: &Communicator,
+    begun: u64,
+    watch: Option<&mut (dyn Watch + '_)>,
+) -> Result<Left> {
+    let steps = job.config.steps;
+    if begun > steps {
+        let expected = format!("at least {begun}: the checkpoint to resume from is of step {begun}");
+        return Err(Error::Setting { field: "steps", value: steps.to_string(), expected });
+    }
+    let Some(run) = run.filter(|_| begun == steps) else { return Ok(Left::Work) };
+    let found = if comm.rank().0 == 0 { read(run, steps) } else { None };
+    // Rank 0 has the report; the others do as it does.
+    let told = comm.all_gather_bytes(vec![u8::from(found.is_some())])?;
+    if told.first().is_none_or(|word| word.as_slice() != [1]) {
+        return Ok(Left::Work);
+    }
+    if let Some(watch) = watch {
+        let folder = run.path().display();
+        watch.note(&format!("the run in {folder} was finished at step {begun}: nothing was done"));
+    }
+    Ok(Left::Nothing(found.map(Box::new)))
+}
+
+/// The report of a run's folder, if there is one of a run of so many steps.
+fn read(run: &RunDir, steps: u64) -> Option<Report> {
+    let path = run.path().join(REPORT);
+    let text = fs::read(&path).ok()?;
+    let report = serde_json::from_slice::<Report>(&text);
+    if let Err(error) = &report {
+        tracing::warn!(path = %path.display(), %error, "this is no report: it is written anew");
+    }
+    report.ok().filter(|report| report.steps == steps)
+}
+
+/// What a run's folder says of its steps, for the report of one that had only that left to do.
+pub(super) fn rows(run: Option<&RunDir>) -> Result<Vec<StepMetrics>> {
+    run.map_or(Ok(Vec::new()), |run| metrics::read(&run.path().join(crate::run_dir::METRICS)))
+}

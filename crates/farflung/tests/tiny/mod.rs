@@ -1,0 +1,46 @@
+//! The binary on a run of moments: two workers with a tiny model.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+/// A folder with a text, in which there may be a run.
+pub(crate) struct Run(tempfile::TempDir);
+
+impl Run {
+    pub(crate) fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("text.txt"), "the quick brown fox ".repeat(500)).unwrap();
+        Self(folder)
+    }
+
+    pub(crate) fn at(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// `train` with what such a run needs and `args` do not say.
+    pub(crate) fn args(&self, args: &str) -> Vec<String> {
+        let data = self.at("text.txt").display().to_string();
+        let needed = [
+            ("--layers", "2"),
+            ("--heads", "2"),
+            ("--dim", "8"),
+            ("--context", "8"),
+            ("--batch", "1"),
+            ("--warmup", "0"),
+            ("--workers", "2"),
+            ("--threads", "1"),
+            ("--eval-every", "1"),
+            ("--eval-batches", "1"),
+            ("--sample-tokens", "0"),
+            ("--data", &data),
+        ];
+        let given: Vec<&str> = args.split_whitespace().collect();
+        let needed = needed.into_iter().filter(|(flag, _)| !given.contains(flag));
+        let needed = needed.flat_map(|(flag, value)| [flag, value]);
+        ["train"].into_iter().chain(given.iter().copied()).chain(needed).map(str::to_owned).collect()
+    }
+}
+
+pub(crate) fn farflung() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_farflung"))
+}
