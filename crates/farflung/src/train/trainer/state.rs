@@ -38,6 +38,7 @@ impl Trainer {
     pub(in crate::train) fn weights(&self) -> Result<Vec<Named>> {
         match &self.whole {
             Some((stage, params)) => named(stage, params, str::to_owned),
+            None if self.schedule.layers.len() == 1 => named(self.stage(), self.params(), str::to_owned),
             None => self.tensors(|part| vec![(String::new(), &part.params)]),
         }
     }
