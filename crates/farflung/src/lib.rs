@@ -13,6 +13,7 @@ pub mod progress;
 pub mod relay;
 pub mod run_dir;
 pub mod signals;
+pub mod threads;
 pub mod train;
 
 pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};

@@ -127,7 +127,7 @@ impl Job {
 }
 
 /// The preset with what the settings say instead; weights to start from bring their own shape.
-fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
+pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     let mut model = match &config.init_from {
         Some(folder) => farflung_zoo::weights::Weights::open(folder)?.config(),
         None => GptConfig { vocab, ..GptConfig::preset(&config.model)? },

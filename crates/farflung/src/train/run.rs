@@ -11,6 +11,7 @@ use super::checkpoint::{self, Totals};
 use super::job::Job;
 use super::links::{Seat, seats};
 use super::report::{Report, sample};
+use super::sizes;
 use super::stages::Pipelined;
 use super::sync::Synced;
 use super::worker::{StepDone, Worker, hash};
@@ -123,6 +124,7 @@ pub fn run(
     stop: crate::Stop,
     watch: &mut dyn Watch,
 ) -> Result<Option<Report>> {
+    sizes::admit(&config, env)?;
     let world = env.map_or(1, |e| e.world_size);
     let world = if world > 1 { world } else { config.workers };
     let mut job = Job::new(config, world, stop)?;

@@ -15,8 +15,8 @@ mod plan;
 mod tests;
 mod tied;
 
-pub(super) use plan::microbatches;
 pub use plan::{PipelinePlan, read_schedule, refusal};
+pub(super) use plan::{cut, microbatches};
 
 use std::collections::BTreeMap;
 

@@ -264,7 +264,7 @@ pub(in super::super) fn microbatches(config: &TrainConfig) -> usize {
 }
 
 /// Cuts layers into parts as equal as they can be; the first and the last have one at least.
-fn cut(layers: usize, parts: usize) -> Result<Vec<Range<usize>>> {
+pub(in super::super) fn cut(layers: usize, parts: usize) -> Result<Vec<Range<usize>>> {
     if parts > 1 && layers < 2 {
         return Err(refuse("stages", &parts, format!("1 for a model of {layers} layer: it cannot be cut")));
     }
