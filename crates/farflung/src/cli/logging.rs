@@ -19,12 +19,17 @@ enum Format {
 /// The options of every command that concern logs.
 #[derive(Debug, clap::Args)]
 pub(super) struct Logging {
-    /// Form of the log on stderr; RUST_LOG says what is logged (default: warn).
+    /// Form of the log and of errors on stderr; RUST_LOG says what is logged (default: warn).
     #[arg(long, global = true, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
     log_format: Format,
 }
 
 impl Logging {
+    /// Whether each line is an object.
+    pub(super) fn is_json(&self) -> bool {
+        self.log_format == Format::Json
+    }
+
     /// Makes the process's log. A wrong `RUST_LOG` is reported by the filter itself and leaves the default.
     pub(super) fn install(&self) {
         let filter = EnvFilter::builder()

@@ -2,6 +2,7 @@
 //!
 //! Results go to stdout; progress, logs and errors go to stderr.
 
+mod args;
 mod compress;
 mod devices;
 mod eval;
@@ -63,8 +64,9 @@ fn print(text: &str) -> farflung::Result<()> {
 
 /// Runs the command line of this process.
 pub(crate) fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = args::parse();
     cli.logging.install();
+    let json = cli.logging.is_json();
     let outcome = match cli.command {
         Command::Train(command) => command.run(),
         Command::Generate(command) => command.run(),
@@ -79,24 +81,41 @@ pub(crate) fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            report(&error);
+            report(&error, json);
             ExitCode::from(error.exit_code())
         }
     }
 }
 
-/// Prints an error and its causes, one a line.
-fn report(error: &Error) {
+/// Prints an error and its causes, one a line; in a log of JSON as one object.
+fn report(error: &Error, as_json: bool) {
+    let causes = causes(error);
+    if as_json {
+        return eprintln!("{}", json(&error.to_string(), &causes, error.exit_code().into()));
+    }
     eprintln!("error: {error}");
+    for cause in causes {
+        eprintln!("  cause: {cause}");
+    }
+}
+
+/// What an error was caused by, but for what it says in its own words.
+fn causes(error: &Error) -> Vec<String> {
+    let mut causes = Vec::new();
     let mut said = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        // Some errors say their cause in their own words.
         let text = error.to_string();
         if !said.contains(text.trim_end()) {
-            eprintln!("  cause: {}", text.trim_end());
+            causes.push(text.trim_end().to_owned());
         }
         said = text;
         cause = error.source();
     }
+    causes
+}
+
+/// An error as one line of JSON.
+fn json(error: &str, causes: &[String], exit_code: i32) -> String {
+    serde_json::json!({ "error": error, "causes": causes, "exit_code": exit_code }).to_string()
 }
