@@ -36,7 +36,7 @@ fn config(args: &str) -> TrainConfig {
     TrainFlags::from_arg_matches(&matches).unwrap().resolve().unwrap()
 }
 
-/// Estimates were between 0.87 and 1.17 of what these runs took on two cores of Zen 4, in debug builds.
+/// Estimates were between 0.87 and 1.17 of what these runs took on two Intel cores, in debug builds.
 #[test]
 fn estimates_are_near_what_runs_take() {
     let folder = tempfile::tempdir().unwrap();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use farflung_base::Nanos;
-use farflung_tensor::{Device, TensorError};
+use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
 use super::stages;
@@ -108,7 +108,9 @@ impl Job {
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
         let device =
             Device::open(self.config.device.of(rank), threads)?.with_precision(self.config.precision);
-        if self.config.offload > 0 && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
+        // Where the settings say a processor, a note does.
+        let named = self.config.device.of(rank) == DeviceName::Cpu;
+        if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();
             tracing::warn!(rank, device, "--offload changes nothing: this device's memory is the host's");
         }

@@ -27,7 +27,7 @@ pub struct SampleText {
 /// The end of a run.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// Preset of the model.
+    /// Name of the model: see [`crate::model_name()`].
     pub model: String,
     /// Its parameters.
     pub parameters: u64,
@@ -142,7 +142,7 @@ impl Report {
         let mean = |tail: &[StepMetrics]| tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64;
         let tokens = job.tokens_per_replica() * job.replicas() as u64 * job.config.steps;
         Ok(Self {
-            model: job.config.model.clone(),
+            model: crate::model_name(&job.model),
             parameters: job.model.parameters(),
             data: (job.source.clone(), job.hash.clone()),
             workers: job.world,

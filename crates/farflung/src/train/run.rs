@@ -16,7 +16,10 @@ use super::stages::Pipelined;
 use super::sync::Synced;
 use super::worker::{StepDone, Worker, hash};
 use crate::config::choice::Resume;
-use crate::{Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig};
+use crate::config::notes::Circumstances;
+use crate::{
+    Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig, model_name,
+};
 
 /// Follows a run: called on rank 0.
 pub trait Watch: Send {
@@ -57,9 +60,8 @@ impl Member for Worker {
     fn steps_done(&self) -> u64 {
         self.steps_done()
     }
-    fn note(&self, job: &Job) -> Result<Option<String>> {
-        let idle = job.config.idle();
-        Ok((!idle.is_empty()).then(|| format!("one stage has no use for {}", idle.join(", "))))
+    fn note(&self, _: &Job) -> Result<Option<String>> {
+        Ok(None)
     }
     fn step(&mut self, stop: bool) -> Result<StepDone> {
         self.step(stop)
@@ -129,7 +131,7 @@ pub fn run(
     let world = if world > 1 { world } else { config.workers };
     let mut job = Job::new(config, world, stop)?;
     let out = job.config.out.clone();
-    job.out = Some(out.unwrap_or_else(|| RunDir::next_free("runs".as_ref(), &job.config.model)));
+    job.out = Some(out.unwrap_or_else(|| RunDir::next_free("runs".as_ref(), &model_name(&job.model))));
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
     let seats = seats(&job.config, env)?.into_iter().map(tie).collect();
     let result = run_job(&job, seats, watch);
@@ -289,6 +291,9 @@ fn train(
     let clock = Clock::new(worker.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
     if let Some(watch) = record.watch.as_deref_mut() {
+        for note in config.notes(&Circumstances { model: job.model, world: job.world, simulated }) {
+            watch.note(&note);
+        }
         if let Some(note) = worker.note(job)? {
             watch.note(&note);
         }
