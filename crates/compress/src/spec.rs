@@ -190,6 +190,10 @@ impl Stage {
             let number = text.parse().ok().filter(|n| *n > 0);
             number.ok_or_else(|| wrong_part(name, "needs whole numbers from 1 on"))
         };
+        let amount = || {
+            let amount: Amount = argument.parse()?;
+            if amount.is_nothing() { Err(wrong_part(name, "selects nothing")) } else { Ok(amount) }
+        };
         let mask = |pattern| {
             let (stride, multiple) = argument.split_once('x').unwrap_or((argument, "1"));
             Ok(Self::Mask(Mask { pattern, stride: number(stride)?, multiple: number(multiple)? }))
@@ -197,9 +201,9 @@ impl Stage {
         Ok(Some(match kind {
             "topk" => match argument.split_once("of") {
                 Some((kept, chunk)) => Self::PerChunk { kept: number(kept)?, chunk: number(chunk)? },
-                None => Self::TopK(argument.parse()?),
+                None => Self::TopK(amount()?),
             },
-            "sampled" => Self::Sampled(argument.parse()?),
+            "sampled" => Self::Sampled(amount()?),
             "threshold" => {
                 let value = argument.parse().ok().filter(|value: &f32| *value >= 0.0 && value.is_finite());
                 let wrong = || wrong_part(name, "needs a finite number that is not negative");

@@ -27,6 +27,9 @@ pub enum Error {
         /// What would have been right.
         expected: String,
     },
+    /// A run needs more memory than there is.
+    #[error("{0}")]
+    TooLarge(Box<crate::train::TooLarge>),
     /// A device gave other bits the second time, and the run was asked to be deterministic.
     #[error(
         "`{device}` gave other gradients for the same batch the second time; without `deterministic` a run goes on"
@@ -230,6 +233,7 @@ impl Error {
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Setting { .. }
+            | Self::TooLarge(_)
             | Self::UnknownKey { .. }
             | Self::ConfigValue { .. }
             | Self::ConfigSyntax { .. }

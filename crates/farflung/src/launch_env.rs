@@ -5,11 +5,15 @@
 use std::fmt;
 
 use farflung_base::Rank;
+use farflung_parallel::Cluster;
 
 use crate::{Error, Result};
 
 /// The port of rank 0 where nobody names one.
 pub const MASTER_PORT: u16 = 29500;
+
+/// The most processes of a job: a topology has no more ranks, and each process keeps a connection to each other.
+pub const MOST_PROCESSES: u32 = Cluster::MAX_RANKS as u32;
 
 /// A process's place in its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,6 +24,8 @@ pub struct LaunchEnv {
     pub world_size: usize,
     /// Position among the processes of this machine.
     pub local_rank: usize,
+    /// Number of processes of this machine, where the launcher says it.
+    pub local_world_size: Option<usize>,
     /// Host of rank 0.
     pub master_addr: String,
     /// Port of rank 0.
@@ -30,7 +36,7 @@ pub struct LaunchEnv {
 
 impl fmt::Display for LaunchEnv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, world_size, local_rank, master_addr, master_port, source } = self;
+        let Self { rank, world_size, local_rank, master_addr, master_port, source, .. } = self;
         write!(
             f,
             "{rank} of {world_size} (local {local_rank}), master {master_addr}:{master_port}, from {source}"
@@ -44,20 +50,46 @@ struct Family {
     rank: &'static str,
     size: &'static str,
     local: &'static str,
+    local_size: &'static str,
 }
 
 /// In the order in which they are asked. `PMIX_RANK` comes without a size: PMI's or `OpenMPI`'s stands beside it.
 const FAMILIES: [Family; 5] = [
-    Family { source: "RANK", rank: "RANK", size: "WORLD_SIZE", local: "LOCAL_RANK" },
+    Family {
+        source: "RANK",
+        rank: "RANK",
+        size: "WORLD_SIZE",
+        local: "LOCAL_RANK",
+        local_size: "LOCAL_WORLD_SIZE",
+    },
     Family {
         source: "OpenMPI",
         rank: "OMPI_COMM_WORLD_RANK",
         size: "OMPI_COMM_WORLD_SIZE",
         local: "OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size: "OMPI_COMM_WORLD_LOCAL_SIZE",
     },
-    Family { source: "PMI", rank: "PMI_RANK", size: "PMI_SIZE", local: "MPI_LOCALRANKID" },
-    Family { source: "PMIx", rank: "PMIX_RANK", size: "SLURM_NTASKS", local: "SLURM_LOCALID" },
-    Family { source: "Slurm", rank: "SLURM_PROCID", size: "SLURM_NTASKS", local: "SLURM_LOCALID" },
+    Family {
+        source: "PMI",
+        rank: "PMI_RANK",
+        size: "PMI_SIZE",
+        local: "MPI_LOCALRANKID",
+        local_size: "MPI_LOCALNRANKS",
+    },
+    Family {
+        source: "PMIx",
+        rank: "PMIX_RANK",
+        size: "SLURM_NTASKS",
+        local: "SLURM_LOCALID",
+        local_size: "SLURM_NTASKS_PER_NODE",
+    },
+    Family {
+        source: "Slurm",
+        rank: "SLURM_PROCID",
+        size: "SLURM_NTASKS",
+        local: "SLURM_LOCALID",
+        local_size: "SLURM_NTASKS_PER_NODE",
+    },
 ];
 
 /// Finds this process's place in its job; `None` if nothing launched it.
@@ -86,6 +118,7 @@ pub fn detect(env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>>
             rank: "JOB_COMPLETION_INDEX",
             size: "WORLD_SIZE",
             local: "LOCAL_RANK",
+            local_size: "LOCAL_WORLD_SIZE",
         };
         for missing in ["WORLD_SIZE", "MASTER_ADDR"] {
             if env(missing).is_none() {
@@ -105,6 +138,10 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
     let absent = |missing| Error::HalfSet { present: family.rank, missing };
     let rank = number(family.rank)?.ok_or_else(|| absent(family.size))?;
     let size = number(family.size)?.ok_or_else(|| absent(family.size))?;
+    if size > MOST_PROCESSES {
+        let (name, value, expected) = (family.size, size.to_string(), "at most 2048 processes");
+        return Err(Error::Variable { name, value, expected });
+    }
     if rank >= size {
         let value = rank.to_string();
         return Err(Error::Variable { name: family.rank, value, expected: "a rank below the world's size" });
@@ -127,6 +164,8 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         rank: Rank(rank),
         world_size: size as usize,
         local_rank: number(family.local)?.unwrap_or(0) as usize,
+        // Only for what this machine is asked for: a value of another kind says nothing.
+        local_world_size: env(family.local_size).and_then(|value| value.trim().parse().ok()),
         master_addr,
         master_port,
         source: family.source,
@@ -232,6 +271,20 @@ mod tests {
         assert!(message(&[("RANK", "2"), ("WORLD_SIZE", "2")]).contains("RANK is `2`"));
         assert!(message(&[("RANK", "-1"), ("WORLD_SIZE", "2")]).contains("whole number"));
         assert!(message(&[("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "0")]).contains("MASTER_PORT"));
+    }
+
+    #[test]
+    fn a_world_that_cannot_be_is_refused_before_anybody_counts_on_it() {
+        let refused = with(&[("RANK", "0"), ("WORLD_SIZE", "4000000000")]).unwrap_err();
+        assert_eq!(refused.exit_code(), 2);
+        let most = format!("at most {MOST_PROCESSES} processes");
+        assert!(
+            refused.to_string().contains("WORLD_SIZE is `4000000000`") && refused.to_string().contains(&most)
+        );
+        let largest = with(&[("RANK", "2047"), ("WORLD_SIZE", "2048")]).unwrap().unwrap();
+        assert_eq!((largest.world_size, largest.local_world_size), (MOST_PROCESSES as usize, None));
+        let local = with(&[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")]).unwrap().unwrap();
+        assert_eq!(local.local_world_size, Some(2));
     }
 
     #[test]

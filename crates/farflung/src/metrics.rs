@@ -57,10 +57,10 @@ impl MetricsWriter {
             .write(true)
             .open(path)
             .map_err(Error::io("open", path))?;
-        let text = fs::read_to_string(path).map_err(Error::io("read", path))?;
+        let bytes = fs::read(path).map_err(Error::io("read", path))?;
         let mut keep = 0;
-        for (i, line) in text.split_inclusive('\n').enumerate() {
-            if !line.ends_with('\n') || parse(path, i + 1, line)?.step > step {
+        for (i, line) in whole(&bytes).split_inclusive(|&b| b == b'\n').enumerate() {
+            if parse(path, i + 1, line)?.step > step {
                 break;
             }
             keep += line.len() as u64;
@@ -79,16 +79,32 @@ impl MetricsWriter {
     }
 }
 
-/// Reads all steps of a `metrics.jsonl`.
+/// Reads all steps of a `metrics.jsonl`, but for what a crash left half-written at its end.
 ///
 /// Errors: [`Error::Io`], [`Error::Metrics`] with the line.
 pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
-    let text = fs::read_to_string(path).map_err(Error::io("read", path))?;
-    text.lines().enumerate().map(|(i, line)| parse(path, i + 1, line)).collect()
+    let bytes = fs::read(path).map_err(Error::io("read", path))?;
+    let lines = whole(&bytes).split_inclusive(|&b| b == b'\n');
+    lines.enumerate().map(|(i, line)| parse(path, i + 1, line)).collect()
 }
 
-fn parse(path: &Path, line: usize, text: &str) -> Result<StepMetrics> {
-    serde_json::from_str(text).map_err(|source| Error::Metrics { path: path.to_owned(), line, source })
+/// The lines up to what a crash left half-written: a last line without an end, or, where blocks of a file were never
+/// written, lines at the end that are not text.
+fn whole(bytes: &[u8]) -> &[u8] {
+    let ended = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
+    let mut end = 0;
+    let mut at = 0;
+    for line in bytes[..ended].split_inclusive(|&b| b == b'\n') {
+        at += line.len();
+        if std::str::from_utf8(line).is_ok_and(|text| !text.contains('\0')) {
+            end = at;
+        }
+    }
+    &bytes[..end]
+}
+
+fn parse(path: &Path, line: usize, text: &[u8]) -> Result<StepMetrics> {
+    serde_json::from_slice(text).map_err(|source| Error::Metrics { path: path.to_owned(), line, source })
 }
 
 #[cfg(test)]
@@ -114,6 +130,36 @@ mod tests {
         assert!(fs::read_to_string(&path).unwrap().contains("\"val_loss\":null"));
         MetricsWriter::open(&path, 0).unwrap();
         assert!(read(&path).unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_a_crash_left_at_the_end_is_dropped_whatever_its_bytes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let tails: [&[u8]; 6] = [
+            b"{\"step\":4,\"ti",
+            b"{\"step\":4\xe2\x82",
+            b"\xff\xfe\x80",
+            b"{\"step\":4\xff}\n\xff\n",
+            &[0; 4096],
+            b"\0\0\n\0\xff",
+        ];
+        for tail in tails {
+            let mut writer = MetricsWriter::open(&path, 0).unwrap();
+            (1..=3).for_each(|step| writer.write(&at(step)).unwrap());
+            writer.file.write_all(tail).unwrap();
+            assert_eq!(read(&path).unwrap(), (1..=3).map(at).collect::<Vec<_>>(), "{tail:?}");
+            let mut writer = MetricsWriter::open(&path, 3).unwrap();
+            writer.write(&at(4)).unwrap();
+            assert_eq!(read(&path).unwrap(), (1..=4).map(at).collect::<Vec<_>>(), "{tail:?}");
+        }
+        // Lines behind it say that this is no end: it is damage, and named.
+        let mut writer = MetricsWriter::open(&path, 2).unwrap();
+        writer.file.write_all(b"\xff\n").unwrap();
+        writer.write(&at(4)).unwrap();
+        for error in [read(&path).unwrap_err(), MetricsWriter::open(&path, 9).unwrap_err()] {
+            assert!(error.to_string().ends_with("metrics.jsonl:3 is not a line of metrics"), "{error}");
+        }
     }
 
     #[test]

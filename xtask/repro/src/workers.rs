@@ -109,6 +109,7 @@ fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
         rank: Rank(rank as u32),
         world_size: job.world,
         local_rank: rank,
+        local_world_size: Some(job.world),
         master_addr: "127.0.0.1".to_owned(),
         master_port: port,
         source: "the bench",

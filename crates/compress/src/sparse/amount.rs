@@ -45,6 +45,12 @@ impl Amount {
         Self { multiple: if multiple == 0 { 1 } else { multiple }, ..self }
     }
 
+    /// Whether that is nothing of any vector: none, or fewer than one multiple.
+    #[must_use]
+    pub const fn is_nothing(self) -> bool {
+        self.count == 0 || (!self.share && self.count < self.multiple)
+    }
+
     /// How many that is of `len` elements.
     #[must_use]
     pub fn of(self, len: usize) -> usize {
@@ -110,5 +116,21 @@ mod tests {
             assert!(text.parse::<Amount>().is_err(), "{text}");
         }
         assert_eq!("0.001".parse::<Amount>().unwrap().of(1 << 20), 1049);
+    }
+
+    #[test]
+    fn nothing_is_nothing_of_any_vector() {
+        for (text, nothing) in [
+            ("0", true),
+            ("0.0", true),
+            ("0x4", true),
+            ("5x128", true),
+            ("128x128", false),
+            ("0.000001", false),
+        ] {
+            let amount: Amount = text.parse().unwrap();
+            assert_eq!(amount.is_nothing(), nothing, "{text}");
+            assert_eq!(amount.of(1 << 30) == 0, nothing, "{text}");
+        }
     }
 }

@@ -6,7 +6,7 @@ use std::env;
 use std::ffi::OsString;
 use std::time::Duration;
 
-use farflung::{Error, Launch, Result, Stop};
+use farflung::{Error, Launch, Result, Stop, launch_env};
 use farflung_base::Nanos;
 
 /// Start several processes of one job on this machine, joined over TCP.
@@ -17,7 +17,7 @@ use farflung_base::Nanos;
 #[command(after_help = "Example:\n  farflung launch -n 4 -- train --steps 200 --sync ddp")]
 pub(crate) struct LaunchCommand {
     /// Number of processes.
-    #[arg(short = 'n', long = "nproc", value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(short = 'n', long = "nproc", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(launch_env::MOST_PROCESSES)))]
     processes: u16,
     /// Where rank 0 listens; port 0 is any free one.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:0", value_parser = master)]

@@ -19,12 +19,17 @@ enum Format {
 /// The options of every command that concern logs.
 #[derive(Debug, clap::Args)]
 pub(super) struct Logging {
-    /// Form of the log on stderr; RUST_LOG says what is logged (default: warn).
+    /// Form of the log and of errors on stderr; RUST_LOG says what is logged (default: warn).
     #[arg(long, global = true, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
     log_format: Format,
 }
 
 impl Logging {
+    /// Whether each line is an object.
+    pub(super) fn is_json(&self) -> bool {
+        self.log_format == Format::Json
+    }
+
     /// Makes the process's log. A directive of `RUST_LOG` that makes no sense is said and left out.
     pub(super) fn install(&self) {
         let wanted = std::env::var(EnvFilter::DEFAULT_ENV).unwrap_or_default();

@@ -2,6 +2,7 @@
 //!
 //! Results go to stdout; progress, logs and errors go to stderr.
 
+mod args;
 mod compress;
 mod devices;
 mod eval;
@@ -54,14 +55,22 @@ enum Command {
 
 /// Runs the command line of this process.
 pub(crate) fn main() -> ExitCode {
-    let code = match Cli::try_parse() {
-        Ok(cli) => exit_code(cli.run()),
+    let code = match args::parse() {
+        Ok(cli) => {
+            let json = cli.logging.is_json();
+            exit_code(cli.run(), json)
+        }
         Err(wrong) if wrong.use_stderr() => {
-            terminal::say(styled(&wrong.render(), terminal::stderr_is_terminal()));
+            let text = if args::wants_json(std::env::args_os().skip(1)) {
+                json(&args::said(&wrong), &[], 2) + "\n"
+            } else {
+                styled(&wrong.render(), terminal::stderr_is_terminal())
+            };
+            terminal::say(text);
             // Every error of the command line is one of usage.
             2
         }
-        Err(help) => exit_code(print(&styled(&help.render(), terminal::stdout_is_terminal()))),
+        Err(help) => exit_code(print(&styled(&help.render(), terminal::stdout_is_terminal())), false),
     };
     terminal::flush();
     ExitCode::from(code)
@@ -95,29 +104,43 @@ fn styled(text: &StyledStr, is_terminal: bool) -> String {
 }
 
 /// The process's exit code; an error is said first.
-fn exit_code(outcome: farflung::Result<()>) -> u8 {
+fn exit_code(outcome: farflung::Result<()>, as_json: bool) -> u8 {
     match outcome {
         Ok(()) => 0,
         Err(error) => {
-            terminal::say(described(&error));
+            terminal::say(described(&error, as_json));
             error.exit_code()
         }
     }
 }
 
-/// An error and its causes, one a line.
-fn described(error: &Error) -> String {
-    let mut lines = format!("error: {error}\n");
+/// An error and its causes, one a line; in a log of JSON one object.
+fn described(error: &Error, as_json: bool) -> String {
+    let causes = causes(error);
+    if as_json {
+        return json(&error.to_string(), &causes, error.exit_code().into()) + "\n";
+    }
+    let causes: String = causes.iter().map(|cause| format!("  cause: {cause}\n")).collect();
+    format!("error: {error}\n{causes}")
+}
+
+/// What an error was caused by, but for what it says in its own words.
+fn causes(error: &Error) -> Vec<String> {
+    let mut causes = Vec::new();
     let mut said = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
-        // Some errors say their cause in their own words.
         let text = error.to_string();
         if !said.contains(text.trim_end()) {
-            lines.extend(["  cause: ", text.trim_end(), "\n"]);
+            causes.push(text.trim_end().to_owned());
         }
         said = text;
         cause = error.source();
     }
-    lines
+    causes
+}
+
+/// An error as one line of JSON.
+fn json(error: &str, causes: &[String], exit_code: i32) -> String {
+    serde_json::json!({ "error": error, "causes": causes, "exit_code": exit_code }).to_string()
 }

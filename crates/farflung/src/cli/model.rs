@@ -56,6 +56,7 @@ impl ModelArgs {
             0 => std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             n => n,
         };
+        farflung::threads::check(threads, 1)?;
         let mut weights = Weights::open(&weights_folder(&self.model)?)?;
         let device = Device::open(self.device, threads)?.with_precision(self.precision);
         let stage = Stage::whole(weights.config(), &device)?;

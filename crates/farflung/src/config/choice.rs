@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use farflung_comm::Algorithm;
-use farflung_compress::CodecSpec;
+use farflung_compress::{CodecSpec, CompressError};
 use farflung_optim::LossScale;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
@@ -113,6 +113,12 @@ impl Devices {
     pub fn of(&self, rank: usize) -> DeviceName {
         self.0[rank % self.0.len()]
     }
+
+    /// Whether all of them are processors.
+    #[must_use]
+    pub fn are_processors(&self) -> bool {
+        self.0.iter().all(|device| *device == DeviceName::Cpu)
+    }
 }
 
 impl Setting for Devices {
@@ -147,13 +153,30 @@ macro_rules! named {
 named!(Precision, format!("one of {}", Self::ALL.map(|p| p.to_string()).join(" ")));
 named!(Algorithm, format!("one of {} auto", Self::ALL.map(|a| a.to_string()).join(" ")));
 named!(Method, ["one of"].into_iter().chain(Self::ALL.map(Self::name)).collect::<Vec<_>>().join(" "));
-named!(
-    CodecSpec,
-    format!(
-        "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /",
-        farflung_compress::names().join(" ")
-    )
-);
+
+impl Setting for CodecSpec {
+    fn expected() -> String {
+        format!(
+            "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /",
+            farflung_compress::names().join(" ")
+        )
+    }
+    fn expected_not(text: &str) -> String {
+        match text.parse::<Self>() {
+            // All others know which part is wrong, and why.
+            Err(reason) if !matches!(reason, CompressError::UnknownCodec { .. }) => {
+                format!("a codec that can be: {reason}")
+            }
+            _ => Self::expected(),
+        }
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
+    }
+}
 
 /// What gradients are multiplied with where products round them.
 #[derive(Debug, Clone, Copy, PartialEq)]

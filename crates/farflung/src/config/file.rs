@@ -6,11 +6,13 @@ use std::path::Path;
 
 use toml::{Spanned, Value};
 
+use super::given::BY_DEFAULT;
 use super::{TrainArgs, dashed};
 use crate::{Error, Result};
 
 impl TrainArgs {
-    /// Reads settings from a TOML file, whose keys are the flags' names (`eval-every`).
+    /// Reads settings from a TOML file, whose keys are the flags' names (`eval-every`). A value with [`BY_DEFAULT`] behind it
+    /// holds, but does not count as given.
     ///
     /// Errors: [`Error::Io`], [`Error::ConfigSyntax`], [`Error::UnknownKey`] with the nearest known key,
     /// [`Error::ConfigValue`] with what was expected; the last two with the line.
@@ -34,6 +36,10 @@ impl TrainArgs {
                 let nearest = nearest(&written);
                 return Err(Error::UnknownKey { path: path.to_owned(), line, key: written, nearest });
             };
+            let rest = text[value.span().end..].lines().next().unwrap_or_default();
+            if rest.trim() == BY_DEFAULT {
+                args.by_default.insert(name);
+            }
             let value = value.into_inner();
             args.set(name, &value).map_err(|expected| Error::ConfigValue {
                 path: path.to_owned(),

@@ -1,17 +1,21 @@
 //! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the run's folder.
 //!
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single settings
-//! are in [`choice`], how a file is read in [`mod@file`], the flags as a command has them in [`flags`]. It refuses to know what the settings do.
+//! are in [`choice`], how a file is read in [`mod@file`], the flags as a command has them in [`flags`], which of them change
+//! nothing in [`notes`]. It refuses to know what the settings do.
 
 pub mod choice;
 pub mod file;
 pub mod flags;
+pub mod given;
+pub mod notes;
 pub mod plan;
 pub mod value;
 
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::fmt::{self, Write as _};
 use std::path::{Path, PathBuf};
 
@@ -27,6 +31,7 @@ use crate::{Error, Result};
 use choice::{
     Devices, LossScaling, OptimizerKind, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
 };
+use given::{BY_DEFAULT, Given};
 use value::Setting;
 
 /// The default link, `home`: a fibre or cable line's uplink.
@@ -37,6 +42,9 @@ const HOME: Link =
 fn default_codec() -> CodecSpec {
     "int8".parse().expect("it is in the list of codecs")
 }
+
+/// The highest learning rate over the one at the end of the schedule, unless that is given.
+const LR_OVER_MIN_LR: f64 = 10.0;
 
 /// The type of a resolved setting: itself with a default, `Option` without.
 macro_rules! resolved {
@@ -78,12 +86,17 @@ macro_rules! settings {
                       value_parser = <$ty as Setting>::from_flag)]
                 pub $name: Option<$ty>,
             )+)+
+            /// Settings that stand in a file as what they are by default: they do not count as given.
+            #[arg(skip)]
+            pub by_default: BTreeSet<&'static str>,
         }
 
         /// The settings of a run, each with a value; `None` only where leaving it out means something.
         #[derive(Debug, Clone, PartialEq)]
         pub struct TrainConfig {
             $($($(#[doc = $doc])+ pub $name: resolved!($ty $(, $default)?),)+)+
+            /// Which of them were given, by flag or file.
+            pub given: Given,
         }
 
         impl TrainArgs {
@@ -93,21 +106,32 @@ macro_rules! settings {
             /// These, and `other`'s where these give nothing.
             #[must_use]
             pub fn or(self, other: Self) -> Self {
-                Self { $($($name: self.$name.or(other.$name),)+)+ }
+                let mut by_default = self.by_default.clone();
+                by_default.extend(other.by_default.difference(&self.given()));
+                Self { $($($name: self.$name.or(other.$name),)+)+ by_default }
             }
 
-            /// The settings that were given, with their values.
+            /// The names of those that are given.
             #[must_use]
-            pub fn given(&self) -> Vec<(&'static str, String)> {
+            pub fn given(&self) -> BTreeSet<&'static str> {
+                let all = [$($(self.$name.is_some().then_some(stringify!($name)),)+)+];
+                all.into_iter().flatten().filter(|name| !self.by_default.contains(name)).collect()
+            }
+
+            /// Those that are given, with their values.
+            #[must_use]
+            pub fn given_values(&self) -> Vec<(&'static str, String)> {
                 let all = [$($((stringify!($name), self.$name.as_ref().map(|v| Setting::value(v).to_string())),)+)+];
-                all.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+                let given = all.into_iter().filter_map(|(name, value)| Some((name, value?)));
+                given.filter(|(name, _)| !self.by_default.contains(name)).collect()
             }
 
             /// Sets one setting from a TOML value. Errors: what was expected, if the value is not that.
             fn set(&mut self, key: &str, value: &toml::Value) -> Result<(), String> {
                 match key {
                     $($(stringify!($name) => {
-                        self.$name = Some(<$ty>::from_toml(value).ok_or_else(<$ty>::expected)?);
+                        let expected = || <$ty>::expected_not(value.as_str().unwrap_or_default());
+                        self.$name = Some(<$ty>::from_toml(value).ok_or_else(expected)?);
                     })+)+
                     _ => return Err(format!("one of {}", Self::KEYS.join(" "))),
                 }
@@ -118,7 +142,11 @@ macro_rules! settings {
         impl TrainConfig {
             /// Fills in the defaults; nothing is checked.
             fn fill(args: TrainArgs) -> Self {
-                Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ }
+                let given = Given::Only(args.given());
+                let min_lr = args.min_lr;
+                let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
+                config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
+                config
             }
 
             /// Headings with the settings below them; `None` for a setting without a value.
@@ -167,7 +195,7 @@ settings! {
         optimizer: OptimizerKind, "KIND", OptimizerKind::AdamW;
         /// Highest learning rate.
         lr: f64, "RATE", 1e-3;
-        /// Learning rate at the end of the schedule.
+        /// Learning rate at the end of the schedule; unless told a tenth of --lr.
         min_lr: f64, "RATE", 1e-4;
         /// Steps over which the learning rate rises from zero.
         warmup: u64, "N", 50u64;
@@ -300,7 +328,7 @@ settings! {
 impl Default for TrainConfig {
     /// The default run: nano, four workers behind home uplinks, gradients in eight bits.
     fn default() -> Self {
-        Self::fill(TrainArgs::default())
+        Self { given: Given::Differs, ..Self::fill(TrainArgs::default()) }
     }
 }
 
@@ -315,7 +343,11 @@ impl TrainConfig {
     /// `given` over `file` over the defaults, checked.
     ///
     /// Errors: [`Error::Setting`] for a value out of its range.
-    pub fn merge(given: TrainArgs, file: TrainArgs) -> Result<Self> {
+    pub fn merge(given: TrainArgs, mut file: TrainArgs) -> Result<Self> {
+        // It followed the file's rate, and follows the one that is given now.
+        if given.lr.is_some() && file.by_default.remove("min_lr") {
+            file.min_lr = None;
+        }
         let args = given.or(file);
         args.beside_plan()?;
         let config = Self::fill(args);
@@ -328,7 +360,8 @@ impl TrainConfig {
         Self::resolve(TrainArgs::default(), Some(path))
     }
 
-    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same.
+    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. What was not given says so behind its
+    /// value, so that it does not count as given then either.
     #[must_use]
     pub fn to_toml(&self) -> String {
         let mut text = String::new();
@@ -337,7 +370,9 @@ impl TrainConfig {
             writeln!(text, "{gap}# {heading}").expect("a string takes everything");
             for (name, value) in entries {
                 if let Some(value) = value.filter(|_| !self.is_decided(name)) {
-                    writeln!(text, "{} = {value}", dashed(name)).expect("a string takes everything");
+                    let name = dashed(name);
+                    let mark = if self.was_given(&name) { String::new() } else { format!(" {BY_DEFAULT}") };
+                    writeln!(text, "{name} = {value}{mark}").expect("a string takes everything");
                 }
             }
         }
@@ -374,21 +409,6 @@ impl TrainConfig {
                 expected: format!("tcp, since the job has {n} processes"),
             }),
         }
-    }
-
-    /// The settings of a pipeline that were changed although there is none; they are kept for a run that resumes with
-    /// more stages.
-    pub(crate) fn idle(&self) -> Vec<&'static str> {
-        let unless_told = Self::default();
-        let told = [
-            ("schedule", self.schedule != unless_told.schedule),
-            ("schedule-file", self.schedule_file.is_some()),
-            ("chunks", self.chunks.is_some()),
-            ("memory", self.memory.is_some()),
-            ("slice-grain", self.slice_grain.is_some()),
-            ("version-sync", self.version_sync != unless_told.version_sync),
-        ];
-        told.into_iter().filter(|(_, told)| *told && self.stages == 1).map(|(name, _)| name).collect()
     }
 
     /// Checks every range that does not depend on the model or the data.

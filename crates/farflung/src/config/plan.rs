@@ -39,7 +39,7 @@ impl TrainArgs {
         if self.plan.is_none() {
             return Ok(());
         }
-        match self.given().into_iter().find(|(name, _)| DECIDED.contains(name)) {
+        match self.given_values().into_iter().find(|(name, _)| DECIDED.contains(name)) {
             None => Ok(()),
             Some((field, value)) => Err(Error::Setting {
                 field,

@@ -39,7 +39,8 @@ fn what_is_printed_reads_back_the_same() {
     let full = TrainConfig { recompute: Recompute::Full, ..TrainConfig::default() };
     for config in [TrainConfig::default(), odd, full] {
         let text = config.to_toml();
-        assert_eq!(TrainConfig::fill(toml(&text).unwrap()), config, "{text}");
+        let read = TrainConfig::fill(toml(&text).unwrap());
+        assert_eq!(TrainConfig { given: config.given.clone(), ..read }, config, "{text}");
     }
     assert!(TrainConfig::default().to_toml().contains("\neval-every = "));
 }
@@ -75,7 +76,8 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
         ("overlap = 1", "true or false"),
         ("model = 3", "a text"),
         ("link = \"100mbit\"", "BANDWIDTH,LATENCY"),
-        ("codec = \"int8:0\"", "int8[:BLOCK]"),
+        ("codec = \"int88\"", "int8[:BLOCK]"),
+        ("codec = \"topk:0/f16\"", "\"topk:0\" selects nothing"),
         ("optimizer = \"adam\"", "one of adamw sgd"),
         ("steps = [1]", "a whole number"),
         ("deadline = 30", "a time"),
@@ -112,6 +114,21 @@ fn ranges_are_checked_by_name() {
         let message = config.validate().unwrap_err().to_string();
         assert!(message.contains(&format!("`{field}`")), "{message}");
     }
+}
+
+#[test]
+#[expect(clippy::float_cmp, reason = "the default run's bits depend on it")]
+fn the_least_learning_rate_follows_the_highest() {
+    assert_eq!(TrainConfig::default().min_lr, 1e-4);
+    let least = |text| TrainConfig::merge(TrainArgs::default(), toml(text).unwrap()).unwrap().min_lr;
+    assert_eq!((least("lr = 1e-3"), least("lr = 1e-5"), least("lr = 0.0")), (1e-4, 1e-5 / 10.0, 0.0));
+    assert_eq!(least("lr = 0.5\nmin-lr = 0.25"), 0.25);
+    let given = TrainArgs { lr: Some(3e-4), ..TrainArgs::default() };
+    assert_eq!(TrainConfig::merge(given.clone(), toml("lr = 1.0").unwrap()).unwrap().min_lr, 3e-4 / 10.0);
+    // Of a run's own file: the rate that it followed there holds until another is given.
+    let own = toml("lr = 1.0\nmin-lr = 0.5 # by default").unwrap();
+    assert_eq!(TrainConfig::merge(given, own.clone()).unwrap().min_lr, 3e-4 / 10.0);
+    assert_eq!(TrainConfig::merge(TrainArgs::default(), own).unwrap().min_lr, 0.5);
 }
 
 #[test]

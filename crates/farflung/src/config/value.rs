@@ -11,6 +11,12 @@ pub trait Setting: Sized + Clone + Send + Sync + 'static {
     /// Completes "expected ..." where the text is wrong.
     fn expected() -> String;
 
+    /// Completes "expected ..." for this text, which is wrong, where more is known than what is right.
+    #[must_use]
+    fn expected_not(_: &str) -> String {
+        Self::expected()
+    }
+
     /// Reads a flag's argument, or a TOML value's text; `None` if it is not one.
     fn parse(text: &str) -> Option<Self>;
 
@@ -19,7 +25,7 @@ pub trait Setting: Sized + Clone + Send + Sync + 'static {
 
     /// For clap: [`Setting::parse`] with the expectation as the error.
     fn from_flag(text: &str) -> Result<Self, String> {
-        Self::parse(text).ok_or_else(|| format!("expected {}", Self::expected()))
+        Self::parse(text).ok_or_else(|| format!("expected {}", Self::expected_not(text)))
     }
 
     /// Reads a TOML value; `None` if it is not one. A number may not be in quotes, nor a word without.

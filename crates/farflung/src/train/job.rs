@@ -8,7 +8,7 @@ use farflung_compress::CodecSpec;
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::{Cluster, Plan};
-use farflung_tensor::{Device, TensorError};
+use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
 use super::{costs, links, planned};
@@ -147,7 +147,9 @@ impl Job {
     /// Errors: that there is none of that name here, and why.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
         let device = Device::open(self.config.device.of(rank), threads)?.with_precision(self.plan.precision);
-        if self.config.offload > 0 && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
+        // Where the settings say a processor, a note does.
+        let named = self.config.device.of(rank) == DeviceName::Cpu;
+        if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();
             tracing::warn!(rank, device, "--offload changes nothing: this device's memory is the host's");
         }
@@ -166,7 +168,7 @@ impl Job {
 }
 
 /// The preset with what the settings say instead; weights to start from bring their own shape.
-fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
+pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     let mut model = match &config.init_from {
         Some(folder) => farflung_zoo::weights::Weights::open(folder)?.config(),
         None => GptConfig { vocab, ..GptConfig::preset(&config.model)? },

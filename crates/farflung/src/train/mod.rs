@@ -20,6 +20,7 @@ mod repeat;
 mod report;
 mod resync;
 mod run;
+mod sizes;
 mod tied;
 mod trainer;
 
@@ -31,4 +32,5 @@ pub use prices::planned_codec;
 pub use report::{Report, SampleText};
 pub use resync::Drift;
 pub use run::{Quiet, Watch, run, run_job, world};
+pub use sizes::{TooLarge, needed_memory};
 pub use trainer::{StepDone, Synced, Trainer};

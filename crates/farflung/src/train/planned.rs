@@ -17,7 +17,7 @@ use farflung_zoo::GptConfig;
 use super::costs::Work;
 use super::links;
 use crate::config::choice::SyncKind;
-use crate::{Error, Result, TrainConfig};
+use crate::{Error, Result, TrainConfig, model_name};
 
 /// Why `train` does not run a schedule; `None` if it does.
 ///
@@ -42,7 +42,7 @@ pub fn planned_model(name: &str, model: &GptConfig) -> PlannedModel {
 }
 
 /// Microbatches of each replica in a step: what `--microbatches` or `--accumulate` says, or what keeps a pipeline busy.
-fn microbatches(config: &TrainConfig) -> usize {
+pub(super) fn microbatches(config: &TrainConfig) -> usize {
     let unless_told = if config.stages > 1 { 2 * config.stages } else { 1 };
     let accumulated = Some(config.accumulate).filter(|&n| n > 1);
     config.microbatches.or(accumulated).unwrap_or(unless_told)
@@ -69,9 +69,7 @@ pub(super) fn from_settings(
         (None, _) => stages.saturating_mul(chunks.unwrap_or(method.default_chunks())),
     };
     let layers = small("layers", model.layers)?;
-    let cut = even_parts(layers, parts).ok_or_else(|| {
-        refuse("stages", parts, format!("1 for a model of {layers} layer: it cannot be cut"))
-    })?;
+    let cut = cut(layers, parts)?;
     let part = |layers: Range<u32>| {
         let count = layers.end - layers.start;
         // Of a part with fewer layers than are asked for, all.
@@ -93,7 +91,7 @@ pub(super) fn from_settings(
         (None, _) => Vec::new(),
     };
     let plan = Plan {
-        model: planned_model(&config.model, model),
+        model: planned_model(&model_name(model), model),
         mesh: Plan::mesh_of(replicas, stages)?,
         machines: machines(world, cluster),
         precision: config.precision,
@@ -123,6 +121,12 @@ fn in_settings(error: ParallelError) -> Error {
         }
         error => Error::schedule(error),
     }
+}
+
+/// Layers cut into parts as equal as they can be.
+pub(super) fn cut(layers: u32, parts: u32) -> Result<Vec<Range<u32>>> {
+    even_parts(layers, parts)
+        .ok_or_else(|| refuse("stages", parts, format!("1 for a model of {layers} layer: it cannot be cut")))
 }
 
 /// A count as plans have it.

@@ -31,7 +31,7 @@ pub struct SampleText {
 /// The end of a run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Report {
-    /// Preset of the model.
+    /// Name of the model: see [`crate::model_name()`].
     pub model: String,
     /// Its parameters.
     pub parameters: u64,
@@ -136,7 +136,7 @@ impl Report {
         let mean = |tail: &[StepMetrics]| tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64;
         let tokens = job.tokens_per_step() * job.config.steps;
         Ok(Self {
-            model: job.config.model.clone(),
+            model: crate::model_name(&job.model),
             parameters: job.model.parameters(),
             data: (job.source.clone(), job.hash.clone()),
             workers: job.world,

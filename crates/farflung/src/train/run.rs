@@ -13,9 +13,13 @@ use super::job::Job;
 use super::links::{Seat, seats};
 use super::planned;
 use super::report::{Report, sample};
+use super::sizes;
 use super::trainer::{StepDone, Synced, Trainer, hash};
 use crate::config::choice::Resume;
-use crate::{Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig};
+use crate::config::notes::Circumstances;
+use crate::{
+    Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig, model_name,
+};
 
 /// Follows a run: called on rank 0.
 pub trait Watch: Send {
@@ -35,12 +39,11 @@ impl Watch for Quiet {
     fn note(&mut self, _: &str) {}
 }
 
-/// What about the run is worth a line before its first step.
+/// What a pipeline is predicted to take: a line before its first step.
 fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let plan = &job.plan;
     if plan.stages() == 1 {
-        let idle = job.config.idle();
-        return Ok((!idle.is_empty()).then(|| format!("one stage has no use for {}", idle.join(", "))));
+        return Ok(None);
     }
     let schedule = trainer.schedule();
     let (time, bubble) = schedule.prediction()?;
@@ -75,13 +78,18 @@ pub fn run(
 ) -> Result<Option<Report>> {
     let processes = env.map_or(1, |e| e.world_size);
     let world = world(&config, env)?;
+    let mut followed = config.clone();
+    if let Some(path) = &config.plan {
+        followed.follow(&planned::read(path)?);
+    }
+    sizes::admit(&followed, env)?;
     let transport = config.transport_for(processes)?;
     let mut job = Job::new(config, world, stop)?;
     deadline::check(&job, transport)?;
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
     let seats: Vec<Seat> = seats(&job, env)?.into_iter().map(tie).collect();
     let between = seats.first().map(|seat| &seat.comm).filter(|_| processes > 1);
-    let result = Claim::new(job.config.out.as_deref(), &job.config.model, between).and_then(|claim| {
+    let result = Claim::new(job.config.out.as_deref(), &model_name(&job.model), between).and_then(|claim| {
         job.out = Some(claim.path().to_owned());
         run_job(&job, seats, watch)
     });
@@ -252,6 +260,9 @@ fn train(
     let clock = Clock::new(trainer.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
     if let Some(watch) = record.watch.as_deref_mut() {
+        for line in config.notes(&Circumstances { model: job.model, world: job.world, simulated }) {
+            watch.note(&line);
+        }
         if let Some(note) = note(&trainer, job)? {
             watch.note(&note);
         }

@@ -1,0 +1,108 @@
+//! The arguments of this process: a number below zero is a value, not a flag, and wrong usage is reported in the form of the
+//! log.
+
+use std::ffi::OsString;
+
+use clap::error::ErrorKind;
+use clap::{Arg, Command, CommandFactory, FromArgMatches};
+
+use super::Cli;
+
+/// Reads the arguments of this process.
+///
+/// Errors: help, a version, or wrong usage, to be printed.
+pub(super) fn parse() -> Result<Cli, clap::Error> {
+    let matches = negative_numbers(Cli::command()).try_get_matches_from(joined(std::env::args_os()))?;
+    Cli::from_arg_matches(&matches)
+}
+
+/// Every argument that takes a value takes one such as `-1`: its range says whether it can be.
+fn negative_numbers(command: Command) -> Command {
+    let takes = |arg: Arg| {
+        let values = arg.get_action().takes_values();
+        if values { arg.allow_negative_numbers(true) } else { arg }
+    };
+    command.mut_args(takes).mut_subcommands(negative_numbers)
+}
+
+/// The arguments with `--lr -1e-3` as `--lr=-1e-3`: clap takes a sign in an exponent for that of a flag. What stands behind
+/// `--` is another command's.
+fn joined(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
+    let mut joined: Vec<OsString> = Vec::new();
+    let mut args = args;
+    for arg in args.by_ref() {
+        let number = arg.to_str().is_some_and(|text| text.starts_with('-') && text.parse::<f64>().is_ok());
+        let flag = |before: &OsString| {
+            before.to_str().is_some_and(|text| text.starts_with("--") && !text.contains('='))
+        };
+        let other = arg == "--";
+        match joined.last_mut() {
+            Some(before) if number && flag(before) => {
+                before.push("=");
+                before.push(arg);
+            }
+            _ => joined.push(arg),
+        }
+        if other {
+            break;
+        }
+    }
+    joined.extend(args);
+    joined
+}
+
+/// Whether the arguments ask for a log in JSON; those behind `--` are another command's.
+pub(super) fn wants_json(args: impl Iterator<Item = OsString>) -> bool {
+    let args: Vec<_> = args.take_while(|arg| arg != "--").collect();
+    args.iter().any(|arg| arg == "--log-format=json")
+        || args.windows(2).any(|pair| pair[0] == "--log-format" && pair[1] == "json")
+}
+
+/// What is wrong, without the usage below it.
+pub(super) fn said(error: &clap::Error) -> String {
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return "a command is missing".to_owned();
+    }
+    let text = error.render().to_string();
+    let end = ["\n\nUsage:", "\n\nFor more information"].iter().filter_map(|mark| text.find(mark)).min();
+    let text = &text[..end.unwrap_or(text.len())];
+    text.strip_prefix("error: ").unwrap_or(text).trim_end().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_argument_of_every_command_takes_a_number_below_zero() {
+        fn check(command: &Command, seen: &mut usize) {
+            for arg in command.get_arguments().filter(|arg| arg.get_action().takes_values()) {
+                assert!(arg.is_allow_negative_numbers_set(), "{} of {}", arg.get_id(), command.get_name());
+                *seen += 1;
+            }
+            command.get_subcommands().for_each(|command| check(command, seen));
+        }
+        let mut seen = 0;
+        check(&negative_numbers(Cli::command()), &mut seen);
+        assert!(seen > 100, "{seen}");
+    }
+
+    #[test]
+    fn numbers_below_zero_are_joined_with_their_flags() {
+        let all = |args: &str| {
+            let args = joined(args.split(' ').map(OsString::from));
+            args.into_iter().map(|arg| arg.into_string().unwrap()).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(all("f train --lr -1e-3 --clip -.5"), "f train --lr=-1e-3 --clip=-.5");
+        assert_eq!(all("f schedule -p -4 --file -x"), "f schedule -p -4 --file -x");
+        assert_eq!(all("f launch -n 2 -- train --lr -1e-3"), "f launch -n 2 -- train --lr -1e-3");
+        assert_eq!(all("f --a=1 -2"), "f --a=1 -2");
+    }
+
+    #[test]
+    fn the_form_of_the_log_is_known_from_wrong_arguments_too() {
+        let json = |args: &str| wants_json(args.split(' ').map(OsString::from));
+        assert!(json("train --stepz 3 --log-format json") && json("--log-format=json fly"));
+        assert!(!json("train --log-format text") && !json("launch -n 2 -- train --log-format json"));
+    }
+}

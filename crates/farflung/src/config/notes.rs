@@ -1,0 +1,212 @@
+//! What a run says at its start about settings that were given and change nothing, or that do not do what they seem to. It
+//! refuses to know how a run works: each reason is a condition on settings.
+
+use std::collections::BTreeSet;
+
+use farflung_compress::CodecSpec;
+use farflung_parallel::Recompute;
+use farflung_parallel::pipeline::Method;
+use farflung_tensor::Precision;
+use farflung_zoo::GptConfig;
+
+use super::TrainConfig;
+use super::choice::{OptimizerKind, Resume, ScheduleKind, SyncKind, TransportKind};
+
+/// What settings do not say about a run.
+#[derive(Debug, Clone, Copy)]
+pub struct Circumstances {
+    /// The model's shape.
+    pub model: GptConfig,
+    /// Workers in all processes.
+    pub world: usize,
+    /// Whether links are simulated.
+    pub simulated: bool,
+}
+
+/// Lines, and the settings that are named in them.
+struct Notes<'a> {
+    config: &'a TrainConfig,
+    lines: Vec<String>,
+    named: BTreeSet<&'static str>,
+}
+
+impl Notes<'_> {
+    /// Settings that change nothing in this case. One that was named before has its reason.
+    fn idle(&mut self, case: bool, names: &[&'static str], why: &str) {
+        let given = |name: &&&'static str| self.config.was_given(name) && !self.named.contains(**name);
+        let given: Vec<_> = names.iter().filter(|_| case).filter(given).copied().collect();
+        if given.is_empty() {
+            return;
+        }
+        let verb = if given.len() == 1 { "changes" } else { "change" };
+        let quoted: Vec<_> = given.iter().map(|name| format!("`{name}`")).collect();
+        self.lines.push(format!("{} {verb} nothing: {why}", quoted.join(", ")));
+        self.named.extend(given);
+    }
+
+    /// Something else about a setting.
+    fn say(&mut self, case: bool, text: impl FnOnce() -> String) {
+        if case {
+            self.lines.push(text());
+        }
+    }
+}
+
+impl TrainConfig {
+    /// A line for each reason for which settings that were given change nothing in a run, and for what else is not as it
+    /// seems.
+    #[must_use]
+    pub fn notes(&self, run: &Circumstances) -> Vec<String> {
+        let mut notes = Notes { config: self, lines: Vec::new(), named: BTreeSet::new() };
+        self.note_model_and_training(run, &mut notes);
+        self.note_workers_and_links(run, &mut notes);
+        self.note_pipeline(run, &mut notes);
+        self.note_machine(run, &mut notes);
+        self.note_ends(&mut notes);
+        notes.lines
+    }
+
+    fn note_model_and_training(&self, _: &Circumstances, notes: &mut Notes<'_>) {
+        notes.idle(self.init_from.is_some(), &["model"], "the shape is that of the weights in `init-from`");
+        let (adamw, sgd) = (self.optimizer == OptimizerKind::AdamW, self.optimizer == OptimizerKind::Sgd);
+        notes.idle(adamw, &["momentum"], "`optimizer` is adamw, not sgd");
+        notes.idle(sgd, &["beta1", "beta2"], "`optimizer` is sgd, not adamw");
+        let constant = self.lr_schedule == ScheduleKind::Constant;
+        notes.idle(constant, &["min-lr"], "with `lr-schedule` constant the learning rate stays");
+        let (warmup, steps) = (self.warmup, self.steps);
+        let ends = "the run ends before the warm-up does";
+        notes.idle(warmup >= steps, &["min-lr", "lr-schedule"], ends);
+        notes.say(warmup > steps, || {
+            format!(
+                "`warmup` is {warmup} and the run has {steps} steps: the learning rate does not reach `lr`"
+            )
+        });
+    }
+
+    fn note_workers_and_links(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+        let alone = run.world == 1;
+        let launched = format!("the launcher started {} processes, with one worker each", run.world);
+        notes.idle(run.world != self.workers, &["workers"], &launched);
+        let exchanged = [
+            "codec",
+            "error-feedback",
+            "bucket-mb",
+            "overlap",
+            "algorithm",
+            "link",
+            "deadline",
+            "resync-every",
+        ];
+        notes.idle(alone, &exchanged, "there is one worker, which has nobody to exchange with");
+        notes.idle(
+            self.averages_nothing(run.world),
+            &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
+            "each part of the model is on one rank of one pipeline, so nothing is averaged",
+        );
+        let (ddp, diloco) = (self.sync == SyncKind::Ddp, self.sync == SyncKind::Diloco);
+        let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {
+            ", but for the report's comparison"
+        } else {
+            ""
+        };
+        notes.idle(ddp, &["outer-lr", "outer-momentum"], "`sync` is ddp, not diloco");
+        notes.idle(ddp, &["sync-every"], &format!("`sync` ddp averages at each step{compared}"));
+        notes.idle(diloco, &["overlap"], "`sync` diloco averages between steps, when nothing is computed");
+        let codec = self.codec;
+        let why = match codec {
+            codec if codec.feedback() => "the codec says itself what it feeds back",
+            codec if codec.method() == CodecSpec::default().method() => "the codec drops nothing",
+            _ => "the codec is unbiased",
+        };
+        notes.idle(codec.with_feedback() == codec, &["error-feedback"], why);
+        let packs = format!("codec {codec} packs all that is averaged, but for a few numbers at each step");
+        notes.idle(codec != CodecSpec::default(), &["algorithm"], &packs);
+        notes.idle(self.topology.is_some(), &["link"], "the links are those of `topology`");
+        notes.idle(!run.simulated, &["link"], "it is for simulated links, and these are real");
+        let clock = "it is for the clock of simulated links, and this one is real";
+        notes.idle(!run.simulated && self.stages == 1, &["compute-rate"], clock);
+    }
+
+    fn note_pipeline(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+        let (none, file) = (self.stages == 1, self.schedule_file.is_some());
+        let all = ["schedule", "schedule-file", "chunks", "memory", "slice-grain", "version-sync"];
+        notes.idle(none, &all, "there is no pipeline, since `stages` is 1");
+        let order = "the order is that of `schedule-file`";
+        notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
+        let method = self.schedule;
+        let limited = matches!(method, Method::OneFOneBSlope | Method::ZbAuto | Method::Varuna);
+        notes.idle(!limited, &["memory"], &format!("`schedule` {method} has no limit to set"));
+        let sliced = method == Method::TeraPipe;
+        notes.idle(!sliced, &["slice-grain"], &format!("`schedule` {method} does not slice sequences"));
+        let versions = file || method == Method::PipeDream;
+        notes.idle(
+            !versions,
+            &["version-sync"],
+            &format!("under `schedule` {method} there is nothing to choose"),
+        );
+
+        let layers = self.layers_of_a_part(run.model.layers);
+        let again = match self.recompute {
+            Recompute::None => 0,
+            Recompute::Full => layers,
+            Recompute::Layers(layers) => layers as usize,
+        };
+        let of = if none { "the model has" } else { "a stage has at most" };
+        notes.say(again > layers, || {
+            format!("`recompute` is {again} and {of} {layers} layers: all of them are computed again")
+        });
+        let processors = "a processor's memory is the host's";
+        notes.idle(self.device.are_processors(), &["offload"], processors);
+        let kept = layers.saturating_sub(again);
+        notes.idle(kept == 0, &["offload"], "all layers are computed again, and none is left to offload");
+        notes.say(kept > 0 && self.offload > kept && !self.device.are_processors(), || {
+            format!(
+                "`offload` is {} and {kept} layers are not computed again: these are offloaded",
+                self.offload
+            )
+        });
+    }
+
+    fn note_machine(&self, run: &Circumstances, notes: &mut Notes<'_>) {
+        let rounds = self.precision != Precision::F32;
+        notes.idle(!rounds, &["loss-scale"], "products in f32 round no gradient");
+        // Another process may have been given another device.
+        let one_process = run.simulated || self.transport == TransportKind::Memory;
+        let same = "processors round alike, so that copies stay equal";
+        notes.idle(one_process && self.device.are_processors(), &["resync-every"], same);
+    }
+
+    fn note_ends(&self, notes: &mut Notes<'_>) {
+        let steps = self.steps;
+        let end = format!("the run ends at step {steps}, and saves then");
+        notes.idle(self.checkpoint_every >= steps, &["checkpoint-every"], &end);
+        notes.say(self.keep_last == 1, || {
+            "`keep-last` is 1 and two are kept: a rank may fail while it writes its newest".to_owned()
+        });
+        let new = self.resume == Resume::Auto && self.out.is_none();
+        notes.idle(new, &["resume"], "without `out` the run's folder is a new one");
+        let sample = ["prompt", "temperature", "top-k", "top-p"];
+        notes.idle(self.sample_tokens == 0, &sample, "`sample-tokens` is 0, so there is no sample");
+        let likeliest = "`temperature` 0 takes the likeliest token";
+        notes.idle(self.temperature == 0.0, &["top-k", "top-p"], likeliest);
+    }
+
+    /// Whether no two ranks hold the same part of the model. What a file's order says is not known here.
+    fn averages_nothing(&self, world: usize) -> bool {
+        let copies = matches!(self.schedule, Method::Chimera | Method::DualPipe);
+        self.stages > 1 && world <= self.stages && !copies && self.schedule_file.is_none()
+    }
+
+    /// The most layers of a part of the model.
+    fn layers_of_a_part(&self, layers: usize) -> usize {
+        let chunks = match (self.chunks, self.schedule) {
+            _ if self.stages == 1 => 1,
+            (_, Method::Chimera | Method::DualPipe) => 1,
+            (chunks, method) => chunks.unwrap_or(method.default_chunks() as usize),
+        };
+        layers.div_ceil(self.stages.saturating_mul(chunks).max(1))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,256 @@
+//! Each reason with the settings that it is for, and that each setting was thought of.
+
+use super::super::{TrainArgs, dashed};
+use super::*;
+use std::path::Path;
+
+/// Settings that change a run whatever the others are.
+const ALWAYS: [&str; 34] = [
+    "layers",
+    "heads",
+    "dim",
+    "context",
+    "tokenizer",
+    "init-from",
+    "data",
+    "out",
+    "json",
+    "quiet",
+    "steps",
+    "batch",
+    "accumulate",
+    "optimizer",
+    "lr",
+    "warmup",
+    "weight-decay",
+    "clip",
+    "seed",
+    "sync",
+    "topology",
+    "transport",
+    "stages",
+    "microbatches",
+    "recompute",
+    "device",
+    "precision",
+    "deterministic",
+    "threads",
+    "eval-every",
+    "eval-batches",
+    "keep-last",
+    "compress-checkpoints",
+    "sample-tokens",
+];
+
+/// Settings as a file has them, workers in all, whether links are simulated, and the note.
+type Case = (&'static str, usize, bool, &'static str);
+
+const CASES: &[Case] = &[
+    ("model = 'baby'\ninit-from = 'w'", 4, true, "`model` changes nothing: the shape is that of the weights"),
+    ("momentum = 0.9", 4, true, "`momentum` changes nothing: `optimizer` is adamw, not sgd"),
+    (
+        "beta1 = 0.9\nbeta2 = 0.95\noptimizer = 'sgd'",
+        4,
+        true,
+        "`beta1`, `beta2` change nothing: `optimizer` is sgd, not adamw",
+    ),
+    (
+        "min-lr = 1e-4\nlr-schedule = 'constant'",
+        4,
+        true,
+        "`min-lr` changes nothing: with `lr-schedule` constant",
+    ),
+    (
+        "min-lr = 1e-4\nlr-schedule = 'cosine'\nsteps = 50",
+        4,
+        true,
+        "`min-lr`, `lr-schedule` change nothing: the run ends before",
+    ),
+    ("steps = 20", 4, true, "`warmup` is 50 and the run has 20 steps: the learning rate does not reach `lr`"),
+    ("workers = 4", 8, false, "`workers` changes nothing: the launcher started 8 processes"),
+    ("codec = 'int8'", 1, true, "`codec` changes nothing: there is one worker"),
+    (
+        "bucket-mb = 4.0\noverlap = true\nlink = 'home'\ndeadline = '60s'\nresync-every = 50\nalgorithm = 'ring'\nerror-feedback = true",
+        1,
+        true,
+        "`error-feedback`, `bucket-mb`, `overlap`, `algorithm`, `link`, `deadline`, `resync-every` change nothing: there is one worker",
+    ),
+    (
+        "codec = 'int8'\nstages = 4",
+        4,
+        true,
+        "`codec` changes nothing: each part of the model is on one rank of one pipeline",
+    ),
+    (
+        "outer-lr = 0.7\nouter-momentum = 0.9",
+        4,
+        true,
+        "`outer-lr`, `outer-momentum` change nothing: `sync` is ddp, not diloco",
+    ),
+    (
+        "sync-every = 20",
+        4,
+        true,
+        "`sync-every` changes nothing: `sync` ddp averages at each step, but for the report's comparison",
+    ),
+    ("sync-every = 20", 4, false, "`sync-every` changes nothing: `sync` ddp averages at each step"),
+    (
+        "sync = 'diloco'\noverlap = false",
+        4,
+        true,
+        "`overlap` changes nothing: `sync` diloco averages between steps",
+    ),
+    (
+        "error-feedback = false\ncodec = 'int8+ef'",
+        4,
+        true,
+        "`error-feedback` changes nothing: the codec says itself",
+    ),
+    (
+        "error-feedback = true\ncodec = 'none'",
+        4,
+        true,
+        "`error-feedback` changes nothing: the codec drops nothing",
+    ),
+    (
+        "error-feedback = true\ncodec = 'unbiased:4'",
+        4,
+        true,
+        "`error-feedback` changes nothing: the codec is unbiased",
+    ),
+    ("algorithm = 'ring'", 4, true, "`algorithm` changes nothing: codec int8 packs all that is averaged"),
+    ("link = 'home'\ntopology = 't'", 4, true, "`link` changes nothing: the links are those of `topology`"),
+    ("link = 'home'\ntransport = 'memory'", 4, false, "`link` changes nothing: it is for simulated links"),
+    (
+        "compute-rate = 1e9\ntransport = 'tcp'",
+        4,
+        false,
+        "`compute-rate` changes nothing: it is for the clock of simulated links",
+    ),
+    ("schedule = '1f1b'", 4, true, "`schedule` changes nothing: there is no pipeline, since `stages` is 1"),
+    (
+        "schedule-file = 'f'\nchunks = 2\nmemory = 3\nslice-grain = 8\nversion-sync = 'newest'",
+        4,
+        true,
+        "`schedule-file`, `chunks`, `memory`, `slice-grain`, `version-sync` change nothing: there is no pipeline",
+    ),
+    (
+        "stages = 4\nschedule-file = 'f'\nschedule = 'gpipe'",
+        4,
+        true,
+        "`schedule` changes nothing: the order is that of `schedule-file`",
+    ),
+    (
+        "stages = 4\nschedule = 'zb-h1'\nmemory = 4",
+        4,
+        true,
+        "`memory` changes nothing: `schedule` zb-h1 has no limit",
+    ),
+    ("stages = 4\nslice-grain = 4", 4, true, "`slice-grain` changes nothing: `schedule` 1f1b does not slice"),
+    (
+        "stages = 4\nversion-sync = 'vertical'",
+        4,
+        true,
+        "`version-sync` changes nothing: under `schedule` 1f1b",
+    ),
+    ("recompute = 9", 4, true, "`recompute` is 9 and the model has 4 layers: all of them are computed again"),
+    ("recompute = 2\nstages = 4", 4, true, "`recompute` is 2 and a stage has at most 1 layers"),
+    ("offload = 1", 4, true, "`offload` changes nothing: a processor's memory is the host's"),
+    (
+        "offload = 1\ndevice = 'cuda'\nrecompute = 'full'",
+        4,
+        true,
+        "`offload` changes nothing: all layers are computed again",
+    ),
+    (
+        "offload = 9\ndevice = 'cuda'\nrecompute = 1",
+        4,
+        true,
+        "`offload` is 9 and 3 layers are not computed again",
+    ),
+    ("loss-scale = 1024", 4, true, "`loss-scale` changes nothing: products in f32 round no gradient"),
+    ("resync-every = 10", 4, true, "`resync-every` changes nothing: processors round alike"),
+    ("checkpoint-every = 500", 4, true, "`checkpoint-every` changes nothing: the run ends at step 500"),
+    ("keep-last = 1", 4, true, "`keep-last` is 1 and two are kept"),
+    ("resume = 'auto'", 4, true, "`resume` changes nothing: without `out`"),
+    (
+        "sample-tokens = 0\nprompt = 'a'\ntemperature = 1.0\ntop-k = 0\ntop-p = 1.0",
+        4,
+        true,
+        "`prompt`, `temperature`, `top-k`, `top-p` change nothing: `sample-tokens` is 0",
+    ),
+    (
+        "temperature = 0.0\ntop-k = 4\ntop-p = 0.5",
+        4,
+        true,
+        "`top-k`, `top-p` change nothing: `temperature` 0",
+    ),
+];
+
+fn notes(text: &str, world: usize, simulated: bool) -> Vec<String> {
+    let config = TrainConfig::fill(TrainArgs::from_toml(text, Path::new("run.toml")).unwrap());
+    let model = GptConfig::preset("nano").unwrap();
+    config.notes(&Circumstances { model, world, simulated })
+}
+
+#[test]
+fn each_setting_that_changes_nothing_is_named_with_the_reason() {
+    for &(text, world, simulated, expected) in CASES {
+        let lines = notes(text, world, simulated);
+        assert!(lines.iter().any(|line| line.starts_with(expected)), "{text}: {lines:#?}");
+        // Each setting has one reason.
+        let idle: Vec<_> = lines.iter().filter_map(|line| line.split_once(" change")).collect();
+        let names: Vec<_> = idle.iter().flat_map(|(names, _)| names.split(", ")).collect();
+        let once: BTreeSet<_> = names.iter().collect();
+        assert_eq!(once.len(), names.len(), "{lines:#?}");
+    }
+}
+
+#[test]
+fn every_setting_changes_something_or_has_a_case() {
+    for key in TrainArgs::KEYS.iter().map(|key| dashed(key)) {
+        let quoted = format!("`{key}`");
+        let idle = CASES
+            .iter()
+            .any(|(.., note)| note.split_once(" change").is_some_and(|(names, _)| names.contains(&quoted)));
+        assert_ne!(idle, ALWAYS.contains(&&*key), "`{key}` is in one of the lists, by what it does");
+    }
+}
+
+#[test]
+fn what_was_not_given_has_no_note_and_what_matters_has_none() {
+    for (world, simulated) in [(1, true), (4, true), (8, false)] {
+        assert_eq!(notes("", world, simulated), [""; 0], "{world} {simulated}");
+    }
+    let run = Circumstances { model: GptConfig::preset("nano").unwrap(), world: 4, simulated: true };
+    assert_eq!(TrainConfig::default().notes(&run), [""; 0]);
+    // A program that wrote settings down gave what differs.
+    let chunks = TrainConfig { chunks: Some(2), ..TrainConfig::default() };
+    assert_eq!(chunks.notes(&run).len(), 1);
+    let useful = "stages = 4\nschedule = 'pipedream'\nversion-sync = 'newest'\nclip = 0.0\ncodec = 'none'";
+    assert_eq!(notes(useful, 8, true), [""; 0]);
+    let chimera = "stages = 4\nschedule = 'chimera'\ncodec = 'sign'\nbucket-mb = 1.0";
+    assert_eq!(notes(chimera, 4, true), [""; 0], "two copies of the model are averaged");
+}
+
+#[test]
+fn a_runs_own_file_gives_only_what_the_run_was_given() {
+    let args = TrainArgs { sync_every: Some(20), steps: Some(100), ..TrainArgs::default() };
+    let run = TrainConfig::fill(args);
+    let text = run.to_toml();
+    assert!(
+        text.contains("\nsync-every = 20\n") && text.contains("\ncodec = \"int8\" # by default\n"),
+        "{text}"
+    );
+    let again = TrainConfig::fill(TrainArgs::from_toml(&text, Path::new("config.toml")).unwrap());
+    assert_eq!(again, run);
+    assert!(again.was_given("sync-every") && !again.was_given("codec"));
+    // A flag gives, whatever the file says of it; a file of one's own does too.
+    let flag = TrainArgs { codec: Some(again.codec), ..TrainArgs::default() };
+    let file = TrainArgs::from_toml(&text, Path::new("config.toml")).unwrap();
+    assert!(TrainConfig::fill(flag.or(file)).was_given("codec"));
+    assert!(
+        TrainConfig::fill(TrainArgs::from_toml("codec = 'int8' # mine", Path::new("a")).unwrap())
+            .was_given("codec")
+    );
+}

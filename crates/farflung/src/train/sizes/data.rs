@@ -1,0 +1,140 @@
+//! How many bytes the data will take, from the sizes of its files. A file that cannot be looked at counts as nothing:
+//! reading it says what is wrong.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::Path;
+
+use crate::TrainConfig;
+use crate::config::choice::TokenizerKind;
+
+/// Bytes of the default text, rounded up.
+const DEFAULT_TEXT: u64 = 3_500_000;
+/// Bytes of the start of a file by which text is told from other files.
+const LOOK: u64 = 8192;
+
+/// What the data takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Data {
+    /// Bytes at the most while it is read.
+    pub(super) reading: u64,
+    /// Bytes of its tokens.
+    pub(super) tokens: u64,
+    /// Whether text is cut by a tokenizer with a vocabulary of its own.
+    pub(super) tokenizer: bool,
+}
+
+/// Sizes of the files of a data set.
+#[derive(Debug, Clone, Copy, Default)]
+struct Files {
+    sum: u64,
+    largest: u64,
+    /// Whether they hold tokens of two bytes rather than text.
+    tokens: bool,
+}
+
+impl Files {
+    fn add(&mut self, len: u64) {
+        self.sum = self.sum.saturating_add(len);
+        self.largest = self.largest.max(len);
+    }
+}
+
+/// Looks at the files of the settings' data.
+pub(super) fn data(config: &TrainConfig) -> Data {
+    let files = match &config.data {
+        None => Files { sum: DEFAULT_TEXT, largest: DEFAULT_TEXT, tokens: false },
+        Some(path) => files(path),
+    };
+    let byte = config.tokenizer == TokenizerKind::Byte;
+    let times = u64::saturating_mul;
+    let (tokens, beside) = match (files.tokens, byte) {
+        // Two bytes each, of which one is kept for a vocabulary of 256.
+        (true, true) => (files.sum / 2, files.largest),
+        (true, false) => (files.sum, files.largest),
+        // The text and an id of four bytes for each byte of it.
+        (false, true) => (files.sum, times(files.largest, 5)),
+        // A token of two bytes for about four bytes of text, and its id of four.
+        (false, false) => (files.sum / 2, times(files.largest, 3)),
+    };
+    Data { reading: tokens.saturating_add(beside), tokens, tokenizer: !byte }
+}
+
+fn is_bin(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "bin")
+}
+
+/// As `zoo::Corpus::open` finds them.
+fn files(path: &Path) -> Files {
+    let mut files = Files::default();
+    let Ok(metadata) = fs::metadata(path) else { return files };
+    if !metadata.is_dir() {
+        files.tokens = is_bin(path);
+        files.add(metadata.len());
+        return files;
+    }
+    for entry in fs::read_dir(path).into_iter().flatten().flatten() {
+        if let Ok(metadata) = fs::metadata(entry.path())
+            && metadata.is_file()
+            && is_bin(&entry.path())
+        {
+            files.tokens = true;
+            files.add(metadata.len());
+        }
+    }
+    if !files.tokens {
+        texts_below(path, &mut files);
+    }
+    files
+}
+
+fn texts_below(folder: &Path, files: &mut Files) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let Ok(kind) = entry.file_type() else { continue };
+        if kind.is_dir() {
+            texts_below(&entry.path(), files);
+        } else if kind.is_file() && is_text(&entry.path()) {
+            files.add(entry.metadata().map_or(0, |metadata| metadata.len()));
+        }
+    }
+}
+
+fn is_text(path: &Path) -> bool {
+    let mut start = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(LOOK).read_to_end(&mut start));
+    read.is_ok() && !start.contains(&0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(path: &Path, tokenizer: TokenizerKind) -> Data {
+        data(&TrainConfig { data: Some(path.to_owned()), tokenizer, ..TrainConfig::default() })
+    }
+
+    #[test]
+    fn files_count_as_the_corpus_reads_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
+        fs::create_dir(folder.path().join("deeper")).unwrap();
+        write("a.txt", &[b'a'; 1000]);
+        write("deeper/b.txt", &[b'b'; 500]);
+        write("picture", &[0; 9999]);
+        let byte = of(folder.path(), TokenizerKind::Byte);
+        assert_eq!((byte.tokens, byte.reading), (1500, 1500 + 5 * 1000));
+        let gpt2 = of(&folder.path().join("a.txt"), TokenizerKind::Gpt2);
+        assert_eq!((gpt2.tokens, gpt2.tokenizer), (500, true));
+        write("train.bin", &[1; 64]);
+        assert_eq!(of(folder.path(), TokenizerKind::Gpt2).tokens, 64, "token files, and no text beside them");
+        let none = of(&folder.path().join("missing"), TokenizerKind::Byte);
+        assert_eq!((none.tokens, none.reading), (0, 0));
+        assert_eq!(data(&TrainConfig::default()).tokens, DEFAULT_TEXT);
+    }
+
+    #[test]
+    fn the_default_text_is_no_larger_than_said() {
+        let len = crate::corpus::default_text().unwrap().0.len() as u64;
+        assert!((DEFAULT_TEXT * 9 / 10..=DEFAULT_TEXT).contains(&len), "{len}");
+    }
+}

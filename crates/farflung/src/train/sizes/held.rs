@@ -1,0 +1,220 @@
+//! What each rank holds of the model and of the microbatches that are under way, in numbers for each token: from the
+//! model's shape, and in a pipeline from its order.
+
+use std::collections::BTreeSet;
+
+use farflung_base::{Rank, StageId};
+use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op};
+use farflung_zoo::GptConfig;
+
+use super::super::planned::cut;
+use crate::{Result, TrainConfig};
+use farflung_parallel::Recompute;
+
+/// A rank of a pipeline, or one that has the whole model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Position {
+    /// f32 values of its parameters, padding included.
+    pub(super) parameters: u128,
+    /// Those of older versions of its parameters, and of a second buffer of gradients beside them.
+    pub(super) versions: u128,
+    /// Ranks of one pipeline that hold the same part.
+    pub(super) copies: u32,
+    /// f32 values for each token of a microbatch that it holds at once, but for logits.
+    pub(super) held: u128,
+    /// Logits for each token of a microbatch that it holds at once.
+    pub(super) logits: u128,
+    /// f32 values for each token of a microbatch that wait in the host's memory where it computes on a device.
+    pub(super) away: u128,
+    /// Whether the whole model is put together on rank 0.
+    pub(super) gathers: bool,
+}
+
+impl Position {
+    /// Holds `more` microbatches where `fewer` were counted.
+    pub(super) fn scale(&mut self, more: u128, fewer: u128) {
+        for sum in [&mut self.held, &mut self.logits, &mut self.away] {
+            *sum = sum.saturating_mul(more) / fewer;
+        }
+    }
+}
+
+/// f32 values of a tensor in a flat buffer.
+const fn padded(count: u128) -> u128 {
+    count.next_multiple_of(64)
+}
+
+/// Those of a part of the model: so many blocks, and the tables and the last norm where it has them.
+fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128 {
+    let c = model.dim as u128;
+    let block = padded(3 * c * c)
+        + padded(c * c)
+        + 2 * padded(4 * c * c)
+        + 6 * padded(c)
+        + padded(3 * c)
+        + padded(4 * c);
+    let tokens = if first || last { padded(model.vocab as u128 * c) } else { 0 };
+    let positions = if first { padded(model.context as u128 * c) } else { 0 };
+    let norm = if last { 2 * padded(c) } else { 0 };
+    blocks as u128 * block + tokens + positions + norm
+}
+
+/// f32 values for each token of what forward and backward passes make.
+#[derive(Debug, Clone, Copy)]
+struct PerToken {
+    /// A hidden state.
+    hidden: u128,
+    /// What a block keeps of its forward pass: `TransformerSaved`.
+    block: u128,
+    /// What the input half of a block's backward pass adds to it: `Back`.
+    back: u128,
+    /// What a block's backward pass makes, and keeps no longer than that.
+    while_back: u128,
+    /// What the head keeps besides logits: `HeadSaved`.
+    head: u128,
+    logits: u128,
+}
+
+impl PerToken {
+    fn of(model: &GptConfig) -> Self {
+        let c = model.dim as u128;
+        let stats = 2;
+        Self {
+            hidden: c,
+            block: 16 * c + 2 * stats + model.heads as u128,
+            back: 11 * c,
+            while_back: 12 * c,
+            head: 3 * c + stats,
+            logits: model.vocab as u128,
+        }
+    }
+}
+
+/// A rank that has the whole model.
+pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
+    let each = PerToken::of(model);
+    let layers = model.layers;
+    let again = config.recompute.of(layers as u32) as usize;
+    let away = config.offload.min(layers - again);
+    // One block's activations are there while it is computed again.
+    let here = (layers - again).max(1) as u128;
+    Position {
+        parameters: parameters(model, layers, true, true),
+        copies: 1,
+        held: again as u128 * each.hidden + here * each.block + each.while_back,
+        logits: each.logits,
+        away: away as u128 * each.block,
+        ..Position::default()
+    }
+}
+
+/// The ranks of a pipeline that runs this order.
+pub(super) fn pipeline(
+    config: &TrainConfig,
+    model: &GptConfig,
+    order: &ComputeOrder,
+) -> Result<Vec<Position>> {
+    let placement = order.placement();
+    let depth = placement.depth();
+    let layers = cut(model.layers as u32, depth)?;
+    let blocks = |stage: StageId| layers[placement.part(stage) as usize].len();
+    let position = |rank| {
+        let mut position = Position { copies: placement.copies(), gathers: true, ..Position::default() };
+        for stage in placement.stages_of(rank) {
+            let part = placement.part(stage);
+            let (first, last) = (placement.is_first(stage), placement.is_last(stage));
+            let size = parameters(model, blocks(stage), first, last);
+            let versions = order.updates().versions_held(part, depth);
+            position.parameters += size;
+            position.versions += size * u128::from(if versions > 1 { versions } else { 0 });
+        }
+        let list = &order.lists()[rank.index()];
+        held(config, model, order, list, &blocks, &mut position);
+        position
+    };
+    Ok((0..placement.ranks()).map(Rank).map(position).collect())
+}
+
+/// Adds what a rank's list of work holds at once.
+fn held(
+    config: &TrainConfig,
+    model: &GptConfig,
+    order: &ComputeOrder,
+    list: &[Op],
+    blocks: &impl Fn(StageId) -> usize,
+    position: &mut Position,
+) {
+    let each = PerToken::of(model);
+    let place = |action: &Action| (action.stage, action.microbatch, action.slice);
+    let again: BTreeSet<_> = list
+        .iter()
+        .flat_map(Op::actions)
+        .filter(|action| action.kind == ComputeKind::Recompute)
+        .map(|action| place(&action))
+        .collect();
+    let (mut now, mut logits, mut away) = (0_u128, 0_u128, 0_u128);
+    for action in list.iter().flat_map(Op::actions) {
+        let blocks = blocks(action.stage);
+        let last = order.placement().is_last(action.stage);
+        let (recomputes, forgotten) = match (again.contains(&place(&action)), config.recompute) {
+            (true, Recompute::Full) => (true, blocks),
+            (true, Recompute::Layers(layers)) => (true, (layers as usize).min(blocks)),
+            _ => (false, 0),
+        };
+        let all_again = recomputes && config.recompute == Recompute::Full;
+        let kept = (blocks - forgotten) as u128;
+        let wait = config.offload.min(blocks - forgotten) as u128 * each.block;
+        let (head, row) = if last { (each.head, each.logits) } else { (0, 0) };
+        let input = if recomputes { each.hidden } else { 0 };
+        let (mut meanwhile, blocks) = (2 * each.hidden, blocks as u128);
+        match action.kind {
+            ComputeKind::Forward => {
+                now += kept * each.block + input + if all_again { 0 } else { head };
+                logits += if all_again { 0 } else { row };
+                away += wait;
+            }
+            ComputeKind::Recompute => {
+                now += (blocks - kept) * each.block + if all_again { head } else { 0 };
+                now -= input;
+                logits += if all_again { row } else { 0 };
+            }
+            // The second half takes away what the first half leaves for it.
+            ComputeKind::BackwardInput => {
+                now += blocks * each.back;
+                away -= wait;
+            }
+            ComputeKind::Backward => {
+                meanwhile = each.while_back;
+                away -= wait;
+            }
+            ComputeKind::BackwardWeight | ComputeKind::Step => {}
+        }
+        position.held = position.held.max(now + meanwhile);
+        position.logits = position.logits.max(logits);
+        position.away = position.away.max(away);
+        let split = u128::from(action.kind == ComputeKind::BackwardWeight);
+        if matches!(action.kind, ComputeKind::Backward | ComputeKind::BackwardWeight) {
+            now -= blocks * (each.block + split * each.back) + head;
+            logits -= row;
+        }
+    }
+    // What a slice of a microbatch makes is that share of it.
+    let slices = u128::from(order.slices());
+    for sum in [&mut position.held, &mut position.logits, &mut position.away] {
+        *sum = sum.div_ceil(slices);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_those_of_the_model() {
+        for (name, model) in farflung_zoo::config::PRESETS {
+            let all = parameters(&model, model.layers, true, true);
+            let padding = all - u128::from(model.parameters());
+            assert!(padding < 64 * (4 + 12 * model.layers as u128), "{name}: {padding}");
+        }
+    }
+}

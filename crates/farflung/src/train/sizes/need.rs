@@ -1,0 +1,309 @@
+//! How many bytes of the host's memory a run needs, by what they are for: a pure function of the settings and the model's
+//! shape, which allocates nothing by their values. It knows neither what memory there is nor what to do about it.
+//!
+//! The sums were compared with measured peaks of whole runs: see `tests/sizes.rs`.
+
+use std::ops::Range;
+
+use farflung_base::Bytes;
+use farflung_comm::Algorithm;
+use farflung_compress::CodecSpec;
+use farflung_tensor::{DeviceName, Precision};
+use farflung_zoo::GptConfig;
+
+use super::data::Data;
+use super::held::Position;
+use crate::TrainConfig;
+use crate::config::choice::{OptimizerKind, SyncKind};
+
+/// Bytes of an f32.
+const F32: u128 = size_of::<f32>() as u128;
+
+/// What bytes are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(usize)]
+pub(super) enum Part {
+    Parameters,
+    Gradients,
+    Optimizer,
+    Outer,
+    Averaging,
+    Residuals,
+    Activations,
+    Logits,
+    Rounded,
+    Losses,
+    Evaluation,
+    Checkpoint,
+    Data,
+    Schedule,
+    Plans,
+    Workers,
+}
+
+impl Part {
+    const ALL: [Self; 16] = [
+        Self::Parameters,
+        Self::Gradients,
+        Self::Optimizer,
+        Self::Outer,
+        Self::Averaging,
+        Self::Residuals,
+        Self::Activations,
+        Self::Logits,
+        Self::Rounded,
+        Self::Losses,
+        Self::Evaluation,
+        Self::Checkpoint,
+        Self::Data,
+        Self::Schedule,
+        Self::Plans,
+        Self::Workers,
+    ];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Parameters => "parameters",
+            Self::Gradients => "gradients",
+            Self::Optimizer => "optimizer",
+            Self::Outer => "DiLoCo's anchor, delta and momentum",
+            Self::Averaging => "buckets and messages",
+            Self::Residuals => "codec residuals",
+            Self::Activations => "activations",
+            Self::Logits => "logits",
+            Self::Rounded => "rounded operands",
+            Self::Losses => "losses of a step",
+            Self::Evaluation => "evaluation",
+            Self::Checkpoint => "checkpoint",
+            Self::Data => "data",
+            Self::Schedule => "schedule",
+            Self::Plans => "plans of all-reduces",
+            Self::Workers => "workers and program",
+        }
+    }
+}
+
+/// Bytes by what they are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Need([u128; Part::ALL.len()]);
+
+impl Need {
+    pub(super) fn add(&mut self, part: Part, bytes: u128) {
+        let sum = &mut self.0[part as usize];
+        *sum = sum.saturating_add(bytes);
+    }
+
+    /// All of them.
+    pub(super) fn total(&self) -> u128 {
+        self.0.iter().fold(0, |sum, &bytes| sum.saturating_add(bytes))
+    }
+
+    fn and(mut self, other: &Self) -> Self {
+        for part in Part::ALL {
+            self.add(part, other.0[part as usize]);
+        }
+        self
+    }
+
+    /// Names and bytes, the largest first; those below a hundredth of all are left out.
+    pub(super) fn largest_first(&self) -> Vec<(&'static str, u128)> {
+        let least = self.total() / 100;
+        let mut parts: Vec<_> = Part::ALL.map(|part| (part.name(), self.0[part as usize])).into();
+        parts.retain(|&(_, bytes)| bytes > least);
+        parts.sort_by_key(|&(_, bytes)| std::cmp::Reverse(bytes));
+        parts
+    }
+}
+
+/// A number of bytes in words.
+pub(super) fn size(bytes: u128) -> String {
+    let units = [
+        (1_000_000_000_000_000_000_000_u128, "ZB"),
+        (1_000_000_000_000_000, "PB"),
+        (1_000_000_000_000, "TB"),
+    ];
+    match units.into_iter().find(|&(unit, _)| bytes >= unit) {
+        Some((unit, name)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
+        None => Bytes(bytes as u64).to_string(),
+    }
+}
+
+/// Some ranks of a run: what decides how much memory they need.
+#[derive(Debug, Clone)]
+pub(super) struct Share<'a> {
+    pub(super) config: &'a TrainConfig,
+    pub(super) model: GptConfig,
+    /// What each rank of a pipeline holds; one entry where each rank has the whole model.
+    pub(super) positions: &'a [Position],
+    /// Workers in all processes.
+    pub(super) world: usize,
+    pub(super) ranks: Range<usize>,
+    /// In so many processes.
+    pub(super) processes: usize,
+    pub(super) data: Data,
+    /// Actions of the pipeline's schedules.
+    pub(super) actions: u128,
+}
+
+/// Bytes of an action of a schedule, in the lists of order, lowering and simulation.
+const ACTION: u128 = 80;
+/// Bytes of the program before it has data: its code, its tables, its allocator.
+const PROGRAM: u128 = 12 << 20;
+/// Bytes of a worker that has neither model nor data: its thread, and the huge pages that its buffers begin with.
+const WORKER: u128 = 5 << 19;
+/// Bytes of what a worker knows of each other worker: its queues and its codecs.
+const PAIR: u128 = 512;
+/// Bytes of a step of a plan and of its price: a rank prices the steps of all ranks with each of them.
+const STEP: u128 = 800;
+/// Bytes of GPT-2's vocabulary as its tokenizer holds it.
+const VOCABULARY: u128 = 40 << 20;
+/// Bytes of a microbatch besides its losses.
+const ENTRY: u128 = 32;
+
+impl Share<'_> {
+    /// What they need at the most.
+    pub(super) fn need(&self) -> Need {
+        let mut all = Need::default();
+        for rank in self.ranks.clone() {
+            all = all.and(&self.of_rank(rank));
+        }
+        let (ranks, processes) = (self.ranks.len() as u128, self.processes as u128);
+        let world = self.world as u128;
+        all.add(Part::Workers, PROGRAM * processes + WORKER * ranks + PAIR * ranks * world);
+        if priced(self.config.algorithm) {
+            all.add(Part::Plans, STEP * ranks * world * world);
+        }
+        if self.data.tokenizer {
+            all.add(Part::Workers, VOCABULARY * processes);
+        }
+        all.add(Part::Schedule, self.actions.saturating_mul(ACTION).saturating_mul(ranks));
+        // Text is read and cut into tokens before there is a worker.
+        let times = |bytes: u64| u128::from(bytes).saturating_mul(processes);
+        let before = times(self.data.reading).saturating_sub(all.total());
+        all.add(Part::Data, before.max(times(self.data.tokens)));
+        all
+    }
+
+    /// What one rank needs.
+    fn of_rank(&self, rank: usize) -> Need {
+        let config = self.config;
+        let position = &self.positions[rank % self.positions.len()];
+        let replicas = (self.world / self.positions.len()).max(1);
+        let mut need = Need::default();
+        let model = position.parameters.saturating_mul(F32);
+        let states = match config.optimizer {
+            OptimizerKind::AdamW => 2,
+            OptimizerKind::Sgd => u128::from(config.momentum > 0.0),
+        };
+        let diloco = config.sync == SyncKind::Diloco;
+        let outer = u128::from(config.outer_momentum > 0.0);
+        let here = in_host_memory(config.device.of(rank));
+        if here {
+            need.add(Part::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
+            need.add(Part::Gradients, model);
+            need.add(Part::Optimizer, model.saturating_mul(states));
+            need.add(Part::Outer, if diloco { model.saturating_mul(2 + outer) } else { 0 });
+        }
+
+        // As many ranks average each part of the model.
+        let holders = replicas * position.copies as usize;
+        let saved = self.averaging(&mut need, model, holders, here);
+        self.activations(&mut need, position, here);
+
+        let batch = config.batch as u128;
+        let tokens = batch.saturating_mul(self.model.context as u128);
+        let losses = if self.positions.len() == 1 { tokens.saturating_mul(F32) } else { 0 };
+        let microbatches = super::super::planned::microbatches(config) as u128;
+        need.add(Part::Losses, microbatches.saturating_mul(losses.saturating_add(ENTRY)));
+        let offsets =
+            (u128::from(config.eval_batches)).next_multiple_of(replicas as u128).saturating_mul(batch);
+        need.add(Part::Evaluation, offsets.saturating_mul(size_of::<i64>() as u128));
+        // Tokens and targets, as ids of 4 bytes on both sides.
+        need.add(Part::Losses, tokens.saturating_mul(4 * F32));
+
+        // Copies for the file: all states, and the weights; of these for a moment all twice.
+        let states = model.saturating_mul(states + if diloco { 1 + outer } else { 0 }).saturating_add(saved);
+        need.add(Part::Checkpoint, model.saturating_add(states.max(model)));
+        if position.gathers && rank == 0 {
+            let whole = F32.saturating_mul(u128::from(self.model.parameters()));
+            need.add(Part::Checkpoint, whole.saturating_mul(3));
+        }
+        need
+    }
+
+    /// Buckets, messages and residuals of a part of the model that so many ranks average. Gives the residuals' bytes in
+    /// a checkpoint.
+    fn averaging(&self, need: &mut Need, model: u128, holders: usize, here: bool) -> u128 {
+        let config = self.config;
+        let alone = holders == 1;
+        if alone && self.positions.len() > 1 {
+            return 0;
+        }
+        let codec = match config.codec {
+            _ if alone => CodecSpec::default(),
+            codec if config.error_feedback => codec.with_feedback(),
+            codec => codec,
+        };
+        let plain = codec == CodecSpec::default();
+        if here || plain {
+            need.add(Part::Averaging, model);
+        }
+        if alone {
+            return 0;
+        }
+        let share = model / holders as u128;
+        let block = 4096_u128;
+        let packed = codec.build().max_payload(block as usize) as u128;
+        let message = model.saturating_mul(packed) / (block * F32);
+        need.add(
+            Part::Averaging,
+            if plain { model / 2 } else { message.saturating_mul(2).saturating_add(share) },
+        );
+        let residual = if codec.feedback() { model.saturating_add(share) } else { 0 };
+        if here {
+            need.add(Part::Residuals, residual.saturating_mul(2));
+        }
+        residual
+    }
+
+    /// Activations of the microbatches that are under way, and the logits among them.
+    fn activations(&self, need: &mut Need, position: &Position, here: bool) {
+        let config = self.config;
+        let tokens = (config.batch as u128).saturating_mul(self.model.context as u128);
+        if !here {
+            need.add(Part::Activations, tokens.saturating_mul(position.away).saturating_mul(F32));
+            return;
+        }
+        need.add(Part::Activations, tokens.saturating_mul(position.held).saturating_mul(F32));
+        need.add(Part::Logits, tokens.saturating_mul(position.logits).saturating_mul(F32));
+        if config.precision != Precision::F32 {
+            // The largest two operands of a product: logits or the inner activations, and the largest matrix.
+            let (dim, vocab) = (self.model.dim as u128, self.model.vocab as u128);
+            let widest = if position.logits > 0 { vocab.max(4 * dim) } else { 4 * dim };
+            let rounded = tokens.saturating_mul(widest).saturating_add(widest.saturating_mul(dim));
+            need.add(Part::Rounded, rounded.saturating_mul(F32));
+        }
+    }
+}
+
+/// Whether a rank makes the plans of all ranks to choose its own: `comm::Plans`.
+const fn priced(algorithm: Algorithm) -> bool {
+    !matches!(
+        algorithm,
+        Algorithm::BidirectionalRing
+            | Algorithm::RecursiveDoubling
+            | Algorithm::HalvingDoubling
+            | Algorithm::DoubleTree
+            | Algorithm::Moshpit
+    )
+}
+
+/// Whether a device's tensors lie in the host's memory. What `auto` finds is known only once devices are opened: where this
+/// build has GPUs, it may be one.
+fn in_host_memory(device: DeviceName) -> bool {
+    match device {
+        DeviceName::Cpu => true,
+        DeviceName::Auto => !cfg!(any(feature = "wgpu", feature = "cuda")),
+        DeviceName::Wgpu(_) | DeviceName::Cuda(_) => false,
+    }
+}

@@ -1,0 +1,210 @@
+//! What is refused on machines of all sizes, and what is said to fit; estimates against what a device's tensors take.
+
+use farflung_base::Rank;
+use farflung_tensor::Device;
+use farflung_zoo::block::Grads;
+use farflung_zoo::{Input, Keeping, Stage};
+
+use super::*;
+use crate::config::choice::{OptimizerKind, SyncKind, TransportKind};
+use crate::config::value::Setting;
+use farflung_parallel::Recompute;
+
+const MB: u64 = 1_000_000;
+
+const fn machine(megabytes: u64) -> There {
+    There { free: megabytes * MB, all: 2 * megabytes * MB }
+}
+
+fn refusal(config: &TrainConfig, there: impl Into<Option<There>>) -> Option<TooLarge> {
+    match Case::new(config, None).unwrap().admit(config, there.into()) {
+        Ok(()) => None,
+        Err(Error::TooLarge(refusal)) => Some(*refusal),
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn small() -> TrainConfig {
+    TrainConfig { transport: TransportKind::Memory, ..TrainConfig::default() }
+}
+
+#[test]
+fn what_would_fit_is_the_largest_that_does() {
+    let config = TrainConfig { batch: 100, workers: 12, ..small() };
+    let refused = refusal(&config, machine(600)).unwrap();
+    assert!(refused.needed > 600_000_000 && refused.there == Some(600 * MB), "{refused}");
+    assert!(refused.parts.windows(2).all(|pair| pair[0].1 >= pair[1].1), "{refused}");
+    let [batch, workers] = &refused.fits[..] else { panic!("{refused}") };
+    let (("batch", batch), ("workers", workers)) = (batch[0], workers[0]) else { panic!("{refused}") };
+    let with = |batch, workers| refusal(&TrainConfig { batch, workers, ..config.clone() }, machine(600));
+    assert!(with(batch, 12).is_none() && with(batch + 1, 12).is_some(), "{refused}");
+    assert!(with(100, workers).is_none() && with(100, workers + 1).is_some(), "{refused}");
+    assert!(
+        refused.to_string().contains(&format!("`batch` {batch} would fit, or `workers` {workers}")),
+        "{refused}"
+    );
+    // With four fifths of the estimate there is room: an estimate may be too high by that.
+    let there = refused.needed * 4 / 5;
+    let exactly = |bytes: u128| There { free: bytes as u64, all: u64::MAX };
+    assert!(refusal(&config, exactly(there)).is_none() && refusal(&config, exactly(there - 1)).is_some());
+}
+
+#[test]
+fn where_no_single_setting_is_enough_several_are_named_or_the_model() {
+    let config = TrainConfig { batch: 5000, workers: 64, accumulate: 3, ..small() };
+    let refused = refusal(&config, machine(100)).unwrap();
+    let [together] = &refused.fits[..] else { panic!("{refused}") };
+    let [("batch", batch), ("workers", 1), ("accumulate", 1), ("eval-batches", 1)] = together[..] else {
+        panic!("{refused}")
+    };
+    let least = |batch| TrainConfig { batch, workers: 1, accumulate: 1, eval_batches: 1, ..config.clone() };
+    assert!(refusal(&least(batch), machine(100)).is_none());
+    assert!(refusal(&least(batch + 1), machine(100)).is_some());
+
+    let huge = TrainConfig { model: "gpt3-175b".to_owned(), ..small() };
+    let refused = refusal(&huge, machine(16_000)).unwrap();
+    assert!(refused.fits.is_empty(), "{refused}");
+    let model = refused.model.unwrap().to_owned();
+    assert!(
+        refused.to_string().ends_with(&format!(
+            "with `batch` 1 and `workers` 1 the largest `model` that would fit is {model}"
+        )),
+        "{refused}"
+    );
+    assert!(refusal(&TrainConfig { model, batch: 1, workers: 1, ..small() }, machine(16_000)).is_none());
+    let none = refusal(&huge, machine(1)).unwrap();
+    assert!(none.model.is_none() && none.to_string().ends_with("nothing smaller would fit"), "{none}");
+}
+
+#[test]
+fn sizes_without_end_are_refused_and_overflow_nothing() {
+    let most = usize::MAX;
+    let absurd = TrainConfig { batch: most, accumulate: most, eval_batches: u64::MAX, ..small() };
+    let long = TrainConfig { stages: 2, microbatches: Some(50_000_000), ..small() };
+    assert!(refusal(&long, machine(64_000)).is_some());
+    for config in [
+        TrainConfig { batch: 1_000_000_000, ..small() },
+        TrainConfig { accumulate: 1 << 40, ..small() },
+        TrainConfig { eval_batches: 1 << 40, ..small() },
+        TrainConfig { workers: 2048, batch: 1, ..small() },
+        absurd,
+    ] {
+        for there in [Some(machine(64_000)), None] {
+            let refused = refusal(&config, there).unwrap();
+            assert_eq!(refused.there.is_none(), there.is_none());
+            assert_eq!(Error::TooLarge(Box::new(refused)).exit_code(), 2);
+        }
+    }
+    assert!(refusal(&small(), None).is_none());
+
+    let error = |config: TrainConfig| Case::new(&config, None).err().unwrap().to_string();
+    assert!(
+        error(TrainConfig { workers: 2049, ..small() })
+            .starts_with("`workers` is 2049, expected at most 2048")
+    );
+    assert!(error(TrainConfig { threads: 100_000, ..small() }).starts_with("`threads` is 100000"));
+    let stages = |config: TrainConfig| error(TrainConfig { stages: 2, ..config });
+    assert!(stages(TrainConfig { chunks: Some(1 << 30), ..small() }).starts_with("`chunks` is 1073741824"));
+    assert!(
+        stages(TrainConfig { microbatches: Some(1 << 33), ..small() })
+            .starts_with("`microbatches` is 8589934592")
+    );
+    assert!(stages(TrainConfig { eval_batches: 1 << 40, ..small() }).starts_with("`eval-batches` is"));
+}
+
+#[test]
+fn processes_of_one_machine_are_held_to_all_of_it_together() {
+    let env = |local_world_size| LaunchEnv {
+        rank: Rank(1),
+        world_size: 4,
+        local_rank: 1,
+        local_world_size,
+        master_addr: String::new(),
+        master_port: 1,
+        source: "a test",
+    };
+    let config = TrainConfig { batch: 100, ..small() };
+    let admit = |local, free, all| {
+        let case = Case::new(&config, Some(&env(local))).unwrap();
+        case.admit(&config, Some(There { free: free * MB, all: all * MB }))
+    };
+    let one = needed_memory(&config, Some(&env(None))).unwrap();
+    assert!((200_000_000..400_000_000).contains(&one), "{one}");
+    admit(Some(4), 400, 2000).unwrap();
+    admit(Some(1), 400, 500).unwrap();
+    let refused = admit(Some(4), 400, 500).unwrap_err().to_string();
+    assert!(refused.starts_with("the 4 processes on this machine need about 1."), "{refused}");
+    assert!(
+        refused.contains("and there are 500 MB: `batch` ") && !refused.contains("`workers`"),
+        "{refused}"
+    );
+}
+
+#[test]
+fn a_gpus_part_is_not_the_hosts() {
+    let need = |device: &str| {
+        let config = TrainConfig { device: Setting::parse(device).unwrap(), ..small() };
+        needed_memory(&config, None).unwrap()
+    };
+    assert!(need("cuda") < need("cpu") / 2 && need("cuda,cpu") < need("cpu"));
+    let away = TrainConfig { device: Setting::parse("cuda").unwrap(), offload: 2, ..small() };
+    assert!(needed_memory(&away, None).unwrap() > need("cuda") + 2 * 4 * 16 * 128 * 12 * 64 * 4);
+}
+
+#[test]
+fn settings_that_hold_more_need_more() {
+    let need = |config: TrainConfig| needed_memory(&config, None).unwrap();
+    let model = 4 * 4 * u128::from(GptConfig::preset("nano").unwrap().parameters());
+    let adam = need(small());
+    // Two moments, and both once more in the checkpoint.
+    let sgd = TrainConfig { optimizer: OptimizerKind::Sgd, momentum: 0.0, ..small() };
+    assert!(adam - need(sgd) > 3 * model);
+    let diloco = TrainConfig { sync: SyncKind::Diloco, ..small() };
+    assert!(need(diloco) > adam + 3 * model);
+    assert!(need(TrainConfig { error_feedback: false, ..small() }) + 2 * model < adam);
+    assert!(need(TrainConfig { recompute: Recompute::Full, ..small() }) < adam);
+}
+
+#[test]
+fn a_long_order_holds_what_a_short_one_says() {
+    let model = GptConfig::preset("nano").unwrap();
+    let positions = |schedule: &str, microbatches| {
+        let config = TrainConfig {
+            stages: 2,
+            schedule: schedule.parse().unwrap(),
+            microbatches: Some(microbatches),
+            ..small()
+        };
+        Pipeline::new(&config, &model, 2).unwrap().positions
+    };
+    assert_eq!(positions("1f1b", 200_000), positions("1f1b", 64));
+    let (short, long) = (positions("gpipe", 1000), positions("gpipe", 1_000_000));
+    for (short, long) in short.iter().zip(&long) {
+        assert!(long.held.abs_diff(1000 * short.held) * 100 < long.held, "{short:?} {long:?}");
+        assert_eq!(long.logits, 1000 * short.logits);
+    }
+}
+
+/// The forward and the backward pass of one microbatch, against what the device gave out for them.
+#[test]
+fn activations_are_what_a_device_gives_out() {
+    let model = GptConfig::new(5, 4, 128, 64, 1000).unwrap();
+    for recompute in [0, 2, 5] {
+        let cpu = Device::cpu(1).unwrap();
+        let mut stage = Stage::whole(model, &cpu).unwrap();
+        stage.set_keeping(Keeping { recompute, offload: 0 });
+        let (params, mut grads) = (stage.init(1).unwrap(), stage.zeros().unwrap());
+        let before = cpu.memory().1;
+        let ids: Vec<u32> = (0..4 * 64).collect();
+        let (x, y) = (stage.tokens(&ids, 64).unwrap(), stage.tokens(&ids, 64).unwrap());
+        let (_, saved) = stage.forward(&params, Input::Tokens(x), Some((&y, 1.0))).unwrap();
+        let mut grads = Grads { flat: &mut grads, accumulate: false };
+        stage.backward(&params, saved, None, &mut grads, |_, _| {}).unwrap();
+        let measured = (cpu.memory().1 - before) as f64;
+        let recompute = if recompute == 0 { Recompute::None } else { Recompute::Layers(recompute as u32) };
+        let position = held::whole(&TrainConfig { recompute, ..small() }, &model);
+        let estimated = ((position.held + position.logits) * 4 * 4 * 64) as f64;
+        assert!((0.95..1.05).contains(&(estimated / measured)), "{recompute:?}: {estimated} of {measured}");
+        assert_eq!(position.parameters, stage.layout().len() as u128);
+    }
+}
