@@ -140,7 +140,7 @@ fn a_run_that_works_over_a_slow_link_is_not_refused() {
     let slow = TrainConfig { link: link("20kbit,1s"), codec: "int8".parse().unwrap(), ..base };
     let job = job(&slow, slow.deadline);
     check(&job, TransportKind::Simulated).unwrap();
-    run_job(&job, seats(&slow, None).unwrap(), &mut Quiet).unwrap().unwrap();
+    run_job(&job, seats(&job, None).unwrap(), &mut Quiet).unwrap().unwrap();
     // Nothing is known of other links than simulated ones.
     let never = TrainConfig { link: link("1kbit,10s"), ..slow };
     let job = self::job(&never, never.deadline);
