@@ -64,7 +64,7 @@ impl RunDir {
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
 
-    /// Whether a folder that exists is a run's, or was one's.
+    /// Whether a folder has files of a run.
     pub fn holds_run(path: &Path) -> Result<bool> {
         Ok(names(path)?.iter().any(|name| is_of_run(name)))
     }

@@ -66,6 +66,7 @@ mod relay;
 mod resume;
 mod schedule_laws;
 mod schedule_vectors;
+mod signals;
 mod simulate_scale;
 mod slow_link;
 mod soak;
@@ -90,6 +91,7 @@ pub const BENCHES: &[Bench] = &[
     gpu::BENCH,
     overlap_ddp::BENCH,
     resume::BENCH,
+    signals::BENCH,
     collective_laws::BENCH,
     collective_cost::BENCH,
     uneven::BENCH,

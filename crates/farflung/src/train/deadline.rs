@@ -1,7 +1,7 @@
 //! Whether simulated links can keep a run's deadline, from what is declared of them: known before the first step.
 
 use farflung_base::{Algorithm, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
-use farflung_comm::{AllReduce, cost};
+use farflung_comm::{AllReduce, Program, cost};
 use farflung_compress::CodecSpec;
 use farflung_parallel::ScheduleSource;
 use farflung_tensor::Device;
@@ -54,22 +54,34 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
     let stage = Stage::whole(job.model, &Device::cpu(1)?)?;
     let largest = config.buckets(stage.layout()).into_iter().max().unwrap_or(0);
     let bytes = payload(config.codec, largest);
-    // Packed values go from each rank to each.
-    let packed = config.codec != CodecSpec::default();
-    let by = if packed { Algorithm::Direct } else { job.plan.outermost().algorithm };
-    let bucket = average(job, topology, by, largest, bytes);
+    let algorithm = job.plan.outermost().algorithm;
+    let bucket = if config.codec == CodecSpec::default() {
+        average(job, topology, algorithm, |by| by.programs(largest, bytes, topology), bytes)
+    } else {
+        // Packed values go from each rank to each, all at once.
+        let ranks = || (0..job.world as u32).map(Rank);
+        let programs = |by: Algorithm| ranks().map(|rank| by.program(rank, job.world)).collect();
+        average(job, topology, Algorithm::Direct, programs, bytes)
+    };
     // Each step's vote: a loss, and whether to stop.
-    let vote = average(job, topology, job.plan.outermost().algorithm, 2, Bytes(16));
+    let numbers = Bytes(16);
+    let vote = average(job, topology, algorithm, |by| by.programs(2, numbers, topology), numbers);
     Ok([vote, bucket].into_iter().max_by_key(|found| found.time))
 }
 
-/// An average of so many values.
-fn average(job: &Job, topology: &Topology, by: Algorithm, values: usize, bytes: Bytes) -> Slowest {
+/// An average of so many bytes by the programs of an algorithm.
+fn average(
+    job: &Job,
+    topology: &Topology,
+    by: Algorithm,
+    programs: impl Fn(Algorithm) -> Vec<Program>,
+    bytes: Bytes,
+) -> Slowest {
     let by = by.resolve(bytes, topology);
     let same_for_all = matches!(by, Algorithm::Ring | Algorithm::BidirectionalRing | Algorithm::Direct);
     let time = if job.config.topology.is_none() && same_for_all {
         // All ranks take the same time from a common start, and the first to start waits for no less.
-        cost(&by.programs(values, bytes, topology), bytes, topology)
+        cost(&programs(by), bytes, topology)
     } else {
         least(topology, bytes)
     };

@@ -1,0 +1,233 @@
+//! Signals at random moments of a run, whatever its stderr is: the run is saved and ends with the signal's code.
+
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use farflung::base::Philox;
+use farflung::{metrics, run_dir};
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::pty;
+
+use crate::binary::farflung;
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::now;
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "signals",
+    claim: "SIGINT, SIGTERM and SIGHUP at 100 random moments, with stderr a terminal, a file, a closed pipe and a full \
+            device in turn: no checkpoint is lost, and each run ends within 2 s with the right exit code",
+    source: "ours",
+    seed: 1337,
+    run,
+};
+
+/// The longest time after its start at which a run is signalled.
+const LATEST: Duration = Duration::from_millis(600);
+
+/// A run that takes longer to start or to end hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What a run's stderr is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stderr {
+    Terminal,
+    File,
+    ClosedPipe,
+    FullDevice,
+}
+
+impl Stderr {
+    const ALL: [Self; 4] = [Self::Terminal, Self::File, Self::ClosedPipe, Self::FullDevice];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Terminal => "terminal",
+            Self::File => "file",
+            Self::ClosedPipe => "closed pipe",
+            Self::FullDevice => "full device",
+        }
+    }
+}
+
+/// A terminal of our own: what is written to `inner` comes out here, and is dropped.
+struct Terminal {
+    outer: File,
+    inner: File,
+}
+
+impl Terminal {
+    fn new() -> Result<Self> {
+        let flags = pty::OpenptFlags::RDWR | pty::OpenptFlags::NOCTTY | pty::OpenptFlags::CLOEXEC;
+        let outer = pty::openpt(flags).context("failed to open a terminal")?;
+        pty::grantpt(&outer)?;
+        pty::unlockpt(&outer)?;
+        let name = pty::ptsname(&outer, Vec::new())?.into_string().context("a terminal's name is text")?;
+        let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let inner = rustix::fs::open(&name, flags, Mode::empty());
+        let inner = inner.with_context(|| format!("failed to open {name}"))?;
+        Ok(Self { outer: outer.into(), inner: inner.into() })
+    }
+
+    /// Reads what is written until it is `gone`, or nobody writes any more.
+    fn watch(mut outer: File, gone: &AtomicBool) {
+        let mut text = [0; 4096];
+        while !gone.load(Ordering::Relaxed) && outer.read(&mut text).is_ok_and(|n| n > 0) {}
+    }
+}
+
+/// What came of a signal.
+#[derive(Default)]
+struct Outcome {
+    /// Seconds until the run ended.
+    took: f64,
+    right_code: bool,
+    saved: bool,
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let text = folder.path().join("text.txt");
+    fs::write(&text, "the quick brown fox jumps over the lazy dog. ".repeat(500))?;
+    let signals = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
+    let random = Philox::new(report.seed(), 0);
+    let times = if options.quick { 12 } else { 100 };
+    let (mut lost, mut wrong) = (0_u32, 0_u32);
+    let mut slowest = [0.0_f64; Stderr::ALL.len()];
+    for time in 0..times {
+        let (which, (signal, code)) = (time % Stderr::ALL.len(), signals[time % signals.len()]);
+        let stderr = Stderr::ALL[which];
+        // Each run goes on where the one before it was saved.
+        let out = folder.path().join(stderr.name());
+        let late = Duration::from_micros(random.below(time as u64, LATEST.as_micros() as u64));
+        let outcome = stop(stderr, &text, &out, late, (signal, code))
+            .with_context(|| format!("signal {time}, stderr a {}", stderr.name()))?;
+        slowest[which] = slowest[which].max(outcome.took);
+        lost += u32::from(!outcome.saved);
+        wrong += u32::from(!outcome.right_code);
+    }
+    report.row("signals", times as f64, "1", Mark::None)?;
+    report.row("checkpoints lost", f64::from(lost), "1", Mark::AtMost(0.0))?;
+    report.row("wrong exit codes", f64::from(wrong), "1", Mark::AtMost(0.0))?;
+    for (stderr, slowest) in Stderr::ALL.into_iter().zip(slowest) {
+        let metric = format!("slowest to end, stderr a {}", stderr.name());
+        report.row(&metric, slowest, "s", Mark::AtMost(2.0))?;
+    }
+    Ok(())
+}
+
+/// Starts a run or goes on with one, signals it so much later, and looks what it left.
+fn stop(
+    stderr: Stderr,
+    text: &Path,
+    out: &Path,
+    late: Duration,
+    (signal, code): (Signal, i32),
+) -> Result<Outcome> {
+    let (before, _) = left(out)?;
+    let mut command =
+        farflung(&["train", "--layers", "2", "--heads", "2", "--dim", "16", "--context", "16"])?;
+    command.args(["--batch", "2", "--warmup", "0", "--threads", "1", "--workers", "2", "--steps", "1000000"]);
+    // Lines and checkpoints often, so that some signals fall among them.
+    command.args(["--eval-every", "2", "--eval-batches", "1", "--checkpoint-every", "5", "--resume", "auto"]);
+    command.arg("--data").arg(text).arg("--out").arg(out).env("TERM", "xterm");
+    let gone = Arc::new(AtomicBool::new(false));
+    let mut terminal = None;
+    match stderr {
+        Stderr::Terminal => {
+            let Terminal { outer, inner } = Terminal::new()?;
+            command.stderr(inner);
+            let gone = Arc::clone(&gone);
+            terminal = Some(thread::spawn(move || Terminal::watch(outer, &gone)));
+        }
+        Stderr::File => {
+            command.stderr(File::create(out.with_extension("log"))?);
+        }
+        Stderr::ClosedPipe => {
+            command.stderr(Stdio::piped());
+        }
+        Stderr::FullDevice => {
+            command.stderr(File::options().write(true).open("/dev/full")?);
+        }
+    }
+    let mut child = command.spawn().context("failed to start `farflung`")?;
+    // Our own ends of what it writes to.
+    drop((command, child.stderr.take()));
+    let mut running = Running(child);
+    running.wait_for(out)?;
+    thread::sleep(late);
+    let start = now();
+    // A terminal that hangs up is gone, at the next text that it takes.
+    gone.store(signal == Signal::HUP, Ordering::Relaxed);
+    running.signal(signal)?;
+    let status = running.end()?;
+    let took = start.elapsed().as_secs_f64();
+    if let Some(terminal) = terminal {
+        terminal.join().map_err(|_| anyhow::anyhow!("the terminal's thread panicked"))?;
+    }
+    let (logged, saved) = left(out)?;
+    let saved = saved == Some(logged) && logged > before;
+    Ok(Outcome { took, right_code: status.is_some_and(|status| status.code() == Some(code)), saved })
+}
+
+/// The last step that a run logged, and that of its newest checkpoint, whose every byte is looked at.
+fn left(out: &Path) -> Result<(u64, Option<u64>)> {
+    if !out.exists() {
+        return Ok((0, None));
+    }
+    let logged = metrics::read(&out.join("metrics.jsonl"))?.last().map_or(0, |row| row.step);
+    Ok((logged, run_dir::latest(out)?.map(|checkpoint| checkpoint.step())))
+}
+
+/// A run under way, which ends with this.
+struct Running(Child);
+
+impl Running {
+    /// Waits until it holds its folder: it has asked for signals then.
+    fn wait_for(&mut self, out: &Path) -> Result<()> {
+        let lock: PathBuf = out.join("run.lock");
+        let own = self.0.id().to_string();
+        for _ in 0..PATIENCE.as_millis() {
+            if fs::read_to_string(&lock).is_ok_and(|pid| pid.trim() == own) {
+                return Ok(());
+            }
+            if let Some(status) = self.0.try_wait()? {
+                anyhow::bail!("it ended before it was signalled: {status}");
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        anyhow::bail!("it does not start")
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let pid =
+            i32::try_from(self.0.id()).ok().and_then(Pid::from_raw).context("a process has a number")?;
+        Ok(kill_process(pid, signal)?)
+    }
+
+    /// Its exit status; `None` if it hangs.
+    fn end(&mut self) -> Result<Option<ExitStatus>> {
+        for _ in 0..PATIENCE.as_millis() {
+            if let Some(status) = self.0.try_wait()? {
+                return Ok(Some(status));
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(None)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
