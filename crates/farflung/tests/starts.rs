@@ -36,7 +36,7 @@ fn runs_that_start_together_take_different_folders() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     let folders = names(&run.at("runs"));
-    assert_eq!(folders, (1..=6).map(|n| format!("nano-{n}")).collect::<Vec<_>>());
+    assert_eq!(folders, (1..=6).map(|n| format!("gpt-2x8-{n}")).collect::<Vec<_>>());
     assert!(folders.iter().all(|name| run.at("runs").join(name).join("report.json").exists()));
 }
 
@@ -48,7 +48,7 @@ fn jobs_of_several_processes_that_start_together_do_too() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     let folders = names(&run.at("runs"));
-    assert_eq!(folders, ["nano-1", "nano-2", "nano-3"]);
+    assert_eq!(folders, ["gpt-2x8-1", "gpt-2x8-2", "gpt-2x8-3"]);
     for folder in folders {
         let folder = run.at("runs").join(folder);
         assert_eq!(names(&folder.join("ranks")), ["rank-00001"]);
@@ -65,7 +65,7 @@ fn a_run_that_fails_before_it_wrote_anything_leaves_no_folder() {
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     assert!(names(&run.at("runs")).is_empty());
     let output = ended(start(&run, &[], ""));
-    assert!(output.status.success() && run.at("runs/nano-1/report.json").exists(), "{output:?}");
+    assert!(output.status.success() && run.at("runs/gpt-2x8-1/report.json").exists(), "{output:?}");
 }
 
 /// That a run ends with exit code 2 and this message, and that there is no folder of it.

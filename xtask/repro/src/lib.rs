@@ -61,8 +61,11 @@ mod learn_nano;
 mod overlap_comm;
 mod overlap_ddp;
 mod pipeline_exact;
+mod plan_exact;
+mod plan_text;
 mod predict_vs_run;
 mod relay;
+mod replan;
 mod resume;
 mod schedule_laws;
 mod schedule_vectors;
@@ -71,6 +74,7 @@ mod simulate_scale;
 mod slow_link;
 mod soak;
 mod uneven;
+mod uneven_plan;
 mod zero_bubble;
 
 use std::io::Write;
@@ -116,6 +120,10 @@ pub const BENCHES: &[Bench] = &[
     slow_link::BENCH,
     pipeline_exact::BENCH,
     predict_vs_run::BENCH,
+    plan_exact::BENCH,
+    plan_text::BENCH,
+    replan::BENCH,
+    uneven_plan::BENCH,
     simulate_scale::BENCH,
     zero_bubble::BENCH,
 ];

@@ -65,7 +65,7 @@ pub(crate) fn again(job: &Job, config: TrainConfig, over: Over) -> Job {
     job.with_config(config, world).expect("a bench's settings go together")
 }
 
-fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
+pub(crate) fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
     (config.transport, config.link) = match over {
         Over::Memory => (TransportKind::Memory, config.link),
         Over::Simulated(link) => (TransportKind::Simulated, link),

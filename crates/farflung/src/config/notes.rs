@@ -123,6 +123,8 @@ impl TrainConfig {
         notes.idle(codec != CodecSpec::default(), &["algorithm"], &packs);
         notes.idle(self.topology.is_some(), &["link"], "the links are those of `topology`");
         notes.idle(!run.simulated, &["link"], "it is for simulated links, and these are real");
+        let speeds = "the speeds are those of `topology`";
+        notes.idle(self.topology.is_some(), &["compute-rate"], speeds);
         let clock = "it is for the clock of simulated links, and this one is real";
         notes.idle(!run.simulated && self.stages == 1, &["compute-rate"], clock);
     }

@@ -91,6 +91,19 @@ impl Job {
         Ok(Self { config, plan, cluster, rates, world, ..self.clone() })
     }
 
+    /// The job under another plan, for the same model and data.
+    ///
+    /// Errors: a plan that cannot be.
+    pub fn with_plan(&self, plan: Plan) -> Result<Self> {
+        plan.check()?;
+        planned::check_names(&plan)?;
+        let mut config = self.config.clone();
+        config.follow(&plan);
+        let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
+        let world = plan.ranks() as usize;
+        Ok(Self { config, rates, world, plan, ..self.clone() })
+    }
+
     /// The links between the ranks.
     ///
     /// Errors: a topology file that lacks one of the plan's machines.

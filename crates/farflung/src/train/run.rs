@@ -11,6 +11,7 @@ use super::deadline;
 use super::finished::{self, Left};
 use super::job::Job;
 use super::links::{Seat, seats};
+use super::meet::same_plan;
 use super::planned;
 use super::report::{Report, sample};
 use super::sizes;
@@ -77,18 +78,21 @@ pub fn run(
     watch: &mut dyn Watch,
 ) -> Result<Option<Report>> {
     let processes = env.map_or(1, |e| e.world_size);
+    let transport = config.transport_for(processes)?;
     let world = world(&config, env)?;
     let mut followed = config.clone();
     if let Some(path) = &config.plan {
         followed.follow(&planned::read(path)?);
     }
     sizes::admit(&followed, env)?;
-    let transport = config.transport_for(processes)?;
     let mut job = Job::new(config, world, stop)?;
     deadline::check(&job, transport)?;
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
     let seats: Vec<Seat> = seats(&job, env)?.into_iter().map(tie).collect();
     let between = seats.first().map(|seat| &seat.comm).filter(|_| processes > 1);
+    if let Some(comm) = between {
+        same_plan(&job.plan, comm)?;
+    }
     let result = Claim::new(job.config.out.as_deref(), &model_name(&job.model), between).and_then(|claim| {
         job.out = Some(claim.path().to_owned());
         run_job(&job, seats, watch)

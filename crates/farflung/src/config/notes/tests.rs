@@ -5,7 +5,8 @@ use super::*;
 use std::path::Path;
 
 /// Settings that change a run whatever the others are.
-const ALWAYS: [&str; 34] = [
+const ALWAYS: [&str; 35] = [
+    "plan",
     "layers",
     "heads",
     "dim",
@@ -167,6 +168,12 @@ const CASES: &[Case] = &[
         4,
         true,
         "`offload` is 9 and 3 layers are not computed again",
+    ),
+    (
+        "topology = 'a.toml'\ncompute-rate = 1e9",
+        4,
+        true,
+        "`compute-rate` changes nothing: the speeds are those of",
     ),
     ("loss-scale = 1024", 4, true, "`loss-scale` changes nothing: products in f32 round no gradient"),
     ("resync-every = 10", 4, true, "`resync-every` changes nothing: processors round alike"),

@@ -25,16 +25,13 @@ use crate::{Error, Result, TrainConfig};
 impl Trainer {
     /// A rank at step 0 of a job.
     ///
-    /// Errors: those of [`ReplicaSchedule::new`]; [`Error::Setting`] where the ranks' plans are not the same.
+    /// Errors: those of [`ReplicaSchedule::new`]; [`Error::Setting`] for a loss scale that the schedule cannot have.
     pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
         let (plan, rank, stages) = (&job.plan, comm.rank().0, job.plan.stages());
         let (position, replica) = (Rank(rank % stages), rank / stages);
         let schedule = ReplicaSchedule::new(job, replica)?;
         let placement = schedule.placement().clone();
-        let (each_step, pipelined) = (job.averages_each_step(), placement.depth() > 1);
-        if pipelined {
-            same_plan(&comm, job)?;
-        }
+        let each_step = job.averages_each_step();
         let scale = job.config.loss_scale.start(plan.precision);
         if scale.is_dynamic() && schedule.updates() != Updates::Flush {
             return Err(Error::Setting {
@@ -50,10 +47,7 @@ impl Trainer {
         let device = job.device(comm.rank().index(), threads)?;
         let holders = groups(&comm, &placement, plan.replicas(), position)?;
         let tied = tie(&comm, &placement, plan.replicas() == 1 || !each_step, position)?;
-        let voters = match (each_step, pipelined) {
-            (true, _) => comm.clone(),
-            (false, _) => comm.split(replica, rank)?,
-        };
+        let voters = if each_step { comm.clone() } else { comm.split(replica, rank)? };
         let copies = !holders.is_empty() || placement.tie() == Tie::Across;
         let resync = Resync::new(job, &comm, device.name(), copies)?;
         let updates = match schedule.updates() {
@@ -230,33 +224,6 @@ fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageI
         }
     }
     last
-}
-
-/// Ranks whose plans differ are told at once, rather than wait for what never comes.
-fn same_plan(comm: &Communicator, job: &Job) -> Result<()> {
-    let mine = job.plan.to_string();
-    let all = comm.all_gather_bytes(mine.clone().into_bytes())?;
-    for (rank, theirs) in all.iter().enumerate() {
-        let theirs = String::from_utf8_lossy(theirs);
-        if theirs == mine {
-            continue;
-        }
-        let differing =
-            theirs.parse().ok().and_then(|theirs| job.plan.differences(&theirs).into_iter().next());
-        let (value, expected) = match differing {
-            Some(difference) => (
-                format!(
-                    "`{}` = {}",
-                    difference.field,
-                    difference.left.unwrap_or_else(|| "missing".to_owned())
-                ),
-                format!("{} as on rank {rank}", difference.right.unwrap_or_else(|| "missing".to_owned())),
-            ),
-            None => ("unlike".to_owned(), format!("the plan of rank {rank}")),
-        };
-        return Err(Error::Setting { field: "plan", value, expected });
-    }
-    Ok(())
 }
 
 /// A communicator for each part of this rank that others hold too: replicas, or the other copy of the model.

@@ -1,0 +1,176 @@
+//! Plans as text: they read back, keep their digest, and ranks whose plans differ hear by which field.
+
+use std::sync::Arc;
+
+use anyhow::{Result, anyhow};
+use farflung::base::{Algorithm, Philox, Precision};
+use farflung::comm::{Communicator, memory};
+use farflung::parallel::pipeline::{Method, VersionSync};
+use farflung::parallel::{
+    BoundaryCodecs, Level, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
+};
+use farflung::train::same_plan;
+
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "plan-text",
+    claim: "plans print, read back and keep their digest; a field changed on one rank is refused by its name on all",
+    source: "ours",
+    seed: 1337,
+    run,
+};
+
+/// A plan drawn at random.
+fn drawn(random: &Philox, i: u64) -> Result<Plan> {
+    let draw = |field: u64, below: u64| random.below(i * 64 + field, below);
+    let (replicas, stages) = (1 + draw(0, 4) as u32, 1 + draw(1, 4) as u32);
+    let mut end = 0;
+    let part = |p: u32, end: &mut u32| {
+        let count = 1 + draw(8 + u64::from(p), 5) as u32;
+        *end += count;
+        let recompute = match draw(16 + u64::from(p), 3) {
+            0 => Recompute::None,
+            1 => Recompute::Full,
+            _ => Recompute::Layers(1),
+        };
+        let room = count - recompute.of(count);
+        Part {
+            layers: *end - count..*end,
+            recompute,
+            offload: draw(24 + u64::from(p), u64::from(room) + 1) as u32,
+        }
+    };
+    let parts: Vec<Part> = (0..stages).map(|p| part(p, &mut end)).collect();
+    let methods = [Method::OneFOneB, Method::GPipe, Method::ZbH1, Method::Varuna];
+    let codecs = ["none", "int8+ef", "topk:0.01/f16+ef", "sign"];
+    let codec = |field: u64| codecs[draw(field, 4) as usize].to_owned();
+    Ok(Plan {
+        model: PlannedModel {
+            name: format!("m{}", draw(2, 9)),
+            layers: end,
+            parameters: 1 + draw(3, 1 << 40),
+        },
+        mesh: Plan::mesh_of(replicas, stages)?,
+        machines: (0..replicas * stages).map(|r| format!("site-{}.{r}", draw(4, 9))).collect(),
+        precision: Precision::ALL[draw(5, 3) as usize],
+        batch: 1 + draw(6, 64) as u32,
+        microbatches: (0..replicas).map(|r| 1 + draw(32 + u64::from(r), 9) as u32).collect(),
+        boundaries: (1..parts.len())
+            .map(|b| BoundaryCodecs { forward: codec(36 + b as u64), backward: codec(40 + b as u64) })
+            .collect(),
+        parts,
+        pipeline: Pipeline {
+            schedule: ScheduleSource::Named(methods[draw(44, 4) as usize]),
+            chunks: None,
+            memory: Some(draw(45, 9) as u32 + 4).filter(|&m| m > 6),
+            version_sync: [VersionSync::Newest, VersionSync::Vertical][draw(46, 2) as usize],
+            slices: Vec::new(),
+        },
+        levels: vec![Level {
+            groups: Vec::new(),
+            method: ["ddp", "diloco"][draw(47, 2) as usize].to_owned(),
+            every: 1 + draw(48, 500) as u32,
+            codec: codec(49),
+            algorithm: Algorithm::ALL[draw(50, 9) as usize],
+            bucket_bytes: 4 + draw(51, 1 << 30),
+            overlap: draw(52, 2) == 1,
+        }],
+    })
+}
+
+/// Every field of a plan, changed.
+fn changes() -> Vec<(&'static str, fn(&mut Plan))> {
+    vec![
+        ("model.name", |p| p.model.name.push('x')),
+        ("model.layers", |p| p.model.layers += 1),
+        ("model.parameters", |p| p.model.parameters += 1),
+        ("mesh", |p| p.mesh = Plan::mesh_of(p.replicas() + 1, p.stages()).unwrap_or_else(|_| p.mesh.clone())),
+        ("machines", |p| p.machines[0].push('x')),
+        ("precision", |p| {
+            p.precision = if p.precision == Precision::F32 { Precision::F16 } else { Precision::F32 };
+        }),
+        ("batch", |p| p.batch += 1),
+        ("microbatches", |p| p.microbatches[0] += 1),
+        ("part[0].layers", |p| p.parts[0].layers.end += 1),
+        ("part[0].recompute", |p| p.parts[0].recompute = Recompute::Layers(77)),
+        ("part[0].offload", |p| p.parts[0].offload += 1),
+        ("pipeline.schedule", |p| p.pipeline.schedule = ScheduleSource::Named(Method::ZbV)),
+        ("pipeline.chunks", |p| p.pipeline.chunks = Some(9)),
+        ("pipeline.memory", |p| p.pipeline.memory = Some(99)),
+        ("pipeline.version_sync", |p| {
+            p.pipeline.version_sync = match p.pipeline.version_sync {
+                VersionSync::Newest => VersionSync::Vertical,
+                VersionSync::Vertical => VersionSync::Newest,
+            };
+        }),
+        ("pipeline.slices", |p| p.pipeline.slices = vec![3, 4]),
+        ("boundary[0].forward", |p| p.boundaries[0].forward.push('x')),
+        ("boundary[0].backward", |p| p.boundaries[0].backward.push('x')),
+        ("level[0].groups", |p| p.levels[0].groups = vec![vec![0]]),
+        ("level[0].method", |p| p.levels[0].method.push('x')),
+        ("level[0].every", |p| p.levels[0].every += 1),
+        ("level[0].codec", |p| p.levels[0].codec.push('x')),
+        ("level[0].algorithm", |p| {
+            let other = p.levels[0].algorithm == Algorithm::Ring;
+            p.levels[0].algorithm = if other { Algorithm::Direct } else { Algorithm::Ring };
+        }),
+        ("level[0].bucket_bytes", |p| p.levels[0].bucket_bytes += 1),
+        ("level[0].overlap", |p| p.levels[0].overlap ^= true),
+    ]
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let count = if options.quick { 100 } else { 1000 };
+    let random = Philox::new(report.seed(), 0);
+    let (mut wrong, mut refused) = (0_u32, 0_u32);
+    let mut staged = None;
+    for i in 0..count {
+        let plan = drawn(&random, i)?;
+        refused += u32::from(plan.check().is_err());
+        let read: Plan = plan.to_string().parse()?;
+        wrong += u32::from(read != plan || read.digest() != plan.digest());
+        staged = staged.or_else(|| Some(plan).filter(|p| p.stages() > 1));
+    }
+    report.row("random plans", count as f64, "plans", Mark::None)?;
+    report.row(
+        "that do not read back, or with another digest",
+        f64::from(wrong),
+        "plans",
+        Mark::AtMost(0.0),
+    )?;
+    report.row("that are refused for what they combine", f64::from(refused), "plans", Mark::None)?;
+
+    let plan = staged.ok_or_else(|| anyhow!("no plan with stages was drawn"))?;
+    let named: std::collections::BTreeSet<&str> = changes().iter().map(|(field, _)| *field).collect();
+    let fields: Vec<String> =
+        plan.fields().into_keys().filter(|f| !f.contains("[1]") && !f.contains("[2]")).collect();
+    let without =
+        fields.iter().filter(|f| !f.contains("[3]") && *f != "version" && !named.contains(f.as_str()));
+    report.row("fields that no change below is of", without.count() as f64, "fields", Mark::AtMost(0.0))?;
+    let mut silent = 0;
+    for (field, change) in changes() {
+        let mut other = plan.clone();
+        change(&mut other);
+        let said = meet(&plan, &other)?;
+        let good =
+            said.iter().all(|message| message.as_ref().is_some_and(|m| m.contains(&format!("`{field}`"))));
+        silent += u32::from(!good);
+    }
+    report.row("fields changed alone", changes().len() as f64, "fields", Mark::AtLeast(25.0))?;
+    report.row("that are not refused by name on all ranks", f64::from(silent), "fields", Mark::AtMost(0.0))
+}
+
+/// What three ranks hear when the second has another plan.
+fn meet(plan: &Plan, other: &Plan) -> Result<Vec<Option<String>>> {
+    let rank = |endpoint: Arc<memory::Memory>| {
+        let comm = Communicator::new(endpoint);
+        let mine = if comm.rank().0 == 1 { other } else { plan };
+        same_plan(mine, &comm).err().filter(|e| e.exit_code() == 2).map(|e| e.to_string())
+    };
+    let rank = &rank;
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = memory::cluster(3).into_iter().map(|e| scope.spawn(move || rank(e))).collect();
+        ranks.into_iter().map(|r| r.join().map_err(|_| anyhow!("a rank panicked"))).collect()
+    })
+}
