@@ -308,6 +308,16 @@ mod tests {
         }
     }
 
+    /// The checksum is that of `WIRE.md`, by an independent program that follows it.
+    #[test]
+    fn the_matrices_are_those_of_the_wire_format() {
+        let mut crc = crc32fast::Hasher::new();
+        for value in (1..=MAX_SIDE).flat_map(matrix) {
+            crc.update(&value.to_le_bytes());
+        }
+        assert_eq!(crc.finalize(), 0x548c_9508);
+    }
+
     #[test]
     fn what_is_smooth_needs_few_coefficients() {
         let x: Vec<f32> =
