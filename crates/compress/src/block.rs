@@ -18,6 +18,10 @@ pub const DEFAULT_BLOCK: u32 = 256;
 /// f32's subnormals, which not every device keeps.
 const MIN_MAX: f32 = f32::from_bits((127 - 100) << 23);
 
+/// The bits of `2^126`: in a block with a smaller largest magnitude no loss overflows, as what codes stand for
+/// is less than `2^127` there.
+const EDGE: i32 = (127 + 126) << 23;
+
 /// The arithmetic of one method: what a block's header says, and how an element becomes a code under it.
 ///
 /// All functions are part of kernels and must be `#[inline(always)]`; `encode`, `decode` and `refused` must be branch-free,
@@ -30,6 +34,9 @@ pub trait Quantizer<const BITS: u32>: Copy + std::fmt::Debug + Send + Sync {
     const HEADER: usize;
     /// The codec's parameter, beside the block, in the highest byte of the parameters' word.
     const PARAMETER: u8 = 0;
+    /// Whether a code may stand for a number of the other sign than its element, so that more is lost than the
+    /// element.
+    const OVERSHOOTS: bool = false;
     /// What the header means, ready to be used.
     type Fit: Copy;
     /// Whether [`Self::encode`] wants offsets.
@@ -297,7 +304,7 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for Encode<'
     }
 }
 
-/// As [`Encode`], of sums `x + e`, whose losses go to `next`.
+/// As [`Encode`], of sums `x + e`, whose losses go to `next`; true if one of them is not finite, too.
 struct EncodeSums<'a, Q, const BITS: u32, const NOISY: bool> {
     blocks: Blocks<'a, Q, BITS, NOISY>,
     x: &'a [f32],
@@ -350,12 +357,22 @@ impl<Q: Quantizer<BITS>, const BITS: u32, const NOISY: bool> Kernel for EncodeSu
                         way.take(start, group);
                         start += GROUP;
                     }
+                    if Q::OVERSHOOTS && surveyed.0 >= EDGE && overflows(sums) {
+                        return true;
+                    }
                 }
             }
             (out, i, at) = (next_out, i + 1, end);
         }
         false
     }
+}
+
+/// Whether something is not finite.
+#[cold]
+#[inline(never)]
+fn overflows(lost: &[f32]) -> bool {
+    max_magnitude(lost) >= INFINITE
 }
 
 /// How many elements ahead of what is encoded the memory is asked, at least: a page, which it does not go beyond by itself.

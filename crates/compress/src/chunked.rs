@@ -34,8 +34,9 @@ pub trait Chunks: Clone + std::fmt::Debug + Send + Sync {
         Ok(self.clone())
     }
 
-    /// Encodes whole units, the first of them with the element `at`, into exactly their bytes, with noise for codecs
-    /// that draw; true if it must refuse a value that is not finite (then nothing else matters).
+    /// Encodes whole units, the first of them with the element `at`, into exactly their bytes, with noise for
+    /// codecs that draw; true if it must refuse a value that is not finite, or of which more is lost than f32
+    /// holds (then nothing else matters but what was lost until there).
     fn encode(&self, pass: &mut Pass, at: usize, values: Values<'_>, out: &mut [u8], noise: Noise) -> bool;
 
     /// Decodes whole units, the first of them with the element `at`.
@@ -106,14 +107,22 @@ impl Values<'_> {
         }
     }
 
-    /// The error for the first value that is not finite; they begin at `offset` of the vector.
-    pub(crate) fn first_non_finite(&self, offset: usize) -> CompressError {
+    /// The error for the first value that is not finite, or else for the first whose loss is not; they begin at
+    /// `offset` of the vector.
+    pub(crate) fn refusal(&self, offset: usize) -> CompressError {
         let value = |i: usize| match self {
             Self::Read(x) => x[i],
             Self::Feedback { x, e, .. } => x[i] + e[i],
         };
-        let at = (0..self.len()).find(|i| !value(*i).is_finite()).expect("the caller saw one among these");
-        CompressError::NonFinite { index: offset + at, value: value(at) }
+        if let Some(at) = (0..self.len()).find(|i| !value(*i).is_finite()) {
+            return CompressError::NonFinite { index: offset + at, value: value(at) };
+        }
+        let lost = match self {
+            Self::Read(_) => None,
+            Self::Feedback { next, .. } => next.iter().position(|lost| !lost.is_finite()),
+        };
+        let at = lost.expect("the caller saw one among these");
+        CompressError::Overflow { index: offset + at, value: value(at), what: "what is lost of it" }
     }
 }
 
@@ -226,7 +235,7 @@ impl<C: Chunks> Chunked<C> {
             let (bytes, next_out) = out.split_at_mut(self.chunks.bytes(len));
             let refused = self.chunks.encode(&mut pass, at, values.again(), bytes, noise);
             if refused {
-                return Err(values.first_non_finite(at));
+                return Err(values.refusal(at));
             }
             crc.update(bytes);
             (at, rest, out) = (at + len, next, next_out);

@@ -14,9 +14,10 @@ const SAMPLE: usize = 1 << 12;
 
 /// `2^BITS` values in each block's header, and a code of `BITS` bits (2, 4 or 8) for each element.
 ///
-/// The table has the mean of the elements of each bin, so that decoding keeps the block's mean and never leaves its range.
-/// `4 + n BITS / 8 + 4 2^BITS ceil(n / block)` bytes for `n` elements. A block whose largest magnitude is below `2^-100`
-/// becomes zeros. NaN and infinity are refused. Bins are found with f64 on the host: only decoding is defined to the bit.
+/// The table has the mean of the elements of each bin, so that decoding keeps the block's mean and never leaves
+/// its range. `4 + n BITS / 8 + 4 2^BITS ceil(n / block)` bytes for `n` elements. A block whose largest
+/// magnitude is below `2^-100` becomes zeros. NaN and infinity are refused, and with feedback a value of which
+/// more is lost than f32 holds. Bins are found with f64 on the host: only decoding is defined to the bit.
 pub type Codebook<const BITS: u32> = Chunked<Block<Table, BITS>>;
 
 /// How bins are cut.
@@ -130,6 +131,7 @@ impl<const BITS: u32> Quantizer<BITS> for Table {
         4 << BITS
     };
     const PARAMETER: u8 = BITS as u8;
+    const OVERSHOOTS: bool = true;
     type Fit = Bins;
 
     #[expect(clippy::inline_always, reason = "part of kernels")]

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 
 use farflung_base::Rank;
 
-use crate::chunked::{INFINITE, max_magnitude, sum};
+use crate::chunked::{INFINITE, Values, max_magnitude, sum};
 use crate::simd::{Kernel, Level};
 use crate::{CompressError, Payload, PayloadRef, State};
 
@@ -32,8 +32,9 @@ pub struct RoundKey {
 pub trait Compressor: State + Debug + Send + Sync {
     /// Encodes `x` (`[n]`) into `out`.
     ///
-    /// Errors: [`CompressError::NonFinite`] (lossy codecs); [`CompressError::LengthChanged`] (codecs with memory).
-    /// Then `out` is empty and the codec's memory is as it was.
+    /// Errors: [`CompressError::NonFinite`] (lossy codecs); [`CompressError::Overflow`] for finite values that
+    /// [`Self::decompress`] would not give back as finite ones; [`CompressError::LengthChanged`] (codecs with
+    /// memory). Then `out` is empty and the codec's memory is as it was.
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError>;
 
     /// Decodes `p`, which is untrusted, into all of `out` (`[n]`).
@@ -77,8 +78,9 @@ pub trait Memoryless: Compressor {
     /// `e` is only read, so a failure leaves it as it was. The default makes three passes and a buffer; codecs fuse it
     /// into one pass.
     ///
-    /// Errors: those of [`Compressor::compress`], [`CompressError::LengthMismatch`], and [`CompressError::NonFinite`] for
-    /// any codec. Then `out` is empty and `next` is unspecified.
+    /// Errors: those of [`Compressor::compress`], [`CompressError::LengthMismatch`],
+    /// [`CompressError::NonFinite`] for any codec, and [`CompressError::Overflow`] if what is lost of a value
+    /// is not finite. Then `out` is empty and `next` is unspecified.
     fn compress_residual(
         &mut self,
         x: &[f32],
@@ -132,24 +134,50 @@ pub(crate) fn residual_of<C: Compressor + ?Sized>(
     key: RoundKey,
     out: &mut Payload,
 ) -> Result<(), CompressError> {
-    add(x, e, next, out)?;
+    let largest = add(x, e, next, out)?;
     codec.compress(next, key, out)?;
     sent.resize(next.len(), 0.0);
     codec.decompress(out.view(), sent).inspect_err(|_| out.clear())?;
     for (next, sent) in next.iter_mut().zip(sent) {
         *next -= *sent;
     }
-    Ok(())
+    check_lost(largest, x, e, next, out)
 }
 
-/// `next = x + e`: how every residual begins that is not fused. If it fails, `out` is empty.
-pub(crate) fn add(x: &[f32], e: &[f32], next: &mut [f32], out: &mut Payload) -> Result<(), CompressError> {
+/// The bits of `2^32`: what codecs make of vectors whose magnitudes are below this is finite, and so is what
+/// they lose.
+///
+/// Of the largest magnitude, QSGD makes `2^10` times as much at most, a transform `2^6` times, its inverse as
+/// much again, an unbiased mask `2^32` times: three stages stay below `2^128`. So only larger vectors are
+/// looked at again after they were encoded.
+pub(crate) const LARGE: i32 = (127 + 32) << 23;
+
+/// `next = x + e`: how every residual begins that is not fused. The largest magnitude, as [`max_magnitude`]
+/// gives it. If it fails, `out` is empty.
+pub(crate) fn add(x: &[f32], e: &[f32], next: &mut [f32], out: &mut Payload) -> Result<i32, CompressError> {
     check_lengths(x, e, next).inspect_err(|_| out.clear())?;
-    if Level::detect().run(Add { x, e, next }) {
+    let largest = Level::detect().run(Add { x, e, next });
+    if largest >= INFINITE {
         out.clear();
         return Err(first_non_finite(next));
     }
-    Ok(())
+    Ok(largest)
+}
+
+/// Refuses what is lost of sums `x + e`, whose largest magnitude is given, if it is not finite. If it fails,
+/// `out` is empty.
+pub(crate) fn check_lost(
+    largest: i32,
+    x: &[f32],
+    e: &[f32],
+    next: &mut [f32],
+    out: &mut Payload,
+) -> Result<(), CompressError> {
+    if largest < LARGE || check_finite(next).is_ok() {
+        return Ok(());
+    }
+    out.clear();
+    Err(Values::Feedback { x, e, next }.refusal(0))
 }
 
 /// The error for vectors in which something is not finite.
@@ -158,12 +186,13 @@ pub(crate) fn first_non_finite(x: &[f32]) -> CompressError {
     CompressError::NonFinite { index, value: x[index] }
 }
 
-/// Refuses vectors that are not finite.
-pub(crate) fn check_finite(x: &[f32]) -> Result<(), CompressError> {
-    if Level::detect().run(AnyNonFinite(x)) { Err(first_non_finite(x)) } else { Ok(()) }
+/// Refuses vectors that are not finite; the largest magnitude, as [`max_magnitude`] gives it.
+pub(crate) fn check_finite(x: &[f32]) -> Result<i32, CompressError> {
+    let largest = Level::detect().run(Largest(x));
+    if largest >= INFINITE { Err(first_non_finite(x)) } else { Ok(largest) }
 }
 
-/// `next = x + e`; whether something in it is not finite.
+/// `next = x + e`; the largest magnitude.
 struct Add<'a> {
     x: &'a [f32],
     e: &'a [f32],
@@ -171,24 +200,25 @@ struct Add<'a> {
 }
 
 impl Kernel for Add<'_> {
-    type Output = bool;
+    type Output = i32;
 
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
-    fn run(self) -> bool {
-        sum(self.x, self.e, self.next) >= INFINITE
+    fn run(self) -> i32 {
+        sum(self.x, self.e, self.next)
     }
 }
 
-struct AnyNonFinite<'a>(&'a [f32]);
+/// The largest magnitude.
+struct Largest<'a>(&'a [f32]);
 
-impl Kernel for AnyNonFinite<'_> {
-    type Output = bool;
+impl Kernel for Largest<'_> {
+    type Output = i32;
 
     #[expect(clippy::inline_always, reason = "a kernel is compiled for its caller's instruction set")]
     #[inline(always)]
-    fn run(self) -> bool {
-        max_magnitude(self.0) >= INFINITE
+    fn run(self) -> i32 {
+        max_magnitude(self.0)
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::convert::Infallible;
 
-use crate::compressor::{Memoryless, check_finite, residual_of};
+use crate::chunked::{magnitude, max_magnitude};
+use crate::compressor::{LARGE, Memoryless, check_finite, residual_of};
 use crate::simd::{Kernel, Level};
 use crate::threads;
 use crate::wire::CodecId;
@@ -18,7 +19,7 @@ const PREFIX: usize = 4;
 ///
 /// With [`crate::Select::PerChunk`] of the same chunk and [`crate::Sign`] it is `DeMo`'s payload. The bytes are `4 +` those of
 /// `C` without a header. The transform is orthonormal up to rounding: it keeps the norm of an error. Values whose transform
-/// overflows are refused, by the index of the coefficient.
+/// overflows, or what is decoded of it, are refused.
 ///
 /// Source: Peng et al. 2024, "Decoupled Momentum Optimization", section 3. Differs: squares of consecutive elements, not of the
 /// tensor's rows and columns.
@@ -96,6 +97,49 @@ impl<C: Memoryless> Dct<C> {
         })
     }
 
+    /// Makes the coefficients of `x` of a copy of it, and a payload of them. Of large values it looks whether
+    /// the payload can be decoded.
+    fn encode(
+        &mut self,
+        x: &[f32],
+        coefficients: &mut [f32],
+        large: bool,
+        key: RoundKey,
+        out: &mut Payload,
+    ) -> Result<(), CompressError> {
+        self.transform(coefficients, false);
+        if large && let Some(at) = coefficients.iter().position(|c| !c.is_finite()) {
+            let (index, what) = (self.largest_of_square(at, x), "the transform of its square");
+            return Err(CompressError::Overflow { index, value: x[index], what });
+        }
+        let encoded = self.inner.compress(coefficients, key, out);
+        encoded.map_err(|error| error.moved(|at| self.largest_of_square(at, x), x))?;
+        let inner = out.codec();
+        out.wrap(CodecId::DCT, [self.side as u8, inner.0, 0, 0]);
+        if large {
+            // Its coefficients were sent, and are not needed again.
+            let decoded = self.decompress(out.view(), coefficients);
+            return decoded.map_err(|error| match error {
+                CompressError::Code { index: at, .. } => {
+                    let (index, what) = (self.largest_of_square(at, x), "what its square decodes as");
+                    CompressError::Overflow { index, value: x[index], what }
+                }
+                error => error,
+            });
+        }
+        Ok(())
+    }
+
+    /// The index of the largest magnitude of `x` in the square with the element `at`.
+    fn largest_of_square(&self, at: usize, x: &[f32]) -> usize {
+        let square = self.side * self.side;
+        let start = at / square * square;
+        let square = &x[start..x.len().min(start + square)];
+        let largest = max_magnitude(square);
+        let within = square.iter().position(|x| magnitude(*x) == largest);
+        start + within.expect("a square has elements")
+    }
+
     fn transform(&self, x: &mut [f32], inverse: bool) {
         let columns = if inverse { &self.table.inverse } else { &self.table.forward };
         let rows = if inverse { &self.table.forward } else { &self.table.inverse };
@@ -130,17 +174,13 @@ impl<C: Memoryless> Memoryless for Dct<C> {
 impl<C: Memoryless> Compressor for Dct<C> {
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         out.clear();
-        check_finite(x)?;
+        let large = check_finite(x)? >= LARGE;
         let mut coefficients = std::mem::take(&mut self.coefficients);
         coefficients.clear();
         coefficients.extend_from_slice(x);
-        self.transform(&mut coefficients, false);
-        let result = self.inner.compress(&coefficients, key, out);
+        let result = self.encode(x, &mut coefficients, large, key, out);
         self.coefficients = coefficients;
-        result?;
-        let inner = out.codec();
-        out.wrap(CodecId::DCT, [self.side as u8, inner.0, 0, 0]);
-        Ok(())
+        result.inspect_err(|_| out.clear())
     }
 
     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
@@ -266,6 +306,16 @@ mod tests {
             assert!(x.iter().zip(&y).all(|(x, y)| (x - y).abs() < 1e-5));
             assert_eq!(x[side * side..], y[side * side..]);
         }
+    }
+
+    /// The checksum is that of `WIRE.md`, by an independent program that follows it.
+    #[test]
+    fn the_matrices_are_those_of_the_wire_format() {
+        let mut crc = crc32fast::Hasher::new();
+        for value in (1..=MAX_SIDE).flat_map(matrix) {
+            crc.update(&value.to_le_bytes());
+        }
+        assert_eq!(crc.finalize(), 0x548c_9508);
     }
 
     #[test]

@@ -15,6 +15,17 @@ pub enum CompressError {
         /// What stood there.
         value: f32,
     },
+    /// A finite value is too large for the codec: what it would send, what that decodes as, or what it loses is
+    /// beyond the range of f32.
+    #[error("element {index} is {value}, and {what} is beyond the range of f32")]
+    Overflow {
+        /// Index into the vector.
+        index: usize,
+        /// What stood there, with the residual if there is one.
+        value: f32,
+        /// What cannot be represented.
+        what: &'static str,
+    },
     /// Two vectors of one call differ in length.
     #[error("{what} has {found} elements, not the {wanted} of the input")]
     LengthMismatch {
@@ -257,4 +268,26 @@ pub enum CompressError {
         /// The name.
         name: String,
     },
+}
+
+impl CompressError {
+    /// Whether an encoder refused a value of its vector: one that is not finite, or too large for the codec.
+    /// The vector can still travel as plain f32, and the codec's memory is as it was.
+    #[must_use]
+    pub const fn refuses_a_value(&self) -> bool {
+        matches!(self, Self::NonFinite { .. } | Self::Overflow { .. })
+    }
+
+    /// The refusal of a value by a codec within another one: for the element of the outer vector `x` that its
+    /// index came from.
+    pub(crate) fn moved(self, from: impl FnOnce(usize) -> usize, x: &[f32]) -> Self {
+        match self {
+            Self::NonFinite { index, value } => Self::NonFinite { index: from(index), value },
+            Self::Overflow { index, what, .. } => {
+                let index = from(index);
+                Self::Overflow { index, value: x[index], what }
+            }
+            error => error,
+        }
+    }
 }

@@ -19,9 +19,11 @@ const UPPER: u32 = 0xffff_0000;
 /// is `x / scale` rounded to an integer in `-q ..= q`. A code times a scale has at most 16 significant bits: decoding is
 /// exact, and so is the residual but for one rounding. A block with `m < 2^-100` becomes zeros.
 ///
-/// `4 + n BITS / 8 + 2 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error of an
-/// element is at most `0.504 m / q` of its block (half of a scale), or one scale with stochastic rounding, and at most
-/// `2^-100` in a block of zeros. NaN and infinity are refused. The decoder takes any block size.
+/// `4 + n BITS / 8 + 2 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error
+/// of an element is at most `0.504 m / q` of its block (half of a scale), or `1.008 m / q` with stochastic
+/// rounding, and at most `2^-100` in a block of zeros. If `q` times the scale would be infinite (`m` is above
+/// `0.996 f32::MAX`), the scale is a little too small, and the bounds are `0.512 m / q` and `1.012 m / q`. NaN
+/// and infinity are refused. The decoder takes any block size.
 pub type IntBlock<const BITS: u32> = Chunked<Block<Int, BITS>>;
 /// Eight bits: codes in `-127 ..= 127`.
 pub type Int8 = IntBlock<8>;
@@ -61,13 +63,18 @@ impl<const BITS: u32> IntBlock<BITS> {
 
     /// Rounds up or down at random, so that the mean of what is decoded is what was given: noise is private to a rank.
     ///
+    /// The mean is exact to `2^-17` of the scale, since noise has 16 bits, and `2^-22` of the element, by
+    /// roundings. Where the scale is too small, near `f32::MAX`, means are up to 0.4 % smaller than the
+    /// element; in a block of zeros they are 0.
+    ///
     /// Errors: as [`Self::new`].
     pub fn stochastic(block: u32) -> Result<Self, CompressError> {
         Self::blocks(Int { stochastic: true, ..Int::default() }, block)
     }
 
-    /// QSGD with `q` levels: stochastic, and the largest code stands for the block's Euclidean norm. Unbiased; the
-    /// variance of a block of `d` elements is at most `min(d / q^2, sqrt(d) / q) |x|^2`.
+    /// QSGD with `q` levels: stochastic, and the largest code stands for the block's Euclidean norm (at most
+    /// `f32::MAX`), which takes the place of `m`. Unbiased as far as [`Self::stochastic`] is; the variance of a
+    /// block of `d` elements is at most `min(d / q^2, sqrt(d) / q) |x|^2`.
     ///
     /// Source: Alistarh et al. 2017, "QSGD", section 3.1. Differs: the norm is rounded up to a bfloat16 multiple of `q`.
     ///

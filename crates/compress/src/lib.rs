@@ -34,6 +34,8 @@ mod cast;
 mod chunked;
 mod error;
 mod low_rank;
+#[cfg(test)]
+mod means;
 mod memory;
 mod noise;
 mod norm;

@@ -25,7 +25,8 @@ use samples::read_f16;
 pub trait LinkCodec: std::fmt::Debug + Send {
     /// Encodes `x`, all samples of the same length.
     ///
-    /// Errors: [`CompressError::NonFinite`]; [`CompressError::Samples`]; those of a store. Then `out` is empty.
+    /// Errors: [`CompressError::NonFinite`]; [`CompressError::Overflow`]; [`CompressError::Samples`]; those of
+    /// a store. Then `out` is empty.
     fn encode(
         &mut self,
         ids: &[u64],
@@ -87,7 +88,8 @@ impl<C: Memoryless> LinkCodec for Direct<C> {
         out: &mut Payload,
     ) -> Result<(), CompressError> {
         check_samples(ids, self.sample, x.len()).inspect_err(|_| out.clear())?;
-        self.inner.compress(self.channels.gather(x), key, out)
+        let encoded = self.inner.compress(self.channels.gather(x), key, out);
+        encoded.map_err(|error| error.moved(|at| self.channels.source(at, x.len()), x))
     }
 
     fn decode(&mut self, ids: &[u64], p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
@@ -219,6 +221,13 @@ impl<C: Memoryless, S: Store> AqSgd<C, S> {
         Ok(())
     }
 
+    /// Where among all samples' values the change is that the codec saw at `at`.
+    fn source(&self, at: usize) -> usize {
+        let (at, len) = (self.channels.source(at, self.deltas.len()), self.store.samples().len());
+        let changed = (0..self.bases.len()).filter(|sample| self.bases[*sample] != 0).nth(at / len);
+        changed.expect("a change is one of a sample that has a base") * len + at % len
+    }
+
     /// Values that travel as changes.
     fn changed(&self) -> usize {
         self.bases.iter().filter(|base| **base != 0).count() * self.store.samples().len()
@@ -252,7 +261,8 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
                 self.deltas.extend(x.iter().zip(values).map(|(x, value)| x - *value));
             }
         }
-        self.inner.compress(self.channels.gather(&self.deltas), key, &mut self.payload)?;
+        let encoded = self.inner.compress(self.channels.gather(&self.deltas), key, &mut self.payload);
+        encoded.map_err(|error| error.moved(|at| self.source(at), x))?;
         let changes = self.payload.view();
         let Self { inner, channels, deltas, .. } = self;
         channels.scatter(deltas, |values| inner.decompress(changes, values))?;

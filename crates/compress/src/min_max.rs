@@ -9,10 +9,12 @@ use crate::wire::CodecId;
 
 /// `MinMaxUInt8`: a block's smallest and largest value in a header of 32 bytes, then a byte for each element.
 ///
-/// With `d = max - min + 1e-7`, but at least `2^-14` of the largest magnitude, `s = 255 / d` and `hi = rint(max s)`, the code is
-/// `min(rint(x s), hi) - (hi - 255)`, clamped to `0..=255`. The error is at most `0.51 d / 255`, and a rounding of f32.
-/// `4 + n + 32 ceil(n / block)` bytes. A block whose largest magnitude is below `2^-100` becomes zeros; one that spans more
-/// than the largest f32 is clipped. NaN and infinity are refused.
+/// With `d = max - min + 1e-7`, but at least `2^-14` of the largest magnitude, `s = 255 / d` and
+/// `hi = rint(max s)`, the code is `min(rint(x s), hi) - (hi - 255)`, clamped to `0..=255`. The error is at
+/// most `0.51 d / 255` and `2^-22` of the largest magnitude, which is less than another `d / 255`.
+/// `4 + n + 32 ceil(n / block)` bytes. A block whose largest magnitude is below `2^-100` becomes zeros. Where
+/// `d` is above `f32::MAX` it is that, and what is more than that below `max` decodes as so much below it. NaN
+/// and infinity are refused, and with feedback a value of which more is lost than f32 holds.
 ///
 /// Source: Gan et al. 2022, "Bagua", section 3; `kernels/bagua_kernels.cu`. Differs: codes are clamped below, where the
 /// original can wrap, `d` has a second bound, and decoding multiplies by `(max - min + 1e-7) / 255`.
@@ -56,6 +58,7 @@ impl Levels {
 impl Quantizer<8> for MinMax {
     const ID: CodecId = CodecId::MIN_MAX;
     const HEADER: usize = 32;
+    const OVERSHOOTS: bool = true;
     type Fit = Levels;
 
     #[expect(clippy::inline_always, reason = "part of kernels")]

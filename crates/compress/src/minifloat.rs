@@ -8,11 +8,13 @@ use crate::wire::CodecId;
 
 /// Numbers of one sign bit, `E` exponent bits and `M` fraction bits, a scale of two bytes for each block.
 ///
-/// The scale is the block's largest magnitude over the format's largest number, rounded up to a bfloat16; elements are
-/// divided by it and rounded to nearest, ties to even, subnormals and the sign of zero kept. A block whose largest magnitude
-/// is below `2^-100` becomes zeros. `4 + n BITS / 8 + 2 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole
-/// bytes. The error is at most `2^-(M+1)` of the element, or half of the smallest number of the format times the scale; for
-/// E3M0 a third of the element. NaN and infinity are refused. The decoder takes any block size.
+/// The scale is the block's largest magnitude over the format's largest number, rounded up to a bfloat16;
+/// elements are divided by it and rounded to nearest, ties to even, subnormals and the sign of zero kept. A
+/// block whose largest magnitude is below `2^-100` becomes zeros. `4 + n BITS / 8 + 2 ceil(n / block)` bytes
+/// for `n` elements, if a block's codes fill whole bytes. The error is at most `2^-(M+1)` of the element, or
+/// half of the smallest number of the format times the scale; for E3M0 a third of the element and a rounding,
+/// and 0.337 of it if the largest magnitude is above `0.996 f32::MAX`, where scales are a little too small. NaN
+/// and infinity are refused. The decoder takes any block size.
 pub type MinifloatBlock<const E: u32, const M: u32, const BITS: u32> = Chunked<Block<Minifloat<E, M>, BITS>>;
 /// fp8 E4M3 (OCP, "FN"): numbers from `2^-9` to 448 times the scale.
 ///

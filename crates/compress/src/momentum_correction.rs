@@ -3,6 +3,8 @@
 
 use std::ops::Range;
 
+use crate::chunked::{INFINITE, magnitude};
+use crate::compressor::{LARGE, first_non_finite};
 use crate::memory::Memory;
 use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, State, StateMap};
 
@@ -52,18 +54,32 @@ impl<C: Memoryless> MomentumCorrection<C> {
         out: &mut Payload,
     ) -> Result<(), CompressError> {
         let (before_u, before_v) = (self.momentum.now(), self.velocity.now());
+        let mut largest = 0;
         for ((((u, v), x), before_u), before_v) in
             u.iter_mut().zip(&mut *v).zip(x).zip(before_u).zip(before_v)
         {
             *u = self.factor * before_u + x;
             *v = before_v + *u;
+            largest = largest.max(magnitude(*v));
+        }
+        if largest >= INFINITE {
+            out.clear();
+            return Err(first_non_finite(v));
         }
         self.inner.compress(v, key, out)?;
         self.sent.resize(x.len(), 0.0);
         self.inner.decompress(out.view(), &mut self.sent).inspect_err(|_| out.clear())?;
-        for ((u, v), sent) in u.iter_mut().zip(v).zip(&self.sent) {
+        for ((u, v), sent) in u.iter_mut().zip(&mut *v).zip(&self.sent) {
             *u = if *sent == 0.0 { *u } else { 0.0 };
             *v -= sent;
+        }
+        if largest >= LARGE
+            && let Some(index) = v.iter().position(|lost| !lost.is_finite())
+        {
+            out.clear();
+            // `v` is gone; it was the residual before and the momentum.
+            let value = before_v[index] + (self.factor * before_u[index] + x[index]);
+            return Err(CompressError::Overflow { index, value, what: "what is lost of it" });
         }
         Ok(())
     }

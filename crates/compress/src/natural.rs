@@ -9,10 +9,11 @@ const BLOCK: u32 = 4096;
 
 /// Natural compression: a sign and the exponent of f32, nine bits an element.
 ///
-/// A magnitude `2^e (1 + f)` becomes `2^(e+1)` with probability `f`, else `2^e`, so that the mean is the value, and the
-/// variance at most an eighth of its square. Magnitudes above `2^127` become `2^127`; vectors are cut into blocks of 4096, and
-/// one whose largest magnitude is below `2^-100` becomes zeros. `4 + n + ceil(n / 8)` bytes for `n` elements, if 8 divides
-/// them. NaN and infinity are refused.
+/// A magnitude `2^e (1 + f)` becomes `2^(e+1)` with probability `f`, else `2^e`, so that the mean is the value,
+/// to `2^-17 2^e` since noise has 16 bits, and the variance at most an eighth of its square. Magnitudes above
+/// `2^127` become `2^127`, which is not their mean; vectors are cut into blocks of 4096, and one whose largest
+/// magnitude is below `2^-100` becomes zeros. `4 + n + ceil(n / 8)` bytes for `n` elements, if 8 divides them.
+/// NaN and infinity are refused.
 ///
 /// Source: Horváth et al. 2019, "Natural Compression for Distributed Deep Learning", Definition 1.
 pub type Natural = Chunked<Block<PowerOfTwo, 9>>;

@@ -14,7 +14,7 @@ pub use mask::{Drawn, Mask, Masked, Pattern};
 pub use places::Places;
 pub use select::Select;
 
-use crate::compressor::{Memoryless, add};
+use crate::compressor::{Memoryless, add, check_lost};
 use crate::simd::{Level, Stream};
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
@@ -66,19 +66,15 @@ struct Kept {
 }
 
 impl Kept {
-    /// Encodes the values; one that is refused is named by its index.
+    /// Encodes the values, which were chosen of `x`; one that is refused is named by its index there.
     fn encode<C: Compressor>(
         &mut self,
         inner: &mut C,
+        x: &[f32],
         key: RoundKey,
     ) -> Result<PayloadRef<'_>, CompressError> {
         let result = inner.compress(&self.values, key, &mut self.payload);
-        result.map_err(|error| match error {
-            CompressError::NonFinite { index, value } => {
-                CompressError::NonFinite { index: self.indices[index] as usize, value }
-            }
-            error => error,
-        })?;
+        result.map_err(|error| error.moved(|index| self.indices[index] as usize, x))?;
         Ok(self.payload.view())
     }
 
@@ -144,7 +140,7 @@ impl<C: Memoryless> Sparse<C> {
         check_indexable(x)?;
         let Kept { indices, values, .. } = &mut self.kept;
         self.finder.find(self.level, self.threads, self.select, x, Chosen { indices, values })?;
-        let codec = self.kept.encode(&mut self.inner, key)?.codec();
+        let codec = self.kept.encode(&mut self.inner, x, key)?.codec();
         let Kept { indices, payload, .. } = &self.kept;
         self.places.clear();
         self.select.write(self.indices, indices, x.len(), codec, &mut self.places);
@@ -164,9 +160,10 @@ impl<C: Memoryless> Memoryless for Sparse<C> {
         key: RoundKey,
         out: &mut Payload,
     ) -> Result<(), CompressError> {
-        add(x, e, next, out)?;
+        let largest = add(x, e, next, out)?;
         self.encode(next, key, out)?;
-        self.kept.subtract(&self.inner, next, out)
+        self.kept.subtract(&self.inner, next, out)?;
+        check_lost(largest, x, e, next, out)
     }
 }
 

@@ -13,9 +13,12 @@ use crate::wire::CodecId;
 /// a bfloat16 (zero if below `2^-110`), and the code is `(x - low) / scale` rounded to an integer in `0 ..= q`; it decodes
 /// as `low + code scale`. A block whose largest magnitude is below `2^-100` becomes zeros.
 ///
-/// `4 + n BITS / 8 + 6 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error of an
-/// element is at most `0.504 (h - low) / q`, or twice that with stochastic rounding, and a rounding of f32; at most
-/// `2^-100` where the scale is zero. A block that spans more than the largest f32 is clipped to so much above `low`. NaN and infinity are refused. The decoder takes any block size.
+/// `4 + n BITS / 8 + 6 ceil(n / block)` bytes for `n` elements, if a block's codes fill whole bytes. The error
+/// of an element is at most `0.504 (h - low) / q`, or twice that with stochastic rounding, and `2^-22` of the
+/// block's largest magnitude; at most `2^-100` where the scale is zero. If `q` times the scale would be
+/// infinite, the scale is `f32::MAX / q` rounded down to a bfloat16: what is more than `q` times that above
+/// `low` (at least `0.996 f32::MAX`) decodes as so much above it. With feedback a value of which more is lost
+/// than f32 holds is refused. NaN and infinity are refused. The decoder takes any block size.
 pub type UintBlock<const BITS: u32> = Chunked<Block<Uint, BITS>>;
 /// Eight bits: codes in `0 ..= 255`.
 pub type Uint8 = UintBlock<8>;
@@ -40,7 +43,9 @@ impl<const BITS: u32> UintBlock<BITS> {
         Self::blocks(Uint { stochastic: false }, block)
     }
 
-    /// Rounds up or down at random, so that the mean of what is decoded is what was given.
+    /// Rounds up or down at random, so that the mean of what is decoded is what was given: to `2^-17` of the
+    /// scale, since noise has 16 bits, and `2^-21` of the block's largest magnitude, by roundings; not where
+    /// values are clipped, nor where the scale is zero.
     ///
     /// Errors: as [`Self::new`].
     pub fn stochastic(block: u32) -> Result<Self, CompressError> {
@@ -69,6 +74,7 @@ impl<const BITS: u32> Quantizer<BITS> for Uint {
     const ID: CodecId = CodecId::UINT;
     const HEADER: usize = 6;
     const PARAMETER: u8 = BITS as u8;
+    const OVERSHOOTS: bool = true;
     type Fit = Line;
 
     fn noisy(&self) -> bool {

@@ -13,7 +13,7 @@ use crate::harness::{Bench, Mark, Options, Report};
 pub(crate) const BENCH: Bench = Bench {
     name: "codec-laws",
     claim: "unbiased codecs are, errors and variances are within their bounds, feedback loses nothing, every odd input has its \
-            stated result, threads change no byte",
+            stated result, also at the edge of f32, threads change no byte",
     source: "Alistarh 2017, Wen 2017, Stich 2018, Horvath 2019, Karimireddy 2019; the codecs' documentation",
     seed: 3,
     run,
@@ -55,7 +55,13 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: mean square error over its bound"), share, "", Mark::AtMost(1.0))?;
     }
     let all = names();
-    let (mut telescope, mut odd) = (0.0_f64, 0);
+    let (mut telescope, mut odd, mut beyond) = (0.0_f64, 0, 0);
+    let compositions =
+        ["unbiased:10", "dct:8/int4", "dct:64/none", "rolling:2/dct:8/int4", "topk:0.3/uint8:7"];
+    let edged = if options.quick { 100 } else { 2000 };
+    for name in all.iter().map(String::as_str).chain(compositions) {
+        beyond += edges(name, edged, report.seed()).with_context(|| name.to_owned())?;
+    }
     for name in &all {
         telescope = telescope.max(telescoping(name).with_context(|| name.clone())?);
         odd += odd_inputs(name).with_context(|| name.clone())?;
@@ -65,6 +71,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row(
         "odd inputs with another result than the stated one",
         f64::from(odd),
+        "",
+        Mark::AtMost(0.0),
+    )?;
+    report.row(
+        "finite vectors at the edge of f32 that are neither decoded nor refused by index",
+        f64::from(beyond),
         "",
         Mark::AtMost(0.0),
     )?;
@@ -244,10 +256,10 @@ fn odd_inputs(name: &str) -> Result<u32> {
         let mut out = vec![f32::NAN; x.len()];
         let finite = codec.compress(x, RoundKey::default(), &mut payload);
         // Only an unbiased mask and a transform can make the largest numbers too large.
-        if matches!(finite, Err(CompressError::NonFinite { .. }))
+        if let Err(CompressError::Overflow { index, value, .. }) = finite
             && (name.starts_with("unbiased") || name.starts_with("dct"))
-            && x[0] > 1.0
         {
+            wrong += u32::from(x[index].to_bits() != value.to_bits());
             continue;
         }
         finite?;
@@ -264,6 +276,64 @@ fn odd_inputs(name: &str) -> Result<u32> {
         wrong += u32::from(!named && name != "none");
     }
     Ok(wrong)
+}
+
+/// How many of `draws` vectors of the largest numbers and others have another result than: refused by the index
+/// of an element, or decoded as finite values, of which what was lost is finite too.
+fn edges(name: &str, draws: u64, seed: u64) -> Result<u32> {
+    let (mut codec, mut payload, mut wrong) = (parse(name)?, Payload::new(), 0);
+    let mut with_residual = name.parse::<CodecSpec>()?.build_memoryless();
+    for round in 0..draws {
+        let (x, e) = (edge(300, seed, 2 * round), edge(300, seed, 2 * round + 1));
+        let key = RoundKey { seed, round, ..RoundKey::default() };
+        let (mut out, mut lost) = (vec![f32::NAN; x.len()], vec![f32::NAN; x.len()]);
+        wrong += match codec.compress(&x, key, &mut payload) {
+            Ok(()) => {
+                let read = codec.decompress(payload.view(), &mut out);
+                u32::from(read.is_err() || out.iter().any(|out| !out.is_finite()))
+            }
+            Err(CompressError::Overflow { index, value, .. }) => {
+                u32::from(x.get(index).map(|x| x.to_bits()) != Some(value.to_bits()))
+            }
+            Err(_) => 1,
+        };
+        if name.starts_with("unbiased") {
+            continue;
+        }
+        wrong += match with_residual.compress_residual(&x, &e, &mut lost, key, &mut payload) {
+            Ok(()) => {
+                let read = codec.decompress(payload.view(), &mut out);
+                u32::from(read.is_err() || out.iter().chain(&lost).any(|value| !value.is_finite()))
+            }
+            Err(CompressError::Overflow { index, value, .. } | CompressError::NonFinite { index, value }) => {
+                let sum = x.get(index).zip(e.get(index)).map(|(x, e)| (x + e).to_bits());
+                u32::from(sum != Some(value.to_bits()))
+            }
+            Err(_) => 1,
+        };
+    }
+    Ok(wrong)
+}
+
+/// So many elements, of which some share are the largest numbers, some nearly so, and some small, subnormal or
+/// zero.
+fn edge(len: usize, seed: u64, stream: u64) -> Vec<f32> {
+    let rng = Philox::new(seed, stream);
+    let [kinds, first, signs, _] = rng.block(u64::MAX);
+    let element = |i: u64| {
+        let [kind, bits, sign, _] = rng.block(i);
+        let magnitude = match (first + kind % (1 + kinds % 8)) % 8 {
+            0 | 1 => f32::MAX,
+            2 => f32::from_bits(f32::MAX.to_bits() - (bits >> 12)),
+            3 => 1e38,
+            4 => f32::from_bits(bits % f32::INFINITY.to_bits()),
+            5 => 1.0,
+            6 => f32::from_bits(bits >> 9),
+            _ => 0.0,
+        };
+        if sign.is_multiple_of(1 + signs % 3) { magnitude } else { -magnitude }
+    };
+    (0..len as u64).map(element).collect()
 }
 
 /// How many numbers of threads give other bytes or residuals.

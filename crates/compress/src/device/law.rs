@@ -28,8 +28,13 @@ pub fn check<D: Device + Clone>(device: &D, spec: CodecSpec) -> Result<bool, D::
             law.values(&x, &e, key)?;
         }
     }
-    for x in [vec![0.0; 300], vec![-0.0; 300], vec![f32::MAX; 300], vec![1.0, f32::MIN, f32::from_bits(1)]] {
-        law.values(&x, &vec![0.0; x.len()], RoundKey::default())?;
+    let (mut alone, mut turns) = (vec![0.0; 300], vec![f32::MAX; 300]);
+    alone[70] = f32::MAX;
+    turns.iter_mut().step_by(2).for_each(|x| *x = f32::MIN);
+    let edges = [vec![f32::MAX; 300], vec![1e38; 300], alone, turns, vec![1.0, f32::MIN, f32::from_bits(1)]];
+    for x in edges.iter().chain(&[vec![0.0; 300], vec![-0.0; 300]]) {
+        law.values(x, &vec![0.0; x.len()], RoundKey::default())?;
+        law.values(x, &x.iter().map(|x| x * -1e-3).collect::<Vec<_>>(), RoundKey::default())?;
     }
     for (at, bad) in [(0, f32::NAN), (299, f32::INFINITY), (77, f32::NEG_INFINITY)] {
         let mut x = vec![1.0; 300];

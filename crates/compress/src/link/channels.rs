@@ -30,6 +30,12 @@ impl Channels {
         &self.scratch
     }
 
+    /// Where in `x`, of so many elements, the one is that [`Self::gather`] puts at `at`.
+    pub(super) fn source(&self, at: usize, len: usize) -> usize {
+        let positions = len / self.count;
+        at % positions * self.count + at / positions
+    }
+
     /// Lets `decode` write the order of channels, and puts it into `out` in its own.
     pub(super) fn scatter(
         &mut self,

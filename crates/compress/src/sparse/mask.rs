@@ -2,7 +2,7 @@
 //! magnitudes.
 
 use super::{Kept, Spread, check_indexable};
-use crate::compressor::{Memoryless, add, check_finite};
+use crate::compressor::{Memoryless, add, check_finite, check_lost};
 use crate::noise::Noise;
 use crate::simd::Level;
 use crate::wire::CodecId;
@@ -189,8 +189,9 @@ impl Drawn {
 
 /// The elements of a mask, their values through the codec `C`. The rest decodes as zero.
 ///
-/// The bytes are `36 +` those of the values without a header: the mask is told by its key, not by indices. A vector has
-/// fewer than 2^32 elements. NaN and infinity are refused, masked or not.
+/// The bytes are `36 +` those of the values without a header: the mask is told by its key, not by indices. A
+/// vector has fewer than 2^32 elements. NaN and infinity are refused, masked or not, and values whose product
+/// with the stride overflows.
 ///
 /// Sources: Wangni et al. 2018, "Gradient Sparsification"; Wang et al. 2023, "`CocktailSGD`" (rolling and permuted masks).
 /// Differs: a random mask draws one of each stratum, so that its size is fixed and its indices are ascending.
@@ -230,14 +231,21 @@ impl<C: Memoryless> Masked<C> {
     fn encode(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
         out.clear();
         check_indexable(x)?;
-        check_finite(x)?;
+        let largest = f32::from_bits(check_finite(x)?.cast_unsigned());
         let drawn = Drawn::new(self.mask, key, x.len());
         let scale = if self.unbiased { self.mask.stride.max(1) as f32 } else { 1.0 };
         self.kept.indices.clear();
         self.kept.indices.extend(drawn.indices(x.len()).map(|i| i as u32));
         self.kept.values.clear();
         self.kept.values.extend(self.kept.indices.iter().map(|i| x[*i as usize] * scale));
-        let inner = self.kept.encode(&mut self.inner, key)?;
+        if !(largest * scale).is_finite()
+            && let Some(at) = self.kept.values.iter().position(|value| !value.is_finite())
+        {
+            let index = self.kept.indices[at] as usize;
+            let what = "its product with the mask's stride";
+            return Err(CompressError::Overflow { index, value: x[index], what });
+        }
+        let inner = self.kept.encode(&mut self.inner, x, key)?;
         out.fill_with(CodecId::MASKED, x.len(), &[&drawn.write(inner.codec()), inner.body()]);
         Ok(())
     }
@@ -259,9 +267,10 @@ impl<C: Memoryless> Memoryless for Masked<C> {
             out.clear();
             return Err(CompressError::UnbiasedFeedback);
         }
-        add(x, e, next, out)?;
+        let largest = add(x, e, next, out)?;
         self.encode(next, key, out)?;
-        self.kept.subtract(&self.inner, next, out)
+        self.kept.subtract(&self.inner, next, out)?;
+        check_lost(largest, x, e, next, out)
     }
 }
 

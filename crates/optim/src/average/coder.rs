@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use farflung_base::Rank;
 use farflung_comm::{CodedValues, CoderError, CommError, Communicator, Fold, Phase};
 use farflung_compress::device::{Device as _, Stream};
-use farflung_compress::{CodecId, CompressError, Compressor, F32, Payload, PayloadRef, RoundKey};
+use farflung_compress::{CodecId, Compressor, F32, Payload, PayloadRef, RoundKey};
 use farflung_tensor::{DType, Tensor};
 
 use super::AverageConfig;
@@ -140,8 +140,10 @@ impl State {
         let shard = ((2 * self.bucket + side) * self.shards.len() + j) as u32;
         let key = RoundKey { seed: self.seed, round: self.round, shard, rank: self.rank };
         match codec.compress(x, key, &mut self.payload) {
-            // All ranks must see it, or some would step and some would not.
-            Err(OptimError::Compress(CompressError::NonFinite { .. })) => {
+            // All ranks must see the values, or some would step and some would not: the mean decides, which may
+            // be finite if the codec only found them too large. Nothing of them is lost then, so that the
+            // residual stays what is owed.
+            Err(OptimError::Compress(error)) if error.refuses_a_value() => {
                 F32::new().compress(&x.to_vec::<f32>()?, key, &mut self.payload)?;
             }
             result => result?,

@@ -1,12 +1,17 @@
 //! What a vector goes through on a device: selections and transforms, then values. It mirrors the host's compositions stage by
 //! stage, and refuses to know frames.
 
+use farflung_compress::device::Device as _;
 use farflung_compress::sparse::{Drawn, Places};
 use farflung_compress::{CodecId, CodecSpec, IndexCoding, Mask, Pattern, RoundKey, Select, dct};
 use farflung_tensor::{DType, Device, Op, Tensor};
 
 use super::values::{Body, Values, codecs};
-use super::{Result, passed};
+use super::{Result, Vectors, passed};
+
+/// `2^96`: times this, coefficients from `2^32` on are not finite. The host encodes these, since it looks
+/// whether what they decode as is finite; of smaller ones it always is.
+const LIFT: f32 = f32::from_bits((127 + 96) << 23);
 
 /// What is encoded.
 #[derive(Debug)]
@@ -116,8 +121,10 @@ impl Path {
                 let mut coefficients = device.empty(DType::F32, len)?;
                 let mut verdict = device.empty(DType::U32, 1)?;
                 codecs.squares(source.tensor().view(), matrix.view(), false, coefficients.view_mut())?;
-                codecs.finite(coefficients.view(), verdict.view_mut())?;
                 let encoded = inner.encode(device, Source::Read(&coefficients), key, body)?;
+                // The coefficients are sent and not needed again.
+                Vectors::on(device.clone()).scale(&mut coefficients, LIFT)?;
+                codecs.finite(coefficients.view(), verdict.view_mut())?;
                 if !encoded || !passed(&verdict)? {
                     return Ok(false);
                 }
