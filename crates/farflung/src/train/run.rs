@@ -84,15 +84,21 @@ impl Member for Pipelined {
     fn steps_done(&self) -> u64 {
         self.steps_done()
     }
-    fn note(&self, _: &Job) -> Result<Option<String>> {
+    fn note(&self, job: &Job) -> Result<Option<String>> {
         let plan = self.plan();
         let (time, bubble) = plan.prediction()?;
+        let replicas = match job.replicas() {
+            1 => "1 replica".to_owned(),
+            n => format!("{n} replicas"),
+        };
         Ok(Some(format!(
-            "{} over {} stages, {} microbatches: predicted {time} a step where links share nothing, {:.0}% of it \
-             bubble",
+            "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted \
+             {time} a step where links share nothing, {:.0}% of it bubble",
             plan.name,
             plan.placement().ranks(),
             plan.microbatches(),
+            job.sequences(),
+            job.tokens_per_replica() * job.replicas() as u64,
             bubble * 100.0
         )))
     }
