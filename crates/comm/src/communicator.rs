@@ -336,12 +336,25 @@ impl Communicator {
         let counters = self.group.counters.lock().unwrap_or_else(PoisonError::into_inner);
         counters.iter().map(|(&(op, algorithm), counter)| (op, algorithm, counter.clone())).collect()
     }
-    /// The part of a flat buffer of `len` elements that is this rank's share.
+    /// The part of a flat buffer of `len` elements that is this rank's share: see [`Communicator::shard_of`].
     #[must_use]
     pub fn shard(&self, len: usize) -> Range<usize> {
         self.shard_of(self.rank(), len)
     }
-    /// The part of a flat buffer of `len` elements that is a rank's share.
+    /// The part of a flat buffer of `len` elements that is a rank's share: that of rank `r` of `n` is
+    /// `floor(len * r / n)..floor(len * (r + 1) / n)`. Shards lie in the order of ranks and cover the buffer;
+    /// their lengths differ by one at most, and some are empty where `len < n`. The longer ones are not the
+    /// first ones.
+    ///
+    /// ```
+    /// use farflung_base::Rank;
+    /// use farflung_comm::{Communicator, memory};
+    ///
+    /// let comm = Communicator::new(memory::cluster(4).remove(1));
+    /// assert_eq!([0, 1, 2, 3].map(|r| comm.shard_of(Rank(r), 10)), [0..2, 2..5, 5..7, 7..10]);
+    /// assert_eq!(comm.shard(10), 2..5);
+    /// assert_eq!([0, 1, 2, 3].map(|r| comm.shard_of(Rank(r), 2)), [0..0, 0..1, 1..1, 1..2]);
+    /// ```
     #[must_use]
     pub fn shard_of(&self, rank: Rank, len: usize) -> Range<usize> {
         cut(len, rank.index(), self.size())..cut(len, rank.index() + 1, self.size())

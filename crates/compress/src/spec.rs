@@ -80,6 +80,10 @@ const METHODS: &[Method] = &[
 /// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback, or `+ef:0.95` for
 /// one that decays, then perhaps `+zstd` or `+lz4` for a last stage that is used where it helps. Selections without a method send f32.
 ///
+/// A method that takes a block, such as `int4:128`, and is given none has a default block of 512 elements
+/// (`qsgd8`, `qsgd4`, `qsgd2`), 4096 (`terngrad`, `sign`, `sign-l2`), 65536 (`meanstd8`, `meanstd2`,
+/// `quantile8`, `quantile4`) or 256 (all others). [`CodecSpec::method`] says which.
+///
 /// ```
 /// use farflung_compress::{CodecSpec, Compressor};
 ///

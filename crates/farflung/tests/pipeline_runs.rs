@@ -318,3 +318,32 @@ fn a_plan_with_unequal_shares_and_layers_trains_as_one_process() {
         assert!(output.status.code() == Some(2) && message.contains(reason), "{to}: {message}");
     }
 }
+
+#[test]
+fn a_pipeline_says_how_many_replicas_there_are_and_what_a_step_takes() {
+    let run = Run::new();
+    // With 2 P microbatches a step takes twice the sequences of the same four workers without stages.
+    let without = run.done(&[], "without", "--steps 1 --workers 4");
+    assert_eq!(without[0].tokens, 4 * 2 * 16);
+    for (args, note, tokens) in [
+        ("--workers 4 --stages 2", "4 microbatches, 2 replicas: a step takes 16 sequences, 256 tokens;", 256),
+        ("--workers 4 --stages 4", "8 microbatches, 1 replica: a step takes 16 sequences, 256 tokens;", 256),
+        (
+            "--workers 4 --stages 2 --microbatches 2",
+            "2 microbatches, 2 replicas: a step takes 8 sequences, 128 tokens;",
+            128,
+        ),
+    ] {
+        let out = note.replace([' ', ',', ':', ';'], "-");
+        let output = run.farflung(&[], &out, &format!("{args} --steps 1 --quiet false"));
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && stderr.contains(note), "{args}: {stderr}");
+        assert_eq!(farflung::metrics::read(&run.at(&out).join("metrics.jsonl")).unwrap()[0].tokens, tokens);
+    }
+    let help = Command::new(env!("CARGO_BIN_EXE_farflung")).args(["train", "--help"]).output().unwrap();
+    let help = String::from_utf8_lossy(&help.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(
+        help.contains("workers / P such replicas, so the default four make two with --stages 2"),
+        "{help}"
+    );
+}

@@ -13,8 +13,17 @@ pub enum Decay {
     Cosine,
 }
 
-/// Linear warm-up, then decay. The rate of step `s` (counted from 0) is `peak * (s + 1) / warmup` while `s < warmup`; then
-/// it decays to `least`, which is reached at step `steps - 1` and kept.
+/// Linear warm-up, then decay. The rate of step `s` (counted from 0) is `peak * (s + 1) / warmup` below step
+/// `warmup`; from that step on, the first of the decay, it is
+///
+/// ```text
+/// least + (peak - least) * left(a),   a = min(1, (s - warmup) / (steps - 1 - warmup))
+/// left(a) = 1 - a for Linear, (1 + cos(pi a)) / 2 for Cosine
+/// ```
+///
+/// So the last step of the warm-up and the first of the decay both have the peak, and step `warmup + 1` is the
+/// first below it. Step `steps - 1` and all later ones have `least`. Where `steps <= warmup + 1`, `a` is 1 from
+/// step `warmup` on. `Constant` has the peak throughout.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Schedule {
     peak: f64,
@@ -78,6 +87,15 @@ mod tests {
         let s = Schedule::new(1.0, 0.1, 4, 12, Decay::Cosine).unwrap();
         assert_eq!([0, 1, 3, 4].map(|i| s.rate(i)), [0.25, 0.5, 1.0, 1.0]);
         assert!((s.rate(11) - 0.1).abs() < 1e-12 && (s.rate(1000) - 0.1).abs() < 1e-12);
+        // Steps 3 and 4 have the peak; step 5 is the first below it, a seventh of the way from 4 to 11.
+        let fifth = 0.1 + 0.9 * (1.0 + (std::f64::consts::PI / 7.0).cos()) / 2.0;
+        assert!((s.rate(5) - fifth).abs() < 1e-12 && s.rate(5) < 1.0);
+        for steps in [0, 3, 4, 5] {
+            let s = Schedule::new(1.0, 0.1, 4, steps, Decay::Linear).unwrap();
+            assert_eq!([3, 4, 5].map(|i| s.rate(i)), [1.0, 0.1, 0.1]);
+        }
+        let s = Schedule::new(1.0, 0.1, 4, 6, Decay::Linear).unwrap();
+        assert_eq!([3, 4, 5].map(|i| s.rate(i)), [1.0, 1.0, 0.1]);
         let s = Schedule::new(1.0, 0.0, 0, 5, Decay::Linear).unwrap();
         assert_eq!([0, 1, 2, 3, 4, 9].map(|i| s.rate(i)), [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]);
         assert_eq!(Schedule::constant(0.3).rate(77), 0.3);

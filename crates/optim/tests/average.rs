@@ -36,7 +36,7 @@ fn on_ranks<T: Send>(n: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T
 /// Matrices, vectors, a parameter larger than most buckets here, one of a single element, and padding after most.
 fn layout() -> ParamLayout {
     let shapes = [vec![7, 11], vec![7], vec![40, 50], vec![50], vec![1], vec![64], vec![3, 3]];
-    ParamLayout::new(shapes.iter().enumerate().map(|(i, s)| (format!("p{i}"), Shape::new(s))))
+    ParamLayout::new(shapes.iter().enumerate().map(|(i, s)| (format!("p{i}"), Shape::new(s).unwrap())))
 }
 
 fn config(codec: &str, bucket_bytes: usize, overlap: bool) -> AverageConfig {

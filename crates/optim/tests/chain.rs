@@ -153,7 +153,7 @@ fn transforms_do_what_plain_loops_do() {
 #[test]
 fn presets_do_what_pytorch_does() {
     let shapes = [("w", vec![3, 4]), ("b", vec![5])];
-    let layout = ParamLayout::new(shapes.map(|(n, s)| (n.to_owned(), Shape::new(&s))));
+    let layout = ParamLayout::new(shapes.map(|(n, s)| (n.to_owned(), Shape::new(&s).unwrap())));
     let constant = Schedule::constant(0.01);
     let warmup = Schedule::new(0.1, 0.1, 3, 5, Decay::Constant).unwrap();
     let adam =

@@ -22,7 +22,7 @@ const CODECS: [&str; 7] = [
 
 fn layout() -> ParamLayout {
     let shapes = [vec![7, 11], vec![7], vec![40, 50], vec![50], vec![1], vec![64], vec![3, 3]];
-    ParamLayout::new(shapes.iter().enumerate().map(|(i, s)| (format!("p{i}"), Shape::new(s))))
+    ParamLayout::new(shapes.iter().enumerate().map(|(i, s)| (format!("p{i}"), Shape::new(s).unwrap())))
 }
 
 /// What a rank has after each round, and what its codecs remember, in bits.

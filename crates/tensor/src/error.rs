@@ -6,6 +6,14 @@ use crate::{DType, Shape};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TensorError {
+    /// A shape with more dimensions than tensors have.
+    #[error("a shape of {count} dimensions, and {most} are the most")]
+    Dimensions {
+        /// Dimensions given.
+        count: usize,
+        /// Most dimensions of a shape.
+        most: usize,
+    },
     /// Two operands do not fit each other.
     #[error("{op}: shapes {lhs} and {rhs} do not fit")]
     ShapeMismatch {

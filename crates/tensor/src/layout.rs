@@ -85,6 +85,44 @@ impl ParamLayout {
         self.params.get(first..end).ok_or(TensorError::OutOfBounds { op: "layout", start: first, end, len })
     }
 
+    /// The parameters of a flat buffer one after the other, in the layout's order and without the padding:
+    /// [`count`](Self::count) values, whatever the padding holds.
+    ///
+    /// Errors: [`TensorError::ShapeMismatch`] unless `flat` has [`len`](Self::len) values.
+    ///
+    /// ```
+    /// use farflung_tensor::{ParamLayout, Shape};
+    ///
+    /// let shapes = [("w".to_owned(), Shape::from([1, 2])), ("b".to_owned(), Shape::from(1))];
+    /// let layout = ParamLayout::new(shapes);
+    /// let flat = layout.unpack(&[1.0, 2.0, 3.0])?;
+    /// assert_eq!((flat.len(), flat[0], flat[1], flat[64]), (128, 1.0, 2.0, 3.0));
+    /// assert_eq!(layout.pack(&flat)?, [1.0, 2.0, 3.0]);
+    /// # Ok::<(), farflung_tensor::TensorError>(())
+    /// ```
+    pub fn pack(&self, flat: &[f32]) -> Result<Vec<f32>> {
+        same_len("pack", flat.len(), self.len)?;
+        let mut packed = Vec::with_capacity(self.count());
+        self.params.iter().for_each(|p| packed.extend_from_slice(&flat[p.range()]));
+        Ok(packed)
+    }
+
+    /// A flat buffer of [`len`](Self::len) values with these parameters, which lie one after the other in the
+    /// layout's order; the padding is zero. The inverse of [`pack`](Self::pack).
+    ///
+    /// Errors: [`TensorError::ShapeMismatch`] unless `packed` has [`count`](Self::count) values.
+    pub fn unpack(&self, packed: &[f32]) -> Result<Vec<f32>> {
+        same_len("unpack", packed.len(), self.count())?;
+        let mut flat = vec![0.0; self.len];
+        let mut rest = packed;
+        for p in &self.params {
+            let (values, behind) = rest.split_at(p.shape.len());
+            flat[p.range()].copy_from_slice(values);
+            rest = behind;
+        }
+        Ok(flat)
+    }
+
     /// Parameter `index` of a flat buffer with this layout.
     pub fn view<'a>(&self, flat: &'a Tensor, index: usize) -> Result<View<'a>> {
         let p = &self.some(index, 1)?[0];
@@ -129,6 +167,13 @@ impl ParamLayout {
     }
 }
 
+fn same_len(op: &'static str, found: usize, expected: usize) -> Result<()> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(TensorError::ShapeMismatch { op, lhs: Shape::from(found), rhs: Shape::from(expected) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -137,7 +182,7 @@ mod tests {
     #[test]
     fn starts_are_aligned_and_views_are_disjoint() {
         let names = [("a", vec![3, 5]), ("b", vec![64]), ("c", vec![65]), ("d", vec![])];
-        let layout = ParamLayout::new(names.map(|(n, d)| (n.to_owned(), Shape::new(&d))));
+        let layout = ParamLayout::new(names.map(|(n, d)| (n.to_owned(), Shape::new(&d).unwrap())));
         assert_eq!(layout.params().iter().map(|p| p.start).collect::<Vec<_>>(), [0, 64, 128, 256]);
         assert_eq!((layout.len(), layout.count()), (320, 15 + 64 + 65 + 1));
         let mut flat = Device::cpu(1).unwrap().zeros(layout.len()).unwrap();
@@ -152,5 +197,32 @@ mod tests {
         assert!(layout.views_mut::<1>(&mut short, 0).is_err());
         assert!(layout.views_mut::<2>(&mut flat, 3).is_err());
         assert!(layout.views::<2>(&flat, 3).is_err() && layout.view(&flat, 4).is_err());
+    }
+
+    #[test]
+    fn packing_leaves_the_padding_out_and_unpacking_makes_it_zero() {
+        let shapes = [("a", vec![3, 5]), ("none", vec![0, 7]), ("b", vec![64]), ("c", vec![])];
+        let layout = ParamLayout::new(shapes.map(|(n, d)| (n.to_owned(), Shape::new(&d).unwrap())));
+        assert_eq!((layout.len(), layout.count()), (192, 80));
+        let flat: Vec<f32> = (0..192).map(|i| i as f32).collect();
+        let packed = layout.pack(&flat).unwrap();
+        let expected: Vec<f32> = (0..15).chain(64..129).map(|i| i as f32).collect();
+        assert_eq!(packed, expected);
+        let back = layout.unpack(&packed).unwrap();
+        for (i, (a, b)) in flat.iter().zip(&back).enumerate() {
+            let padding = (15..64).contains(&i) || i > 128;
+            assert!((if padding { 0.0 } else { *a }).to_bits() == b.to_bits(), "{i}: {a} {b}");
+        }
+        assert_eq!(layout.pack(&back).unwrap(), packed);
+        for wrong in [0, 80, 191, 193] {
+            let error = layout.pack(&vec![0.0; wrong]).unwrap_err().to_string();
+            assert_eq!(error, format!("pack: shapes [{wrong}] and [192] do not fit"));
+        }
+        for wrong in [0, 79, 81, 192] {
+            let error = layout.unpack(&vec![0.0; wrong]).unwrap_err().to_string();
+            assert_eq!(error, format!("unpack: shapes [{wrong}] and [80] do not fit"));
+        }
+        let empty = ParamLayout::default();
+        assert!(empty.pack(&[]).unwrap().is_empty() && empty.unpack(&[]).unwrap().is_empty());
     }
 }

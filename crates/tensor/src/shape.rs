@@ -2,24 +2,37 @@
 
 use std::fmt;
 
+use crate::{Result, TensorError};
+
+/// Most dimensions of a shape.
+const MOST: usize = 4;
+
 /// The dimensions of a tensor, outermost first. Copied freely; never on the heap.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape {
-    dims: [usize; 4],
+    dims: [usize; MOST],
     rank: u8,
 }
 
 impl Shape {
-    /// A shape of the given dimensions.
+    /// A shape of the given dimensions; none is a scalar. An array is checked when it is compiled:
+    /// `Shape::from([2, 3])`.
     ///
-    /// # Panics
-    /// With more than four dimensions.
-    #[must_use]
-    pub fn new(dims: &[usize]) -> Self {
-        assert!(dims.len() <= 4, "shape of {} dimensions", dims.len());
-        let mut all = [1; 4];
-        all[..dims.len()].copy_from_slice(dims);
-        Self { dims: all, rank: dims.len() as u8 }
+    /// Errors: [`TensorError::Dimensions`] with more than four dimensions.
+    ///
+    /// ```
+    /// use farflung_tensor::Shape;
+    ///
+    /// assert_eq!(Shape::new(&[2, 3])?, Shape::from([2, 3]));
+    /// let error = Shape::new(&[1, 2, 3, 4, 5]).unwrap_err();
+    /// assert_eq!(error.to_string(), "a shape of 5 dimensions, and 4 are the most");
+    /// # Ok::<(), farflung_tensor::TensorError>(())
+    /// ```
+    pub fn new(dims: &[usize]) -> Result<Self> {
+        let mut all = [1; MOST];
+        let found = TensorError::Dimensions { count: dims.len(), most: MOST };
+        all.get_mut(..dims.len()).ok_or(found)?.copy_from_slice(dims);
+        Ok(Self { dims: all, rank: dims.len() as u8 })
     }
 
     /// The dimensions.
@@ -59,18 +72,28 @@ fn product(dims: &[usize]) -> usize {
 
 impl From<usize> for Shape {
     fn from(len: usize) -> Self {
-        Self::new(&[len])
+        Self::from([len])
     }
 }
 
+/// An array of more than four dimensions does not compile.
+///
+/// ```compile_fail
+/// let shape = farflung_tensor::Shape::from([1, 2, 3, 4, 5]);
+/// ```
 impl<const N: usize> From<[usize; N]> for Shape {
     fn from(dims: [usize; N]) -> Self {
-        Self::new(&dims)
+        const { assert!(N <= MOST, "a shape has at most four dimensions") };
+        let mut all = [1; MOST];
+        all[..N].copy_from_slice(&dims);
+        Self { dims: all, rank: N as u8 }
     }
 }
 
-impl From<&[usize]> for Shape {
-    fn from(dims: &[usize]) -> Self {
+impl TryFrom<&[usize]> for Shape {
+    type Error = TensorError;
+
+    fn try_from(dims: &[usize]) -> Result<Self> {
         Self::new(dims)
     }
 }
@@ -95,10 +118,19 @@ mod tests {
     fn counts() {
         let s = Shape::from([2, 3, 4]);
         assert_eq!((s.len(), s.rows(), s.cols()), (24, 6, 4));
-        assert_eq!(Shape::new(&[]).len(), 1);
+        assert_eq!(Shape::new(&[]).unwrap().len(), 1);
         assert_eq!(s.to_string(), "[2, 3, 4]");
         assert!(Shape::from([3, 0]).is_empty());
         assert_eq!(Shape::from([1 << 63, 2]).len(), usize::MAX);
         assert!(Shape::from([1 << 63, 2, 0]).is_empty());
+    }
+
+    #[test]
+    fn more_than_four_dimensions_are_an_error() {
+        assert_eq!(Shape::new(&[2, 3, 4, 5]).unwrap(), Shape::from([2, 3, 4, 5]));
+        for count in [5, 6, 1000] {
+            let found = Shape::try_from(&vec![1; count][..]);
+            assert_eq!(found, Err(TensorError::Dimensions { count, most: 4 }));
+        }
     }
 }

@@ -1,10 +1,10 @@
 //! Tensors, views, costs of ops, and what is refused: each error names the op and what it was given.
 #![expect(clippy::unwrap_used, reason = "a test fails where it panics")]
 
-use farflung_tensor::{DType, Device, Fuse, Op, Result, Tensor, TensorError};
+use farflung_tensor::{DType, Device, Fuse, Op, Result, Shape, Tensor, TensorError};
 
 fn z(cpu: &Device, dims: &[usize]) -> Tensor {
-    cpu.zeros(dims).unwrap()
+    cpu.zeros(Shape::new(dims).unwrap()).unwrap()
 }
 
 /// Wants a refusal whose text has all of `parts`.

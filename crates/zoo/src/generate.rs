@@ -88,7 +88,12 @@ const STREAM: u64 = u64::from_le_bytes(*b"generate");
 
 /// Continues `prompt` by `count` tokens and calls `emit` with each as it is drawn; stops early when `emit` says `false`.
 ///
-/// When the context is full, generation goes on from its last half, computed anew. An empty prompt starts from token 0.
+/// - Of a prompt longer than the context, the last `context` tokens are read and the others have no effect,
+///   except that all are checked. An empty prompt starts from token 0.
+/// - When the context is full and one more token is to be drawn, the cache is emptied and the last
+///   `context / 2` tokens (at least one), drawn ones included, are computed anew at the positions from 0 on.
+/// - Token `i` of the `count`, from 0 on, takes the random number at position `i` of [`Sampling::seed`]'s
+///   stream, so it does not depend on the prompt's length.
 ///
 /// Errors: [`ZooError::TokenOutOfRange`] for a prompt token outside the vocabulary; [`ZooError::Sampling`].
 pub fn generate(
@@ -177,5 +182,50 @@ mod tests {
         assert_eq!(out.len(), 30);
         assert_eq!(out, again);
         assert!(generate(&stage, &params, &[11], 1, &Sampling::default(), |_| true).is_err());
+    }
+
+    /// What [`generate`] gives, drawn by whole passes over what its documentation says is read.
+    fn slowly(stage: &Stage, params: &Tensor, prompt: &[u32], count: usize, sampling: &Sampling) -> Vec<u32> {
+        let (context, vocab) = (stage.config().context, stage.config().vocab);
+        let mut all = prompt.to_vec();
+        let mut first = prompt.len().saturating_sub(context);
+        for i in 0..count {
+            if all.len() - first > context {
+                first = all.len() - context / 2;
+            }
+            let read = &all[first..];
+            let logits = stage.logits(params, stage.tokens(read, read.len()).unwrap()).unwrap();
+            let logits = logits.to_vec::<f32>().unwrap();
+            all.push(sampling.draw(&logits[logits.len() - vocab..], i as u64));
+        }
+        all.split_off(prompt.len())
+    }
+
+    #[test]
+    fn of_a_long_prompt_the_last_context_is_read_and_a_full_context_halves() {
+        let cpu = Device::cpu(1).unwrap();
+        let stage = Stage::whole(GptConfig::new(2, 2, 16, 12, 11).unwrap(), &cpu).unwrap();
+        let params = stage.init(3).unwrap();
+        let long: Vec<u32> = (0..40).map(|i| i * i % 11).collect();
+        let settings = [Sampling { temperature: 1.0, ..Sampling::default() }, Sampling::default()];
+        for sampling in settings {
+            let made = |prompt: &[u32]| {
+                let mut out = Vec::new();
+                generate(&stage, &params, prompt, 30, &sampling, |t| {
+                    out.push(t);
+                    true
+                })
+                .unwrap();
+                out
+            };
+            for length in [1, 11, 12, 13, 40] {
+                let prompt = &long[..length];
+                assert_eq!(made(prompt), slowly(&stage, &params, prompt, 30, &sampling), "{length}");
+            }
+            assert_eq!(made(&long), made(&long[28..]));
+            assert_eq!(made(&[]), made(&[0]));
+        }
+        let unread = [&[11][..], &long].concat();
+        assert!(generate(&stage, &params, &unread, 1, &settings[0], |_| true).is_err());
     }
 }

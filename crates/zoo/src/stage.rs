@@ -4,12 +4,13 @@ mod kept;
 mod slices;
 
 use std::ops::Range;
+use std::path::Path;
 
 use farflung_base::Pending;
-use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor};
+use farflung_tensor::{DType, Device, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::block::{Cx, Embedding, Grads, Head, HeadSaved, KeyValues, Transformer, TransformerSaved, dims};
-use crate::weights::Weights;
+use crate::weights::{self, Weights, WriteOptions};
 use crate::{GptConfig, TensorSpec, ZooError};
 
 pub use kept::Keeping;
@@ -110,7 +111,8 @@ impl Stage {
             i => layers.contains(&((i - 2) / per_block)),
         };
         let specs: Vec<_> = config.tensors().into_iter().enumerate().filter(|(i, _)| wanted(*i)).collect();
-        let layout = ParamLayout::new(specs.iter().map(|(_, s)| (s.name.clone(), Shape::new(&s.shape))));
+        let named = |(_, s): &(usize, TensorSpec)| Ok((s.name.clone(), Shape::new(&s.shape)?));
+        let layout = ParamLayout::new(specs.iter().map(named).collect::<farflung_tensor::Result<Vec<_>>>()?);
         let place = |name: &str| layout.find(name);
         let embedding = first.then_some(Embedding { first: 0, dim: config.dim });
         let blocks = layers
@@ -187,6 +189,44 @@ impl Stage {
             weights.tensor(&p.name, &mut values[p.range()])?;
         }
         Ok(self.device.tensor(&values, self.layout.len())?)
+    }
+
+    /// Writes all of a model to a folder in Hugging Face's layout, as [`weights::write`] does, so that
+    /// [`Stage::load`] gives `params` back: to the bit from F32, the default type.
+    ///
+    /// Errors: [`ZooError::Config`] if the stage is a part of a model; [`ZooError::Tensor`] unless `params` is
+    /// a flat buffer of the stage's layout; [`ZooError::Io`]. Nothing is written where one of the first two is
+    /// returned.
+    ///
+    /// ```
+    /// use farflung_tensor::Device;
+    /// use farflung_zoo::{GptConfig, Stage, weights::{Weights, WriteOptions}};
+    ///
+    /// let folder = tempfile::tempdir()?;
+    /// let model = Stage::whole(GptConfig::new(2, 2, 16, 8, 11)?, &Device::cpu(1)?)?;
+    /// let params = model.init(1337)?;
+    /// model.store(&params, folder.path(), WriteOptions::default())?;
+    /// let loaded = model.load(&mut Weights::open(folder.path())?)?;
+    /// assert_eq!(loaded.to_vec::<f32>()?, params.to_vec::<f32>()?);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn store(&self, params: &Tensor, folder: &Path, options: WriteOptions) -> Result<(), ZooError> {
+        if !(self.takes_tokens() && self.gives_losses()) {
+            return Err(ZooError::Config {
+                field: "layers",
+                value: self.blocks.len(),
+                expected: "all of the model's, since a folder of weights holds a whole model",
+            });
+        }
+        let (lhs, rhs) = (params.shape(), Shape::from(self.layout.len()));
+        if lhs.len() != rhs.len() {
+            return Err(TensorError::ShapeMismatch { op: "store", lhs, rhs }.into());
+        }
+        let values = params.to_vec::<f32>()?;
+        weights::write(folder, &self.config, options, |index, _, out| {
+            out.copy_from_slice(&values[self.layout.params()[index].range()]);
+            Ok(())
+        })
     }
 
     /// A zeroed buffer of the stage's layout: for gradients or moments.

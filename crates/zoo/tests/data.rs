@@ -118,6 +118,17 @@ fn missing_empty_and_short_data() {
     assert_eq!(corpus.split(HoldOut::Fraction(0.5)).unwrap().0.len(), 5);
 }
 
+#[test]
+fn the_standard_split_rounds_the_training_part_down() {
+    for (tokens, training) in [(1, 0), (2, 1), (9, 8), (10, 9), (11, 9), (19, 17), (20, 18), (1003, 902)] {
+        let corpus = Corpus::from_bytes("n", &vec![b'x'; tokens], &Byte).unwrap();
+        for hold_out in [HoldOut::Standard, HoldOut::Fraction(0.1)] {
+            let (first, rest) = corpus.split(hold_out).unwrap();
+            assert_eq!((first.len(), rest.len()), (training, tokens - training), "{hold_out:?} of {tokens}");
+        }
+    }
+}
+
 /// A split in which each token is its own offset (below 251).
 fn counting() -> Split {
     let bytes: Vec<u8> = (0..=250).collect();
@@ -147,6 +158,34 @@ fn ranks_together_draw_what_one_worker_draws() {
     assert_ne!(draw(&one, 0), draw(&one, 1));
     let other = Sampler::random(counting(), 6, Shard::whole(12), 16).unwrap();
     assert_ne!(draw(&one, 0), draw(&other, 0));
+}
+
+#[test]
+fn offsets_are_those_of_the_documented_stream() {
+    // From an implementation of the formula in Python.
+    let late = (1 << 40) + 7;
+    let cases = [
+        (1337, 3, [109, 112, 210, 194, 87, 68]),
+        (late, 1_537_228_672_809_129_306, [130, 64, 124, 79, 87, 115]),
+    ];
+    let stream = u64::from_le_bytes(*b"sampler\0");
+    assert_eq!(stream, 0x0072_656c_706d_6173);
+    for (seed, step, expected) in cases {
+        let (low, high) = (|word: u64| word as u32, |word: u64| (word >> 32) as u32);
+        let offset = |i: u64| {
+            let p = step * 6 + i;
+            let counter = [low(p), high(p), low(stream), high(stream)];
+            let w = farflung_base::philox::philox4x32_10(counter, [low(seed), high(seed)]);
+            let x = u128::from(w[0]) << 32 | u128::from(w[1]);
+            ((x * (251 - 16)) >> 64) as u32
+        };
+        assert_eq!((0..6).map(offset).collect::<Vec<_>>(), expected);
+        for rank in 0..2 {
+            let sampler = Sampler::random(counting(), seed, Shard { rank, world: 2, batch: 3 }, 16).unwrap();
+            let drawn: Vec<u32> = draw(&sampler, step).chunks(16).map(|window| window[0]).collect();
+            assert_eq!(drawn, expected[3 * rank..3 * rank + 3], "rank {rank}");
+        }
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use farflung_base::Philox;
-use farflung_tensor::{Device, ParamLayout, Tensor};
+use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 use farflung_zoo::block::{Cx, Embedding, Grads, Head, Transformer};
 use farflung_zoo::{GptConfig, Input, Output, Stage, ZooError, stage};
 
@@ -58,13 +58,7 @@ fn step(
         let mut grads = Grads { flat: &mut grads, accumulate: i > 0 };
         assert!(stage.backward(params, saved, None, &mut grads, |r, _| ranges.push(r)).unwrap().is_none());
     }
-    let g = stage
-        .layout()
-        .params()
-        .iter()
-        .flat_map(|p| grads.host::<f32>().unwrap()[p.range()].to_vec())
-        .collect();
-    (losses, g, ranges)
+    (losses, stage.layout().pack(grads.host::<f32>().unwrap()).unwrap(), ranges)
 }
 
 fn distance(a: &[f32], b: &[f32]) -> f64 {
@@ -221,11 +215,8 @@ fn what_a_stage_does_not_take_is_refused() {
     wants(last.forward(&q, Input::Tokens(tokens()), Some((&targets, 1.0))), "hidden states");
     wants(whole.forward(&p, Input::Hidden(cpu.zeros([1, 10, 24]).unwrap()), Some((&targets, 1.0))), "tokens");
     wants(whole.forward(&p, Input::Tokens(tokens()), None), "targets");
-    for shape in [vec![10, 24], vec![1, 10, 23]] {
-        wants(
-            last.forward(&q, Input::Hidden(cpu.zeros(&shape[..]).unwrap()), Some((&targets, 1.0))),
-            "shapes",
-        );
+    for shape in [Shape::from([10, 24]), Shape::from([1, 10, 23])] {
+        wants(last.forward(&q, Input::Hidden(cpu.zeros(shape).unwrap()), Some((&targets, 1.0))), "shapes");
     }
     let mut short = targets.view().part(0, 4).unwrap().to_vec::<u32>().unwrap();
     short[3] = 19;

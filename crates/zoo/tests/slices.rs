@@ -53,7 +53,7 @@ fn whole(cuts: &[usize]) -> Outcome {
         dy = stage
             .backward(p, saved, dy, &mut Grads { flat: &mut flat, accumulate: false }, |_, _| {})
             .unwrap();
-        grads.insert(0, flat.to_vec().unwrap());
+        grads.insert(0, stage.layout().pack(flat.host::<f32>().unwrap()).unwrap());
     }
     Outcome { losses, grads }
 }
@@ -105,13 +105,7 @@ fn sliced(threads: usize, cuts: &[usize], lengths: &[usize], again: bool) -> Out
         stage.backward_weight(saved, &mut Grads { flat: &mut flat[i], accumulate }).unwrap();
     }
     assert!(dy.is_none());
-    let params = |(stage, flat): (&Stage, &Tensor)| {
-        let all = flat.to_vec::<f32>().unwrap();
-        let mut only = vec![0.0; all.len()];
-        // Padding is nobody's.
-        stage.layout().params().iter().for_each(|p| only[p.range()].copy_from_slice(&all[p.range()]));
-        only
-    };
+    let params = |(stage, flat): (&Stage, &Tensor)| stage.layout().pack(flat.host::<f32>().unwrap()).unwrap();
     Outcome { losses, grads: parts.iter().zip(&flat).map(params).collect() }
 }
 

@@ -7,10 +7,11 @@ use std::fs;
 use std::path::Path;
 
 use farflung_base::Philox;
+use farflung_tensor::{Device, Shape, TensorError};
 use farflung_zoo::weights::{
     Dtype, TensorData, TensorFile, TensorView, Weights, WriteOptions, write, write_tensors,
 };
-use farflung_zoo::{GptConfig, ZooError};
+use farflung_zoo::{GptConfig, Stage, ZooError};
 use serde_json::{Value, json};
 
 const TINY: GptConfig = GptConfig { layers: 2, heads: 2, dim: 8, context: 6, vocab: 11 };
@@ -60,6 +61,75 @@ fn single_and_sharded_models_come_back() {
         .unwrap()
         .filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().ends_with(".tmp"));
     assert_eq!(leftovers.count(), 0);
+}
+
+#[test]
+fn what_a_stage_stores_is_what_it_loads() {
+    let cpu = Device::cpu(1).unwrap();
+    let stage = Stage::whole(TINY, &cpu).unwrap();
+    let params = stage.init(5).unwrap();
+    let bits = |folder: &Path| {
+        let loaded = stage.load(&mut Weights::open(folder).unwrap()).unwrap();
+        loaded.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>()
+    };
+    let expected: Vec<u32> = params.to_vec::<f32>().unwrap().into_iter().map(f32::to_bits).collect();
+    let dir = tempfile::tempdir().unwrap();
+    for shard_bytes in [None, Some(3000)] {
+        stage.store(&params, dir.path(), WriteOptions { shard_bytes, ..WriteOptions::default() }).unwrap();
+        assert_eq!(bits(dir.path()), expected, "{shard_bytes:?}");
+    }
+    // The padding is no part of a model: whatever it holds, zeros come back.
+    let mut dirty = params.to_vec::<f32>().unwrap();
+    dirty[stage.layout().params()[0].range().end] = 7.0;
+    let dirty = cpu.tensor(&dirty, dirty.len()).unwrap();
+    stage.store(&dirty, dir.path(), WriteOptions::default()).unwrap();
+    assert_eq!(bits(dir.path()), expected);
+    // Parts take theirs of it.
+    for layers in [0..1, 1..2] {
+        let part = Stage::new(TINY, layers, &cpu).unwrap();
+        let loaded = part.load(&mut Weights::open(dir.path()).unwrap()).unwrap();
+        assert_eq!(loaded.to_vec::<f32>().unwrap(), part.init(5).unwrap().to_vec::<f32>().unwrap());
+    }
+}
+
+#[test]
+fn a_refused_store_writes_nothing() {
+    let cpu = Device::cpu(1).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("model");
+    for (layers, held) in [(0..1, 1), (1..2, 1)] {
+        let part = Stage::new(TINY, layers, &cpu).unwrap();
+        let refused = part.store(&part.init(1).unwrap(), &folder, WriteOptions::default());
+        assert!(matches!(refused, Err(ZooError::Config { field: "layers", value, .. }) if value == held));
+    }
+    let stage = Stage::whole(TINY, &cpu).unwrap();
+    let short = cpu.zeros(stage.layout().len() - 1).unwrap();
+    let refused = stage.store(&short, &folder, WriteOptions::default());
+    assert!(matches!(refused, Err(ZooError::Tensor(TensorError::ShapeMismatch { op: "store", .. }))));
+    let words = cpu.tensor(&vec![0_u32; stage.layout().len()], stage.layout().len()).unwrap();
+    let refused = stage.store(&words, &folder, WriteOptions::default());
+    assert!(matches!(refused, Err(ZooError::Tensor(TensorError::DTypeMismatch { .. }))));
+    assert!(!folder.exists());
+}
+
+/// A safetensors file of one tensor of ones.
+fn file_of_one(path: &Path, name: &str, shape: &[usize]) {
+    let values = vec![1.0; shape.iter().product()];
+    let tensor = TensorView { name, shape, data: TensorData::F32(&values) };
+    write_tensors(path, &[tensor], &BTreeMap::new()).unwrap();
+}
+
+#[test]
+fn a_header_with_five_dimensions_is_an_error_and_no_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    write_tiny(dir.path(), WriteOptions::default());
+    let path = dir.path().join("model.safetensors");
+    file_of_one(&path, "wte.weight", &[11, 2, 2, 2, 1]);
+    let file = TensorFile::open(&path).unwrap();
+    let found = Shape::new(&file.tensors()["wte.weight"].shape).unwrap_err();
+    assert_eq!(found, TensorError::Dimensions { count: 5, most: 4 });
+    let message = Weights::open(dir.path()).unwrap_err().to_string();
+    assert!(message.contains("[11, 2, 2, 2, 1]") && message.contains("[11, 8]"), "{message}");
 }
 
 #[test]

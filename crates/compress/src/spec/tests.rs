@@ -41,6 +41,28 @@ fn names_print_as_they_parse() {
 }
 
 #[test]
+fn blocks_where_none_is_named_are_the_documented_ones() {
+    let (mut blocks, mut without) = (0, Vec::new());
+    for method in METHODS {
+        let expected = match method.name {
+            "qsgd8" | "qsgd4" | "qsgd2" => 512,
+            "terngrad" | "sign" | "sign-l2" => 4096,
+            "meanstd8" | "meanstd2" | "quantile8" | "quantile4" => 65536,
+            _ => 256,
+        };
+        if method.block.is_none() {
+            without.push(method.name);
+            continue;
+        }
+        blocks += 1;
+        let spec: CodecSpec = method.name.parse().unwrap();
+        assert_eq!(spec.method(), Some((method.name, expected)));
+        assert_eq!(spec, format!("{}:{expected}", method.name).parse().unwrap());
+    }
+    assert_eq!((blocks, without), (30, vec!["none", "f16", "bf16", "natural"]));
+}
+
+#[test]
 fn every_listed_name_parses() {
     let example = |name: String| {
         let values =

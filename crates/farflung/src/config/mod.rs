@@ -253,7 +253,9 @@ settings! {
         deadline: Nanos, "TIME", Nanos::from_millis(60_000);
     }
     "Pipeline" {
-        /// Ranks that share one copy of the model in a pipeline; the workers are one such pipeline or several replicas.
+        /// Ranks that share one copy of the model in a pipeline. The workers make workers / P such replicas, so
+        /// the default four make two with --stages 2. A step takes batch x microbatches x replicas sequences:
+        /// with the default 2 P microbatches, twice as many as the same workers take without stages.
         stages: usize, "P", 1usize;
         /// The pipeline's schedule; the list is below.
         schedule: Method, "NAME", Method::OneFOneB;

@@ -48,12 +48,20 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     }
     let schedule = trainer.schedule();
     let (time, bubble) = schedule.prediction()?;
+    let replicas = match plan.replicas() {
+        1 => "1 replica".to_owned(),
+        n => format!("{n} replicas"),
+    };
+    let each: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
+    let alike = plan.microbatches.iter().all(|&m| m == plan.microbatches[0]);
     Ok(Some(format!(
-        "{} over {} stages, {} microbatches: predicted {time} a step where links share nothing, {:.0}% of it \
-         bubble",
+        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {time} a step \
+         where links share nothing, {:.0}% of it bubble",
         schedule.name,
         plan.stages(),
-        schedule.microbatches(),
+        if alike { each[0].clone() } else { each.join(" + ") },
+        plan.sequences(),
+        job.tokens_per_step(),
         bubble * 100.0
     )))
 }

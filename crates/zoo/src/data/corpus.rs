@@ -20,10 +20,12 @@ pub struct Corpus {
 /// How much of a corpus is kept for validation. What is held out is always the end.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum HoldOut {
-    /// The source's own validation files where it has some, else the last tenth.
+    /// The source's own validation files where it has some; else training gets the first `floor(0.9 * tokens)`
+    /// tokens, so that of 19 it gets 17 and of a single one none. The product is an f64, as in nanoGPT.
     #[default]
     Standard,
-    /// This fraction, in `[0, 1)`; training gets `floor((1 - fraction) * tokens)` tokens, as in nanoGPT.
+    /// This fraction, in `[0, 1)`; training gets the first `floor((1 - fraction) * tokens)` tokens, both
+    /// products of f64.
     Fraction(f64),
     /// This many tokens.
     Tokens(usize),
@@ -168,9 +170,11 @@ impl Corpus {
         self.hash.to_hex().to_string()
     }
 
-    /// The training and the held-out part.
+    /// The training and the held-out part; what is cut off by [`HoldOut::Standard`] or a fraction may leave one
+    /// empty.
     ///
-    /// Errors: [`ZooError::HoldOut`] if the share is not in `[0, 1)` or leaves no tokens to train on.
+    /// Errors: [`ZooError::HoldOut`] for a fraction that is not in `[0, 1)`, or a number of tokens that is not
+    /// below those there are.
     pub fn split(&self, hold_out: HoldOut) -> Result<(Split, Split), ZooError> {
         let n = self.len();
         let training = match hold_out {

@@ -9,7 +9,7 @@ use farflung_base::Philox;
 use super::tokens::Split;
 use crate::ZooError;
 
-/// A rank's share of each step's batch: sequences `rank * batch .. (rank + 1) * batch` of `world * batch`.
+/// A rank's share of each step's batch: sequences `rank * batch..(rank + 1) * batch` of `world * batch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
     /// This worker.
@@ -132,8 +132,18 @@ pub struct Sampler {
 impl Sampler {
     /// Windows of `context` tokens (and the token after them) at offsets uniform in `0..=len - context - 1`.
     ///
-    /// Sequence `i` of the global batch of step `s` is drawn at position `s * world * batch + i` of the seed's Philox
-    /// stream, so the union over the ranks is what one worker with `world * batch` sequences draws.
+    /// Sequence `i` of the global batch of step `s` is drawn at position `p = s * world * batch + i` (modulo
+    /// 2^64) of the seed's Philox stream, so the union over the ranks is what one worker with `world * batch`
+    /// sequences draws. Its offset is
+    ///
+    /// ```text
+    /// w      = philox4x32_10(counter = [p, p >> 32, t, t >> 32], key = [seed, seed >> 32])   words of 32 bits
+    /// offset = floor((w[0] * 2^32 + w[1]) * (len - context) / 2^64)
+    /// ```
+    ///
+    /// where `t` is the stream `0x0072_656c_706d_6173`: the bytes `"sampler\0"`, least significant first. See
+    /// [`Philox`]. In training, `s` counts microbatches: that of microbatch `m` of an optimizer step is
+    /// `step * microbatches + m`.
     ///
     /// Errors: [`ZooError::TooShort`] if the split has fewer than `context + 1` tokens; [`ZooError::Sampler`].
     pub fn random(split: Split, seed: u64, shard: Shard, context: usize) -> Result<Self, ZooError> {
@@ -162,7 +172,8 @@ impl Sampler {
     }
 
     /// `steps` batches of windows spread evenly over the split from its first to its last, the same at every call:
-    /// what a validation loss is measured on.
+    /// what a validation loss is measured on. Window `i` of all `count = steps * world * batch` begins at
+    /// `floor(i * (len - context - 1) / (count - 1))`, a single one at 0.
     ///
     /// Errors: as [`Sampler::random`].
     pub fn evaluation(split: Split, shard: Shard, context: usize, steps: usize) -> Result<Self, ZooError> {
