@@ -2,7 +2,7 @@
 //! machine of the job. It is created at once, so that runs which start together take different ones.
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use farflung_base::Rank;
@@ -68,23 +68,34 @@ impl Claim {
     }
 
     /// Creates a folder; false if it exists.
-    fn create(&mut self, path: PathBuf) -> Result<bool> {
-        match fs::create_dir(&path) {
+    fn create(&mut self, path: &Path) -> io::Result<bool> {
+        match fs::create_dir(path) {
             Ok(()) => {
-                self.created.push(path);
+                self.created.push(path.to_owned());
                 Ok(true)
             }
             Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
-            Err(error) => Err(Error::io("create the folder", &path)(error)),
+            Err(error) => Err(error),
         }
     }
 
-    /// Creates the first folder from this number on that does not exist, and gives its number.
+    /// Creates a run's folder, and that of all runs; false if there is one of that number.
+    fn create_run(&mut self, path: &Path) -> Result<bool> {
+        loop {
+            let runs = Path::new(RUNS);
+            self.create(runs).map_err(Error::io("create the folder", runs))?;
+            match self.create(path) {
+                // Another run, which failed, has just removed the folder of all runs.
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                created => return created.map_err(Error::io("create the folder", path)),
+            }
+        }
+    }
+
+    /// Creates the first run's folder from this number on that does not exist, and gives its number.
     fn create_from(&mut self, model: &str, from: u64) -> Result<u64> {
-        let runs = Path::new(RUNS);
-        fs::create_dir_all(runs).map_err(Error::io("create the folder", runs))?;
         let mut number = from;
-        while !self.create(numbered(model, number))? {
+        while !self.create_run(&numbered(model, number))? {
             number += 1;
         }
         self.path = numbered(model, number);
@@ -93,13 +104,15 @@ impl Claim {
 
     /// Creates a rank's folder within a run's; false if there is one, or a run of its own.
     fn create_in(&mut self, run: &Path, rank: Rank) -> Result<bool> {
+        self.create_run(run)?;
+        run.clone_into(&mut self.path);
+        if RunDir::holds_run(run)? {
+            return Ok(false);
+        }
         let own = folder(run, rank);
         let ranks = own.parent().unwrap_or(run);
-        fs::create_dir_all(RUNS).map_err(Error::io("create the folder", RUNS.as_ref()))?;
-        self.create(run.to_owned())?;
-        self.create(ranks.to_owned())?;
-        run.clone_into(&mut self.path);
-        Ok(!RunDir::holds_run(run)? && self.create(own)?)
+        self.create(ranks).map_err(Error::io("create the folder", ranks))?;
+        self.create(&own).map_err(Error::io("create the folder", &own))
     }
 }
 
