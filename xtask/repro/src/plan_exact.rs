@@ -25,6 +25,7 @@ const LAYERS: u32 = 4;
 const ALL: u32 = 8;
 
 /// A plan in short: microbatches of each replica, where the model is cut, and the order of work.
+#[derive(Clone, Copy)]
 struct Shape {
     microbatches: &'static [u32],
     /// Ranks of a pipeline.

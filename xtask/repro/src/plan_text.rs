@@ -79,8 +79,11 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     })
 }
 
+/// A field, and what changes it.
+type Change = (&'static str, fn(&mut Plan));
+
 /// Every field of a plan, changed.
-fn changes() -> Vec<(&'static str, fn(&mut Plan))> {
+fn changes() -> Vec<Change> {
     vec![
         ("model.name", |p| p.model.name.push('x')),
         ("model.layers", |p| p.model.layers += 1),

@@ -101,7 +101,7 @@ impl Job {
         config.follow(&plan);
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
-        Ok(Self { config, rates, world, plan, ..self.clone() })
+        Ok(Self { config, plan, rates, world, ..self.clone() })
     }
 
     /// The links between the ranks.

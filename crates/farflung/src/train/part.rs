@@ -224,9 +224,10 @@ impl Part {
         leaving: Leaving,
     ) -> Result<Option<Tensor>> {
         let accumulate = std::mem::replace(&mut self.pending, true);
-        let params = match version == self.version {
-            true => &self.params,
-            false => self.older.get(&version).expect("versions that microbatches still see are kept"),
+        let params = if version == self.version {
+            &self.params
+        } else {
+            self.older.get(&version).expect("versions that microbatches still see are kept")
         };
         let mut average = match (leaving, &mut self.sync) {
             (Leaving::AsReady, Some(sync)) => sync.gradients(),

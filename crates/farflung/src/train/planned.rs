@@ -30,6 +30,7 @@ pub const fn refusal(method: Method) -> Option<&'static str> {
     }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "values of any kind are named, mostly made for it")]
 fn refuse(field: &'static str, value: impl ToString, expected: impl Into<String>) -> Error {
     Error::Setting { field, value: value.to_string(), expected: expected.into() }
 }

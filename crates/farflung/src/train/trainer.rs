@@ -185,7 +185,7 @@ impl Trainer {
         };
         self.scale.taken();
         self.step += 1;
-        let mut done = if self.each_step { self.agreed(vote) } else { self.local_step(vote, stop)? };
+        let mut done = if self.each_step { self.agreed(&vote) } else { self.local_step(&vote, stop)? };
         if done.synced == Synced::Yes {
             done.drift = self.compare()?;
         }
@@ -193,7 +193,7 @@ impl Trainer {
     }
 
     /// What all replicas together did, which are the same after each step.
-    fn agreed(&self, vote: Vote) -> StepDone {
+    fn agreed(&self, vote: &Vote) -> StepDone {
         StepDone {
             step: self.step,
             loss: vote.loss,
@@ -205,7 +205,7 @@ impl Trainer {
     }
 
     /// A step of this replica alone, after which all replicas may agree.
-    fn local_step(&mut self, vote: Vote, stop: bool) -> Result<StepDone> {
+    fn local_step(&mut self, vote: &Vote, stop: bool) -> Result<StepDone> {
         self.window.push(vote.loss);
         let (step, last) = (self.step, self.step == self.steps);
         let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(step, last)));

@@ -7,6 +7,7 @@ use crate::pipeline::{ComputeOrder, Settings, StageCost, Tie, Updates};
 use crate::{Axis, ParallelError};
 
 /// The refusal of a field.
+#[expect(clippy::needless_pass_by_value, reason = "values of any kind are named, mostly made for it")]
 fn refuse(field: impl Into<String>, value: impl ToString, expected: impl Into<String>) -> ParallelError {
     ParallelError::Plan { field: field.into(), value: value.to_string(), expected: expected.into() }
 }

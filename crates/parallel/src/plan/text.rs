@@ -161,7 +161,7 @@ impl FromStr for Plan {
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let wrong = |e: &toml::de::Error| {
             let at = e.span().map_or(0, |span| span.start.min(text.len()));
-            let line = 1 + text.as_bytes()[..at].iter().filter(|&&b| b == b'\n').count();
+            let line = 1 + text.get(..at).unwrap_or(text).matches('\n').count();
             let content = text.lines().nth(line - 1).unwrap_or_default().trim().to_owned();
             ParallelError::PlanFile { line, text: content, problem: e.message().to_owned() }
         };
