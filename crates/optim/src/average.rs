@@ -53,8 +53,9 @@ impl AverageConfig {
 /// order on every rank, whatever the order in which ranges became ready. All ranks must use the same layout and config.
 ///
 /// A round is prepared by [`Averaging::finish`] and final with [`Average::commit`], when all ranks [`agree`]d to take
-/// the step; what was not committed never happened to the codecs' residuals. A shard that a codec refuses because it is
-/// not finite travels as plain f32: all ranks then see that the mean is not finite, and skip the step together.
+/// the step; what was not committed never happened to the codecs' residuals. A shard with a value that its codec
+/// refuses, because it is not finite or too large, travels as plain f32 and leaves the residual as it was: all
+/// ranks see the same mean, and skip the step together unless it is finite.
 ///
 /// Where the device has kernels of the codec ([`crate::device_codec`]), values are encoded, summed and decoded in its memory,
 /// residuals too, and only bytes cross its bus; else they are downloaded first. The bytes are the same, and ranks may differ.

@@ -140,9 +140,9 @@ impl State {
         let shard = ((2 * self.bucket + side) * self.shards.len() + j) as u32;
         let key = RoundKey { seed: self.seed, round: self.round, shard, rank: self.rank };
         match codec.compress(x, key, &mut self.payload) {
-            // All ranks must see the values, or some would step and some would not: the mean decides, which may
-            // be finite if the codec only found them too large. Nothing of them is lost then, so that the
-            // residual stays what is owed.
+            // All ranks must see the values, or some would step and some would not. The mean decides; it may be
+            // finite if a value was only too large for the codec. Plain f32 loses nothing of the values, so the
+            // residual stays as it was.
             Err(OptimError::Compress(error)) if error.refuses_a_value() => {
                 F32::new().compress(&x.to_vec::<f32>()?, key, &mut self.payload)?;
             }

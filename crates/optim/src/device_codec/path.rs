@@ -9,8 +9,8 @@ use farflung_tensor::{DType, Device, Op, Tensor};
 use super::values::{Body, Values, codecs};
 use super::{Result, Vectors, passed};
 
-/// `2^96`: times this, coefficients from `2^32` on are not finite. The host encodes these, since it looks
-/// whether what they decode as is finite; of smaller ones it always is.
+/// `2^96`: times this, coefficients from `2^32` on are not finite, and the host encodes the vector. It checks
+/// that what large coefficients decode as is finite; for smaller ones that is always so.
 const LIFT: f32 = f32::from_bits((127 + 96) << 23);
 
 /// What is encoded.
