@@ -61,7 +61,7 @@ impl fmt::Display for TooLarge {
             Some(bytes) => write!(f, ") and {} are available: ", size(u128::from(*bytes)))?,
             None => write!(
                 f,
-                "), more than {} that is allowed where available memory is unknown: ",
+                "), more than the {} that are allowed where available memory is unknown: ",
                 size(UNKNOWN.into())
             )?,
         }
