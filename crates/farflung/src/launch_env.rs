@@ -12,7 +12,7 @@ use crate::{Error, Result};
 /// The port of rank 0 where nobody names one.
 pub const MASTER_PORT: u16 = 29500;
 
-/// The most processes of a job: a topology has no more ranks, and each process keeps a connection to each other.
+/// The most processes of a job: the limit of a topology. Each process keeps a connection to each other one.
 pub const MOST_PROCESSES: u32 = Cluster::MAX_RANKS as u32;
 
 /// A process's place in its job.
@@ -164,7 +164,7 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         rank: Rank(rank),
         world_size: size as usize,
         local_rank: number(family.local)?.unwrap_or(0) as usize,
-        // Only for what this machine is asked for: a value of another kind says nothing.
+        // Used only to estimate this machine's memory: a value that is not a number is ignored.
         local_world_size: env(family.local_size).and_then(|value| value.trim().parse().ok()),
         master_addr,
         master_port,

@@ -88,8 +88,8 @@ pub fn read(path: &Path) -> Result<Vec<StepMetrics>> {
     lines.enumerate().map(|(i, line)| parse(path, i + 1, line)).collect()
 }
 
-/// The lines up to what a crash left half-written: a last line without an end, or, where blocks of a file were never
-/// written, lines at the end that are not text.
+/// The bytes of all complete lines, without what a crash left at the end: a line without a newline, and lines that are not
+/// text (a power loss can leave blocks of zeros or of other data).
 fn whole(bytes: &[u8]) -> &[u8] {
     let ended = bytes.iter().rposition(|&b| b == b'\n').map_or(0, |last| last + 1);
     let mut end = 0;
@@ -153,7 +153,7 @@ mod tests {
             writer.write(&at(4)).unwrap();
             assert_eq!(read(&path).unwrap(), (1..=4).map(at).collect::<Vec<_>>(), "{tail:?}");
         }
-        // Lines behind it say that this is no end: it is damage, and named.
+        // Not at the end it is damage.
         let mut writer = MetricsWriter::open(&path, 2).unwrap();
         writer.file.write_all(b"\xff\n").unwrap();
         writer.write(&at(4)).unwrap();

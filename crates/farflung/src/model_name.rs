@@ -1,9 +1,9 @@
-//! What a run's model is called. A name of the list stands for its shape alone: a model of another shape says its own.
+//! The name of a run's model in reports and folders. A preset's name is used only for a model of that preset's shape.
 
 use farflung_zoo::GptConfig;
 use farflung_zoo::config::PRESETS;
 
-/// The name of the preset whose shape this is, whatever its vocabulary; else layers and width, as in `gpt-4x96`.
+/// The name of the preset with this shape (the vocabulary may differ), else layers and width, as in `gpt-4x96`.
 #[must_use]
 pub fn model_name(model: &GptConfig) -> String {
     let shape = |preset: &GptConfig| GptConfig { vocab: model.vocab, ..*preset };

@@ -1,18 +1,18 @@
-//! How many threads there can be. It refuses to know what they compute.
+//! The limit on the number of threads.
 
 use crate::{Error, Result};
 
-/// The most threads of all workers of a process together, unless there are so many cores: four for each core keep all of
-/// them busy, and beyond a thousand a system's own limits come near.
+/// Threads of all workers together that any machine may start. Machines with more cores may start four threads a core: more
+/// would only take turns, and systems limit the number of threads of a user or a container to some thousands.
 const ENOUGH: usize = 1024;
 
 fn most(cores: usize, workers: usize) -> usize {
     (cores.saturating_mul(4).max(ENOUGH) / workers.max(1)).max(1)
 }
 
-/// Refuses more threads of each of so many workers than a machine can use, before one of them is started.
+/// Checks the number of threads of each of `workers` workers of this process, before any is started.
 ///
-/// Errors: [`Error::Setting`] with the most that there can be.
+/// Errors: [`Error::Setting`] with the limit.
 pub fn check(threads: usize, workers: usize) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let most = most(cores, workers);

@@ -105,7 +105,7 @@ fn one_stage_says_what_it_has_no_use_for() {
     let run = Run::new();
     let output = run.farflung(&[], "one", "--workers 1 --steps 1 --schedule zb-h1 --chunks 2 --quiet false");
     let message = String::from_utf8_lossy(&output.stderr);
-    let said = "`schedule`, `chunks` change nothing: there is no pipeline";
+    let said = "`schedule`, `chunks` change nothing: `stages` is 1";
     assert!(output.status.success() && message.contains(said), "{message}");
 }
 

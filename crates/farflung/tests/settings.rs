@@ -1,5 +1,4 @@
-//! Settings as a user gives them: numbers below zero, settings that change nothing, names of models, and errors in the form of
-//! the log.
+//! Settings on the command line: negative numbers, notes about settings that change nothing, names of models, errors as JSON.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -12,7 +11,7 @@ fn farflung(args: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_farflung")).args(args.split(' ')).output().unwrap()
 }
 
-/// A run in a folder, whose `runs` gets the run's own.
+/// Trains a small model; the run's folder is made in `folder/runs`.
 fn train(folder: &Path, steps: &str, args: &str) -> Output {
     let text = folder.join("text.txt");
     std::fs::write(&text, "the quick brown fox jumps over the lazy dog ".repeat(100)).unwrap();
@@ -47,7 +46,7 @@ fn a_number_below_zero_is_a_value_that_is_out_of_range() {
         assert_eq!(output.status.code(), Some(2), "{args}: {output:?}");
         assert!(stderr(&output).contains(said), "{args}: {}", stderr(&output));
     }
-    // A model's own check: no run is needed to see that the number was read.
+    // It fails at the missing model, after the numbers were parsed.
     let generated = farflung("generate no-such-run --temperature -1.5 --top-p -0.5");
     assert!(
         stderr(&generated).contains("`model` is no-such-run") || stderr(&generated).contains("no-such-run")
@@ -100,9 +99,9 @@ fn a_run_says_what_changes_nothing_and_what_its_model_is_called() {
     let output = train(folder.path(), "2", args);
     assert!(output.status.success(), "{}", stderr(&output));
     for note in [
-        "`codec` changes nothing: there is one worker",
-        "`schedule` changes nothing: there is no pipeline",
-        "`recompute` is 3 and the model has 2 layers: all of them are computed again",
+        "`codec` changes nothing: the run has one worker",
+        "`schedule` changes nothing: `stages` is 1, so there is no pipeline",
+        "`recompute` is 3 and the model has 2 layers: all of them are recomputed",
     ] {
         assert_eq!(
             stderr(&output).lines().filter(|line| line.starts_with(note)).count(),
@@ -116,7 +115,7 @@ fn a_run_says_what_changes_nothing_and_what_its_model_is_called() {
     let plot = std::fs::read_to_string(folder.path().join("runs/gpt-2x16-1/loss.svg")).unwrap();
     assert!(plot.contains("gpt-2x16, 1 worker") && !plot.contains("nano"));
 
-    // A run that goes on by its own file was given no more than it was.
+    // Resuming with the run's own file notes the same settings as before.
     let own = "--config runs/gpt-2x16-1/config.toml --out runs/gpt-2x16-1 --resume auto";
     let again = train(folder.path(), "3", own);
     let said = stderr(&again);

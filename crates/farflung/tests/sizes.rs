@@ -1,4 +1,4 @@
-//! Sizes: what a run is estimated to need against what it was measured to need, and runs that are too large for any machine.
+//! Compares estimates of memory with measured peaks of the real binary, and starts runs that are too large for any machine.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -16,7 +16,7 @@ fn farflung(args: &str, out: &Path) -> Command {
     command
 }
 
-/// The most memory that a process had at once, in bytes: asked for as long as it runs.
+/// Waits for a process and returns its peak of resident memory in bytes, polled while it runs.
 fn peak(mut child: Child) -> (u64, Output) {
     let path = format!("/proc/{}/status", child.id());
     let mut most = 0;
@@ -36,7 +36,7 @@ fn config(args: &str) -> TrainConfig {
     TrainFlags::from_arg_matches(&matches).unwrap().resolve().unwrap()
 }
 
-/// Estimates were between 0.87 and 1.17 of what these runs took on two Intel cores, in debug builds.
+/// The estimates of these runs were 0.87 to 1.17 times the measured peaks, in debug builds on two Intel cores.
 #[test]
 fn estimates_are_near_what_runs_take() {
     let folder = tempfile::tempdir().unwrap();

@@ -45,7 +45,7 @@ impl Amount {
         Self { multiple: if multiple == 0 { 1 } else { multiple }, ..self }
     }
 
-    /// Whether that is nothing of any vector: none, or fewer than one multiple.
+    /// Whether it keeps no element of any vector: zero, or less than one multiple.
     #[must_use]
     pub const fn is_nothing(self) -> bool {
         self.count == 0 || (!self.share && self.count < self.multiple)

@@ -1,5 +1,4 @@
-//! The arguments of this process: a number below zero is a value, not a flag, and wrong usage is reported in the form of the
-//! log.
+//! Parses the command line: negative numbers are values, not flags, and usage errors follow `--log-format`.
 
 use std::ffi::OsString;
 
@@ -8,15 +7,15 @@ use clap::{Arg, Command, CommandFactory, FromArgMatches};
 
 use super::Cli;
 
-/// Reads the arguments of this process.
+/// Parses the arguments of this process.
 ///
-/// Errors: help, a version, or wrong usage, to be printed.
+/// Errors: help, the version or a usage error, to be printed.
 pub(super) fn parse() -> Result<Cli, clap::Error> {
     let matches = negative_numbers(Cli::command()).try_get_matches_from(joined(std::env::args_os()))?;
     Cli::from_arg_matches(&matches)
 }
 
-/// Every argument that takes a value takes one such as `-1`: its range says whether it can be.
+/// Lets every option take a negative number as its value; the option's range decides whether it is valid.
 fn negative_numbers(command: Command) -> Command {
     let takes = |arg: Arg| {
         let values = arg.get_action().takes_values();
@@ -25,8 +24,8 @@ fn negative_numbers(command: Command) -> Command {
     command.mut_args(takes).mut_subcommands(negative_numbers)
 }
 
-/// The arguments with `--lr -1e-3` as `--lr=-1e-3`: clap takes a sign in an exponent for that of a flag. What stands behind
-/// `--` is another command's.
+/// Rewrites `--lr -1e-3` to `--lr=-1e-3`: clap does not recognise a negative number with a negative exponent. Arguments
+/// after `--` belong to another command and stay as they are.
 fn joined(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let mut joined: Vec<OsString> = Vec::new();
     let mut args = args;
@@ -51,14 +50,14 @@ fn joined(args: impl Iterator<Item = OsString>) -> Vec<OsString> {
     joined
 }
 
-/// Whether the arguments ask for a log in JSON; those behind `--` are another command's.
+/// Whether the arguments before `--` set `--log-format json`. For usage errors, where nothing was parsed.
 pub(super) fn wants_json(args: impl Iterator<Item = OsString>) -> bool {
     let args: Vec<_> = args.take_while(|arg| arg != "--").collect();
     args.iter().any(|arg| arg == "--log-format=json")
         || args.windows(2).any(|pair| pair[0] == "--log-format" && pair[1] == "json")
 }
 
-/// What is wrong, without the usage below it.
+/// The message of a usage error, without the usage text below it.
 pub(super) fn said(error: &clap::Error) -> String {
     if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
         return "a command is missing".to_owned();

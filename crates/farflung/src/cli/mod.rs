@@ -124,7 +124,7 @@ fn described(error: &Error, as_json: bool) -> String {
     format!("error: {error}\n{causes}")
 }
 
-/// What an error was caused by, but for what it says in its own words.
+/// The causes of an error, without those that its own message already contains.
 fn causes(error: &Error) -> Vec<String> {
     let mut causes = Vec::new();
     let mut said = error.to_string();

@@ -163,9 +163,9 @@ impl Setting for CodecSpec {
     }
     fn expected_not(text: &str) -> String {
         match text.parse::<Self>() {
-            // All others know which part is wrong, and why.
+            // Other errors name the wrong part and the reason.
             Err(reason) if !matches!(reason, CompressError::UnknownCodec { .. }) => {
-                format!("a codec that can be: {reason}")
+                format!("a valid codec: {reason}")
             }
             _ => Self::expected(),
         }

@@ -1,16 +1,16 @@
-//! Which settings a run was given, rather than left as they are by default.
+//! Tracks which settings were given by flag or file, and which are defaults.
 
 use std::collections::BTreeSet;
 
 use super::{TrainConfig, dashed};
 
-/// What stands in a file behind a value that was not given.
+/// The comment behind a value in a file that marks it as a default, not as given.
 pub const BY_DEFAULT: &str = "# by default";
 
 /// Which settings were given.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Given {
-    /// Those that differ from their defaults: for settings that a program wrote down.
+    /// Those that differ from their defaults. For a config made in code, where nothing else is known.
     #[default]
     Differs,
     /// These, by flag or file.
@@ -18,7 +18,7 @@ pub enum Given {
 }
 
 impl TrainConfig {
-    /// Whether the setting of this name, as it stands in a file, was given.
+    /// Whether a setting was given; `name` is its key in a file, such as `eval-every`.
     #[must_use]
     pub fn was_given(&self, name: &str) -> bool {
         match &self.given {

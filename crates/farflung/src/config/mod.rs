@@ -86,7 +86,7 @@ macro_rules! settings {
                       value_parser = <$ty as Setting>::from_flag)]
                 pub $name: Option<$ty>,
             )+)+
-            /// Settings that stand in a file as what they are by default: they do not count as given.
+            /// Settings that a file marks as defaults ([`BY_DEFAULT`]): they have a value but do not count as given.
             #[arg(skip)]
             pub by_default: BTreeSet<&'static str>,
         }
@@ -346,7 +346,7 @@ impl TrainConfig {
     ///
     /// Errors: [`Error::Setting`] for a value out of its range.
     pub fn merge(given: TrainArgs, mut file: TrainArgs) -> Result<Self> {
-        // It followed the file's rate, and follows the one that is given now.
+        // The file's value is a default that followed the file's `lr`.
         if given.lr.is_some() && file.by_default.remove("min_lr") {
             file.min_lr = None;
         }
@@ -362,8 +362,8 @@ impl TrainConfig {
         Self::resolve(TrainArgs::default(), Some(path))
     }
 
-    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. What was not given says so behind its
-    /// value, so that it does not count as given then either.
+    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. Settings that were not given are marked
+    /// with [`BY_DEFAULT`], so that they do not count as given when the file is read.
     #[must_use]
     pub fn to_toml(&self) -> String {
         let mut text = String::new();

@@ -1,5 +1,5 @@
-//! What a run says at its start about settings that were given and change nothing, or that do not do what they seem to. It
-//! refuses to know how a run works: each reason is a condition on settings.
+//! Notes at the start of a run: which of the given settings change nothing in it and why, and which do something else than
+//! they seem to. Each is a condition on the settings.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ use farflung_zoo::GptConfig;
 use super::TrainConfig;
 use super::choice::{OptimizerKind, Resume, ScheduleKind, SyncKind, TransportKind};
 
-/// What settings do not say about a run.
+/// Facts about a run that are not in its settings.
 #[derive(Debug, Clone, Copy)]
 pub struct Circumstances {
     /// The model's shape.
@@ -23,7 +23,7 @@ pub struct Circumstances {
     pub simulated: bool,
 }
 
-/// Lines, and the settings that are named in them.
+/// Notes so far, and the settings that they name.
 struct Notes<'a> {
     config: &'a TrainConfig,
     lines: Vec<String>,
@@ -31,7 +31,8 @@ struct Notes<'a> {
 }
 
 impl Notes<'_> {
-    /// Settings that change nothing in this case. One that was named before has its reason.
+    /// Notes those of `names` that were given and change nothing in this `case`. Each setting is noted once, with its first
+    /// reason.
     fn idle(&mut self, case: bool, names: &[&'static str], why: &str) {
         let given = |name: &&&'static str| self.config.was_given(name) && !self.named.contains(**name);
         let given: Vec<_> = names.iter().filter(|_| case).filter(given).copied().collect();
@@ -44,7 +45,7 @@ impl Notes<'_> {
         self.named.extend(given);
     }
 
-    /// Something else about a setting.
+    /// Adds another note.
     fn say(&mut self, case: bool, text: impl FnOnce() -> String) {
         if case {
             self.lines.push(text());
@@ -53,8 +54,8 @@ impl Notes<'_> {
 }
 
 impl TrainConfig {
-    /// A line for each reason for which settings that were given change nothing in a run, and for what else is not as it
-    /// seems.
+    /// One line for each reason why given settings change nothing in a run, and for each setting that does something else
+    /// than it seems to.
     #[must_use]
     pub fn notes(&self, run: &Circumstances) -> Vec<String> {
         let mut notes = Notes { config: self, lines: Vec::new(), named: BTreeSet::new() };
@@ -67,14 +68,14 @@ impl TrainConfig {
     }
 
     fn note_model_and_training(&self, _: &Circumstances, notes: &mut Notes<'_>) {
-        notes.idle(self.init_from.is_some(), &["model"], "the shape is that of the weights in `init-from`");
+        notes.idle(self.init_from.is_some(), &["model"], "the weights of `init-from` have their own shape");
         let (adamw, sgd) = (self.optimizer == OptimizerKind::AdamW, self.optimizer == OptimizerKind::Sgd);
         notes.idle(adamw, &["momentum"], "`optimizer` is adamw, not sgd");
         notes.idle(sgd, &["beta1", "beta2"], "`optimizer` is sgd, not adamw");
         let constant = self.lr_schedule == ScheduleKind::Constant;
-        notes.idle(constant, &["min-lr"], "with `lr-schedule` constant the learning rate stays");
+        notes.idle(constant, &["min-lr"], "the learning rate of `lr-schedule` constant does not decay");
         let (warmup, steps) = (self.warmup, self.steps);
-        let ends = "the run ends before the warm-up does";
+        let ends = "the run ends before its warm-up";
         notes.idle(warmup >= steps, &["min-lr", "lr-schedule"], ends);
         notes.say(warmup > steps, || {
             format!(
@@ -85,7 +86,7 @@ impl TrainConfig {
 
     fn note_workers_and_links(&self, run: &Circumstances, notes: &mut Notes<'_>) {
         let alone = run.world == 1;
-        let launched = format!("the launcher started {} processes, with one worker each", run.world);
+        let launched = format!("the launcher started {} processes with one worker each", run.world);
         notes.idle(run.world != self.workers, &["workers"], &launched);
         let exchanged = [
             "codec",
@@ -97,11 +98,11 @@ impl TrainConfig {
             "deadline",
             "resync-every",
         ];
-        notes.idle(alone, &exchanged, "there is one worker, which has nobody to exchange with");
+        notes.idle(alone, &exchanged, "the run has one worker, which sends nothing");
         notes.idle(
             self.averages_nothing(run.world),
             &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
-            "each part of the model is on one rank of one pipeline, so nothing is averaged",
+            "no two ranks hold the same part of the model, so nothing is averaged",
         );
         let (ddp, diloco) = (self.sync == SyncKind::Ddp, self.sync == SyncKind::Diloco);
         let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {
@@ -111,40 +112,40 @@ impl TrainConfig {
         };
         notes.idle(ddp, &["outer-lr", "outer-momentum"], "`sync` is ddp, not diloco");
         notes.idle(ddp, &["sync-every"], &format!("`sync` ddp averages at each step{compared}"));
-        notes.idle(diloco, &["overlap"], "`sync` diloco averages between steps, when nothing is computed");
+        notes.idle(diloco, &["overlap"], "`sync` diloco averages after a step, when no backward pass runs");
         let codec = self.codec;
         let why = match codec {
-            codec if codec.feedback() => "the codec says itself what it feeds back",
-            codec if codec.method() == CodecSpec::default().method() => "the codec drops nothing",
+            codec if codec.feedback() => "the codec's name sets its feedback",
+            codec if codec.method() == CodecSpec::default().method() => "the codec is lossless",
             _ => "the codec is unbiased",
         };
         notes.idle(codec.with_feedback() == codec, &["error-feedback"], why);
-        let packs = format!("codec {codec} packs all that is averaged, but for a few numbers at each step");
+        let packs = format!("codec {codec} encodes all that is averaged, except a few numbers a step");
         notes.idle(codec != CodecSpec::default(), &["algorithm"], &packs);
-        notes.idle(self.topology.is_some(), &["link"], "the links are those of `topology`");
-        notes.idle(!run.simulated, &["link"], "it is for simulated links, and these are real");
-        let speeds = "the speeds are those of `topology`";
+        notes.idle(self.topology.is_some(), &["link"], "`topology` sets the links");
+        notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
+        let speeds = "`topology` sets the speeds";
         notes.idle(self.topology.is_some(), &["compute-rate"], speeds);
-        let clock = "it is for the clock of simulated links, and this one is real";
+        let clock = "it is for the clock of simulated links, and this run's links are real";
         notes.idle(!run.simulated && self.stages == 1, &["compute-rate"], clock);
     }
 
     fn note_pipeline(&self, run: &Circumstances, notes: &mut Notes<'_>) {
         let (none, file) = (self.stages == 1, self.schedule_file.is_some());
         let all = ["schedule", "schedule-file", "chunks", "memory", "slice-grain", "version-sync"];
-        notes.idle(none, &all, "there is no pipeline, since `stages` is 1");
-        let order = "the order is that of `schedule-file`";
+        notes.idle(none, &all, "`stages` is 1, so there is no pipeline");
+        let order = "`schedule-file` sets the order";
         notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
         let method = self.schedule;
         let limited = matches!(method, Method::OneFOneBSlope | Method::ZbAuto | Method::Varuna);
-        notes.idle(!limited, &["memory"], &format!("`schedule` {method} has no limit to set"));
+        notes.idle(!limited, &["memory"], &format!("`schedule` {method} has no limit on memory"));
         let sliced = method == Method::TeraPipe;
         notes.idle(!sliced, &["slice-grain"], &format!("`schedule` {method} does not slice sequences"));
         let versions = file || method == Method::PipeDream;
         notes.idle(
             !versions,
             &["version-sync"],
-            &format!("under `schedule` {method} there is nothing to choose"),
+            &format!("`schedule` {method} keeps no versions to choose from"),
         );
 
         let layers = self.layers_of_a_part(run.model.layers);
@@ -155,45 +156,42 @@ impl TrainConfig {
         };
         let of = if none { "the model has" } else { "a stage has at most" };
         notes.say(again > layers, || {
-            format!("`recompute` is {again} and {of} {layers} layers: all of them are computed again")
+            format!("`recompute` is {again} and {of} {layers} layers: all of them are recomputed")
         });
         let processors = "a processor's memory is the host's";
         notes.idle(self.device.are_processors(), &["offload"], processors);
         let kept = layers.saturating_sub(again);
-        notes.idle(kept == 0, &["offload"], "all layers are computed again, and none is left to offload");
+        notes.idle(kept == 0, &["offload"], "all layers are recomputed, so none is offloaded");
         notes.say(kept > 0 && self.offload > kept && !self.device.are_processors(), || {
-            format!(
-                "`offload` is {} and {kept} layers are not computed again: these are offloaded",
-                self.offload
-            )
+            format!("`offload` is {} and {kept} layers are not recomputed: these are offloaded", self.offload)
         });
     }
 
     fn note_machine(&self, run: &Circumstances, notes: &mut Notes<'_>) {
         let rounds = self.precision != Precision::F32;
-        notes.idle(!rounds, &["loss-scale"], "products in f32 round no gradient");
-        // Another process may have been given another device.
+        notes.idle(!rounds, &["loss-scale"], "it is for `precision` f16 and bf16");
+        // Another process of the job may have another `--device`.
         let one_process = run.simulated || self.transport == TransportKind::Memory;
-        let same = "processors round alike, so that copies stay equal";
+        let same = "all devices are processors, whose copies of parameters stay equal";
         notes.idle(one_process && self.device.are_processors(), &["resync-every"], same);
     }
 
     fn note_ends(&self, notes: &mut Notes<'_>) {
         let steps = self.steps;
-        let end = format!("the run ends at step {steps}, and saves then");
+        let end = format!("the run ends at step {steps} and saves then anyway");
         notes.idle(self.checkpoint_every >= steps, &["checkpoint-every"], &end);
         notes.say(self.keep_last == 1, || {
-            "`keep-last` is 1 and two are kept: a rank may fail while it writes its newest".to_owned()
+            "`keep-last` is 1 and two are kept: a rank may fail while it writes the newest".to_owned()
         });
         let new = self.resume == Resume::Auto && self.out.is_none();
         notes.idle(new, &["resume"], "without `out` the run's folder is a new one");
         let sample = ["prompt", "temperature", "top-k", "top-p"];
-        notes.idle(self.sample_tokens == 0, &sample, "`sample-tokens` is 0, so there is no sample");
+        notes.idle(self.sample_tokens == 0, &sample, "`sample-tokens` is 0, so no sample is written");
         let likeliest = "`temperature` 0 takes the likeliest token";
         notes.idle(self.temperature == 0.0, &["top-k", "top-p"], likeliest);
     }
 
-    /// Whether no two ranks hold the same part of the model. What a file's order says is not known here.
+    /// Whether no two ranks hold the same part of the model; false if a schedule file decides that.
     fn averages_nothing(&self, world: usize) -> bool {
         let copies = matches!(self.schedule, Method::Chimera | Method::DualPipe);
         self.stages > 1 && world <= self.stages && !copies && self.schedule_file.is_none()

@@ -11,7 +11,7 @@ pub trait Setting: Sized + Clone + Send + Sync + 'static {
     /// Completes "expected ..." where the text is wrong.
     fn expected() -> String;
 
-    /// Completes "expected ..." for this text, which is wrong, where more is known than what is right.
+    /// Completes "expected ..." for this invalid text. Types that know what is wrong with it say so.
     #[must_use]
     fn expected_not(_: &str) -> String {
         Self::expected()

@@ -160,7 +160,7 @@ impl Job {
     /// Errors: that there is none of that name here, and why.
     pub fn device(&self, rank: usize, threads: usize) -> Result<Device, TensorError> {
         let device = Device::open(self.config.device.of(rank), threads)?.with_precision(self.plan.precision);
-        // Where the settings say a processor, a note does.
+        // For a device that is set to a processor, the run's notes say it.
         let named = self.config.device.of(rank) == DeviceName::Cpu;
         if self.config.offload > 0 && !named && device.tensor(&[0.0_f32], 1)?.host::<f32>().is_some() {
             let device = device.name();

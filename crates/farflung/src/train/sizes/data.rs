@@ -1,5 +1,5 @@
-//! How many bytes the data will take, from the sizes of its files. A file that cannot be looked at counts as nothing:
-//! reading it says what is wrong.
+//! Estimates the memory of the training data from the sizes of its files. A file that cannot be read counts as empty here;
+//! opening it later reports the error.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -10,17 +10,17 @@ use crate::config::choice::TokenizerKind;
 
 /// Bytes of the default text, rounded up.
 const DEFAULT_TEXT: u64 = 3_500_000;
-/// Bytes of the start of a file by which text is told from other files.
+/// Bytes at the start of a file that decide whether it is text.
 const LOOK: u64 = 8192;
 
-/// What the data takes.
+/// Memory of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Data {
-    /// Bytes at the most while it is read.
+    /// Peak in bytes while it is read and tokenized.
     pub(super) reading: u64,
-    /// Bytes of its tokens.
+    /// Bytes of its tokens afterwards.
     pub(super) tokens: u64,
-    /// Whether text is cut by a tokenizer with a vocabulary of its own.
+    /// Whether the tokenizer has tables to load.
     pub(super) tokenizer: bool,
 }
 
@@ -40,7 +40,7 @@ impl Files {
     }
 }
 
-/// Looks at the files of the settings' data.
+/// Estimates the memory of the data of these settings.
 pub(super) fn data(config: &TrainConfig) -> Data {
     let files = match &config.data {
         None => Files { sum: DEFAULT_TEXT, largest: DEFAULT_TEXT, tokens: false },
@@ -49,12 +49,12 @@ pub(super) fn data(config: &TrainConfig) -> Data {
     let byte = config.tokenizer == TokenizerKind::Byte;
     let times = u64::saturating_mul;
     let (tokens, beside) = match (files.tokens, byte) {
-        // Two bytes each, of which one is kept for a vocabulary of 256.
+        // Files hold two bytes a token; a vocabulary of 256 is stored in one.
         (true, true) => (files.sum / 2, files.largest),
         (true, false) => (files.sum, files.largest),
-        // The text and an id of four bytes for each byte of it.
+        // While reading: the text, and an id of four bytes for each of its bytes.
         (false, true) => (files.sum, times(files.largest, 5)),
-        // A token of two bytes for about four bytes of text, and its id of four.
+        // About four bytes of text a token, which is stored in two; while reading, an id of four bytes.
         (false, false) => (files.sum / 2, times(files.largest, 3)),
     };
     Data { reading: tokens.saturating_add(beside), tokens, tokenizer: !byte }
@@ -64,7 +64,7 @@ fn is_bin(path: &Path) -> bool {
     path.extension().is_some_and(|e| e == "bin")
 }
 
-/// As `zoo::Corpus::open` finds them.
+/// Lists the same files as `zoo::Corpus::open`.
 fn files(path: &Path) -> Files {
     let mut files = Files::default();
     let Ok(metadata) = fs::metadata(path) else { return files };

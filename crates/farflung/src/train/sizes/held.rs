@@ -1,5 +1,5 @@
-//! What each rank holds of the model and of the microbatches that are under way, in numbers for each token: from the
-//! model's shape, and in a pipeline from its order.
+//! Counts the f32 values that each rank holds: parameters, and activations per token of a microbatch at the peak. Without a
+//! pipeline the model's shape decides both; in a pipeline, the order of its forward and backward passes does too.
 
 use std::collections::BTreeSet;
 
@@ -11,27 +11,27 @@ use super::super::planned::cut;
 use crate::{Result, TrainConfig};
 use farflung_parallel::Recompute;
 
-/// A rank of a pipeline, or one that has the whole model.
+/// What one rank holds: a rank of a pipeline, or a rank with the whole model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Position {
     /// f32 values of its parameters, padding included.
     pub(super) parameters: u128,
-    /// Those of older versions of its parameters, and of a second buffer of gradients beside them.
+    /// f32 values of older versions of its parameters and of the second gradient buffer that goes with them.
     pub(super) versions: u128,
-    /// Ranks of one pipeline that hold the same part.
+    /// Number of ranks of one pipeline that hold the same part.
     pub(super) copies: u32,
-    /// f32 values for each token of a microbatch that it holds at once, but for logits.
+    /// Activations without logits: f32 values per token of a microbatch, at the peak.
     pub(super) held: u128,
-    /// Logits for each token of a microbatch that it holds at once.
+    /// Logits per token of a microbatch, at the peak.
     pub(super) logits: u128,
-    /// f32 values for each token of a microbatch that wait in the host's memory where it computes on a device.
+    /// Activations offloaded to the host by a rank on a GPU: f32 values per token of a microbatch, at the peak.
     pub(super) away: u128,
-    /// Whether the whole model is put together on rank 0.
+    /// Whether rank 0 gathers the whole model for checkpoints.
     pub(super) gathers: bool,
 }
 
 impl Position {
-    /// Holds `more` microbatches where `fewer` were counted.
+    /// Scales the activations from `fewer` microbatches in flight to `more`.
     pub(super) fn scale(&mut self, more: u128, fewer: u128) {
         for sum in [&mut self.held, &mut self.logits, &mut self.away] {
             *sum = sum.saturating_mul(more) / fewer;
@@ -39,12 +39,13 @@ impl Position {
     }
 }
 
-/// f32 values of a tensor in a flat buffer.
+/// f32 values that a tensor takes in a flat buffer.
 const fn padded(count: u128) -> u128 {
     count.next_multiple_of(64)
 }
 
-/// Those of a part of the model: so many blocks, and the tables and the last norm where it has them.
+/// f32 values of the parameters of a part of the model, padding included: `blocks` blocks, the embeddings if it is the
+/// `first` part, the head if it is the `last`.
 fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128 {
     let c = model.dim as u128;
     let block = padded(3 * c * c)
@@ -59,18 +60,18 @@ fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128
     blocks as u128 * block + tokens + positions + norm
 }
 
-/// f32 values for each token of what forward and backward passes make.
+/// f32 values per token of the tensors of forward and backward passes.
 #[derive(Debug, Clone, Copy)]
 struct PerToken {
     /// A hidden state.
     hidden: u128,
-    /// What a block keeps of its forward pass: `TransformerSaved`.
+    /// Kept of a block's forward pass: `TransformerSaved`.
     block: u128,
-    /// What the input half of a block's backward pass adds to it: `Back`.
+    /// Added by the input half of a split backward pass of a block: `Back`.
     back: u128,
-    /// What a block's backward pass makes, and keeps no longer than that.
+    /// Used only during the backward pass of a block.
     while_back: u128,
-    /// What the head keeps besides logits: `HeadSaved`.
+    /// Kept of the head's forward pass besides logits: `HeadSaved`.
     head: u128,
     logits: u128,
 }
@@ -90,13 +91,13 @@ impl PerToken {
     }
 }
 
-/// A rank that has the whole model.
+/// What a rank with the whole model holds.
 pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     let each = PerToken::of(model);
     let layers = model.layers;
     let again = config.recompute.of(layers as u32) as usize;
     let away = config.offload.min(layers - again);
-    // One block's activations are there while it is computed again.
+    // A block that is computed again holds its activations during its backward pass.
     let here = (layers - again).max(1) as u128;
     Position {
         parameters: parameters(model, layers, true, true),
@@ -108,7 +109,7 @@ pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     }
 }
 
-/// The ranks of a pipeline that runs this order.
+/// What each rank of a pipeline with this order holds.
 pub(super) fn pipeline(
     config: &TrainConfig,
     model: &GptConfig,
@@ -135,7 +136,7 @@ pub(super) fn pipeline(
     Ok((0..placement.ranks()).map(Rank).map(position).collect())
 }
 
-/// Adds what a rank's list of work holds at once.
+/// Sets the peak of activations of a rank by walking through its list of work.
 fn held(
     config: &TrainConfig,
     model: &GptConfig,
@@ -175,17 +176,17 @@ fn held(
             }
             ComputeKind::Recompute => {
                 now += (blocks - kept) * each.block + if all_again { head } else { 0 };
-                now -= input;
+                now = now.saturating_sub(input);
                 logits += if all_again { row } else { 0 };
             }
-            // The second half takes away what the first half leaves for it.
+            // What it adds is freed by the weight half.
             ComputeKind::BackwardInput => {
                 now += blocks * each.back;
-                away -= wait;
+                away = away.saturating_sub(wait);
             }
             ComputeKind::Backward => {
                 meanwhile = each.while_back;
-                away -= wait;
+                away = away.saturating_sub(wait);
             }
             ComputeKind::BackwardWeight | ComputeKind::Step => {}
         }
@@ -194,11 +195,11 @@ fn held(
         position.away = position.away.max(away);
         let split = u128::from(action.kind == ComputeKind::BackwardWeight);
         if matches!(action.kind, ComputeKind::Backward | ComputeKind::BackwardWeight) {
-            now -= blocks * (each.block + split * each.back) + head;
-            logits -= row;
+            now = now.saturating_sub(blocks * (each.block + split * each.back) + head);
+            logits = logits.saturating_sub(row);
         }
     }
-    // What a slice of a microbatch makes is that share of it.
+    // The walk counted each slice as a whole microbatch.
     let slices = u128::from(order.slices());
     for sum in [&mut position.held, &mut position.logits, &mut position.away] {
         *sum = sum.div_ceil(slices);

@@ -1,13 +1,13 @@
-//! Whether a run fits, before anything is allocated by its sizes: what it needs of the host's memory is computed from the
-//! settings, compared with what there is, and a run that is too large is refused with what would fit.
+//! Refuses runs that are too large for this machine before they allocate anything: estimates the host memory that a run
+//! needs, compares it with what is available, and names the largest batch and number of workers that would fit.
 //!
-//! A GPU's memory is not looked at: only its driver knows what there is. What such a run needs of the host counts.
+//! The memory of GPUs is not checked, only what a run on GPUs needs of the host.
 
+mod available;
 mod data;
 mod held;
 mod need;
 mod order;
-mod there;
 
 use std::fmt;
 use std::ops::Range;
@@ -18,49 +18,52 @@ use farflung_zoo::{GptConfig, config::PRESETS, tokenizer};
 
 use super::job::shape;
 use crate::{Error, LaunchEnv, Result, TrainConfig, threads};
-use need::{Need, Share, size};
+use available::{Available, available};
+use need::{Need, RankGroup, size};
 use order::Pipeline;
-use there::{There, there};
 
-/// A run is refused where four fifths of what it is estimated to need are more than there is: whole runs were measured to
-/// need between 0.85 and 1.15 times their estimate, and a run that fits must not be refused.
+/// A run is refused if four fifths of its estimate exceed the available memory. Measured runs needed 0.85 to 1.15 times
+/// their estimate (`tests/sizes.rs`), so a run that fits is not refused.
 const SLACK: (u128, u128) = (4, 5);
 
-/// Bytes above which a run is refused on a system that does not say how much memory it has: more than any machine other
-/// than Linux's has.
-const UNTOLD: u64 = 4 << 40;
+/// The limit where the available memory is unknown, which is on systems other than Linux: no such machine has more.
+const UNKNOWN: u64 = 4 << 40;
 
 /// A run that needs more memory than there is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TooLarge {
-    /// Bytes that it needs at the most.
+    /// Estimated peak in bytes.
     pub needed: u128,
-    /// What they are for, the largest first.
+    /// The estimate split by purpose, largest first.
     pub parts: Vec<(&'static str, u128)>,
-    /// Processes that need it together: this one, or all of the job on this machine.
+    /// Number of processes that the estimate is for: this one, or all processes of the job on this machine.
     pub processes: usize,
-    /// Bytes that there are; `None` where the system does not say.
-    pub there: Option<u64>,
-    /// Settings with the largest value that would fit, each with the others as they are or, where no single one is enough,
-    /// all together. Empty where none is small enough.
+    /// Available bytes; `None` if unknown.
+    pub available: Option<u64>,
+    /// Alternatives that would fit: each changes one setting to its largest possible value, or several settings if one is
+    /// not enough. Empty if nothing fits.
     pub fits: Vec<Vec<(&'static str, usize)>>,
-    /// The largest model of the presets that would fit, where no other setting is small enough.
+    /// The largest preset that would fit with `batch` 1 and `workers` 1, if no alternative with this model does.
     pub model: Option<&'static str>,
 }
 
 impl fmt::Display for TooLarge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { needed, parts, processes, there, fits, model } = self;
+        let Self { needed, parts, processes, available, fits, model } = self;
         match processes {
-            1 => write!(f, "the run needs about {} of memory here (", size(*needed))?,
+            1 => write!(f, "the run needs about {} of memory (", size(*needed))?,
             n => write!(f, "the {n} processes on this machine need about {} of memory (", size(*needed))?,
         }
         for (i, (name, bytes)) in parts.iter().enumerate() {
             write!(f, "{}{name} {}", if i == 0 { "" } else { ", " }, size(*bytes))?;
         }
-        match there {
-            Some(there) => write!(f, "), and there are {}: ", size(u128::from(*there)))?,
-            None => write!(f, "), and the system does not say that there is so much: ")?,
+        match available {
+            Some(bytes) => write!(f, ") and {} are available: ", size(u128::from(*bytes)))?,
+            None => write!(
+                f,
+                "), more than the {} that are allowed where available memory is unknown: ",
+                size(UNKNOWN.into())
+            )?,
         }
         for (i, settings) in fits.iter().enumerate() {
             f.write_str(if i == 0 { "" } else { ", or " })?;
@@ -79,23 +82,23 @@ impl fmt::Display for TooLarge {
     }
 }
 
-/// Bytes of the host's memory that a process of a run needs at the most, as estimated before it starts.
+/// Estimates the peak of host memory that a process of a run needs, in bytes.
 ///
-/// Errors: [`Error::Setting`] and others for settings that cannot be.
+/// Errors: [`Error::Setting`] for an invalid setting, and those of the model's weights or the schedule's file.
 pub fn needed_memory(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<u128> {
     let case = Case::new(config, env)?;
-    Ok(case.need(config, case.mine(config)).total())
+    Ok(case.need(config, case.model, case.mine(config)).total())
 }
 
-/// Refuses a run that is too large for this machine.
+/// Checks that a run fits this machine: memory, number of workers, number of threads.
 ///
-/// Errors: [`Error::TooLarge`] with what it needs and what would fit; [`Error::Setting`] for more workers or threads than
-/// there can be, and for other settings that cannot be.
+/// Errors: [`Error::TooLarge`] with the estimate and what would fit; [`Error::Setting`] for too many workers or threads;
+/// those of [`needed_memory`].
 pub(super) fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
-    Case::new(config, env)?.admit(config, there(Path::new("/")))
+    Case::new(config, env)?.admit(config, available(Path::new("/")))
 }
 
-/// What does not change where a run is made smaller by its batch or its workers.
+/// The inputs of an estimate that stay the same when the batch or the number of workers changes.
 struct Case {
     model: GptConfig,
     pipeline: Option<Pipeline>,
@@ -115,7 +118,7 @@ impl Launched {
     fn new(env: &LaunchEnv) -> Self {
         let (rank, world) = (env.rank.index(), env.world_size);
         let mine = rank..rank + 1;
-        // Launchers count the ranks of a machine one after the other.
+        // Launchers number the ranks of a machine consecutively.
         let local = || {
             let first = rank.checked_sub(env.local_rank)?;
             Some(first..first.checked_add(env.local_world_size?)?)
@@ -148,12 +151,8 @@ impl Case {
         self.launched.as_ref().map_or(0..config.workers, |launched| launched.rank..launched.rank + 1)
     }
 
-    /// What these ranks need with settings of the same order of work.
-    fn need(&self, config: &TrainConfig, ranks: Range<usize>) -> Need {
-        self.need_of(config, self.model, ranks)
-    }
-
-    fn need_of(&self, config: &TrainConfig, model: GptConfig, ranks: Range<usize>) -> Need {
+    /// Estimates what these ranks need. `config` may differ from the original in what [`Knob`] lists.
+    fn need(&self, config: &TrainConfig, model: GptConfig, ranks: Range<usize>) -> Need {
         let whole = [held::whole(config, &model)];
         let world = self.launched.as_ref().map_or(config.workers, |launched| launched.world);
         let (positions, actions) = match &self.pipeline {
@@ -161,18 +160,18 @@ impl Case {
             None => (&whole[..], 0),
         };
         let processes = if self.launched.is_some() { ranks.len() } else { 1 };
-        Share { config, model, positions, world, ranks, processes, data: self.data, actions }.need()
+        RankGroup { config, model, positions, world, ranks, processes, data: self.data, actions }.need()
     }
 
-    fn admit(&self, config: &TrainConfig, told: Option<There>) -> Result<()> {
-        let there = told.unwrap_or(There { free: UNTOLD, all: UNTOLD });
-        // The others on this machine may have taken theirs already: all together are held to all that it has.
+    fn admit(&self, config: &TrainConfig, known: Option<Available>) -> Result<()> {
+        let available = known.unwrap_or(Available { free: UNKNOWN, total: UNKNOWN });
+        // Other processes of the job may already have allocated, so all of them together are compared with the total.
         let local = self.launched.as_ref().map(|launched| launched.local.clone());
         let tight = |config: &TrainConfig, model: GptConfig| {
-            let mine = (self.need_of(config, model, self.mine(config)), 1, there.free);
+            let mine = (self.need(config, model, self.mine(config)), 1, available.free);
             let all = local
                 .clone()
-                .map(|local| (self.need_of(config, model, local.clone()), local.len(), there.all));
+                .map(|local| (self.need(config, model, local.clone()), local.len(), available.total));
             let over = |(need, _, bytes): &(Need, usize, u64)| {
                 need.total().saturating_mul(SLACK.0) / SLACK.1 > u128::from(*bytes)
             };
@@ -191,13 +190,13 @@ impl Case {
             needed: need.total(),
             parts: need.largest_first(),
             processes,
-            there: told.map(|_| bytes),
+            available: known.map(|_| bytes),
             fits,
             model,
         })))
     }
 
-    /// The largest values of single settings with which `fits` says yes, else of the batch with all others at their least.
+    /// Finds what would fit: for each setting alone its largest value, else the largest batch with all others at their least.
     fn fitting(
         &self,
         config: &TrainConfig,
@@ -224,23 +223,23 @@ impl Case {
         found
     }
 
-    /// Whether a setting says how large this run is.
+    /// Whether this setting can be changed in this run.
     fn has(&self, knob: Knob) -> bool {
         match knob {
             Knob::Batch | Knob::EvalBatches => true,
             Knob::Workers => self.launched.is_none(),
-            // A pipeline's order depends on it.
+            // Would need another order of the pipeline.
             Knob::Accumulate => self.pipeline.is_none(),
         }
     }
 }
 
-/// The least of each setting that says how large a run is, with the same stages.
+/// The settings with every [`Knob`] at its least.
 fn least(config: &TrainConfig) -> TrainConfig {
     Knob::ALL.into_iter().fold(config.clone(), |least, knob| knob.set(&least, knob.unit(config)))
 }
 
-/// The largest number from 1 on and below `end` for which `fits` says yes, where it says so for all that are smaller.
+/// The largest number in `1..end` for which `fits` is true, by bisection; `fits` is true up to some number, then false.
 fn largest(end: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
     let (mut low, mut high) = (0, end.max(1));
     while high - low > 1 {
@@ -250,7 +249,7 @@ fn largest(end: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
     (low > 0).then_some(low)
 }
 
-/// A setting that says how large a run is.
+/// A setting that can be lowered so that a run needs less memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Knob {
     Batch,
@@ -271,7 +270,7 @@ impl Knob {
         }
     }
 
-    /// It is a multiple of this.
+    /// Its least value; all others are multiples of it.
     fn unit(self, config: &TrainConfig) -> usize {
         if self == Self::Workers { config.stages } else { 1 }
     }

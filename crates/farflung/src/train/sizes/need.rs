@@ -1,7 +1,7 @@
-//! How many bytes of the host's memory a run needs, by what they are for: a pure function of the settings and the model's
-//! shape, which allocates nothing by their values. It knows neither what memory there is nor what to do about it.
+//! Estimates the host memory that a run needs, split by purpose. It is a pure function of the settings and the model's
+//! shape; its own memory use does not depend on their values.
 //!
-//! The sums were compared with measured peaks of whole runs: see `tests/sizes.rs`.
+//! `tests/sizes.rs` compares the estimates with the measured peaks of whole runs.
 
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ use crate::config::choice::{OptimizerKind, SyncKind};
 /// Bytes of an f32.
 const F32: u128 = size_of::<f32>() as u128;
 
-/// What bytes are for.
+/// What memory is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
 pub(super) enum Part {
@@ -83,7 +83,7 @@ impl Part {
     }
 }
 
-/// Bytes by what they are for.
+/// Bytes for each purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Need([u128; Part::ALL.len()]);
 
@@ -93,7 +93,7 @@ impl Need {
         *sum = sum.saturating_add(bytes);
     }
 
-    /// All of them.
+    /// The sum over all purposes.
     pub(super) fn total(&self) -> u128 {
         self.0.iter().fold(0, |sum, &bytes| sum.saturating_add(bytes))
     }
@@ -105,7 +105,7 @@ impl Need {
         self
     }
 
-    /// Names and bytes, the largest first; those below a hundredth of all are left out.
+    /// Purposes and their bytes, largest first, without those below one percent of the total.
     pub(super) fn largest_first(&self) -> Vec<(&'static str, u128)> {
         let least = self.total() / 100;
         let mut parts: Vec<_> = Part::ALL.map(|part| (part.name(), self.0[part as usize])).into();
@@ -115,7 +115,7 @@ impl Need {
     }
 }
 
-/// A number of bytes in words.
+/// Formats a number of bytes; unlike [`Bytes`] it has units above GB.
 pub(super) fn size(bytes: u128) -> String {
     let units = [
         (1_000_000_000_000_000_000_000_u128, "ZB"),
@@ -128,40 +128,41 @@ pub(super) fn size(bytes: u128) -> String {
     }
 }
 
-/// Some ranks of a run: what decides how much memory they need.
+/// The inputs of an estimate: some ranks of a run, and the processes that they are in.
 #[derive(Debug, Clone)]
-pub(super) struct Share<'a> {
+pub(super) struct RankGroup<'a> {
     pub(super) config: &'a TrainConfig,
     pub(super) model: GptConfig,
-    /// What each rank of a pipeline holds; one entry where each rank has the whole model.
+    /// What each rank of a pipeline holds; without a pipeline, one entry that is valid for every rank.
     pub(super) positions: &'a [Position],
     /// Workers in all processes.
     pub(super) world: usize,
     pub(super) ranks: Range<usize>,
-    /// In so many processes.
+    /// Number of processes that these ranks are in.
     pub(super) processes: usize,
     pub(super) data: Data,
-    /// Actions of the pipeline's schedules.
+    /// Actions in the schedules of a step and of an evaluation.
     pub(super) actions: u128,
 }
 
-/// Bytes of an action of a schedule, in the lists of order, lowering and simulation.
+/// Bytes of one action of a schedule, over all of a rank's lists. Measured with 1f1b and zb-h1.
 const ACTION: u128 = 80;
-/// Bytes of the program before it has data: its code, its tables, its allocator.
+/// Bytes of the process before it reads data. Measured.
 const PROGRAM: u128 = 12 << 20;
-/// Bytes of a worker that has neither model nor data: its thread, and the huge pages that its buffers begin with.
+/// Bytes of a worker besides model and data: mainly the 2 MiB page in which its buffers begin. Measured.
 const WORKER: u128 = 5 << 19;
-/// Bytes of what a worker knows of each other worker: its queues and its codecs.
+/// Bytes that a worker keeps for each other worker: queues and codecs.
 const PAIR: u128 = 512;
-/// Bytes of a step of a plan and of its price: a rank prices the steps of all ranks with each of them.
+/// Bytes of one step of an all-reduce's plan with its cost. Each rank plans `2 (n - 1)` steps for each of the `n` ranks, to
+/// choose the cheapest variant; this is the total divided by `n^2`. Measured with 64, 100 and 150 workers.
 const STEP: u128 = 800;
-/// Bytes of GPT-2's vocabulary as its tokenizer holds it.
+/// Bytes of the GPT-2 tokenizer's tables. Measured.
 const VOCABULARY: u128 = 40 << 20;
-/// Bytes of a microbatch besides its losses.
+/// Bytes of a microbatch's pending loss, besides the losses of its tokens. Measured.
 const ENTRY: u128 = 32;
 
-impl Share<'_> {
-    /// What they need at the most.
+impl RankGroup<'_> {
+    /// The most memory that the ranks need at once.
     pub(super) fn need(&self) -> Need {
         let mut all = Need::default();
         for rank in self.ranks.clone() {
@@ -177,14 +178,14 @@ impl Share<'_> {
             all.add(Part::Workers, VOCABULARY * processes);
         }
         all.add(Part::Schedule, self.actions.saturating_mul(ACTION).saturating_mul(ranks));
-        // Text is read and cut into tokens before there is a worker.
+        // Text is tokenized before workers exist, so its peak only counts where it exceeds everything else.
         let times = |bytes: u64| u128::from(bytes).saturating_mul(processes);
         let before = times(self.data.reading).saturating_sub(all.total());
         all.add(Part::Data, before.max(times(self.data.tokens)));
         all
     }
 
-    /// What one rank needs.
+    /// What one rank needs, without the data and its share of the process.
     fn of_rank(&self, rank: usize) -> Need {
         let config = self.config;
         let position = &self.positions[rank % self.positions.len()];
@@ -205,7 +206,7 @@ impl Share<'_> {
             need.add(Part::Outer, if diloco { model.saturating_mul(2 + outer) } else { 0 });
         }
 
-        // As many ranks average each part of the model.
+        // The ranks that average the same part of the model.
         let holders = replicas * position.copies as usize;
         let saved = self.averaging(&mut need, model, holders, here);
         self.activations(&mut need, position, here);
@@ -218,10 +219,10 @@ impl Share<'_> {
         let offsets =
             (u128::from(config.eval_batches)).next_multiple_of(replicas as u128).saturating_mul(batch);
         need.add(Part::Evaluation, offsets.saturating_mul(size_of::<i64>() as u128));
-        // Tokens and targets, as ids of 4 bytes on both sides.
+        // Ids of inputs and targets, 4 bytes each, in the sampler's buffers and as tensors.
         need.add(Part::Losses, tokens.saturating_mul(4 * F32));
 
-        // Copies for the file: all states, and the weights; of these for a moment all twice.
+        // Saving copies the weights (for a moment twice), then all states.
         let states = model.saturating_mul(states + if diloco { 1 + outer } else { 0 }).saturating_add(saved);
         need.add(Part::Checkpoint, model.saturating_add(states.max(model)));
         if position.gathers && rank == 0 {
@@ -231,8 +232,8 @@ impl Share<'_> {
         need
     }
 
-    /// Buckets, messages and residuals of a part of the model that so many ranks average. Gives the residuals' bytes in
-    /// a checkpoint.
+    /// Adds the buckets, messages and residuals of a part of the model that `holders` ranks average. Returns the bytes of
+    /// the residuals in a checkpoint.
     fn averaging(&self, need: &mut Need, model: u128, holders: usize, here: bool) -> u128 {
         let config = self.config;
         let alone = holders == 1;
@@ -266,7 +267,7 @@ impl Share<'_> {
         residual
     }
 
-    /// Activations of the microbatches that are under way, and the logits among them.
+    /// Adds the activations and logits of the microbatches between their forward and backward passes.
     fn activations(&self, need: &mut Need, position: &Position, here: bool) {
         let config = self.config;
         let tokens = (config.batch as u128).saturating_mul(self.model.context as u128);
@@ -277,7 +278,7 @@ impl Share<'_> {
         need.add(Part::Activations, tokens.saturating_mul(position.held).saturating_mul(F32));
         need.add(Part::Logits, tokens.saturating_mul(position.logits).saturating_mul(F32));
         if config.precision != Precision::F32 {
-            // The largest two operands of a product: logits or the inner activations, and the largest matrix.
+            // `round.rs` keeps rounded copies of both operands, each as large as the largest so far.
             let (dim, vocab) = (self.model.dim as u128, self.model.vocab as u128);
             let widest = if position.logits > 0 { vocab.max(4 * dim) } else { 4 * dim };
             let rounded = tokens.saturating_mul(widest).saturating_add(widest.saturating_mul(dim));
@@ -286,7 +287,7 @@ impl Share<'_> {
     }
 }
 
-/// Whether a rank makes the plans of all ranks to choose its own: `comm::Plans`.
+/// Whether `comm::Plans` makes the plans of all ranks in order to choose one for this rank.
 const fn priced(algorithm: Algorithm) -> bool {
     !matches!(
         algorithm,
@@ -298,8 +299,8 @@ const fn priced(algorithm: Algorithm) -> bool {
     )
 }
 
-/// Whether a device's tensors lie in the host's memory. What `auto` finds is known only once devices are opened: where this
-/// build has GPUs, it may be one.
+/// Whether a device's tensors are in the host's memory. `auto` may open a GPU if this build supports any, and counts as one
+/// then, so that no run is refused for memory that it does not use.
 fn in_host_memory(device: DeviceName) -> bool {
     match device {
         DeviceName::Cpu => true,

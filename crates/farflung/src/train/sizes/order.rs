@@ -1,4 +1,4 @@
-//! The order of a pipeline's work, as far as it decides what ranks hold at once.
+//! Derives from a pipeline's settings what each of its ranks holds, without making orders that are too long.
 
 use farflung_base::Rank;
 use farflung_parallel::pipeline::{ComputeOrder, Method, Settings, Updates};
@@ -9,17 +9,17 @@ use super::held::{self, Position};
 use crate::{Error, Result, TrainConfig};
 use farflung_parallel::Recompute;
 
-/// Forwards of an order that is looked at; of a longer one, a shorter one says what ranks hold.
+/// The most forward passes of an order that is made for the estimate. Longer orders are extrapolated from a shorter one.
 const MOST_CELLS: u128 = 1 << 18;
 
-/// A pipeline's ranks.
+/// A pipeline, as far as its memory is concerned.
 #[derive(Debug)]
 pub(super) struct Pipeline {
-    /// By rank.
+    /// What each rank holds.
     pub(super) positions: Vec<Position>,
     /// Actions of a step.
     step: u128,
-    /// Stages of the model.
+    /// Number of stages of the model.
     depth: u128,
 }
 
@@ -32,9 +32,9 @@ fn number(field: &'static str, value: usize) -> Result<u32> {
 }
 
 impl Pipeline {
-    /// The pipeline of settings with several stages.
+    /// For settings with more than one stage.
     ///
-    /// Errors: [`Error::Setting`] for an order that cannot be, or a file's that cannot be read.
+    /// Errors: [`Error::Setting`] if the schedule does not admit the settings; those of [`read_schedule`].
     pub(super) fn new(config: &TrainConfig, model: &GptConfig, world: usize) -> Result<Self> {
         let replicas = (world / config.stages).max(1) as u64;
         let held_out = config.eval_batches.div_ceil(replicas);
@@ -67,9 +67,9 @@ impl Pipeline {
                 _ => order,
             }))
         };
-        // A forward, two halves of a backward, and what is computed again.
+        // Per microbatch and stage: a forward, two halves of a backward, a recomputation.
         let step = cells.saturating_mul(4);
-        // One that is too large for any order is refused before it is made.
+        // Above the second limit `order` returns an error without making lists.
         if cells <= MOST_CELLS || cells > ComputeOrder::MAX_CELLS as u128 {
             let positions = held::pipeline(config, model, &order(all)?)?;
             return Ok(Self { positions, step, depth: stages });
@@ -85,7 +85,7 @@ impl Pipeline {
         Ok(Self { positions, step, depth: stages })
     }
 
-    /// Actions of a step, and of the evaluation.
+    /// Number of actions in the schedules of a step and of an evaluation.
     pub(super) fn actions(&self, config: &TrainConfig, world: usize) -> u128 {
         let replicas = (world / config.stages).max(1) as u64;
         let held_out = u128::from(config.eval_batches.div_ceil(replicas));
@@ -93,7 +93,7 @@ impl Pipeline {
     }
 }
 
-/// What a method promises a rank to hold at the most; 1 where it promises nothing.
+/// The most activations that a method lets a rank hold; 1 if the method has no bound.
 fn bound(method: Method, settings: &Settings, rank: Rank) -> u128 {
     method.peak_bound(settings, rank.0).unwrap_or(1).max(1).into()
 }

@@ -1,4 +1,4 @@
-//! What is refused on machines of all sizes, and what is said to fit; estimates against what a device's tensors take.
+//! Runs refused on machines of several sizes, the alternatives that are named, and estimates against a device's own counts.
 
 use farflung_base::Rank;
 use farflung_tensor::Device;
@@ -12,12 +12,12 @@ use farflung_parallel::Recompute;
 
 const MB: u64 = 1_000_000;
 
-const fn machine(megabytes: u64) -> There {
-    There { free: megabytes * MB, all: 2 * megabytes * MB }
+const fn machine(megabytes: u64) -> Available {
+    Available { free: megabytes * MB, total: 2 * megabytes * MB }
 }
 
-fn refusal(config: &TrainConfig, there: impl Into<Option<There>>) -> Option<TooLarge> {
-    match Case::new(config, None).unwrap().admit(config, there.into()) {
+fn refusal(config: &TrainConfig, available: impl Into<Option<Available>>) -> Option<TooLarge> {
+    match Case::new(config, None).unwrap().admit(config, available.into()) {
         Ok(()) => None,
         Err(Error::TooLarge(refusal)) => Some(*refusal),
         Err(error) => panic!("{error}"),
@@ -32,7 +32,7 @@ fn small() -> TrainConfig {
 fn what_would_fit_is_the_largest_that_does() {
     let config = TrainConfig { batch: 100, workers: 12, ..small() };
     let refused = refusal(&config, machine(600)).unwrap();
-    assert!(refused.needed > 600_000_000 && refused.there == Some(600 * MB), "{refused}");
+    assert!(refused.needed > 600_000_000 && refused.available == Some(600 * MB), "{refused}");
     assert!(refused.parts.windows(2).all(|pair| pair[0].1 >= pair[1].1), "{refused}");
     let [batch, workers] = &refused.fits[..] else { panic!("{refused}") };
     let (("batch", batch), ("workers", workers)) = (batch[0], workers[0]) else { panic!("{refused}") };
@@ -43,10 +43,10 @@ fn what_would_fit_is_the_largest_that_does() {
         refused.to_string().contains(&format!("`batch` {batch} would fit, or `workers` {workers}")),
         "{refused}"
     );
-    // With four fifths of the estimate there is room: an estimate may be too high by that.
-    let there = refused.needed * 4 / 5;
-    let exactly = |bytes: u128| There { free: bytes as u64, all: u64::MAX };
-    assert!(refusal(&config, exactly(there)).is_none() && refusal(&config, exactly(there - 1)).is_some());
+    // The slack: four fifths of the estimate are enough.
+    let least = refused.needed * 4 / 5;
+    let exactly = |bytes: u128| Available { free: bytes as u64, total: u64::MAX };
+    assert!(refusal(&config, exactly(least)).is_none() && refusal(&config, exactly(least - 1)).is_some());
 }
 
 #[test]
@@ -89,9 +89,9 @@ fn sizes_without_end_are_refused_and_overflow_nothing() {
         TrainConfig { workers: 2048, batch: 1, ..small() },
         absurd,
     ] {
-        for there in [Some(machine(64_000)), None] {
-            let refused = refusal(&config, there).unwrap();
-            assert_eq!(refused.there.is_none(), there.is_none());
+        for available in [Some(machine(64_000)), None] {
+            let refused = refusal(&config, available).unwrap();
+            assert_eq!(refused.available.is_none(), available.is_none());
             assert_eq!(Error::TooLarge(Box::new(refused)).exit_code(), 2);
         }
     }
@@ -126,7 +126,7 @@ fn processes_of_one_machine_are_held_to_all_of_it_together() {
     let config = TrainConfig { batch: 100, ..small() };
     let admit = |local, free, all| {
         let case = Case::new(&config, Some(&env(local))).unwrap();
-        case.admit(&config, Some(There { free: free * MB, all: all * MB }))
+        case.admit(&config, Some(Available { free: free * MB, total: all * MB }))
     };
     let one = needed_memory(&config, Some(&env(None))).unwrap();
     assert!((200_000_000..400_000_000).contains(&one), "{one}");
@@ -135,13 +135,13 @@ fn processes_of_one_machine_are_held_to_all_of_it_together() {
     let refused = admit(Some(4), 400, 500).unwrap_err().to_string();
     assert!(refused.starts_with("the 4 processes on this machine need about 1."), "{refused}");
     assert!(
-        refused.contains("and there are 500 MB: `batch` ") && !refused.contains("`workers`"),
+        refused.contains(" and 500 MB are available: `batch` ") && !refused.contains("`workers`"),
         "{refused}"
     );
 }
 
 #[test]
-fn a_gpus_part_is_not_the_hosts() {
+fn tensors_on_a_gpu_need_no_host_memory() {
     let need = |device: &str| {
         let config = TrainConfig { device: Setting::parse(device).unwrap(), ..small() };
         needed_memory(&config, None).unwrap()
@@ -156,7 +156,7 @@ fn settings_that_hold_more_need_more() {
     let need = |config: TrainConfig| needed_memory(&config, None).unwrap();
     let model = 4 * 4 * u128::from(GptConfig::preset("nano").unwrap().parameters());
     let adam = need(small());
-    // Two moments, and both once more in the checkpoint.
+    // Two moments, each also copied for the checkpoint.
     let sgd = TrainConfig { optimizer: OptimizerKind::Sgd, momentum: 0.0, ..small() };
     assert!(adam - need(sgd) > 3 * model);
     let diloco = TrainConfig { sync: SyncKind::Diloco, ..small() };
@@ -185,9 +185,9 @@ fn a_long_order_holds_what_a_short_one_says() {
     }
 }
 
-/// The forward and the backward pass of one microbatch, against what the device gave out for them.
+/// Compares the estimate with the memory that the device allocates for a forward and backward pass.
 #[test]
-fn activations_are_what_a_device_gives_out() {
+fn activations_are_what_a_device_allocates() {
     let model = GptConfig::new(5, 4, 128, 64, 1000).unwrap();
     for recompute in [0, 2, 5] {
         let cpu = Device::cpu(1).unwrap();

@@ -1,35 +1,34 @@
-//! What memory there is for this process: what the system has available, and what its control groups leave of it.
+//! Reads how much memory this process may use, from `/proc/meminfo` and the limits of its control groups.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Memory that a process may use.
+/// Memory that this process may use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct There {
-    /// Bytes that are available now, in memory or on swap.
+pub(super) struct Available {
+    /// Bytes available now, swap included: a run that swaps is slow, but it runs.
     pub(super) free: u64,
-    /// Bytes that all processes together may have.
-    pub(super) all: u64,
+    /// Bytes that all processes together may use.
+    pub(super) total: u64,
 }
 
-/// What `/proc` and `/sys` below `root` say; `None` where they say nothing.
-pub(super) fn there(root: &Path) -> Option<There> {
+/// Reads `proc` and `sys` below `root`; `None` if there is no `proc/meminfo`.
+pub(super) fn available(root: &Path) -> Option<Available> {
     let meminfo = fs::read_to_string(root.join("proc/meminfo")).ok()?;
     let field = |name: &str| {
         let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
         let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
         Some(kib.saturating_mul(1024))
     };
-    let (mut free, mut all) = (field("MemAvailable")?, field("MemTotal")?);
+    let (mut free, mut total) = (field("MemAvailable")?, field("MemTotal")?);
     for group in groups(root) {
         if let Some((limit, used)) = group.limit_and_used() {
             free = free.min(limit.saturating_sub(used));
-            all = all.min(limit);
+            total = total.min(limit);
         }
     }
-    // A run that swaps is slow, but it runs.
-    let (free_swap, all_swap) = (field("SwapFree").unwrap_or(0), field("SwapTotal").unwrap_or(0));
-    Some(There { free: free.saturating_add(free_swap), all: all.saturating_add(all_swap) })
+    let (free_swap, total_swap) = (field("SwapFree").unwrap_or(0), field("SwapTotal").unwrap_or(0));
+    Some(Available { free: free.saturating_add(free_swap), total: total.saturating_add(total_swap) })
 }
 
 /// A control group's folder, with the names of its files.
@@ -37,12 +36,12 @@ struct Group {
     folder: PathBuf,
     limit: &'static str,
     used: &'static str,
-    /// The cached files in what it uses, which the system gives up for others.
+    /// Lines of `memory.stat` with cached files, which count as used but are freed on demand.
     cached: [&'static str; 2],
 }
 
 impl Group {
-    /// `None` without a limit.
+    /// The limit and what is used of it in bytes; `None` without a limit.
     fn limit_and_used(&self) -> Option<(u64, u64)> {
         let read = |name: &str| fs::read_to_string(self.folder.join(name)).ok();
         let limit = read(self.limit)?.trim().parse().ok()?;
@@ -56,8 +55,8 @@ impl Group {
     }
 }
 
-/// The control groups of this process, of both versions, with those around them. In a container they may stand at the root,
-/// whatever the process's own list says.
+/// The control groups of this process and all their ancestors, for cgroup v1 and v2. In a container the limit may be at the
+/// root of the mount instead of at the listed path.
 fn groups(root: &Path) -> Vec<Group> {
     let list = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let mut groups = Vec::new();
@@ -102,7 +101,7 @@ mod tests {
     }
 
     fn kib(root: &tempfile::TempDir) -> Option<(u64, u64)> {
-        there(root.path()).map(|there| (there.free / 1024, there.all / 1024))
+        available(root.path()).map(|memory| (memory.free / 1024, memory.total / 1024))
     }
 
     #[test]
