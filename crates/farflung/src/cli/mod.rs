@@ -120,8 +120,11 @@ fn described(error: &Error, as_json: bool) -> String {
     if as_json {
         return json(&error.to_string(), &causes, error.exit_code().into()) + "\n";
     }
-    let causes: String = causes.iter().map(|cause| format!("  cause: {cause}\n")).collect();
-    format!("error: {error}\n{causes}")
+    let mut lines = format!("error: {error}\n");
+    for cause in &causes {
+        lines.extend(["  cause: ", cause, "\n"]);
+    }
+    lines
 }
 
 /// The causes of an error, without those that its own message already contains.
