@@ -221,6 +221,18 @@ pub enum Error {
         /// How one can tell.
         problem: &'static str,
     },
+    /// Two runs that were compared part.
+    #[error("step {step}: `{field}` is {left} and {right}")]
+    Differ {
+        /// The first step at which they do.
+        step: u64,
+        /// The field of `metrics.jsonl`.
+        field: &'static str,
+        /// Its value in the first run.
+        left: String,
+        /// Its value in the second run.
+        right: String,
+    },
     /// The user or the system asked for a stop.
     #[error("stopped by {0}")]
     Stopped(Signal),

@@ -3,6 +3,7 @@
 pub mod checkpoint;
 pub mod config;
 pub mod corpus;
+pub mod diff;
 pub mod error;
 pub mod launch;
 pub mod launch_env;

@@ -347,3 +347,37 @@ fn a_pipeline_says_how_many_replicas_there_are_and_what_a_step_takes() {
         "{help}"
     );
 }
+
+#[test]
+fn runs_are_compared_by_losses_and_digests() {
+    let run = Run::new();
+    let diff = |a: &str, b: &str, extra: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
+        command.arg("diff").arg(run.at(a)).arg(run.at(b)).args(extra).output().unwrap()
+    };
+    let alone = "--workers 1 --accumulate 4 --digest-every 2 --eval-every 0";
+    let rows = run.done(&[], "alone", alone);
+    let has: Vec<bool> = rows.iter().map(|row| row.digest.is_some()).collect();
+    assert_eq!(has, [false, true, false, true, false, true]);
+    run.done(&[], "again", alone);
+    let same = diff("alone", "again", &[]);
+    assert_eq!(String::from_utf8_lossy(&same.stdout), "the same over 6 steps\n");
+    assert!(same.status.success());
+    // Another order of additions has other bits; the digest of a pipeline is of the same tensors.
+    run.done(&[], "piped", "--workers 2 --stages 2 --microbatches 4 --digest-every 1 --eval-every 0");
+    run.done(
+        &[],
+        "vee",
+        "--workers 2 --stages 2 --schedule zbv --microbatches 4 --digest-every 1 --eval-every 0",
+    );
+    let parts = diff("alone", "piped", &["--json"]);
+    assert_eq!(parts.status.code(), Some(1));
+    let json: serde_json::Value = serde_json::from_slice(&parts.stdout).unwrap();
+    assert!(json["difference"]["field"].is_string(), "{json}");
+    run.done(&[], "other", &format!("{alone} --seed 7"));
+    let other = diff("alone", "other", &[]);
+    assert_eq!(other.status.code(), Some(1));
+    let message = String::from_utf8_lossy(&other.stderr).into_owned();
+    assert!(message.starts_with("error: step 1: `train_loss` is "), "{message}");
+    assert_eq!(diff("alone", "nowhere", &[]).status.code(), Some(1));
+}

@@ -35,7 +35,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let now = (now.steps, now.workers, now.batch, now.lr, now.min_lr, now.warmup, corpus::EXPECTED);
     ensure!(now == MEASURED, "the default run is now {now:?}: measure ONE_WORKER again");
     let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
-    let mut command = farflung(&["train", "--json", "true", "--quiet", "true", "--out"])?;
+    let mut command = farflung(&["train", "--json", "--quiet", "--out"])?;
     command.arg(folder.path().join("run")).stdout(Stdio::piped()).stderr(Stdio::piped());
     if options.quick {
         command.args(["--steps", QUICK_STEPS]);
@@ -61,6 +61,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     report.row("tokens", figure("/tokens")?, "", Mark::None)?;
     report.row("sent by a worker", figure("/bytes_sent")?, "B", Mark::None)?;
     report.row("time on the simulated link", figure("/time_s")?, "s", Mark::None)?;
-    report.row("plain all-reduce: sent by a worker", figure("/plain/1")?, "B", Mark::None)?;
-    report.row("plain all-reduce: time there", figure("/plain/0")?, "s", Mark::None)
+    report.row("plain all-reduce: sent by a worker", figure("/plain/bytes_sent")?, "B", Mark::None)?;
+    report.row("plain all-reduce: time there", figure("/plain/time_s")?, "s", Mark::None)
 }

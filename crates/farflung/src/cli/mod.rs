@@ -5,6 +5,7 @@
 mod args;
 mod compress;
 mod devices;
+mod diff;
 mod eval;
 mod generate;
 pub(crate) mod launch;
@@ -49,6 +50,7 @@ enum Command {
     Schedule(schedule::ScheduleCommand),
     Plan(plan::PlanCommand),
     Devices(devices::DevicesCommand),
+    Diff(diff::DiffCommand),
     Launch(launch::LaunchCommand),
     Net(net::NetCommand),
 }
@@ -87,6 +89,7 @@ impl Cli {
             Command::Schedule(command) => command.run(),
             Command::Plan(command) => command.run(),
             Command::Devices(command) => command.run(),
+            Command::Diff(command) => command.run(),
             Command::Launch(command) => command.run(),
             Command::Net(command) => command.run(),
         }

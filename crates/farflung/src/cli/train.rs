@@ -1,11 +1,10 @@
 //! `farflung train`.
 
 use std::fmt::Write as _;
-use std::path::PathBuf;
 
 use farflung::parallel::pipeline::Method;
 use farflung::train::{Watch, plan_of, refusal, run, world};
-use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainArgs, TrainConfig, launch_env};
+use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainFlags, launch_env};
 
 /// Train a model with several workers, here over simulated links, or one worker a process under `farflung launch`.
 ///
@@ -13,17 +12,11 @@ use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainArgs, Trai
 #[derive(Debug, clap::Args)]
 #[command(after_help = help())]
 pub(crate) struct TrainCommand {
-    /// A TOML file with any of the settings below; flags win over it.
-    #[arg(long, value_name = "FILE")]
-    config: Option<PathBuf>,
-    /// Print all settings as TOML and stop.
-    #[arg(long)]
-    print_config: bool,
     /// Print the plan that the settings make, as TOML for --plan, and stop.
     #[arg(long)]
     print_plan: bool,
     #[command(flatten)]
-    args: TrainArgs,
+    flags: TrainFlags,
 }
 
 fn help() -> String {
@@ -63,8 +56,9 @@ impl Watch for OnTerminal {
 
 impl TrainCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let config = TrainConfig::resolve(self.args, self.config.as_deref())?;
-        if self.print_config {
+        let print_config = self.flags.print_config;
+        let config = self.flags.resolve()?;
+        if print_config {
             return super::print(&config.to_toml());
         }
         let env = launch_env::detect(|name| std::env::var(name).ok())?;

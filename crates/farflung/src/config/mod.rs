@@ -304,6 +304,8 @@ settings! {
         eval_every: u64, "STEPS", 100u64;
         /// Microbatches of an evaluation.
         eval_batches: u64, "N", 20u64;
+        /// Steps between digests of the parameters in metrics.jsonl, by which `farflung diff` compares runs; 0 is none.
+        digest_every: u64, "STEPS", 0u64;
         /// Steps between checkpoints; 0 saves only at the end and on a signal.
         checkpoint_every: u64, "STEPS", 0u64;
         /// Checkpoints that are kept; 0 keeps all.

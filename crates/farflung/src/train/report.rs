@@ -28,6 +28,24 @@ pub struct SampleText {
     pub text: String,
 }
 
+/// Where a run's text came from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DataSource {
+    /// The file or folder, in words.
+    pub source: String,
+    /// Hash of its tokens.
+    pub hash: String,
+}
+
+/// What plain synchronous f32 all-reduce would have taken for a run on the same link.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PlainAllReduce {
+    /// Seconds of the run's clock.
+    pub time_s: f64,
+    /// Bytes that a worker would have sent.
+    pub bytes_sent: u64,
+}
+
 /// The end of a run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Report {
@@ -36,7 +54,7 @@ pub struct Report {
     /// Its parameters.
     pub parameters: u64,
     /// Where the text came from, and its hash.
-    pub data: (String, String),
+    pub data: DataSource,
     /// Number of workers.
     pub workers: usize,
     /// Steps of the run.
@@ -59,8 +77,8 @@ pub struct Report {
     pub wall_s: f64,
     /// All workers' tokens a second of the run's clock.
     pub tokens_per_s: f64,
-    /// What plain synchronous f32 all-reduce would have taken on the same link: seconds, and bytes a worker.
-    pub plain: Option<(f64, u64)>,
+    /// What plain synchronous f32 all-reduce would have taken on the same link.
+    pub plain: Option<PlainAllReduce>,
     /// Hash of the parameters.
     pub hash: String,
     /// A sample, if one was wanted.
@@ -138,7 +156,7 @@ impl Report {
         Ok(Self {
             model: crate::model_name(&job.model),
             parameters: job.model.parameters(),
-            data: (job.source.clone(), job.hash.clone()),
+            data: DataSource { source: job.source.clone(), hash: job.hash.clone() },
             workers: job.world,
             steps: job.config.steps,
             tokens,
@@ -150,7 +168,10 @@ impl Report {
             simulated,
             wall_s: totals.wall_s,
             tokens_per_s: tokens as f64 / totals.time_s.max(1e-9),
-            plain: what_if.as_ref().map(|a| (a.plain().time.as_secs_f64(), a.plain().sent.0)),
+            plain: what_if.as_ref().map(|a| PlainAllReduce {
+                time_s: a.plain().time.as_secs_f64(),
+                bytes_sent: a.plain().sent.0,
+            }),
             hash,
             sample,
             folder: job.out.as_ref().map(|p| p.display().to_string()),
@@ -190,8 +211,8 @@ impl fmt::Display for Report {
             self.parameters,
             self.scale(),
             self.tokens,
-            self.data.0,
-            self.data.1.get(..12).unwrap_or(&self.data.1)
+            self.data.source,
+            self.data.hash.get(..12).unwrap_or(&self.data.hash)
         )?;
         if let Some(after) = self.val_loss {
             let before = self.val_loss_before.map_or(String::new(), |b| format!("{b:.4} -> "));
@@ -207,7 +228,7 @@ impl fmt::Display for Report {
             self.tokens_per_s,
             seconds(self.wall_s)
         )?;
-        if let Some((time, sent)) = self.plain {
+        if let Some(PlainAllReduce { time_s: time, bytes_sent: sent }) = self.plain {
             writeln!(
                 f,
                 "plain all-reduce  {} and {} there: {:.1} times the time, {:.1} times the bytes",

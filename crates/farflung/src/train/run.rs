@@ -184,7 +184,13 @@ struct Record<'a, 'w> {
 impl Record<'_, '_> {
     /// Takes a step down. Where replicas are apart it waits for their losses: `train_loss` is the mean over all tokens of
     /// the step, of all replicas, whatever the method.
-    fn step(&mut self, done: &StepDone, val_loss: Option<f64>, totals: &Totals) -> Result<()> {
+    fn step(
+        &mut self,
+        done: &StepDone,
+        val_loss: Option<f64>,
+        digest: Option<String>,
+        totals: &Totals,
+    ) -> Result<()> {
         let tokens = self.job.tokens_per_step();
         let row = StepMetrics {
             step: done.step,
@@ -197,6 +203,7 @@ impl Record<'_, '_> {
             bytes_received: totals.bytes_received,
             tokens_per_s: tokens as f64 / (totals.time_s - self.time_s).max(1e-9),
             drift: done.drift.map(|d| d.distance),
+            digest,
         };
         self.time_s = totals.time_s;
         if let Some(watch) = &mut self.watch {
@@ -298,8 +305,10 @@ fn train(
             last_loss = val_loss;
             evaluated = done.step;
         }
+        let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
+        let digest = if agreed && wants_digest { trainer.digest()? } else { None };
         if first {
-            record.step(&done, val_loss, &clock.totals(trainer.comm()))?;
+            record.step(&done, val_loss, digest, &clock.totals(trainer.comm()))?;
         }
         if let Some(run) = &run
             && agreed

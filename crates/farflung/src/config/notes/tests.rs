@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that change a run whatever the others are.
-const ALWAYS: [&str; 35] = [
+const ALWAYS: [&str; 36] = [
     "plan",
     "layers",
     "heads",
@@ -41,6 +41,7 @@ const ALWAYS: [&str; 35] = [
     "keep-last",
     "compress-checkpoints",
     "sample-tokens",
+    "digest-every",
 ];
 
 /// Settings as a file has them, workers in all, whether links are simulated, and the note.

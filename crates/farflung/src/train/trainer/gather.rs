@@ -1,11 +1,15 @@
 //! The whole model on rank 0, put together from the parts of the first replica.
 
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
 use farflung_base::{Rank, StageId};
 use farflung_tensor::Tensor;
 use farflung_zoo::Stage;
 
 use super::Trainer;
 use crate::train::executor::{Executor, floats};
+use crate::train::fingerprint::digest;
 use crate::train::part::Part;
 use crate::{Error, Result};
 
@@ -65,6 +69,36 @@ impl Trainer {
             }
         }
         Ok(Some(all))
+    }
+
+    /// Hash of all of the model's parameters: of the hashes of its tensors by name, so that it is the same under any plan. On
+    /// rank 0, `None` elsewhere; all must call it.
+    pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
+        let Executor { comm, parts, placement, .. } = &self.executor;
+        let first = comm.rank().0 == 0;
+        let alone = placement.depth() == 1;
+        let mut mine = String::new();
+        if first || !alone && self.replica == 0 {
+            for part in parts.values() {
+                let all = part.params.to_vec::<f32>()?;
+                for p in part.stage.layout().params() {
+                    let _ = writeln!(mine, "{} {}", p.name, digest(&all[p.range()]).to_hex());
+                }
+            }
+        }
+        let told = if alone { vec![mine.into_bytes()] } else { comm.all_gather_bytes(mine.into_bytes())? };
+        // The token table that two parts hold counts once, with the first.
+        let mut tensors = BTreeMap::new();
+        for lines in told.iter().map(|bytes| String::from_utf8_lossy(bytes)) {
+            for (name, hash) in lines.lines().filter_map(|line| line.split_once(' ')) {
+                tensors.entry(name.to_owned()).or_insert_with(|| hash.to_owned());
+            }
+        }
+        let lines: String = tensors
+            .into_iter()
+            .flat_map(|(name, hash)| [name, " ".to_owned(), hash, "\n".to_owned()])
+            .collect();
+        Ok(first.then(|| blake3::hash(lines.as_bytes()).to_hex().to_string()))
     }
 
     /// All of the model, on rank 0: for all to call.

@@ -1,0 +1,43 @@
+//! `farflung diff`.
+
+use std::path::PathBuf;
+
+use farflung::diff::compare;
+use farflung::{Error, Result};
+
+/// Compare two runs step by step: say at which step and in which field they part.
+///
+/// Losses, tokens and digests of the parameters (`train --digest-every`) are compared to the bit. Exit code 0 if the runs are
+/// the same as far as both go, 1 if they part.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Example:\n  farflung diff runs/nano-1 runs/nano-2")]
+pub(crate) struct DiffCommand {
+    /// Folder of a run, or its metrics.jsonl.
+    #[arg(value_name = "RUN")]
+    left: PathBuf,
+    /// The run to compare it with.
+    #[arg(value_name = "RUN")]
+    right: PathBuf,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+impl DiffCommand {
+    pub(super) fn run(self) -> Result<()> {
+        let found = compare(&self.left, &self.right)?;
+        if self.json {
+            super::print(&format!("{}\n", serde_json::json!(found)))?;
+        }
+        match found.difference {
+            Some(difference) => Err(Error::Differ {
+                step: difference.step,
+                field: difference.field,
+                left: difference.left.unwrap_or_default(),
+                right: difference.right.unwrap_or_default(),
+            }),
+            None if self.json => Ok(()),
+            None => super::print(&format!("the same over {} steps\n", found.equal_steps)),
+        }
+    }
+}
