@@ -36,7 +36,8 @@ fn config(args: &str) -> TrainConfig {
     TrainFlags::from_arg_matches(&matches).unwrap().resolve().unwrap()
 }
 
-/// The estimates of these runs were 0.87 to 1.17 times the measured peaks, in debug builds on two Intel cores.
+/// The estimates of these runs were 0.80 to 1.15 times the measured peaks, in debug builds on two Intel cores. Above 1.25 a
+/// run that fits could be refused.
 #[test]
 fn estimates_are_near_what_runs_take() {
     let folder = tempfile::tempdir().unwrap();
@@ -77,7 +78,7 @@ fn estimates_are_near_what_runs_take() {
         assert!(output.status.success(), "{case}: {}", String::from_utf8_lossy(&output.stderr));
         let ratio = needed_memory(&config(&args), None).unwrap() as f64 / measured as f64;
         println!("{ratio:.2} of {} MB: {case}", measured / 1_000_000);
-        if !(0.7..1.3).contains(&ratio) {
+        if !(0.6..1.25).contains(&ratio) {
             off.push(format!("{ratio:.2} of {measured} bytes: {case}"));
         }
     }

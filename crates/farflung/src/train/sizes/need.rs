@@ -155,7 +155,7 @@ const WORKER: u128 = 5 << 19;
 const PAIR: u128 = 512;
 /// Bytes of one step of an all-reduce's plan with its cost. Each rank plans `2 (n - 1)` steps for each of the `n` ranks, to
 /// choose the cheapest variant; this is the total divided by `n^2`. Measured with 64, 100 and 150 workers.
-const STEP: u128 = 800;
+const STEP: u128 = 650;
 /// Bytes of the GPT-2 tokenizer's tables. Measured.
 const VOCABULARY: u128 = 40 << 20;
 /// Bytes of a microbatch's pending loss, besides the losses of its tokens. Measured.
