@@ -1,5 +1,7 @@
 //! Which all-reduce: the algorithms by name, and the choice among them by what they cost on declared links.
 
+use std::sync::Arc;
+
 use farflung_base::{Algorithm, Bandwidth, Bytes, Nanos, Rank, Topology};
 
 use crate::FRAME_BYTES;
@@ -49,7 +51,9 @@ impl AllReduce for Algorithm {
         if self != Self::Auto {
             return self;
         }
-        let price = |algorithm: &Self| priced(*algorithm, bytes.0 as usize, bytes, topology).0;
+        let price = |algorithm: &Self| {
+            price(&cheapest(*algorithm, bytes.0 as usize, bytes, topology), bytes, topology)
+        };
         Self::ALL.into_iter().min_by_key(price).unwrap_or_default()
     }
 
@@ -67,48 +71,94 @@ impl AllReduce for Algorithm {
     }
 
     fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program> {
-        priced(self.resolve(bytes, topology), len, bytes, topology).1
+        all_ranks(&cheapest(self.resolve(bytes, topology), len, bytes, topology), topology)
     }
 }
 
-/// The steps of `algorithm`, in as many chunks as make it cheapest, with their price.
-fn priced(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> (Nanos, Vec<Program>) {
+/// One rank's of [`AllReduce::programs`]; those of the others are made only where a price needs them.
+pub(crate) fn program_on(
+    rank: Rank,
+    algorithm: Algorithm,
+    len: usize,
+    bytes: Bytes,
+    topology: &Topology,
+) -> Program {
+    cheapest(algorithm.resolve(bytes, topology), len, bytes, topology)(rank)
+}
+
+/// One way to run an algorithm: each rank's steps.
+type Way<'a> = Box<dyn Fn(Rank) -> Program + 'a>;
+
+fn way<'a>(program: impl Fn(Rank) -> Program + 'a) -> Way<'a> {
+    Box::new(program)
+}
+
+fn all_ranks(way: &Way<'_>, topology: &Topology) -> Vec<Program> {
+    (0..topology.size() as u32).map(|rank| way(Rank(rank))).collect()
+}
+
+fn price(way: &Way<'_>, bytes: Bytes, topology: &Topology) -> Nanos {
+    cost(&all_ranks(way, topology), bytes, topology)
+}
+
+/// The cheapest way to run `algorithm`; of equally cheap ones the first. A single way is not priced.
+fn cheapest(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> Way<'_> {
+    let mut ways = ways(algorithm, len, bytes, topology);
+    if ways.len() == 1 {
+        return ways.remove(0);
+    }
+    ways.into_iter().min_by_key(|way| price(way, bytes, topology)).expect("every algorithm has a way")
+}
+
+/// In how many chunks `algorithm` may run, and with how many of them under way at a time.
+fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Way<'_>> {
     let n = topology.size();
-    let all = |program: &dyn Fn(Rank) -> Program| {
-        let programs: Vec<Program> = (0..n as u32).map(|rank| program(Rank(rank))).collect();
-        (cost(&programs, bytes, topology), programs)
+    let counts = || {
+        let worth = move |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
+        [1, 4, 16, 64].into_iter().filter(worth)
     };
-    let chunked = |windows: &[usize], program: &dyn Fn(Rank, usize) -> Program| {
-        let counts = [1, 4, 16, 64].into_iter();
-        let worth = |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
-        let shapes = counts.filter(worth).flat_map(|chunks| windows.iter().map(move |&w| (chunks, w)));
-        let programs = shapes.map(|(chunks, window)| all(&|rank| program(rank, chunks).with_window(window)));
-        programs.min_by_key(|(price, _)| *price).unwrap_or_default()
-    };
-    let (at_once, paced) = (&[usize::MAX][..], &[usize::MAX, 4][..]);
+    let paced = || counts().flat_map(|chunks| [(chunks, usize::MAX), (chunks, 4)]);
     match algorithm {
         Algorithm::Ring => {
             let chunks = (bytes.0 as usize).div_ceil(n * PASSED).clamp(1, MOST_CHUNKS);
-            let windowed = |window| all(&|rank| pipelined_ring(rank, n, chunks).with_window(window));
-            let (paced, ahead) = (windowed(PACED), windowed(PACED.max(AHEAD / n)));
-            if ahead.0 < paced.0 { ahead } else { paced }
+            let mut windows = vec![PACED, PACED.max(AHEAD / n)];
+            windows.dedup();
+            if chunks <= PACED {
+                // Either window holds all chunks.
+                windows.truncate(1);
+            }
+            let paced = |window| way(move |rank| pipelined_ring(rank, n, chunks).with_window(window));
+            windows.into_iter().map(paced).collect()
         }
-        Algorithm::DoubleTree => chunked(at_once, &|rank, chunks| double_tree(rank, n, chunks)),
+        Algorithm::DoubleTree => {
+            counts().map(|chunks| way(move |rank| double_tree(rank, n, chunks))).collect()
+        }
         Algorithm::Hierarchical => {
-            let regions = regions(topology);
-            chunked(at_once, &|rank, chunks| hierarchical(rank, &regions, chunks))
+            let regions: Arc<[Vec<Rank>]> = regions(topology).into();
+            let chunked = |chunks| {
+                let regions = Arc::clone(&regions);
+                way(move |rank| hierarchical(rank, &regions, chunks))
+            };
+            counts().map(chunked).collect()
         }
-        Algorithm::Direct => chunked(paced, &|rank, chunks| direct(rank, n, chunks)),
+        Algorithm::Direct => {
+            let chunked = |(chunks, window)| way(move |rank| direct(rank, n, chunks).with_window(window));
+            paced().map(chunked).collect()
+        }
         Algorithm::Butterfly => {
             let slower = |rank: u32| {
                 let port = topology.port(Rank(rank));
                 port.up.min(port.down)
             };
             let bandwidths: Vec<Bandwidth> = (0..n as u32).map(slower).collect();
-            let counts = shares(len, &bandwidths, 0);
-            chunked(paced, &|rank, chunks| butterfly(rank, &counts, chunks))
+            let shares: Arc<[usize]> = shares(len, &bandwidths, 0).into();
+            let chunked = |(chunks, window)| {
+                let shares = Arc::clone(&shares);
+                way(move |rank| butterfly(rank, &shares, chunks).with_window(window))
+            };
+            paced().map(chunked).collect()
         }
-        _ => all(&|rank| algorithm.program(rank, n)),
+        _ => vec![way(move |rank| algorithm.program(rank, n))],
     }
 }
 

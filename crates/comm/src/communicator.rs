@@ -430,14 +430,8 @@ impl Communicator {
         let me = ranks.iter().position(|&rank| rank == self.group.me).expect("this rank is among them");
         let members = ranks.iter().map(|&rank| self.group.members[rank]).collect();
         let declared = self.plans.topology();
-        let mut topology = Topology::uniform(ranks.len(), Link::FREE);
-        for (i, &a) in ranks.iter().enumerate() {
-            topology.set_port(Rank(i as u32), declared.port(Rank(a as u32)));
-            for (j, &b) in ranks.iter().enumerate() {
-                let link = declared.link(Rank(a as u32), Rank(b as u32));
-                topology.set_link(Rank(i as u32), Rank(j as u32), link);
-            }
-        }
+        let ranks: Vec<Rank> = ranks.iter().map(|&rank| Rank(rank as u32)).collect();
+        let topology = declared.among(&ranks);
         let plans = Plans::new(Rank(me as u32), self.plans.algorithm(), topology);
         let group = Group::new(context, me, members);
         Self { group, plans: Arc::new(plans), ..self.clone() }

@@ -172,6 +172,12 @@ impl<D: Driver> Port for View<'_, D> {
     fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
         self.shared.inbox.suspicion(context, peer)
     }
+    fn news(&mut self, tag: Tag) -> Option<Vec<PeerId>> {
+        self.shared.inbox.news(tag)
+    }
+    fn end_news(&mut self, tag: Tag) {
+        self.shared.inbox.end_news(tag);
+    }
 }
 
 impl<D: Driver> Shared<D> {

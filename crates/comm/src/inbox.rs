@@ -1,7 +1,7 @@
 //! What has arrived at an endpoint and what its threads sleep on. It knows no network and no operation.
 
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -36,6 +36,14 @@ pub(crate) enum Idle {
     End,
 }
 
+/// Whether something that has come is what an operation here has looked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub(crate) enum Interest {
+    Wanted,
+    None,
+}
+
 struct State {
     /// Threads that wait for a result.
     waiting: u32,
@@ -45,6 +53,10 @@ struct State {
     driving: bool,
     ended: bool,
     frames: HashMap<(PeerId, Tag), VecDeque<Frame>>,
+    /// Frames that operations have looked for in vain; not kept where everything that comes is signalled.
+    wanted: Option<BTreeSet<(PeerId, Tag)>>,
+    /// Whose frames have come since an operation last asked, by the tags that are asked for.
+    news: BTreeMap<Tag, Vec<PeerId>>,
     /// Emptied queues, so that a new tag allocates nothing.
     spare: Vec<VecDeque<Frame>>,
     peers: Vec<Peer>,
@@ -116,6 +128,8 @@ impl Inbox {
             driving: false,
             ended: false,
             frames: HashMap::new(),
+            wanted: None,
+            news: BTreeMap::new(),
             spare: Vec::new(),
             peers: (0..size).map(|_| Peer::default()).collect(),
             aborted: VecDeque::new(),
@@ -136,6 +150,14 @@ impl Inbox {
     #[must_use]
     pub fn crowded(self) -> Self {
         Self { looks: 0, ..self }
+    }
+
+    /// For a network whose frames come by [`Inbox::deliver_quietly`]: it remembers what is looked for in vain.
+    #[must_use]
+    pub(crate) fn selective(mut self) -> Self {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        state.wanted = Some(BTreeSet::new());
+        self
     }
 
     /// For an endpoint with a core for each of its peers, which are threads: what it waits for comes in less time than it
@@ -174,13 +196,30 @@ impl Inbox {
     /// Puts an arrived frame in. Frames on [`Channel::Abort`] end their context.
     pub fn deliver(&self, from: PeerId, tag: Tag, frame: Frame) {
         let mut state = self.lock();
-        let peer = &mut state.peers[from.index()];
-        let received = &mut peer.stats.received;
+        Self::receive(&mut state, from, tag, frame);
+        self.move_on(&state);
+    }
+
+    /// [`Inbox::deliver`] for a [`selective`](Inbox::selective) inbox: signals only if an operation has looked
+    /// for a frame of this peer and tag in vain, or where the frame ends its context. Polling at any other
+    /// would change nothing.
+    pub(crate) fn deliver_quietly(&self, from: PeerId, tag: Tag, frame: Frame) -> Interest {
+        let mut state = self.lock();
+        let looked_for = state.wanted.as_mut().is_some_and(|wanted| wanted.remove(&(from, tag)));
+        Self::receive(&mut state, from, tag, frame);
+        if !looked_for && tag.channel != Channel::Abort {
+            return Interest::None;
+        }
+        self.move_on(&state);
+        Interest::Wanted
+    }
+
+    fn receive(state: &mut State, from: PeerId, tag: Tag, frame: Frame) {
+        let received = &mut state.peers[from.index()].stats.received;
         received.payload += Bytes(frame.len() as u64);
         received.wire += Bytes((frame.len() + HEADER_BYTES) as u64);
         received.frames += 1;
-        Self::put(&mut state, from, tag, frame);
-        self.move_on(&state);
+        Self::put(state, from, tag, frame);
     }
 
     /// Puts a frame of this endpoint to itself in; it is not counted as traffic.
@@ -200,6 +239,7 @@ impl Inbox {
                 let abort = Abort { context: tag.context, by: from, culprit, cancelled };
                 remember(&mut state.aborted, abort);
             }
+            state.news.clear();
         } else if tag.channel == Channel::Suspect {
             remember(
                 &mut state.peers[from.index()].suspicions,
@@ -207,20 +247,33 @@ impl Inbox {
             );
         } else if !state.retired.contains(&tag.context) {
             state.peers[from.index()].held += weight(&frame);
-            let State { frames, spare, .. } = state;
+            let State { frames, spare, news, .. } = state;
+            if let Some(news) = news.get_mut(&tag) {
+                news.push(from);
+            }
             frames.entry((from, tag)).or_insert_with(|| spare.pop().unwrap_or_default()).push_back(frame);
         }
     }
 
     /// Marks a peer as gone for good; the first reason counts.
     pub fn peer_down(&self, peer: PeerId, reason: DownReason) {
+        // Whoever sleeps here has been told.
+        let _ = self.peer_down_quietly(peer, reason);
+    }
+
+    /// [`Inbox::peer_down`]; says whether an operation has looked for a frame of that peer in vain.
+    pub(crate) fn peer_down_quietly(&self, peer: PeerId, reason: DownReason) -> Interest {
         let mut state = self.lock();
         let entry = &mut state.peers[peer.index()];
         if entry.down.is_none() {
             entry.down = Some(reason.clone());
             state.events.push_back(PeerEvent::Down(peer, reason));
+            state.news.clear();
             self.move_on(&state);
         }
+        let next = |wanted: &BTreeSet<(PeerId, Tag)>| wanted.range((peer, Tag::FIRST)..).next().copied();
+        let looked_for = state.wanted.as_ref().and_then(next).is_some_and(|(next, _)| next == peer);
+        if looked_for { Interest::Wanted } else { Interest::None }
     }
 
     /// Tells that a peer is connected.
@@ -319,7 +372,26 @@ impl Inbox {
         }
         // What arrived before the end is still good, so this comes after.
         Self::alive(&state, op, from, tag)?;
+        if let Some(wanted) = &mut state.wanted {
+            wanted.insert((from, tag));
+        }
         Ok(None)
+    }
+
+    /// See [`Port::news`](crate::transport::Port::news).
+    pub(crate) fn news(&self, tag: Tag) -> Option<Vec<PeerId>> {
+        let mut state = self.lock();
+        state.wanted.as_ref()?;
+        if let Some(news) = state.news.get_mut(&tag) {
+            return Some(std::mem::take(news));
+        }
+        state.news.insert(tag, Vec::new());
+        None
+    }
+
+    /// See [`Port::end_news`](crate::transport::Port::end_news).
+    pub(crate) fn end_news(&self, tag: Tag) {
+        self.lock().news.remove(&tag);
     }
 
     /// For whom a peer has last said that it waits in a context, and how far it is.
@@ -332,7 +404,7 @@ impl Inbox {
     /// Drops the frames of a context, those that are here and those that come.
     pub(crate) fn retire(&self, context: u64) {
         let mut state = self.lock();
-        let State { frames, peers, retired, .. } = &mut *state;
+        let State { frames, peers, retired, wanted, news, .. } = &mut *state;
         frames.retain(|(from, tag), queue| {
             if tag.context != context {
                 return true;
@@ -340,6 +412,10 @@ impl Inbox {
             peers[from.index()].held -= queue.iter().map(weight).sum::<usize>();
             false
         });
+        news.clear();
+        if let Some(wanted) = wanted {
+            wanted.retain(|(_, tag)| tag.context != context);
+        }
         remember(retired, context);
         self.move_on(&state);
     }
@@ -352,6 +428,7 @@ impl Inbox {
     pub fn end(&self) {
         let mut state = self.lock();
         state.ended = true;
+        state.news.clear();
         self.signal.fetch_add(1, Ordering::Release);
         self.moved.notify_all();
     }

@@ -9,7 +9,7 @@ use farflung_base::{PeerId, Rank};
 use crate::cold::copy_part;
 use crate::communicator::{Body, progress};
 use crate::element::{Element, First, ReduceOp};
-use crate::plans::Plan;
+use crate::plans::{Passing, Plan};
 use crate::steps::{Merge, Program, Step};
 use crate::transport::{Port, Tag};
 use crate::{Algorithm, CommError, FRAME_BYTES, Frame};
@@ -18,6 +18,7 @@ use crate::{Algorithm, CommError, FRAME_BYTES, Frame};
 pub(crate) struct Interpreter<T, S> {
     name: &'static str,
     program: Arc<Program>,
+    passing: Arc<Passing>,
     algorithm: Option<Algorithm>,
     data: S,
     op: ReduceOp,
@@ -38,6 +39,8 @@ struct Lane {
     sent: Vec<Progress>,
     /// The step's receive that is under way; those before it are done.
     receive: usize,
+    /// Receives of all steps that are done.
+    receives_done: usize,
     received: Progress,
     /// The frame that came last, where the next step passes it on.
     kept: Option<Kept>,
@@ -101,7 +104,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
     /// `tag` is the first lane's; the others have the numbers after it.
     pub(crate) fn new(
         name: &'static str,
-        Plan { program, algorithm }: Plan,
+        Plan { program, algorithm, passing }: Plan,
         data: S,
         op: ReduceOp,
         (tag, check): (Tag, u32),
@@ -114,6 +117,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
                 cursor: 0,
                 sent: Vec::new(),
                 receive: 0,
+                receives_done: 0,
                 received: Progress::default(),
                 kept: None,
             };
@@ -122,7 +126,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
         };
         let lanes = program.lanes.iter().enumerate().map(lane).collect();
         let element = std::marker::PhantomData;
-        Self { name, program, algorithm, data, op, check, members, lanes, first: 0, element }
+        Self { name, program, passing, algorithm, data, op, check, members, lanes, first: 0, element }
     }
 
     fn peer(&self, rank: Rank) -> PeerId {
@@ -173,7 +177,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
     fn receive_one(&mut self, lane: usize, port: &mut dyn Port) -> Result<bool, CommError> {
         let program = Arc::clone(&self.program);
         let step = &program.lanes[lane][self.lanes[lane].cursor];
-        let Lane { tag, receive, received, .. } = self.lanes[lane];
+        let Lane { tag, receive, received, receives_done, .. } = self.lanes[lane];
         let Some((from, blocks, merge)) = step.recvs.get(receive) else { return Ok(false) };
         let whole = program.elements(blocks, self.data.as_ref().len());
         let part = received.next::<T>(&whole);
@@ -195,7 +199,8 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
         let into = &mut data[part.clone()];
         let later = &program.lanes[lane][self.lanes[lane].cursor + 1..];
         let mut passed_on = false;
-        let only = *merge == Merge::Reduce && part == whole && passes_through(later, blocks);
+        let passes = || self.passing.of(lane, receives_done, || passes_through(later, blocks));
+        let only = *merge == Merge::Reduce && part == whole && passes();
         if only {
             T::reduce(self.op, bytemuck::cast_slice_mut(frame.bytes_mut()), into, First::Other);
             passed_on = true;
@@ -213,6 +218,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
         lane.received.pass(&part, &whole);
         if lane.received.done {
             lane.receive += 1;
+            lane.receives_done += 1;
             lane.received = Progress::default();
         }
         Ok(true)

@@ -130,6 +130,10 @@ pub(crate) struct Exchange {
     pub(crate) check: u32,
     out: Vec<Outgoing>,
     incoming: Vec<Incoming>,
+    /// All of `out` is sent.
+    sent: bool,
+    /// Messages of `incoming` that are not all here.
+    missing: usize,
 }
 
 impl Exchange {
@@ -146,7 +150,8 @@ impl Exchange {
         incoming[me] = Incoming { bytes: out[me].to_vec(), done: true, torn: false };
         let mut out: Vec<_> = out.into_iter().map(Outgoing::new).collect();
         out[me].done = true;
-        Self { name, me, members, tag, check, out, incoming }
+        let missing = members.len() - 1;
+        Self { name, me, members, tag, check, out, incoming, sent: false, missing }
     }
 
     /// The messages of all ranks, in their order.
@@ -155,16 +160,46 @@ impl Exchange {
     }
 
     pub(crate) fn step(&mut self, port: &mut dyn Port) -> Result<bool, CommError> {
+        let moved = self.send(port).and_then(|()| self.receive(port));
+        let done = moved.map(|()| self.sent && self.missing == 0);
+        if done.as_ref().map_or(true, |&done| done) {
+            port.end_news(self.tag);
+        }
+        done
+    }
+
+    fn send(&mut self, port: &mut dyn Port) -> Result<(), CommError> {
+        if self.sent {
+            return Ok(());
+        }
         let n = self.members.len();
-        let mut done = true;
+        self.sent = true;
         // Everyone starts with its neighbour, so that no one is the first target of all.
         for i in (1..n).map(|i| (self.me + i) % n) {
-            done &= self.out[i].poll(port, self.members[i], self.tag, self.check)?;
+            self.sent &= self.out[i].poll(port, self.members[i], self.tag, self.check)?;
         }
-        for i in (1..n).map(|i| (self.me + n - i) % n) {
-            done &= self.incoming[i].poll(port, self.name, self.members[i], self.tag, self.check)?;
-        }
-        Ok(done)
+        Ok(())
+    }
+
+    /// Takes what is there of all peers, or where the network knows whose frames are new, of those.
+    fn receive(&mut self, port: &mut dyn Port) -> Result<(), CommError> {
+        let n = self.members.len();
+        let Some(news) = port.news(self.tag) else {
+            return (1..n).try_for_each(|i| self.receive_from(port, (self.me + n - i) % n));
+        };
+        let behind = |peer| Some((self.me + n - self.members.iter().position(|member| *member == peer)?) % n);
+        let mut news: Vec<usize> = news.into_iter().filter_map(behind).collect();
+        // In the order in which all are asked.
+        news.sort_unstable();
+        news.into_iter().try_for_each(|i| self.receive_from(port, (self.me + n - i) % n))
+    }
+
+    fn receive_from(&mut self, port: &mut dyn Port, i: usize) -> Result<(), CommError> {
+        let incoming = &mut self.incoming[i];
+        let here = incoming.done;
+        let done = incoming.poll(port, self.name, self.members[i], self.tag, self.check)?;
+        self.missing -= usize::from(done && !here);
+        Ok(())
     }
 }
 

@@ -1,17 +1,17 @@
 //! What a rank does in each collective: chosen by cost on the declared links, made once for each size.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use farflung_base::{Bytes, Rank, Topology};
 
 use crate::Algorithm;
-use crate::algorithm::AllReduce;
+use crate::algorithm::{AllReduce, program_on};
 use crate::all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
 use crate::butterfly::{direct_all_gather, direct_gather, direct_reduce_scatter};
 use crate::cost::cost;
 use crate::ring::{ring_all_gather, ring_reduce_scatter};
-use crate::steps::Program;
+use crate::steps::{Program, Step};
 use crate::tree::{binomial_broadcast, binomial_reduce, chain_broadcast};
 
 /// Sizes that are remembered; then the memory starts afresh.
@@ -36,11 +36,29 @@ pub(crate) enum Kind {
 pub(crate) struct Plan {
     pub(crate) program: Arc<Program>,
     pub(crate) algorithm: Option<Algorithm>,
+    pub(crate) passing: Arc<Passing>,
 }
 
 impl From<Program> for Plan {
     fn from(program: Program) -> Self {
-        Self { program: Arc::new(program), algorithm: None }
+        let lane = |steps: &Vec<Step>| {
+            steps.iter().flat_map(|step| step.recvs.iter().map(|_| OnceLock::new())).collect()
+        };
+        let passing = Arc::new(Passing(program.lanes.iter().map(lane).collect()));
+        Self { program: Arc::new(program), algorithm: None, passing }
+    }
+}
+
+/// What is known of a program's receives: whether what they reduce only passes through this rank. That takes a
+/// look at the steps behind, so it is kept for the next run of the program.
+#[derive(Debug)]
+pub(crate) struct Passing(Vec<Vec<OnceLock<bool>>>);
+
+impl Passing {
+    /// Of the `number`-th receive of a lane, over all of its steps; `find` is asked where that is not known
+    /// yet.
+    pub(crate) fn of(&self, lane: usize, number: usize, find: impl FnOnce() -> bool) -> bool {
+        *self.0[lane][number].get_or_init(find)
     }
 }
 
@@ -86,9 +104,7 @@ impl Plans {
                     | Algorithm::DoubleTree
                     | Algorithm::Hierarchical
                     | Algorithm::Direct
-                    | Algorithm::Butterfly => {
-                        algorithm.programs(len, bytes, &self.topology).swap_remove(self.rank.index())
-                    }
+                    | Algorithm::Butterfly => program_on(self.rank, algorithm, len, bytes, &self.topology),
                     fixed => fixed.program(self.rank, n),
                 });
                 plan.algorithm = Some(algorithm);

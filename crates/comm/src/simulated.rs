@@ -8,8 +8,11 @@
 //! further than its clock and a latency. To declare modelled compute before really computing lets them go on. Results
 //! come by `wait`; awaiting a pending value as a future does not let time pass.
 
+mod bells;
 mod faults;
 mod recording;
+mod lookahead;
+mod queue;
 mod world;
 
 use std::fmt;
@@ -22,8 +25,9 @@ use crate::inbox::Inbox;
 use crate::transport::Tag;
 use crate::{Frame, Pool};
 pub use faults::{At, Faults, Weather};
+use lookahead::{Distances, distances};
 pub use recording::{Happening, Reached, Recorder, Recording, record};
-use world::{Distances, World, distances};
+use world::World;
 
 /// An endpoint of a simulated network.
 pub type Simulated = Endpoint<SimulatedDriver>;

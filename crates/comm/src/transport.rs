@@ -37,6 +37,9 @@ pub struct Tag {
 }
 
 impl Tag {
+    /// Before all others.
+    pub(crate) const FIRST: Self = Self { context: 0, channel: Channel::User, number: 0 };
+
     /// A user's message in `context`.
     #[must_use]
     pub const fn user(context: u64, number: u32) -> Self {
@@ -120,6 +123,14 @@ pub trait Port {
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError>;
     /// For whom `peer` has said that it waits in this context, and how far it is.
     fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)>;
+    /// Whose frames of `tag` have come since the last call, in any order, perhaps more than once: an operation
+    /// that waits for many peers need not ask all of them for each frame. `None` where the network does not
+    /// know, at the first call, and after bad news of any kind: then all have to be asked.
+    fn news(&mut self, _tag: Tag) -> Option<Vec<PeerId>> {
+        None
+    }
+    /// There will be no more calls of [`Port::news`] with this tag.
+    fn end_news(&mut self, _tag: Tag) {}
 }
 
 /// An operation as a state machine that a transport drives.

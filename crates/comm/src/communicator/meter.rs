@@ -148,4 +148,10 @@ impl Port for Metered<'_> {
     fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
         self.port.suspicion(context, peer)
     }
+    fn news(&mut self, tag: Tag) -> Option<Vec<PeerId>> {
+        self.port.news(tag)
+    }
+    fn end_news(&mut self, tag: Tag) {
+        self.port.end_news(tag);
+    }
 }

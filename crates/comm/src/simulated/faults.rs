@@ -1,5 +1,7 @@
 //! What goes wrong in a simulated network, as data. Rules of time alone: nothing here depends on what ranks do.
 
+use std::collections::BTreeMap;
+
 use farflung_base::{Nanos, PeerId, Philox};
 use serde::{Deserialize, Serialize};
 
@@ -68,30 +70,61 @@ impl Faults {
         Self { weather, ..self }
     }
 
-    pub(super) const fn chances(&self) -> &Weather {
-        &self.weather
-    }
-
     pub(super) fn iter(&self) -> impl Iterator<Item = (Nanos, Fault)> + '_ {
         self.timed.0.iter().copied()
+    }
+}
+
+/// A span of time: from when, until when.
+type Span = (Nanos, Nanos);
+
+/// What [`Faults`] say of links and of ranks that stand still, by those that they befall.
+#[derive(Debug)]
+pub(super) struct Rules {
+    weather: Weather,
+    /// By the lesser and the greater of two ranks.
+    cuts: BTreeMap<(PeerId, PeerId), Vec<Span>>,
+    /// In the order of their beginnings.
+    freezes: BTreeMap<PeerId, Vec<Span>>,
+}
+
+impl Rules {
+    pub(super) fn new(faults: &Faults) -> Self {
+        let (mut cuts, mut freezes) = (BTreeMap::new(), BTreeMap::new());
+        for (from, fault) in faults.iter() {
+            match fault {
+                Fault::Cut(a, b, until) => {
+                    cuts.entry((a.min(b), a.max(b))).or_insert_with(Vec::new).push((from, until));
+                }
+                Fault::Freeze(peer, until) => {
+                    freezes.entry(peer).or_insert_with(Vec::new).push((from, until));
+                }
+                Fault::Crash(_) | Fault::Corrupt(..) => {}
+            }
+        }
+        Self { weather: faults.weather, cuts, freezes }
+    }
+
+    /// What befalls every frame.
+    pub(super) const fn weather(&self) -> &Weather {
+        &self.weather
     }
 
     /// Whether what departs between the two at `time` is lost.
     pub(super) fn cuts(&self, time: Nanos, a: PeerId, b: PeerId) -> bool {
-        self.iter().any(|(from, fault)| match fault {
-            Fault::Cut(x, y, until) => {
-                (from..until).contains(&time) && ((x, y) == (a, b) || (x, y) == (b, a))
-            }
-            _ => false,
-        })
+        let spans = self.cuts.get(&(a.min(b), a.max(b)));
+        spans.is_some_and(|spans| spans.iter().any(|&(from, until)| (from..until).contains(&time)))
     }
 
     /// When a peer does what is due at `time`.
     pub(super) fn thaw(&self, peer: PeerId, time: Nanos) -> Nanos {
-        self.iter().fold(time, |time, (from, fault)| match fault {
-            Fault::Freeze(frozen, until) if frozen == peer && (from..until).contains(&time) => until,
-            _ => time,
-        })
+        let Some(spans) = self.freezes.get(&peer) else { return time };
+        spans.iter().fold(
+            time,
+            |time, &(from, until)| {
+                if (from..until).contains(&time) { until } else { time }
+            },
+        )
     }
 }
 

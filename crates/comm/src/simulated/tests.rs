@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use farflung_base::{Link, Nanos, PeerId, Philox, Rank, Topology};
 
-use super::world::{Distances, distances};
+use super::lookahead::{Distances, distances};
 use super::{Faults, Weather, build};
 use crate::{CommError, Communicator, ReduceOp};
 
@@ -156,14 +156,6 @@ fn a_latency_of_zero_is_left_to_the_strict_queue() {
     for nap in 0..6 {
         assert!(run(&topology, &Faults::new(), None, 1, Some(nap)) == first, "nap {nap}");
     }
-}
-
-#[test]
-fn distances_go_by_the_shortest_way_and_round_a_cycle() {
-    let mut topology = Topology::uniform(3, "1mbit,10ms".parse().unwrap());
-    topology.set_link(Rank(0), Rank(1), "1mbit,50ms".parse().unwrap());
-    let ms = |ms: [u64; 3]| ms.map(Nanos::from_millis).to_vec();
-    assert_eq!(distances(&topology), Some(vec![ms([20, 20, 10]), ms([10, 20, 10]), ms([10, 10, 20])]));
 }
 
 #[test]

@@ -1,0 +1,154 @@
+//! How threads of blocked ranks sleep and are woken. It knows no time and no event.
+//!
+//! An event may wake every rank at once. Were all their threads told at once, they would all want the same lock
+//! and the same few cores. So each is told by the one before, as soon as that one really runs: no more threads
+//! are about to run than there are cores for them. Nobody waits for what another does, only for it to begin.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use crate::endpoint::Wake;
+
+/// A rank's bell.
+#[derive(Debug, Default)]
+struct Bell {
+    state: Mutex<Ring>,
+    rung: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Ring {
+    /// How often it was rung, and why last.
+    count: u64,
+    wake: Option<Wake>,
+    /// Threads that sleep here.
+    asleep: u32,
+    /// They have been told, and none of them runs yet.
+    told: bool,
+}
+
+/// The bells of all ranks.
+#[derive(Debug)]
+pub(super) struct Bells {
+    bells: Vec<Bell>,
+    /// Ranks that are to be told.
+    queue: Mutex<Queue>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    waiting: VecDeque<usize>,
+    /// Some rank was told and does not run yet; it tells the next.
+    under_way: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Bells {
+    pub(super) fn new(ranks: usize) -> Self {
+        Self { bells: (0..ranks).map(|_| Bell::default()).collect(), queue: Mutex::default() }
+    }
+
+    /// How often a rank's bell was rung: to be asked before the rank is blocked.
+    pub(super) fn count(&self, rank: usize) -> u64 {
+        lock(&self.bells[rank].state).count
+    }
+
+    /// Rings the bells of these ranks.
+    pub(super) fn ring(&self, woken: &[(usize, Wake)]) {
+        let mut asleep = Vec::with_capacity(woken.len());
+        for &(rank, wake) in woken {
+            let mut ring = lock(&self.bells[rank].state);
+            ring.count += 1;
+            ring.wake = Some(wake);
+            if ring.asleep > 0 {
+                asleep.push(rank);
+            }
+        }
+        if !asleep.is_empty() {
+            let mut queue = lock(&self.queue);
+            queue.waiting.extend(asleep);
+            if !queue.under_way {
+                self.tell_next(queue);
+            }
+        }
+    }
+
+    /// Tells the next rank whose thread sleeps.
+    fn tell_next(&self, mut queue: MutexGuard<'_, Queue>) {
+        queue.under_way = false;
+        while let Some(rank) = queue.waiting.pop_front() {
+            let mut ring = lock(&self.bells[rank].state);
+            // Who has been told already, or has looked before it fell asleep, tells nobody.
+            if ring.asleep == 0 || ring.told {
+                continue;
+            }
+            ring.told = true;
+            queue.under_way = true;
+            drop(queue);
+            drop(ring);
+            self.bells[rank].rung.notify_all();
+            return;
+        }
+    }
+
+    /// Sleeps until a rank's bell has been rung more often than `count` times; says why.
+    pub(super) fn sleep(&self, rank: usize, count: u64) -> Wake {
+        let Bell { state, rung } = &self.bells[rank];
+        let mut ring = lock(state);
+        while ring.count == count {
+            ring.asleep += 1;
+            ring = rung.wait(ring).unwrap_or_else(PoisonError::into_inner);
+            ring.asleep -= 1;
+            if std::mem::take(&mut ring.told) {
+                drop(ring);
+                self.tell_next(lock(&self.queue));
+                ring = lock(state);
+            }
+        }
+        // One thread of a rank is told that nothing will ever happen; others look about, and sleep again.
+        ring.wake.take().unwrap_or(Wake::Moved)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn all_are_woken_though_each_waits_for_the_others_outside() {
+        let (n, rounds) = (20, 50);
+        let (bells, met, asleep) = (Bells::new(n), Barrier::new(n), Barrier::new(n + 1));
+        thread::scope(|scope| {
+            for rank in 0..n {
+                let (bells, met, asleep) = (&bells, &met, &asleep);
+                scope.spawn(move || {
+                    for _ in 0..rounds {
+                        let count = bells.count(rank);
+                        asleep.wait();
+                        assert_eq!(bells.sleep(rank, count), Wake::Moved);
+                        met.wait();
+                    }
+                });
+            }
+            let all: Vec<_> = (0..n).map(|rank| (rank, Wake::Moved)).collect();
+            for _ in 0..rounds {
+                asleep.wait();
+                bells.ring(&all);
+            }
+        });
+    }
+
+    #[test]
+    fn a_bell_that_rang_before_the_sleep_ends_it() {
+        let bells = Bells::new(2);
+        let before = bells.count(1);
+        bells.ring(&[(1, Wake::Deadlock)]);
+        assert_eq!((bells.sleep(1, before), bells.count(1)), (Wake::Deadlock, before + 1));
+    }
+}
