@@ -355,7 +355,7 @@ fn runs_are_compared_by_losses_and_digests() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
         command.arg("diff").arg(run.at(a)).arg(run.at(b)).args(extra).output().unwrap()
     };
-    let alone = "--workers 1 --accumulate 4 --digest-every 2 --eval-every 0";
+    let alone = "--workers 1 --accumulate 4 --digest-every 2";
     let rows = run.done(&[], "alone", alone);
     let has: Vec<bool> = rows.iter().map(|row| row.digest.is_some()).collect();
     assert_eq!(has, [false, true, false, true, false, true]);
@@ -364,12 +364,8 @@ fn runs_are_compared_by_losses_and_digests() {
     assert_eq!(String::from_utf8_lossy(&same.stdout), "the same over 6 steps\n");
     assert!(same.status.success());
     // Another order of additions has other bits; the digest of a pipeline is of the same tensors.
-    run.done(&[], "piped", "--workers 2 --stages 2 --microbatches 4 --digest-every 1 --eval-every 0");
-    run.done(
-        &[],
-        "vee",
-        "--workers 2 --stages 2 --schedule zbv --microbatches 4 --digest-every 1 --eval-every 0",
-    );
+    run.done(&[], "piped", "--workers 2 --stages 2 --microbatches 4 --digest-every 1");
+    run.done(&[], "vee", "--workers 2 --stages 2 --schedule zbv --microbatches 4 --digest-every 1");
     let parts = diff("alone", "piped", &["--json"]);
     assert_eq!(parts.status.code(), Some(1));
     let json: serde_json::Value = serde_json::from_slice(&parts.stdout).unwrap();

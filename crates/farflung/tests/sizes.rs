@@ -93,7 +93,7 @@ fn what_no_machine_could_hold_is_refused_before_it_is_begun() {
         ("--batch 1000000000", "activations"),
         ("--model gpt3-175b --tokenizer gpt2", "checkpoint"),
         ("--workers 100000", "`workers` is 100000, expected at most 2048"),
-        ("--workers 2000", "plans of all-reduces"),
+        ("--workers 2000", "codec residuals"),
         ("--threads 100000", "`threads` is 100000, expected at most "),
         ("--stages 2 --microbatches 4000000000", "`microbatches`"),
         ("--accumulate 1000000000000000000", "losses of a step"),

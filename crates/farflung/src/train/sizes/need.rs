@@ -153,7 +153,7 @@ const PROGRAM: u128 = 12 << 20;
 const WORKER: u128 = 5 << 19;
 /// Bytes that a worker keeps for each other worker: queues and codecs.
 const PAIR: u128 = 512;
-/// Bytes of one step of an all-reduce's plan with its cost. Each rank plans `2 (n - 1)` steps for each of the `n` ranks, to
+/// Bytes of one step of an all-reduce that is chosen by price. A rank makes `2 (n - 1)` steps for each of the `n` ranks, to
 /// choose the cheapest variant; this is the total divided by `n^2`. Measured with 64, 100 and 150 workers.
 const STEP: u128 = 650;
 /// Bytes of the GPT-2 tokenizer's tables. Measured.
@@ -287,16 +287,10 @@ impl RankGroup<'_> {
     }
 }
 
-/// Whether `comm::Plans` makes the plans of all ranks in order to choose one for this rank.
+/// Whether a rank makes the steps of all ranks in order to choose by price. Other algorithms do so only for buffers that are
+/// large for the number of ranks, and then hold few.
 const fn priced(algorithm: Algorithm) -> bool {
-    !matches!(
-        algorithm,
-        Algorithm::BidirectionalRing
-            | Algorithm::RecursiveDoubling
-            | Algorithm::HalvingDoubling
-            | Algorithm::DoubleTree
-            | Algorithm::Moshpit
-    )
+    matches!(algorithm, Algorithm::Auto)
 }
 
 /// Whether a device's tensors are in the host's memory. `auto` may open a GPU if this build supports any, and counts as one

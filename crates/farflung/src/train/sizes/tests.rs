@@ -86,7 +86,7 @@ fn sizes_without_end_are_refused_and_overflow_nothing() {
         TrainConfig { batch: 1_000_000_000, ..small() },
         TrainConfig { accumulate: 1 << 40, ..small() },
         TrainConfig { eval_batches: 1 << 40, ..small() },
-        TrainConfig { workers: 2048, batch: 1, ..small() },
+        TrainConfig { workers: 2048, batch: 1 << 20, ..small() },
         absurd,
     ] {
         for available in [Some(machine(64_000)), None] {
