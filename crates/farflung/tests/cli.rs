@@ -84,7 +84,7 @@ fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
     assert_eq!(plan["ranks"].as_array().unwrap().len(), 4);
     let chosen = plan["plan"].as_str().unwrap();
     assert!(
-        chosen.contains("codec = \"int8\"") && plan["candidates"].as_array().unwrap().len() > 1,
+        chosen.contains("codec = \"int8+ef\"") && plan["candidates"].as_array().unwrap().len() > 1,
         "{plan}"
     );
     assert!(plan["step_s"].as_f64().unwrap() > 0.0 && plan["tokens_per_s"].as_f64().unwrap() > 0.0, "{plan}");

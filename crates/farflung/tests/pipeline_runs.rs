@@ -377,3 +377,34 @@ fn runs_are_compared_by_losses_and_digests() {
     assert!(message.starts_with("error: step 1: `train_loss` is "), "{message}");
     assert_eq!(diff("alone", "nowhere", &[]).status.code(), Some(1));
 }
+
+#[test]
+fn what_is_planned_for_unequal_machines_is_what_trains() {
+    let run = Run::new();
+    let machines = "default = '1gbit,1ms'\n[[device]]\nname = 'fast'\nflops = '3 GFLOPS'\n\
+                    [[device]]\nname = 'slow'\nflops = '1 GFLOPS'\n";
+    std::fs::write(run.at("machines.toml"), machines).unwrap();
+    let at = |name: &str| run.at(name).display().to_string();
+    let plan =
+        ["plan", &at("machines.toml"), "--model", "nano", "--sequences", "8", "--out", &at("plan.toml")];
+    let planned = Command::new(env!("CARGO_BIN_EXE_farflung")).args(plan).output().unwrap();
+    assert!(planned.status.success(), "{planned:?}");
+    assert!(std::fs::read_to_string(run.at("plan.toml")).unwrap().contains("microbatches = [6, 2]"));
+    let train = format!(
+        "train --plan {} --topology {} --data {} --steps 1 --sample-tokens 0 --eval-batches 1 --quiet --threads 1",
+        at("plan.toml"),
+        at("machines.toml"),
+        at("text.txt")
+    );
+    let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
+    let trained = command.args(train.split(' ')).arg("--out").arg(run.at("run")).output().unwrap();
+    assert!(trained.status.success(), "{}", String::from_utf8_lossy(&trained.stderr));
+    let rows = farflung::metrics::read(&run.at("run/metrics.jsonl")).unwrap();
+    assert_eq!(rows[0].tokens, 8 * farflung::zoo::GptConfig::preset("nano").unwrap().context as u64);
+    // A machine that the file does not have.
+    std::fs::write(run.at("machines.toml"), machines.replace("'slow'", "'slower'")).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
+    let refused = command.args(train.split(' ')).arg("--out").arg(run.at("no")).output().unwrap();
+    let message = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && message.contains("the plan's machine `slow`"), "{message}");
+}

@@ -5,10 +5,11 @@ use std::fmt;
 use farflung_base::{Bytes, Nanos, Rank, Topology};
 
 use crate::collective::{all_reduce_bytes, all_reduce_over, cheapest};
+use crate::plan::NO_CODEC;
 use crate::share::largest_remainder;
 use crate::{
-    Algorithm, Cluster, Cost, Device, Level, Limits, ModelShape, Overlap, ParallelError, Part, Pipeline,
-    Plan, PlannedModel, Recompute, Replicas, Sync, Timeline, simulate,
+    Algorithm, Cluster, Codec, Cost, Device, Level, Limits, ModelShape, Overlap, ParallelError, Part,
+    Pipeline, Plan, PlannedModel, Recompute, Replicas, Sync, Timeline, simulate,
 };
 
 /// One way that was considered.
@@ -147,7 +148,11 @@ impl Planned {
             levels: vec![Level {
                 method: method.to_owned(),
                 every,
-                codec: self.replicas.codec.name.to_string(),
+                codec: if self.replicas.codec == Codec::F32 {
+                    NO_CODEC.to_owned()
+                } else {
+                    self.replicas.codec.to_string()
+                },
                 algorithm: self.replicas.algorithm.to_string().parse().unwrap_or_default(),
                 bucket_bytes: (self.parameters.saturating_mul(4)).div_ceil(u64::from(buckets.max(1))),
                 overlap,

@@ -70,7 +70,8 @@ impl PlanCommand {
         let limits = Limits {
             overhead_percent: self.overhead,
             max_every: self.max_every,
-            codec: planned_codec(self.codec),
+            // As `train` has it unless told: what a biased codec drops is carried over.
+            codec: planned_codec(self.codec.with_feedback()),
             ..Limits::default()
         };
         let planned = plan(&shape, &cluster, &limits)?;

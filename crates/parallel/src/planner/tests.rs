@@ -1,7 +1,7 @@
 //! Plans: what is chosen, what is refused, and the report.
 
 use super::*;
-use crate::{Codec, Speed};
+use crate::Speed;
 use farflung_base::Link;
 
 fn homes(n: u32, link: &str) -> Cluster {
