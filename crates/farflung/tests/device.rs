@@ -71,7 +71,7 @@ fn a_pipeline_has_a_stage_on_each_device_and_its_copies_come_together() {
         on_all(&job, |seat| {
             let mut rank = Trainer::new(&job, seat.comm, 1).unwrap();
             let done: Vec<_> = (0..STEPS).map(|_| rank.step(false).unwrap()).collect();
-            let copies = rank.params().flat_map(|(stage, flat)| {
+            let copies = rank.parts().flat_map(|(stage, flat)| {
                 let tensor = |(i, p): (usize, &Param)| {
                     let values = stage.layout().view(flat, i).unwrap().to_vec::<f32>().unwrap();
                     (p.name.clone(), values)

@@ -51,7 +51,7 @@ fn trace<R>(
 
 /// The hash of the token table on a rank that has a user of it.
 fn table(rank: &Trainer) -> Result<blake3::Hash> {
-    let (stage, params) = rank.params().next().context("a rank has a part of the model")?;
+    let (stage, params) = rank.parts().next().context("a rank has a part of the model")?;
     let layout = stage.layout();
     let table = layout.view(params, layout.find("wte.weight")?)?.to_vec::<f32>()?;
     let bytes: Vec<u8> = table.iter().flat_map(|v| v.to_le_bytes()).collect();
