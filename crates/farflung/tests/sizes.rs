@@ -16,17 +16,22 @@ fn farflung(args: &str, out: &Path) -> Command {
     command
 }
 
-/// Waits for a process and returns its peak of resident memory in bytes, polled while it runs.
+/// Waits for a process and returns its peak of resident memory in bytes, polled while it runs. Pages of the binary are not
+/// counted: the system drops them when memory is short, and a debug build with a GPU backend has tens of megabytes more.
 fn peak(mut child: Child) -> (u64, Output) {
     let path = format!("/proc/{}/status", child.id());
-    let mut most = 0;
+    let (mut most, mut binary) = (0, 0);
     while child.try_wait().unwrap().is_none() {
         let status = std::fs::read_to_string(&path).unwrap_or_default();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-        most = most.max(line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok()).unwrap_or(0));
+        let kilobytes = |name| -> u64 {
+            let line = status.lines().find_map(|line| line.strip_prefix(name));
+            line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok()).unwrap_or(0)
+        };
+        most = most.max(kilobytes("VmHWM:"));
+        binary = binary.max(kilobytes("RssFile:"));
         std::thread::sleep(Duration::from_millis(2));
     }
-    (most * 1024, child.wait_with_output().unwrap())
+    ((most - binary) * 1024, child.wait_with_output().unwrap())
 }
 
 fn config(args: &str) -> TrainConfig {
