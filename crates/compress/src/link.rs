@@ -5,24 +5,29 @@ mod channels;
 #[cfg(feature = "mmap")]
 mod mapped;
 mod samples;
+mod spec;
+mod staged;
 mod store;
 
 #[cfg(feature = "mmap")]
 pub use mapped::MappedStore;
 pub use samples::Samples;
+pub use spec::{LinkSpec, SampleShape, names};
+pub use staged::Staged;
 pub use store::{FileStore, MemoryStore, Store, checksum};
 
 use crate::cast::Format;
 use crate::compressor::{Memoryless, check_finite};
 use crate::f16::Binary16;
 use crate::wire::{CodecId, HEADER};
-use crate::{CompressError, Payload, PayloadRef, RoundKey};
+use crate::{CompressError, Payload, PayloadRef, RoundKey, State};
 use channels::Channels;
 use samples::read_f16;
 
 /// One end of a link that carries activations or their gradients, `[samples, positions, channels]`, each with the stable
-/// number of its sample.
-pub trait LinkCodec: std::fmt::Debug + Send {
+/// number of its sample. Its state is what it holds of samples: [`State::commit`] and [`State::rollback`] matter where the store
+/// is [`Staged`].
+pub trait LinkCodec: State + std::fmt::Debug + Send {
     /// Encodes `x`, all samples of the same length.
     ///
     /// Errors: [`CompressError::NonFinite`]; [`CompressError::Overflow`]; [`CompressError::Samples`]; those of
@@ -45,6 +50,14 @@ pub trait LinkCodec: std::fmt::Debug + Send {
     ///
     /// Errors: those of a store.
     fn forget(&mut self, ids: &[u64]) -> Result<(), CompressError>;
+
+    /// The [`checksum`] of what is held of each sample, 0 where nothing is. Ends that compare them, and [`Self::forget`] where
+    /// they differ, never meet a [`CompressError::CacheMiss`].
+    ///
+    /// Errors: those of a store.
+    fn checksums(&mut self, ids: &[u64]) -> Result<Vec<u32>, CompressError> {
+        Ok(vec![0; ids.len()])
+    }
 
     /// The most bytes of the payload of so many samples.
     fn max_payload(&self, samples: usize) -> usize;
@@ -78,6 +91,9 @@ impl<C: Memoryless> Direct<C> {
         Ok(Self { channels: Channels::new(channels), ..Self::new(inner, sample) })
     }
 }
+
+/// It holds nothing.
+impl<C> State for Direct<C> {}
 
 impl<C: Memoryless> LinkCodec for Direct<C> {
     fn encode(
@@ -123,8 +139,8 @@ const PREFIX: usize = 8;
 /// Both ends make `a = f16(m + D(C(x - m)))`, bit for bit the same; the receiver goes on with `a`, and both hold it in the
 /// place of `m`: as it is, or in fewer bits ([`Samples`]), which are what the next change is measured against. A change names
 /// the checksum of the bytes that it is to be added to, so that ends which do not hold the same (one crashed between writing
-/// and sending) find out and start the sample anew. `a` saturates at 65504. There is no rollback: a step that is given up
-/// leaves both ends with the newer activation.
+/// and sending) find out and start the sample anew. `a` saturates at 65504. A step that is given up leaves both ends with the
+/// newer activation, unless the store is [`Staged`].
 ///
 /// Bytes: `8 + 4 s`, for samples in full `2 len` each, and the body of the codec's payload of the others together. State: that
 /// of the store.
@@ -338,6 +354,11 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
 
     fn forget(&mut self, ids: &[u64]) -> Result<(), CompressError> {
         ids.iter().try_for_each(|id| self.store.forget(*id))
+    }
+
+    fn checksums(&mut self, ids: &[u64]) -> Result<Vec<u32>, CompressError> {
+        self.held.resize(self.store.samples().bytes(), 0);
+        ids.iter().map(|id| self.store.read(*id, &mut self.held)).collect()
     }
 
     fn max_payload(&self, samples: usize) -> usize {

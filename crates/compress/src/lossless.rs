@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
 use crate::wire::{CodecId, HEADER};
-use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey};
+use crate::{CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey};
 
 /// Bytes before the packed body.
 const PREFIX: usize = 4;
@@ -212,6 +212,8 @@ impl<C: Compressor> Lossless<C> {
         &self.inner
     }
 }
+
+impl<C: Memoryless> Memoryless for Lossless<C> {}
 
 impl<C: Compressor> Compressor for Lossless<C> {
     fn compress(&mut self, x: &[f32], key: RoundKey, out: &mut Payload) -> Result<(), CompressError> {

@@ -94,4 +94,4 @@ macro_rules! state_of {
 
 state_of!([S: State + ?Sized] Box<S>, self => (**self));
 state_of!([C: Compressor] Lossless<C>, self => self.inner);
-state_of!([C: Memoryless, S: Store + State] AqSgd<C, S>, self => self.store);
+state_of!([C: Memoryless, S: Store] AqSgd<C, S>, self => self.store);

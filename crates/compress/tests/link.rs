@@ -1,7 +1,7 @@
 //! Links: both ends hold the same bits, whatever the order of samples and whoever crashes.
 
 use farflung_base::Philox;
-use farflung_compress::link::{AqSgd, Direct, FileStore, LinkCodec, MemoryStore, Samples};
+use farflung_compress::link::{AqSgd, Direct, FileStore, LinkCodec, MemoryStore, Samples, Staged, Store};
 use farflung_compress::{
     CompressError, Int4, Int8, Payload, PayloadRef, RoundKey, State, StateMap, StateValue,
 };
@@ -56,7 +56,7 @@ fn both_ends_are_the_same_and_the_error_shrinks_with_the_changes() {
 #[cfg(feature = "mmap")]
 #[expect(unsafe_code, reason = "nobody else has the files while they are mapped")]
 fn a_mapped_file_is_the_same_file() {
-    use farflung_compress::link::{MappedStore, Store};
+    use farflung_compress::link::MappedStore;
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     // SAFETY: the directory is this test's own, and no store is open when the file is looked at otherwise.
@@ -251,4 +251,106 @@ fn hostile_changes_are_refused() {
     assert!(refused > 100, "{refused}");
     assert!(receiver.decode(&[0], payload.view(), &mut out).is_err());
     receiver.decode(&[0, 1], payload.view(), &mut out).unwrap();
+}
+
+/// A step that both ends give up, done again: the bytes are those of ends that never began it, and what is held too.
+#[test]
+fn a_step_that_is_given_up_leaves_no_trace() {
+    let end = || AqSgd::new(Int4::new(32).unwrap(), Staged::new(MemoryStore::new(LEN)));
+    let (mut sender, mut receiver, mut straight) = (end(), end(), end());
+    let (mut payload, mut other, mut out) = (Payload::new(), Payload::new(), vec![0.0; 2 * LEN]);
+    for epoch in 0..4 {
+        let x = batch(&[4, 9], epoch);
+        if epoch > 0 {
+            let given_up = batch(&[4, 9], epoch + 100);
+            sender.encode(&[4, 9], &given_up, RoundKey::default(), &mut payload).unwrap();
+            let saved = sender.save("", &mut StateMap::new()).unwrap_err();
+            assert_eq!(saved, CompressError::Uncommitted);
+            receiver.decode(&[4, 9], payload.view(), &mut out).unwrap();
+            sender.rollback();
+            receiver.rollback();
+        }
+        sender.encode(&[4, 9], &x, RoundKey::default(), &mut payload).unwrap();
+        straight.encode(&[4, 9], &x, RoundKey::default(), &mut other).unwrap();
+        assert_eq!(payload.as_bytes(), other.as_bytes());
+        receiver.decode(&[4, 9], payload.view(), &mut out).unwrap();
+        [&mut sender, &mut receiver, &mut straight].into_iter().for_each(State::commit);
+        let sums = sender.checksums(&[4, 9, 11]).unwrap();
+        assert_eq!(sums, receiver.checksums(&[4, 9, 11]).unwrap());
+        assert!(sums[0] != 0 && sums[1] != 0 && sums[2] == 0);
+    }
+}
+
+/// A sender that died between its commit and the receiver's: the ends compare, forget what differs, and go on.
+#[test]
+fn ends_that_compare_what_they_hold_never_miss() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = |name: &str| -> Box<dyn LinkCodec> {
+        let store = FileStore::open(&dir.path().join(name), LEN, 8).unwrap();
+        Box::new(AqSgd::new(Int4::new(32).unwrap(), Staged::new(store)))
+    };
+    let (mut sender, mut receiver) = (open("a"), open("b"));
+    let (mut payload, mut out) = (Payload::new(), vec![0.0; 3 * LEN]);
+    let all: Vec<u64> = (0..8).collect();
+    let ids = [1, 5, 6];
+    sender.encode(&ids, &batch(&ids, 0), RoundKey::default(), &mut payload).unwrap();
+    receiver.decode(&ids, payload.view(), &mut out).unwrap();
+    sender.commit();
+    receiver.commit();
+    sender.encode(&[5, 2], &batch(&[5, 2], 1), RoundKey::default(), &mut payload).unwrap();
+    sender.commit();
+    drop(sender);
+
+    let mut sender = open("a");
+    let (here, there) = (sender.checksums(&all).unwrap(), receiver.checksums(&all).unwrap());
+    let differ: Vec<u64> = all.iter().copied().filter(|&i| here[i as usize] != there[i as usize]).collect();
+    assert_eq!(differ, [2, 5]);
+    for end in [&mut sender, &mut receiver] {
+        end.forget(&differ).unwrap();
+        end.commit();
+    }
+    let ids = [5, 1, 2];
+    sender.encode(&ids, &batch(&ids, 2), RoundKey::default(), &mut payload).unwrap();
+    receiver.decode(&ids, payload.view(), &mut out).unwrap();
+    assert_eq!(sender.checksums(&all).unwrap(), receiver.checksums(&all).unwrap());
+}
+
+/// A full disk at a commit: the error is that of the next call, and nothing that was written is lost.
+#[test]
+fn a_commit_that_fails_is_told_and_can_be_repeated() {
+    /// A store that takes nothing while `full`.
+    #[derive(Debug)]
+    struct Disk(MemoryStore, std::sync::Arc<std::sync::atomic::AtomicBool>);
+
+    impl State for Disk {}
+
+    impl Store for Disk {
+        fn samples(&self) -> Samples {
+            self.0.samples()
+        }
+        fn read(&mut self, id: u64, out: &mut [u8]) -> Result<u32, CompressError> {
+            self.0.read(id, out)
+        }
+        fn write(&mut self, id: u64, bytes: &[u8]) -> Result<(), CompressError> {
+            if self.1.load(std::sync::atomic::Ordering::Relaxed) {
+                let kind = std::io::ErrorKind::StorageFull;
+                return Err(CompressError::Store { action: "write", kind, why: kind.to_string() });
+            }
+            self.0.write(id, bytes)
+        }
+        fn forget(&mut self, id: u64) -> Result<(), CompressError> {
+            self.0.forget(id)
+        }
+    }
+
+    let full = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
+    let mut store = Staged::new(Disk(MemoryStore::new(2), full.clone()));
+    let mut held = [0; 4];
+    store.write(3, &[7; 4]).unwrap();
+    store.commit();
+    assert!(matches!(store.read(3, &mut held), Err(CompressError::Store { .. })));
+    full.store(false, std::sync::atomic::Ordering::Relaxed);
+    store.commit();
+    assert!(store.read(3, &mut held).unwrap() != 0);
+    assert_eq!(held, [7; 4]);
 }

@@ -247,3 +247,42 @@ fn bad_shards_name_the_field() {
     }
     assert!(Sampler::random(counting(), 1, Shard::whole(1), 0).is_err());
 }
+
+/// 41 tokens are 10 windows of 4 and the token behind them; of three lanes each has three.
+#[test]
+fn epochs_give_each_window_once_whoever_takes_it() {
+    let text: Vec<u8> = (0..41).collect();
+    let (training, _) =
+        Corpus::from_bytes("numbers", &text, &Byte).unwrap().split(HoldOut::Tokens(0)).unwrap();
+    let sampler = |shard| Sampler::epochs(training.clone(), 1, shard, 4, 3).unwrap();
+    let whole = sampler(Shard::whole(3));
+    assert_eq!(whole.windows(), Some(9));
+    let (mut inputs, mut targets) = (Vec::new(), Vec::new());
+    let mut epochs = Vec::new();
+    for epoch in 0..2 {
+        let mut seen = Vec::new();
+        for step in 3 * epoch..3 * epoch + 3 {
+            whole.batch(step, &mut inputs, &mut targets).unwrap();
+            for (i, row) in inputs.chunks(4).enumerate() {
+                let window = whole.window(3 * step + i as u64).unwrap();
+                assert_eq!(row, [0, 1, 2, 3].map(|t| 4 * window as u32 + t));
+                assert_eq!(targets[4 * i..][..4], [1, 2, 3, 4].map(|t| 4 * window as u32 + t));
+                assert_eq!(window / 3, i as u64, "a lane has its own windows");
+                seen.push(window);
+            }
+            let mut shared = Vec::new();
+            for rank in 0..3 {
+                sampler(Shard { rank, world: 3, batch: 1 }).batch(step, &mut inputs, &mut targets).unwrap();
+                shared.extend_from_slice(&inputs);
+            }
+            whole.batch(step, &mut inputs, &mut targets).unwrap();
+            assert_eq!(shared, inputs);
+        }
+        epochs.push(seen.clone());
+        seen.sort_unstable();
+        assert_eq!(seen, (0..9).collect::<Vec<u64>>());
+    }
+    assert_ne!(epochs[0], epochs[1], "each epoch has its own order");
+    let error = Sampler::epochs(training, 1, Shard::whole(3), 4, 11).unwrap_err().to_string();
+    assert!(error.contains("11") && error.contains("at most 10"), "{error}");
+}

@@ -10,7 +10,7 @@ use memmap2::MmapMut;
 
 use super::store::{SUM, open, read_slot, slot_at, slot_bytes, store_error, write_slot};
 use super::{Samples, Store};
-use crate::CompressError;
+use crate::{CompressError, State};
 
 /// [`super::FileStore`]'s file, mapped: the same bytes at the same places, without a copy by the system. Either may open what the
 /// other has left.
@@ -44,6 +44,15 @@ impl MappedStore {
     fn slot(&mut self, id: u64, action: &'static str) -> Result<&mut [u8], CompressError> {
         let at = slot_at(id, self.samples, self.capacity, action)? as usize;
         Ok(&mut self.map[at..at + slot_bytes(self.samples)])
+    }
+}
+
+/// What it holds is in the file, which outlives the process.
+impl State for MappedStore {
+    fn reset(&mut self) {
+        for id in 0..self.capacity {
+            _ = self.forget(id);
+        }
     }
 }
 

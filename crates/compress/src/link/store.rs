@@ -8,8 +8,9 @@ use std::path::Path;
 use super::Samples;
 use crate::{CompressError, State, StateMap, StateValue};
 
-/// Holds an activation of a fixed length for each sample.
-pub trait Store: std::fmt::Debug + Send {
+/// Holds an activation of a fixed length for each sample. Its state is what it holds, unless that outlives the process by
+/// itself: then there is nothing to save.
+pub trait Store: State + std::fmt::Debug + Send {
     /// What a sample is.
     fn samples(&self) -> Samples;
 
@@ -227,6 +228,16 @@ impl FileStore {
 
 pub(super) fn store_error(action: &'static str, source: &io::Error) -> CompressError {
     CompressError::Store { action, kind: source.kind(), why: source.to_string() }
+}
+
+/// What it holds is in the file, which outlives the process.
+impl State for FileStore {
+    /// What cannot be forgotten is found out when its checksum is not the other end's.
+    fn reset(&mut self) {
+        for id in 0..self.capacity {
+            _ = self.forget(id);
+        }
+    }
 }
 
 impl Store for FileStore {

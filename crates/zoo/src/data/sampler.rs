@@ -6,6 +6,7 @@ use std::path::Path;
 
 use farflung_base::Philox;
 
+use super::epochs::Epochs;
 use super::tokens::Split;
 use crate::ZooError;
 
@@ -104,6 +105,7 @@ impl Offsets {
 #[derive(Debug, Clone)]
 enum Source {
     Random(Philox),
+    Epochs(Epochs),
     Recorded(Offsets),
 }
 
@@ -149,6 +151,32 @@ impl Sampler {
     pub fn random(split: Split, seed: u64, shard: Shard, context: usize) -> Result<Self, ZooError> {
         let source = Source::Random(Philox::new(seed, STREAM));
         Self::new(split, shard, context, source)
+    }
+
+    /// Windows that do not overlap, in shuffled epochs: window `w` begins at token `w * context`. Of `lanes` sequences, those of one
+    /// step, each has `floor(windows / lanes)` windows of its own and takes them in another order in each epoch; the last
+    /// `windows mod lanes` are left out. So a sequence's samples recur where it is trained, and however a step's sequences
+    /// are shared out, a step trains on the same ones.
+    ///
+    /// [`Sampler::window`] numbers them: what is kept by sample, such as AQ-SGD's activations, goes by that.
+    ///
+    /// Errors: as [`Sampler::random`]; [`ZooError::Sampler`] for fewer windows than lanes.
+    pub fn epochs(
+        split: Split,
+        seed: u64,
+        shard: Shard,
+        context: usize,
+        lanes: u64,
+    ) -> Result<Self, ZooError> {
+        let mut sampler = Self::new(split, shard, context, Source::Random(Philox::new(seed, STREAM)))?;
+        let windows = (sampler.split.len() as u64 - 1) / context as u64;
+        let Some(epochs) = Epochs::new(seed, lanes, windows) else {
+            let value = usize::try_from(lanes).unwrap_or(usize::MAX);
+            let expected = format!("at most {windows}, the windows of {context} tokens that the data has");
+            return Err(ZooError::Sampler { field: "sequences of a step", value, expected });
+        };
+        sampler.source = Source::Epochs(epochs);
+        Ok(sampler)
     }
 
     /// Replays recorded offsets; a row has `world * batch` of them.
@@ -221,8 +249,26 @@ impl Sampler {
     #[must_use]
     pub const fn steps(&self) -> Option<usize> {
         match &self.source {
-            Source::Random(_) => None,
+            Source::Random(_) | Source::Epochs(_) => None,
             Source::Recorded(offsets) => Some(offsets.steps()),
+        }
+    }
+
+    /// Windows that come again in each epoch; `None` where sequences are not numbered windows.
+    #[must_use]
+    pub const fn windows(&self) -> Option<u64> {
+        match &self.source {
+            Source::Epochs(epochs) => Some(epochs.windows()),
+            Source::Random(_) | Source::Recorded(_) => None,
+        }
+    }
+
+    /// The stable number of a sequence's window, below [`Sampler::windows`]: the same tokens whenever it comes again.
+    #[must_use]
+    pub fn window(&self, sequence: u64) -> Option<u64> {
+        match &self.source {
+            Source::Epochs(epochs) => Some(epochs.window(sequence)),
+            Source::Random(_) | Source::Recorded(_) => None,
         }
     }
 
@@ -230,6 +276,7 @@ impl Sampler {
     fn offset(&self, sequence: u64) -> Result<usize, ZooError> {
         match &self.source {
             Source::Random(philox) => Ok(philox.below(sequence, self.last_offset() as u64 + 1) as usize),
+            Source::Epochs(epochs) => Ok(epochs.window(sequence) as usize * self.context),
             Source::Recorded(offsets) => {
                 let offset = usize::try_from(sequence).ok().and_then(|i| offsets.values.get(i));
                 let columns = self.shard.global_batch() as u64;

@@ -1,0 +1,278 @@
+//! Codecs of a pipeline boundary by name. A name is data: it prints as it parses.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::{AqSgd, Direct, LinkCodec, Samples, Store};
+use crate::int::IntBlock;
+use crate::{CodecSpec, CompressError, Lossless, Memoryless};
+
+/// The shape of one sample on a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SampleShape {
+    /// Tokens.
+    pub positions: usize,
+    /// Values of a token.
+    pub channels: usize,
+}
+
+impl SampleShape {
+    /// Values of a sample.
+    #[must_use]
+    pub const fn len(self) -> usize {
+        self.positions.saturating_mul(self.channels)
+    }
+
+    /// Whether a sample has no values.
+    #[must_use]
+    pub const fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A boundary's codec and its parameters, as data.
+///
+/// A name is `aqsgd:BITS` ([`AqSgd`]), `aqsgd:BITS/int8` or `aqsgd:BITS/int4` where samples are held in fewer bits than f16's,
+/// `direct:BITS` (AQ-SGD's quantiser without its memory), or the name of a [`CodecSpec`] without feedback, whose vector is a
+/// microbatch `[samples, positions, channels]`. BITS are 2, 3, 4 or 8. AQ-SGD's quantiser has a scale for each channel of each sample.
+///
+/// Feedback is refused: a residual is of one stream of vectors, and a boundary carries other samples each time.
+///
+/// ```
+/// use farflung_compress::link::{LinkSpec, MemoryStore, SampleShape};
+///
+/// let spec: LinkSpec = "aqsgd:4".parse()?;
+/// assert_eq!(spec.to_string(), "aqsgd:4");
+/// let shape = SampleShape { positions: 128, channels: 128 };
+/// let link = spec.build(shape, |samples| Ok(Box::new(MemoryStore::new(samples))))?;
+/// // Two bytes a value the first time.
+/// assert_eq!(link.max_payload(1), 28 + 8 + 4 + 2 * 128 * 128 + 4);
+/// # Ok::<(), farflung_compress::CompressError>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LinkSpec(Kind);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Codec(CodecSpec),
+    Direct(&'static Bits),
+    AqSgd(&'static Bits, &'static Held),
+}
+
+/// A quantiser with a scale for each block.
+struct Bits {
+    name: &'static str,
+    build: fn(u32) -> Result<Box<dyn Memoryless>, CompressError>,
+}
+
+const BITS: &[Bits] = &[
+    Bits { name: "2", build: |block| Ok(Box::new(IntBlock::<2>::new(block)?)) },
+    Bits { name: "3", build: |block| Ok(Box::new(IntBlock::<3>::new(block)?)) },
+    Bits { name: "4", build: |block| Ok(Box::new(IntBlock::<4>::new(block)?)) },
+    Bits { name: "8", build: |block| Ok(Box::new(IntBlock::<8>::new(block)?)) },
+];
+
+/// How AQ-SGD holds samples.
+struct Held {
+    name: &'static str,
+    samples: fn(usize) -> Samples,
+}
+
+/// The first is the default.
+const HELD: &[Held] = &[
+    Held { name: "f16", samples: Samples::f16 },
+    Held { name: "int8", samples: Samples::int8 },
+    Held { name: "int4", samples: Samples::int4 },
+];
+
+macro_rules! same_by_name {
+    ($($ty:ty),*) => {$(
+        impl PartialEq for $ty {
+            fn eq(&self, other: &Self) -> bool {
+                self.name == other.name
+            }
+        }
+
+        impl Eq for $ty {}
+
+        impl fmt::Debug for $ty {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name)
+            }
+        }
+    )*};
+}
+same_by_name!(Bits, Held);
+
+/// The names that only boundaries have, for a help text; those of [`crate::names`] come on top.
+#[must_use]
+pub fn names() -> Vec<&'static str> {
+    vec!["aqsgd:BITS[/int8|/int4]", "direct:BITS"]
+}
+
+impl LinkSpec {
+    /// Whether values travel as they are.
+    #[must_use]
+    pub fn is_plain(&self) -> bool {
+        self.0 == Kind::Codec(CodecSpec::default())
+    }
+
+    /// What a store holds of each sample; `None` for a codec that holds nothing.
+    #[must_use]
+    pub fn samples(&self, shape: SampleShape) -> Option<Samples> {
+        match self.0 {
+            Kind::AqSgd(_, held) => Some((held.samples)(shape.len())),
+            Kind::Codec(_) | Kind::Direct(_) => None,
+        }
+    }
+
+    /// Whether it needs samples that come again: a store is asked for then.
+    #[must_use]
+    pub const fn remembers(&self) -> bool {
+        matches!(self.0, Kind::AqSgd(..))
+    }
+
+    /// One end of a link. `store` opens what [`Self::samples`] asks for.
+    ///
+    /// Errors: those of `store`; [`CompressError::BlockSize`] for samples of more positions than a block may have.
+    pub fn build(
+        &self,
+        shape: SampleShape,
+        store: impl FnOnce(Samples) -> Result<Box<dyn Store>, CompressError>,
+    ) -> Result<Box<dyn LinkCodec>, CompressError> {
+        let block = u32::try_from(shape.positions).unwrap_or(u32::MAX);
+        Ok(match self.0 {
+            Kind::Codec(spec) => {
+                let codec = spec.build_memoryless();
+                match spec.packing() {
+                    None => Box::new(Direct::new(codec, shape.len())),
+                    Some(packing) => Box::new(Direct::new(Lossless::new(packing, codec)?, shape.len())),
+                }
+            }
+            Kind::Direct(bits) => {
+                Box::new(Direct::per_channel((bits.build)(block)?, shape.len(), shape.channels)?)
+            }
+            Kind::AqSgd(bits, held) => {
+                let store = store((held.samples)(shape.len()))?;
+                Box::new(AqSgd::per_channel((bits.build)(block)?, store, shape.channels)?)
+            }
+        })
+    }
+}
+
+/// Every value as it is.
+impl Default for LinkSpec {
+    fn default() -> Self {
+        Self(Kind::Codec(CodecSpec::default()))
+    }
+}
+
+impl FromStr for LinkSpec {
+    type Err = CompressError;
+
+    fn from_str(name: &str) -> Result<Self, CompressError> {
+        let wrong = |part: &str, why| {
+            let (name, part) = (name.to_owned(), part.to_owned());
+            Err(CompressError::CodecName { name, part, why })
+        };
+        let bits = |text: &str| BITS.iter().find(|bits| bits.name == text);
+        let no_bits = "needs bits: 2, 3, 4 or 8, as in aqsgd:4";
+        Ok(Self(match name.split_once(':').unwrap_or((name, "")) {
+            ("direct", text) => match bits(text) {
+                Some(bits) => Kind::Direct(bits),
+                None => return wrong(name, no_bits),
+            },
+            ("aqsgd", text) => {
+                let (text, held) = text.split_once('/').unwrap_or((text, HELD[0].name));
+                match (bits(text), HELD.iter().find(|h| h.name == held)) {
+                    (Some(bits), Some(held)) => Kind::AqSgd(bits, held),
+                    (None, _) => return wrong(name, no_bits),
+                    (_, None) => return wrong(held, "is not how samples are held: f16, int8 or int4"),
+                }
+            }
+            _ => {
+                let codec: CodecSpec = name.parse()?;
+                if codec.feedback() {
+                    let why = "has no place on a boundary: a residual is of one stream of vectors, and each sample is another";
+                    return wrong("+ef", why);
+                }
+                Kind::Codec(codec)
+            }
+        }))
+    }
+}
+
+impl fmt::Display for LinkSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Kind::Codec(codec) => codec.fmt(f),
+            Kind::Direct(bits) => write!(f, "direct:{}", bits.name),
+            Kind::AqSgd(bits, held) if *held == HELD[0] => write!(f, "aqsgd:{}", bits.name),
+            Kind::AqSgd(bits, held) => write!(f, "aqsgd:{}/{}", bits.name, held.name),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::MemoryStore;
+    use super::*;
+    use crate::{Payload, RoundKey};
+
+    fn build(name: &str, shape: SampleShape) -> Box<dyn LinkCodec> {
+        let spec: LinkSpec = name.parse().unwrap();
+        spec.build(shape, |samples| Ok(Box::new(MemoryStore::new(samples)))).unwrap()
+    }
+
+    #[test]
+    fn names_print_as_they_parse() {
+        for name in ["none", "int8", "int4:64", "topk:0.1/f16", "aqsgd:4", "aqsgd:2/int8", "direct:3"] {
+            assert_eq!(name.parse::<LinkSpec>().unwrap().to_string(), name);
+        }
+        assert_eq!("aqsgd:4/f16".parse::<LinkSpec>().unwrap().to_string(), "aqsgd:4");
+        assert!("none".parse::<LinkSpec>().unwrap().is_plain());
+    }
+
+    #[test]
+    fn wrong_names_say_which_part() {
+        for (name, said) in [
+            ("aqsgd", "needs bits"),
+            ("aqsgd:5", "needs bits"),
+            ("aqsgd:4/int2", "is not how samples are held"),
+            ("int8+ef", "has no place on a boundary"),
+            ("nonsense", "nonsense"),
+        ] {
+            let error = name.parse::<LinkSpec>().unwrap_err().to_string();
+            assert!(error.contains(said), "{name}: {error}");
+        }
+    }
+
+    /// A scale for each channel: a large one does not drown the others.
+    #[test]
+    fn each_channel_of_a_sample_has_its_scale() {
+        let shape = SampleShape { positions: 32, channels: 2 };
+        let x: Vec<f32> = (0..32).flat_map(|i| [1000.0 * i as f32, 0.001 * i as f32]).collect();
+        let (mut payload, mut out) = (Payload::new(), vec![0.0; x.len()]);
+        let mut link = build("direct:4", shape);
+        link.encode(&[0], &x, RoundKey::default(), &mut payload).unwrap();
+        assert_eq!(payload.view().body().len(), 4 + 2 * (16 + 2));
+        link.decode(&[0], payload.view(), &mut out).unwrap();
+        assert!((out[63] - x[63]).abs() < 0.031 / 14.0, "{} {}", out[63], x[63]);
+    }
+
+    #[test]
+    fn every_codec_of_the_table_carries_a_microbatch() {
+        let shape = SampleShape { positions: 8, channels: 4 };
+        let x: Vec<f32> = (0..64).map(|i| (i as f32 * 0.37).sin()).collect();
+        let names = crate::names();
+        let methods = names.iter().filter_map(|name| name.split('[').next()).filter(|n| !n.contains(':'));
+        for name in methods.chain(["topk:0.25/int8", "dct:4", "int8+zstd"]) {
+            let (mut payload, mut out) = (Payload::new(), vec![0.0; 64]);
+            let mut link = build(name, shape);
+            link.encode(&[3, 9], &x, RoundKey::default(), &mut payload).unwrap();
+            assert!(payload.as_bytes().len() <= link.max_payload(2), "{name}");
+            link.decode(&[3, 9], payload.view(), &mut out).unwrap();
+            assert!(out.iter().all(|v| v.is_finite()), "{name}");
+        }
+    }
+}
