@@ -61,6 +61,11 @@ pub trait LinkCodec: State + std::fmt::Debug + Send {
 
     /// The most bytes of the payload of so many samples.
     fn max_payload(&self, samples: usize) -> usize;
+
+    /// The most bytes of the payload of so many samples that are all held.
+    fn settled_payload(&self, samples: usize) -> usize {
+        self.max_payload(samples)
+    }
 }
 
 /// Any codec without memory on a link: AQ-SGD's rival, and its backward direction.
@@ -370,5 +375,10 @@ impl<C: Memoryless, S: Store> LinkCodec for AqSgd<C, S> {
             full.saturating_mul(2 * len).saturating_add(changes)
         };
         split(0).max(split(samples)).saturating_add(HEADER + PREFIX + 4 * samples)
+    }
+
+    fn settled_payload(&self, samples: usize) -> usize {
+        let values = samples.saturating_mul(self.store.samples().len());
+        self.inner.max_payload(values).saturating_add(PREFIX + 4 * samples)
     }
 }

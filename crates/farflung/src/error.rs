@@ -221,6 +221,15 @@ pub enum Error {
         /// How one can tell.
         problem: &'static str,
     },
+    /// A boundary's codec could not pack or unpack what crosses it.
+    #[error("{message}")]
+    Boundary {
+        /// Which message.
+        message: String,
+        /// Why.
+        #[source]
+        source: farflung_compress::CompressError,
+    },
     /// Two runs that were compared part.
     #[error("step {step}: `{field}` is {left} and {right}")]
     Differ {
@@ -257,7 +266,10 @@ impl Error {
                 | ParallelError::PlanVersion { .. },
             )
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
-            Self::PeerLost { .. } | Self::Comm(CommError::Missing { .. }) => 75,
+            // Ends compare what they hold when a run begins again.
+            Self::PeerLost { .. }
+            | Self::Comm(CommError::Missing { .. })
+            | Self::Boundary { source: farflung_compress::CompressError::CacheMiss { .. }, .. } => 75,
             Self::Stopped(signal) => signal.exit_code(),
             Self::Child { code, .. } => *code,
             _ => 1,

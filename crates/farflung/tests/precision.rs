@@ -3,7 +3,7 @@
 
 mod small;
 
-use farflung::config::choice::LossScaling;
+use farflung::config::choice::{LossScaling, SamplingKind};
 use farflung::optim::LossScale;
 use farflung::tensor::Precision;
 use farflung::train::Trainer;
@@ -72,6 +72,27 @@ fn a_step_that_overflows_is_the_step_with_a_smaller_scale() {
     let at_once = trained(&TrainConfig { loss_scale: LossScaling::Fixed(scale), ..config });
     for (found, at_once) in found.iter().zip(&at_once) {
         // No step and no batch was lost.
+        assert_eq!((&found.0, &found.1, found.3), (&at_once.0, &at_once.1, at_once.3));
+    }
+}
+
+/// What codecs of a boundary remember is what they would without the tries that were given up, and what no codec can pack
+/// still tells of the overflow.
+#[test]
+fn boundaries_remember_nothing_of_a_step_that_overflows() {
+    let (_folder, config) = steep();
+    let config = TrainConfig {
+        stages: 2,
+        sampling: SamplingKind::Epochs,
+        boundary: "aqsgd:4".parse().unwrap(),
+        boundary_backward: "int8".parse().unwrap(),
+        ..config
+    };
+    let found = trained(&config);
+    let scale = found[0].2.get();
+    assert!(scale < 65_536.0 && scale > 1.0, "{scale}");
+    let at_once = trained(&TrainConfig { loss_scale: LossScaling::Fixed(scale), ..config });
+    for (found, at_once) in found.iter().zip(&at_once) {
         assert_eq!((&found.0, &found.1, found.3), (&at_once.0, &at_once.1, at_once.3));
     }
 }

@@ -4,6 +4,7 @@ use std::fmt;
 use std::path::PathBuf;
 
 use farflung_comm::Algorithm;
+use farflung_compress::link::LinkSpec;
 use farflung_compress::{CodecSpec, CompressError};
 use farflung_optim::LossScale;
 use farflung_parallel::Recompute;
@@ -97,6 +98,26 @@ choice!(
         Tcp = "tcp",
     }
 );
+choice!(
+    /// Which sequences a step trains on.
+    SamplingKind {
+        /// Windows at random places.
+        Random = "random",
+        /// Windows that do not overlap, in shuffled epochs: each has a number and comes again.
+        Epochs = "epochs",
+    }
+);
+choice!(
+    /// Where boundary codecs that remember hold their samples.
+    StoreKind {
+        /// In memory; checkpoints hold it.
+        Memory = "memory",
+        /// In files of the rank's folder, read and written.
+        File = "file",
+        /// In files of the rank's folder, mapped.
+        Mapped = "mapped",
+    }
+);
 /// Where tensors live: one device for all ranks, or several that the ranks take in turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Devices(Vec<DeviceName>);
@@ -153,6 +174,27 @@ macro_rules! named {
 named!(Precision, format!("one of {}", Self::ALL.map(|p| p.to_string()).join(" ")));
 named!(Algorithm, format!("one of {} auto", Self::ALL.map(|a| a.to_string()).join(" ")));
 named!(Method, ["one of"].into_iter().chain(Self::ALL.map(Self::name)).collect::<Vec<_>>().join(" "));
+
+impl Setting for LinkSpec {
+    fn expected() -> String {
+        let [own, codecs] = [farflung_compress::link::names().join(" "), CodecSpec::expected()];
+        format!("a boundary's codec: {own}, or {codecs}")
+    }
+    fn expected_not(text: &str) -> String {
+        match text.parse::<Self>() {
+            Err(reason) if !matches!(reason, CompressError::UnknownCodec { .. }) => {
+                format!("a valid codec: {reason}")
+            }
+            _ => Self::expected(),
+        }
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
+    }
+}
 
 impl Setting for CodecSpec {
     fn expected() -> String {

@@ -22,6 +22,7 @@ use std::path::{Path, PathBuf};
 use farflung_base::{Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
+use farflung_compress::link::LinkSpec;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
@@ -29,7 +30,8 @@ use farflung_tensor::Precision;
 
 use crate::{Error, Result};
 use choice::{
-    Devices, LossScaling, OptimizerKind, Resume, ScheduleKind, SyncKind, TokenizerKind, TransportKind,
+    Devices, LossScaling, OptimizerKind, Resume, SamplingKind, ScheduleKind, StoreKind, SyncKind,
+    TokenizerKind, TransportKind,
 };
 use given::{BY_DEFAULT, Given};
 use value::Setting;
@@ -177,6 +179,9 @@ settings! {
     "Data and output" {
         /// Text file, folder of text, or .bin token file; without it, the source of our own dependencies.
         data: PathBuf, "PATH";
+        /// Which sequences a step trains on: random (windows at random places) or epochs (windows that do not overlap, each once
+        /// an epoch, in another order each time).
+        sampling: SamplingKind, "KIND", SamplingKind::Random;
         /// The run's folder; without it, the next free runs/MODEL-N.
         out: PathBuf, "DIR";
         /// Print results as JSON on stdout.
@@ -276,6 +281,14 @@ settings! {
         /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are chosen so that
         /// the pipeline takes least; unless told an eighth of the context.
         slice_grain: usize, "N";
+        /// How hidden states are packed from a stage to the next: any --codec without feedback, aqsgd:4 (the change since the
+        /// sample came last, in 4 bits; needs --sampling epochs) or direct:4 (its quantiser alone).
+        boundary: LinkSpec, "CODEC", LinkSpec::default();
+        /// How their gradients are packed on the way back.
+        boundary_backward: LinkSpec, "CODEC", LinkSpec::default();
+        /// Where aqsgd holds samples: memory (checkpoints hold them too), file or mapped (in the run's folder, at both ends of
+        /// each boundary; a resumed run goes on with what the files hold).
+        boundary_store: StoreKind, "KIND", StoreKind::Memory;
         /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that the first
         /// had) or newest (each stage's own; the last then waits for the first at each update of their token table).
         version_sync: VersionSync, "KIND", VersionSync::Vertical;

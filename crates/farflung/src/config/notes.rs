@@ -134,6 +134,10 @@ impl TrainConfig {
         let (none, file) = (self.stages == 1, self.schedule_file.is_some());
         let all = ["schedule", "schedule-file", "chunks", "memory", "slice-grain", "version-sync"];
         notes.idle(none, &all, "`stages` is 1, so there is no pipeline");
+        let boundary = ["boundary", "boundary-backward", "boundary-store"];
+        notes.idle(none, &boundary, "`stages` is 1, so there is no pipeline");
+        let remembers = self.boundary.remembers() || self.boundary_backward.remembers();
+        notes.idle(!remembers, &["boundary-store"], "no boundary's codec remembers samples");
         let order = "`schedule-file` sets the order";
         notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
         let method = self.schedule;

@@ -27,6 +27,8 @@ pub const DECIDED: &[&str] = &[
     "offload",
     "memory",
     "slice_grain",
+    "boundary",
+    "boundary_backward",
     "version_sync",
     "precision",
 ];
@@ -71,6 +73,11 @@ impl TrainConfig {
         };
         self.schedule_file = None;
         self.version_sync = plan.pipeline.version_sync;
+        // Where boundaries differ, the first stands for all; the plan's names were checked.
+        if let Some(codecs) = plan.boundaries.first() {
+            self.boundary = codecs.forward.parse().unwrap_or(self.boundary);
+            self.boundary_backward = codecs.backward.parse().unwrap_or(self.boundary_backward);
+        }
         self.algorithm = level.algorithm;
         self.sync_every = level.every.into();
         self.bucket_mb = level.bucket_bytes as f64 / 1e6;

@@ -4,12 +4,14 @@
 use std::ops::Range;
 
 use farflung_base::{Link, Nanos, Rank, StageId};
+use farflung_compress::link::SampleShape;
 use farflung_parallel::ScheduleSource;
 use farflung_parallel::pipeline::{
-    Action, Arrivals, Boundary, CollectivePrices, ComputeOrder, Lowering, Op, PipelineCost, Placement,
-    Schedule, SliceShare, StepSimulation, Tie, Updates,
+    Action, Arrivals, Boundary, CollectivePrices, ComputeOrder, Content, Lowering, Op, PipelineCost,
+    Placement, Schedule, SliceShare, StepSimulation, Tie, Updates,
 };
 
+use super::boundary;
 use super::costs::Work;
 use super::job::Job;
 use super::prices::collective_prices;
@@ -51,7 +53,10 @@ impl ReplicaSchedule {
         };
         // The links of neighbours stand for all of them: no schedule depends on more.
         let links: Vec<Link> = (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect();
-        let bytes = work.hidden_bytes();
+        // The first direction of the first boundary stands for all, too.
+        let shape = SampleShape { positions: job.model.context, channels: job.model.dim };
+        let crossing = |boundary: usize, content| boundary::bytes(plan, boundary, content, shape);
+        let bytes = if links.is_empty() { work.hidden_bytes() } else { crossing(0, Content::Activation)? };
         let hop = links.iter().map(|link| link.time(bytes)).max().unwrap_or_default();
         // Where a part lies does not depend on costs; what it takes depends on where it lies.
         let equal: Vec<_> =
@@ -71,9 +76,10 @@ impl ReplicaSchedule {
         };
         let between = |part: u32| {
             let link = link(placement.rank(StageId(part)), placement.rank(StageId(part + 1)));
-            Boundary { link, forward: bytes, backward: bytes }
+            let forward = crossing(part as usize, Content::Activation)?;
+            Ok(Boundary { link, forward, backward: crossing(part as usize, Content::Gradient)? })
         };
-        let boundaries = (0..placement.depth() - 1).map(between).collect();
+        let boundaries = (0..placement.depth() - 1).map(between).collect::<Result<_>>()?;
         let slices = positions(&plan.pipeline.slices, job.model.context);
         let share = |slice: &Range<usize>| SliceShare {
             tokens: slice.len() as u64,

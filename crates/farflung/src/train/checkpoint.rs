@@ -2,9 +2,10 @@
 //! needs a shared disk; a checkpoint counts once every rank has it.
 //!
 //! A rank's `step-N/` holds `config.json` and `model.safetensors` (Hugging Face's layout; of a pipeline, rank 0 has all of
-//! the model and the others their parts), `optimizer.safetensors` (moments, outer state, residuals) and `trainer.json`. A
-//! run that cuts the model in another way reads the folders of all ranks, which it must be able to reach.
+//! the model and the others their parts), `optimizer.safetensors` (moments, outer state, residuals), `samples.safetensors` where
+//! boundaries hold samples in memory, and `trainer.json`. A run that cuts the model in another way reads the folders of all ranks, which it must be able to reach.
 
+mod samples;
 mod source;
 
 use std::collections::BTreeMap;
@@ -101,6 +102,7 @@ pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Total
     writer.write_with(MODEL, |out| write(&weights, &metadata, out))?;
     let states = trainer.states()?;
     writer.write_with(OPTIMIZER, |out| write(&states, &BTreeMap::new(), out))?;
+    samples::save(trainer, &mut writer)?;
 
     let level = job.plan.outermost();
     let record = Record {
@@ -159,6 +161,7 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
     let source = Source::read(job.model, checkpoints, own)?;
     check(&source.record, job)?;
     trainer.restore(&source)?;
+    samples::restore(trainer, &source)?;
     Ok(Some(source.record.totals))
 }
 

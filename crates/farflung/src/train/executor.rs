@@ -16,6 +16,7 @@ use farflung_parallel::pipeline::{
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
+use super::boundary::{Boundaries, Crossing};
 use super::part::{Held, Leaving, Part, copy};
 use super::tied::Tied;
 use crate::{Error, Result};
@@ -80,6 +81,8 @@ pub(super) struct Executor {
     /// What slices of a microbatch leave for each other on a stage, where there are several.
     pub(super) carried: BTreeMap<(StageId, u32), Slices>,
     pub(super) sending: Vec<Pending<Result<(), CommError>>>,
+    /// The codecs of what crosses to other ranks.
+    pub(super) boundaries: Boundaries,
 }
 
 /// The forwards that an order runs again, sorted.
@@ -318,6 +321,15 @@ impl Executor {
         mine.commit(Prepared::with_norm(norm)?, needed)
     }
 
+    /// The number of a message's microbatch, and those of its samples, over all steps and replicas; none in an evaluation,
+    /// which sends values as they are and leaves what codecs hold alone.
+    fn crossing(&self, message: Message) -> Option<(u64, Vec<u64>)> {
+        let Pass::Training { first } = self.pass else { return None };
+        let (microbatch, batch) = (first + u64::from(message.microbatch), self.sampler.shard().batch as u64);
+        let sequences = microbatch * batch..(microbatch + 1) * batch;
+        Some((microbatch, sequences.map(|n| self.sampler.window(n).unwrap_or(n)).collect()))
+    }
+
     /// A number for each message of a pass.
     fn tag(&self, message: Message) -> u32 {
         let microbatch = message.from.0 * self.passing + message.microbatch;
@@ -350,7 +362,13 @@ impl Worker for Executor {
 
     fn send(&mut self, to: Rank, message: Message, data: Tensor) -> Result<()> {
         let values = data.to_vec::<f32>()?;
-        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let coded = match self.crossing(message) {
+            Some((microbatch, samples)) => {
+                self.boundaries.encode(Crossing { message, samples: &samples, microbatch }, &values)?
+            }
+            None => None,
+        };
+        let bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
         let to = Rank(self.first + to.0);
         self.sending.push(self.comm.start_send(to, self.tag(message), bytes));
         Ok(())
@@ -364,8 +382,14 @@ impl Worker for Executor {
     fn wait(&mut self, (message, pending): Self::Pending) -> Result<Tensor> {
         let bytes = pending.wait()?;
         let shape = [self.sampler.shard().batch, self.positions(message.slice).len(), self.dim];
-        let values = floats(&bytes, shape.iter().product());
-        let values = values.ok_or_else(|| Error::Message {
+        let count = shape.iter().product();
+        let coded = match self.crossing(message) {
+            Some((microbatch, samples)) => {
+                self.boundaries.decode(Crossing { message, samples: &samples, microbatch }, &bytes, count)?
+            }
+            None => None,
+        };
+        let values = coded.or_else(|| floats(&bytes, count)).ok_or_else(|| Error::Message {
             message: message.to_string(),
             problem: "is not as long as a microbatch's hidden states",
         })?;

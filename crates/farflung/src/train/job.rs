@@ -11,8 +11,8 @@ use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
-use super::{costs, links, planned};
-use crate::config::choice::TokenizerKind;
+use super::{boundary, costs, links, planned};
+use crate::config::choice::{SamplingKind, TokenizerKind};
 use crate::signals::Stop;
 use crate::{Result, TrainConfig, corpus};
 
@@ -99,6 +99,7 @@ impl Job {
         planned::check_names(&plan)?;
         let mut config = self.config.clone();
         config.follow(&plan);
+        boundary::check(&config, &plan)?;
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
         Ok(Self { config, plan, rates, world, ..self.clone() })
@@ -114,7 +115,11 @@ impl Job {
     /// The training sequences, by their numbers over all replicas and steps.
     pub fn sampler(&self) -> Result<Sampler, ZooError> {
         let shard = Shard::whole(self.plan.batch as usize);
-        Sampler::random(self.training.clone(), self.config.seed, shard, self.model.context)
+        let (training, seed, context) = (self.training.clone(), self.config.seed, self.model.context);
+        match self.config.sampling {
+            SamplingKind::Random => Sampler::random(training, seed, shard, context),
+            SamplingKind::Epochs => Sampler::epochs(training, seed, shard, context, self.plan.sequences()),
+        }
     }
 
     /// A replica's share of the held-out batches.
@@ -237,6 +242,7 @@ impl Decided {
             // A file for other ranks is refused before anything starts.
             links::declared(&config, world, cluster.as_ref())?;
         }
+        boundary::check(&config, &plan)?;
         let rates = costs::rates(&config, model, &plan, cluster.as_ref());
         Ok(Self { config, plan, cluster, rates })
     }

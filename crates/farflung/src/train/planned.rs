@@ -5,6 +5,7 @@ use std::path::Path;
 
 use farflung_base::{Link, Nanos, Rank};
 use farflung_compress::CodecSpec;
+use farflung_compress::link::LinkSpec;
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method, slice_tokens};
 use farflung_parallel::plan::{NO_CODEC, even_parts};
@@ -98,7 +99,7 @@ pub(super) fn from_settings(
         precision: config.precision,
         batch: small("batch", config.batch)?,
         microbatches: vec![count; replicas as usize],
-        boundaries: vec![BoundaryCodecs::default(); cut.len() - 1],
+        boundaries: vec![boundary(config); cut.len() - 1],
         parts: cut.into_iter().map(part).collect(),
         pipeline: Pipeline {
             schedule,
@@ -133,6 +134,12 @@ pub(super) fn cut(layers: u32, parts: u32) -> Result<Vec<Range<u32>>> {
 /// A count as plans have it.
 fn small(field: &'static str, value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| refuse(field, value, format!("at most {}", u32::MAX)))
+}
+
+/// The codecs of each boundary of some settings.
+fn boundary(config: &TrainConfig) -> BoundaryCodecs {
+    let (forward, backward) = (config.boundary.to_string(), config.boundary_backward.to_string());
+    BoundaryCodecs { forward, backward }
 }
 
 /// How the replicas of some settings stay one model.
@@ -267,10 +274,9 @@ pub(super) fn check_names(plan: &Plan) -> Result<()> {
     }
     for (i, boundary) in plan.boundaries.iter().enumerate() {
         for (direction, name) in [("forward", &boundary.forward), ("backward", &boundary.backward)] {
-            if name != NO_CODEC {
-                let expected = format!("{NO_CODEC}: coded boundaries are not built yet");
-                return Err(wrong(format!("boundary[{i}].{direction}"), name, expected));
-            }
+            name.parse::<LinkSpec>().map_err(|why| {
+                wrong(format!("boundary[{i}].{direction}"), name, format!("a boundary's codec: {why}"))
+            })?;
         }
     }
     Ok(())

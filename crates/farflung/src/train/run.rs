@@ -261,6 +261,7 @@ fn train(
     let config = &job.config;
     let first = trainer.comm().rank().0 == 0;
     let run = open_folder(job, trainer.comm())?;
+    trainer.hold_samples(job, run.as_ref().map(RunDir::path))?;
     let before = match &run {
         Some(run) => checkpoint::resume(&mut trainer, job, run)?.unwrap_or_default(),
         None => Totals::default(),

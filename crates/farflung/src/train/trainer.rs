@@ -179,10 +179,12 @@ impl Trainer {
                 // The same on all ranks that voted, and there it never happened.
                 Err(OptimError::NotFinite { .. }) if self.scale.overflowed() => {
                     self.executor.parts.values_mut().for_each(Part::rollback);
+                    self.executor.boundaries.rollback();
                 }
                 Err(error) => return Err(error.into()),
             }
         };
+        self.executor.boundaries.commit();
         self.scale.taken();
         self.step += 1;
         let mut done = if self.each_step { self.agreed(&vote) } else { self.local_step(&vote, stop)? };

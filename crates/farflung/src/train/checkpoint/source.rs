@@ -15,7 +15,7 @@ pub(in super::super) struct Source {
     pub(super) record: Record,
     /// Whether it was written by a rank that held just what this one holds.
     pub(in super::super) own: bool,
-    from: Checkpoint,
+    pub(super) from: Checkpoint,
     weights: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     states: BTreeMap<String, Vec<f32>>,
     /// Of the whole model: where a flat buffer of a rank without stages has each tensor.
@@ -28,7 +28,7 @@ pub(super) fn record(checkpoint: &Checkpoint) -> Result<Record> {
         .map_err(|_| damaged(checkpoint, TRAINER, "it does not hold a trainer's counters"))
 }
 
-fn damaged(checkpoint: &Checkpoint, name: &str, what: &'static str) -> Error {
+pub(super) fn damaged(checkpoint: &Checkpoint, name: &str, what: &'static str) -> Error {
     Error::Damaged { path: checkpoint.path().join(name), what }
 }
 

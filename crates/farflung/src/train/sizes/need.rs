@@ -8,13 +8,15 @@ use std::ops::Range;
 use farflung_base::Bytes;
 use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
+use farflung_compress::link::SampleShape;
 use farflung_tensor::{DeviceName, Precision};
 use farflung_zoo::GptConfig;
 
+use super::super::boundary::held_bytes;
 use super::data::Data;
 use super::held::Position;
 use crate::TrainConfig;
-use crate::config::choice::{OptimizerKind, SyncKind};
+use crate::config::choice::{OptimizerKind, StoreKind, SyncKind, TokenizerKind};
 
 /// Bytes of an f32.
 const F32: u128 = size_of::<f32>() as u128;
@@ -29,6 +31,7 @@ pub(super) enum Part {
     Outer,
     Averaging,
     Residuals,
+    Samples,
     Activations,
     Logits,
     Rounded,
@@ -42,13 +45,14 @@ pub(super) enum Part {
 }
 
 impl Part {
-    const ALL: [Self; 16] = [
+    const ALL: [Self; 17] = [
         Self::Parameters,
         Self::Gradients,
         Self::Optimizer,
         Self::Outer,
         Self::Averaging,
         Self::Residuals,
+        Self::Samples,
         Self::Activations,
         Self::Logits,
         Self::Rounded,
@@ -69,6 +73,7 @@ impl Part {
             Self::Outer => "DiLoCo's anchor, delta and momentum",
             Self::Averaging => "buckets and messages",
             Self::Residuals => "codec residuals",
+            Self::Samples => "samples of boundaries",
             Self::Activations => "activations",
             Self::Logits => "logits",
             Self::Rounded => "rounded operands",
@@ -156,6 +161,8 @@ const PAIR: u128 = 512;
 /// Bytes of one step of an all-reduce that is chosen by price. A rank makes `2 (n - 1)` steps for each of the `n` ranks, to
 /// choose the cheapest variant; this is the total divided by `n^2`. Measured with 64, 100 and 150 workers.
 const STEP: u128 = 650;
+/// Bytes of a sample that a boundary holds, besides its values.
+const SAMPLE: u128 = 64;
 /// Bytes of the GPT-2 tokenizer's tables. Measured.
 const VOCABULARY: u128 = 40 << 20;
 /// Bytes of a microbatch's pending loss, besides the losses of its tokens. Measured.
@@ -211,6 +218,8 @@ impl RankGroup<'_> {
         let saved = self.averaging(&mut need, model, holders, here);
         self.activations(&mut need, position, here);
 
+        need.add(Part::Samples, self.samples(replicas));
+
         let batch = config.batch as u128;
         let tokens = batch.saturating_mul(self.model.context as u128);
         let losses = if self.positions.len() == 1 { tokens.saturating_mul(F32) } else { 0 };
@@ -265,6 +274,25 @@ impl RankGroup<'_> {
             need.add(Part::Residuals, residual.saturating_mul(2));
         }
         residual
+    }
+
+    /// What boundary codecs hold in memory of the windows that a replica sees, shared equally among the ranks of its pipeline.
+    fn samples(&self, replicas: usize) -> u128 {
+        let (config, stages) = (self.config, self.positions.len() as u128);
+        if stages == 1 || config.boundary_store != StoreKind::Memory {
+            return 0;
+        }
+        let shape = SampleShape { positions: self.model.context, channels: self.model.dim };
+        let of_one = held_bytes(config.boundary, config.boundary_backward, shape);
+        let chunks = config.chunks.unwrap_or(config.schedule.default_chunks() as usize) as u128;
+        let boundaries = (stages * chunks).saturating_sub(1);
+        let width = if config.tokenizer == TokenizerKind::Byte { 1 } else { 2 };
+        let windows = u128::from(self.data.tokens / width) / (self.model.context.max(1) * replicas) as u128;
+        let microbatches = super::super::planned::microbatches(config) as u128;
+        let seen = (config.batch as u128).saturating_mul(microbatches).saturating_mul(config.steps.into());
+        // A map has a few words for each.
+        let each = if of_one == 0 { 0 } else { of_one + 4 * SAMPLE };
+        windows.min(seen).saturating_mul(each).saturating_mul(boundaries) / stages
     }
 
     /// Adds the activations and logits of the microbatches between their forward and backward passes.

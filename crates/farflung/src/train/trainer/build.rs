@@ -14,6 +14,7 @@ use farflung_zoo::{Keeping, Stage};
 use super::Trainer;
 use crate::config::choice::{OptimizerKind, ScheduleKind};
 use crate::train::bind::ReplicaSchedule;
+use crate::train::boundary::{Boundaries, Stores};
 use crate::train::executor::{Executor, Pass, recomputed};
 use crate::train::job::Job;
 use crate::train::part::{Part, Parts};
@@ -93,6 +94,7 @@ impl Trainer {
             held: BTreeMap::new(),
             carried: BTreeMap::new(),
             sending: Vec::new(),
+            boundaries: Boundaries::new(job, &placement, position, &schedule.slices, &Stores::Memory)?,
             placement,
             sampler,
             evaluation,

@@ -2,13 +2,17 @@
 //! that any plan can go on with them; codecs' residuals, which are the rank's own.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use farflung_base::StageId;
 use farflung_tensor::{ParamLayout, Tensor};
 
 use super::{Trainer, named};
 use crate::Result;
+use crate::train::boundary::{Boundaries, Stores};
 use crate::train::checkpoint::{Counters, Named, Source};
+use crate::train::executor::Executor;
+use crate::train::job::Job;
 use crate::train::part::Part;
 
 /// The name of the loss scale among a rank's states.
@@ -73,6 +77,33 @@ impl Trainer {
             }
         }
         Ok(states)
+    }
+
+    /// What the codecs of its boundaries hold.
+    pub(in crate::train) const fn boundaries(&self) -> &Boundaries {
+        &self.executor.boundaries
+    }
+
+    /// The same, to be changed.
+    pub(in crate::train) const fn boundaries_mut(&mut self) -> &mut Boundaries {
+        &mut self.executor.boundaries
+    }
+
+    /// Holds samples of boundaries where the settings say, in the rank's folder if that is in files.
+    ///
+    /// Errors: files that cannot be opened.
+    pub(in crate::train) fn hold_samples(&mut self, job: &Job, folder: Option<&Path>) -> Result<()> {
+        let (Some(folder), Some(windows)) = (folder, self.executor.sampler.windows()) else { return Ok(()) };
+        let stores = Stores::new(job.config.boundary_store, folder, windows);
+        let (placement, slices) = (&self.executor.placement, &self.schedule.slices);
+        self.executor.boundaries = Boundaries::new(job, placement, self.position, slices, &stores)?;
+        Ok(())
+    }
+
+    /// Both ends of each boundary forget the samples that they do not hold alike; how many this rank forgot. All must call it.
+    pub(in crate::train) fn agree_on_samples(&mut self) -> Result<usize> {
+        let Executor { boundaries, comm, first, sampler, .. } = &mut self.executor;
+        boundaries.agree(comm, *first, sampler.windows().unwrap_or(0))
     }
 
     /// Takes up where `from` was written. Residuals are restored where this rank wrote them as it is now.

@@ -1,0 +1,263 @@
+//! The coded ends of a rank's pipeline boundaries: hidden states to the next part and their gradients back, through the plan's
+//! codecs. It depends on no schedule.
+
+mod agree;
+mod store;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use farflung_base::{Bytes, Rank, StageId};
+use farflung_compress::link::{LinkCodec, LinkSpec, SampleShape, Samples, Store};
+use farflung_compress::{CodecId, CompressError, Compressor as _, F32, Payload, PayloadRef, RoundKey};
+use farflung_compress::{State as _, StateMap};
+use farflung_parallel::Plan;
+use farflung_parallel::pipeline::{Content, Message, Placement};
+
+use super::job::Job;
+use crate::config::choice::SamplingKind;
+use crate::{Error, Result, TrainConfig};
+pub(super) use store::Stores;
+
+/// The codec of what crosses from one part to the next, or back.
+///
+/// Errors: none for a plan whose names were checked.
+fn spec(plan: &Plan, boundary: usize, content: Content) -> Result<LinkSpec> {
+    let codecs = &plan.boundaries[boundary];
+    Ok(match content {
+        Content::Activation => codecs.forward.parse()?,
+        Content::Gradient => codecs.backward.parse()?,
+    })
+}
+
+/// All codecs of a plan's boundaries that remember samples.
+fn remembering(plan: &Plan) -> impl Iterator<Item = LinkSpec> {
+    let names = plan.boundaries.iter().flat_map(|codecs| [&codecs.forward, &codecs.backward]);
+    names.filter_map(|name| name.parse().ok()).filter(LinkSpec::remembers)
+}
+
+/// Whether the settings give the plan's boundaries what they need.
+///
+/// Errors: [`Error::Setting`] for samples that never come again.
+pub(super) fn check(config: &TrainConfig, plan: &Plan) -> Result<()> {
+    match remembering(plan).next() {
+        Some(spec) if config.sampling != SamplingKind::Epochs => Err(Error::Setting {
+            field: "sampling",
+            value: config.sampling.to_string(),
+            expected: format!("epochs with boundary {spec}, which knows samples by numbers that come again"),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that the two ends of a boundary hold of a sample.
+pub(super) fn held_bytes(forward: LinkSpec, backward: LinkSpec, shape: SampleShape) -> u128 {
+    let both_ends = |spec: LinkSpec| 2 * spec.samples(shape).map_or(0, |samples| samples.bytes()) as u128;
+    both_ends(forward).saturating_add(both_ends(backward))
+}
+
+/// Bytes of a microbatch across a boundary: of samples that are held, for codecs that remember, which is all but their first
+/// epoch.
+///
+/// Errors: none for a plan whose names were checked.
+pub(super) fn bytes(plan: &Plan, boundary: usize, content: Content, shape: SampleShape) -> Result<Bytes> {
+    let (spec, samples) = (spec(plan, boundary, content)?, plan.batch as usize);
+    if spec.is_plain() {
+        return Ok(Bytes((samples * shape.len() * size_of::<f32>()) as u64));
+    }
+    let link = spec.build(shape, |samples| Ok(Box::new(Unused(samples))))?;
+    Ok(Bytes(link.settled_payload(samples) as u64))
+}
+
+/// A store of nothing, for lengths alone.
+#[derive(Debug)]
+struct Unused(Samples);
+
+impl farflung_compress::State for Unused {}
+
+impl Store for Unused {
+    fn samples(&self) -> Samples {
+        self.0
+    }
+
+    fn read(&mut self, _: u64, _: &mut [u8]) -> Result<u32, CompressError> {
+        Ok(0)
+    }
+
+    fn write(&mut self, _: u64, _: &[u8]) -> Result<(), CompressError> {
+        Ok(())
+    }
+
+    fn forget(&mut self, _: u64) -> Result<(), CompressError> {
+        Ok(())
+    }
+}
+
+/// One end of a boundary's direction: what a stage makes, of one slice of sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct End {
+    from: StageId,
+    content: Content,
+    slice: u16,
+}
+
+impl End {
+    const fn of(message: Message) -> Self {
+        Self { from: message.from, content: message.content, slice: message.slice }
+    }
+
+    /// Its name in checkpoints and among files.
+    fn name(self) -> String {
+        let content = match self.content {
+            Content::Activation => "hidden",
+            Content::Gradient => "gradient",
+        };
+        format!("stage-{}-{content}-slice-{}", self.from.0, self.slice)
+    }
+}
+
+/// A codec and who has the other end.
+#[derive(Debug)]
+struct Coded {
+    codec: Box<dyn LinkCodec>,
+    other: Rank,
+    /// Separates its random choices from other ends'.
+    stream: u32,
+    remembers: bool,
+}
+
+/// The ends that a rank has, where values do not travel as they are.
+#[derive(Debug, Default)]
+pub(super) struct Boundaries {
+    ends: BTreeMap<End, Coded>,
+    seed: u64,
+    payload: Payload,
+}
+
+/// What travels: a message, the numbers of its samples and that of its microbatch over all steps and replicas.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Crossing<'a> {
+    pub(super) message: Message,
+    pub(super) samples: &'a [u64],
+    pub(super) microbatch: u64,
+}
+
+impl Boundaries {
+    /// Those of a rank at `position` of the pipeline that begins at rank `first`.
+    ///
+    /// Errors: those of `stores`.
+    pub(super) fn new(
+        job: &Job,
+        placement: &Placement,
+        position: Rank,
+        slices: &[Range<usize>],
+        stores: &Stores,
+    ) -> Result<Self> {
+        let mut ends = BTreeMap::new();
+        for stage in placement.stages_of(position) {
+            let part = placement.part(stage);
+            let depth = placement.depth();
+            let next = (part + 1 < depth).then(|| (stage, StageId(stage.0 + 1)));
+            let before = (part > 0).then(|| (StageId(stage.0 - 1), stage));
+            for (low, high) in [before, next].into_iter().flatten() {
+                let other = placement.rank(if low == stage { high } else { low });
+                if other == position {
+                    continue;
+                }
+                let boundary = placement.part(low) as usize;
+                for (content, from) in [(Content::Activation, low), (Content::Gradient, high)] {
+                    let spec = spec(&job.plan, boundary, content)?;
+                    if spec.is_plain() {
+                        continue;
+                    }
+                    for (slice, positions) in (0..).zip(slices) {
+                        let end = End { from, content, slice };
+                        let shape = SampleShape { positions: positions.len(), channels: job.model.dim };
+                        let codec = spec.build(shape, |samples| stores.open(&end.name(), samples))?;
+                        let stream = 2 * boundary as u32 + u32::from(content == Content::Gradient);
+                        let stream = stream * slices.len() as u32 + u32::from(slice);
+                        ends.insert(end, Coded { codec, other, stream, remembers: spec.remembers() });
+                    }
+                }
+            }
+        }
+        Ok(Self { ends, seed: job.config.seed, payload: Payload::new() })
+    }
+
+    /// Values as they leave; `None` where they travel as they are.
+    ///
+    /// What a codec refuses, since it is not finite or too large, travels as plain f32, and the codec remembers nothing of it: the
+    /// step's overflow shows when ranks agree, on all of them.
+    pub(super) fn encode(&mut self, crossing: Crossing<'_>, values: &[f32]) -> Result<Option<Vec<u8>>> {
+        let Some(end) = self.ends.get_mut(&End::of(crossing.message)) else { return Ok(None) };
+        let key = RoundKey {
+            seed: self.seed,
+            round: crossing.microbatch,
+            shard: end.stream,
+            rank: Rank::default(),
+        };
+        match end.codec.encode(crossing.samples, values, key, &mut self.payload) {
+            Err(error) if error.refuses_a_value() => F32::new().compress(values, key, &mut self.payload),
+            other => other,
+        }
+        .map_err(|source| failed(crossing.message, source))?;
+        Ok(Some(self.payload.as_bytes().to_vec()))
+    }
+
+    /// What came, as so many values; `None` where they travel as they are.
+    pub(super) fn decode(
+        &mut self,
+        crossing: Crossing<'_>,
+        bytes: &[u8],
+        count: usize,
+    ) -> Result<Option<Vec<f32>>> {
+        let Some(end) = self.ends.get_mut(&End::of(crossing.message)) else { return Ok(None) };
+        let mut values = vec![0.0; count];
+        let decoded = PayloadRef::parse(bytes).and_then(|payload| match payload.codec() {
+            CodecId::F32 => F32::new().decompress(payload, &mut values),
+            _ => end.codec.decode(crossing.samples, payload, &mut values),
+        });
+        decoded.map_err(|source| failed(crossing.message, source))?;
+        Ok(Some(values))
+    }
+
+    /// All ranks agreed on the step: what codecs hold is final.
+    pub(super) fn commit(&mut self) {
+        self.ends.values_mut().for_each(|end| end.codec.commit());
+    }
+
+    /// The step is given up: codecs hold what they held before.
+    pub(super) fn rollback(&mut self) {
+        self.ends.values_mut().for_each(|end| end.codec.rollback());
+    }
+
+    /// What codecs hold, by name.
+    ///
+    /// Errors: none between steps.
+    pub(super) fn save(&self) -> Result<StateMap<'_>> {
+        let mut all = StateMap::new();
+        for (end, coded) in &self.ends {
+            coded.codec.save(&format!("{}/", end.name()), &mut all)?;
+        }
+        Ok(all)
+    }
+
+    /// Takes up what [`Boundaries::save`] gave.
+    ///
+    /// Errors: entries that are not of this shape.
+    pub(super) fn load(&mut self, from: &mut StateMap<'_>) -> Result<()> {
+        for (end, coded) in &mut self.ends {
+            coded.codec.load(&format!("{}/", end.name()), from)?;
+        }
+        Ok(())
+    }
+
+    /// Holds nothing: the samples were another rank's.
+    pub(super) fn forget_all(&mut self) {
+        self.ends.values_mut().for_each(|end| end.codec.reset());
+    }
+}
+
+fn failed(message: Message, source: CompressError) -> Error {
+    Error::Boundary { message: message.to_string(), source }
+}

@@ -1,0 +1,66 @@
+//! Where codecs that remember hold samples: in memory, or in files of the rank's folder.
+#![expect(
+    unsafe_code,
+    reason = "a mapped file is memory that others could change: the run has its folder locked for itself"
+)]
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use farflung_compress::CompressError;
+use farflung_compress::link::{FileStore, MappedStore, MemoryStore, Samples, Staged, Store};
+
+use crate::config::choice::StoreKind;
+
+/// The folder of samples within a rank's.
+const FOLDER: &str = "boundaries";
+
+/// How to open a store. What a step writes waits for its commit in each.
+#[derive(Debug, Clone)]
+pub(in crate::train) enum Stores {
+    /// In memory; checkpoints hold it.
+    Memory,
+    /// In files, which checkpoints do not hold.
+    Files {
+        /// Where.
+        folder: PathBuf,
+        /// Whether they are mapped.
+        mapped: bool,
+        /// Windows of the run.
+        windows: u64,
+    },
+}
+
+impl Stores {
+    /// Those of a kind in a rank's folder, for samples below this number.
+    pub(in crate::train) fn new(kind: StoreKind, rank: &Path, windows: u64) -> Self {
+        let files = |mapped| Self::Files { folder: rank.join(FOLDER), mapped, windows };
+        match kind {
+            StoreKind::Memory => Self::Memory,
+            StoreKind::File => files(false),
+            StoreKind::Mapped => files(true),
+        }
+    }
+
+    /// A store of that name, which may hold something already.
+    ///
+    /// Errors: [`CompressError::Store`].
+    pub(super) fn open(&self, name: &str, samples: Samples) -> Result<Box<dyn Store>, CompressError> {
+        let Self::Files { folder, mapped, windows } = self else {
+            return Ok(Box::new(Staged::new(MemoryStore::new(samples))));
+        };
+        let failed = |source: io::Error| CompressError::Store {
+            action: "make the folder of",
+            kind: source.kind(),
+            why: format!("{}: {source}", folder.display()),
+        };
+        std::fs::create_dir_all(folder).map_err(failed)?;
+        let path = folder.join(format!("{name}.samples"));
+        Ok(if *mapped {
+            // SAFETY: the run's folder is locked, each rank has its own within it, and each name is opened once.
+            Box::new(Staged::new(unsafe { MappedStore::open(&path, samples, *windows) }?))
+        } else {
+            Box::new(Staged::new(FileStore::open(&path, samples, *windows)?))
+        })
+    }
+}

@@ -1,0 +1,72 @@
+//! What boundary codecs hold of samples: written where it is in memory, and made the same at both ends when a run goes on.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+
+use farflung_compress::{StateMap, StateValue};
+use farflung_zoo::weights::{TensorData, TensorView, write_tensors_to};
+use safetensors::SafeTensors;
+
+use super::source::{Source, damaged};
+use crate::train::trainer::Trainer;
+use crate::{Checkpoint, CheckpointWriter, Result};
+
+const SAMPLES: &str = "samples.safetensors";
+
+/// Writes what the rank's ends hold in memory; no file where that is nothing.
+pub(super) fn save(trainer: &Trainer, writer: &mut CheckpointWriter) -> Result<()> {
+    let held = trainer.boundaries().save()?;
+    if held.is_empty() {
+        return Ok(());
+    }
+    let bytes: Vec<(&String, &[u8], [usize; 1])> = held
+        .iter()
+        .filter_map(|(name, value)| match value {
+            StateValue::Bytes(bytes) => Some((name, &**bytes, [bytes.len()])),
+            _ => None,
+        })
+        .collect();
+    let views: Vec<_> = bytes
+        .iter()
+        .map(|(name, bytes, shape)| TensorView { name, shape, data: TensorData::U8(bytes) })
+        .collect();
+    writer.write_with(SAMPLES, |out| write_tensors_to(out, &views, &BTreeMap::new()))
+}
+
+/// Takes samples up where this rank wrote them as it is now, and forgets what the other end of a boundary does not hold alike. All
+/// ranks must call it.
+pub(super) fn restore(trainer: &mut Trainer, source: &Source) -> Result<()> {
+    if source.own {
+        let bytes = read(&source.from)?;
+        let mut held = match &bytes {
+            Some(bytes) => parse(&source.from, bytes)?,
+            None => StateMap::new(),
+        };
+        trainer.boundaries_mut().load(&mut held)?;
+    } else {
+        trainer.boundaries_mut().forget_all();
+    }
+    let forgotten = trainer.agree_on_samples()?;
+    if forgotten > 0 {
+        let rank = trainer.comm().rank().0;
+        tracing::info!(
+            rank,
+            forgotten,
+            "samples of boundaries that the other end does not hold alike go in full again"
+        );
+    }
+    Ok(())
+}
+
+fn read(checkpoint: &Checkpoint) -> Result<Option<Vec<u8>>> {
+    checkpoint.names().contains(&SAMPLES).then(|| checkpoint.read(SAMPLES)).transpose()
+}
+
+fn parse<'a>(checkpoint: &Checkpoint, bytes: &'a [u8]) -> Result<StateMap<'a>> {
+    let file =
+        SafeTensors::deserialize(bytes).map_err(|_| damaged(checkpoint, SAMPLES, "it is not safetensors"))?;
+    let entry = |(name, tensor): (&str, safetensors::tensor::TensorView<'a>)| {
+        (name.to_owned(), StateValue::Bytes(Cow::Borrowed(tensor.data())))
+    };
+    Ok(file.iter().map(entry).collect())
+}
