@@ -28,6 +28,7 @@ pub mod peers;
 
 mod allocations;
 mod binary;
+mod boundary;
 mod machine;
 mod mutate;
 mod ranks;
@@ -124,6 +125,7 @@ pub const BENCHES: &[Bench] = &[
     plan_text::BENCH,
     replan::BENCH,
     uneven_plan::BENCH,
+    boundary::BENCH,
     simulate_scale::BENCH,
     zero_bubble::BENCH,
 ];

@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::base::Nanos;
 use farflung::comm::Communicator;
+use farflung::config::choice::SamplingKind;
 use farflung::parallel::pipeline::{Method, VersionSync};
 use farflung::train::{Job, refusal};
 
@@ -26,7 +27,7 @@ const RANKS: usize = 4;
 fn topology() -> String {
     let mut text = "default = \"50mbit,3ms\"\n".to_owned();
     for rank in 0..RANKS {
-        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"50 GFLOPS\"\nmemory = \"8GB\"\n");
+        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"2 GFLOPS\"\nmemory = \"8GB\"\n");
     }
     for (rank, link) in ["200mbit,500us", "80mbit,2ms", "1gbit,100us"].into_iter().enumerate() {
         let _ = write!(text, "[[link]]\nbetween = [\"m{rank}\", \"m{}\"]\nlink = \"{link}\"\n", rank + 1);
@@ -48,7 +49,7 @@ fn align(comm: &Communicator) -> Result<()> {
 fn replicas_topology() -> String {
     let mut text = "default = \"10gbit,1us\"\n".to_owned();
     for rank in 0..RANKS {
-        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"50 GFLOPS\"\nmemory = \"8GB\"\n");
+        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"2 GFLOPS\"\nmemory = \"8GB\"\n");
     }
     for (rank, link) in ["200mbit,100us", "100mbit,10us"].into_iter().enumerate() {
         let _ =
@@ -87,6 +88,9 @@ fn one_step(job: &Job) -> Result<(Taken, Taken)> {
     Ok(slowest.expect("a job has ranks"))
 }
 
+/// Codecs of boundaries, forward and back, whose payloads are of one size.
+const CODED: [(&str, &str); 3] = [("f16", "int8"), ("int4", "e4m3"), ("direct:4", "direct:8")];
+
 /// Every schedule that trains; `PipeDream` with and without agreement on versions.
 fn schedules() -> impl Iterator<Item = (Method, VersionSync)> {
     let all = Method::ALL.into_iter().filter(|m| refusal(*m).is_none());
@@ -108,7 +112,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         workers: RANKS,
         stages: RANKS,
         topology: file("row.toml", topology())?,
-        compute_rate: 2e9,
         ..plain_sgd(config(report.seed(), false), 0.1)
     };
     let link = base.link;
@@ -132,6 +135,21 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                 Mark::None,
             )?;
             report.row(&format!("{name}: off"), pass.off(), "%", mark)?;
+        }
+    }
+    for (forward, backward) in CODED {
+        for schedule in [Method::OneFOneB, Method::ZbH1, Method::TeraPipe] {
+            let config = TrainConfig {
+                schedule,
+                microbatches: Some(8),
+                sampling: SamplingKind::Epochs,
+                boundary: forward.parse()?,
+                boundary_backward: backward.parse()?,
+                ..base.clone()
+            };
+            let (pass, _) = one_step(&again(&first, config, Over::Simulated(link)))?;
+            let name = format!("{schedule}, boundaries {forward} and {backward}: off");
+            report.row(&name, pass.off(), "%", Mark::AtMost(3.0))?;
         }
     }
     let base = TrainConfig { stages: RANKS / 2, topology: file("two.toml", replicas_topology())?, ..base };

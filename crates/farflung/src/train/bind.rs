@@ -4,7 +4,6 @@
 use std::ops::Range;
 
 use farflung_base::{Link, Nanos, Rank, StageId};
-use farflung_compress::link::SampleShape;
 use farflung_parallel::ScheduleSource;
 use farflung_parallel::pipeline::{
     Action, Arrivals, Boundary, CollectivePrices, ComputeOrder, Content, Lowering, Op, PipelineCost,
@@ -54,8 +53,9 @@ impl ReplicaSchedule {
         // The links of neighbours stand for all of them: no schedule depends on more.
         let links: Vec<Link> = (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect();
         // The first direction of the first boundary stands for all, too.
-        let shape = SampleShape { positions: job.model.context, channels: job.model.dim };
-        let crossing = |boundary: usize, content| boundary::bytes(plan, boundary, content, shape);
+        let slices = positions(&plan.pipeline.slices, job.model.context);
+        let crossing =
+            |boundary: usize, content| boundary::bytes(plan, boundary, content, &slices, job.model.dim);
         let bytes = if links.is_empty() { work.hidden_bytes() } else { crossing(0, Content::Activation)? };
         let hop = links.iter().map(|link| link.time(bytes)).max().unwrap_or_default();
         // Where a part lies does not depend on costs; what it takes depends on where it lies.
@@ -80,7 +80,6 @@ impl ReplicaSchedule {
             Ok(Boundary { link, forward, backward: crossing(part as usize, Content::Gradient)? })
         };
         let boundaries = (0..placement.depth() - 1).map(between).collect::<Result<_>>()?;
-        let slices = positions(&plan.pipeline.slices, job.model.context);
         let share = |slice: &Range<usize>| SliceShare {
             tokens: slice.len() as u64,
             time: work.slice_flops(&(0..job.model.layers as u32), slice) as u64,

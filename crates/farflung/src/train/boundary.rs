@@ -56,17 +56,28 @@ pub(super) fn held_bytes(forward: LinkSpec, backward: LinkSpec, shape: SampleSha
     both_ends(forward).saturating_add(both_ends(backward))
 }
 
-/// Bytes of a microbatch across a boundary: of samples that are held, for codecs that remember, which is all but their first
-/// epoch.
+/// Bytes of a microbatch across a boundary, of all slices: of samples that are held, for codecs that remember, which is all
+/// but their first epoch.
 ///
 /// Errors: none for a plan whose names were checked.
-pub(super) fn bytes(plan: &Plan, boundary: usize, content: Content, shape: SampleShape) -> Result<Bytes> {
+pub(super) fn bytes(
+    plan: &Plan,
+    boundary: usize,
+    content: Content,
+    slices: &[Range<usize>],
+    channels: usize,
+) -> Result<Bytes> {
     let (spec, samples) = (spec(plan, boundary, content)?, plan.batch as usize);
-    if spec.is_plain() {
-        return Ok(Bytes((samples * shape.len() * size_of::<f32>()) as u64));
+    let mut sum = 0;
+    for slice in slices {
+        let shape = SampleShape { positions: slice.len(), channels };
+        sum += if spec.is_plain() {
+            samples * shape.len() * size_of::<f32>()
+        } else {
+            spec.build(shape, |samples| Ok(Box::new(Unused(samples))))?.settled_payload(samples)
+        };
     }
-    let link = spec.build(shape, |samples| Ok(Box::new(Unused(samples))))?;
-    Ok(Bytes(link.settled_payload(samples) as u64))
+    Ok(Bytes(sum as u64))
 }
 
 /// A store of nothing, for lengths alone.
