@@ -88,7 +88,7 @@ fn processes_hold_the_samples_that_threads_hold() {
 fn a_run_goes_on_with_the_samples_that_it_held() {
     let run = Run::new();
     // An epoch is a few steps, so that samples come again before and after the checkpoint.
-    let text: String = (0..40).map(|i| format!("{} is the square of {i}. ", i * i)).collect();
+    let text = (0..40).map(|i| format!("{} is the square of {i}. ", i * i)).collect::<Vec<_>>().concat();
     std::fs::write(run.at("text.txt"), text).unwrap();
     let args = format!("--stages 4 --microbatches 8 --steps 12 --lr-schedule constant {AQ}");
     let alone = run.done(&[], "alone", &args);
@@ -108,7 +108,7 @@ fn a_run_goes_on_with_the_samples_that_it_held() {
 #[test]
 fn ends_whose_files_differ_start_those_samples_anew() {
     let run = Run::new();
-    let text: String = (0..40).map(|i| format!("{} is the square of {i}. ", i * i)).collect();
+    let text = (0..40).map(|i| format!("{} is the square of {i}. ", i * i)).collect::<Vec<_>>().concat();
     std::fs::write(run.at("text.txt"), text).unwrap();
     let args = format!("--stages 2 --workers 2 --microbatches 4 --lr-schedule constant {AQ}");
     for store in ["file", "mapped"] {

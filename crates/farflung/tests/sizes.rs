@@ -71,6 +71,7 @@ fn estimates_are_near_what_runs_take() {
         "--tokenizer gpt2 --dim 32 --heads 2 --batch 8 --workers 1".to_owned(),
         "--tokenizer gpt2 --dim 32 --heads 2 --batch 8 --workers 1 --precision bf16".to_owned(),
         format!("{wide} --workers 2 --stages 2"),
+        format!("{wide} --workers 2 --stages 2 --microbatches 64 --sampling epochs --boundary aqsgd:4"),
         "--layers 8 --dim 128 --workers 4 --stages 4 --schedule zb-h1 --microbatches 8 --batch 8".to_owned(),
         "--layers 8 --dim 128 --workers 2 --stages 2 --schedule gpipe --microbatches 8 --batch 8".to_owned(),
     ];

@@ -8,6 +8,7 @@ use farflung::TrainConfig;
 use farflung::base::Link;
 use farflung::config::choice::SamplingKind;
 use farflung::train::{Job, Trainer};
+use farflung::zoo::weights::WriteOptions;
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, again, config, job, on_all};
@@ -68,7 +69,7 @@ impl Case {
 fn topology(folder: &Path, link: &str, rate: f64) -> Result<PathBuf> {
     let mut text = format!("default = \"{link},100us\"\n");
     for rank in 0..STAGES {
-        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"{:.0} FLOPS\"\n", rate);
+        let _ = write!(text, "[[device]]\nname = \"m{rank}\"\nflops = \"{rate:.0} FLOPS\"\n");
     }
     let path = folder.join(format!("{link}.toml"));
     std::fs::write(&path, text).context("failed to write the topology")?;
@@ -131,11 +132,16 @@ impl Setting {
         let params = params.into_iter().next().context("a job has a rank")?;
         let device = farflung::tensor::Device::cpu(1)?;
         let layout = farflung::zoo::Stage::whole(before.model, &device)?.layout().clone();
-        farflung::zoo::weights::write(&weights, &before.model, Default::default(), |_, spec, values| {
-            let at = layout.find(&spec.name)?;
-            values.copy_from_slice(&params[layout.params()[at].range()]);
-            Ok::<_, farflung::zoo::ZooError>(())
-        })?;
+        farflung::zoo::weights::write(
+            &weights,
+            &before.model,
+            WriteOptions::default(),
+            |_, spec, values| {
+                let at = layout.find(&spec.name)?;
+                values.copy_from_slice(&params[layout.params()[at].range()]);
+                Ok::<_, farflung::zoo::ZooError>(())
+            },
+        )?;
 
         let data = epoch_of(folder, EPOCH as usize * MICROBATCHES, before.model.context)?;
         let config = TrainConfig {
