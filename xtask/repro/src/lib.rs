@@ -36,6 +36,7 @@ mod workers;
 
 mod collective_cost;
 mod collective_laws;
+mod compositions;
 mod all_reduce;
 mod all_reduce_limit;
 mod aqsgd_cache;
@@ -126,6 +127,7 @@ pub const BENCHES: &[Bench] = &[
     replan::BENCH,
     uneven_plan::BENCH,
     boundary::BENCH,
+    compositions::BENCH,
     simulate_scale::BENCH,
     zero_bubble::BENCH,
 ];

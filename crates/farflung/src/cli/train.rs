@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use farflung::parallel::pipeline::Method;
-use farflung::train::{Watch, plan_of, refusal, run, world};
+use farflung::train::{Watch, combination, plan_of, refusal, run, world};
 use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainFlags, launch_env};
 
 /// Train a model with several workers, here over simulated links, or one worker a process under `farflung launch`.
@@ -15,6 +15,9 @@ pub(crate) struct TrainCommand {
     /// Print the plan that the settings make, as TOML for --plan, and stop.
     #[arg(long)]
     print_plan: bool,
+    /// Print which choices go together, and why not where they do not, and stop.
+    #[arg(long)]
+    combinations: bool,
     #[command(flatten)]
     flags: TrainFlags,
 }
@@ -56,6 +59,9 @@ impl Watch for OnTerminal {
 
 impl TrainCommand {
     pub(crate) fn run(self) -> Result<()> {
+        if self.combinations {
+            return super::print(&combination::table());
+        }
         let print_config = self.flags.print_config;
         let config = self.flags.resolve()?;
         if print_config {

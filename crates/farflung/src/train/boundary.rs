@@ -15,8 +15,7 @@ use farflung_parallel::Plan;
 use farflung_parallel::pipeline::{Content, Message, Placement};
 
 use super::job::Job;
-use crate::config::choice::SamplingKind;
-use crate::{Error, Result, TrainConfig};
+use crate::{Error, Result};
 pub(super) use store::Stores;
 
 /// The codec of what crosses from one part to the next, or back.
@@ -28,26 +27,6 @@ fn spec(plan: &Plan, boundary: usize, content: Content) -> Result<LinkSpec> {
         Content::Activation => codecs.forward.parse()?,
         Content::Gradient => codecs.backward.parse()?,
     })
-}
-
-/// All codecs of a plan's boundaries that remember samples.
-fn remembering(plan: &Plan) -> impl Iterator<Item = LinkSpec> {
-    let names = plan.boundaries.iter().flat_map(|codecs| [&codecs.forward, &codecs.backward]);
-    names.filter_map(|name| name.parse().ok()).filter(LinkSpec::remembers)
-}
-
-/// Whether the settings give the plan's boundaries what they need.
-///
-/// Errors: [`Error::Setting`] for samples that never come again.
-pub(super) fn check(config: &TrainConfig, plan: &Plan) -> Result<()> {
-    match remembering(plan).next() {
-        Some(spec) if config.sampling != SamplingKind::Epochs => Err(Error::Setting {
-            field: "sampling",
-            value: config.sampling.to_string(),
-            expected: format!("epochs with boundary {spec}, which knows samples by numbers that come again"),
-        }),
-        _ => Ok(()),
-    }
 }
 
 /// Bytes that the two ends of a boundary hold of a sample.

@@ -11,7 +11,7 @@ use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
-use super::{boundary, costs, links, planned};
+use super::{combination, costs, links, planned};
 use crate::config::choice::{SamplingKind, TokenizerKind};
 use crate::signals::Stop;
 use crate::{Result, TrainConfig, corpus};
@@ -99,7 +99,7 @@ impl Job {
         planned::check_names(&plan)?;
         let mut config = self.config.clone();
         config.follow(&plan);
-        boundary::check(&config, &plan)?;
+        combination::check(&config, &plan)?;
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
         Ok(Self { config, plan, rates, world, ..self.clone() })
@@ -242,7 +242,7 @@ impl Decided {
             // A file for other ranks is refused before anything starts.
             links::declared(&config, world, cluster.as_ref())?;
         }
-        boundary::check(&config, &plan)?;
+        combination::check(&config, &plan)?;
         let rates = costs::rates(&config, model, &plan, cluster.as_ref());
         Ok(Self { config, plan, cluster, rates })
     }

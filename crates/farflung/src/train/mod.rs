@@ -7,6 +7,7 @@ mod bind;
 mod boundary;
 mod checkpoint;
 mod claim;
+pub mod combination;
 mod costs;
 mod deadline;
 mod executor;

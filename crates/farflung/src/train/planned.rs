@@ -15,6 +15,7 @@ use farflung_parallel::{
 };
 use farflung_zoo::GptConfig;
 
+use super::combination;
 use super::costs::Work;
 use super::links;
 use crate::config::choice::SyncKind;
@@ -182,19 +183,8 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     if !world.is_multiple_of(stages) {
         return Err(refuse("workers", world, format!("a multiple of the {stages} stages")));
     }
+    combination::check_wished(config)?;
     let named = config.schedule_file.is_none() && stages > 1;
-    if named && let Some(reason) = refusal(method) {
-        return Err(refuse("schedule", method, format!("one that trains: {reason}")));
-    }
-    if config.sync == SyncKind::Diloco && stages > 1 && (has_copies(config) || !method.is_synchronous()) {
-        let expected = format!("ddp with {method}: its parts are averaged inside of a step");
-        return Err(refuse("sync", config.sync, expected));
-    }
-    if named && !method.is_synchronous() && config.clip > 0.0 {
-        let expected =
-            format!("0 with {method}: its stages step at different times, so no step has a global norm");
-        return Err(refuse("clip", config.clip, expected));
-    }
     let microbatches = microbatches(config);
     if named && method == Method::PipeDream2Bw && !microbatches.is_multiple_of(stages) {
         let expected = format!("for {method} a multiple of the {stages} stages: as many make one update");

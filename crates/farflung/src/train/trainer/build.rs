@@ -21,12 +21,12 @@ use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
 use crate::train::tied::{Across, Tied};
-use crate::{Error, Result, TrainConfig};
+use crate::{Result, TrainConfig};
 
 impl Trainer {
     /// A rank at step 0 of a job.
     ///
-    /// Errors: those of [`ReplicaSchedule::new`]; [`Error::Setting`] for a loss scale that the schedule cannot have.
+    /// Errors: those of [`ReplicaSchedule::new`].
     pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
         let (plan, rank, stages) = (&job.plan, comm.rank().0, job.plan.stages());
         let (position, replica) = (Rank(rank % stages), rank / stages);
@@ -34,16 +34,6 @@ impl Trainer {
         let placement = schedule.placement().clone();
         let each_step = job.averages_each_step();
         let scale = job.config.loss_scale.start(plan.precision);
-        if scale.is_dynamic() && schedule.updates() != Updates::Flush {
-            return Err(Error::Setting {
-                field: "loss-scale",
-                value: "auto".to_owned(),
-                expected: format!(
-                    "a number in {}: under {} no step can be tried again",
-                    plan.precision, schedule.name
-                ),
-            });
-        }
 
         let device = job.device(comm.rank().index(), threads)?;
         let holders = groups(&comm, &placement, plan.replicas(), position)?;

@@ -1,0 +1,276 @@
+//! Which choices go together, and why not where they do not: the one table behind refusals, `train --combinations`, a test and
+//! a bench. Limits of single numbers are not here: they stand with what they limit.
+
+mod axes;
+mod covering;
+
+use std::fmt;
+
+use farflung_compress::link::LinkSpec;
+use farflung_optim::sync::SyncMethod;
+use farflung_parallel::pipeline::{ComputeOrder, Method};
+use farflung_parallel::{Plan, ScheduleSource};
+use farflung_tensor::Precision;
+
+use super::planned::refusal;
+use crate::config::choice::{LossScaling, SamplingKind};
+use crate::{Error, Result, TrainConfig};
+
+pub use axes::{AXES, Axis, all_values};
+pub use covering::{Covering, covering};
+
+/// What rules look at: the plan's choices, and those of the settings that it does not decide.
+#[derive(Debug, Clone)]
+struct Choices {
+    sync: Option<&'static SyncMethod>,
+    /// None without stages.
+    schedule: Option<Order>,
+    /// Codecs of boundaries, forward.
+    forward: Vec<LinkSpec>,
+    /// And back.
+    backward: Vec<LinkSpec>,
+    precision: Precision,
+    sampling: SamplingKind,
+    clips: bool,
+    loss_scale: LossScaling,
+}
+
+/// What matters of a pipeline's schedule.
+#[derive(Debug, Clone)]
+struct Order {
+    name: String,
+    /// Why it does not train, if so.
+    idle: Option<&'static str>,
+    /// Whether ranks hold the model twice.
+    copies: bool,
+    /// Whether all updates wait for the end of a step.
+    flushes: bool,
+}
+
+impl Order {
+    fn named(method: Method) -> Self {
+        Self {
+            name: method.name().to_owned(),
+            idle: refusal(method),
+            copies: matches!(method, Method::Chimera | Method::DualPipe),
+            flushes: method.is_synchronous(),
+        }
+    }
+
+    fn own(text: &str) -> Self {
+        let copies = text.parse::<ComputeOrder>().is_ok_and(|order| order.placement().copies() > 1);
+        Self { name: "own".to_owned(), idle: None, copies, flushes: true }
+    }
+}
+
+impl Choices {
+    /// Those of settings that no plan was made of yet.
+    fn wished(config: &TrainConfig) -> Self {
+        let named = config.schedule_file.is_none();
+        let boundary = |spec| if config.stages > 1 { vec![spec] } else { Vec::new() };
+        Self {
+            sync: SyncMethod::by_name(&config.sync.to_string()),
+            schedule: (config.stages > 1 && named).then(|| Order::named(config.schedule)),
+            forward: boundary(config.boundary),
+            backward: boundary(config.boundary_backward),
+            precision: config.precision,
+            sampling: config.sampling,
+            clips: config.clip > 0.0,
+            loss_scale: config.loss_scale,
+        }
+    }
+
+    fn planned(config: &TrainConfig, plan: &Plan) -> Self {
+        let boundaries = || plan.boundaries.iter();
+        let schedule = match &plan.pipeline.schedule {
+            _ if plan.stages() == 1 => None,
+            ScheduleSource::Named(method) => Some(Order::named(*method)),
+            ScheduleSource::Text(text) => Some(Order::own(text)),
+        };
+        Self {
+            sync: SyncMethod::by_name(&plan.outermost().method),
+            schedule,
+            forward: boundaries().filter_map(|codecs| codecs.forward.parse().ok()).collect(),
+            backward: boundaries().filter_map(|codecs| codecs.backward.parse().ok()).collect(),
+            precision: plan.precision,
+            ..Self::wished(config)
+        }
+    }
+}
+
+/// Why some choices do not go together: the setting to change, its value, and what would do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// The setting, as in `--name`.
+    pub field: &'static str,
+    /// What it is.
+    pub value: String,
+    /// What it had to be, and why.
+    pub expected: String,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` is {}, expected {}", self.field, self.value, self.expected)
+    }
+}
+
+/// Two axes (or one, twice) and what about them does not go together.
+struct Rule {
+    axes: [&'static str; 2],
+    refuses: fn(&Choices) -> Option<Refusal>,
+}
+
+fn refuse(field: &'static str, value: impl fmt::Display, expected: String) -> Refusal {
+    Refusal { field, value: value.to_string(), expected }
+}
+
+/// Every pair of choices that does not go together.
+const RULES: &[Rule] = &[
+    Rule {
+        axes: ["schedule", "schedule"],
+        refuses: |choices| {
+            let order = choices.schedule.as_ref()?;
+            Some(refuse("schedule", &order.name, format!("one that trains: {}", order.idle?)))
+        },
+    },
+    Rule {
+        axes: ["sync", "schedule"],
+        refuses: |choices| {
+            let (method, order) = (choices.sync?, choices.schedule.as_ref()?);
+            let inside = order.copies || !order.flushes;
+            let local = !method.each_step && inside;
+            let name = &order.name;
+            let expected = format!("ddp with {name}: its parts are averaged inside of a step");
+            local.then(|| refuse("sync", method.name, expected))
+        },
+    },
+    Rule {
+        axes: ["clip", "schedule"],
+        refuses: |choices| {
+            let order = choices.schedule.as_ref().filter(|order| choices.clips && !order.flushes)?;
+            let why = "its stages step at different times, so no step has a global norm";
+            Some(refuse("clip", "above 0", format!("0 with {}: {why}", order.name)))
+        },
+    },
+    Rule {
+        axes: ["precision", "schedule"],
+        refuses: |choices| {
+            let order = choices.schedule.as_ref().filter(|order| !order.flushes)?;
+            let trial = choices.loss_scale.start(choices.precision).is_dynamic();
+            let (precision, name) = (choices.precision, &order.name);
+            let expected = format!("a number in {precision}: under {name} no step can be tried again");
+            trial.then(|| refuse("loss-scale", "auto", expected))
+        },
+    },
+    Rule {
+        axes: ["boundary", "sampling"],
+        refuses: |choices| unnumbered(&choices.forward, choices.sampling),
+    },
+    Rule {
+        axes: ["boundary-backward", "sampling"],
+        refuses: |choices| unnumbered(&choices.backward, choices.sampling),
+    },
+];
+
+/// Samples that never come again, for a codec that remembers them.
+fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {
+    let remembers = specs.iter().find(|spec| spec.remembers());
+    let spec = remembers.filter(|_| sampling != SamplingKind::Epochs)?;
+    let expected = format!("epochs with boundary {spec}, which knows samples by numbers that come again");
+    Some(refuse("sampling", sampling, expected))
+}
+
+/// The first reason why choices do not go together.
+fn first(choices: &Choices) -> Option<Refusal> {
+    RULES.iter().find_map(|rule| (rule.refuses)(choices))
+}
+
+/// Whether the choices of settings go together, before a plan is made of them.
+///
+/// Errors: [`Error::Setting`] with the setting to change and the reason.
+pub(super) fn check_wished(config: &TrainConfig) -> Result<()> {
+    refused(first(&Choices::wished(config)))
+}
+
+/// Whether a plan's choices and those of the settings beside it go together.
+///
+/// Errors: as [`check_wished`].
+pub(super) fn check(config: &TrainConfig, plan: &Plan) -> Result<()> {
+    refused(first(&Choices::planned(config, plan)))
+}
+
+fn refused(refusal: Option<Refusal>) -> Result<()> {
+    refusal
+        .map_or(Ok(()), |Refusal { field, value, expected }| Err(Error::Setting { field, value, expected }))
+}
+
+/// Why the choices of some settings do not go together; `None` where they do.
+#[must_use]
+pub fn refusal_of(config: &TrainConfig) -> Option<Refusal> {
+    first(&Choices::wished(config))
+}
+
+/// Why a value of one axis does not go with one of another, whatever the others are; `None` where it does.
+///
+/// # Panics
+/// For values that the axes do not have.
+#[must_use]
+pub fn pair(a: (&Axis, &str), b: (&Axis, &str)) -> Option<Refusal> {
+    let mut config = axes::base();
+    (a.0.set)(&mut config, a.1);
+    (b.0.set)(&mut config, b.1);
+    let choices = Choices::wished(&config);
+    let about = |rule: &&Rule| rule.axes.iter().all(|axis| [a.0.name, b.0.name].contains(axis));
+    RULES.iter().filter(about).find_map(|rule| (rule.refuses)(&choices))
+}
+
+/// The table of `farflung train --combinations`: what there is on each axis, and which pairs do not go together.
+#[must_use]
+pub fn table() -> String {
+    let axis = |axis: &Axis| format!("  {:<18} {}", axis.name, (axis.values)().join(" "));
+    let mut lines =
+        vec!["Any values of these go together, but for the pairs below:".to_owned(), String::new()];
+    lines.extend(AXES.iter().map(axis));
+    lines.push(String::new());
+    for (reason, pairs) in by_reason() {
+        lines.extend([format!("  {}", pairs.join("; ")), format!("      {reason}")]);
+    }
+    lines.push(String::new());
+    lines.join("\n")
+}
+
+/// Pairs that do not go together, by what would do instead.
+fn by_reason() -> Vec<(String, Vec<String>)> {
+    let mut reasons: Vec<(String, Vec<String>)> = Vec::new();
+    for (i, a) in AXES.iter().enumerate() {
+        for b in &AXES[i..] {
+            for x in (a.values)() {
+                for y in (b.values)() {
+                    let alone = a.name == b.name;
+                    if alone && x != y {
+                        continue;
+                    }
+                    let Some(refusal) = pair((a, &x), (b, &y)) else { continue };
+                    // What one value alone cannot be is said once.
+                    if !alone
+                        && [(a, &x), (b, &y)].iter().any(|(axis, v)| pair((axis, v), (axis, v)).is_some())
+                    {
+                        continue;
+                    }
+                    let name = if alone {
+                        format!("{} {x}", a.name)
+                    } else {
+                        format!("{} {x} with {} {y}", a.name, b.name)
+                    };
+                    let reason = refusal.to_string();
+                    match reasons.iter_mut().find(|(known, _)| *known == reason) {
+                        Some((_, names)) => names.push(name),
+                        None => reasons.push((reason, vec![name])),
+                    }
+                }
+            }
+        }
+    }
+    reasons
+}

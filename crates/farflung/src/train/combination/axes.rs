@@ -1,0 +1,141 @@
+//! The axes of a run that go together or not, with the values that their tables have.
+
+use farflung_compress::CodecSpec;
+use farflung_compress::link::LinkSpec;
+use farflung_parallel::Recompute;
+use farflung_parallel::pipeline::Method;
+use farflung_tensor::Precision;
+
+use crate::TrainConfig;
+use crate::config::choice::{OptimizerKind, SamplingKind, SyncKind, TransportKind};
+use crate::config::value::Setting;
+
+/// An axis: a setting of which a run has one value.
+#[derive(Debug)]
+pub struct Axis {
+    /// The setting, as in `--name`.
+    pub name: &'static str,
+    /// Its values, the default first; for codecs one of each method, with numbers filled in.
+    pub values: fn() -> Vec<String>,
+    /// Sets one of its values.
+    pub set: fn(&mut TrainConfig, &str),
+}
+
+/// The word for a pipeline's schedule where there is no pipeline.
+const NO_STAGES: &str = "no-stages";
+
+/// Reads a value that an axis has.
+fn read<T: Setting>(text: &str) -> T {
+    T::parse(text).expect("an axis reads its own values")
+}
+
+fn words<T: ToString>(values: impl IntoIterator<Item = T>) -> Vec<String> {
+    values.into_iter().map(|value| value.to_string()).collect()
+}
+
+/// One codec of each method and selection of the table, with numbers where the table has words.
+fn codecs() -> Vec<String> {
+    let numbers = [
+        ("[:BLOCK]", ""),
+        ("[/...]", ""),
+        ("AMOUNT", "0.1"),
+        ("KEPTofCHUNK", "4of16"),
+        ("VALUE", "0.01"),
+        ("STRIDE[xMULTIPLE]", "2x2"),
+        ("STRIDE", "2"),
+        ("SIDE", "4"),
+    ];
+    let filled = |name: String| numbers.iter().fold(name, |name, (word, number)| name.replace(word, number));
+    let mut names: Vec<String> = farflung_compress::names().into_iter().map(filled).collect();
+    names.extend(["rolling:2/topk:0.2/int4".to_owned(), "dct:4/topk:0.5".to_owned()]);
+    names
+}
+
+/// Codecs of a boundary: what only boundaries have, and one of each kind of what averages have.
+fn boundaries() -> Vec<String> {
+    words(["none", "f16", "int8", "topk:0.5/f16", "direct:4", "aqsgd:4", "aqsgd:8/int8"])
+}
+
+/// All axes.
+pub const AXES: &[Axis] = &[
+    Axis {
+        name: "schedule",
+        values: || {
+            std::iter::once(NO_STAGES.to_owned())
+                .chain(Method::ALL.map(|method| method.to_string()))
+                .collect()
+        },
+        set: |config, value| {
+            config.stages = if value == NO_STAGES { 1 } else { 2 };
+            config.schedule = if value == NO_STAGES { Method::OneFOneB } else { read(value) };
+        },
+    },
+    Axis { name: "codec", values: codecs, set: |config, value| config.codec = read::<CodecSpec>(value) },
+    Axis {
+        name: "boundary",
+        values: boundaries,
+        set: |config, value| config.boundary = read::<LinkSpec>(value),
+    },
+    Axis {
+        name: "boundary-backward",
+        values: boundaries,
+        set: |config, value| config.boundary_backward = read::<LinkSpec>(value),
+    },
+    Axis {
+        name: "sync",
+        values: || words(farflung_optim::sync::METHODS.iter().map(|method| method.name)),
+        set: |config, value| config.sync = read::<SyncKind>(value),
+    },
+    Axis {
+        name: "optimizer",
+        values: || words([OptimizerKind::AdamW, OptimizerKind::Sgd]),
+        set: |config, value| config.optimizer = read(value),
+    },
+    Axis {
+        name: "precision",
+        values: || words([Precision::F32, Precision::Bf16, Precision::F16]),
+        set: |config, value| config.precision = read(value),
+    },
+    Axis {
+        name: "recompute",
+        values: || words([Recompute::None, Recompute::Full, Recompute::Layers(1)]),
+        set: |config, value| config.recompute = read(value),
+    },
+    Axis {
+        name: "sampling",
+        values: || words([SamplingKind::Random, SamplingKind::Epochs]),
+        set: |config, value| config.sampling = read(value),
+    },
+    Axis { name: "clip", values: || words(["0", "1"]), set: |config, value| config.clip = read(value) },
+    Axis {
+        name: "overlap",
+        values: || words([true, false]),
+        set: |config, value| config.overlap = read(value),
+    },
+    Axis {
+        name: "algorithm",
+        values: || words(farflung_comm::Algorithm::ALL),
+        set: |config, value| config.algorithm = read(value),
+    },
+    Axis {
+        name: "transport",
+        values: || words([TransportKind::Memory, TransportKind::Simulated, TransportKind::Tcp]),
+        set: |config, value| config.transport = read(value),
+    },
+];
+
+/// The settings in which pairs are looked at: the default value of each axis, in a pipeline of two stages where one of the two
+/// is about pipelines.
+pub(super) fn base() -> TrainConfig {
+    let mut config = TrainConfig { stages: 2, ..TrainConfig::default() };
+    for axis in AXES.iter().filter(|axis| axis.name != "schedule") {
+        (axis.set)(&mut config, &(axis.values)()[0]);
+    }
+    config
+}
+
+/// The number of values on all axes.
+#[must_use]
+pub fn all_values() -> usize {
+    AXES.iter().map(|axis| (axis.values)().len()).sum()
+}

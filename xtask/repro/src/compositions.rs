@@ -1,0 +1,98 @@
+//! Everything with everything: each pair of choices in a run of real ranks, or refused with its reason.
+
+use anyhow::Result;
+use farflung::TrainConfig;
+use farflung::base::Link;
+use farflung::config::choice::TransportKind;
+use farflung::train::combination::{AXES, covering, refusal_of};
+use farflung::train::{Job, Trainer};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::workers::{Over, config, job, on_all};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "compositions",
+    claim: "every pair of schedule, codec, boundary, method, optimizer, precision, recompute, sampling, algorithm and transport \
+            trains three steps to finite losses with equal replicas, or is refused with the reason that the table gives",
+    source: "ours; covering arrays: Cohen et al. 1997, AETG",
+    seed: 1337,
+    run,
+};
+
+const STEPS: u64 = 3;
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let found = covering();
+    let base = TrainConfig {
+        layers: Some(4),
+        heads: Some(1),
+        dim: Some(8),
+        context: Some(8),
+        batch: 1,
+        steps: STEPS,
+        sync_every: 2,
+        ..config(report.seed(), false)
+    };
+    let whole = job(TrainConfig { workers: 1, ..base.clone() }, Over::Simulated(Link::FREE))?;
+    let each = if options.quick { 12 } else { 1 };
+    let (mut runs, mut failed) = (0, 0);
+    for values in found.runs.iter().step_by(each) {
+        let mut config = base.clone();
+        for (axis, value) in AXES.iter().zip(values) {
+            (axis.set)(&mut config, value);
+        }
+        let trained = made(&whole, config).and_then(|job| trains(&job));
+        runs += 1;
+        if let Err(error) = trained {
+            failed += 1;
+            report.row(&format!("{}: {error:#}", values.join(" ")), f64::NAN, "", Mark::None)?;
+        }
+    }
+    let mut wrong = 0;
+    for pair in &found.refused {
+        let mut config = base.clone();
+        config.stages = 2;
+        for (axis, value) in [&pair.a, &pair.b] {
+            (axis.set)(&mut config, value);
+        }
+        let reason = refusal_of(&config).map(|refusal| refusal.to_string());
+        let said = made(&whole, config).err().map(|error| error.to_string());
+        wrong += u32::from(said.is_none() || said != reason);
+    }
+    report.row("pairs of choices that go together", found.pairs as f64, "", Mark::None)?;
+    report.row("runs that have them all", found.runs.len() as f64, "", Mark::None)?;
+    report.row("runs that trained here", f64::from(runs), "", Mark::None)?;
+    report.row(
+        "runs that failed, or ended with unlike replicas",
+        f64::from(failed),
+        "",
+        Mark::AtMost(0.0),
+    )?;
+    report.row("pairs that are refused", found.refused.len() as f64, "", Mark::None)?;
+    report.row("pairs that were refused for another reason, or not", f64::from(wrong), "", Mark::AtMost(0.0))
+}
+
+/// A job of two replicas with some choices.
+fn made(whole: &Job, mut config: TrainConfig) -> Result<Job> {
+    let workers = 2 * config.stages;
+    config.workers = workers;
+    config.microbatches = (config.stages > 1).then_some(4);
+    if config.transport == TransportKind::Simulated {
+        config.link = Link::FREE;
+    }
+    Ok(whole.with_config(config, workers)?)
+}
+
+fn trains(job: &Job) -> Result<()> {
+    let ranks = on_all(job, |rank: &mut Trainer| {
+        let losses = (0..STEPS).map(|_| Ok(rank.step(false)?.loss)).collect::<Result<Vec<f64>>>()?;
+        Ok((losses, rank.hash()?))
+    })?;
+    anyhow::ensure!(
+        ranks.iter().all(|(losses, _)| losses.iter().all(|loss| loss.is_finite())),
+        "a loss is not finite"
+    );
+    let stages = ranks.len() / 2;
+    anyhow::ensure!((0..stages).all(|rank| ranks[rank].1 == ranks[rank + stages].1), "replicas differ");
+    Ok(())
+}
