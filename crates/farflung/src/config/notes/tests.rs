@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that change a run whatever the others are.
-const ALWAYS: [&str; 36] = [
+const ALWAYS: [&str; 37] = [
     "plan",
     "layers",
     "heads",
@@ -14,6 +14,7 @@ const ALWAYS: [&str; 36] = [
     "tokenizer",
     "init-from",
     "data",
+    "sampling",
     "out",
     "json",
     "quiet",
@@ -69,6 +70,18 @@ const CASES: &[Case] = &[
         "`min-lr`, `lr-schedule` change nothing: the run ends before",
     ),
     ("steps = 20", 4, true, "`warmup` is 50 and the run has 20 steps: the learning rate does not reach `lr`"),
+    (
+        "boundary = 'int8'\nboundary-backward = 'int8'",
+        4,
+        true,
+        "`boundary`, `boundary-backward` change nothing: `stages` is 1, so there is no pipeline",
+    ),
+    (
+        "boundary-store = 'file'\nboundary = 'int8'\nstages = 2",
+        4,
+        true,
+        "`boundary-store` changes nothing: no boundary's codec remembers samples",
+    ),
     ("workers = 4", 8, false, "`workers` changes nothing: the launcher started 8 processes"),
     ("codec = 'int8'", 1, true, "`codec` changes nothing: the run has one worker"),
     (
