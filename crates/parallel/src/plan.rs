@@ -243,9 +243,8 @@ impl Plan {
     #[must_use]
     pub fn updates(&self) -> Updates {
         match self.pipeline.schedule {
-            ScheduleSource::Named(Method::PipeDream) => Updates::Stashed { sync: self.pipeline.version_sync },
-            ScheduleSource::Named(Method::PipeDream2Bw) => Updates::TwoVersions { every: self.stages() },
-            _ => Updates::Flush,
+            ScheduleSource::Named(method) => method.updates(self.stages(), self.pipeline.version_sync),
+            ScheduleSource::Text(_) => Updates::Flush,
         }
     }
 }

@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 
 use farflung_compress::CodecSpec;
 use farflung_parallel::Recompute;
-use farflung_parallel::pipeline::Method;
 use farflung_tensor::Precision;
 use farflung_zoo::GptConfig;
 
@@ -141,11 +140,11 @@ impl TrainConfig {
         let order = "`schedule-file` sets the order";
         notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
         let method = self.schedule;
-        let limited = matches!(method, Method::OneFOneBSlope | Method::ZbAuto | Method::Varuna);
+        let limited = method.is_limited();
         notes.idle(!limited, &["memory"], &format!("`schedule` {method} has no limit on memory"));
-        let sliced = method == Method::TeraPipe;
+        let sliced = method.slices();
         notes.idle(!sliced, &["slice-grain"], &format!("`schedule` {method} does not slice sequences"));
-        let versions = file || method == Method::PipeDream;
+        let versions = file || method.stashes();
         notes.idle(
             !versions,
             &["version-sync"],
@@ -197,7 +196,7 @@ impl TrainConfig {
 
     /// Whether no two ranks hold the same part of the model; false if a schedule file decides that.
     fn averages_nothing(&self, world: usize) -> bool {
-        let copies = matches!(self.schedule, Method::Chimera | Method::DualPipe);
+        let copies = self.schedule.copies() > 1;
         self.stages > 1 && world <= self.stages && !copies && self.schedule_file.is_none()
     }
 
@@ -205,7 +204,7 @@ impl TrainConfig {
     fn layers_of_a_part(&self, layers: usize) -> usize {
         let chunks = match (self.chunks, self.schedule) {
             _ if self.stages == 1 => 1,
-            (_, Method::Chimera | Method::DualPipe) => 1,
+            (_, method) if method.copies() > 1 => 1,
             (chunks, method) => chunks.unwrap_or(method.default_chunks() as usize),
         };
         layers.div_ceil(self.stages.saturating_mul(chunks).max(1))

@@ -52,7 +52,7 @@ impl Order {
         Self {
             name: method.name().to_owned(),
             idle: refusal(method),
-            copies: matches!(method, Method::Chimera | Method::DualPipe),
+            copies: method.copies() > 1,
             flushes: method.is_synchronous(),
         }
     }

@@ -7,7 +7,7 @@ use farflung_base::{Link, Nanos, Rank};
 use farflung_compress::CodecSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::sync::SyncMethod;
-use farflung_parallel::pipeline::{ComputeOrder, Method, slice_tokens};
+use farflung_parallel::pipeline::{ComputeOrder, Method, Updates, slice_tokens};
 use farflung_parallel::plan::{NO_CODEC, even_parts};
 use farflung_parallel::{
     BoundaryCodecs, Cluster, Level, ParallelError, Part, Pipeline, Plan, PlannedModel, Recompute,
@@ -26,10 +26,7 @@ use crate::{Error, Result, TrainConfig, model_name};
 /// The one table behind `farflung train --help` and what a run refuses.
 #[must_use]
 pub const fn refusal(method: Method) -> Option<&'static str> {
-    match method {
-        Method::Inference => Some("it has no backward passes, so nothing would be trained"),
-        _ => None,
-    }
+    if method.trains() { None } else { Some("it has no backward passes, so nothing would be trained") }
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "values of any kind are named, mostly made for it")]
@@ -68,7 +65,7 @@ pub(super) fn from_settings(
     let chunks = config.chunks.filter(|_| config.stages > 1).map(|n| small("chunks", n)).transpose()?;
     let parts = match (&own, method) {
         (Some(own), _) => own.placement().depth(),
-        (None, Method::Chimera | Method::DualPipe) => stages,
+        (None, method) if method.copies() > 1 => stages,
         (None, _) => stages.saturating_mul(chunks.unwrap_or(method.default_chunks())),
     };
     let layers = small("layers", model.layers)?;
@@ -90,7 +87,9 @@ pub(super) fn from_settings(
     };
     let slices = match (&own, method) {
         (Some(own), _) => even(model.context, own.slices().into())?,
-        (None, Method::TeraPipe) => sliced(config, model, &cut, &links_of(config, world, stages, cluster)?)?,
+        (None, method) if method.slices() => {
+            sliced(config, model, &cut, &links_of(config, world, stages, cluster)?)?
+        }
         (None, _) => Vec::new(),
     };
     let plan = Plan {
@@ -169,7 +168,7 @@ fn level(config: &TrainConfig, replicas: u32) -> Level {
 
 /// Whether a pipeline of these settings holds the model twice.
 fn has_copies(config: &TrainConfig) -> bool {
-    config.stages > 1 && matches!(config.schedule, Method::Chimera | Method::DualPipe)
+    config.stages > 1 && config.schedule.copies() > 1
 }
 
 /// The machines of a cluster by rank, or names for those of one process.
@@ -186,11 +185,13 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     combination::check_wished(config)?;
     let named = config.schedule_file.is_none() && stages > 1;
     let microbatches = microbatches(config);
-    if named && method == Method::PipeDream2Bw && !microbatches.is_multiple_of(stages) {
-        let expected = format!("for {method} a multiple of the {stages} stages: as many make one update");
-        return Err(refuse("microbatches", microbatches, expected));
+    match method.updates(small("stages", stages)?, config.version_sync) {
+        Updates::TwoVersions { every } if named && !microbatches.is_multiple_of(every as usize) => {
+            let expected = format!("for {method} a multiple of the {stages} stages: as many make one update");
+            Err(refuse("microbatches", microbatches, expected))
+        }
+        _ => Ok(()),
     }
-    Ok(())
 }
 
 /// Reads a plan and checks that it is for this model and this many ranks.

@@ -157,7 +157,7 @@ impl Compared {
     #[must_use]
     pub fn best(&self) -> Option<(Method, &Figures)> {
         let rows = self.rows.iter().filter_map(|(method, row)| Some((*method, row.as_ref().ok()?)));
-        let trains = |m: Method| m.is_synchronous() && m != Method::Inference;
+        let trains = |m: Method| m.is_synchronous() && m.trains();
         rows.filter(|&(method, f)| trains(method) && f.copies == 1 && self.fits(f))
             .min_by(|(_, a), (_, b)| (a.makespan.cmp(&b.makespan)).then(a.peak.total_cmp(&b.peak)))
     }

@@ -115,6 +115,11 @@ impl Plan {
         if self.updates() != Updates::Flush {
             let expected = "the same number for each replica: without a flush each update is averaged";
             ensure(counts.len() == 1, "microbatches", format!("{:?}", self.microbatches), expected)?;
+            if let Updates::TwoVersions { every } = self.updates() {
+                let good = counts.iter().all(|count| count.is_multiple_of(every));
+                let expected = format!("a multiple of the {every} stages: as many make one update");
+                ensure(good, "microbatches", format!("{:?}", self.microbatches), expected)?;
+            }
             let level = self.outermost_checked()?;
             ensure(level.every == 1, "level.every", level.every, "1 with a schedule without a flush")?;
         }

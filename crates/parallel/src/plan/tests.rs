@@ -85,6 +85,13 @@ fn each_field_is_refused_by_its_name() {
             refusal(|p| p.pipeline.schedule = ScheduleSource::Named(Method::PipeDream)),
             "`microbatches` is [4, 2]",
         ),
+        (
+            refusal(|p| {
+                p.pipeline.schedule = ScheduleSource::Named(Method::PipeDream2Bw);
+                p.microbatches = vec![3, 3];
+            }),
+            "`microbatches` is [3, 3], expected a multiple of the 2 stages",
+        ),
         (refusal(|p| p.pipeline.slices = vec![8, 8]), "`pipeline.slices` is 2 slices, expected 1"),
         (refusal(|p| p.boundaries.clear()), "`boundary` is given 0 times, expected 1"),
         (refusal(|p| p.levels.clear()), "`level` is given 0 times"),

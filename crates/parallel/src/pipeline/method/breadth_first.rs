@@ -1,6 +1,17 @@
 //! Breadth-first: a rank runs all microbatches through a chunk before it turns to the next.
 
+use super::row::{Chunks, Row, Sizes};
 use crate::pipeline::{Action, Op};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "bfs",
+    summary: "chunk by chunk, all microbatches",
+    chunks: Chunks::Any,
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, asked.chunks)),
+    peak: |_, Sizes { m, chunks, .. }| m * chunks,
+    ..Row::PLAIN
+};
 
 /// Fewer and larger reductions and gathers than interleaved 1F1B, for more activations.
 ///

@@ -1,7 +1,20 @@
 //! Chimera: two copies of the model, whose microbatches go through the ranks in opposite directions.
 
 use super::Lists;
+use super::row::{Chunks, Row, Shape, Sizes, both_ways};
 use crate::pipeline::{Action, Op};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "chimera",
+    summary: "two copies of the model, one each way",
+    chunks: Chunks::OneOfEach,
+    shape: Shape::BothWays,
+    needs: both_ways,
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches)),
+    peak: |_, Sizes { p, .. }| p,
+    ..Row::PLAIN
+};
 
 /// Half of the microbatches go down (stages 0 to p-1), the other half up (stages p to 2p-1, on ranks p-1 to 0).
 ///

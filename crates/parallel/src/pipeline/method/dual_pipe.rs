@@ -3,7 +3,30 @@
 use std::collections::VecDeque;
 
 use super::Lists;
+use super::row::{Chunks, Row, Shape, Sizes, both_ways, twice_the_ranks};
 use crate::pipeline::{Action, Op};
+
+/// The row of `DualPipe`.
+pub(super) const ROW: Row = Row {
+    name: "dualpipe",
+    summary: "two copies of the model, forwards and backwards in pairs",
+    chunks: Chunks::OneOfEach,
+    shape: Shape::BothWays,
+    needs: |settings| both_ways(settings).or_else(|| twice_the_ranks(settings)),
+    lists: |asked| Ok(two_copies(asked.ranks, asked.microbatches)),
+    peak: |_, Sizes { p, .. }| p + 1,
+    ..Row::PLAIN
+};
+
+/// The row of `DualPipeV`.
+pub(super) const VEE: Row = Row {
+    name: "dualpipev",
+    summary: "forwards and backwards in pairs on a V of stages",
+    needs: twice_the_ranks,
+    lists: |asked| Ok(vee(asked.ranks, asked.microbatches)),
+    peak: |_, Sizes { p, .. }| 2 * p + 1,
+    ..Row::VEE
+};
 
 /// One of the two stages of a rank, and which microbatches it takes.
 struct Lane {

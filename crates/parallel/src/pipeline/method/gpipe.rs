@@ -1,6 +1,15 @@
 //! `GPipe`: all forwards, then all backwards.
 
+use super::row::Row;
 use crate::pipeline::{Action, Op};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "gpipe",
+    summary: "all forwards, then all backwards",
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, asked.settings.backward)),
+    ..Row::PLAIN
+};
 
 /// In which order a rank that has done all forwards runs the backwards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]

@@ -4,7 +4,18 @@ use farflung_base::Nanos;
 
 use super::Lists;
 use super::greedy::{Even, Greedy, lists as greedy};
+use super::row::{Chunks, Row, Sizes};
 use crate::pipeline::{Arrivals, Placement};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "hanayo",
+    summary: "stages in waves to and fro",
+    chunks: Chunks::Even,
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, asked.placement)),
+    peak: |_, Sizes { p, chunks, .. }| p * chunks,
+    ..Row::VEE
+};
 
 /// `m` microbatches over a wave placement, at most `p` of them in flight; a backward counts as two forwards.
 ///

@@ -1,6 +1,21 @@
 //! Interleaved 1F1B: each rank holds several chunks of the model, and the bubble shrinks by their number.
 
+use super::Settings;
+use super::row::{Chunks, Row, Sizes, microbatches};
 use crate::pipeline::{Action, Op};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "interleaved",
+    summary: "1F1B over several chunks a rank",
+    chunks: Chunks::Any,
+    needs: |&Settings { ranks, microbatches: m, .. }| {
+        microbatches(m, m.is_multiple_of(ranks), || format!("a multiple of the {ranks} stages"))
+    },
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, asked.chunks)),
+    peak: |_, Sizes { p, m, chunks, rank }| (m * chunks).min((chunks - 1) * p + 2 * (p - 1 - rank) + 1),
+    ..Row::PLAIN
+};
 
 /// `v` chunks a rank, `m` a multiple of `p`: microbatches go in rounds of `p` through all chunks.
 ///

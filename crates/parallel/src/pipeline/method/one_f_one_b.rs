@@ -3,7 +3,55 @@
 use farflung_base::Nanos;
 
 use super::Settings;
+use super::row::{Need, Reads, Row, Sizes, Weights};
 use crate::pipeline::{Action, Op};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "1f1b",
+    summary: "one forward, one backward, with a flush (Megatron, DAPPLE)",
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, 1)),
+    peak: |_, Sizes { p, m, rank, .. }| m.min(p - rank),
+    ..Row::PLAIN
+};
+
+/// With a steeper warm-up.
+pub(super) const SLOPE: Row = Row {
+    name: "1f1b-mu",
+    summary: "1F1B with a steeper warm-up that hides slow links",
+    reads: &[Reads::Costs, Reads::Memory],
+    needs: |settings| {
+        if settings.slope == Some(0) {
+            return Some(Need { field: "mu", given: 0, needs: "at least 1".to_owned() });
+        }
+        // The first rank holds as many as there are ranks at the least slope.
+        let least = settings.ranks.min(settings.microbatches);
+        let given = settings.memory.filter(|&memory| settings.slope.is_none() && memory < least)?;
+        let needs = format!("room for {least} microbatches on the first stage");
+        Some(Need { field: "memory", given, needs })
+    },
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, slope_of(asked.settings))),
+    peak: |settings, Sizes { p, m, rank, .. }| {
+        m.min(u64::from(slope_of(settings)).saturating_mul(p - 1 - rank) + 1)
+    },
+    ..Row::PLAIN
+};
+
+/// Without a flush, with stashed weights.
+pub(super) const PIPE_DREAM: Row = Row {
+    name: "pipedream",
+    summary: "1F1B without a flush, a version of the weights per microbatch in flight",
+    weights: Weights::Stashed,
+    ..ROW
+};
+
+/// Without a flush, with two versions.
+pub(super) const PIPE_DREAM_2BW: Row = Row {
+    name: "pipedream-2bw",
+    summary: "1F1B without a flush, two versions of the weights",
+    weights: Weights::TwoVersions,
+    ..ROW
+};
 
 /// 1F1B whose warm-up on stage s is `slope` (p-1-s) forwards; slope 1 is Megatron's and DAPPLE's.
 ///

@@ -3,8 +3,23 @@
 use farflung_base::Nanos;
 
 use super::Lists;
+use super::row::{Need, Reads, Row, Sizes};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "terapipe",
+    summary: "slices of each microbatch's tokens one after the other",
+    reads: &[Reads::Slices],
+    needs: |settings| {
+        let none = settings.slices == 0;
+        none.then(|| Need { field: "slices", given: 0, needs: "at least 1".to_owned() })
+    },
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, asked.settings.slices)),
+    peak: |settings, Sizes { m, .. }| m * u64::from(settings.slices),
+    ..Row::PLAIN
+};
 
 /// All slices of all microbatches forward in order, then backward in reverse: a slice's attention looks at the slices
 /// before it, so its keys' gradients are complete only when those behind it are done.

@@ -1,7 +1,26 @@
 //! V-Half and V-Min: a V of stages whose building block bounds what a rank holds.
 
 use super::Lists;
+use super::row::{Row as Method, Sizes};
 use crate::pipeline::{Action, Op};
+
+/// The row of V-Half.
+pub(super) const HALF: Method = Method {
+    name: "v-half",
+    summary: "split backward on a V of stages, half the memory of 1F1B",
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, &half(asked.ranks))),
+    peak: |_, Sizes { p, .. }| 2 * (p / 2) + 2,
+    ..Method::VEE
+};
+
+/// The row of V-Min.
+pub(super) const MIN: Method = Method {
+    name: "v-min",
+    summary: "split backward on a V of stages, a third of the memory of 1F1B",
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, &min(asked.ranks))),
+    peak: |_, Sizes { p, .. }| 2 * ((p + 1) / 3) + 2,
+    ..Method::VEE
+};
 
 /// The slots in which one rank runs a microbatch: F of a, F of z, I of z, I of a, where a is its stage on the way down
 /// and z the one on the way back.

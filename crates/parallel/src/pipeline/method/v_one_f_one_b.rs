@@ -18,7 +18,17 @@ enum Cell {
     RestA,
 }
 
+use super::row::{Row, Sizes};
 use Cell::{BackwardA, BackwardZ, ForwardA, ForwardZ, RestA, RestZ};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "v-1f1b",
+    summary: "whole backward on a V of stages, two thirds of the memory of 1F1B",
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches)),
+    peak: |_, Sizes { p, .. }| 2 * (2 * p + 1).div_ceil(3),
+    ..Row::VEE
+};
 
 const CELLS: [Cell; 6] = [ForwardA, ForwardZ, BackwardZ, BackwardA, RestZ, RestA];
 

@@ -3,8 +3,28 @@
 use farflung_base::{Nanos, StageId};
 
 use super::greedy::{Even, Greedy, lists as greedy};
+use super::row::{Need, Reads, Row, Sizes};
 use super::{Lists, Settings};
 use crate::pipeline::{Arrivals, Placement};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "varuna",
+    summary: "backward as soon as a gradient is there, else forward",
+    reads: &[Reads::Costs, Reads::Memory],
+    needs: |settings| {
+        let none = settings.memory == Some(0);
+        none.then(|| Need {
+            field: "memory",
+            given: 0,
+            needs: "room for the activations of one microbatch".to_owned(),
+        })
+    },
+    lists: |asked| Ok(lists(asked.settings)),
+    peak: |settings, Sizes { p, m, .. }| m.min(settings.memory.map_or(p, u64::from)),
+    arrivals: Some(arrivals),
+    ..Row::PLAIN
+};
 
 /// The rule, with at most `memory` microbatches in flight.
 pub(super) fn arrivals(settings: &Settings) -> Arrivals {

@@ -1,6 +1,30 @@
 //! ZB-H1 and ZB-H2: the weights' gradients wait until a rank would otherwise stand still.
 
+use super::Settings;
+use super::row::{Row, Sizes, microbatches};
 use crate::pipeline::{Action, Op};
+
+/// The row of ZB-H1.
+pub(super) const H1: Row = Row {
+    name: "zb-h1",
+    summary: "split backward, the memory of 1F1B, a third of its bubble",
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, 1)),
+    peak: |_, Sizes { p, m, .. }| m.min(p),
+    ..Row::PLAIN
+};
+
+/// The row of ZB-H2.
+pub(super) const H2: Row = Row {
+    name: "zb-h2",
+    summary: "split backward, twice the memory, no bubble",
+    needs: |&Settings { ranks, microbatches: m, .. }| {
+        let least = 2 * u64::from(ranks) - 1;
+        microbatches(m, u64::from(m) >= least, || format!("at least {least} for {ranks} stages"))
+    },
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches, 2)),
+    peak: |_, Sizes { p, m, .. }| m.min(2 * p - 1),
+    ..Row::PLAIN
+};
 
 /// With `k` 1 (H1) the activations of 1F1B on every rank, with `k` 2 (H2) twice as many and no bubble inside.
 ///

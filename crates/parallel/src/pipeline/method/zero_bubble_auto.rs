@@ -2,9 +2,21 @@
 
 use farflung_base::Nanos;
 
+use super::row::{Reads, Row, Sizes};
 use super::{Lists, Method, Settings};
 use crate::ParallelError;
 use crate::pipeline::{Action, ComputeKind, Op, StageCost};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "zb-auto",
+    summary: "split backward, ordered under a memory limit",
+    reads: &[Reads::Costs, Reads::Memory],
+    lists: |asked| lists(asked.settings),
+    // A forward's room is there when of two others half is given back.
+    peak: |settings, Sizes { p, m, .. }| m.min(2 * settings.memory.map_or(p, u64::from) - 1),
+    ..Row::PLAIN
+};
 
 /// Tries all settings of the heuristic and keeps the order with the shortest span of the busiest rank.
 ///

@@ -1,7 +1,17 @@
 //! ZB-V: a V of stages, so that each rank holds one of the first and one of the last and all hold equally much.
 
 use super::Lists;
+use super::row::{Row, Sizes};
 use crate::pipeline::{Action, ComputeKind, Op};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "zbv",
+    summary: "split backward on a V of stages, the memory of 1F1B, no bubble",
+    lists: |asked| Ok(lists(asked.ranks, asked.microbatches)),
+    peak: |_, Sizes { p, .. }| 2 * p,
+    ..Row::VEE
+};
 
 /// Counts the actions of one kind of one stage; microbatches past `m` are not there.
 struct Next {
