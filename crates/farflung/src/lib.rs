@@ -7,6 +7,7 @@ pub mod diff;
 pub mod error;
 pub mod launch;
 pub mod launch_env;
+pub mod measure;
 pub mod metrics;
 pub mod model_name;
 pub mod peers;

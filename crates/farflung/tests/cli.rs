@@ -103,6 +103,21 @@ fn devices_are_listed_and_one_that_is_not_there_is_an_error_with_the_reason() {
         text(&listed.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     let cpu = objects.iter().find(|o| o["name"] == "cpu").unwrap();
     assert_eq!((&cpu["usable"], &cpu["gpu"]), (&true.into(), &false.into()));
+    // What it measures is an entry of a topology file.
+    let measured = farflung(&["devices", "--measure", "--device", "cpu", "--batch", "1", "--seconds", "0"]);
+    assert!(measured.status.success(), "{measured:?}");
+    let file = format!("{}up = \"100mbit\"\ndown = \"100mbit\"\n", text(&measured.stdout));
+    let cluster: farflung::parallel::Cluster = file.parse().unwrap();
+    assert_eq!(cluster.rank_names().len(), 1);
+    let object =
+        farflung(&["devices", "--measure", "--device", "cpu", "--batch", "1", "--seconds", "0", "--json"]);
+    let object: serde_json::Value = serde_json::from_str(&text(&object.stdout)).unwrap();
+    assert!(
+        object["flops"].as_f64().unwrap() > 1e6 && object["tokens_per_s"].as_f64().unwrap() > 1.0,
+        "{object}"
+    );
+    let other = farflung(&["devices", "--measure", "--device", "gpu"]);
+    assert!(other.status.code() == Some(2) && text(&other.stderr).contains("expected one of"), "{other:?}");
     let missing = farflung(&["train", "--device", "wgpu:99", "--steps", "1"]);
     assert_eq!(missing.status.code(), Some(1));
     assert!(text(&missing.stderr).contains("wgpu:99"), "{missing:?}");

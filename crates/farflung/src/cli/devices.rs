@@ -1,21 +1,64 @@
 //! `farflung devices`.
 
-use farflung::Result;
-use farflung::tensor::{Device, Found};
+use std::time::Duration;
 
-/// List the devices that `--device` can name, and say why a kind is missing.
+use farflung::measure::measure;
+use farflung::tensor::{Device, DeviceName, Found};
+use farflung::train::machine_memory;
+use farflung::zoo::GptConfig;
+use farflung::{Error, Result};
+
+/// List the devices that `--device` can name, and say why a kind is missing; or measure how fast they train.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung devices
+  farflung devices --measure --model baby --batch 8 >> topology.toml
   farflung devices --json")]
 pub(crate) struct DevicesCommand {
     /// Print one JSON object a device.
     #[arg(long)]
     json: bool,
+    /// Train the model for some seconds on each device, and print its entry of a topology file.
+    #[arg(long)]
+    measure: bool,
+    /// The only device to list or measure, as `--device` of train names it.
+    #[arg(long, value_name = "NAME")]
+    device: Option<String>,
+    /// The model to measure with: a preset of `train --model`, with bytes as tokens.
+    #[arg(long, value_name = "NAME", default_value = "nano", requires = "measure")]
+    model: String,
+    /// Sequences of a step.
+    #[arg(long, value_name = "N", default_value_t = 12, requires = "measure")]
+    batch: usize,
+    /// Threads of the processor; 0 takes all cores.
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "measure")]
+    threads: usize,
+    /// How long to measure each device.
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, requires = "measure")]
+    seconds: u64,
 }
 
 impl DevicesCommand {
     pub(crate) fn run(self) -> Result<()> {
+        let all = Device::list();
+        let found: Vec<Found> = match &self.device {
+            None => all,
+            Some(name) => {
+                let names: Vec<_> = all.iter().map(|found| found.name.clone()).collect();
+                let found: Vec<_> = all.into_iter().filter(|found| found.name == *name).collect();
+                if found.is_empty() {
+                    let expected = format!("one of {}", names.join(", "));
+                    return Err(Error::Setting { field: "device", value: name.clone(), expected });
+                }
+                found
+            }
+        };
+        if self.measure {
+            return found
+                .into_iter()
+                .filter(|found| found.usable)
+                .try_for_each(|found| self.measure_one(&found));
+        }
         let line = |device: Found| {
             let Found { name, about, usable, gpu, .. } = device;
             if self.json {
@@ -26,6 +69,25 @@ impl DevicesCommand {
             let mark = if usable { ' ' } else { '-' };
             format!("{mark} {name:<8} {about}\n")
         };
-        super::print(&Device::list().into_iter().map(line).collect::<String>())
+        super::print(&found.into_iter().map(line).collect::<String>())
+    }
+
+    fn measure_one(&self, found: &Found) -> Result<()> {
+        let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let threads = if self.threads == 0 { cores() } else { self.threads };
+        farflung::threads::check(threads, 1)?;
+        let name: DeviceName = found.name.parse()?;
+        let device = Device::open(name, threads)?;
+        let model = GptConfig { vocab: 256, ..GptConfig::preset(&self.model)? };
+        let memory = machine_memory().filter(|_| !found.gpu);
+        let time = Duration::from_secs(self.seconds);
+        tracing::info!(device = found.name, seconds = self.seconds, "measuring");
+        let told = |step_s| tracing::debug!(step_s, "step");
+        let measured = measure(&device, (&self.model, model), self.batch, time, memory, told)?;
+        if self.json {
+            let text = serde_json::to_string(&measured).expect("numbers and names have no way to fail");
+            return super::print(&format!("{text}\n"));
+        }
+        super::print(&measured.to_string())
     }
 }

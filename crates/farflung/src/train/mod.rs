@@ -36,5 +36,5 @@ pub use prices::planned_codec;
 pub use report::{DataSource, PlainAllReduce, Report, SampleText};
 pub use resync::Drift;
 pub use run::{Quiet, Watch, run, run_job, world};
-pub use sizes::{TooLarge, needed_memory};
+pub use sizes::{TooLarge, machine_memory, needed_memory};
 pub use trainer::{StepDone, Synced, Trainer};

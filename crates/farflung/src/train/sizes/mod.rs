@@ -90,6 +90,12 @@ pub fn needed_memory(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<u1
     Ok(case.need(config, case.model, case.mine(config)).total())
 }
 
+/// Bytes of memory that all runs on this machine together may use; `None` where the system does not say.
+#[must_use]
+pub fn machine_memory() -> Option<u64> {
+    Some(available(Path::new("/"))?.total)
+}
+
 /// Checks that a run fits this machine: memory, number of workers, number of threads.
 ///
 /// Errors: [`Error::TooLarge`] with the estimate and what would fit; [`Error::Setting`] for too many workers or threads;

@@ -1,0 +1,126 @@
+//! How fast a machine trains a model: what a topology file wants to know of it.
+
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use farflung_optim::{AdamW, Schedule, adamw};
+use farflung_tensor::Device;
+use farflung_zoo::block::Grads;
+use farflung_zoo::{GptConfig, Input, Output, Stage, stage};
+use serde::Serialize;
+
+use crate::{Error, Result};
+
+/// What a device reached.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Measured {
+    /// The machine's name on its network.
+    pub host: String,
+    /// The device.
+    pub device: String,
+    /// The model's name.
+    pub model: String,
+    /// Sequences of a step.
+    pub batch: usize,
+    /// Steps that were timed.
+    pub steps: usize,
+    /// Median time of a step in seconds: forward, loss, backward, clipping, `AdamW`.
+    pub step_s: f64,
+    /// Tokens a second.
+    pub tokens_per_s: f64,
+    /// Operations a second, as the virtual clock counts those of a token.
+    pub flops: f64,
+    /// Bytes of memory that a run on this machine may use; `None` where that is not known, as of a GPU.
+    pub memory: Option<u64>,
+}
+
+/// The device's entry of a topology file.
+impl fmt::Display for Measured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { host, device, model, batch, steps, tokens_per_s, .. } = self;
+        writeln!(
+            f,
+            "# {device}: {tokens_per_s:.0} tokens/s of {model} at batch {batch}, median of {steps} steps"
+        )?;
+        let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
+        let name: String = format!("{host}-{device}").chars().map(plain).collect();
+        writeln!(f, "[[device]]\nname = \"{name}\"")?;
+        writeln!(f, "flops = \"{:.0} MFLOPS\"", (self.flops / 1e6).max(1.0))?;
+        match self.memory {
+            Some(bytes) => writeln!(f, "memory = \"{}MB\"", bytes / 1_000_000),
+            None => writeln!(f, "# memory = \"8GB\""),
+        }
+    }
+}
+
+/// Trains a model on random tokens for `time`, at least three steps, and tells of each step's time in seconds.
+///
+/// Errors: those of the device; [`Error::Setting`] for a batch of nothing.
+pub fn measure(
+    device: &Device,
+    (name, model): (&str, GptConfig),
+    batch: usize,
+    time: Duration,
+    memory: Option<u64>,
+    mut told: impl FnMut(f64),
+) -> Result<Measured> {
+    if batch == 0 {
+        let expected = "at least 1".to_owned();
+        return Err(Error::Setting { field: "batch", value: "0".to_owned(), expected });
+    }
+    let tokens = batch * model.context;
+    let whole = Stage::whole(model, device)?;
+    let (mut params, mut grads) = (whole.init(1)?, whole.zeros()?);
+    let optimizer = adamw(AdamW {
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+        clip: Some(1.0),
+        schedule: Schedule::constant(1e-3),
+    });
+    let mut chain = optimizer.build(device, whole.layout())?;
+    let ids =
+        |factor: usize| -> Vec<u32> { (0..tokens).map(|i| (i * factor % model.vocab) as u32).collect() };
+    let (inputs, targets) = (ids(7919), ids(104_729));
+    let mut times = Vec::new();
+    let begun = now();
+    // The first step fills pools and compiles kernels.
+    while times.len() < 4 || begun.elapsed() < time {
+        let step = now();
+        let (x, y) = (whole.tokens(&inputs, model.context)?, whole.tokens(&targets, model.context)?);
+        let (output, saved) = whole.forward(&params, Input::Tokens(x), Some((&y, 1.0 / tokens as f32)))?;
+        if let Output::Losses(losses) = output {
+            stage::total(&losses)?;
+        }
+        let into = &mut Grads { flat: &mut grads, accumulate: false };
+        whole.backward(&params, saved, None, into, |_, _| ())?;
+        let prepared = chain.prepare(&grads)?;
+        chain.commit(&mut params, &grads, prepared)?;
+        device.fence()?;
+        let took = step.elapsed().as_secs_f64();
+        told(took);
+        times.push(took);
+    }
+    let mut settled = times.split_off(1);
+    settled.sort_by(f64::total_cmp);
+    let step_s = settled[settled.len() / 2];
+    let tokens_per_s = tokens as f64 / step_s;
+    let per_token = model.flops_per_token(model.context) as f64;
+    Ok(Measured {
+        host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+        device: device.name().to_string(),
+        model: name.to_owned(),
+        batch,
+        steps: settled.len(),
+        step_s,
+        tokens_per_s,
+        flops: tokens_per_s * per_token,
+        memory,
+    })
+}
+
+#[expect(clippy::disallowed_methods, reason = "it measures how long a step really takes")]
+fn now() -> Instant {
+    Instant::now()
+}
