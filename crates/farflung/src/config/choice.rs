@@ -177,8 +177,9 @@ named!(Method, ["one of"].into_iter().chain(Self::ALL.map(Self::name)).collect::
 
 impl Setting for LinkSpec {
     fn expected() -> String {
-        let [own, codecs] = [farflung_compress::link::names().join(" "), CodecSpec::expected()];
-        format!("a boundary's codec: {own}, or {codecs}")
+        let [own, codecs] =
+            [farflung_compress::link::names().join(" "), farflung_compress::names().join(" ")];
+        format!("a boundary's codec, one of {own} {codecs}")
     }
     fn expected_not(text: &str) -> String {
         match text.parse::<Self>() {

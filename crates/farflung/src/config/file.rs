@@ -7,6 +7,7 @@ use std::path::Path;
 use toml::{Spanned, Value};
 
 use super::given::BY_DEFAULT;
+use super::nearest::nearest;
 use super::{TrainArgs, dashed};
 use crate::{Error, Result};
 
@@ -33,7 +34,8 @@ impl TrainArgs {
             let line = 1 + text[..key.span().start].matches('\n').count();
             let written = key.into_inner();
             let Some(&name) = Self::KEYS.iter().find(|name| dashed(name) == written) else {
-                let nearest = nearest(&written);
+                let known: Vec<String> = TrainArgs::KEYS.iter().map(|name| dashed(name)).collect();
+                let nearest = nearest(&written, known.iter().map(String::as_str)).map(str::to_owned);
                 return Err(Error::UnknownKey { path: path.to_owned(), line, key: written, nearest });
             };
             let rest = text[value.span().end..].lines().next().unwrap_or_default();
@@ -51,27 +53,4 @@ impl TrainArgs {
         }
         Ok(args)
     }
-}
-
-/// The known key that is spelled most like `key`, rather one as long, if not more than a third of it differs.
-fn nearest(key: &str) -> Option<String> {
-    let keys = TrainArgs::KEYS.iter().map(|name| dashed(name));
-    let (distance, _, name) =
-        keys.map(|name| (edits(key, &name), name.len().abs_diff(key.len()), name)).min()?;
-    (distance <= key.len().div_ceil(3)).then_some(name)
-}
-
-/// Levenshtein's distance: insertions, deletions and replacements of a byte that make `b` of `a`.
-fn edits(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.bytes().enumerate() {
-            let replace = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = replace.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
 }

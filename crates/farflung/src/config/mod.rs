@@ -8,6 +8,7 @@ pub mod choice;
 pub mod file;
 pub mod flags;
 pub mod given;
+pub(crate) mod nearest;
 pub mod notes;
 pub mod plan;
 pub mod value;
@@ -34,6 +35,7 @@ use choice::{
     TokenizerKind, TransportKind,
 };
 use given::{BY_DEFAULT, Given};
+use nearest::with_nearest;
 use value::Setting;
 
 /// The default link, `home`: a fibre or cable line's uplink.
@@ -132,7 +134,8 @@ macro_rules! settings {
             fn set(&mut self, key: &str, value: &toml::Value) -> Result<(), String> {
                 match key {
                     $($(stringify!($name) => {
-                        let expected = || <$ty>::expected_not(value.as_str().unwrap_or_default());
+                        let given = value.as_str().unwrap_or_default();
+                        let expected = || with_nearest(<$ty>::expected_not(given), given);
                         self.$name = Some(<$ty>::from_toml(value).ok_or_else(expected)?);
                     })+)+
                     _ => return Err(format!("one of {}", Self::KEYS.join(" "))),

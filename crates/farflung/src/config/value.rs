@@ -6,6 +6,8 @@ use std::str::FromStr;
 use farflung_base::{Link, Nanos};
 use toml::Value;
 
+use super::nearest::with_nearest;
+
 /// A type that a setting can have.
 pub trait Setting: Sized + Clone + Send + Sync + 'static {
     /// Completes "expected ..." where the text is wrong.
@@ -25,7 +27,8 @@ pub trait Setting: Sized + Clone + Send + Sync + 'static {
 
     /// For clap: [`Setting::parse`] with the expectation as the error.
     fn from_flag(text: &str) -> Result<Self, String> {
-        Self::parse(text).ok_or_else(|| format!("expected {}", Self::expected_not(text)))
+        let expected = || with_nearest(Self::expected_not(text), text);
+        Self::parse(text).ok_or_else(|| format!("expected {}", expected()))
     }
 
     /// Reads a TOML value; `None` if it is not one. A number may not be in quotes, nor a word without.

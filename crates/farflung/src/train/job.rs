@@ -9,12 +9,14 @@ use farflung_optim::AverageConfig;
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
+use farflung_zoo::config::PRESETS;
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
 use super::{combination, costs, links, planned};
 use crate::config::choice::{SamplingKind, TokenizerKind};
+use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
-use crate::{Result, TrainConfig, corpus};
+use crate::{Error, Result, TrainConfig, corpus};
 
 /// A run before its workers exist.
 #[derive(Debug, Clone)]
@@ -189,7 +191,7 @@ impl Job {
 pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     let mut model = match &config.init_from {
         Some(folder) => farflung_zoo::weights::Weights::open(folder)?.config(),
-        None => GptConfig { vocab, ..GptConfig::preset(&config.model)? },
+        None => GptConfig { vocab, ..preset(&config.model)? },
     };
     for (field, value) in [
         (&mut model.layers, config.layers),
@@ -201,6 +203,17 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
     }
     model.validate()?;
     Ok(model)
+}
+
+/// The preset of a name.
+///
+/// Errors: [`Error::Setting`] with the names that there are.
+pub(super) fn preset(name: &str) -> Result<GptConfig> {
+    GptConfig::preset(name).map_err(|_| {
+        let names: Vec<_> = PRESETS.iter().map(|(name, _)| *name).collect();
+        let expected = with_nearest(format!("one of {}", names.join(", ")), name);
+        Error::Setting { field: "model", value: name.to_owned(), expected }
+    })
 }
 
 /// The plan of some settings for so many ranks, without the data.

@@ -19,6 +19,8 @@ use super::combination;
 use super::costs::Work;
 use super::links;
 use crate::config::choice::SyncKind;
+use crate::config::nearest::with_nearest;
+use crate::config::value::Setting as _;
 use crate::{Error, Result, TrainConfig, model_name};
 
 /// Why `train` does not run a schedule; `None` if it does.
@@ -246,11 +248,8 @@ pub(super) fn check_names(plan: &Plan) -> Result<()> {
     for (i, level) in plan.levels.iter().enumerate() {
         let Some(method) = SyncMethod::by_name(&level.method) else {
             let names: Vec<_> = farflung_optim::sync::METHODS.iter().map(|m| m.name).collect();
-            return Err(wrong(
-                format!("level[{i}].method"),
-                &level.method,
-                format!("one of {}", names.join(", ")),
-            ));
+            let expected = with_nearest(format!("one of {}", names.join(", ")), &level.method);
+            return Err(wrong(format!("level[{i}].method"), &level.method, expected));
         };
         if method.each_step && level.every > 1 {
             return Err(wrong(
@@ -265,8 +264,9 @@ pub(super) fn check_names(plan: &Plan) -> Result<()> {
     }
     for (i, boundary) in plan.boundaries.iter().enumerate() {
         for (direction, name) in [("forward", &boundary.forward), ("backward", &boundary.backward)] {
-            name.parse::<LinkSpec>().map_err(|why| {
-                wrong(format!("boundary[{i}].{direction}"), name, format!("a boundary's codec: {why}"))
+            LinkSpec::from_flag(name).map_err(|expected| {
+                let expected = expected.trim_start_matches("expected ").to_owned();
+                wrong(format!("boundary[{i}].{direction}"), name, expected)
             })?;
         }
     }
