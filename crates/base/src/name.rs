@@ -76,6 +76,10 @@ impl Algorithm {
         Self::Moshpit,
     ];
 
+    /// Those by which values can be averaged through a codec, in the order of the choice: equal shards, shards by access
+    /// links, plain inside a region and coded between regions, and a ring that encodes anew at each hop.
+    pub const CODED: [Self; 4] = [Self::Direct, Self::Butterfly, Self::Hierarchical, Self::Ring];
+
     /// The name on command lines and in plans.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -146,12 +146,7 @@ fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> 
             paced().map(chunked).collect()
         }
         Algorithm::Butterfly => {
-            let slower = |rank: u32| {
-                let port = topology.port(Rank(rank));
-                port.up.min(port.down)
-            };
-            let bandwidths: Vec<Bandwidth> = (0..n as u32).map(slower).collect();
-            let shares: Arc<[usize]> = shares(len, &bandwidths, 0).into();
+            let shares: Arc<[usize]> = shares_on(len, topology).into();
             let chunked = |(chunks, window)| {
                 let shares = Arc::clone(&shares);
                 way(move |rank| butterfly(rank, &shares, chunks).with_window(window))
@@ -160,6 +155,16 @@ fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> 
         }
         _ => vec![way(move |rank| algorithm.program(rank, n))],
     }
+}
+
+/// The [`shares`] of `len` elements by the access links of a topology.
+pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
+    let slower = |rank: u32| {
+        let port = topology.port(Rank(rank));
+        port.up.min(port.down)
+    };
+    let bandwidths: Vec<Bandwidth> = (0..topology.size() as u32).map(slower).collect();
+    shares(len, &bandwidths, 0)
 }
 
 /// The ranks in groups that are near each other: where the farthest pair is at least four times as far as the nearest,

@@ -300,6 +300,11 @@ impl Communicator {
         Ok(Self { plans: Arc::new(plans), ..self })
     }
 
+    /// The declared links.
+    #[must_use]
+    pub fn topology(&self) -> &Topology {
+        self.plans.topology()
+    }
     /// This rank.
     #[must_use]
     pub fn rank(&self) -> Rank {

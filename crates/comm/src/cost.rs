@@ -4,12 +4,11 @@
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
-use std::ops::Range;
 
 use farflung_base::{Bytes, Nanos, Rank, Topology};
 
 use crate::FRAME_BYTES;
-use crate::steps::Program;
+use crate::steps::{Code, CodedMessage, Program, Step};
 
 /// The state of all links: when each becomes free. A transfer goes out over the sender's uplink, over the pair's own
 /// link, and in over the receiver's downlink, each first come first served and each at its own rate; its last byte is
@@ -79,12 +78,67 @@ struct Cursor {
     clock: Nanos,
 }
 
+/// What the transfers of a program carry.
+struct Sizes<'a> {
+    /// Of the whole buffer, as plain transfers take it.
+    bytes: u64,
+    /// Values of the buffer, and the most bytes that the codec makes of so many: of messages.
+    len: usize,
+    payload: &'a dyn Fn(usize) -> usize,
+}
+
+impl Sizes<'_> {
+    /// Bytes of a message.
+    fn message(&self, program: &Program, number: usize) -> u64 {
+        let CodedMessage { block, code } = program.messages[number];
+        let values = program.elements(&(block..block + 1), self.len).len();
+        match code {
+            Code::Plain => (values * size_of::<f32>()) as u64,
+            Code::Coded(_) => (self.payload)(values) as u64,
+        }
+    }
+
+    /// What a step sends: to whom, and bytes.
+    fn sends(&self, program: &Program, step: &Step) -> Vec<(Rank, u64)> {
+        let plain = step.sends.iter().map(|(to, blocks)| (*to, program.bytes(blocks, self.bytes)));
+        let coded = step.coding.sends.iter().map(|&(to, number)| (to, self.message(program, number)));
+        plain.chain(coded).collect()
+    }
+
+    /// A step's receive: from whom, and bytes.
+    fn receive(&self, program: &Program, step: &Step, i: usize) -> Option<(Rank, u64)> {
+        if let Some((from, blocks, _)) = step.recvs.get(i) {
+            return Some((*from, program.bytes(blocks, self.bytes)));
+        }
+        let &(from, number) = step.coding.recvs.get(i - step.recvs.len())?;
+        Some((from, self.message(program, number)))
+    }
+}
+
 /// Virtual time from a common start until the last rank has done its program over a buffer of `bytes`.
 ///
 /// `programs` has one program per rank of `topology`; [`Nanos::MAX`] if they do not fit together or a link is dead.
 #[must_use]
 pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
-    let frame = (bytes.0 / FRAMES).max(FRAME_BYTES as u64);
+    let len = bytes.0 as usize / size_of::<f32>();
+    walk(programs, &Sizes { bytes: bytes.0, len, payload: &|values| values * size_of::<f32>() }, topology)
+}
+
+/// [`cost`] of coded programs over a buffer of `len` values; `payload` is the most bytes that the codec makes of so many.
+///
+/// Encoding and decoding take no time.
+#[must_use]
+pub fn cost_coded(
+    programs: &[Program],
+    len: usize,
+    payload: &dyn Fn(usize) -> usize,
+    topology: &Topology,
+) -> Nanos {
+    walk(programs, &Sizes { bytes: (len * size_of::<f32>()) as u64, len, payload }, topology)
+}
+
+fn walk(programs: &[Program], sizes: &Sizes<'_>, topology: &Topology) -> Nanos {
+    let frame = (sizes.bytes / FRAMES).max(FRAME_BYTES as u64);
     let mut links = Links::new(topology);
     let mut cursors: Vec<Vec<Cursor>> =
         programs.iter().map(|program| vec![Cursor::default(); program.lanes.len()]).collect();
@@ -108,8 +162,8 @@ pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
             }
             'steps: while let Some(step) = program.lanes[lane].get(cursor.step) {
                 // A frame of each at a time, as they are really sent.
-                let size = |(to, blocks): &(Rank, Range<usize>)| (*to, Some(program.bytes(blocks, bytes.0)));
-                let mut left: Vec<_> = step.sends.iter().filter(|_| !cursor.sent).map(size).collect();
+                let sends = if cursor.sent { Vec::new() } else { sizes.sends(program, step) };
+                let mut left: Vec<_> = sends.into_iter().map(|(to, bytes)| (to, Some(bytes))).collect();
                 while left.iter().any(|(_, left)| left.is_some()) {
                     for i in 0..left.len() {
                         let (to, Some(rest)) = left[i] else { continue };
@@ -124,8 +178,8 @@ pub fn cost(programs: &[Program], bytes: Bytes, topology: &Topology) -> Nanos {
                     }
                 }
                 cursor.sent = true;
-                while let Some((from, blocks, _)) = step.recvs.get(cursor.received.0) {
-                    let frames = program.bytes(blocks, bytes.0).div_ceil(frame).max(1);
+                while let Some((from, bytes)) = sizes.receive(program, step, cursor.received.0) {
+                    let frames = bytes.div_ceil(frame).max(1);
                     while cursor.received.1 < frames {
                         let there =
                             arrived.get_mut(&(lane, from.index(), rank)).and_then(VecDeque::pop_front);

@@ -152,6 +152,7 @@ impl Job {
             bucket_bytes: usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX),
             overlap: level.overlap,
             seed: self.config.seed,
+            ..AverageConfig::default()
         })
     }
 
