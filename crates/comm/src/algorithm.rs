@@ -157,32 +157,39 @@ fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> 
     }
 }
 
-/// The [`shares`] of `len` elements by the access links of a topology.
+/// The [`shares`] of `len` elements by the access links of a topology; of a line that a region shares each rank has a part.
 pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
-    let slower = |rank: u32| {
-        let port = topology.port(Rank(rank));
-        port.up.min(port.down)
+    let ranks = || (0..topology.size() as u32).map(Rank);
+    let slower = |rank: Rank| {
+        let port = topology.port(rank);
+        let own = port.up.min(port.down);
+        topology.region(rank).map_or(own, |region| {
+            let (line, members) =
+                (topology.region_port(region), ranks().filter(|&r| topology.region(r) == Some(region)));
+            own.min(Bandwidth(line.up.min(line.down).0 / members.count() as u64))
+        })
     };
-    let bandwidths: Vec<Bandwidth> = (0..topology.size() as u32).map(slower).collect();
+    let bandwidths: Vec<Bandwidth> = ranks().map(slower).collect();
     shares(len, &bandwidths, 0)
 }
 
-/// The ranks in groups that are near each other: where the farthest pair is at least four times as far as the nearest,
-/// ranks are in one region if there is a way between them by links of less than the two latencies' geometric mean.
+/// The ranks in groups that are near each other, by latency and by bandwidth.
+///
+/// A pair is near if its latency is less than the geometric mean of the least and the greatest, where the greatest is at
+/// least four times the least; and if what it has [between](Topology::between) it, access links apart, is more than the
+/// geometric mean of the least and the greatest, where these are four times apart. Ranks are in one region if there is a way
+/// between them by near pairs.
 #[must_use]
 pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     let n = topology.size();
     let ranks = everyone(n);
-    let far = |a: Rank, b: Rank| topology.link(a, b).latency.max(topology.link(b, a).latency).0;
     let pairs = || ranks.iter().flat_map(|&a| ranks.iter().filter(move |&&b| a < b).map(move |&b| (a, b)));
-    let nearest = pairs().map(|(a, b)| far(a, b)).min().unwrap_or(0);
-    let farthest = pairs().map(|(a, b)| far(a, b)).max().unwrap_or(0);
-    if u128::from(farthest) < 4 * u128::from(nearest) || farthest == 0 {
-        return vec![ranks];
-    }
+    let far = |(a, b)| topology.link(a, b).latency.max(topology.link(b, a).latency).0;
+    let wide = |(a, b)| topology.between(a, b).min(topology.between(b, a)).0;
+    let (near, broad) = (Spread::of(pairs().map(far)), Spread::of(pairs().map(wide)));
     let mut region: Vec<usize> = (0..n).collect();
     for (a, b) in pairs() {
-        if u128::from(far(a, b)).pow(2) < u128::from(nearest.max(1)) * u128::from(farthest) {
+        if near.is_low(far((a, b))) && broad.is_high(wide((a, b))) {
             let (from, to) =
                 (region[a.index()].max(region[b.index()]), region[a.index()].min(region[b.index()]));
             region.iter_mut().filter(|r| **r == from).for_each(|r| *r = to);
@@ -190,4 +197,33 @@ pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     }
     let members = |r: usize| ranks.iter().copied().filter(|rank| region[rank.index()] == r).collect();
     (0..n).map(members).filter(|group: &Vec<Rank>| !group.is_empty()).collect()
+}
+
+/// The least and the greatest of some figures.
+#[derive(Debug, Clone, Copy)]
+struct Spread {
+    least: u128,
+    greatest: u128,
+}
+
+impl Spread {
+    fn of(figures: impl Iterator<Item = u64> + Clone) -> Self {
+        let least = figures.clone().min().unwrap_or(0).into();
+        Self { least, greatest: figures.max().unwrap_or(0).into() }
+    }
+
+    /// Whether they are so far apart that a figure is one of the low or one of the high.
+    const fn divides(self) -> bool {
+        self.greatest > 0 && self.greatest >= 4 * self.least
+    }
+
+    /// Below the geometric mean; all are, where they are not far apart.
+    fn is_low(self, figure: u64) -> bool {
+        !self.divides() || u128::from(figure).pow(2) < self.least.max(1) * self.greatest
+    }
+
+    /// Above the geometric mean; all are, where they are not far apart.
+    fn is_high(self, figure: u64) -> bool {
+        !self.divides() || u128::from(figure).pow(2) > self.least.max(1) * self.greatest
+    }
 }

@@ -10,23 +10,29 @@ use farflung_base::{Bytes, Nanos, Rank, Topology};
 use crate::FRAME_BYTES;
 use crate::steps::{Code, CodedMessage, Program, Step};
 
-/// The state of all links: when each becomes free. A transfer goes out over the sender's uplink, over the pair's own
-/// link, and in over the receiver's downlink, each first come first served and each at its own rate; its last byte is
-/// there when the slowest of the three has passed it.
+/// The state of all links: when each becomes free. A transfer goes out over the sender's uplink and its region's, over the
+/// pair's own link, and in over the receiver's region's downlink and its own, each first come first served and each at its own
+/// rate; its last byte is there when the slowest of them has passed it.
+///
+/// The order of calls for one transfer: [`Links::depart`], [`Links::cross`], [`Links::enter`] where
+/// [`Links::has_lines`], [`Links::land`]. Each is to be called in the order of time over all transfers.
 #[derive(Debug, Clone)]
 pub(crate) struct Links {
     topology: Topology,
     up: Vec<Nanos>,
     pair: Vec<Nanos>,
     down: Vec<Nanos>,
+    /// By region.
+    line_up: Vec<Nanos>,
+    line_down: Vec<Nanos>,
 }
 
-/// A transfer that has left its sender.
+/// A transfer on its way.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct InFlight {
-    /// When its first byte reaches the receiver's access link.
+    /// When its first byte reaches what it goes over next.
     pub(crate) head: Nanos,
-    /// When its last byte does.
+    /// When its last byte does, at best.
     pub(crate) tail: Nanos,
     pub(crate) bytes: Bytes,
 }
@@ -34,22 +40,56 @@ pub(crate) struct InFlight {
 impl Links {
     pub(crate) fn new(topology: &Topology) -> Self {
         let idle = |count| vec![Nanos::ZERO; count];
-        let n = topology.size();
-        Self { topology: topology.clone(), up: idle(n), pair: idle(n * n), down: idle(n) }
+        let (n, regions) = (topology.size(), topology.regions());
+        Self {
+            topology: topology.clone(),
+            up: idle(n),
+            pair: idle(n * n),
+            down: idle(n),
+            line_up: idle(regions),
+            line_down: idle(regions),
+        }
     }
 
-    /// Sends `bytes` at `at`, or when the links are free. To be called in the order of `at`.
-    pub(crate) fn depart(&mut self, from: Rank, to: Rank, at: Nanos, bytes: Bytes) -> InFlight {
+    /// Whether regions share lines, so that what leaves one rank can hold up what leaves another.
+    pub(crate) const fn has_lines(&self) -> bool {
+        !self.line_up.is_empty()
+    }
+
+    /// Sends `bytes` at `at`, or when the sender's uplink is free.
+    pub(crate) fn depart(&mut self, from: Rank, at: Nanos, bytes: Bytes) -> InFlight {
+        let up = self.topology.port(from).up;
+        let (head, tail) = occupy(&mut self.up[from.index()], at, up.transfer(bytes));
+        InFlight { head, tail, bytes }
+    }
+
+    /// Goes from the sender's uplink to the receiver, over the line of the sender's region where it leaves that.
+    pub(crate) fn cross(&mut self, from: Rank, to: Rank, transfer: InFlight) -> InFlight {
+        let InFlight { mut head, mut tail, bytes } = transfer;
+        if let Some(region) = self.topology.region(from).filter(|_| self.topology.leaves(from, to)) {
+            let up = self.topology.region_port(region).up;
+            let (start, out) = occupy(&mut self.line_up[region], head, up.transfer(bytes));
+            (head, tail) = (start, tail.max(out));
+        }
         let link = self.topology.link(from, to);
-        let (start, out) =
-            occupy(&mut self.up[from.index()], at, self.topology.port(from).up.transfer(bytes));
         let pair = &mut self.pair[from.index() * self.topology.size() + to.index()];
-        let (start, through) = occupy(pair, start, link.bandwidth.transfer(bytes));
+        let (start, through) = occupy(pair, head, link.bandwidth.transfer(bytes));
         let later = |time: Nanos| time.saturating_add(link.latency);
-        InFlight { head: later(start), tail: later(out.max(through)), bytes }
+        InFlight { head: later(start), tail: later(tail.max(through)), bytes }
     }
 
-    /// Receives what arrives from `head` on; returns when its last byte is there. To be called in the order of `head`.
+    /// Comes in over the line of the receiver's region where it comes from outside.
+    pub(crate) fn enter(&mut self, from: Rank, to: Rank, transfer: InFlight) -> InFlight {
+        let InFlight { head, tail, bytes } = transfer;
+        let Some(region) = self.topology.region(to).filter(|_| self.topology.leaves(from, to)) else {
+            return transfer;
+        };
+        let down = self.topology.region_port(region).down;
+        let (head, end) = occupy(&mut self.line_down[region], head, down.transfer(bytes));
+        InFlight { head, tail: tail.max(end), bytes }
+    }
+
+    /// Receives what arrives from `head` on; returns when its last byte is there.
     pub(crate) fn land(&mut self, to: Rank, transfer: InFlight) -> Nanos {
         let InFlight { head, tail, bytes } = transfer;
         let (_, end) = occupy(&mut self.down[to.index()], head, self.topology.port(to).down.transfer(bytes));
@@ -66,6 +106,13 @@ fn occupy(free: &mut Nanos, at: Nanos, length: Nanos) -> (Nanos, Nanos) {
 
 /// Frames into which the price cuts the whole buffer at most: finer than that changes nothing that matters.
 const FRAMES: u64 = 4096;
+
+/// What happens to a transfer, in the order of one instant.
+const DEPARTS: u8 = 0;
+const CROSSES: u8 = 1;
+const ENTERS: u8 = 2;
+const LANDS: u8 = 3;
+const ARRIVES: u8 = 4;
 
 /// How far one lane of one rank is.
 #[derive(Debug, Clone, Copy, Default)]
@@ -144,7 +191,8 @@ fn walk(programs: &[Program], sizes: &Sizes<'_>, topology: &Topology) -> Nanos {
         programs.iter().map(|program| vec![Cursor::default(); program.lanes.len()]).collect();
     // By lane, sender and receiver.
     let mut arrived: BTreeMap<(usize, usize, usize), VecDeque<Nanos>> = BTreeMap::new();
-    // (time, class, from, number, to, lane): departures before landings before arrivals of the same instant.
+    // (time, class, from, number, to, lane): in one instant first departures, then what goes over the lines of regions, out
+    // and in, then landings, then arrivals.
     let mut queue = BinaryHeap::new();
     // By number.
     let mut flights: Vec<InFlight> = Vec::new();
@@ -170,7 +218,7 @@ fn walk(programs: &[Program], sizes: &Sizes<'_>, topology: &Topology) -> Nanos {
                         if left[..i].iter().any(|&(other, rest)| other == to && rest.is_some()) {
                             continue;
                         }
-                        let class = if to.index() == rank { 2 } else { 0 };
+                        let class = if to.index() == rank { ARRIVES } else { DEPARTS };
                         queue.push(Reverse((cursor.clock, class, rank, flights.len(), to.index(), lane)));
                         let bytes = Bytes(rest.min(frame));
                         flights.push(InFlight { head: Nanos::ZERO, tail: Nanos::ZERO, bytes });
@@ -200,15 +248,27 @@ fn walk(programs: &[Program], sizes: &Sizes<'_>, topology: &Topology) -> Nanos {
         }
         let Some(Reverse((time, class, from, number, to, lane))) = queue.pop() else { break };
         let flight = &mut flights[number];
+        let (sender, receiver) = (Rank(from as u32), Rank(to as u32));
+        let mut next = |at, class| queue.push(Reverse((at, class, from, number, to, lane)));
         match class {
-            0 => {
-                *flight = links.depart(Rank(from as u32), Rank(to as u32), time, flight.bytes);
-                queue.push(Reverse((flight.head, 1, from, number, to, lane)));
+            DEPARTS => {
+                *flight = links.depart(sender, time, flight.bytes);
+                if links.has_lines() {
+                    next(flight.head, CROSSES);
+                } else {
+                    *flight = links.cross(sender, receiver, *flight);
+                    next(flight.head, LANDS);
+                }
             }
-            1 => {
-                let at = links.land(Rank(to as u32), *flight);
-                queue.push(Reverse((at, 2, from, number, to, lane)));
+            CROSSES => {
+                *flight = links.cross(sender, receiver, *flight);
+                next(flight.head, ENTERS);
             }
+            ENTERS => {
+                *flight = links.enter(sender, receiver, *flight);
+                next(flight.head, LANDS);
+            }
+            LANDS => next(links.land(receiver, *flight), ARRIVES),
             _ => {
                 arrived.entry((lane, from, to)).or_default().push_back(time);
                 awake.push_back((to, lane));

@@ -240,6 +240,18 @@ fn two_regions() -> Topology {
     topology
 }
 
+/// The same regions with one line of 50 Mbit/s between them.
+fn one_line() -> Topology {
+    let mut topology = Topology::uniform(8, "1gbit,1ms".parse().unwrap());
+    for (a, b) in (0..8).flat_map(|a| (0..8).map(move |b| (a, b))).filter(|(a, b)| a / 4 != b / 4) {
+        topology.set_link(Rank(a), Rank(b), "1gbit,30ms".parse().unwrap());
+    }
+    for region in groups(8, 4) {
+        topology.set_region(&region, Port { up: Bandwidth(50_000_000), down: Bandwidth(50_000_000) });
+    }
+    topology
+}
+
 /// Ranks behind uplinks of 10, 20, 40 and 80 Mbit/s.
 fn uneven() -> Topology {
     let mut topology = Topology::uniform(4, "1gbit,5ms".parse().unwrap());
@@ -253,7 +265,7 @@ fn uneven() -> Topology {
 #[test]
 fn every_form_takes_its_price() {
     let len = 300_000;
-    for (name, topology) in [("regions", two_regions()), ("uneven", uneven())] {
+    for (name, topology) in [("regions", two_regions()), ("one line", one_line()), ("uneven", uneven())] {
         for form in Algorithm::CODED {
             let price = form.coded_cost(len, &|values| values, &topology).unwrap().as_secs_f64();
             let times = on_ranks(over(&topology), |comm| {
@@ -272,6 +284,7 @@ fn the_choice_is_the_cheapest_that_does_not_lose_at_each_hop() {
     let payload = |values: usize| values;
     let equal = || Topology::uniform(5, "100mbit,5ms".parse().unwrap());
     for (topology, len, want) in [
+        (one_line(), 1_000_000, Algorithm::Hierarchical),
         (uneven(), 1_000_000, Algorithm::Butterfly),
         // In chunks, of which one is scattered while another is gathered.
         (equal(), 1_000_000, Algorithm::Butterfly),

@@ -9,7 +9,6 @@ use farflung_tensor::Device;
 use farflung_zoo::Stage;
 
 use super::job::Job;
-use super::links::among;
 use crate::Result;
 
 /// A codec as planners see it. What it sends depends on the values; here it is the most that it may.
@@ -43,7 +42,7 @@ pub(super) fn collective_prices(
                 stages.flat_map(|stage| (0..replicas).map(move |replica| rank(replica, stage))).collect();
             holders.sort_unstable();
             let values = Stage::new(job.model, layers, &device)?.layout().count();
-            let (bytes, among) = (codec.bytes(values as u64), among(topology, &holders));
+            let (bytes, among) = (codec.bytes(values as u64), topology.among(&holders));
             let programs = job.plan.outermost().algorithm.programs(values, bytes, &among);
             reduce.push(if values == 0 { Nanos::ZERO } else { cost(&programs, bytes, &among) });
         }
