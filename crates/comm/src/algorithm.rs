@@ -52,7 +52,7 @@ impl AllReduce for Algorithm {
             return self;
         }
         let price = |algorithm: &Self| {
-            price(&cheapest(*algorithm, bytes.0 as usize, bytes, topology), bytes, topology)
+            price(&cheapest(*algorithm, bytes.0 as usize, bytes, topology, None), bytes, topology)
         };
         Self::ALL.into_iter().min_by_key(price).unwrap_or_default()
     }
@@ -71,7 +71,7 @@ impl AllReduce for Algorithm {
     }
 
     fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program> {
-        all_ranks(&cheapest(self.resolve(bytes, topology), len, bytes, topology), topology)
+        all_ranks(&cheapest(self.resolve(bytes, topology), len, bytes, topology, None), topology)
     }
 }
 
@@ -82,8 +82,9 @@ pub(crate) fn program_on(
     len: usize,
     bytes: Bytes,
     topology: &Topology,
+    regions: Option<&[Vec<Rank>]>,
 ) -> Program {
-    cheapest(algorithm.resolve(bytes, topology), len, bytes, topology)(rank)
+    cheapest(algorithm.resolve(bytes, topology), len, bytes, topology, regions)(rank)
 }
 
 /// One way to run an algorithm: each rank's steps.
@@ -102,8 +103,14 @@ fn price(way: &Way<'_>, bytes: Bytes, topology: &Topology) -> Nanos {
 }
 
 /// The cheapest way to run `algorithm`; of equally cheap ones the first. A single way is not priced.
-fn cheapest(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> Way<'_> {
-    let mut ways = ways(algorithm, len, bytes, topology);
+fn cheapest<'a>(
+    algorithm: Algorithm,
+    len: usize,
+    bytes: Bytes,
+    topology: &'a Topology,
+    given: Option<&[Vec<Rank>]>,
+) -> Way<'a> {
+    let mut ways = ways(algorithm, len, bytes, topology, given);
     if ways.len() == 1 {
         return ways.remove(0);
     }
@@ -111,7 +118,15 @@ fn cheapest(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology)
 }
 
 /// In how many chunks `algorithm` may run, and with how many of them under way at a time.
-fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Way<'_>> {
+///
+/// `given` are the regions, where they are not those that the links show.
+fn ways<'a>(
+    algorithm: Algorithm,
+    len: usize,
+    bytes: Bytes,
+    topology: &'a Topology,
+    given: Option<&[Vec<Rank>]>,
+) -> Vec<Way<'a>> {
     let n = topology.size();
     let counts = || {
         let worth = move |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
@@ -134,7 +149,7 @@ fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> 
             counts().map(|chunks| way(move |rank| double_tree(rank, n, chunks))).collect()
         }
         Algorithm::Hierarchical => {
-            let regions: Arc<[Vec<Rank>]> = regions(topology).into();
+            let regions: Arc<[Vec<Rank>]> = given.map_or_else(|| regions(topology), <[_]>::to_vec).into();
             let chunked = |chunks| {
                 let regions = Arc::clone(&regions);
                 way(move |rank| hierarchical(rank, &regions, chunks))

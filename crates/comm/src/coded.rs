@@ -16,7 +16,7 @@ use crate::element::{Element, First, ReduceOp};
 use crate::error::CoderError;
 use crate::steps::{Merge, Phase};
 
-pub use choice::CodedAllReduce;
+pub use choice::{CodedAllReduce, CodedBuffer};
 pub use exchange::{coded_exchange, coded_exchange_of};
 pub(crate) use messages::Messages;
 pub use ring::coded_ring;

@@ -11,8 +11,8 @@ use std::ops::Range;
 use common::{TRANSPORTS, on_ranks, over};
 use farflung_base::{Bandwidth, Link, Port, Rank, Topology};
 use farflung_comm::{
-    Algorithm, Code, CodedAllReduce as _, CodedSlice, Coder, CoderError, CommError, Merge, Phase, Program,
-    ReduceOp, coded_exchange, coded_exchange_of, coded_ring, cost_coded, two_level,
+    Algorithm, Code, CodedAllReduce as _, CodedBuffer, CodedSlice, Coder, CoderError, CommError, Merge,
+    Phase, Program, ReduceOp, coded_exchange, coded_exchange_of, coded_ring, cost_coded, two_level,
 };
 
 fn all(n: usize, program: impl Fn(Rank) -> Program) -> Vec<Program> {
@@ -138,6 +138,11 @@ fn the_coded_lists_are_pinned() {
     insta::assert_snapshot!("coded_lists", text);
 }
 
+/// A buffer whose codec makes a byte of each value.
+fn buffer(len: usize, topology: &Topology) -> CodedBuffer<'_> {
+    CodedBuffer { len, payload: &|values| values, topology, regions: None }
+}
+
 /// Four bytes a value, nothing lost; or quarters in a byte.
 struct Test {
     lossy: bool,
@@ -224,7 +229,7 @@ fn a_program_for_other_values_and_an_algorithm_without_a_coded_form_are_refused(
         assert!(matches!(refused, Err(CommError::Unsupported { .. })));
     });
     let topology = Topology::uniform(4, "lan".parse().unwrap());
-    let error = Algorithm::DoubleTree.resolve_coded(9, &|n| n, &topology).unwrap_err();
+    let error = Algorithm::DoubleTree.resolve_coded(&buffer(9, &topology)).unwrap_err();
     assert!(
         error.to_string().contains("`double-tree`") && error.to_string().contains("hierarchical"),
         "{error}"
@@ -267,9 +272,9 @@ fn every_form_takes_its_price() {
     let len = 300_000;
     for (name, topology) in [("regions", two_regions()), ("one line", one_line()), ("uneven", uneven())] {
         for form in Algorithm::CODED {
-            let price = form.coded_cost(len, &|values| values, &topology).unwrap().as_secs_f64();
+            let price = form.coded_cost(&buffer(len, &topology)).unwrap().as_secs_f64();
             let times = on_ranks(over(&topology), |comm| {
-                let program = form.coded_program(comm.rank(), len, &|values| values, &topology).unwrap();
+                let program = form.coded_program(comm.rank(), &buffer(len, &topology)).unwrap();
                 reduce(&comm, program, vec![1.0; len], ReduceOp::Sum, true);
                 comm.now()
             });
@@ -281,7 +286,6 @@ fn every_form_takes_its_price() {
 
 #[test]
 fn the_choice_is_the_cheapest_that_does_not_lose_at_each_hop() {
-    let payload = |values: usize| values;
     let equal = || Topology::uniform(5, "100mbit,5ms".parse().unwrap());
     for (topology, len, want) in [
         (one_line(), 1_000_000, Algorithm::Hierarchical),
@@ -290,13 +294,29 @@ fn the_choice_is_the_cheapest_that_does_not_lose_at_each_hop() {
         (equal(), 1_000_000, Algorithm::Butterfly),
         (equal(), 10_000, Algorithm::Direct),
     ] {
-        let price = |form: Algorithm| form.coded_cost(len, &payload, &topology).unwrap();
-        assert_eq!(Algorithm::Auto.resolve_coded(len, &payload, &topology).unwrap(), want);
+        let price = |form: Algorithm| form.coded_cost(&buffer(len, &topology)).unwrap();
+        assert_eq!(Algorithm::Auto.resolve_coded(&buffer(len, &topology)).unwrap(), want);
         for form in [Algorithm::Direct, Algorithm::Butterfly, Algorithm::Hierarchical] {
             assert!(price(want) <= price(form), "{want} {form}");
         }
         assert_eq!(price(Algorithm::Auto), price(want));
     }
+}
+
+#[test]
+fn regions_can_be_given_instead_of_found() {
+    let halves = vec![vec![Rank(0), Rank(2)], vec![Rank(1), Rank(3)]];
+    on_ranks(over(&Topology::uniform(4, "lan".parse().unwrap())), |comm| {
+        assert!(comm.clone().with_regions(vec![vec![Rank(0)], vec![Rank(0), Rank(2), Rank(3)]]).is_err());
+        let comm = comm.with_regions(halves.clone()).unwrap().with_algorithm(Algorithm::Hierarchical);
+        let buffer = comm.coded_buffer(100, &|values| values);
+        let program = Algorithm::Hierarchical.coded_program(comm.rank(), &buffer).unwrap();
+        assert_eq!(program, two_level(comm.rank(), &halves));
+        // Plain values go by them too: the first partner is in the own half.
+        let mut x = [comm.rank().0 as f32; 8];
+        comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+        assert!(x.iter().all(|&v| (v - 6.0).abs() < f32::EPSILON));
+    });
 }
 
 #[test]

@@ -11,7 +11,7 @@ use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
-use super::{costs, links, planned};
+use super::{averages, costs, links, planned};
 use crate::config::choice::TokenizerKind;
 use crate::signals::Stop;
 use crate::{Result, TrainConfig, corpus};
@@ -94,11 +94,12 @@ impl Job {
     /// The job under another plan, for the same model and data.
     ///
     /// Errors: a plan that cannot be.
-    pub fn with_plan(&self, plan: Plan) -> Result<Self> {
+    pub fn with_plan(&self, mut plan: Plan) -> Result<Self> {
         plan.check()?;
         planned::check_names(&plan)?;
         let mut config = self.config.clone();
         config.follow(&plan);
+        averages::resolve(&mut plan, &self.model, &config, self.cluster.as_ref())?;
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
         Ok(Self { config, plan, rates, world, ..self.clone() })
@@ -152,7 +153,7 @@ impl Job {
             bucket_bytes: usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX),
             overlap: level.overlap,
             seed: self.config.seed,
-            ..AverageConfig::default()
+            algorithm: level.algorithm,
         })
     }
 
@@ -226,7 +227,7 @@ struct Decided {
 impl Decided {
     fn of(mut config: TrainConfig, model: &GptConfig, world: usize) -> Result<Self> {
         let cluster = links::cluster(&config)?;
-        let plan = match &config.plan {
+        let mut plan = match &config.plan {
             Some(path) => {
                 let plan = planned::from_file(path, model, world)?;
                 config.follow(&plan);
@@ -238,6 +239,7 @@ impl Decided {
             // A file for other ranks is refused before anything starts.
             links::declared(&config, world, cluster.as_ref())?;
         }
+        averages::resolve(&mut plan, model, &config, cluster.as_ref())?;
         let rates = costs::rates(&config, model, &plan, cluster.as_ref());
         Ok(Self { config, plan, cluster, rates })
     }

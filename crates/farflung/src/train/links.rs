@@ -84,7 +84,7 @@ pub fn seats(job: &Job, env: Option<&LaunchEnv>) -> Result<Vec<Seat>> {
         if let Some(topology) = &declared {
             comm = comm.with_topology(topology.clone())?;
         }
-        let comm = comm.with_algorithm(job.plan.outermost().algorithm).with_deadline(config.deadline);
+        let comm = comm.with_algorithm(job.plan.outermost().plain_algorithm()).with_deadline(config.deadline);
         Ok(Seat { comm, simulated: simulates, link })
     };
     match kind {

@@ -4,6 +4,7 @@
 //! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
 
 mod bind;
+mod averages;
 mod checkpoint;
 mod claim;
 mod costs;

@@ -8,6 +8,7 @@ use farflung_parallel::pipeline::{CollectivePrices, Placement, Tie};
 use farflung_tensor::Device;
 use farflung_zoo::Stage;
 
+use super::averages;
 use super::job::Job;
 use crate::Result;
 
@@ -34,7 +35,7 @@ pub(super) fn collective_prices(
     let rank = |replica: u32, stage: u32| Rank(replica * ranks + placement.rank(StageId(stage)).0);
     let mut reduce = Vec::new();
     if placement.depth() > 1 && job.averages_each_step() && (replicas > 1 || placement.copies() > 1) {
-        let (device, codec) = (Device::cpu(1)?, planned_codec(job.codec()?));
+        let (device, coded) = (Device::cpu(1)?, job.codec()? != CodecSpec::default());
         for (part, planned) in (0..).zip(&job.plan.parts) {
             let layers = planned.layers.start as usize..planned.layers.end as usize;
             let stages = (0..placement.copies()).map(|copy| copy * placement.depth() + part);
@@ -42,9 +43,16 @@ pub(super) fn collective_prices(
                 stages.flat_map(|stage| (0..replicas).map(move |replica| rank(replica, stage))).collect();
             holders.sort_unstable();
             let values = Stage::new(job.model, layers, &device)?.layout().count();
-            let (bytes, among) = (codec.bytes(values as u64), topology.among(&holders));
-            let programs = job.plan.outermost().algorithm.programs(values, bytes, &among);
-            reduce.push(if values == 0 { Nanos::ZERO } else { cost(&programs, bytes, &among) });
+            let among = topology.among(&holders);
+            reduce.push(match values {
+                0 => Nanos::ZERO,
+                _ if coded => averages::coded_price(&job.plan, values, &among)?,
+                _ => {
+                    let bytes = Bytes((values * size_of::<f32>()) as u64);
+                    let programs = job.plan.outermost().algorithm.programs(values, bytes, &among);
+                    cost(&programs, bytes, &among)
+                }
+            });
         }
     }
     let mut tied = Nanos::ZERO;

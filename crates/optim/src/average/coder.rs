@@ -64,7 +64,7 @@ impl Codecs {
         let stream = || Stream::new(vectors.clone(), config.codec).expect("they were chosen for this codec");
         let sizes = config.codec.build();
         let payload = |values: usize| sizes.max_payload(values);
-        let program = config.algorithm.coded_program(comm.rank(), len, &payload, comm.topology())?;
+        let program = config.algorithm.coded_program(comm.rank(), &comm.coded_buffer(len, &payload))?;
         let steps = program.lanes.iter().flatten();
         let encoded = steps.flat_map(|step| &step.coding.encode).map(|&number| program.messages[number]);
         let coded = encoded.filter_map(|message| match message.code {
