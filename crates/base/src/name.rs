@@ -160,6 +160,18 @@ impl FromStr for Precision {
     }
 }
 
+/// Which element of each stratum of a mask is sent in a round: of several consecutive elements, one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Pattern {
+    /// The same in all strata, the next in the next round: every element is sent once in as many rounds as a stratum has
+    /// elements.
+    Rolling,
+    /// In each stratum from another start, drawn anew when every element has been sent once.
+    Permuted,
+    /// Any, drawn in each round.
+    Random,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
