@@ -8,7 +8,7 @@ pub mod topology;
 pub mod unit;
 
 pub use id::{PeerId, Rank, StageId};
-pub use name::{Algorithm, Precision, UnknownName};
+pub use name::{Algorithm, Pattern, Precision, UnknownName};
 pub use pending::{Pending, PendingOp};
 pub use philox::Philox;
 pub use topology::{Link, ParseLinkError, Port, Topology};

@@ -76,6 +76,10 @@ impl Algorithm {
         Self::Moshpit,
     ];
 
+    /// Those by which values can be averaged through a codec, in the order of the choice: equal shards, shards by access
+    /// links, plain inside a region and coded between regions, and a ring that encodes anew at each hop.
+    pub const CODED: [Self; 4] = [Self::Direct, Self::Butterfly, Self::Hierarchical, Self::Ring];
+
     /// The name on command lines and in plans.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -154,6 +158,18 @@ impl FromStr for Precision {
     fn from_str(text: &str) -> Result<Self, UnknownName> {
         find("precision", text, &Self::ALL, Self::name)
     }
+}
+
+/// Which element of each stratum of a mask is sent in a round: of several consecutive elements, one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Pattern {
+    /// The same in all strata, the next in the next round: every element is sent once in as many rounds as a stratum has
+    /// elements.
+    Rolling,
+    /// In each stratum from another start, drawn anew when every element has been sent once.
+    Permuted,
+    /// Any, drawn in each round.
+    Random,
 }
 
 #[cfg(test)]

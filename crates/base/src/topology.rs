@@ -97,11 +97,13 @@ impl FromStr for Link {
     }
 }
 
-/// The links of a whole job: one [`Link`] per ordered pair of ranks and one [`Port`] per rank.
+/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`Port`] per rank, and one for each region whose
+/// ranks share a line.
 ///
-/// A transfer from `i` to `j` runs at the least of the pair's bandwidth, `i`'s free uplink and `j`'s free downlink.
+/// A transfer from `i` to `j` runs at the least of the pair's bandwidth, `i`'s free uplink and `j`'s free downlink. Where it
+/// leaves `i`'s region it takes a part of that region's uplink, and where it comes into `j`'s of that one's downlink.
 ///
-/// Clones share the table of links, and equal links need none.
+/// Clones share the tables, and equal links need none.
 #[derive(Debug, Clone)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(into = "Tables", try_from = "Tables"))]
@@ -109,6 +111,16 @@ pub struct Topology {
     size: usize,
     links: Links,
     ports: Arc<Vec<Port>>,
+    lines: Arc<Lines>,
+}
+
+/// The lines that regions share.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+struct Lines {
+    /// The region of each rank; empty where there are none.
+    of: Vec<Option<usize>>,
+    /// By region.
+    ports: Vec<Port>,
 }
 
 /// The links between different ranks.
@@ -125,7 +137,7 @@ impl PartialEq for Topology {
             (Links::Equal(a), Links::Equal(b)) => a == b || self.size < 2,
             _ => self.pairs().all(|(from, to)| self.link(from, to) == other.link(from, to)),
         };
-        self.size == other.size && self.ports == other.ports && same_links()
+        self.size == other.size && self.ports == other.ports && self.same_lines(other) && same_links()
     }
 }
 
@@ -136,7 +148,7 @@ impl Topology {
     #[must_use]
     pub fn uniform(size: usize, link: Link) -> Self {
         let port = Port { up: link.bandwidth, down: link.bandwidth };
-        Self { size, links: Links::Equal(link), ports: Arc::new(vec![port; size]) }
+        Self { size, links: Links::Equal(link), ports: Arc::new(vec![port; size]), lines: Arc::default() }
     }
 
     /// The links and ports of these ranks alone: the first of them is rank 0 of the result.
@@ -153,7 +165,21 @@ impl Topology {
             }
         };
         let ports = Arc::new(ranks.iter().map(|&rank| self.port(rank)).collect());
-        Self { size: ranks.len(), links, ports }
+        let of = if self.lines.of.is_empty() {
+            Vec::new()
+        } else {
+            ranks.iter().map(|&rank| self.region(rank)).collect()
+        };
+        let lines = Arc::new(Lines { of, ports: self.lines.ports.clone() });
+        Self { size: ranks.len(), links, ports, lines }
+    }
+
+    /// Whether all ranks share the same lines with the same others, however their regions are numbered.
+    fn same_lines(&self, other: &Self) -> bool {
+        let port = |topology: &Self, rank| topology.region(rank).map(|region| topology.region_port(region));
+        let ranks = || (0..self.size as u32).map(Rank);
+        ranks().all(|rank| port(self, rank) == port(other, rank))
+            && self.pairs().all(|(a, b)| self.leaves(a, b) == other.leaves(a, b))
     }
 
     /// All pairs of different ranks.
@@ -192,13 +218,54 @@ impl Topology {
         self.ports[rank.index()]
     }
 
-    /// The rate at which one transfer runs when nothing else uses either end.
+    /// The region whose line a rank shares with others, by its number; `None` for a rank that shares none.
+    #[must_use]
+    pub fn region(&self, rank: Rank) -> Option<usize> {
+        self.lines.of.get(rank.index()).copied().flatten()
+    }
+
+    /// Number of regions that share a line.
+    #[must_use]
+    pub fn regions(&self) -> usize {
+        self.lines.ports.len()
+    }
+
+    /// The line of a region: what its ranks send to all others shares `up`, what they receive from all others `down`.
+    ///
+    /// # Panics
+    /// If `region` is not below [`Topology::regions`].
+    #[must_use]
+    pub fn region_port(&self, region: usize) -> Port {
+        self.lines.ports[region]
+    }
+
+    /// Whether a transfer goes over lines that regions share: the ranks are not in one region, and one of them is in one.
+    #[must_use]
+    pub fn leaves(&self, from: Rank, to: Rank) -> bool {
+        let (from, to) = (self.region(from), self.region(to));
+        from != to
+    }
+
+    /// What one transfer from a rank to another has between them, their own access links apart: the least of the pair's
+    /// bandwidth and of the lines that it goes over.
+    #[must_use]
+    pub fn between(&self, from: Rank, to: Rank) -> Bandwidth {
+        let mut least = self.link(from, to).bandwidth;
+        if self.leaves(from, to) {
+            let (out, into) = (self.region(from), self.region(to));
+            least = out.map_or(least, |region| least.min(self.region_port(region).up));
+            least = into.map_or(least, |region| least.min(self.region_port(region).down));
+        }
+        least
+    }
+
+    /// The rate at which one transfer runs when nothing else uses either end or a line between them.
     #[must_use]
     pub fn rate(&self, from: Rank, to: Rank) -> Bandwidth {
         if from == to {
             return Bandwidth::UNLIMITED;
         }
-        self.link(from, to).bandwidth.min(self.port(from).up).min(self.port(to).down)
+        self.between(from, to).min(self.port(from).up).min(self.port(to).down)
     }
 
     /// Sets one direction of a pair. A rank reaches itself for free, whatever is set.
@@ -225,6 +292,19 @@ impl Topology {
     pub fn set_port(&mut self, rank: Rank, port: Port) {
         Arc::make_mut(&mut self.ports)[rank.index()] = port;
     }
+
+    /// Makes these ranks a region that shares a line to all others. They leave the regions that they were in.
+    ///
+    /// # Panics
+    /// If a rank is not below [`Topology::size`].
+    pub fn set_region(&mut self, ranks: &[Rank], port: Port) {
+        let lines = Arc::make_mut(&mut self.lines);
+        lines.of.resize(self.size, None);
+        for rank in ranks {
+            lines.of[rank.index()] = Some(lines.ports.len());
+        }
+        lines.ports.push(port);
+    }
 }
 
 /// A topology as it is written: links by sender and receiver, those of a rank to itself included.
@@ -234,6 +314,9 @@ struct Tables {
     size: usize,
     links: Vec<Link>,
     ports: Vec<Port>,
+    /// The region of each rank, where there are any, and their lines.
+    regions: Vec<Option<usize>>,
+    lines: Vec<Port>,
 }
 
 #[cfg(feature = "serde")]
@@ -242,7 +325,8 @@ impl From<Topology> for Tables {
         let ranks = || (0..topology.size as u32).map(Rank);
         let links = ranks().flat_map(|from| ranks().map(move |to| (from, to)));
         let links = links.map(|(from, to)| topology.link(from, to)).collect();
-        Self { size: topology.size, links, ports: topology.ports.to_vec() }
+        let Lines { of, ports } = (*topology.lines).clone();
+        Self { size: topology.size, links, ports: topology.ports.to_vec(), regions: of, lines: ports }
     }
 }
 
@@ -250,12 +334,19 @@ impl From<Topology> for Tables {
 impl TryFrom<Tables> for Topology {
     type Error = String;
 
-    fn try_from(Tables { size, links, ports }: Tables) -> Result<Self, String> {
+    fn try_from(Tables { size, links, ports, regions, lines }: Tables) -> Result<Self, String> {
         if size.checked_mul(size) != Some(links.len()) || ports.len() != size {
             let (links, ports) = (links.len(), ports.len());
             return Err(format!("a topology of {size} ranks with {links} links and {ports} ports"));
         }
-        Ok(Self { size, links: Links::Each(Arc::new(links)), ports: Arc::new(ports) })
+        if !regions.is_empty() && regions.len() != size {
+            return Err(format!("a topology of {size} ranks with regions for {}", regions.len()));
+        }
+        if let Some(region) = regions.iter().flatten().find(|region| **region >= lines.len()) {
+            return Err(format!("a topology with {} lines and a rank in region {region}", lines.len()));
+        }
+        let lines = Arc::new(Lines { of: regions, ports: lines });
+        Ok(Self { size, links: Links::Each(Arc::new(links)), ports: Arc::new(ports), lines })
     }
 }
 
@@ -295,6 +386,26 @@ mod tests {
         table.set_port(Rank(1), Port { up: Bandwidth(1), down: Bandwidth(2) });
         assert_ne!(table, equal);
         assert_eq!(table.among(&[Rank(1)]).port(Rank(0)).down, Bandwidth(2));
+    }
+
+    #[test]
+    fn a_regions_line_is_between_its_ranks_and_all_others() {
+        let mut t = Topology::uniform(4, "1gbit,1ms".parse().unwrap());
+        assert!(!t.leaves(Rank(0), Rank(3)) && t.regions() == 0);
+        let plain = t.clone();
+        t.set_region(&[Rank(0), Rank(1)], Port { up: Bandwidth(5), down: Bandwidth(7) });
+        t.set_region(&[Rank(2)], Port { up: Bandwidth(90), down: Bandwidth(3) });
+        assert_ne!(t, plain);
+        let rate = |a, b| t.rate(Rank(a), Rank(b)).0;
+        assert_eq!([rate(0, 1), rate(0, 3), rate(3, 1), rate(0, 2), rate(2, 0)], [1_000_000_000, 5, 7, 3, 7]);
+        let part = t.among(&[Rank(2), Rank(1), Rank(0)]);
+        assert_eq!(part.region_port(part.region(Rank(0)).unwrap()).down, Bandwidth(3));
+        assert!(part.leaves(Rank(0), Rank(2)) && !part.leaves(Rank(1), Rank(2)));
+        // Regions in another order are the same.
+        let mut again = plain;
+        again.set_region(&[Rank(2)], Port { up: Bandwidth(90), down: Bandwidth(3) });
+        again.set_region(&[Rank(0), Rank(1)], Port { up: Bandwidth(5), down: Bandwidth(7) });
+        assert_eq!(again, t);
     }
 
     #[test]

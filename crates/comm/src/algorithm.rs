@@ -52,7 +52,7 @@ impl AllReduce for Algorithm {
             return self;
         }
         let price = |algorithm: &Self| {
-            price(&cheapest(*algorithm, bytes.0 as usize, bytes, topology), bytes, topology)
+            price(&cheapest(*algorithm, bytes.0 as usize, bytes, topology, None), bytes, topology)
         };
         Self::ALL.into_iter().min_by_key(price).unwrap_or_default()
     }
@@ -71,7 +71,7 @@ impl AllReduce for Algorithm {
     }
 
     fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program> {
-        all_ranks(&cheapest(self.resolve(bytes, topology), len, bytes, topology), topology)
+        all_ranks(&cheapest(self.resolve(bytes, topology), len, bytes, topology, None), topology)
     }
 }
 
@@ -82,8 +82,9 @@ pub(crate) fn program_on(
     len: usize,
     bytes: Bytes,
     topology: &Topology,
+    regions: Option<&[Vec<Rank>]>,
 ) -> Program {
-    cheapest(algorithm.resolve(bytes, topology), len, bytes, topology)(rank)
+    cheapest(algorithm.resolve(bytes, topology), len, bytes, topology, regions)(rank)
 }
 
 /// One way to run an algorithm: each rank's steps.
@@ -102,8 +103,14 @@ fn price(way: &Way<'_>, bytes: Bytes, topology: &Topology) -> Nanos {
 }
 
 /// The cheapest way to run `algorithm`; of equally cheap ones the first. A single way is not priced.
-fn cheapest(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> Way<'_> {
-    let mut ways = ways(algorithm, len, bytes, topology);
+fn cheapest<'a>(
+    algorithm: Algorithm,
+    len: usize,
+    bytes: Bytes,
+    topology: &'a Topology,
+    given: Option<&[Vec<Rank>]>,
+) -> Way<'a> {
+    let mut ways = ways(algorithm, len, bytes, topology, given);
     if ways.len() == 1 {
         return ways.remove(0);
     }
@@ -111,7 +118,15 @@ fn cheapest(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology)
 }
 
 /// In how many chunks `algorithm` may run, and with how many of them under way at a time.
-fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Way<'_>> {
+///
+/// `given` are the regions, where they are not those that the links show.
+fn ways<'a>(
+    algorithm: Algorithm,
+    len: usize,
+    bytes: Bytes,
+    topology: &'a Topology,
+    given: Option<&[Vec<Rank>]>,
+) -> Vec<Way<'a>> {
     let n = topology.size();
     let counts = || {
         let worth = move |&chunks: &usize| chunks == 1 || bytes.0 / (n * chunks) as u64 >= LEAST_CHUNK;
@@ -134,7 +149,7 @@ fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> 
             counts().map(|chunks| way(move |rank| double_tree(rank, n, chunks))).collect()
         }
         Algorithm::Hierarchical => {
-            let regions: Arc<[Vec<Rank>]> = regions(topology).into();
+            let regions: Arc<[Vec<Rank>]> = given.map_or_else(|| regions(topology), <[_]>::to_vec).into();
             let chunked = |chunks| {
                 let regions = Arc::clone(&regions);
                 way(move |rank| hierarchical(rank, &regions, chunks))
@@ -146,12 +161,7 @@ fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> 
             paced().map(chunked).collect()
         }
         Algorithm::Butterfly => {
-            let slower = |rank: u32| {
-                let port = topology.port(Rank(rank));
-                port.up.min(port.down)
-            };
-            let bandwidths: Vec<Bandwidth> = (0..n as u32).map(slower).collect();
-            let shares: Arc<[usize]> = shares(len, &bandwidths, 0).into();
+            let shares: Arc<[usize]> = shares_on(len, topology).into();
             let chunked = |(chunks, window)| {
                 let shares = Arc::clone(&shares);
                 way(move |rank| butterfly(rank, &shares, chunks).with_window(window))
@@ -162,22 +172,39 @@ fn ways(algorithm: Algorithm, len: usize, bytes: Bytes, topology: &Topology) -> 
     }
 }
 
-/// The ranks in groups that are near each other: where the farthest pair is at least four times as far as the nearest,
-/// ranks are in one region if there is a way between them by links of less than the two latencies' geometric mean.
+/// The [`shares`] of `len` elements by the access links of a topology; of a line that a region shares each rank has a part.
+pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
+    let ranks = || (0..topology.size() as u32).map(Rank);
+    let slower = |rank: Rank| {
+        let port = topology.port(rank);
+        let own = port.up.min(port.down);
+        topology.region(rank).map_or(own, |region| {
+            let (line, members) =
+                (topology.region_port(region), ranks().filter(|&r| topology.region(r) == Some(region)));
+            own.min(Bandwidth(line.up.min(line.down).0 / members.count() as u64))
+        })
+    };
+    let bandwidths: Vec<Bandwidth> = ranks().map(slower).collect();
+    shares(len, &bandwidths, 0)
+}
+
+/// The ranks in groups that are near each other, by latency and by bandwidth.
+///
+/// A pair is near if its latency is less than the geometric mean of the least and the greatest, where the greatest is at
+/// least four times the least; and if what it has [between](Topology::between) it, access links apart, is more than the
+/// geometric mean of the least and the greatest, where these are four times apart. Ranks are in one region if there is a way
+/// between them by near pairs.
 #[must_use]
 pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     let n = topology.size();
     let ranks = everyone(n);
-    let far = |a: Rank, b: Rank| topology.link(a, b).latency.max(topology.link(b, a).latency).0;
     let pairs = || ranks.iter().flat_map(|&a| ranks.iter().filter(move |&&b| a < b).map(move |&b| (a, b)));
-    let nearest = pairs().map(|(a, b)| far(a, b)).min().unwrap_or(0);
-    let farthest = pairs().map(|(a, b)| far(a, b)).max().unwrap_or(0);
-    if u128::from(farthest) < 4 * u128::from(nearest) || farthest == 0 {
-        return vec![ranks];
-    }
+    let far = |(a, b)| topology.link(a, b).latency.max(topology.link(b, a).latency).0;
+    let wide = |(a, b)| topology.between(a, b).min(topology.between(b, a)).0;
+    let (near, broad) = (Spread::of(pairs().map(far)), Spread::of(pairs().map(wide)));
     let mut region: Vec<usize> = (0..n).collect();
     for (a, b) in pairs() {
-        if u128::from(far(a, b)).pow(2) < u128::from(nearest.max(1)) * u128::from(farthest) {
+        if near.is_low(far((a, b))) && broad.is_high(wide((a, b))) {
             let (from, to) =
                 (region[a.index()].max(region[b.index()]), region[a.index()].min(region[b.index()]));
             region.iter_mut().filter(|r| **r == from).for_each(|r| *r = to);
@@ -185,4 +212,33 @@ pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     }
     let members = |r: usize| ranks.iter().copied().filter(|rank| region[rank.index()] == r).collect();
     (0..n).map(members).filter(|group: &Vec<Rank>| !group.is_empty()).collect()
+}
+
+/// The least and the greatest of some figures.
+#[derive(Debug, Clone, Copy)]
+struct Spread {
+    least: u128,
+    greatest: u128,
+}
+
+impl Spread {
+    fn of(figures: impl Iterator<Item = u64> + Clone) -> Self {
+        let least = figures.clone().min().unwrap_or(0).into();
+        Self { least, greatest: figures.max().unwrap_or(0).into() }
+    }
+
+    /// Whether they are so far apart that a figure is one of the low or one of the high.
+    const fn divides(self) -> bool {
+        self.greatest > 0 && self.greatest >= 4 * self.least
+    }
+
+    /// Below the geometric mean; all are, where they are not far apart.
+    fn is_low(self, figure: u64) -> bool {
+        !self.divides() || u128::from(figure).pow(2) < self.least.max(1) * self.greatest
+    }
+
+    /// Above the geometric mean; all are, where they are not far apart.
+    fn is_high(self, figure: u64) -> bool {
+        !self.divides() || u128::from(figure).pow(2) > self.least.max(1) * self.greatest
+    }
 }

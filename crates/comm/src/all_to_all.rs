@@ -51,6 +51,7 @@ pub fn bruck_all_to_all(rank: Rank, size: usize) -> Program {
         steps.push(Step {
             sends: moved().map(|i| (to, slot(i))).collect(),
             recvs: moved().map(|i| (from, slot(i), Merge::Copy)).collect(),
+            ..Step::default()
         });
         reach *= 2;
     }
@@ -59,6 +60,7 @@ pub fn bruck_all_to_all(rank: Rank, size: usize) -> Program {
     steps.push(Step {
         sends: (0..size).map(|i| (rank, slot(i))).collect(),
         recvs: (0..size).map(|i| (rank, source(i), Merge::Copy)).collect(),
+        ..Step::default()
     });
     Program::new(2 * size, steps)
 }

@@ -19,11 +19,13 @@ pub fn direct(rank: Rank, size: usize, chunks: usize) -> Program {
 #[must_use]
 pub fn butterfly(rank: Rank, counts: &[usize], chunks: usize) -> Program {
     let owns: Vec<bool> = counts.iter().map(|&count| count > 0).collect();
-    let parts: Vec<usize> = counts
-        .iter()
-        .flat_map(|&count| (0..chunks).map(move |c| count * (c + 1) / chunks - count * c / chunks))
-        .collect();
-    butterfly_lanes(rank, &owns, chunks).with_counts(&parts)
+    butterfly_lanes(rank, &owns, chunks).with_counts(&in_chunks(counts, chunks))
+}
+
+/// Each share in `chunks` nearly equal blocks.
+pub(crate) fn in_chunks(counts: &[usize], chunks: usize) -> Vec<usize> {
+    let cut = |&count: &usize| (0..chunks).map(move |c| count * (c + 1) / chunks - count * c / chunks);
+    counts.iter().flat_map(cut).collect()
 }
 
 fn butterfly_lanes(rank: Rank, owns: &[bool], chunks: usize) -> Program {
@@ -36,7 +38,7 @@ fn butterfly_lanes(rank: Rank, owns: &[bool], chunks: usize) -> Program {
             let block = |r: usize| r * chunks + chunk..r * chunks + chunk + 1;
             let to = |r: usize| Rank(r as u32);
             let mut scatter =
-                Step { sends: after(true).map(|r| (to(r), block(r))).collect(), recvs: Vec::new() };
+                Step { sends: after(true).map(|r| (to(r), block(r))).collect(), ..Step::default() };
             let mut gather = Step::default();
             if owns[me] {
                 scatter.recvs = before(false).map(|r| (to(r), block(me), Merge::Reduce)).collect();
@@ -72,7 +74,7 @@ pub fn direct_gather(rank: Rank, size: usize, root: Rank) -> Program {
     let block = |r: Rank| r.index()..r.index() + 1;
     let others = (0..size as u32).map(Rank).filter(|&r| r != root);
     let step = if rank == root {
-        Step { sends: Vec::new(), recvs: others.map(|r| (r, block(r), Merge::Copy)).collect() }
+        Step { recvs: others.map(|r| (r, block(r), Merge::Copy)).collect(), ..Step::default() }
     } else {
         Step::send(root, block(rank))
     };
@@ -86,7 +88,7 @@ pub fn direct_scatter(rank: Rank, size: usize, root: Rank) -> Program {
     for step in &mut program.lanes[0] {
         let sends = step.recvs.drain(..).map(|(from, blocks, _)| (from, blocks)).collect();
         let recvs = step.sends.drain(..).map(|(to, blocks)| (to, blocks, Merge::Copy)).collect();
-        *step = Step { sends, recvs };
+        *step = Step { sends, recvs, ..Step::default() };
     }
     program
 }

@@ -1,30 +1,26 @@
-//! All-reduce through a codec: a scatter-gather in which bytes are what travels. It knows no codec.
+//! All-reduce through a codec: programs of messages, the values that they work on, and the choice among the programs. It
+//! knows no codec.
 //!
-//! Every rank ends with the decoding of the same bytes, so replicas stay equal bit for bit.
+//! Every rank ends with the decoding of the same bytes, or with plain copies of it, so replicas stay equal bit for bit.
 //! Source: the two-sided compression of Tang et al. 2021, "1-bit Adam", section 5.
 
+mod choice;
+mod exchange;
+mod messages;
+mod ring;
+mod two_level;
+
 use std::ops::Range;
-use std::sync::Arc;
-use std::task::Poll;
 
-use farflung_base::PeerId;
-
-use crate::communicator::{Body, progress};
 use crate::element::{Element, First, ReduceOp};
 use crate::error::CoderError;
-use crate::message::Exchange;
-use crate::steps::cut;
-use crate::transport::{Port, Tag};
-use crate::{CommError, MAX_MESSAGE};
+use crate::steps::{Merge, Phase};
 
-/// Which side of a compressed reduction encodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Phase {
-    /// A rank's own values, one call for each shard.
-    Worker,
-    /// The reduced values of the shard that this rank owns, one call.
-    Server,
-}
+pub use choice::{CodedAllReduce, CodedBuffer};
+pub use exchange::{coded_exchange, coded_exchange_of};
+pub(crate) use messages::Messages;
+pub use ring::coded_ring;
+pub use two_level::two_level;
 
 /// Encodes and decodes ranges of a flat buffer; keeps what it needs (error feedback) between rounds.
 pub trait Coder: Send {
@@ -59,11 +55,23 @@ pub trait CodedValues: Send {
     /// Whatever cannot be done; the collective then fails on all ranks.
     fn encode(&mut self, phase: Phase, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError>;
 
-    /// Decodes `bytes`, which a peer sent for the values `range`, in their place or added to them.
+    /// Decodes `bytes`, which a peer sent for the values `range`; [`Merge::Reduce`] adds them.
     ///
     /// # Errors
     /// For bytes that are not an encoding of so many values; they are untrusted.
-    fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CoderError>;
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError>;
+
+    /// Appends the values `range` as they are: f32, little-endian.
+    ///
+    /// # Errors
+    /// As [`Self::encode`].
+    fn encode_plain(&mut self, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError>;
+
+    /// Takes what a peer's [`Self::encode_plain`] gave for the values `range`; [`Merge::Reduce`] adds them.
+    ///
+    /// # Errors
+    /// For bytes of another length; they are untrusted.
+    fn decode_plain(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError>;
 
     /// Divides the values `range`.
     ///
@@ -72,37 +80,38 @@ pub trait CodedValues: Send {
     fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError>;
 }
 
-/// What decoded values do with those that are there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Fold {
-    /// They take their place.
-    Replace,
-    /// They are added to them.
-    Add,
-}
-
 /// What a coded all-reduce of a slice gives: the reduced values, and the coder for the next time.
 pub type Coded = (Vec<f32>, Box<dyn Coder>);
 
 /// Values in this process's memory, and what encodes them.
-pub(crate) struct Slice {
+pub struct CodedSlice {
     data: Vec<f32>,
     coder: Box<dyn Coder>,
     /// What a message says, while it is added.
     decoded: Vec<f32>,
 }
 
-impl Slice {
-    pub(crate) fn new(data: Vec<f32>, coder: Box<dyn Coder>) -> Self {
+impl std::fmt::Debug for CodedSlice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CodedSlice").field("len", &self.data.len()).finish_non_exhaustive()
+    }
+}
+
+impl CodedSlice {
+    /// These values.
+    #[must_use]
+    pub fn new(data: Vec<f32>, coder: Box<dyn Coder>) -> Self {
         Self { data, coder, decoded: Vec::new() }
     }
 
-    pub(crate) fn into_parts(self) -> Coded {
+    /// The values, and the coder for the next time.
+    #[must_use]
+    pub fn into_parts(self) -> Coded {
         (self.data, self.coder)
     }
 }
 
-impl CodedValues for Slice {
+impl CodedValues for CodedSlice {
     fn count(&self) -> usize {
         self.data.len()
     }
@@ -111,9 +120,9 @@ impl CodedValues for Slice {
         self.coder.encode(phase, range.clone(), &self.data[range], out)
     }
 
-    fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CoderError> {
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError> {
         let values = &mut self.data[range.clone()];
-        if fold == Fold::Replace {
+        if merge == Merge::Copy {
             return self.coder.decode(range, bytes, values);
         }
         self.decoded.resize(range.len(), 0.0);
@@ -122,149 +131,29 @@ impl CodedValues for Slice {
         Ok(())
     }
 
+    fn encode_plain(&mut self, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError> {
+        out.extend_from_slice(bytemuck::cast_slice(&self.data[range]));
+        Ok(())
+    }
+
+    fn decode_plain(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError> {
+        let values = &mut self.data[range];
+        if bytes.len() != size_of_val(values) {
+            return Err(format!("{} plain bytes for {} values", bytes.len(), values.len()).into());
+        }
+        match merge {
+            Merge::Copy => bytemuck::cast_slice_mut(values).copy_from_slice(bytes),
+            Merge::Reduce => {
+                self.decoded.resize(values.len(), 0.0);
+                bytemuck::cast_slice_mut(&mut self.decoded).copy_from_slice(bytes);
+                f32::reduce(ReduceOp::Sum, values, &self.decoded, First::Into);
+            }
+        }
+        Ok(())
+    }
+
     fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError> {
         f32::divide(&mut self.data[range], by);
         Ok(())
-    }
-}
-
-enum State {
-    Encode,
-    Scatter(Exchange),
-    Gather(Exchange),
-}
-
-/// A reduction's name, this rank among its members, and how its frames are told from others.
-pub(crate) struct Place {
-    pub(crate) name: &'static str,
-    pub(crate) me: usize,
-    pub(crate) members: Arc<[PeerId]>,
-    pub(crate) tag: Tag,
-    pub(crate) check: u32,
-}
-
-/// What is reduced, in its place.
-pub(crate) struct Work<V> {
-    pub(crate) place: Place,
-    pub(crate) values: V,
-    op: ReduceOp,
-}
-
-impl<V: CodedValues> Work<V> {
-    pub(crate) fn new(place: Place, values: V, op: ReduceOp) -> Self {
-        Self { place, values, op }
-    }
-
-    pub(crate) fn shard(&self, rank: usize) -> Range<usize> {
-        let (n, len) = (self.place.members.len(), self.values.count());
-        cut(len, rank, n)..cut(len, rank + 1, n)
-    }
-
-    fn failed(&self, source: CoderError) -> CommError {
-        CommError::Coder { op: self.place.name, source: Arc::from(source) }
-    }
-
-    pub(crate) fn encode(&mut self, phase: Phase, range: Range<usize>) -> Result<Arc<Vec<u8>>, CommError> {
-        let mut out = Vec::new();
-        self.values.encode(phase, range, &mut out).map_err(|e| self.failed(e))?;
-        if out.len() > MAX_MESSAGE {
-            let Place { name: op, me, members, .. } = &self.place;
-            return Err(CommError::TooLong { op, peer: members[*me], max: MAX_MESSAGE });
-        }
-        Ok(Arc::new(out))
-    }
-
-    /// Decodes what a peer sent for a shard.
-    pub(crate) fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CommError> {
-        self.values.decode(range, bytes, fold).map_err(|e| self.failed(e))
-    }
-
-    /// Encodes the sum of a shard, or its mean.
-    pub(crate) fn encode_reduced(&mut self, range: Range<usize>) -> Result<Arc<Vec<u8>>, CommError> {
-        if self.op == ReduceOp::Mean {
-            let by = self.place.members.len();
-            self.values.divide(range.clone(), by).map_err(|e| self.failed(e))?;
-        }
-        self.encode(Phase::Server, range)
-    }
-}
-
-pub(crate) struct CodedReduce<V> {
-    work: Work<V>,
-    state: State,
-}
-
-impl<V: CodedValues> CodedReduce<V> {
-    pub(crate) fn new(place: Place, values: V, op: ReduceOp) -> Self {
-        Self { work: Work::new(place, values, op), state: State::Encode }
-    }
-
-    fn exchange(&self, out: Vec<Arc<Vec<u8>>>) -> Exchange {
-        let Place { name, me, members, tag, check } = &self.work.place;
-        Exchange::new(name, *me, Arc::clone(members), *tag, *check, out)
-    }
-
-    /// Decodes what all ranks sent for the own shard, in their order, reduces it, and encodes the result.
-    fn reduce(&mut self, messages: &[Vec<u8>]) -> Result<Arc<Vec<u8>>, CommError> {
-        let range = self.work.shard(self.work.place.me);
-        for (rank, bytes) in messages.iter().enumerate() {
-            let fold = if rank == 0 { Fold::Replace } else { Fold::Add };
-            self.work.decode(range.clone(), bytes, fold)?;
-        }
-        self.work.encode_reduced(range)
-    }
-
-    fn step(&mut self, port: &mut dyn Port) -> Result<bool, CommError> {
-        let n = self.work.place.members.len();
-        loop {
-            match &mut self.state {
-                State::Encode => {
-                    let encode = |j| self.work.encode(Phase::Worker, self.work.shard(j));
-                    let out = (0..n).map(encode).collect::<Result<_, _>>()?;
-                    self.state = State::Scatter(self.exchange(out));
-                }
-                State::Scatter(exchange) => {
-                    if !exchange.step(port)? {
-                        return Ok(false);
-                    }
-                    let messages = exchange.take();
-                    let reduced = self.reduce(&messages)?;
-                    self.state = State::Gather(self.exchange(vec![reduced; n]));
-                }
-                State::Gather(exchange) => {
-                    if !exchange.step(port)? {
-                        return Ok(false);
-                    }
-                    for (rank, bytes) in exchange.take().iter().enumerate() {
-                        self.work.decode(self.work.shard(rank), bytes, Fold::Replace)?;
-                    }
-                    return Ok(true);
-                }
-            }
-        }
-    }
-}
-
-impl<V: CodedValues + 'static> Body for CodedReduce<V> {
-    type Output = V;
-
-    fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
-        match self.step(port) {
-            Ok(true) => Poll::Ready(Ok(())),
-            Ok(false) => Poll::Pending,
-            Err(e) => Poll::Ready(Err(e)),
-        }
-    }
-    fn waits_for(&self) -> PeerId {
-        match &self.state {
-            State::Encode => self.work.place.members[self.work.place.me],
-            State::Scatter(exchange) | State::Gather(exchange) => exchange.waits_for(),
-        }
-    }
-    fn progress(&self) -> u32 {
-        progress(self.work.place.tag, usize::from(matches!(self.state, State::Gather(_))))
-    }
-    fn finish(self) -> Self::Output {
-        self.work.values
     }
 }

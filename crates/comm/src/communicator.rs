@@ -20,6 +20,7 @@ use std::task::Poll;
 use farflung_base::{Link, Nanos, PeerId, Pending, Rank, Topology};
 
 use crate::Algorithm;
+use crate::coded::CodedBuffer;
 use crate::inbox::CANCELLED;
 use crate::message::Torn;
 use crate::plans::Plans;
@@ -282,7 +283,7 @@ impl Communicator {
     /// The same communicator with another all-reduce. All ranks must choose alike.
     #[must_use]
     pub fn with_algorithm(self, algorithm: Algorithm) -> Self {
-        let plans = Plans::new(self.rank(), algorithm, self.plans.topology().clone());
+        let plans = self.plans.with_algorithm(algorithm);
         Self { plans: Arc::new(plans), ..self }
     }
 
@@ -296,8 +297,30 @@ impl Communicator {
             let (got, want) = (topology.size(), self.size());
             return Err(CommError::Argument { op: "communicator", what: "topology size", got, want });
         }
-        let plans = Plans::new(self.rank(), self.plans.algorithm(), topology);
+        let plans = self.plans.with_topology(topology);
         Ok(Self { plans: Arc::new(plans), ..self })
+    }
+
+    /// The same communicator with the regions of [`Algorithm::Hierarchical`], instead of those that the declared links show.
+    /// Communicators that are split from it find theirs anew. All ranks must declare alike.
+    ///
+    /// # Errors
+    /// If not each rank is in one region.
+    pub fn with_regions(self, regions: Vec<Vec<Rank>>) -> Result<Self, CommError> {
+        let mut members: Vec<usize> = regions.iter().flatten().map(|rank| rank.index()).collect();
+        members.sort_unstable();
+        if !members.iter().copied().eq(0..self.size()) || regions.iter().any(Vec::is_empty) {
+            let (got, want) = (members.len(), self.size());
+            return Err(CommError::Argument { op: "communicator", what: "ranks in regions", got, want });
+        }
+        let plans = self.plans.with_regions(regions);
+        Ok(Self { plans: Arc::new(plans), ..self })
+    }
+
+    /// A buffer of `len` values of which a codec makes at most so many bytes, on the declared links.
+    #[must_use]
+    pub fn coded_buffer<'a>(&'a self, len: usize, payload: &'a dyn Fn(usize) -> usize) -> CodedBuffer<'a> {
+        CodedBuffer { len, payload, topology: self.plans.topology(), regions: self.plans.regions() }
     }
 
     /// This rank.

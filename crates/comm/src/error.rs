@@ -99,6 +99,11 @@ pub enum Refusal {
 /// What a [`Coder`](crate::Coder) failed with.
 pub type CoderError = Box<dyn std::error::Error + Send + Sync>;
 
+/// The algorithms with a coded form.
+fn coded_names() -> String {
+    farflung_base::Algorithm::CODED.map(farflung_base::Algorithm::name).join(", ")
+}
+
 /// Everything that communication can fail with.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -190,6 +195,12 @@ pub enum CommError {
         got: usize,
         /// What it must be, or be below.
         want: usize,
+    },
+    /// An all-reduce algorithm by which nothing can be averaged through a codec.
+    #[error("`{algorithm}` has no form that travels through a codec; {} have", coded_names())]
+    NoCodedForm {
+        /// The algorithm.
+        algorithm: farflung_base::Algorithm,
     },
     /// A reduction that the element type does not have.
     #[error("{op} is not defined for {element}")]

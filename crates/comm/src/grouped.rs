@@ -1,5 +1,7 @@
 //! All-reduces in groups: within regions and then between them, and along the axes of a grid.
 
+use std::ops::Range;
+
 use farflung_base::Rank;
 
 use crate::ring::{gathered, scattered, whole};
@@ -16,8 +18,7 @@ pub fn hierarchical(rank: Rank, groups: &[Vec<Rank>], chunks: usize) -> Program 
     let widest = groups.iter().map(Vec::len).max().unwrap_or(1);
     let between = groups.len();
     let per_chunk = widest * between;
-    // Of the `widest` columns of a chunk, member `l` of a group of `g` owns these.
-    let owned = |l: usize, g: usize| widest * l / g..widest * (l + 1) / g;
+    let owned = |l: usize, g: usize| owned(widest, l, g);
     let owner = |column: usize, group: &[Rank]| {
         (0..group.len()).find(|&l| owned(l, group.len()).contains(&column)).map_or(rank, |l| group[l])
     };
@@ -52,8 +53,13 @@ pub fn hierarchical(rank: Rank, groups: &[Vec<Rank>], chunks: usize) -> Program 
     Program::side_by_side(chunks * per_chunk, lanes)
 }
 
+/// Of `widest` columns, those of member `l` of a group of `size`.
+pub(crate) const fn owned(widest: usize, l: usize, size: usize) -> Range<usize> {
+    widest * l / size..widest * (l + 1) / size
+}
+
 /// The group that a rank is in, and its number there.
-fn place(rank: Rank, groups: &[Vec<Rank>]) -> Option<(usize, usize)> {
+pub(crate) fn place(rank: Rank, groups: &[Vec<Rank>]) -> Option<(usize, usize)> {
     groups.iter().enumerate().find_map(|(g, group)| group.iter().position(|&r| r == rank).map(|l| (g, l)))
 }
 

@@ -1,279 +1,163 @@
-//! The one loop that runs any [`Program`] on any transport. It knows no algorithm.
+//! The one loop that runs any [`Program`] on any transport. It knows no algorithm, and how values travel only as
+//! [`Transfers`].
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::task::Poll;
 
 use farflung_base::{PeerId, Rank};
 
-use crate::cold::copy_part;
 use crate::communicator::{Body, progress};
-use crate::element::{Element, First, ReduceOp};
-use crate::plans::{Passing, Plan};
-use crate::steps::{Merge, Program, Step};
+use crate::steps::{Program, Step};
 use crate::transport::{Port, Tag};
-use crate::{Algorithm, CommError, FRAME_BYTES, Frame};
+use crate::{Algorithm, CommError};
 
-/// A program at work on a buffer of `T`.
-pub(crate) struct Interpreter<T, S> {
-    name: &'static str,
-    program: Arc<Program>,
-    passing: Arc<Passing>,
-    algorithm: Option<Algorithm>,
-    data: S,
-    op: ReduceOp,
-    check: u32,
-    members: Arc<[PeerId]>,
-    lanes: Vec<Lane>,
-    /// Lanes before this one are over.
-    first: usize,
-    element: std::marker::PhantomData<T>,
+/// The values of a collective, and the transfers of the steps that its lanes are in.
+pub(crate) trait Transfers: Send {
+    type Output;
+
+    /// A lane begins a step, or has ended.
+    fn enter(&mut self, lane: usize, step: Option<&Step>);
+
+    /// Moves what can move now.
+    fn turn(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError>;
+
+    /// Whose part of the step is missing.
+    fn waits_for(&self, at: &At<'_>) -> Option<Rank>;
+
+    /// All lanes have ended.
+    fn end(&mut self, members: usize);
+
+    fn finish(self) -> Self::Output;
 }
 
-/// How far one lane of the program is.
-struct Lane {
-    tag: Tag,
-    /// The step it is in.
-    cursor: usize,
-    /// By the step's sends.
-    sent: Vec<Progress>,
-    /// The step's receive that is under way; those before it are done.
-    receive: usize,
-    /// Receives of all steps that are done.
-    receives_done: usize,
-    received: Progress,
-    /// The frame that came last, where the next step passes it on.
-    kept: Option<Kept>,
+/// What a turn came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// The step is done.
+    Over,
+    /// Another turn may move more.
+    Moved,
+    /// Nothing can move until something comes, or there is room.
+    Waits,
 }
 
-/// What has come and is to be passed on as it is.
-struct Kept {
-    part: Range<usize>,
-    frame: Frame,
-    /// The buffer does not have it: it was reduced where it lay, on its way to others.
-    only: bool,
+/// Where a lane is, and what is needed to go on from there.
+pub(crate) struct At<'a> {
+    pub(crate) name: &'static str,
+    pub(crate) program: &'a Program,
+    pub(crate) members: &'a [PeerId],
+    pub(crate) check: u32,
+    pub(crate) tag: Tag,
+    pub(crate) lane: usize,
+    /// The step.
+    pub(crate) cursor: usize,
 }
 
-/// How far one transfer is: elements moved, and whether its last frame has passed.
-#[derive(Debug, Clone, Copy, Default)]
-struct Progress {
-    elements: usize,
-    done: bool,
-}
-
-impl Progress {
-    /// The next frame's share of `range`. A transfer of nothing is one empty frame.
-    fn next<T>(&self, range: &Range<usize>) -> Range<usize> {
-        let start = range.start + self.elements;
-        start..range.end.min(start + FRAME_BYTES / size_of::<T>())
-    }
-
-    const fn pass(&mut self, frame: &Range<usize>, whole: &Range<usize>) {
-        self.elements += frame.end - frame.start;
-        self.done = frame.end == whole.end;
-    }
-}
-
-impl Lane {
-    fn enter(&mut self, cursor: usize, step: Option<&Step>) {
-        self.cursor = cursor;
-        self.sent.clear();
-        self.sent.resize(step.map_or(0, |step| step.sends.len()), Progress::default());
-        self.receive = 0;
-        self.received = Progress::default();
-    }
-}
-
-/// Whether these blocks are sent once, by the next step, and then replaced before anything looks at them.
-fn passes_through(later: &[Step], blocks: &Range<usize>) -> bool {
-    let touches = |other: &Range<usize>| other.start < blocks.end && blocks.start < other.end;
-    let Some((next, after)) = later.split_first() else { return false };
-    let mut sent = next.sends.iter().filter(|(_, range)| touches(range));
-    if sent.next().is_none_or(|(_, range)| range != blocks) || sent.next().is_some() {
-        return false;
-    }
-    let received = |step: &Step| step.recvs.iter().find(|(_, range, _)| touches(range)).cloned();
-    let replaced = received(next).or_else(|| {
-        let used = |step: &&Step| step.sends.iter().any(|(_, range)| touches(range));
-        after.iter().take_while(|step| !used(step)).find_map(received)
-    });
-    replaced.is_some_and(|(_, range, merge)| range == *blocks && merge == Merge::Copy)
-}
-
-impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Interpreter<T, S> {
-    /// `tag` is the first lane's; the others have the numbers after it.
-    pub(crate) fn new(
-        name: &'static str,
-        Plan { program, algorithm, passing }: Plan,
-        data: S,
-        op: ReduceOp,
-        (tag, check): (Tag, u32),
-        members: Arc<[PeerId]>,
-    ) -> Self {
-        let lane = |(i, steps): (usize, &Vec<Step>)| {
-            let tag = Tag { number: tag.number.wrapping_add(i as u32), ..tag };
-            let mut lane = Lane {
-                tag,
-                cursor: 0,
-                sent: Vec::new(),
-                receive: 0,
-                receives_done: 0,
-                received: Progress::default(),
-                kept: None,
-            };
-            lane.enter(0, steps.first());
-            lane
-        };
-        let lanes = program.lanes.iter().enumerate().map(lane).collect();
-        let element = std::marker::PhantomData;
-        Self { name, program, passing, algorithm, data, op, check, members, lanes, first: 0, element }
-    }
-
-    fn peer(&self, rank: Rank) -> PeerId {
+impl<'a> At<'a> {
+    pub(crate) fn peer(&self, rank: Rank) -> PeerId {
         self.members[rank.index()]
     }
 
-    fn step(&self, lane: usize) -> Option<&Step> {
-        self.program.lanes[lane].get(self.lanes[lane].cursor)
+    /// The step. Only of lanes that have not ended.
+    pub(crate) fn step(&self) -> &'a Step {
+        &self.program.lanes[self.lane][self.cursor]
+    }
+}
+
+/// A program at work.
+pub(crate) struct Interpreter<X> {
+    name: &'static str,
+    program: Arc<Program>,
+    algorithm: Option<Algorithm>,
+    transfers: X,
+    check: u32,
+    members: Arc<[PeerId]>,
+    /// The first lane's; the others have the numbers after it.
+    tag: Tag,
+    /// The step that each lane is in.
+    cursors: Vec<usize>,
+    /// Lanes before this one are over.
+    first: usize,
+}
+
+impl<X: Transfers> Interpreter<X> {
+    /// `tag` is the first lane's; the others have the numbers after it.
+    pub(crate) fn new(
+        name: &'static str,
+        program: Arc<Program>,
+        algorithm: Option<Algorithm>,
+        mut transfers: X,
+        (tag, check): (Tag, u32),
+        members: Arc<[PeerId]>,
+    ) -> Self {
+        for (lane, steps) in program.lanes.iter().enumerate() {
+            transfers.enter(lane, steps.first());
+        }
+        let cursors = vec![0; program.lanes.len()];
+        Self { name, program, algorithm, transfers, check, members, tag, cursors, first: 0 }
     }
 
-    /// Sends one frame of each of the step's transfers, as far as the network has room.
-    fn send_some(&mut self, lane: usize, port: &mut dyn Port) -> Result<bool, CommError> {
-        let program = Arc::clone(&self.program);
-        let tag = self.lanes[lane].tag;
-        let mut moved = false;
-        let sends = &program.lanes[lane][self.lanes[lane].cursor].sends;
-        for (i, (to, blocks)) in sends.iter().enumerate() {
-            let sent = &self.lanes[lane].sent;
-            // Two transfers to the same rank would mix.
-            let waits = || sends[..i].iter().zip(sent).any(|((rank, _), sent)| rank == to && !sent.done);
-            let peer = self.peer(*to);
-            if sent[i].done || waits() || !port.has_room(peer, tag) {
-                continue;
-            }
-            let data = self.data.as_ref();
-            let whole = program.elements(blocks, data.len());
-            let part = sent[i].next::<T>(&whole);
-            match self.lanes[lane].kept.take_if(|kept| kept.part == part) {
-                Some(Kept { frame, .. }) => port.send(peer, tag, frame)?,
-                None => port.send_bytes(peer, tag, self.check, bytemuck::cast_slice(&data[part.clone()]))?,
-            }
-            self.lanes[lane].sent[i].pass(&part, &whole);
-            moved = true;
-        }
-        Ok(moved)
+    fn is_over(&self, lane: usize) -> bool {
+        self.cursors[lane] == self.program.lanes[lane].len()
     }
 
-    /// Whether all of `part` that the step sends has been sent.
-    fn is_sent(&self, lane: usize, step: &Step, part: &Range<usize>) -> bool {
-        step.sends.iter().zip(&self.lanes[lane].sent).all(|((_, blocks), sent)| {
-            let whole = self.program.elements(blocks, self.data.as_ref().len());
-            let left = whole.start + sent.elements..whole.end;
-            sent.done || left.start >= part.end || part.start >= left.end
-        })
+    fn tag(&self, lane: usize) -> Tag {
+        Tag { number: self.tag.number.wrapping_add(lane as u32), ..self.tag }
     }
 
-    /// Reduces or copies the next frame of this step where it is there, straight from the frame.
-    fn receive_one(&mut self, lane: usize, port: &mut dyn Port) -> Result<bool, CommError> {
-        let program = Arc::clone(&self.program);
-        let step = &program.lanes[lane][self.lanes[lane].cursor];
-        let Lane { tag, receive, received, receives_done, .. } = self.lanes[lane];
-        let Some((from, blocks, merge)) = step.recvs.get(receive) else { return Ok(false) };
-        let whole = program.elements(blocks, self.data.as_ref().len());
-        let part = received.next::<T>(&whole);
-        if !self.is_sent(lane, step, &part) {
-            return Ok(false);
-        }
-        let peer = self.peer(*from);
-        let Some(mut frame) = port.take(peer, tag)? else { return Ok(false) };
-        let want = part.len() * size_of::<T>();
-        if frame.len() != want || frame.check != self.check {
-            return Err(CommError::Mismatch { op: self.name, peer, want, got: frame.len() });
-        }
-        let data = self.data.as_mut();
-        let all = size_of_val(data);
-        if let Some(Kept { part, frame, only: true }) = self.lanes[lane].kept.take() {
-            // There was no room to pass it on yet.
-            data[part].copy_from_slice(bytemuck::cast_slice(frame.bytes()));
-        }
-        let into = &mut data[part.clone()];
-        let later = &program.lanes[lane][self.lanes[lane].cursor + 1..];
-        let mut passed_on = false;
-        let passes = || self.passing.of(lane, receives_done, || passes_through(later, blocks));
-        let only = *merge == Merge::Reduce && part == whole && passes();
-        if only {
-            T::reduce(self.op, bytemuck::cast_slice_mut(frame.bytes_mut()), into, First::Other);
-            passed_on = true;
-        } else {
-            match merge {
-                Merge::Reduce => T::reduce(self.op, into, bytemuck::cast_slice(frame.bytes()), First::Into),
-                Merge::Copy => {
-                    copy_part(bytemuck::cast_slice_mut(into), frame.bytes(), all);
-                    passed_on = later.first().is_some_and(|step| step.sends.iter().any(|s| s.1 == *blocks));
-                }
-            }
-        }
-        let lane = &mut self.lanes[lane];
-        lane.kept = passed_on.then(|| Kept { part: part.clone(), frame, only });
-        lane.received.pass(&part, &whole);
-        if lane.received.done {
-            lane.receive += 1;
-            lane.receives_done += 1;
-            lane.received = Progress::default();
-        }
-        Ok(true)
+    fn at(&self, lane: usize) -> At<'_> {
+        let Self { name, program, members, check, .. } = self;
+        let cursor = self.cursors[lane];
+        At { name, program, members, check: *check, tag: self.tag(lane), lane, cursor }
     }
 
     /// Goes on with one lane as far as it can.
     fn advance(&mut self, lane: usize, port: &mut dyn Port) -> Result<(), CommError> {
-        while let Some(step) = self.step(lane) {
-            let recvs = step.recvs.len();
-            // One out, one in: the frames in hand stay in cache, and the network is busy both ways.
-            let turn = self.send_some(lane, port)? | self.receive_one(lane, port)?;
-            let state = &mut self.lanes[lane];
-            if state.receive == recvs && state.sent.iter().all(|sent| sent.done) {
-                let next = state.cursor + 1;
-                state.enter(next, self.program.lanes[lane].get(next));
-            } else if !turn {
-                break;
+        let tag = self.tag(lane);
+        let Self { name, program, transfers, check, members, cursors, .. } = self;
+        let steps = &program.lanes[lane];
+        let cursor = &mut cursors[lane];
+        while *cursor < steps.len() {
+            let at = At { name, program, members, check: *check, tag, lane, cursor: *cursor };
+            match transfers.turn(&at, port)? {
+                Turn::Over => {
+                    *cursor += 1;
+                    transfers.enter(lane, steps.get(*cursor));
+                }
+                Turn::Moved => {}
+                Turn::Waits => break,
             }
         }
         Ok(())
     }
 }
 
-impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
-    type Output = S;
+impl<X: Transfers> Body for Interpreter<X> {
+    type Output = X::Output;
 
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
-        for lane in self.first..self.lanes.len() {
+        for lane in self.first..self.cursors.len() {
             let before = lane.checked_sub(self.program.window);
-            if before.is_some_and(|before| self.step(before).is_some()) {
+            if before.is_some_and(|before| !self.is_over(before)) {
                 break;
             }
             if let Err(e) = self.advance(lane, port) {
                 return Poll::Ready(Err(e));
             }
         }
-        let over = (self.first..self.lanes.len()).take_while(|&lane| self.step(lane).is_none()).count();
+        let over = (self.first..self.cursors.len()).take_while(|&lane| self.is_over(lane)).count();
         self.first += over;
-        if self.first < self.lanes.len() {
+        if self.first < self.cursors.len() {
             return Poll::Pending;
         }
-        if self.op == ReduceOp::Mean {
-            T::divide(self.data.as_mut(), self.members.len());
-        }
+        self.transfers.end(self.members.len());
         Poll::Ready(Ok(()))
     }
 
     fn waits_for(&self) -> PeerId {
-        let waits = |lane: usize| {
-            let (step, state) = (self.step(lane)?, &self.lanes[lane]);
-            let from = step.recvs.get(state.receive).map(|(from, ..)| *from);
-            let unsent = step.sends.iter().zip(&state.sent).find(|(_, sent)| !sent.done);
-            from.or(unsent.map(|((to, _), _)| *to))
-        };
-        self.peer((0..self.lanes.len()).find_map(waits).unwrap_or_default())
+        let waits =
+            |lane: usize| if self.is_over(lane) { None } else { self.transfers.waits_for(&self.at(lane)) };
+        self.members[(0..self.cursors.len()).find_map(waits).unwrap_or_default().index()]
     }
 
     fn algorithm(&self) -> Option<Algorithm> {
@@ -281,102 +165,11 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Body for Interpreter<T, S> {
     }
 
     fn progress(&self) -> u32 {
-        let waits = (0..self.lanes.len()).find(|&lane| self.step(lane).is_some());
-        waits.map_or(u32::MAX, |lane| progress(self.lanes[lane].tag, self.lanes[lane].cursor))
+        let waits = (0..self.cursors.len()).find(|&lane| !self.is_over(lane));
+        waits.map_or(u32::MAX, |lane| progress(self.tag(lane), self.cursors[lane]))
     }
 
-    fn finish(self) -> S {
-        self.data
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::VecDeque;
-
-    use farflung_base::Nanos;
-
-    use super::*;
-    use crate::ring::{ring, ring_reduce_scatter};
-    use crate::transport::Channel;
-    use crate::{Pool, recursive_doubling};
-
-    #[test]
-    fn what_a_ring_only_passes_on_is_known_and_no_more() {
-        let passed = |program: &Program| -> Vec<bool> {
-            let lane = &program.lanes[0];
-            (0..lane.len()).map(|at| passes_through(&lane[at + 1..], &lane[at].recvs[0].1)).collect()
-        };
-        // The last of three reductions stays, and so does what is gathered.
-        assert_eq!(passed(&ring(Rank(1), 4)), [true, true, false, false, false, false]);
-        assert_eq!(passed(&ring_reduce_scatter(Rank(1), 4)), [false; 3]);
-        assert_eq!(passed(&recursive_doubling(Rank(0), 4)), [false; 2]);
-        assert_eq!(passed(&ring(Rank(0), 2)), [false; 2]);
-    }
-
-    /// A network that takes frames only when it is told to.
-    struct Slow {
-        room: bool,
-        coming: VecDeque<Frame>,
-        sent: Vec<Vec<f32>>,
-    }
-
-    impl Port for Slow {
-        fn me(&self) -> PeerId {
-            PeerId(0)
-        }
-        fn now(&self) -> Nanos {
-            Nanos::ZERO
-        }
-        fn has_room(&mut self, _: PeerId, _: Tag) -> bool {
-            self.room
-        }
-        fn send(&mut self, to: PeerId, tag: Tag, frame: Frame) -> Result<(), CommError> {
-            self.send_bytes(to, tag, frame.check, frame.bytes())
-        }
-        fn send_bytes(&mut self, _: PeerId, _: Tag, _: u32, bytes: &[u8]) -> Result<(), CommError> {
-            self.sent.push(bytemuck::cast_slice(bytes).to_vec());
-            Ok(())
-        }
-        fn take(&mut self, _: PeerId, _: Tag) -> Result<Option<Frame>, CommError> {
-            Ok(self.coming.pop_front())
-        }
-        fn suspicion(&self, _: u64, _: PeerId) -> Option<(PeerId, u32)> {
-            None
-        }
-    }
-
-    #[test]
-    fn what_is_passed_on_is_not_lost_where_there_is_no_room_for_it_yet() {
-        let (next, last) = (Rank(1), Rank(2));
-        let steps = vec![
-            Step::recv(last, 0..1, Merge::Reduce),
-            Step::send(next, 0..1).and_recv(last, 1..2, Merge::Copy),
-            Step::recv(last, 0..1, Merge::Copy),
-        ];
-        for early in [false, true] {
-            let pool = Pool::new();
-            let frame = |value: f32| pool.copy_of(bytemuck::bytes_of(&[value; 2]), 9);
-            let mut port = Slow { room: false, coming: VecDeque::from([frame(5.0)]), sent: Vec::new() };
-            let tag = Tag { context: 0, channel: Channel::Collective, number: 0 };
-            let members: Arc<[PeerId]> = (0..3).map(PeerId).collect();
-            let plan = Plan::from(Program::new(2, steps.clone()));
-            let mut body = Interpreter::new("test", plan, vec![1.0_f32; 4], ReduceOp::Sum, (tag, 9), members);
-            assert!(body.poll(&mut port).is_pending());
-            // The next frame comes before there is room, or after.
-            if early {
-                port.coming.push_back(frame(7.0));
-                assert!(body.poll(&mut port).is_pending());
-            }
-            port.room = true;
-            assert!(body.poll(&mut port).is_pending());
-            assert_eq!(port.sent, [[6.0, 6.0]]);
-            if !early {
-                port.coming.push_back(frame(7.0));
-            }
-            port.coming.push_back(frame(8.0));
-            assert!(matches!(body.poll(&mut port), Poll::Ready(Ok(()))));
-            assert_eq!((body.finish(), port.sent.len()), (vec![8.0, 8.0, 7.0, 7.0], 1));
-        }
+    fn finish(self) -> X::Output {
+        self.transfers.finish()
     }
 }

@@ -32,8 +32,8 @@ mod communicator;
 mod element;
 mod interpret;
 mod message;
+mod plain;
 mod plans;
-mod recoded;
 
 // Values travel as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
@@ -44,10 +44,13 @@ pub use butterfly::{
     butterfly, direct, direct_all_gather, direct_gather, direct_reduce_scatter, direct_scatter, shares,
 };
 pub use cancel::Cancel;
-pub use coded::{Coded, CodedValues, Coder, Fold, Phase};
+pub use coded::{
+    Coded, CodedAllReduce, CodedBuffer, CodedSlice, CodedValues, Coder, coded_exchange, coded_exchange_of,
+    coded_ring, two_level,
+};
 pub use communicator::{Communicator, Counter, Look, shift_one};
 pub use control::{Control, Listed};
-pub use cost::cost;
+pub use cost::{cost, cost_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, ReduceOp};
 pub use endpoint::{Driver, Endpoint, Job, Role, Wake};
@@ -58,7 +61,7 @@ pub use grouped::{hierarchical, moshpit, square};
 pub use inbox::{Inbox, WINDOW};
 pub use message::MAX_MESSAGE;
 pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
-pub use steps::{Merge, Program, Step};
+pub use steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};
 pub use wire::{HEADER_BYTES, Message, Parsed, VERSION, parse};

@@ -68,13 +68,34 @@ pub(crate) struct Plans {
     rank: Rank,
     algorithm: Algorithm,
     topology: Topology,
+    /// The regions of `hierarchical`; `None`: those that the links show.
+    regions: Option<Arc<[Vec<Rank>]>>,
     /// By kind, elements and bytes.
     made: Mutex<BTreeMap<(Kind, usize, u64), Plan>>,
 }
 
 impl Plans {
     pub(crate) const fn new(rank: Rank, algorithm: Algorithm, topology: Topology) -> Self {
-        Self { rank, algorithm, topology, made: Mutex::new(BTreeMap::new()) }
+        Self { rank, algorithm, topology, regions: None, made: Mutex::new(BTreeMap::new()) }
+    }
+
+    /// The same for another algorithm.
+    pub(crate) fn with_algorithm(&self, algorithm: Algorithm) -> Self {
+        Self { regions: self.regions.clone(), ..Self::new(self.rank, algorithm, self.topology.clone()) }
+    }
+
+    /// The same over other links.
+    pub(crate) fn with_topology(&self, topology: Topology) -> Self {
+        Self { regions: self.regions.clone(), ..Self::new(self.rank, self.algorithm, topology) }
+    }
+
+    /// The same with regions of its own.
+    pub(crate) fn with_regions(&self, regions: Vec<Vec<Rank>>) -> Self {
+        Self { regions: Some(regions.into()), ..Self::new(self.rank, self.algorithm, self.topology.clone()) }
+    }
+
+    pub(crate) fn regions(&self) -> Option<&[Vec<Rank>]> {
+        self.regions.as_deref()
     }
 
     pub(crate) const fn algorithm(&self) -> Algorithm {
@@ -99,12 +120,15 @@ impl Plans {
         let program = match kind {
             Kind::AllReduce => {
                 let algorithm = self.algorithm.resolve(bytes, &self.topology);
+                let regions = self.regions();
                 let mut plan = Plan::from(match algorithm {
                     Algorithm::Ring
                     | Algorithm::DoubleTree
                     | Algorithm::Hierarchical
                     | Algorithm::Direct
-                    | Algorithm::Butterfly => program_on(self.rank, algorithm, len, bytes, &self.topology),
+                    | Algorithm::Butterfly => {
+                        program_on(self.rank, algorithm, len, bytes, &self.topology, regions)
+                    }
                     fixed => fixed.program(self.rank, n),
                 });
                 plan.algorithm = Some(algorithm);

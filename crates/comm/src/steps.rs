@@ -1,4 +1,5 @@
-//! A collective as data: what one rank sends and receives, step by step. Pure; it knows no network and no bytes.
+//! A collective as data: what one rank encodes, sends, receives and decodes, step by step. Pure; it knows no network, no
+//! codec and no bytes.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,6 +15,57 @@ pub enum Merge {
     Copy,
 }
 
+/// Which side of a coded reduction encodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Phase {
+    /// A rank's own values, or a sum that is not complete yet.
+    Worker,
+    /// The reduced values of a block: the complete sum, or a part of it that no other rank adds to.
+    Server,
+}
+
+/// How the values of a message are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Code {
+    /// As they are: f32, little-endian.
+    Plain,
+    /// Through the codec, on this side of the reduction. For a mean, the values of [`Phase::Server`] are divided first.
+    Coded(Phase),
+}
+
+/// What a message of a coded program carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct CodedMessage {
+    /// The values.
+    pub block: usize,
+    /// How they are written.
+    pub code: Code,
+}
+
+/// The messages of one step of a coded program, by their numbers in [`Program::messages`].
+///
+/// First `encode` in order, then sends and receives side by side, then `decode` in order. A message can be used in the step
+/// that encodes or receives it and in the next one; then it is dropped.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Coding {
+    /// What is encoded.
+    pub encode: Vec<usize>,
+    /// To whom, and which message. Messages to one rank go one after the other.
+    pub sends: Vec<(Rank, usize)>,
+    /// From whom, and which message. Messages of one rank come in the order of the list.
+    pub recvs: Vec<(Rank, usize)>,
+    /// What is decoded, and how its values meet those of the block.
+    pub decode: Vec<(usize, Merge)>,
+}
+
+impl Coding {
+    /// Whether there is nothing in it.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.encode.is_empty() && self.sends.is_empty() && self.recvs.is_empty() && self.decode.is_empty()
+    }
+}
+
 /// One step of one rank: what it sends goes out side by side, what it receives is taken in the order of the list, and
 /// the two overlap in time. The next step starts when all is done.
 ///
@@ -24,19 +76,21 @@ pub struct Step {
     pub sends: Vec<(Rank, Range<usize>)>,
     /// From whom, into which blocks, and how.
     pub recvs: Vec<(Rank, Range<usize>, Merge)>,
+    /// Messages, in a coded program. One that has any has no plain transfers.
+    pub coding: Coding,
 }
 
 impl Step {
     /// Sends to one rank.
     #[must_use]
     pub fn send(to: Rank, blocks: Range<usize>) -> Self {
-        Self { sends: vec![(to, blocks)], recvs: Vec::new() }
+        Self { sends: vec![(to, blocks)], ..Self::default() }
     }
 
     /// Receives from one rank.
     #[must_use]
     pub fn recv(from: Rank, blocks: Range<usize>, merge: Merge) -> Self {
-        Self { sends: Vec::new(), recvs: vec![(from, blocks, merge)] }
+        Self { recvs: vec![(from, blocks, merge)], ..Self::default() }
     }
 
     /// This step, and a receive beside it.
@@ -49,7 +103,7 @@ impl Step {
     /// Whether there is nothing in it.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
-        self.sends.is_empty() && self.recvs.is_empty()
+        self.sends.is_empty() && self.recvs.is_empty() && self.coding.is_empty()
     }
 }
 
@@ -66,6 +120,8 @@ pub struct Program {
     /// Lanes under way at a time: lane `i` starts when lane `i - window` is done, so that whoever is fast does not send
     /// so far ahead that others wait for what they need sooner.
     pub window: usize,
+    /// What each message of a coded program carries; none in a plain one.
+    pub messages: Vec<CodedMessage>,
 }
 
 impl Program {
@@ -78,7 +134,7 @@ impl Program {
     /// Lists of steps that all start at once.
     #[must_use]
     pub const fn side_by_side(blocks: usize, lanes: Vec<Vec<Step>>) -> Self {
-        Self { blocks, bounds: None, lanes, window: usize::MAX }
+        Self { blocks, bounds: None, lanes, window: usize::MAX, messages: Vec::new() }
     }
 
     /// The same with so many lanes under way at a time.
@@ -140,7 +196,39 @@ impl fmt::Display for Step {
             write!(f, "{gap}{}..{} {sign} {}", range.start, range.end, from.0)?;
             gap = "  ";
         }
+        let Coding { encode, sends, recvs, decode } = &self.coding;
+        for message in encode {
+            write!(f, "{gap}enc {message}")?;
+            gap = "  ";
+        }
+        for (to, message) in sends {
+            write!(f, "{gap}#{message} -> {}", to.0)?;
+            gap = "  ";
+        }
+        for (from, message) in recvs {
+            write!(f, "{gap}#{message} <- {}", from.0)?;
+            gap = "  ";
+        }
+        for (message, merge) in decode {
+            let sign = match merge {
+                Merge::Reduce => "+=",
+                Merge::Copy => "=",
+            };
+            write!(f, "{gap}dec {sign} {message}")?;
+            gap = "  ";
+        }
         Ok(())
+    }
+}
+
+impl fmt::Display for CodedMessage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let code = match self.code {
+            Code::Plain => "plain",
+            Code::Coded(Phase::Worker) => "worker",
+            Code::Coded(Phase::Server) => "server",
+        };
+        write!(f, "{code} {}", self.block)
     }
 }
 
@@ -152,6 +240,10 @@ impl fmt::Display for Program {
         }
         if self.window < self.lanes.len() {
             write!(f, " window {}", self.window)?;
+        }
+        if !self.messages.is_empty() {
+            let messages: Vec<String> = self.messages.iter().map(ToString::to_string).collect();
+            write!(f, " messages {}", messages.join(", "))?;
         }
         f.write_str(":")?;
         for (i, lane) in self.lanes.iter().enumerate() {

@@ -31,7 +31,7 @@ pub fn binomial_reduce(rank: Rank, size: usize, root: Rank) -> Program {
     for step in lane {
         let sends = step.recvs.drain(..).map(|(from, blocks, _)| (from, blocks)).collect();
         let recvs = step.sends.drain(..).map(|(to, blocks)| (to, blocks, Merge::Reduce)).collect();
-        *step = Step { sends, recvs };
+        *step = Step { sends, recvs, ..Step::default() };
     }
     program
 }
@@ -52,6 +52,7 @@ pub fn chain_broadcast(rank: Rank, size: usize, root: Rank, blocks: usize) -> Pr
                 .map(|from| (from, i..i + 1, Merge::Copy))
                 .into_iter()
                 .collect(),
+            ..Step::default()
         })
         .filter(|step| !step.is_empty())
         .collect();

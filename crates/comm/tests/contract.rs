@@ -11,8 +11,8 @@ use std::ops::Range;
 use common::{TRANSPORTS, on_ranks};
 use farflung_base::{Bytes, Nanos, PeerId, Rank};
 use farflung_comm::{
-    Algorithm, CodedValues, Coder, CoderError, CommError, FRAME_BYTES, Fold, Phase, ReduceOp, Source, Tag,
-    pipelined_ring, ring,
+    Algorithm, CodedSlice, CodedValues, Coder, CoderError, CommError, FRAME_BYTES, Merge, Phase, ReduceOp,
+    Source, Tag, coded_exchange, coded_ring, pipelined_ring, ring,
 };
 
 const ALGORITHMS: [Algorithm; 9] = Algorithm::ALL;
@@ -261,10 +261,21 @@ impl CodedValues for Elsewhere {
         out.extend(self.0[range].iter().map(|v| (f64::from(*v) / 5.0).round() as i8 as u8));
         Ok(())
     }
-    fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CoderError> {
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError> {
         for (v, &b) in self.0[range].iter_mut().zip(bytes) {
             let (old, new) = (*v, i32::from(b as i8) * 5);
-            *v = if fold == Fold::Add { old + new } else { new };
+            *v = if merge == Merge::Reduce { old + new } else { new };
+        }
+        Ok(())
+    }
+    fn encode_plain(&mut self, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError> {
+        out.extend(self.0[range].iter().flat_map(|&v| (v as f32 / 20.0).to_le_bytes()));
+        Ok(())
+    }
+    fn decode_plain(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError> {
+        for (v, &bytes) in self.0[range].iter_mut().zip(bytes.as_chunks::<4>().0) {
+            let new = (f32::from_le_bytes(bytes) * 20.0).round() as i32;
+            *v = if merge == Merge::Reduce { *v + new } else { new };
         }
         Ok(())
     }
@@ -285,7 +296,10 @@ fn ranks_of_a_coded_all_reduce_may_hold_their_values_anywhere() {
                 return comm.start_all_reduce_coded(x, ReduceOp::Mean, coder).wait().unwrap().0;
             }
             let x = Elsewhere((0..1001).map(value).collect());
-            let Elsewhere(x) = comm.start_all_reduce_coded_values(x, ReduceOp::Mean).wait().unwrap();
+            let Elsewhere(x) = comm
+                .start_all_reduce_coded_by(coded_exchange(comm.rank(), 4), x, ReduceOp::Mean)
+                .wait()
+                .unwrap();
             x.iter().map(|&v| v as f32 / 20.0).collect()
         });
         assert!(results.iter().all(|x| *x == results[0]), "{name}");
@@ -321,11 +335,14 @@ fn a_ring_that_encodes_at_each_hop_sums_what_the_codec_keeps_and_loses_at_each_h
             let results = on_ranks(cluster(n), |comm| {
                 let share = |i: usize| (i % 3) as f32 + comm.rank().0 as f32 * 0.25;
                 let exact: Vec<f32> = (0..103).map(share).collect();
-                let coder = || Box::new(Quarters(Vec::new()));
-                let sum = comm.start_all_reduce_recoded(exact, ReduceOp::Sum, coder()).wait().unwrap().0;
+                let reduce = |data: Vec<f32>, op| {
+                    let values = CodedSlice::new(data, Box::new(Quarters(Vec::new())));
+                    let program = coded_ring(comm.rank(), n);
+                    comm.start_all_reduce_coded_by(program, values, op).wait().unwrap().into_parts().0
+                };
+                let sum = reduce(exact, ReduceOp::Sum);
                 // A tenth is rounded to nothing, and at the next hop again.
-                let mean =
-                    comm.start_all_reduce_recoded(vec![0.1; 9], ReduceOp::Mean, coder()).wait().unwrap().0;
+                let mean = reduce(vec![0.1; 9], ReduceOp::Mean);
                 (sum, mean)
             });
             assert!(results.iter().all(|x| *x == results[0]), "{name}");

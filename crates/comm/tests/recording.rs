@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::thread;
 
-use farflung_base::{Nanos, PeerId, Philox, Rank, Topology};
+use farflung_base::{Bandwidth, Nanos, PeerId, Philox, Port, Rank, Topology};
 use farflung_comm::simulated::{Faults, Reached, Recorder, Recording, Simulated, Weather, record};
 use farflung_comm::{CommError, Communicator, ReduceOp, WireError};
 
@@ -43,7 +43,10 @@ fn network() -> (Topology, Faults) {
     let weather =
         Weather { seed: 3, jitter: Nanos::from_millis(2), loss: 100_000, retransmit: Nanos::from_millis(9) };
     let faults = Faults::new().weather(weather).at(Nanos::from_millis(190)).crash(PeerId(2));
-    (Topology::uniform(3, "20mbit,4ms".parse().unwrap()), faults)
+    let mut topology = Topology::uniform(3, "20mbit,4ms".parse().unwrap());
+    let line = Port { up: Bandwidth(30_000_000), down: Bandwidth(90_000_000) };
+    topology.set_region(&[Rank(0), Rank(1)], line);
+    (topology, faults)
 }
 
 #[test]
@@ -57,6 +60,7 @@ fn a_replay_is_the_run_bit_for_bit_whatever_the_threads_do() {
     assert!(read.happenings() == recording.happenings() && read.encode() == file);
     let uplink = |topology: &Topology| (topology.port(Rank(2)), topology.link(Rank(2), Rank(0)));
     assert_eq!(uplink(read.topology()), uplink(&topology));
+    assert_eq!(read.topology(), &topology);
     for nap in 0..4 {
         let again = program(read.replay(), 0.0, nap);
         read.compare(&again).unwrap();
@@ -94,7 +98,7 @@ fn a_spoilt_file_is_refused() {
         Recording::decode(&bytes).unwrap_err()
     };
     assert_eq!(with(0, 0), WireError::Magic);
-    assert_eq!(with(4, 9), WireError::Version { want: 1, got: 9 });
+    assert_eq!(with(4, 9), WireError::Version { want: 2, got: 9 });
     assert_eq!(with(40, 77), WireError::Checksum);
     let rng = Philox::new(5, 5);
     for case in 0..20_000 {

@@ -195,6 +195,17 @@ fn regions_are_those_that_are_near_each_other() {
     assert_eq!(regions(&spread(7)), groups(7, 3));
     let flat = Topology::uniform(5, "1gbit,1ms".parse().unwrap());
     assert_eq!(regions(&flat), groups(5, 5));
+    // By bandwidth alone: of links, and of lines that regions share. A slow access link makes no region.
+    let mut by_links = Topology::uniform(6, "1gbit,1ms".parse().unwrap());
+    for (a, b) in (0..6).flat_map(|a| (0..6).map(move |b| (a, b))).filter(|(a, b)| a / 3 != b / 3) {
+        by_links.set_link(Rank(a), Rank(b), "100mbit,1ms".parse().unwrap());
+    }
+    let mut by_lines = Topology::uniform(6, "1gbit,1ms".parse().unwrap());
+    by_lines.set_region(&groups(6, 3)[0], Port { up: Bandwidth(50_000_000), down: Bandwidth(1 << 40) });
+    for mut topology in [by_links, by_lines] {
+        topology.set_port(Rank(1), Port { up: Bandwidth(1000), down: Bandwidth(1000) });
+        assert_eq!(regions(&topology), groups(6, 3));
+    }
     for n in 1..=8 {
         let len = 1 << 20;
         for algorithm in Algorithm::ALL {

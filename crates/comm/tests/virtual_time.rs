@@ -154,6 +154,79 @@ fn the_receivers_downlink_is_shared_and_the_far_do_not_hold_up_the_near() {
     within(times[0][2], 0.58, 0.02, "the far one");
 }
 
+/// Two regions of two with a line of 8 Mbit/s out of each, and access links of 800 and 80 Mbit/s.
+fn with_lines() -> Topology {
+    let mut topology = uniform(4, "800mbit,1ms");
+    topology.set_port(Rank(1), Port { up: Bandwidth(80_000_000), down: Bandwidth(80_000_000) });
+    let line = Port { up: Bandwidth(8_000_000), down: Bandwidth(16_000_000) };
+    for region in [[Rank(0), Rank(1)], [Rank(2), Rank(3)]] {
+        topology.set_region(&region, line);
+    }
+    topology
+}
+
+#[test]
+fn what_leaves_a_region_shares_its_line_and_what_stays_does_not() {
+    let times = on_ranks(over(&with_lines()), |comm| {
+        let me = comm.rank().0;
+        // 100 kB from each rank of the first region to its counterpart, and 100 kB to its neighbour.
+        if me < 2 {
+            let out = comm.start_send(Rank(me + 2), 1, vec![0; 100_000]);
+            comm.send(Rank(1 - me), 2, &vec![0; 100_000]).unwrap();
+            out.wait().unwrap();
+            comm.recv(Rank(1 - me), 2).unwrap();
+        } else {
+            comm.recv(Rank(me - 2), 1).unwrap();
+        }
+        comm.now()
+    });
+    // Both messages go out over one line of 1 MB/s.
+    within(times[2].max(times[3]), 0.201, 0.02, "two messages over one line");
+    // Inside nothing waits for the line: 100 kB from the slower access link, behind what leaves through it.
+    assert!(times[0].max(times[1]) < Nanos::from_millis(30), "{times:?}");
+}
+
+#[test]
+fn a_slow_access_link_does_not_hold_up_the_line_of_its_region() {
+    let mut topology = with_lines();
+    topology.set_port(Rank(1), Port { up: Bandwidth(800_000), down: Bandwidth(80_000_000) });
+    let times = on_ranks(over(&topology), |comm| {
+        match comm.rank().0 {
+            // A second over its own uplink of 100 kB/s, in frames that wait for it.
+            1 => comm.send(Rank(3), 1, &vec![0; 400_000]).unwrap(),
+            0 => {
+                comm.advance(Nanos::from_millis(1));
+                comm.send(Rank(2), 1, &vec![0; 50_000]).unwrap();
+            }
+            rank => drop(comm.recv(Rank(rank - 2), 1).unwrap()),
+        }
+        comm.now()
+    });
+    // Behind one frame of the other, and not behind those that still wait for its uplink.
+    assert!(times[2] < Nanos::from_millis(400), "{times:?}");
+    within(times[3], 4.0, 0.05, "the slow one");
+}
+
+#[test]
+fn lines_change_no_bit_and_no_time_from_run_to_run_and_prices_know_them() {
+    let first = mixed(over(&with_lines()), None);
+    for seed in 0..3 {
+        assert!(mixed(over(&with_lines()), Some(seed)) == first, "seed {seed}");
+    }
+    for algorithm in Algorithm::ALL {
+        let bytes = Bytes(400_000);
+        let programs = algorithm.programs(100_000, bytes, &with_lines());
+        let price = cost(&programs, bytes, &with_lines()).as_secs_f64();
+        let times = on_ranks(over(&with_lines()), |comm| {
+            let program = programs[comm.rank().index()].clone();
+            comm.all_reduce_by(program, &mut vec![1.0_f32; 100_000], ReduceOp::Sum).unwrap();
+            comm.now()
+        });
+        let took = times.into_iter().max().unwrap().as_secs_f64();
+        assert!((took / price - 1.0).abs() < 0.02, "{algorithm}: {took} for {price}");
+    }
+}
+
 /// A run with a bit of everything; returns every rank's clock after each part, and the sums.
 fn mixed(cluster: Cluster, seed: Option<u64>) -> Vec<(Vec<Nanos>, Vec<u32>)> {
     on_ranks(cluster, |comm| {

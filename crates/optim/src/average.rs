@@ -8,7 +8,7 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use farflung_base::{Bytes, Nanos, Pending, Rank};
+use farflung_base::{Algorithm, Bytes, Nanos, Pending};
 use farflung_comm::{CommError, Communicator, ReduceOp};
 use farflung_compress::{CodecSpec, StateMap, StateValue};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
@@ -21,8 +21,10 @@ use coder::{Codecs, Values};
 /// How buffers are averaged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AverageConfig {
-    /// What travels: plain f32 (`none`, reduced on a ring), or a codec's bytes (scattered, reduced, gathered).
+    /// What travels: plain f32 (`none`, reduced as the communicator does), or a codec's bytes.
     pub codec: CodecSpec,
+    /// How a codec's bytes are reduced: one of [`Algorithm::CODED`], or `auto`, the cheapest on the communicator's links.
+    pub algorithm: Algorithm,
     /// Most f32 bytes of a bucket; a larger parameter is a bucket alone.
     pub bucket_bytes: usize,
     /// Whether buckets start as soon as they are ready, rather than all at the end.
@@ -32,9 +34,15 @@ pub struct AverageConfig {
 }
 
 impl Default for AverageConfig {
-    /// Plain f32, buckets of 4 MiB, overlapped.
+    /// Plain f32, buckets of 4 MiB, overlapped; a codec's bytes by a scatter-gather of equal shards.
     fn default() -> Self {
-        Self { codec: CodecSpec::default(), bucket_bytes: 4 << 20, overlap: true, seed: 0 }
+        Self {
+            codec: CodecSpec::default(),
+            algorithm: Algorithm::Direct,
+            bucket_bytes: 4 << 20,
+            overlap: true,
+            seed: 0,
+        }
     }
 }
 
@@ -121,7 +129,8 @@ pub struct Averaged {
     pub buckets: usize,
     /// Parameters averaged.
     pub elements: usize,
-    /// This rank's vector as it is encoded once; an all-reduce sends `2 (n - 1) / n` times as much.
+    /// What this rank's own values take as they are encoded once; an exchange of equal shards sends `2 (n - 1) / n` times as
+    /// much.
     pub payload: Bytes,
     /// Time that [`Averaging::finish`] waited, by the transport's clock: the communication that nothing hid.
     pub wait: Nanos,
@@ -130,7 +139,8 @@ pub struct Averaged {
 impl Average {
     /// For flat buffers of `layout` on `device`, over all ranks of `comm`.
     ///
-    /// Errors: [`OptimError::Setting`] for buckets of no bytes.
+    /// Errors: [`OptimError::Setting`] for buckets of no bytes; [`OptimError::Comm`] for an algorithm by which a codec's bytes
+    /// cannot be reduced.
     pub fn new(
         comm: Communicator,
         device: &Device,
@@ -141,14 +151,7 @@ impl Average {
             let (transform, field, expected) = ("average", "bucket_bytes", "above 0");
             return Err(OptimError::Setting { transform, field, value: 0.0, expected });
         }
-        let (slots, mut buckets) = cut(layout, config.bucket_bytes);
-        for bucket in &mut buckets {
-            if config.codec == CodecSpec::default() {
-                bucket.place(std::slice::from_ref(&(0..bucket.len)));
-            } else {
-                bucket.place(&shards(&comm, bucket.len));
-            }
-        }
+        let (slots, buckets) = cut(layout, config.bucket_bytes);
         let mut average = Self {
             comm,
             config,
@@ -163,6 +166,12 @@ impl Average {
             uncommitted: false,
         };
         average.codecs = average.new_codecs()?;
+        for (i, bucket) in average.buckets.iter_mut().enumerate() {
+            match average.codecs.get(i) {
+                None => bucket.place(std::slice::from_ref(&(0..bucket.len))),
+                Some(codecs) => bucket.place(&codecs.blocks()),
+            }
+        }
         Ok(average)
     }
 
@@ -171,10 +180,9 @@ impl Average {
             return Ok(Vec::new());
         }
         let vectors = Vectors::of(&self.device, self.config.codec)?;
-        let codec = |(i, bucket): (usize, &Bucket)| {
-            Codecs::new(&self.comm, &vectors, self.config, i, shards(&self.comm, bucket.len))
-        };
-        Ok(self.buckets.iter().enumerate().map(codec).collect())
+        let codec =
+            |(i, bucket): (usize, &Bucket)| Codecs::new(&self.comm, &vectors, self.config, i, bucket.len);
+        self.buckets.iter().enumerate().map(codec).collect()
     }
 
     /// Begins a round. A round before it that was not committed is rolled back.
@@ -265,7 +273,8 @@ impl Average {
     }
 
     /// What this rank's codecs remember: buffers named `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server.residual`,
-    /// empty before the first round. They belong to this rank, the number of ranks, the layout and `bucket_bytes`.
+    /// with the number of the block, empty before the first round. They belong to this rank, the program by which buckets are
+    /// reduced, the layout and `bucket_bytes`.
     ///
     /// Errors: [`OptimError::Compress`] between a finished round and its commit or rollback.
     pub fn save(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>, OptimError> {
@@ -364,7 +373,7 @@ impl Average {
             let next = self.in_flight.len() + self.fetching.len();
             let Some(bucket) = self.buckets.get_mut(next).filter(|b| b.missing == 0) else { break };
             let codecs = self.codecs.get(next);
-            let new = |len| codecs.map_or_else(|| Ok(Packed::Plain(vec![0.0; len])), Codecs::shards);
+            let new = |len| codecs.map_or_else(|| Ok(Packed::Plain(vec![0.0; len])), Codecs::empty);
             self.fetching.push_back(bucket.fetch(flat, new)?);
         }
         let all = self.in_flight.len() + self.fetching.len() == self.buckets.len();
@@ -383,8 +392,10 @@ impl Average {
                     reduced.map(|data| data.map(Packed::Plain))
                 }
                 Packed::Coded(shards) => {
-                    let values = self.codecs[self.in_flight.len()].values(shards);
-                    let reduced = self.comm.start_all_reduce_coded_values(values, ReduceOp::Mean);
+                    let codecs = &self.codecs[self.in_flight.len()];
+                    let values = codecs.values(shards);
+                    let reduced =
+                        self.comm.start_all_reduce_coded_by(codecs.program(), values, ReduceOp::Mean);
                     reduced.map(|values| values.map(Values::into_packed))
                 }
             };
@@ -462,11 +473,6 @@ impl Drop for Averaging<'_> {
             self.average.rollback();
         }
     }
-}
-
-/// The shards of a bucket, by rank.
-fn shards(comm: &Communicator, len: usize) -> Vec<Range<usize>> {
-    (0..comm.size() as u32).map(|rank| comm.shard_of(Rank(rank), len)).collect()
 }
 
 /// Whether all ranks are `ok`: the vote between preparing a step and committing it. A collective of eight bytes.

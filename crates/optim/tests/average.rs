@@ -40,7 +40,13 @@ fn layout() -> ParamLayout {
 }
 
 fn config(codec: &str, bucket_bytes: usize, overlap: bool) -> AverageConfig {
-    AverageConfig { codec: codec.parse().unwrap(), bucket_bytes, overlap, seed: 5 }
+    AverageConfig {
+        codec: codec.parse().unwrap(),
+        bucket_bytes,
+        overlap,
+        seed: 5,
+        ..AverageConfig::default()
+    }
 }
 
 /// A flat buffer with `value(parameter element index)` in parameters and zero in padding.

@@ -35,7 +35,12 @@ fn bits(values: &[f32]) -> Vec<u32> {
 /// Four rounds, of which one has a value that is not finite and is given up; half of them continue what was saved.
 fn rounds(comm: &Communicator, device: &Device, codec: &str) -> Seen {
     let layout = layout();
-    let config = AverageConfig { codec: codec.parse().unwrap(), bucket_bytes: 4096, overlap: true, seed: 5 };
+    let config = AverageConfig {
+        codec: codec.parse().unwrap(),
+        bucket_bytes: 4096,
+        seed: 5,
+        ..AverageConfig::default()
+    };
     let new = || Average::new(comm.clone(), device, &layout, config).unwrap();
     let (mut average, mut seen) = (new(), Vec::new());
     for round in 0..4 {

@@ -53,13 +53,17 @@ pub struct Device {
     pub down: Option<Bandwidth>,
 }
 
-/// A place: devices in it share the price of their links.
+/// A place whose devices are near each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Region {
     /// Unique among devices and regions.
     pub name: String,
     /// The link between two devices inside, where no closer one is given.
     pub inside: Option<Link>,
+    /// Uplink shared by all that its devices send to others outside; none: no limit.
+    pub up: Option<Bandwidth>,
+    /// Downlink shared by all that its devices receive from others outside; none: no limit.
+    pub down: Option<Bandwidth>,
 }
 
 /// A link in both directions between two devices, two regions, or a device and a region.
@@ -149,6 +153,7 @@ impl Cluster {
         let mut names: Vec<&str> = Vec::new();
         for region in &self.regions {
             check_name(&mut names, &region.name)?;
+            region.check()?;
         }
         for device in &self.devices {
             check_name(&mut names, &device.name)?;
@@ -209,7 +214,7 @@ impl Cluster {
             .or(self.default)
     }
 
-    /// The link of every pair of ranks and the port of every rank.
+    /// The link of every pair of ranks, the port of every rank, and the lines that regions share.
     ///
     /// Errors: as [`Cluster::check`], and [`ParallelError::MissingLink`] for a pair that nothing joins.
     pub fn topology(&self) -> Result<Topology, ParallelError> {
@@ -228,7 +233,26 @@ impl Cluster {
                 }
             }
         }
+        for region in self.regions.iter().filter(|region| region.up.or(region.down).is_some()) {
+            let inside = |(_, device): &(u32, &Device)| device.region.as_deref() == Some(&region.name);
+            let ranks: Vec<Rank> =
+                (0..).zip(self.ranks()).filter(inside).map(|(rank, _)| Rank(rank)).collect();
+            let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);
+            topology.set_region(&ranks, Port { up: limit(region.up), down: limit(region.down) });
+        }
         Ok(topology)
+    }
+}
+
+impl Region {
+    /// Whether its line can carry anything.
+    fn check(&self) -> Result<(), ParallelError> {
+        let zero = |field| Err(ParallelError::Zero { of: format!("region `{}`", self.name), field });
+        match self {
+            Self { up: Some(Bandwidth(0)), .. } => zero("up"),
+            Self { down: Some(Bandwidth(0)), .. } => zero("down"),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -261,6 +285,11 @@ impl fmt::Display for Cluster {
             writeln!(f, "\n[[region]]\nname = \"{}\"", region.name)?;
             if let Some(inside) = region.inside {
                 writeln!(f, "inside = \"{}\"", link(inside))?;
+            }
+            for (key, rate) in [("up", region.up), ("down", region.down)] {
+                if let Some(rate) = rate {
+                    writeln!(f, "{key} = \"{}\"", bandwidth(rate))?;
+                }
             }
         }
         for device in &self.devices {

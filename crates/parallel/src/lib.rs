@@ -1,7 +1,7 @@
 #![doc = include_str!("../README.md")]
 
+pub mod average;
 pub mod cluster;
-pub mod collective;
 pub mod error;
 pub mod mesh;
 pub mod model;
@@ -16,14 +16,14 @@ pub mod simulate;
 pub mod timeline;
 pub mod what_if;
 
+pub use average::{AveragePrice, all_reduce_bytes};
 pub use cluster::{Between, Cluster, Device, Region, Speed};
-pub use collective::{Algorithm, Collective};
 pub use error::ParallelError;
-pub use farflung_base::Precision;
+pub use farflung_base::{Algorithm, Precision};
 pub use mesh::{Axis, Mesh};
 pub use model::{Limits, ModelShape};
 pub use plan::{BoundaryCodecs, Level, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource};
-pub use planner::{Candidate, Planned, plan, plan_with};
+pub use planner::{Candidate, Planned, plan};
 pub use replicas::{Codec, Overlap, Replicas, Sync};
 pub use simulate::{Cost, RankCost, simulate};
 pub use timeline::{Kind, Lane, Span, Timeline};

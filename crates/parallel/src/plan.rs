@@ -72,7 +72,8 @@ pub struct Plan {
     pub pipeline: Pipeline,
     /// What travels between each part and the next: one fewer than parts.
     pub boundaries: Vec<BoundaryCodecs>,
-    /// How replicas stay one model, from the innermost group to the whole job.
+    /// How replicas stay one model, from the innermost group to the whole job. Two levels are one average: plain inside the
+    /// groups of the first, by the second's codec between them.
     pub levels: Vec<Level>,
 }
 
@@ -153,7 +154,7 @@ pub struct Level {
     pub every: u32,
     /// The codec of what is averaged, by name, with `+ef` where it feeds errors back.
     pub codec: String,
-    /// How values that no codec packs are summed.
+    /// How values are summed: with a codec one of [`Algorithm::CODED`].
     pub algorithm: Algorithm,
     /// The most f32 bytes that are averaged together.
     pub bucket_bytes: u64,
@@ -172,6 +173,24 @@ impl Default for Level {
             algorithm: Algorithm::Ring,
             bucket_bytes: 4_000_000,
             overlap: true,
+        }
+    }
+}
+
+impl Level {
+    /// How values are summed where nothing is said: plain ones by a ring, those of a codec in equal shards.
+    #[must_use]
+    pub fn unless_told(codec: &str) -> Algorithm {
+        if codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct }
+    }
+
+    /// How the few numbers are summed that no codec packs: as what it packs, or by a ring where that has no region and no
+    /// weights.
+    #[must_use]
+    pub fn plain_algorithm(&self) -> Algorithm {
+        match self.algorithm {
+            Algorithm::Direct if self.codec != NO_CODEC => Algorithm::Ring,
+            algorithm => algorithm,
         }
     }
 }
@@ -230,6 +249,12 @@ impl Plan {
     #[must_use]
     pub fn outermost(&self) -> &Level {
         self.levels.last().expect("a checked plan has a level")
+    }
+
+    /// The regions of replicas inside which averages are plain, where the plan names them.
+    #[must_use]
+    pub fn regions(&self) -> Option<&[Vec<u32>]> {
+        (self.levels.len() > 1).then(|| &self.levels[0].groups[..])
     }
 
     /// A mesh of so many replicas of so many stages.

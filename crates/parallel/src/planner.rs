@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use farflung_base::{Bytes, Nanos, Rank, Topology};
+use farflung_base::{Bytes, Nanos, Rank};
 
-use crate::collective::{all_reduce_bytes, all_reduce_over, cheapest};
+use crate::average::{AveragePrice, all_reduce_bytes};
 use crate::plan::NO_CODEC;
 use crate::share::largest_remainder;
 use crate::{
@@ -51,7 +51,7 @@ pub struct Planned {
     pub within: bool,
 }
 
-/// Plans data-parallel training of `shape` on `cluster` within `limits`, with the crate's own prices.
+/// Plans data-parallel training of `shape` on `cluster` within `limits`, at the prices of whoever carries the plan out.
 ///
 /// Shares are proportional to speed (largest remainder). Synchronous training with overlap is chosen, at the number of
 /// buckets that is fastest, where it stays within the overhead; otherwise `DiLoCo` with the fewest local steps that do,
@@ -59,25 +59,14 @@ pub struct Planned {
 ///
 /// Errors: what [`Cluster::topology`], [`ModelShape::microbatches`] and [`Replicas::check`] refuse, and a device whose memory
 /// does not hold a replica.
-pub fn plan(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Planned, ParallelError> {
-    let topology = cluster.topology()?;
-    let order: Vec<Rank> = (0..topology.size() as u32).map(Rank).collect();
-    plan_with(shape, cluster, limits, &|algorithm, bytes| {
-        all_reduce_over(algorithm, &order, bytes, &topology)
-    })
-}
-
-/// [`plan`] with the prices of whoever carries the plan out: the time of an all-reduce of so many bytes.
-///
-/// Errors: as [`plan`].
-pub fn plan_with(
+pub fn plan(
     shape: &ModelShape,
     cluster: &Cluster,
     limits: &Limits,
-    price: &dyn Fn(Algorithm, Bytes) -> Nanos,
+    price: AveragePrice<'_>,
 ) -> Result<Planned, ParallelError> {
-    let topology = cluster.topology()?;
-    let base = skeleton(shape, cluster, limits, &topology)?;
+    cluster.topology()?;
+    let base = skeleton(shape, cluster, limits)?;
     let cost = Cost::of(shape, cluster);
     let search = Search { shape, limits, price, cost: &cost, base: &base };
     let compute = search.compute();
@@ -153,7 +142,7 @@ impl Planned {
                 } else {
                     self.replicas.codec.to_string()
                 },
-                algorithm: self.replicas.algorithm.to_string().parse().unwrap_or_default(),
+                algorithm: self.replicas.algorithm,
                 bucket_bytes: (self.parameters.saturating_mul(4)).div_ceil(u64::from(buckets.max(1))),
                 overlap,
                 ..Level::default()
@@ -169,12 +158,7 @@ const fn ddp(overlap: Overlap, buckets: u32) -> Sync {
 }
 
 /// All of the choice but what the search decides.
-fn skeleton(
-    shape: &ModelShape,
-    cluster: &Cluster,
-    limits: &Limits,
-    topology: &Topology,
-) -> Result<Replicas, ParallelError> {
+fn skeleton(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Replicas, ParallelError> {
     let microbatches = shape.microbatches()?;
     // In proportion to speed: the inverse of a microbatch's time, in units that keep nine digits.
     let speed = |d: &Device| u64::MAX / 4 / d.speed.time(shape.microbatch_tokens(), shape).0.max(1);
@@ -182,7 +166,7 @@ fn skeleton(
     let too_many = |_| ParallelError::TooManyMicrobatches { microbatches };
     let replicas = Replicas {
         sync: ddp(Overlap::None, 1),
-        algorithm: cheapest(&[limits.codec.bytes(shape.parameters)], topology),
+        algorithm: Algorithm::default(),
         codec: limits.codec.clone(),
         shares: shares.into_iter().map(u32::try_from).collect::<Result<_, _>>().map_err(too_many)?,
     };
@@ -193,7 +177,7 @@ fn skeleton(
 struct Search<'a> {
     shape: &'a ModelShape,
     limits: &'a Limits,
-    price: &'a dyn Fn(Algorithm, Bytes) -> Nanos,
+    price: AveragePrice<'a>,
     cost: &'a Cost,
     base: &'a Replicas,
 }
@@ -214,35 +198,42 @@ impl Search<'_> {
         }
     }
 
-    /// Bytes of each message of a period.
-    fn messages(&self, sync: Sync) -> Vec<Bytes> {
-        let parts = match sync {
+    /// Values of each average of a period.
+    fn averages(&self, sync: Sync) -> Vec<u64> {
+        match sync {
             Sync::Ddp { buckets, .. } => self.shape.buckets(buckets),
             Sync::DiLoCo { .. } => vec![self.shape.parameters],
-        };
-        parts.into_iter().map(|values| self.limits.codec.bytes(values)).collect()
+        }
     }
 
-    fn algorithm(&self, messages: &[Bytes]) -> Algorithm {
-        let total =
-            |a: &Algorithm| messages.iter().fold(Nanos::ZERO, |t, &m| t.saturating_add((self.price)(*a, m)));
+    /// The time of an average; for ever by an algorithm that has none.
+    fn time(&self, algorithm: Algorithm, values: u64) -> Nanos {
+        (self.price)(algorithm, &self.limits.codec, values).unwrap_or(Nanos::MAX)
+    }
+
+    /// The cheapest for all of these averages together; ties go to the one named first.
+    fn algorithm(&self, averages: &[u64]) -> Algorithm {
+        let total = |a: &Algorithm| {
+            averages.iter().fold(Nanos::ZERO, |t, &values| t.saturating_add(self.time(*a, values)))
+        };
         Algorithm::ALL.into_iter().min_by_key(total).expect("there are algorithms")
     }
 
     /// Simulates one period.
     fn price(&self, sync: Sync) -> Result<Candidate, ParallelError> {
-        let messages = self.messages(sync);
-        let algorithm = self.algorithm(&messages);
+        let averages = self.averages(sync);
+        let algorithm = self.algorithm(&averages);
         let replicas = Replicas { sync, algorithm, ..self.base.clone() };
         let period = sync.period();
         let timeline: Timeline =
-            simulate(&replicas, self.shape, self.cost, period, &|bytes| (self.price)(algorithm, bytes))?;
+            simulate(&replicas, self.shape, self.cost, period, &|values| self.time(algorithm, values))?;
         let makespan = timeline.makespan();
         let compute = Nanos(self.compute().0.saturating_mul(u64::from(period)));
         let extra = u128::from(makespan.saturating_sub(compute).0);
         let overhead = (extra * 10_000).div_ceil(u128::from(compute.0.max(1)));
         let n = self.base.ranks();
-        let sent: Bytes = messages.iter().map(|&m| all_reduce_bytes(n, m)).sum();
+        let bytes = |&values: &u64| all_reduce_bytes(n, self.limits.codec.bytes(values));
+        let sent: Bytes = averages.iter().map(bytes).sum();
         Ok(Candidate {
             sync,
             algorithm,
@@ -254,8 +245,8 @@ impl Search<'_> {
 
     /// The least H for which sync / (H * compute) is within the overhead, or the limit where there is none.
     fn fewest_local_steps(&self, compute: Nanos) -> u32 {
-        let message = self.limits.codec.bytes(self.shape.parameters);
-        let sync = (self.price)(self.algorithm(&[message]), message);
+        let values = self.shape.parameters;
+        let sync = self.time(self.algorithm(&[values]), values);
         let outer = self.cost.ranks.iter().map(|c| c.outer).max().unwrap_or_default();
         let extra = u128::from(sync.saturating_add(outer).0) * 100;
         let allowed = u128::from(compute.0) * u128::from(self.limits.overhead_percent);

@@ -3,7 +3,7 @@
 
 use farflung_base::{Bytes, Nanos, Rank};
 
-use crate::collective::all_reduce_bytes;
+use crate::average::all_reduce_bytes;
 use crate::share::largest_remainder;
 use crate::{Cluster, Kind, Lane, ModelShape, Overlap, ParallelError, Replicas, Span, Sync, Timeline};
 
@@ -50,7 +50,7 @@ impl Cost {
     }
 }
 
-/// Simulates `steps` steps of `replicas`; `price` is the time of an all-reduce of so many bytes over all ranks.
+/// Simulates `steps` steps of `replicas`; `price` is the time of an average of so many values over all ranks.
 ///
 /// Ddp: a rank runs the microbatches of its share one after the other, and in the last one's backward the buckets of
 /// [`ModelShape::buckets`] become ready in backward order. A bucket's all-reduce starts when every rank has it and the
@@ -65,7 +65,7 @@ pub fn simulate(
     shape: &ModelShape,
     cost: &Cost,
     steps: u32,
-    price: &dyn Fn(Bytes) -> Nanos,
+    price: &dyn Fn(u64) -> Nanos,
 ) -> Result<Timeline, ParallelError> {
     replicas.check()?;
     shape.microbatches()?;
@@ -104,7 +104,7 @@ pub fn simulate(
 struct Run<'a> {
     replicas: &'a Replicas,
     cost: &'a Cost,
-    price: &'a dyn Fn(Bytes) -> Nanos,
+    price: &'a dyn Fn(u64) -> Nanos,
     /// When each rank's processor is free.
     clock: Vec<Nanos>,
     /// When the link, which all collectives share, is free.
@@ -140,7 +140,7 @@ impl Run<'_> {
         }
         let bytes = self.replicas.codec.bytes(values);
         let start = ready.max(self.link_free);
-        let end = start.saturating_add((self.price)(bytes));
+        let end = start.saturating_add((self.price)(values));
         self.link_free = end;
         for rank in self.ranks() {
             let (lane, sent) = (Lane::Link, all_reduce_bytes(n, bytes));

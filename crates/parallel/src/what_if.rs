@@ -5,10 +5,10 @@ use std::fmt;
 
 use farflung_base::{Bytes, Link, Nanos, Rank};
 
-use crate::collective::price;
+use crate::average::AveragePrice;
 use crate::{
-    Algorithm, Codec, Collective, Cost, Mesh, ModelShape, Overlap, ParallelError, RankCost, Replicas, Sync,
-    Timeline, simulate,
+    Algorithm, Codec, Cost, Mesh, ModelShape, Overlap, ParallelError, RankCost, Replicas, Sync, Timeline,
+    simulate,
 };
 
 /// The run in question: equal ranks, every pair joined by one kind of link.
@@ -59,22 +59,16 @@ pub struct Answer {
 }
 
 impl WhatIf {
-    /// Prices the run with the closed forms of [`crate::collective`].
+    /// What is considered for the averages of equal ranks.
+    pub const ALGORITHMS: [Algorithm; 3] = [Algorithm::Ring, Algorithm::HalvingDoubling, Algorithm::Direct];
+
+    /// Prices the run, by the prices of whoever carried it out.
     ///
-    /// The plain row is a ring all-reduce of f32 gradients after each backward. The others take the cheaper algorithm
-    /// for their messages: ddp with overlap and `DiLoCo`, each in f32 and in the run's codec.
+    /// The plain row is a ring all-reduce of f32 gradients after each backward. The others take the cheapest of what is
+    /// priced of [`WhatIf::ALGORITHMS`]: ddp with overlap and `DiLoCo`, each in f32 and in the run's codec.
     ///
     /// Errors: no parameters, ranks or steps; more ranks than [`Mesh::MAX_RANKS`].
-    pub fn answer(&self) -> Result<Answer, ParallelError> {
-        self.answer_with(&|algorithm, bytes| {
-            price(Collective::AllReduce, algorithm, self.ranks, bytes, self.link)
-        })
-    }
-
-    /// [`WhatIf::answer`] with the all-reduce prices of whoever carried the run out.
-    ///
-    /// Errors: as [`WhatIf::answer`].
-    pub fn answer_with(&self, price: &dyn Fn(Algorithm, Bytes) -> Nanos) -> Result<Answer, ParallelError> {
+    pub fn answer(&self, price: AveragePrice<'_>) -> Result<Answer, ParallelError> {
         if self.steps == 0 {
             return Err(ParallelError::Zero { of: "the run".to_owned(), field: "steps" });
         }
@@ -92,7 +86,7 @@ impl WhatIf {
         }
         for syncs in ways {
             for codec in &codecs {
-                rows.push(self.row(&syncs, codec, &Algorithm::ALL, price)?);
+                rows.push(self.row(&syncs, codec, &Self::ALGORITHMS, price)?);
             }
         }
         Ok(Answer { run: self.clone(), rows })
@@ -103,7 +97,7 @@ impl WhatIf {
         syncs: &[Sync],
         codec: &Codec,
         algorithms: &[Algorithm],
-        price: &dyn Fn(Algorithm, Bytes) -> Nanos,
+        price: AveragePrice<'_>,
     ) -> Result<Row, ParallelError> {
         let ways = syncs.iter().flat_map(|&s| algorithms.iter().map(move |&a| (s, a)));
         let rows = ways
@@ -118,7 +112,7 @@ impl WhatIf {
         sync: Sync,
         codec: &Codec,
         algorithm: Algorithm,
-        price: &dyn Fn(Algorithm, Bytes) -> Nanos,
+        price: AveragePrice<'_>,
     ) -> Result<Row, ParallelError> {
         // Checked here, so that no more are laid out than a mesh may have.
         Mesh::data(self.ranks)?;
@@ -133,7 +127,8 @@ impl WhatIf {
             outer: Nanos::ZERO,
         };
         let cost = Cost { ranks: vec![rank; self.ranks as usize] };
-        let simulated = |steps| simulate(&replicas, &shape, &cost, steps, &|bytes| price(algorithm, bytes));
+        let price = |values| price(algorithm, codec, values).unwrap_or(Nanos::MAX);
+        let simulated = |steps| simulate(&replicas, &shape, &cost, steps, &price);
         let period = sync.period().min(self.steps);
         let (periods, rest) = (u64::from(self.steps / period), self.steps % period);
         let parts = [(simulated(period)?, periods), (simulated(rest)?, 1)];
@@ -188,6 +183,11 @@ impl fmt::Display for Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::average::closed_forms;
+
+    fn asked(run: WhatIf) -> Result<Answer, ParallelError> {
+        run.answer(&closed_forms::price(run.ranks.max(1), run.link))
+    }
 
     fn run() -> WhatIf {
         WhatIf {
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn plain_is_the_closed_form_and_diloco_sends_less_by_the_periods() {
-        let answer = run().answer().unwrap();
+        let answer = asked(run()).unwrap();
         // 2*3*25 ms + 1.5 * 4 MB at 20 Mbit/s = 2.55 s, after 310 ms of compute.
         assert_eq!(answer.plain().time, Nanos::from_millis(105 * (310 + 2_550)));
         assert_eq!(answer.plain().sent, Bytes(105 * 6_000_000));
@@ -220,12 +220,12 @@ mod tests {
 
     #[test]
     fn no_rows_that_say_the_same() {
-        let answer = WhatIf { codec: Codec::F32, every: 1, ..run() }.answer().unwrap();
+        let answer = asked(WhatIf { codec: Codec::F32, every: 1, ..run() }).unwrap();
         assert_eq!(answer.rows.len(), 2);
-        let zero = WhatIf { steps: 0, ..run() }.answer();
+        let zero = asked(WhatIf { steps: 0, ..run() });
         assert!(zero.unwrap_err().to_string().contains("steps"));
-        assert!(WhatIf { ranks: 0, ..run() }.answer().is_err());
-        let short = WhatIf { steps: 3, ..run() }.answer().unwrap();
+        assert!(asked(WhatIf { ranks: 0, ..run() }).is_err());
+        let short = asked(WhatIf { steps: 3, ..run() }).unwrap();
         assert_eq!(short.rows[3].sent, Bytes(6_000_000));
     }
 }

@@ -51,6 +51,31 @@ fn refused(from: &str, to: &str, line: usize, words: &[&str]) {
 }
 
 #[test]
+fn a_regions_line_is_shared_by_its_devices_towards_all_others() {
+    let text = r#"
+        default = "1gbit,1ms"
+        [[region]]
+        name = "office"
+        up = "50mbit"
+        down = "80mbit"
+        [[device]]
+        name = "a"
+        count = 2
+        flops = "1 TFLOPS"
+        region = "office"
+        [[device]]
+        name = "b"
+        flops = "1 TFLOPS"
+    "#;
+    let topology = text.parse::<Cluster>().unwrap().topology().unwrap();
+    assert_eq!((topology.region(Rank(0)), topology.region(Rank(2))), (Some(0), None));
+    let rate = |a, b| topology.rate(Rank(a), Rank(b)).0;
+    assert_eq!([rate(0, 1), rate(1, 2), rate(2, 1)], [1_000_000_000, 50_000_000, 80_000_000]);
+    let error = text.replace("50mbit", "0bit").parse::<Cluster>().unwrap_err().to_string();
+    assert!(error.contains("line 4") && error.contains("office") && error.contains("up"), "{error}");
+}
+
+#[test]
 fn what_is_wrong_is_named_with_its_line() {
     refused("up = \"20mbit\"", "upload = \"20mbit\"", 22, &["upload", "`up`"]);
     refused("[[link]]", "[[links]]", 40, &["links", "device"]);
@@ -111,7 +136,8 @@ fn any_device() -> impl Strategy<Value = Device> {
 }
 
 fn any_cluster() -> impl Strategy<Value = Cluster> {
-    let regions = prop::collection::vec(prop::option::of(any_link()), 3);
+    let rate = || prop::option::of((1_u64..1 << 50).prop_map(Bandwidth));
+    let regions = prop::collection::vec((prop::option::of(any_link()), rate(), rate()), 3);
     let links = prop::option::of(any_link());
     (any_link(), regions, prop::collection::vec(any_device(), 1..6), links).prop_map(
         |(default, insides, mut devices, between)| {
@@ -120,7 +146,8 @@ fn any_cluster() -> impl Strategy<Value = Cluster> {
             }
             let name = |i| format!("region-{i}");
             let regions = insides.into_iter().zip(0..);
-            let regions = regions.map(|(inside, i)| Region { name: name(i), inside }).collect();
+            let regions =
+                regions.map(|((inside, up, down), i)| Region { name: name(i), inside, up, down }).collect();
             let ends = ["d0".to_owned(), name(2)];
             let links = between.map(|link| Between { ends, link }).into_iter().collect();
             Cluster { default: Some(default), regions, devices, links }

@@ -2,6 +2,8 @@
 //! farflung-compress, whose `WIRE.md` fixes layout and arithmetic to the bit. A device whose memory is the host's has none: the
 //! host's codecs work there in place. It refuses to know frames, checksums, and what to do with a refusal.
 
+pub use farflung_base::Pattern;
+
 use crate::backend::Sum;
 use crate::check::Check;
 use crate::{DType, Device, Result, Shape, View, ViewMut};
@@ -106,20 +108,9 @@ impl BlockCodec {
     }
 }
 
-/// Which element of each stratum of a [`Mask`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Pattern {
-    /// The one at the phase.
-    Rolling,
-    /// A drawn one, moved on by the phase.
-    Permuted,
-    /// A drawn one.
-    Random,
-}
-
 /// One element of each stratum of `stride`, as codec 17 of the wire format says it: a pure function of these fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Mask {
+pub struct DrawnMask {
     /// Which of a stratum.
     pub pattern: Pattern,
     /// Elements of a stratum, at least 1.
@@ -263,7 +254,7 @@ impl Codecs<'_> {
     }
 
     /// Starts to write the indices of a mask, ascending. `indices` is u32, `[mask.kept]`.
-    pub fn mask(&self, mask: Mask, indices: ViewMut<'_>) -> Result<()> {
+    pub fn mask(&self, mask: DrawnMask, indices: ViewMut<'_>) -> Result<()> {
         self.check("mask").flat(&indices, DType::U32, mask.kept as usize)?;
         if indices.is_empty() { Ok(()) } else { self.kernels.mask(mask, indices) }
     }

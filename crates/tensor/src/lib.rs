@@ -14,7 +14,7 @@ mod check;
 mod codec;
 mod backend;
 
-pub use codec::{BlockCodec, Code, Codecs, Mask, Pattern};
+pub use codec::{BlockCodec, Code, Codecs, DrawnMask, Pattern};
 pub use device::Device;
 pub use devices::{DeviceName, Found};
 pub use dtype::{DType, Element};

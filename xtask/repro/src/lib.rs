@@ -66,6 +66,7 @@ mod pipeline_exact;
 mod plan_exact;
 mod plan_text;
 mod predict_vs_run;
+mod regions;
 mod relay;
 mod replan;
 mod resume;
@@ -122,6 +123,7 @@ pub const BENCHES: &[Bench] = &[
     slow_link::BENCH,
     pipeline_exact::BENCH,
     predict_vs_run::BENCH,
+    regions::BENCH,
     plan_exact::BENCH,
     plan_text::BENCH,
     replan::BENCH,

@@ -2,12 +2,9 @@
 
 use anyhow::Result;
 use farflung::TrainConfig;
-use farflung::base::{Bandwidth, Bytes, Link, Nanos};
-use farflung::parallel::collective::price;
-use farflung::parallel::{
-    Algorithm, Codec, Collective, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, simulate,
-};
-use farflung::train::Job;
+use farflung::base::{Bandwidth, Link, Nanos, Topology};
+use farflung::parallel::{Algorithm, Codec, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, simulate};
+use farflung::train::{AveragePrices, Job};
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, again, config, job, on_all};
@@ -110,7 +107,8 @@ fn predicted(job: &Job, link: Link, steps: u32) -> Result<f64> {
         codec: Codec::F32,
         shares: vec![1; WORKERS as usize],
     };
-    let price = |bytes: Bytes| price(Collective::AllReduce, Algorithm::Ring, WORKERS, bytes, link);
+    let prices = AveragePrices::new(Topology::uniform(WORKERS as usize, link));
+    let price = |values| prices.of(Algorithm::Ring, &Codec::F32, values).unwrap_or(Nanos::MAX);
     let cost = Cost { ranks: vec![rank; WORKERS as usize] };
     Ok(simulate(&replicas, &shape, &cost, steps, &price)?.makespan().as_secs_f64() / f64::from(steps))
 }

@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::base::Link;
 use farflung::parallel::{Cluster, Limits, ModelShape, Plan, plan};
-use farflung::train::{Job, Trainer, planned_model};
+use farflung::train::{AveragePrices, Job, Trainer, planned_model};
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, config, farthest, job, on_all, with_transport};
@@ -52,7 +52,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         flops_per_token: model.flops_per_token(model.context),
         ..ModelShape::dense(model.parameters(), model.context as u64, tokens)
     };
-    let planned = plan(&shape, &cluster, &Limits::default())?.plan(planned_model("small", model))?;
+    let prices = AveragePrices::new(cluster.topology()?);
+    let price = |algorithm, codec: &_, values| prices.of(algorithm, codec, values);
+    let planned = plan(&shape, &cluster, &Limits::default(), &price)?.plan(planned_model("small", model))?;
     let shares: Vec<String> = planned.microbatches.iter().map(ToString::to_string).collect();
     report.row(
         &format!("microbatches {}", shares.join(" ")),

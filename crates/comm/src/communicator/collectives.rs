@@ -13,6 +13,7 @@ use crate::all_to_all::pairwise_all_to_all;
 use crate::butterfly::{direct_gather, direct_scatter};
 use crate::element::{Element, ReduceOp};
 use crate::interpret::Interpreter;
+use crate::plain::Plain;
 use crate::plans::{Kind, Plan};
 use crate::ring::{ring_all_gather, ring_reduce_scatter};
 use crate::steps::{Merge, Program, Step};
@@ -30,13 +31,15 @@ impl Communicator {
         data: S,
         op: ReduceOp,
         len: usize,
-    ) -> Result<Interpreter<T, S>, CommError> {
+    ) -> Result<Interpreter<Plain<T, S>>, CommError> {
         T::supports(op, name)?;
-        let program = &plan.program;
+        let Plan { program, algorithm, passing } = plan;
         let shape = ((program.lanes.len() as u64) << 32 | program.blocks as u64).to_le_bytes();
         let check = check_word(name, len, &[&[T::CODE, op as u8][..], &shape].concat());
         let tag = self.next_tags(program.lanes.len())?;
-        Ok(Interpreter::new(name, plan, data, op, (tag, check), Arc::clone(&self.group.members)))
+        let plain = Plain::new(&program, passing, data, op);
+        let members = Arc::clone(&self.group.members);
+        Ok(Interpreter::new(name, program, algorithm, plain, (tag, check), members))
     }
 
     fn in_place<T: Element>(
@@ -320,6 +323,7 @@ impl Communicator {
         let step = Step {
             sends: neighbors.iter().map(|&to| (to, 0..1)).collect(),
             recvs: (1..).zip(neighbors).map(|(i, &from)| (from, i..i + 1, Merge::Copy)).collect(),
+            ..Step::default()
         };
         let mut all = data.repeat(parts);
         let mut program = Program::new(parts, vec![step]).with_counts(&vec![len; parts]);

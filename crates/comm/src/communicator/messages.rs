@@ -6,10 +6,11 @@ use farflung_base::{PeerId, Pending, Rank};
 
 use super::{Communicator, check_word};
 use crate::CommError;
-use crate::coded::{Coded, CodedReduce, CodedValues, Coder, Place, Slice};
+use crate::coded::{Coded, CodedSlice, CodedValues, Coder, Messages, coded_exchange};
 use crate::element::ReduceOp;
+use crate::interpret::Interpreter;
 use crate::message::{Exchange, Outgoing, RecvAny, RecvMessage, SendMessage};
-use crate::recoded::RecodedRing;
+use crate::steps::Program;
 use crate::transport::Tag;
 
 impl Communicator {
@@ -51,63 +52,62 @@ impl Communicator {
         self.run(NAME, self.exchange(NAME, out)?, true)
     }
 
-    /// Starts an all-reduce that travels as `coder`'s bytes; gives the coder back with the result. A sum or a mean.
+    /// Starts an all-reduce that travels as `coder`'s bytes, by [`coded_exchange`]; gives the coder back with the result. A
+    /// sum or a mean.
     pub fn start_all_reduce_coded(
         &self,
         data: Vec<f32>,
         op: ReduceOp,
         coder: Box<dyn Coder>,
     ) -> Pending<Result<Coded, CommError>> {
-        let reduced = self.start_all_reduce_coded_values(Slice::new(data, coder), op);
-        reduced.map(|slice| slice.map(Slice::into_parts))
+        let program = coded_exchange(self.rank(), self.size());
+        let reduced = self.start_all_reduce_coded_by(program, CodedSlice::new(data, coder), op);
+        reduced.map(|slice| slice.map(CodedSlice::into_parts))
     }
 
-    /// As [`Communicator::start_all_reduce_coded`], of values that lie anywhere: a device that encodes and decodes in its
-    /// own memory has only the bytes cross its bus. Ranks may differ in where theirs lie. Values that a failed reduction
-    /// held are gone with it.
-    pub fn start_all_reduce_coded_values<V: CodedValues + 'static>(
+    /// As [`Communicator::start_all_reduce_coded`], by any coded program, and of values that lie anywhere: a device that
+    /// encodes and decodes in its own memory has only the bytes cross its bus. Ranks may differ in where theirs lie. Values
+    /// that a failed reduction held are gone with it. All ranks pass their programs of the same collective, as
+    /// [`CodedAllReduce`](crate::CodedAllReduce) makes them.
+    ///
+    /// # Errors
+    /// [`CommError::Argument`] if the program was made for another number of values; [`CommError::Unsupported`] for
+    /// anything but a sum or a mean.
+    pub fn start_all_reduce_coded_by<V: CodedValues + 'static>(
         &self,
+        program: impl Into<Arc<Program>>,
         values: V,
         op: ReduceOp,
     ) -> Pending<Result<V, CommError>> {
         const NAME: &str = "all_reduce_coded";
-        match self.place(NAME, values.count(), op) {
-            Ok(place) => self.start(NAME, CodedReduce::new(place, values, op), true),
+        match self.coded(NAME, program.into(), values, op) {
+            Ok(body) => self.start(NAME, body, true),
             Err(e) => Pending::ready(Err(e)),
         }
     }
 
-    /// Starts an all-reduce on a ring that encodes the partial sum anew at each hop: half of a scatter-gather's
-    /// connections, and every link carries one shard at a time. A sum or a mean.
-    ///
-    /// **A warning.** What a lossy codec loses is lost again at each of the `n - 1` hops, of values that are sums
-    /// already, and no feedback of one rank can make up for another's; a log line says so. With anything but a codec
-    /// of little loss, [`Communicator::start_all_reduce_coded`] is what you want.
-    pub fn start_all_reduce_recoded(
+    fn coded<V: CodedValues>(
         &self,
-        data: Vec<f32>,
+        name: &'static str,
+        program: Arc<Program>,
+        values: V,
         op: ReduceOp,
-        coder: Box<dyn Coder>,
-    ) -> Pending<Result<Coded, CommError>> {
-        const NAME: &str = "all_reduce_recoded";
-        let place = match self.place(NAME, data.len(), op) {
-            Ok(place) => place,
-            Err(e) => return Pending::ready(Err(e)),
-        };
-        if self.size() > 2 {
-            tracing::warn!(hops = self.size() - 1, "a ring that re-encodes loses at each hop");
-        }
-        let reduced = self.start(NAME, RecodedRing::new(place, Slice::new(data, coder), op), true);
-        reduced.map(|slice| slice.map(Slice::into_parts))
-    }
-
-    /// Where the next coded reduction of so many elements takes place: a sum or a mean.
-    fn place(&self, name: &'static str, len: usize, op: ReduceOp) -> Result<Place, CommError> {
+    ) -> Result<Interpreter<Messages<V>>, CommError> {
         if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
             return Err(CommError::Unsupported { op: name, element: "coded f32" });
         }
-        let (me, members) = (self.group.me, Arc::clone(&self.group.members));
-        Ok(Place { name, me, members, tag: self.next_tags(1)?, check: check_word(name, len, &[op as u8]) })
+        let len = values.count();
+        let made_for = program.bounds.as_ref().map_or(Some(len), |bounds| bounds.last().copied());
+        if made_for != Some(len) {
+            let (got, want) = (made_for.unwrap_or(0), len);
+            return Err(CommError::Argument { op: name, what: "length of the program", got, want });
+        }
+        let blocks = (program.blocks as u64).to_le_bytes();
+        let check = check_word(name, len, &[&[op as u8][..], &blocks].concat());
+        let tag = self.next_tags(program.lanes.len())?;
+        let messages = Messages::new(&program, values, op);
+        let members = Arc::clone(&self.group.members);
+        Ok(Interpreter::new(name, program, None, messages, (tag, check), members))
     }
 
     pub(super) fn member(&self, op: &'static str, rank: Rank) -> Result<PeerId, CommError> {

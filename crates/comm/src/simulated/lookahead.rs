@@ -8,8 +8,12 @@ use farflung_base::{Nanos, Rank, Topology};
 /// How early one rank can hear of another, by sender and receiver; none where the queue has to be strict.
 pub(super) type Distances = Option<Vec<Vec<Nanos>>>;
 
-/// The least sum of latencies on any way from one rank to another, and round any cycle from a rank to itself.
+/// The least sum of latencies on any way from one rank to another, and round any cycle from a rank to itself. Where regions
+/// share lines, what one rank sends can hold up what another does at once: there the queue has to be strict.
 pub(super) fn distances(topology: &Topology) -> Distances {
+    if topology.regions() > 0 {
+        return None;
+    }
     let n = topology.size();
     let latency = |a: usize, b: usize| {
         if a == b { Nanos::MAX } else { topology.link(Rank(a as u32), Rank(b as u32)).latency }

@@ -29,6 +29,10 @@ pub(super) struct Key {
 pub(super) enum Kind {
     Crash,
     Depart,
+    /// Goes out over the line of a region.
+    Cross,
+    /// Comes in over the line of a region.
+    Enter,
     Land,
     Arrive,
     /// After everything that arrives at that time.

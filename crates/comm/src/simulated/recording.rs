@@ -14,7 +14,8 @@ use crate::transport::{Channel, Tag};
 use crate::{CommError, WireError};
 
 const MAGIC: [u8; 4] = *b"FFLR";
-const VERSION: u8 = 1;
+/// The newest. A topology without lines of regions is written as version 1, which has none.
+const VERSION: u8 = 2;
 /// Magic, version, and a checksum of what follows.
 const HEADER: usize = 9;
 
@@ -138,6 +139,9 @@ impl Recorder {
 /// What lies in a file behind the header: the links and ports of all ranks, the faults, the happenings.
 type Body = (Listed<Link>, Listed<Port>, Faults, Listed<Happening>);
 
+/// The region of each rank, and the lines that regions share; before all else, in version 2.
+type Lines = (Listed<Option<u32>>, Listed<Port>);
+
 impl Recording {
     /// The links of the run.
     #[must_use]
@@ -178,9 +182,20 @@ impl Recording {
         let links = ranks().flat_map(|a| ranks().map(move |b| self.topology.link(a, b))).collect();
         let ports = ranks().map(|rank| self.topology.port(rank)).collect();
         let body: Body = (Listed(links), Listed(ports), self.faults.clone(), Listed(self.happenings.clone()));
-        let body = postcard::to_stdvec(&body).expect("numbers are plain data");
+        let plain = "numbers are plain data";
+        let mut body = postcard::to_stdvec(&body).expect(plain);
+        let mut version = 1;
+        if self.topology.regions() > 0 {
+            let regions =
+                ranks().map(|rank| self.topology.region(rank).map(|region| region as u32)).collect();
+            let lines =
+                (0..self.topology.regions()).map(|region| self.topology.region_port(region)).collect();
+            let lines: Lines = (Listed(regions), Listed(lines));
+            version = VERSION;
+            body = [postcard::to_stdvec(&lines).expect(plain), body].concat();
+        }
         let mut bytes = MAGIC.to_vec();
-        bytes.push(VERSION);
+        bytes.push(version);
         bytes.extend(crc32fast::hash(&body).to_le_bytes());
         bytes.extend(body);
         bytes
@@ -196,17 +211,23 @@ impl Recording {
         if header[..4] != MAGIC {
             return Err(WireError::Magic);
         }
-        if header[4] != VERSION {
+        if !(1..=VERSION).contains(&header[4]) {
             return Err(WireError::Version { want: VERSION, got: header[4] });
         }
         if header[5..] != crc32fast::hash(body).to_le_bytes() {
             return Err(WireError::Checksum);
         }
+        let ((regions, lines), body) = match header[4] {
+            1 => ((Listed(Vec::new()), Listed(Vec::new())), body),
+            _ => postcard::take_from_bytes::<Lines>(body).map_err(|_| MALFORMED)?,
+        };
         let Ok(((links, ports, faults, happenings), [])) = postcard::take_from_bytes::<Body>(body) else {
             return Err(MALFORMED);
         };
-        let n = ports.0.len();
-        if links.0.len() != n * n {
+        let (n, count) = (ports.0.len(), lines.0.len());
+        let known = regions.0.iter().flatten().all(|&region| (region as usize) < count);
+        let fits = count == 0 || regions.0.len() == n;
+        if links.0.len() != n * n || !fits || !known {
             return Err(MALFORMED);
         }
         let mut topology = Topology::uniform(n, Link::FREE);
@@ -215,6 +236,11 @@ impl Recording {
             for b in (0..n).filter(|&b| b != a) {
                 topology.set_link(Rank(a as u32), Rank(b as u32), links.0[a * n + b]);
             }
+        }
+        for (region, &port) in (0..).zip(&lines.0) {
+            let members = (0..).zip(&regions.0).filter(|&(_, of)| *of == Some(region));
+            let members: Vec<Rank> = members.map(|(rank, _)| Rank(rank)).collect();
+            topology.set_region(&members, port);
         }
         Ok(Self { topology, faults, happenings: happenings.0 })
     }

@@ -23,7 +23,8 @@
 //! 5. Since distances are positive, everything that arrives at `r` in one instant is known before any of it
 //!    happens, and arrives together, as in the strict queue. Where a latency is zero two ranks can wake each
 //!    other again and again within one instant, and who sees what in which round is the strict queue's to say:
-//!    there nothing happens while a rank runs.
+//!    there nothing happens while a rank runs. Nor does anything where regions share lines: there departures of
+//!    different ranks do not commute.
 //! 6. Ranks with equal links are one *group*, and the bound is taken over groups: the least floor of a group
 //!    plus the least distance from any of its ranks. That is at most the bound of 4. And 4 holds for groups as
 //!    it does for ranks: the distance from a group to `r` is at most that to `p` plus the distance from `p` to
@@ -60,6 +61,8 @@ const LAST: Tag = Tag { context: u64::MAX, channel: Channel::Abort, number: u32:
 enum Event {
     Crash,
     Depart(Parcel),
+    Cross(Parcel, InFlight),
+    Enter(Parcel, InFlight),
     Land(Parcel, InFlight),
     Arrive(Parcel),
     Deadline,
@@ -464,6 +467,13 @@ impl World {
         let event = state.queue.pop(lane).expect("a lane that is looked at has an event");
         match event {
             Event::Depart(parcel) => self.depart(state, key, parcel),
+            Event::Cross(parcel, flight) => self.cross(state, key, parcel, flight),
+            Event::Enter(parcel, flight) => {
+                let to = parcel.to;
+                let flight = state.links.enter(Rank(from as u32), Rank(to as u32), flight);
+                let key = Key { time: flight.head, kind: Kind::Land, ..key };
+                state.queue.push(Lane::new(to, What::Down), key, Event::Land(parcel, flight));
+            }
             Event::Land(parcel, flight) => {
                 let to = PeerId(parcel.to as u32);
                 let at = self.rules.thaw(to, state.links.land(Rank(to.0), flight));
@@ -488,7 +498,7 @@ impl World {
     fn depart(&self, state: &mut State, key: Key, mut parcel: Parcel) {
         let Key { time, from, .. } = key;
         let to = parcel.to;
-        let (rank, peer) = (|r: usize| Rank(r as u32), |r: usize| PeerId(r as u32));
+        let peer = |r: usize| PeerId(r as u32);
         let size = match &parcel.cargo {
             // Nothing leaves a crashed rank but the news.
             Cargo::Frame(_) if state.ranks[from].crashed => return,
@@ -506,15 +516,32 @@ impl World {
             state.broken.insert((from, to));
             parcel.cargo = Cargo::Gone(DownReason::Protocol(WireError::Checksum));
         }
-        let flight = state.links.depart(rank(from), rank(to), time, Bytes(size));
+        let flight = state.links.depart(Rank(from as u32), time, Bytes(size));
+        if state.links.has_lines() {
+            let key = Key { time: flight.head, kind: Kind::Cross, ..key };
+            state.queue.push(Lane::new(from, What::Up), key, Event::Cross(parcel, flight));
+        } else {
+            self.cross(state, key, parcel, flight);
+        }
+    }
+
+    /// What has left its rank goes over to the other.
+    fn cross(&self, state: &mut State, key: Key, parcel: Parcel, flight: InFlight) {
+        let (from, to) = (key.from, parcel.to);
+        let flight = state.links.cross(Rank(from as u32), Rank(to as u32), flight);
         let wire = &mut state.wires[from * self.times.len() + to];
         let late = self.rules.weather().delay(from, to, wire.frames);
         wire.frames += 1;
         wire.head = wire.head.max(flight.head.saturating_add(late));
         wire.tail = wire.tail.max(flight.tail.saturating_add(late));
         let flight = InFlight { head: wire.head, tail: wire.tail, ..flight };
-        let key = Key { time: flight.head, kind: Kind::Land, ..key };
-        state.queue.push(Lane::new(to, What::Down), key, Event::Land(parcel, flight));
+        if state.links.has_lines() {
+            let key = Key { time: flight.head, kind: Kind::Enter, ..key };
+            state.queue.push(Lane::new(to, What::Down), key, Event::Enter(parcel, flight));
+        } else {
+            let key = Key { time: flight.head, kind: Kind::Land, ..key };
+            state.queue.push(Lane::new(to, What::Down), key, Event::Land(parcel, flight));
+        }
     }
 
     fn arrive(&self, state: &mut State, key: Key, Parcel { to, tag, cargo }: Parcel) {

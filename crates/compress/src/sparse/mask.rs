@@ -1,23 +1,14 @@
 //! Masks that all ranks know: nothing is sent but the values, and masks of equal keys can be summed as they are. Knows no
 //! magnitudes.
 
+pub use farflung_base::Pattern;
+
 use super::{Kept, Spread, check_indexable};
 use crate::compressor::{Memoryless, add, check_finite, check_lost};
 use crate::noise::Noise;
 use crate::simd::Level;
 use crate::wire::CodecId;
 use crate::{CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
-
-/// Which element of each stratum of `stride` consecutive ones is sent in a round.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Pattern {
-    /// The same in all strata, the next in the next round: every element is sent once in `stride` rounds.
-    Rolling,
-    /// In each stratum from another start, drawn anew every `stride` rounds: every element is sent once in them.
-    Permuted,
-    /// Any, drawn in each round.
-    Random,
-}
 
 /// One of every `stride` elements, the same on all ranks. A short last stratum is a whole one whose end is missing, so that
 /// every element has the same share of rounds.

@@ -6,7 +6,7 @@ use clap::builder::RangedU64ValueParser;
 use farflung::compress::CodecSpec;
 use farflung::config::value::Setting;
 use farflung::parallel::{Cluster, Limits, ModelShape, Plan, Planned, plan};
-use farflung::train::{planned_codec, planned_model};
+use farflung::train::{AveragePrices, planned_codec, planned_model};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
@@ -74,7 +74,9 @@ impl PlanCommand {
             codec: planned_codec(self.codec.with_feedback()),
             ..Limits::default()
         };
-        let planned = plan(&shape, &cluster, &limits)?;
+        let prices = AveragePrices::new(cluster.topology()?);
+        let price = |algorithm, codec: &_, values| prices.of(algorithm, codec, values);
+        let planned = plan(&shape, &cluster, &limits, &price)?;
         let chosen = planned.plan(planned_model(&self.model, &model))?;
         if let Some(path) = &self.out {
             std::fs::write(path, chosen.to_string()).map_err(|source| Error::Io {

@@ -252,8 +252,10 @@ settings! {
         topology: PathBuf, "FILE";
         /// What carries bytes: auto, memory, simulated or tcp.
         transport: TransportKind, "KIND", TransportKind::Auto;
-        /// How values that no codec packs are summed: ring, double-tree, hierarchical and others, or auto, whichever is
-        /// the cheapest for the size on the links of --topology; a wrong name lists them.
+        /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the cheapest on the
+        /// links of --topology; a wrong name lists them. With a codec direct (equal shards, unless told), butterfly
+        /// (shards by access links), hierarchical (plain inside a region, packed between regions), ring (packed anew
+        /// at each hop, and loses at each), or auto.
         algorithm: Algorithm, "NAME", Algorithm::Ring;
         /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its machine's speed.
         compute_rate: f64, "FLOPS", 5e10;

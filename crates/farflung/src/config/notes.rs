@@ -119,8 +119,6 @@ impl TrainConfig {
             _ => "the codec is unbiased",
         };
         notes.idle(codec.with_feedback() == codec, &["error-feedback"], why);
-        let packs = format!("codec {codec} encodes all that is averaged, except a few numbers a step");
-        notes.idle(codec != CodecSpec::default(), &["algorithm"], &packs);
         notes.idle(self.topology.is_some(), &["link"], "`topology` sets the links");
         notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
         let speeds = "`topology` sets the speeds";

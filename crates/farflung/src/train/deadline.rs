@@ -1,7 +1,7 @@
 //! Whether simulated links can keep a run's deadline, from what is declared of them: known before the first step.
 
 use farflung_base::{Algorithm, Bandwidth, Bytes, Link, Nanos, Rank, Topology};
-use farflung_comm::{AllReduce, Program, cost};
+use farflung_comm::{AllReduce, CodedAllReduce as _, CodedBuffer, Program, cost};
 use farflung_compress::CodecSpec;
 use farflung_parallel::ScheduleSource;
 use farflung_tensor::Device;
@@ -15,6 +15,12 @@ use crate::{Error, Result};
 struct Slowest {
     what: String,
     time: Nanos,
+}
+
+impl Slowest {
+    fn average(job: &Job, bytes: Bytes, time: Nanos) -> Self {
+        Self { what: format!("the average of {bytes} among {} workers", job.world), time }
+    }
 }
 
 /// Refuses a run on simulated links of which one operation of a step takes longer than the deadline: a collective's
@@ -54,14 +60,19 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
     let stage = Stage::whole(job.model, &Device::cpu(1)?)?;
     let largest = config.buckets(stage.layout()).into_iter().max().unwrap_or(0);
     let bytes = payload(config.codec, largest);
-    let algorithm = job.plan.outermost().algorithm;
+    let algorithm = job.plan.outermost().plain_algorithm();
     let bucket = if config.codec == CodecSpec::default() {
         average(job, topology, algorithm, |by| by.programs(largest, bytes, topology), bytes)
     } else {
-        // Packed values go from each rank to each, all at once.
-        let ranks = || (0..job.world as u32).map(Rank);
-        let programs = |by: Algorithm| ranks().map(|rank| by.program(rank, job.world)).collect();
-        average(job, topology, Algorithm::Direct, programs, bytes)
+        let payload = |values| payload(config.codec, values).0 as usize;
+        let buffer = CodedBuffer { len: largest, payload: &payload, topology, regions: None };
+        let same_for_all = matches!(config.algorithm, Algorithm::Ring | Algorithm::Direct);
+        let time = if job.config.topology.is_none() && same_for_all {
+            config.algorithm.coded_cost(&buffer)?
+        } else {
+            least(topology, bytes)
+        };
+        Slowest::average(job, bytes, time)
     };
     // Each step's vote: a loss, and whether to stop.
     let numbers = Bytes(16);
@@ -85,7 +96,7 @@ fn average(
     } else {
         least(topology, bytes)
     };
-    Slowest { what: format!("the average of {bytes} among {} workers", job.world), time }
+    Slowest::average(job, bytes, time)
 }
 
 /// What an average takes at least at the rank with the slowest link.

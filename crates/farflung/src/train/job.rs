@@ -12,7 +12,7 @@ use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
 use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
 
-use super::{combination, costs, links, planned};
+use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{SamplingKind, TokenizerKind};
 use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
@@ -96,12 +96,13 @@ impl Job {
     /// The job under another plan, for the same model and data.
     ///
     /// Errors: a plan that cannot be.
-    pub fn with_plan(&self, plan: Plan) -> Result<Self> {
+    pub fn with_plan(&self, mut plan: Plan) -> Result<Self> {
         plan.check()?;
         planned::check_names(&plan)?;
         let mut config = self.config.clone();
         config.follow(&plan);
         combination::check(&config, &plan)?;
+        averages::resolve(&mut plan, &self.model, &config, self.cluster.as_ref())?;
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
         Ok(Self { config, plan, rates, world, ..self.clone() })
@@ -159,6 +160,7 @@ impl Job {
             bucket_bytes: usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX),
             overlap: level.overlap,
             seed: self.config.seed,
+            algorithm: level.algorithm,
         })
     }
 
@@ -243,7 +245,7 @@ struct Decided {
 impl Decided {
     fn of(mut config: TrainConfig, model: &GptConfig, world: usize) -> Result<Self> {
         let cluster = links::cluster(&config)?;
-        let plan = match &config.plan {
+        let mut plan = match &config.plan {
             Some(path) => {
                 let plan = planned::from_file(path, model, world)?;
                 config.follow(&plan);
@@ -256,6 +258,7 @@ impl Decided {
             links::declared(&config, world, cluster.as_ref())?;
         }
         combination::check(&config, &plan)?;
+        averages::resolve(&mut plan, model, &config, cluster.as_ref())?;
         let rates = costs::rates(&config, model, &plan, cluster.as_ref());
         Ok(Self { config, plan, cluster, rates })
     }

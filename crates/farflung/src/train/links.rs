@@ -64,19 +64,7 @@ pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluste
         })
     };
     let machines: Vec<Rank> = plan.machines.iter().map(place).collect::<Result<_>>()?;
-    Ok(among(&all, &machines))
-}
-
-/// The part of a topology that joins some ranks, in their order.
-pub(super) fn among(topology: &Topology, ranks: &[Rank]) -> Topology {
-    let mut part = Topology::uniform(ranks.len(), Link::FREE);
-    for (i, &a) in (0..).map(Rank).zip(ranks) {
-        part.set_port(i, topology.port(a));
-        for (j, &b) in (0..).map(Rank).zip(ranks) {
-            part.set_link(i, j, topology.link(a, b));
-        }
-    }
-    part
+    Ok(all.among(&machines))
 }
 
 /// The seats of this process: all of the job's, or one of them under a launcher.
@@ -96,7 +84,7 @@ pub fn seats(job: &Job, env: Option<&LaunchEnv>) -> Result<Vec<Seat>> {
         if let Some(topology) = &declared {
             comm = comm.with_topology(topology.clone())?;
         }
-        let comm = comm.with_algorithm(job.plan.outermost().algorithm).with_deadline(config.deadline);
+        let comm = comm.with_algorithm(job.plan.outermost().plain_algorithm()).with_deadline(config.deadline);
         Ok(Seat { comm, simulated: simulates, link })
     };
     match kind {

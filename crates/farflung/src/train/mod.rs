@@ -3,6 +3,7 @@
 //!
 //! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
 
+mod averages;
 mod bind;
 mod boundary;
 mod checkpoint;
@@ -32,7 +33,7 @@ pub use job::{Job, plan_of};
 pub use links::{Seat, seats};
 pub use meet::same_plan;
 pub use planned::{planned_model, read as read_plan, read_schedule, refusal};
-pub use prices::planned_codec;
+pub use prices::{AveragePrices, planned_codec};
 pub use report::{DataSource, PlainAllReduce, Report, SampleText};
 pub use resync::Drift;
 pub use run::{Quiet, Watch, run, run_job, world};

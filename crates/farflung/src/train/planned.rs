@@ -17,7 +17,7 @@ use farflung_zoo::GptConfig;
 
 use super::combination;
 use super::costs::Work;
-use super::links;
+use super::{averages, links};
 use crate::config::choice::SyncKind;
 use crate::config::nearest::with_nearest;
 use crate::config::value::Setting as _;
@@ -113,6 +113,9 @@ pub(super) fn from_settings(
         levels: vec![level(config, replicas)],
     };
     plan.check().map_err(in_settings)?;
+    if let Some(expected) = averages::refusal(plan.outermost()) {
+        return Err(refuse("algorithm", config.algorithm, expected));
+    }
     Ok(plan)
 }
 
@@ -157,12 +160,14 @@ fn level(config: &TrainConfig, replicas: u32) -> Level {
         SyncKind::Ddp => 1,
         SyncKind::Diloco => u32::try_from(config.sync_every).unwrap_or(u32::MAX),
     };
+    let codec = if codec == CodecSpec::default() { NO_CODEC.to_owned() } else { codec.to_string() };
+    let algorithm = if config.was_given("algorithm") { config.algorithm } else { Level::unless_told(&codec) };
     Level {
         groups: Vec::new(),
         method: config.sync.to_string(),
         every,
-        codec: if codec == CodecSpec::default() { NO_CODEC.to_owned() } else { codec.to_string() },
-        algorithm: config.algorithm,
+        codec,
+        algorithm,
         bucket_bytes: ((config.bucket_mb * 1e6) as u64).max(4),
         overlap: config.overlap,
     }
@@ -262,6 +267,7 @@ pub(super) fn check_names(plan: &Plan) -> Result<()> {
             wrong(format!("level[{i}].codec"), &level.codec, format!("a codec's name: {why}"))
         })?;
     }
+    averages::check(plan)?;
     for (i, boundary) in plan.boundaries.iter().enumerate() {
         for (direction, name) in [("forward", &boundary.forward), ("backward", &boundary.backward)] {
             LinkSpec::from_flag(name).map_err(|expected| {

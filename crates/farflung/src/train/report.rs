@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use farflung_base::{Bytes, Link, Nanos};
+use farflung_base::{Bytes, Link, Nanos, Topology};
 use farflung_parallel::{Answer, WhatIf};
 use farflung_tensor::Tensor;
 use farflung_zoo::{Sampling, Stage, generate};
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::checkpoint::Totals;
 use super::costs::modelled;
 use super::job::Job;
-use super::prices::planned_codec;
+use super::prices::{AveragePrices, planned_codec};
 use crate::plot::loss_curve_svg;
 use crate::{Error, Result, RunDir, StepMetrics, run_dir};
 
@@ -136,7 +136,8 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
         codec,
         every: u32::try_from(config.sync_every).unwrap_or(u32::MAX),
     };
-    Ok(Some(answer.answer()?))
+    let prices = AveragePrices::new(Topology::uniform(job.world, link));
+    Ok(Some(answer.answer(&|algorithm, codec, values| prices.of(algorithm, codec, values))?))
 }
 
 impl Report {

@@ -1,11 +1,14 @@
-//! Codecs of one bucket, and its values as a coded all-reduce sees them: a codec for each shard that this rank sends, one
-//! for the shard that it reduces. Vectors stay where the codecs are. Knows no bucket but by its length.
+//! Codecs of one bucket, and its values as a coded all-reduce sees them: a codec for each message that this rank encodes in
+//! the bucket's program. Vectors stay where the codecs are. Knows no bucket but by its length.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::Rank;
-use farflung_comm::{CodedValues, CoderError, CommError, Communicator, Fold, Phase};
+use farflung_comm::{
+    Code, CodedAllReduce as _, CodedValues, CoderError, CommError, Communicator, Merge, Phase, Program,
+};
 use farflung_compress::device::{Device as _, Stream};
 use farflung_compress::{CodecId, Compressor, F32, Payload, PayloadRef, RoundKey};
 use farflung_tensor::{DType, Tensor};
@@ -18,53 +21,86 @@ use crate::device_codec::Vectors;
 /// The codecs of a bucket. They stay here while a collective uses them, so that one that fails or is cancelled cannot
 /// take their residuals along.
 #[derive(Debug, Clone)]
-pub(super) struct Codecs(Arc<Mutex<State>>);
+pub(super) struct Codecs {
+    /// How the bucket is reduced.
+    program: Arc<Program>,
+    state: Arc<Mutex<State>>,
+}
 
 #[derive(Debug)]
 struct State {
     seed: u64,
     rank: Rank,
     bucket: usize,
-    /// The shards of the bucket, by rank.
-    shards: Vec<Range<usize>>,
-    worker: Vec<Stream<Vectors>>,
-    server: Stream<Vectors>,
+    /// The blocks of the program.
+    blocks: Vec<Range<usize>>,
+    /// One for each side on which this rank encodes a block.
+    streams: BTreeMap<(Phase, usize), Stream<Vectors>>,
+    /// Only decodes.
+    decoder: Stream<Vectors>,
     payload: Payload,
-    /// What a message says, while it is added: of the own shard's length.
+    /// What a message says, while it is added: of a block's length.
     decoded: Option<Tensor>,
     /// Bytes of this rank's own values in this round.
     sent: u64,
+    /// The side on which they are encoded: a form may have no [`Phase::Worker`].
+    own: Phase,
     round: u64,
     /// Counts beginnings and ends, so that values of a round that was given up cannot be encoded any more.
     era: u64,
 }
 
 impl Codecs {
+    /// For a bucket of `len` elements.
+    ///
+    /// Errors: [`OptimError::Comm`] for an algorithm without a coded form.
     pub(super) fn new(
         comm: &Communicator,
         vectors: &Vectors,
         config: AverageConfig,
         bucket: usize,
-        shards: Vec<Range<usize>>,
-    ) -> Self {
+        len: usize,
+    ) -> Result<Self, OptimError> {
         let stream = || Stream::new(vectors.clone(), config.codec).expect("they were chosen for this codec");
-        Self(Arc::new(Mutex::new(State {
+        let sizes = config.codec.build();
+        let payload = |values: usize| sizes.max_payload(values);
+        let program = config.algorithm.coded_program(comm.rank(), &comm.coded_buffer(len, &payload))?;
+        let steps = program.lanes.iter().flatten();
+        let encoded = steps.flat_map(|step| &step.coding.encode).map(|&number| program.messages[number]);
+        let coded = encoded.filter_map(|message| match message.code {
+            Code::Plain => None,
+            Code::Coded(phase) => Some(((phase, message.block), stream())),
+        });
+        let streams: BTreeMap<_, _> = coded.collect();
+        let state = State {
             seed: config.seed,
             rank: comm.rank(),
             bucket,
-            worker: shards.iter().map(|_| stream()).collect(),
-            server: stream(),
-            shards,
+            blocks: (0..program.blocks).map(|block| program.elements(&(block..block + 1), len)).collect(),
+            own: streams.keys().next().map_or(Phase::Worker, |&(phase, _)| phase),
+            streams,
+            decoder: stream(),
             payload: Payload::new(),
             decoded: None,
             sent: 0,
             round: 0,
             era: 0,
-        })))
+        };
+        Ok(Self { program: Arc::new(program), state: Arc::new(Mutex::new(state)) })
+    }
+
+    /// How the bucket is reduced.
+    pub(super) fn program(&self) -> Arc<Program> {
+        Arc::clone(&self.program)
+    }
+
+    /// The blocks of the program.
+    pub(super) fn blocks(&self) -> Vec<Range<usize>> {
+        self.lock().blocks.clone()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn begin(&self, round: u64) {
@@ -73,17 +109,17 @@ impl Codecs {
         state.era += 1;
     }
 
-    /// Shards without values yet.
-    pub(super) fn shards(&self) -> Result<Packed, OptimError> {
+    /// Blocks without values yet.
+    pub(super) fn empty(&self) -> Result<Packed, OptimError> {
         let state = self.lock();
-        let device = state.server.device().device();
-        let empty = |shard: &Range<usize>| device.empty(DType::F32, shard.len());
-        Ok(Packed::Coded(state.shards.iter().map(empty).collect::<Result<_, _>>()?))
+        let device = state.decoder.device().device();
+        let empty = |block: &Range<usize>| device.empty(DType::F32, block.len());
+        Ok(Packed::Coded(state.blocks.iter().map(empty).collect::<Result<_, _>>()?))
     }
 
     /// The bucket's values in this round, for a collective.
-    pub(super) fn values(&self, shards: Vec<Tensor>) -> Values {
-        Values { codecs: self.clone(), era: self.lock().era, shards }
+    pub(super) fn values(&self, blocks: Vec<Tensor>) -> Values {
+        Values { codecs: self.clone(), era: self.lock().era, blocks }
     }
 
     /// Bytes of this rank's own values in this round.
@@ -105,39 +141,40 @@ impl Codecs {
         prefix: &str,
         mut f: impl FnMut(&mut Stream<Vectors>, &str, usize) -> Result<(), OptimError>,
     ) -> Result<(), OptimError> {
-        let state = &mut *self.lock();
-        let bucket = state.bucket;
-        for (j, (codec, shard)) in state.worker.iter_mut().zip(&state.shards).enumerate() {
-            f(codec, &format!("{prefix}bucket{bucket}.worker{j}."), shard.len())?;
+        let State { bucket, blocks, streams, .. } = &mut *self.lock();
+        let results = streams.keys().filter(|(phase, _)| *phase == Phase::Server).count();
+        for (&(phase, block), codec) in streams {
+            let side = match phase {
+                Phase::Worker => format!("worker{block}"),
+                // Where one block is reduced here, its number says nothing.
+                Phase::Server if results == 1 => "server".to_owned(),
+                Phase::Server => format!("server{block}"),
+            };
+            f(codec, &format!("{prefix}bucket{bucket}.{side}."), blocks[block].len())?;
         }
-        let own = state.shards[state.rank.index()].len();
-        f(&mut state.server, &format!("{prefix}bucket{bucket}.server."), own)
+        Ok(())
     }
 }
 
 impl State {
-    fn end(&mut self, mut f: impl FnMut(&mut Stream<Vectors>)) {
+    fn end(&mut self, f: impl FnMut(&mut Stream<Vectors>)) {
         self.era += 1;
-        self.worker.iter_mut().for_each(&mut f);
-        f(&mut self.server);
+        self.streams.values_mut().for_each(f);
     }
 
-    /// The shard of a range. Empty shards may be equal; which of their codecs encodes nothing does not matter.
-    fn shard(&self, range: &Range<usize>) -> Result<usize, CommError> {
-        self.shards.iter().position(|s| s == range).ok_or(CommError::Argument {
-            op: "average",
-            what: "start of a shard",
-            got: range.start,
-            want: self.shards[self.rank.index()].start,
-        })
+    /// The block of a range.
+    fn block(&self, range: &Range<usize>) -> Result<usize, CommError> {
+        let place = self.blocks.iter().position(|block| block == range);
+        place.ok_or_else(|| unknown(range))
     }
 
-    fn encode(&mut self, phase: Phase, j: usize, x: &Tensor) -> Result<&[u8], OptimError> {
-        let (codec, side) = match phase {
-            Phase::Worker => (&mut self.worker[j], 0),
-            Phase::Server => (&mut self.server, 1),
-        };
-        let shard = ((2 * self.bucket + side) * self.shards.len() + j) as u32;
+    /// Encodes the values of a range.
+    fn encode(&mut self, phase: Phase, range: &Range<usize>, x: &Tensor) -> Result<&[u8], OptimError> {
+        // Empty blocks may be equal; which of their codecs encodes nothing does not matter.
+        let mut streams = self.streams.iter_mut();
+        let stream = streams.find(|((side, block), _)| *side == phase && self.blocks[*block] == *range);
+        let (&(_, block), codec) = stream.ok_or_else(|| unknown(range))?;
+        let shard = ((2 * self.bucket + phase as usize) * self.blocks.len() + block) as u32;
         let key = RoundKey { seed: self.seed, round: self.round, shard, rank: self.rank };
         match codec.compress(x, key, &mut self.payload) {
             // All ranks must see the values, or some would step and some would not. The mean decides; it may be
@@ -149,11 +186,16 @@ impl State {
             result => result?,
         }
         let bytes = self.payload.as_bytes();
-        if phase == Phase::Worker {
+        if phase == self.own {
             self.sent += bytes.len() as u64;
         }
         Ok(bytes)
     }
+}
+
+/// No block of the program has this range.
+fn unknown(range: &Range<usize>) -> CommError {
+    CommError::Argument { op: "average", what: "start of a block", got: range.start, want: 0 }
 }
 
 /// The codec of plain f32 takes what others refuse.
@@ -170,23 +212,45 @@ fn decode(codec: &mut Stream<Vectors>, bytes: &[u8], out: &mut Tensor) -> Result
     Ok(out.write(&values)?)
 }
 
-/// A bucket's values in a round.
+/// A bucket's values in a round, by blocks.
 #[derive(Debug)]
 pub(super) struct Values {
     codecs: Codecs,
     era: u64,
-    shards: Vec<Tensor>,
+    blocks: Vec<Tensor>,
 }
 
 impl Values {
     pub(super) fn into_packed(self) -> Packed {
-        Packed::Coded(self.shards)
+        Packed::Coded(self.blocks)
+    }
+
+    /// Calls `decode` with the values of a range, or with a buffer of their length that is then added to them.
+    fn merge(
+        &mut self,
+        range: &Range<usize>,
+        merge: Merge,
+        decode: impl FnOnce(&mut Stream<Vectors>, &mut Tensor) -> Result<(), OptimError>,
+    ) -> Result<(), CoderError> {
+        let state = &mut *self.codecs.lock();
+        let out = &mut self.blocks[state.block(range)?];
+        if merge == Merge::Copy {
+            return Ok(decode(&mut state.decoder, out)?);
+        }
+        let mut decoded = match state.decoded.take().filter(|decoded| decoded.shape() == out.shape()) {
+            Some(decoded) => decoded,
+            None => state.decoder.device().device().empty(DType::F32, out.shape())?,
+        };
+        decode(&mut state.decoder, &mut decoded)?;
+        state.decoder.device().add(&decoded, out)?;
+        state.decoded = Some(decoded);
+        Ok(())
     }
 }
 
 impl CodedValues for Values {
     fn count(&self) -> usize {
-        self.shards.iter().map(|shard| shard.shape().len()).sum()
+        self.blocks.iter().map(|block| block.shape().len()).sum()
     }
 
     fn encode(&mut self, phase: Phase, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError> {
@@ -194,30 +258,37 @@ impl CodedValues for Values {
         if state.era != self.era {
             return Err(CommError::Cancelled { op: "average" }.into());
         }
-        let j = state.shard(&range)?;
-        out.extend_from_slice(state.encode(phase, j, &self.shards[j])?);
+        let values = &self.blocks[state.block(&range)?];
+        out.extend_from_slice(state.encode(phase, &range, values)?);
         Ok(())
     }
 
-    fn decode(&mut self, range: Range<usize>, bytes: &[u8], fold: Fold) -> Result<(), CoderError> {
-        let state = &mut *self.codecs.lock();
-        let out = &mut self.shards[state.shard(&range)?];
-        if fold == Fold::Replace {
-            return Ok(decode(&mut state.server, bytes, out)?);
+    fn decode(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError> {
+        self.merge(&range, merge, |decoder, out| decode(decoder, bytes, out))
+    }
+
+    fn encode_plain(&mut self, range: Range<usize>, out: &mut Vec<u8>) -> Result<(), CoderError> {
+        let values = &self.blocks[self.codecs.lock().block(&range)?];
+        let mut write = |values: &[f32]| out.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        match values.host() {
+            Some(values) => write(values),
+            None => write(&values.to_vec::<f32>()?),
         }
-        let mut decoded = match state.decoded.take().filter(|decoded| decoded.shape() == out.shape()) {
-            Some(decoded) => decoded,
-            None => state.server.device().device().empty(DType::F32, out.shape())?,
-        };
-        decode(&mut state.server, bytes, &mut decoded)?;
-        state.server.device().add(&decoded, out)?;
-        state.decoded = Some(decoded);
         Ok(())
+    }
+
+    fn decode_plain(&mut self, range: Range<usize>, bytes: &[u8], merge: Merge) -> Result<(), CoderError> {
+        if bytes.len() != range.len() * size_of::<f32>() {
+            return Err(format!("{} plain bytes for {} values", bytes.len(), range.len()).into());
+        }
+        let values: Vec<f32> =
+            bytes.as_chunks::<4>().0.iter().map(|&value| f32::from_le_bytes(value)).collect();
+        self.merge(&range, merge, |_, out| Ok(out.write(&values)?))
     }
 
     fn divide(&mut self, range: Range<usize>, by: usize) -> Result<(), CoderError> {
         let state = self.codecs.lock();
-        let j = state.shard(&range)?;
-        Ok(state.server.device().scale(&mut self.shards[j], 1.0 / by as f32)?)
+        let block = state.block(&range)?;
+        Ok(state.decoder.device().scale(&mut self.blocks[block], 1.0 / by as f32)?)
     }
 }

@@ -3,7 +3,7 @@
 
 use farflung_compress::device::Device as _;
 use farflung_compress::sparse::{Drawn, Places};
-use farflung_compress::{CodecId, CodecSpec, IndexCoding, Mask, Pattern, RoundKey, Select, dct};
+use farflung_compress::{CodecId, CodecSpec, IndexCoding, Mask, RoundKey, Select, dct};
 use farflung_tensor::{DType, Device, Op, Tensor};
 
 use super::values::{Body, Values, codecs};
@@ -221,12 +221,8 @@ impl Path {
 /// The indices of a mask of a vector.
 fn masked(device: &Device, drawn: &Drawn, len: usize) -> Result<Tensor> {
     let kept = drawn.kept();
-    let mask = farflung_tensor::Mask {
-        pattern: match drawn.mask().pattern {
-            Pattern::Rolling => farflung_tensor::Pattern::Rolling,
-            Pattern::Permuted => farflung_tensor::Pattern::Permuted,
-            Pattern::Random => farflung_tensor::Pattern::Random,
-        },
+    let mask = farflung_tensor::DrawnMask {
+        pattern: drawn.mask().pattern,
         stride: drawn.mask().stride,
         phase: drawn.phase(),
         kept,

@@ -39,6 +39,8 @@ struct File {
 struct RegionEntry {
     name: Spanned<String>,
     inside: Option<Text<Link>>,
+    up: Option<Text<Bandwidth>>,
+    down: Option<Text<Bandwidth>>,
 }
 
 #[derive(Deserialize)]
@@ -91,7 +93,11 @@ impl FromStr for Cluster {
             let name = entry.name.get_ref();
             super::check_name(&mut names, name).map_err(|e| at(text, &entry.name.span(), e))?;
             let inside = entry.inside.as_ref().map(|link| link.0);
-            cluster.regions.push(Region { name: name.clone(), inside });
+            let rate = |text: &Option<Text<Bandwidth>>| text.as_ref().map(|rate| rate.0);
+            let (up, down) = (rate(&entry.up), rate(&entry.down));
+            let region = Region { name: name.clone(), inside, up, down };
+            region.check().map_err(|e| at(text, &entry.name.span(), e))?;
+            cluster.regions.push(region);
         }
         for entry in &file.device {
             let span = entry.name.span();

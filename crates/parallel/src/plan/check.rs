@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::{Level, Part, Plan, Recompute, ScheduleSource};
+use farflung_base::{Algorithm, Nanos};
+
+use super::{Level, NO_CODEC, Part, Plan, Recompute, ScheduleSource};
 use crate::pipeline::{ComputeOrder, Settings, StageCost, Tie, Updates};
 use crate::{Axis, ParallelError};
 
@@ -124,7 +126,7 @@ impl Plan {
             ensure(level.every == 1, "level.every", level.every, "1 with a schedule without a flush")?;
         }
         for count in counts {
-            let order = self.order_with(count, &[StageCost::UNIT], farflung_base::Nanos::ZERO)?;
+            let order = self.order_with(count, &[StageCost::UNIT], Nanos::ZERO)?;
             let placement = order.placement();
             let (parts, depth) = (self.parts.len(), placement.depth() as usize);
             let expected = format!("{depth}, as many as the schedule has");
@@ -174,12 +176,43 @@ impl Plan {
         let whole = outermost.groups.len() <= 1;
         let expected = "empty at the last level, where all replicas meet";
         ensure(whole, format!("level[{last}].groups"), format!("{:?}", outermost.groups), expected)?;
-        if last > 0 {
-            return Err(ParallelError::NotBuilt {
-                what: format!("a plan with {} levels", self.levels.len()),
-            });
+        match last {
+            0 => Ok(()),
+            1 => self.check_two_levels(&self.levels[0], outermost),
+            _ => Err(ParallelError::NotBuilt { what: format!("a plan with {} levels", self.levels.len()) }),
         }
-        Ok(())
+    }
+
+    /// Whether the inner level is what a hierarchical average does inside of its groups: the two are one average.
+    fn check_two_levels(&self, inner: &Level, outer: &Level) -> Result<(), ParallelError> {
+        let field = |name: &str| format!("level[0].{name}");
+        let expected = "two groups or more, the regions of the level after it";
+        ensure(inner.groups.len() > 1, field("groups"), format!("{:?}", inner.groups), expected)?;
+        let as_outer = |name: &str| format!("that of level[1], with which it is one average; its `{name}`");
+        ensure(inner.method == outer.method, field("method"), &inner.method, as_outer("method"))?;
+        ensure(inner.every == outer.every, field("every"), inner.every, as_outer("every"))?;
+        ensure(
+            inner.bucket_bytes == outer.bucket_bytes,
+            field("bucket_bytes"),
+            inner.bucket_bytes,
+            as_outer("bucket_bytes"),
+        )?;
+        ensure(inner.overlap == outer.overlap, field("overlap"), inner.overlap, as_outer("overlap"))?;
+        let expected = format!("{NO_CODEC}: inside a region values travel plain");
+        ensure(inner.codec == NO_CODEC, field("codec"), &inner.codec, expected)?;
+        let inside = if outer.codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct };
+        ensure(
+            inner.algorithm == inside,
+            field("algorithm"),
+            inner.algorithm,
+            format!("{inside}, as regions do"),
+        )?;
+        let expected = "hierarchical above a level of regions";
+        ensure(outer.algorithm == Algorithm::Hierarchical, "level[1].algorithm", outer.algorithm, expected)?;
+        let copies =
+            self.order_with(self.microbatches[0], &[StageCost::UNIT], Nanos::ZERO)?.placement().copies();
+        let expected = "one level with a schedule that holds the model twice: groups name replicas";
+        ensure(copies == 1, "level", "given 2 times", expected)
     }
 
     /// The order of a replica's work with so many microbatches, given what stages and hops take; methods that do not look
@@ -190,7 +223,7 @@ impl Plan {
         &self,
         microbatches: u32,
         cost: &[StageCost],
-        hop: farflung_base::Nanos,
+        hop: Nanos,
     ) -> Result<ComputeOrder, ParallelError> {
         match &self.pipeline.schedule {
             ScheduleSource::Named(method) => {
@@ -210,7 +243,7 @@ impl Plan {
 
     /// What a method is asked for.
     #[must_use]
-    pub fn settings(&self, microbatches: u32, cost: &[StageCost], hop: farflung_base::Nanos) -> Settings {
+    pub fn settings(&self, microbatches: u32, cost: &[StageCost], hop: Nanos) -> Settings {
         Settings {
             chunks: self.pipeline.chunks,
             slices: self.pipeline.slices.len().max(1) as u16,

@@ -99,12 +99,53 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| p.levels[0].bucket_bytes = 3), "`level[0].bucket_bytes` is 3"),
         (refusal(|p| p.levels[0].groups = vec![vec![0], vec![1]]), "`level[0].groups` is [[0], [1]]"),
         (refusal(|p| p.levels[0].groups = vec![vec![0, 0]]), "`level[0].groups` is [[0, 0]]"),
-        (refusal(|p| p.levels.push(Level::default())), "a plan with 2 levels is not built"),
+        (refusal(|p| p.levels.push(Level::default())), "`level[0].groups` is [], expected two groups"),
+        (refusal(|p| p.levels = vec![Level::default(); 3]), "a plan with 3 levels is not built"),
         (refusal(|p| p.microbatches = vec![3, 3].into_iter().map(|m| m * 300_000_000).collect()), "actions"),
     ];
     for (message, expected) in refused {
         assert!(message.contains(expected), "{message:?} should say {expected:?}");
     }
+}
+
+/// A level of regions under one that goes between them.
+fn two_levels() -> Vec<Level> {
+    let inner = Level { groups: vec![vec![0], vec![1]], algorithm: Algorithm::Direct, ..Level::default() };
+    let outer = Level { codec: "int8+ef".to_owned(), algorithm: Algorithm::Hierarchical, ..Level::default() };
+    vec![inner, outer]
+}
+
+#[test]
+fn two_levels_are_one_average_in_regions_and_other_pairs_are_refused() {
+    let two = Plan { levels: two_levels(), ..plan() };
+    two.check().unwrap();
+    assert_eq!(two.to_string().parse::<Plan>().unwrap(), two);
+    assert_eq!((two.regions(), plan().regions()), (Some(&[vec![0], vec![1]][..]), None));
+    let refused = |change: fn(&mut Vec<Level>)| {
+        refusal(|p| {
+            p.levels = two_levels();
+            change(&mut p.levels);
+        })
+    };
+    for (message, expected) in [
+        (refused(|l| l[0].groups = vec![vec![0, 1]]), "`level[0].groups` is [[0, 1]]"),
+        (refused(|l| l[0].method = "diloco".to_owned()), "`level[0].method` is diloco"),
+        (refused(|l| l[0].every = 2), "`level[0].every` is 2"),
+        (refused(|l| l[0].codec = "f16".to_owned()), "`level[0].codec` is f16, expected none"),
+        (refused(|l| l[0].algorithm = Algorithm::Ring), "`level[0].algorithm` is ring, expected direct"),
+        (refused(|l| l[0].bucket_bytes = 8), "`level[0].bucket_bytes` is 8"),
+        (refused(|l| l[0].overlap = false), "`level[0].overlap` is false"),
+        (refused(|l| l[1].algorithm = Algorithm::Direct), "`level[1].algorithm` is direct"),
+        (refused(|l| l[1].groups = vec![vec![0], vec![1]]), "`level[1].groups`"),
+    ] {
+        assert!(message.contains(expected), "{message:?} should say {expected:?}");
+    }
+}
+
+#[test]
+fn a_codec_without_an_algorithm_means_equal_shards() {
+    let text = plan().to_string().replace("codec = \"none\"\nalgorithm = \"ring\"", "codec = \"int8\"");
+    assert_eq!(text.parse::<Plan>().unwrap().levels[0].algorithm, Algorithm::Direct);
 }
 
 #[test]

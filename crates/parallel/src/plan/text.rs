@@ -189,12 +189,13 @@ impl File {
             |b: BoundaryEntry| BoundaryCodecs { forward: codec(b.forward), backward: codec(b.backward) };
         let level = |l: LevelEntry| {
             let unless_told = Level::default();
+            let codec = codec(l.codec);
             Level {
                 groups: l.groups,
                 method: l.method,
                 every: l.every.unwrap_or(unless_told.every),
-                codec: codec(l.codec),
-                algorithm: l.algorithm.map_or(unless_told.algorithm, |a| a.0),
+                algorithm: l.algorithm.map_or(Level::unless_told(&codec), |a| a.0),
+                codec,
                 bucket_bytes: l.bucket_bytes.unwrap_or(unless_told.bucket_bytes),
                 overlap: l.overlap.unwrap_or(unless_told.overlap),
             }

@@ -2,7 +2,15 @@
 
 use super::*;
 use crate::Speed;
+use crate::average::closed_forms;
 use farflung_base::Link;
+
+/// At the closed forms of equal links, those of the first pair.
+fn plan(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Planned, ParallelError> {
+    let topology = cluster.topology()?;
+    let link = Link { bandwidth: topology.rate(Rank(0), Rank(1)), ..topology.link(Rank(0), Rank(1)) };
+    super::plan(shape, cluster, limits, &closed_forms::price(topology.size() as u32, link))
+}
 
 fn homes(n: u32, link: &str) -> Cluster {
     Cluster::uniform(n, Speed::TokensPerSecond(4_000), link.parse::<Link>().unwrap())

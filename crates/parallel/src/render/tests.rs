@@ -1,6 +1,6 @@
 //! The drawings, pinned.
 
-use farflung_base::{Bytes, Nanos};
+use farflung_base::Nanos;
 
 use super::*;
 use crate::{Algorithm, Codec, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, Timeline, simulate};
@@ -15,7 +15,7 @@ fn timeline(sync: Sync, steps: u32) -> Timeline {
         outer: Nanos::from_millis(8),
     };
     let cost = Cost { ranks: vec![rank(40), rank(100)] };
-    let price = |b: Bytes| Nanos(b.0 * 25_000);
+    let price = |values: u64| Nanos(4 * values * 25_000);
     simulate(&plan, &ModelShape::dense(1000, 8, 24), &cost, steps, &price).unwrap()
 }
 

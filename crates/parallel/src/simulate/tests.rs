@@ -20,9 +20,9 @@ fn shape() -> ModelShape {
     ModelShape::dense(1000, 8, 64)
 }
 
-/// A millisecond for each 40 bytes: 100 ms for the whole model in f32.
-fn price(bytes: Bytes) -> Nanos {
-    Nanos(bytes.0 * MS / 40)
+/// A millisecond for each 10 values: 100 ms for the whole model.
+fn price(values: u64) -> Nanos {
+    Nanos(values * MS / 10)
 }
 
 fn makespan(sync: Sync, share: &[u32], cost: &Cost, steps: u32) -> u64 {
@@ -97,7 +97,7 @@ proptest! {
     ) {
         prop_assume!(share.iter().any(|&s| s > 0));
         let cost = equal(share.len(), forward, backward);
-        let price = |b: Bytes| Nanos(alpha + b.0 * per_byte);
+        let price = |values: u64| Nanos(alpha + 4 * values * per_byte);
         let run = |overlap| {
             simulate(&replicas(ddp(overlap, buckets), &share), &shape(), &cost, steps, &price).unwrap()
         };

@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use farflung_base::Pending;
 
 use crate::op::Op;
-use crate::{BlockCodec, DType, Mask, Precision, Result, Shape, View, ViewMut};
+use crate::{BlockCodec, DType, DrawnMask, Precision, Result, Shape, View, ViewMut};
 
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]
@@ -91,7 +91,7 @@ pub(crate) trait Codecs: Debug {
 
     fn squares(&self, x: View<'_>, matrix: View<'_>, inverse: bool, y: ViewMut<'_>) -> Result<()>;
 
-    fn mask(&self, mask: Mask, indices: ViewMut<'_>) -> Result<()>;
+    fn mask(&self, mask: DrawnMask, indices: ViewMut<'_>) -> Result<()>;
 
     fn gather(&self, x: View<'_>, indices: View<'_>, y: ViewMut<'_>) -> Result<()>;
 

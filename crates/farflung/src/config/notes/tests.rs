@@ -133,7 +133,6 @@ const CASES: &[Case] = &[
         true,
         "`error-feedback` changes nothing: the codec is unbiased",
     ),
-    ("algorithm = 'ring'", 4, true, "`algorithm` changes nothing: codec int8 encodes all that is averaged"),
     ("link = 'home'\ntopology = 't'", 4, true, "`link` changes nothing: `topology` sets the links"),
     ("link = 'home'\ntransport = 'memory'", 4, false, "`link` changes nothing: it is for simulated links"),
     (

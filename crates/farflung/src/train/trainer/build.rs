@@ -13,6 +13,7 @@ use farflung_zoo::{Keeping, Stage};
 
 use super::Trainer;
 use crate::config::choice::{OptimizerKind, ScheduleKind};
+use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::boundary::{Boundaries, Stores};
 use crate::train::executor::{Executor, Pass, recomputed};
@@ -173,7 +174,7 @@ fn synchroniser(
     let level = job.plan.outermost();
     let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
     Ok((method.build)(SyncSettings {
-        comm: group.clone(),
+        comm: averages::in_regions(group.clone(), &job.plan)?,
         device: model.device(),
         layout: model.layout(),
         average: job.average_config()?,

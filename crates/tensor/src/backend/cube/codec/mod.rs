@@ -21,7 +21,7 @@ use super::Cube;
 use super::operand::Operand;
 use super::run::u32_of;
 use crate::backend::Sum;
-use crate::codec::{BlockCodec, Code, Mask};
+use crate::codec::{BlockCodec, Code, DrawnMask};
 use crate::{Result, View, ViewMut};
 
 /// What kernels are made for.
@@ -227,8 +227,8 @@ impl crate::backend::Codecs for Cube {
         Ok(())
     }
 
-    fn mask(&self, mask: Mask, indices: ViewMut<'_>) -> Result<()> {
-        let Mask { pattern, stride, phase, kept, taken, gap, stream: [key, stream] } = mask;
+    fn mask(&self, mask: DrawnMask, indices: ViewMut<'_>) -> Result<()> {
+        let DrawnMask { pattern, stride, phase, kept, taken, gap, stream: [key, stream] } = mask;
         let (low, high) = (|x: u64| x as u32, |x: u64| (x >> 32) as u32);
         let stream = select::StreamLaunch::new(low(key), high(key), low(stream), high(stream));
         let indices = self.write(&indices)?;

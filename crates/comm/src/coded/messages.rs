@@ -1,0 +1,248 @@
+//! Messages as a coded program moves them: encoded before they go, decoded when all of a step have come. It knows no codec
+//! and no algorithm.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use farflung_base::Rank;
+
+use super::CodedValues;
+use crate::element::ReduceOp;
+use crate::error::CoderError;
+use crate::interpret::{At, Transfers, Turn};
+use crate::message::{Incoming, Outgoing};
+use crate::steps::{Code, CodedMessage, Phase, Program, Step};
+use crate::transport::Port;
+use crate::{CommError, MAX_MESSAGE};
+
+/// Up to so many senders are asked for each frame; of more the network says whose are new.
+const FEW: usize = 2;
+
+/// Values that a coded program works on.
+pub(crate) struct Messages<V> {
+    values: V,
+    op: ReduceOp,
+    /// The messages that are at hand, by number.
+    held: Vec<Option<Arc<Vec<u8>>>>,
+    lanes: Vec<Lane>,
+}
+
+/// How far the step is that a lane is in.
+#[derive(Default)]
+struct Lane {
+    /// What the step sends is encoded.
+    begun: bool,
+    /// By receiver, in the order of the step.
+    out: Vec<(Rank, VecDeque<Outgoing>)>,
+    /// By sender, in the order of the step.
+    coming: Vec<Coming>,
+    /// Receivers to whom something is still to go, and senders of whom something is still to come.
+    unsent: usize,
+    missing: usize,
+}
+
+/// The messages of one sender.
+struct Coming {
+    from: Rank,
+    /// Numbers; those before `here` have come.
+    messages: Vec<usize>,
+    here: usize,
+    next: Incoming,
+}
+
+impl Coming {
+    fn is_over(&self) -> bool {
+        self.here == self.messages.len()
+    }
+}
+
+/// Entries by rank, in the order in which ranks come first.
+fn by_rank<T>(entries: impl Iterator<Item = (Rank, T)>) -> Vec<(Rank, Vec<T>)> {
+    let mut groups: Vec<(Rank, Vec<T>)> = Vec::new();
+    let mut at = BTreeMap::new();
+    for (rank, entry) in entries {
+        let group = *at.entry(rank).or_insert_with(|| {
+            groups.push((rank, Vec::new()));
+            groups.len() - 1
+        });
+        groups[group].1.push(entry);
+    }
+    groups
+}
+
+impl<V: CodedValues> Messages<V> {
+    pub(crate) fn new(program: &Program, values: V, op: ReduceOp) -> Self {
+        let lanes = program.lanes.iter().map(|_| Lane::default()).collect();
+        Self { values, op, held: vec![None; program.messages.len()], lanes }
+    }
+
+    /// What a message carries, and the elements of its block.
+    fn message(&self, at: &At<'_>, number: usize) -> (Code, std::ops::Range<usize>) {
+        let CodedMessage { block, code } = at.program.messages[number];
+        (code, at.program.elements(&(block..block + 1), self.values.count()))
+    }
+
+    fn encode(&mut self, at: &At<'_>, number: usize) -> Result<(), CommError> {
+        let (code, range) = self.message(at, number);
+        let mut out = Vec::new();
+        match code {
+            Code::Plain => self.values.encode_plain(range, &mut out),
+            Code::Coded(phase) => {
+                let divides = phase == Phase::Server && self.op == ReduceOp::Mean;
+                let by = at.members.len();
+                let divided = if divides { self.values.divide(range.clone(), by) } else { Ok(()) };
+                divided.and_then(|()| self.values.encode(phase, range, &mut out))
+            }
+        }
+        .map_err(|source| failed(at, source))?;
+        if out.len() > MAX_MESSAGE {
+            let receiver = at.step().coding.sends.iter().find(|(_, message)| *message == number);
+            let peer = at.peer(receiver.map_or(Rank(0), |(to, _)| *to));
+            return Err(CommError::TooLong { op: at.name, peer, max: MAX_MESSAGE });
+        }
+        self.held[number] = Some(Arc::new(out));
+        Ok(())
+    }
+
+    /// The bytes of a message that the step or the one before made.
+    fn bytes(&self, number: usize) -> Arc<Vec<u8>> {
+        Arc::clone(self.held[number].as_ref().expect("a program uses messages that it has"))
+    }
+
+    /// Encodes, and prepares what is to go and to come.
+    fn begin(&mut self, at: &At<'_>) -> Result<(), CommError> {
+        let coding = &at.step().coding;
+        coding.encode.iter().try_for_each(|&number| self.encode(at, number))?;
+        let outgoing = |&(to, number): &(Rank, usize)| (to, Outgoing::new(self.bytes(number)));
+        let out = by_rank(coding.sends.iter().map(outgoing));
+        let coming = |(from, messages)| Coming { from, messages, here: 0, next: Incoming::default() };
+        let lane = Lane {
+            begun: true,
+            out: out.into_iter().map(|(to, messages)| (to, messages.into())).collect(),
+            coming: by_rank(coding.recvs.iter().copied()).into_iter().map(coming).collect(),
+            unsent: 0,
+            missing: 0,
+        };
+        let (unsent, missing) = (lane.out.len(), lane.coming.len());
+        self.lanes[at.lane] = Lane { unsent, missing, ..lane };
+        Ok(())
+    }
+
+    fn send(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<(), CommError> {
+        let Lane { out, unsent, .. } = &mut self.lanes[at.lane];
+        if *unsent == 0 {
+            return Ok(());
+        }
+        for (to, messages) in out {
+            while let Some(message) = messages.front_mut() {
+                if !message.poll(port, at.peer(*to), at.tag, at.check)? {
+                    break;
+                }
+                messages.pop_front();
+                *unsent -= usize::from(messages.is_empty());
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes what is there of all senders, or where the network knows whose frames are new, of those.
+    fn receive(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<(), CommError> {
+        let coming = &self.lanes[at.lane].coming;
+        let all = 0..coming.len();
+        let news = if coming.len() > FEW { port.news(at.tag) } else { None };
+        let Some(news) = news else {
+            return all.into_iter().try_for_each(|i| self.receive_from(at, i, port));
+        };
+        // In the order in which all are asked.
+        let news: BTreeSet<_> = news.into_iter().collect();
+        let new = |&i: &usize| news.contains(&at.peer(coming[i].from));
+        let new: Vec<usize> = all.filter(new).collect();
+        new.into_iter().try_for_each(|i| self.receive_from(at, i, port))
+    }
+
+    fn receive_from(&mut self, at: &At<'_>, i: usize, port: &mut dyn Port) -> Result<(), CommError> {
+        let Lane { coming, missing, .. } = &mut self.lanes[at.lane];
+        let coming = &mut coming[i];
+        while let Some(&number) = coming.messages.get(coming.here) {
+            if !coming.next.poll(port, at.name, at.peer(coming.from), at.tag, at.check)? {
+                break;
+            }
+            self.held[number] = Some(Arc::new(std::mem::take(&mut coming.next).bytes));
+            coming.here += 1;
+            *missing -= usize::from(coming.is_over());
+        }
+        Ok(())
+    }
+
+    /// Decodes what has come, and drops what the next step does not use.
+    fn end_step(&mut self, at: &At<'_>) -> Result<(), CommError> {
+        let coding = &at.step().coding;
+        for &(number, merge) in &coding.decode {
+            let (code, range) = self.message(at, number);
+            let bytes = self.bytes(number);
+            match code {
+                Code::Plain => self.values.decode_plain(range, &bytes, merge),
+                Code::Coded(_) => self.values.decode(range, &bytes, merge),
+            }
+            .map_err(|source| failed(at, source))?;
+        }
+        let next = at.program.lanes[at.lane].get(at.cursor + 1).map(|step| &step.coding);
+        let kept: BTreeSet<usize> = next.map_or_else(BTreeSet::new, |next| {
+            let sent = next.sends.iter().map(|(_, number)| *number);
+            sent.chain(next.decode.iter().map(|(number, _)| *number)).collect()
+        });
+        let made = coding.encode.iter().copied().chain(coding.recvs.iter().map(|(_, number)| *number));
+        let used = coding.sends.iter().map(|(_, number)| *number);
+        for number in made.chain(used).filter(|number| !kept.contains(number)) {
+            self.held[number] = None;
+        }
+        Ok(())
+    }
+
+    fn go_on(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError> {
+        if !self.lanes[at.lane].begun {
+            self.begin(at)?;
+        }
+        self.send(at, port)?;
+        self.receive(at, port)?;
+        let lane = &self.lanes[at.lane];
+        if lane.unsent > 0 || lane.missing > 0 {
+            return Ok(Turn::Waits);
+        }
+        self.end_step(at)?;
+        Ok(Turn::Over)
+    }
+}
+
+fn failed(at: &At<'_>, source: CoderError) -> CommError {
+    CommError::Coder { op: at.name, source: Arc::from(source) }
+}
+
+impl<V: CodedValues> Transfers for Messages<V> {
+    type Output = V;
+
+    fn enter(&mut self, lane: usize, _: Option<&Step>) {
+        self.lanes[lane] = Lane::default();
+    }
+
+    fn turn(&mut self, at: &At<'_>, port: &mut dyn Port) -> Result<Turn, CommError> {
+        let turn = self.go_on(at, port);
+        if !matches!(turn, Ok(Turn::Waits)) {
+            port.end_news(at.tag);
+        }
+        turn
+    }
+
+    fn waits_for(&self, at: &At<'_>) -> Option<Rank> {
+        let lane = &self.lanes[at.lane];
+        let silent = lane.coming.iter().find(|coming| !coming.is_over()).map(|coming| coming.from);
+        let deaf = || lane.out.iter().find(|(_, messages)| !messages.is_empty()).map(|(to, _)| *to);
+        silent.or_else(deaf)
+    }
+
+    fn end(&mut self, _: usize) {}
+
+    fn finish(self) -> V {
+        self.values
+    }
+}

@@ -1,0 +1,44 @@
+//! A ring that encodes the partial sum anew at each hop.
+
+use farflung_base::Rank;
+
+use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
+
+/// All-reduce round a ring: the first half sums, and each hop decodes a partial sum, adds its own values and encodes. Whoever
+/// completes a block encodes it once more, and those bytes go round unchanged. Half of a scatter-gather's connections, and
+/// every link carries one block at a time.
+///
+/// **A warning.** What a lossy codec loses is lost again at each of the `n - 1` hops, of values that are sums already, and no
+/// feedback of one rank can make up for another's. With anything but a codec of little loss,
+/// [`coded_exchange`](crate::coded_exchange) is what you want.
+#[must_use]
+pub fn coded_ring(rank: Rank, size: usize) -> Program {
+    let (n, me) = (size, rank.index());
+    let behind = |by: usize| (me + 2 * n - by) % n;
+    let (next, last) = (Rank(behind(n - 1) as u32), Rank(behind(1) as u32));
+    let code = |block, phase| CodedMessage { block, code: Code::Coded(phase) };
+    let hops = n - 1;
+    let sent = (0..hops).map(|s| code(behind(s + 1), Phase::Worker));
+    let received = (0..hops).map(|s| code(behind(s + 2), Phase::Worker));
+    let results = (0..n).map(|k| code(behind(k), Phase::Server));
+    let result = |k: usize| 2 * hops + k;
+
+    let sums = (0..hops).map(|s| Coding {
+        encode: vec![s],
+        sends: vec![(next, s)],
+        recvs: vec![(last, hops + s)],
+        decode: vec![(hops + s, Merge::Reduce)],
+    });
+    let copies = (0..hops.max(1)).map(|k| {
+        let own = if k == 0 { vec![result(0)] } else { Vec::new() };
+        let came = (n > 1).then(|| result(k + 1));
+        Coding {
+            sends: came.map(|_| (next, result(k))).into_iter().collect(),
+            recvs: came.map(|number| (last, number)).into_iter().collect(),
+            decode: own.iter().copied().chain(came).map(|number| (number, Merge::Copy)).collect(),
+            encode: own,
+        }
+    });
+    let steps = sums.chain(copies).map(|coding| Step { coding, ..Step::default() }).collect();
+    Program { messages: sent.chain(received).chain(results).collect(), ..Program::new(n, steps) }
+}

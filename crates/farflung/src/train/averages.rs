@@ -1,0 +1,114 @@
+//! How averages go over the links: the form in which a codec's bytes are reduced, chosen by price and written into the plan.
+
+use farflung_base::{Algorithm, Nanos, Rank, StageId, Topology};
+use farflung_comm::{CodedAllReduce as _, CodedBuffer, Communicator};
+use farflung_compress::CodecSpec;
+use farflung_optim::AverageConfig;
+use farflung_parallel::pipeline::StageCost;
+use farflung_parallel::plan::NO_CODEC;
+use farflung_parallel::{Cluster, Level, ParallelError, Plan};
+use farflung_tensor::Device;
+use farflung_zoo::{GptConfig, Stage};
+
+use super::links;
+use crate::{Error, Result, TrainConfig};
+
+/// Why an algorithm cannot average by a level's codec; `None` if it can.
+pub(super) fn refusal(level: &Level) -> Option<String> {
+    let known = level.algorithm == Algorithm::Auto || Algorithm::CODED.contains(&level.algorithm);
+    if level.codec == NO_CODEC || known {
+        return None;
+    }
+    let names = Algorithm::CODED.map(Algorithm::name).join(", ");
+    Some(format!("one of {names}, auto with codec {}: no other sums what is packed", level.codec))
+}
+
+/// The regions of the two-level form as ranks of the holders of a part, one for each replica.
+fn regions(plan: &Plan) -> Option<Vec<Vec<Rank>>> {
+    let ranks = |group: &Vec<u32>| group.iter().copied().map(Rank).collect();
+    Some(plan.regions()?.iter().map(ranks).collect())
+}
+
+/// The communicator of a part's holders with the plan's regions, where it names them.
+pub(super) fn in_regions(holders: Communicator, plan: &Plan) -> Result<Communicator> {
+    Ok(match regions(plan) {
+        Some(regions) => holders.with_regions(regions)?,
+        None => holders,
+    })
+}
+
+/// What a coded average of so many values takes among `holders`, at most.
+pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Result<Nanos> {
+    let level = plan.outermost();
+    let codec = level.codec.parse::<CodecSpec>()?.build();
+    let payload = |values: usize| codec.max_payload(values);
+    let regions = regions(plan);
+    let buffer =
+        CodedBuffer { len: values, payload: &payload, topology: holders, regions: regions.as_deref() };
+    Ok(level.algorithm.coded_cost(&buffer)?)
+}
+
+/// Puts the cheapest form in the place of `auto` in a plan that averages through a codec: the least sum over all buckets of all
+/// parts. A payload that depends on the values is taken to be the largest.
+///
+/// Errors: as [`Plan::order_with`]; a topology file that lacks one of the plan's machines.
+pub(super) fn resolve(
+    plan: &mut Plan,
+    model: &GptConfig,
+    config: &TrainConfig,
+    cluster: Option<&Cluster>,
+) -> Result<()> {
+    let level = plan.outermost();
+    if level.codec == NO_CODEC || level.algorithm != Algorithm::Auto {
+        return Ok(());
+    }
+    let topology = links::of_plan(config, plan, cluster)?;
+    let order = plan.order_with(plan.microbatches[0], &[StageCost::UNIT], Nanos::ZERO);
+    let placement = order.map_err(Error::schedule)?.placement().clone();
+    let bucket_bytes = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
+    let cut = AverageConfig { bucket_bytes, ..AverageConfig::default() };
+    let device = Device::cpu(1)?;
+    let mut buckets = Vec::new();
+    for (part, planned) in (0..).zip(&plan.parts) {
+        let layers = planned.layers.start as usize..planned.layers.end as usize;
+        let of_replica = |replica: u32, copy: u32| {
+            let stage = StageId(copy * placement.depth() + part);
+            Rank(replica * placement.ranks() + placement.rank(stage).0)
+        };
+        let replica = |replica: u32| (0..placement.copies()).map(move |copy| (replica, copy));
+        let copies = (0..plan.replicas()).flat_map(replica);
+        let mut holders: Vec<Rank> = copies.map(|(replica, copy)| of_replica(replica, copy)).collect();
+        holders.sort_unstable();
+        let among = topology.among(&holders);
+        let stage = Stage::new(*model, layers, &device)?;
+        buckets.extend(cut.buckets(stage.layout()).into_iter().map(|len| (len, among.clone())));
+    }
+    let mut cheapest: Option<(Nanos, Algorithm)> = None;
+    for form in Algorithm::CODED.into_iter().filter(|form| *form != Algorithm::Ring) {
+        let last = plan.levels.len() - 1;
+        plan.levels[last].algorithm = form;
+        let mut price = Nanos::ZERO;
+        for (len, among) in &buckets {
+            price = price.saturating_add(coded_price(plan, *len, among)?);
+        }
+        if cheapest.is_none_or(|(least, _)| price < least) {
+            cheapest = Some((price, form));
+        }
+    }
+    let last = plan.levels.len() - 1;
+    plan.levels[last].algorithm = cheapest.map_or(Algorithm::Direct, |(_, form)| form);
+    Ok(())
+}
+
+/// [`refusal`] of each level of a plan.
+///
+/// Errors: [`ParallelError::Plan`] with the field.
+pub(super) fn check(plan: &Plan) -> Result<()> {
+    let refused = plan.levels.iter().enumerate().find_map(|(i, level)| Some((i, level, refusal(level)?)));
+    let Some((i, level, expected)) = refused else { return Ok(()) };
+    let (field, value) = (format!("level[{i}].algorithm"), level.algorithm.to_string());
+    Err(ParallelError::Plan { field, value, expected }.into())
+}
+
+#[cfg(test)]
+mod tests;

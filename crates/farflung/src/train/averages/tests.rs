@@ -1,0 +1,129 @@
+//! What `auto` takes on declared links, what is refused, and that each form trains.
+
+use super::*;
+use crate::Stop;
+use crate::config::choice::ScheduleKind;
+use crate::train::{Job, Quiet, run_job, seats};
+
+/// Two regions of two machines, with a line of 20 Mbit/s and 20 ms between them.
+const REGIONS: &str = r#"
+default = "1gbit,20ms"
+[[region]]
+name = "east"
+inside = "1gbit,1ms"
+up = "20mbit"
+down = "20mbit"
+[[region]]
+name = "west"
+inside = "1gbit,1ms"
+up = "20mbit"
+down = "20mbit"
+[[device]]
+name = "e"
+count = 2
+flops = "1 TFLOPS"
+region = "east"
+[[device]]
+name = "w"
+count = 2
+flops = "1 TFLOPS"
+region = "west"
+"#;
+
+fn config(folder: &tempfile::TempDir, codec: &str, algorithm: Algorithm) -> TrainConfig {
+    let (data, topology) = (folder.path().join("text.txt"), folder.path().join("regions.toml"));
+    std::fs::write(&data, "the quick brown fox ".repeat(300)).unwrap();
+    std::fs::write(&topology, REGIONS).unwrap();
+    TrainConfig {
+        data: Some(data),
+        topology: Some(topology),
+        codec: codec.parse().unwrap(),
+        algorithm,
+        layers: Some(2),
+        heads: Some(2),
+        dim: Some(16),
+        context: Some(16),
+        batch: 1,
+        steps: 3,
+        warmup: 0,
+        lr_schedule: ScheduleKind::Constant,
+        eval_batches: 2,
+        sample_tokens: 0,
+        threads: 1,
+        workers: 4,
+        ..TrainConfig::default()
+    }
+}
+
+fn job(config: TrainConfig) -> Result<Job> {
+    let world = config.workers;
+    Job::new(config, world, Stop::manual())
+}
+
+fn loss(job: &Job) -> f64 {
+    let report = run_job(job, seats(job, None).unwrap(), &mut Quiet).unwrap().unwrap();
+    report.train_loss.unwrap()
+}
+
+#[test]
+fn auto_takes_the_cheapest_form_and_the_plan_says_which() {
+    let folder = tempfile::tempdir().unwrap();
+    let big =
+        |algorithm| TrainConfig { dim: Some(128), bucket_mb: 1.0, ..config(&folder, "int8", algorithm) };
+    let auto = job(big(Algorithm::Auto)).unwrap();
+    assert_eq!(auto.plan.outermost().algorithm, Algorithm::Hierarchical);
+    // What was chosen stands in the text, and a job of that text is the same.
+    let text = auto.plan.to_string();
+    assert!(text.contains("algorithm = \"hierarchical\""), "{text}");
+    assert_eq!(auto.with_plan(text.parse().unwrap()).unwrap().plan.digest(), auto.plan.digest());
+    let price = |form| {
+        let job = job(big(form)).unwrap();
+        let topology = job.topology().unwrap();
+        coded_price(&job.plan, 100_000, &topology).unwrap()
+    };
+    let least = price(Algorithm::Hierarchical);
+    assert!(least < price(Algorithm::Direct) && least < price(Algorithm::Butterfly));
+    // Without a codec `auto` is a choice of its own for each size.
+    let plain = job(config(&folder, "none", Algorithm::Auto)).unwrap();
+    assert_eq!(plain.plan.outermost().algorithm, Algorithm::Auto);
+    // Unless told, equal shards, as ever.
+    let told = job(config(&folder, "int8", Algorithm::Ring)).unwrap();
+    assert_eq!(told.plan.outermost().algorithm, Algorithm::Direct);
+}
+
+#[test]
+fn an_algorithm_that_sums_no_packed_values_is_refused_by_its_field() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = job(config(&folder, "int8", Algorithm::Moshpit)).unwrap_err();
+    assert!(matches!(&refused, Error::Setting { field: "algorithm", .. }), "{refused}");
+    assert!(refused.to_string().contains("moshpit") && refused.to_string().contains("hierarchical"));
+    let good = job(config(&folder, "int8", Algorithm::Direct)).unwrap();
+    let mut plan = good.plan.clone();
+    plan.levels[0].algorithm = Algorithm::DoubleTree;
+    let refused = good.with_plan(plan).unwrap_err().to_string();
+    assert!(refused.contains("`level[0].algorithm` is double-tree"), "{refused}");
+}
+
+#[test]
+fn every_form_and_a_plan_of_two_levels_train_as_one_process_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = loss(&job(config(&folder, "none", Algorithm::Ring)).unwrap());
+    for form in [Algorithm::Direct, Algorithm::Butterfly, Algorithm::Hierarchical, Algorithm::Auto] {
+        // Copies that differed would end the run.
+        let coded = loss(&job(TrainConfig { resync_every: 1, ..config(&folder, "int8", form) }).unwrap());
+        assert!((coded - plain).abs() < 0.02, "{form}: {coded} {plain}");
+    }
+    let job = job(config(&folder, "int8", Algorithm::Hierarchical)).unwrap();
+    let outer = job.plan.levels[0].clone();
+    let inner = Level {
+        groups: vec![vec![0, 3], vec![1, 2]],
+        codec: NO_CODEC.to_owned(),
+        algorithm: Algorithm::Direct,
+        ..outer.clone()
+    };
+    let mut plan = job.plan.clone();
+    plan.levels = vec![inner, outer];
+    let two = job.with_plan(plan).unwrap();
+    assert!((loss(&two) - plain).abs() < 0.02);
+    assert_eq!(regions(&two.plan).unwrap()[0], [Rank(0), Rank(3)]);
+}
