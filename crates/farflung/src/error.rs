@@ -27,6 +27,32 @@ pub enum Error {
         /// What would have been right.
         expected: String,
     },
+    /// Ranks of a job were started with different values of what all must have alike.
+    #[error(
+        "the {what} `{field}` is {}, expected the same on all ranks{}",
+        values.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and "),
+        and_also(also)
+    )]
+    RanksDiffer {
+        /// What differs: a setting, or a field of the plan.
+        what: &'static str,
+        /// Its name.
+        field: String,
+        /// The values, each with the ranks that have it.
+        values: Vec<crate::train::RankValue>,
+        /// Names of what differs too.
+        also: Vec<String>,
+    },
+    /// Another rank failed at what all ranks must do before they go on.
+    #[error("rank {rank} failed: {message}")]
+    OnRank {
+        /// The rank.
+        rank: usize,
+        /// What it says.
+        message: String,
+        /// Its exit code.
+        code: u8,
+    },
     /// A run needs more memory than there is.
     #[error("{0}")]
     TooLarge(Box<crate::train::TooLarge>),
@@ -129,6 +155,16 @@ pub enum Error {
         path: PathBuf,
         /// How one can tell.
         what: &'static str,
+    },
+    /// A tensor has values that no model can be computed with, or that must not be saved.
+    #[error("tensor `{tensor}` is not finite: its element {index} is {value}")]
+    NotFinite {
+        /// The tensor, of weights or of an optimizer's state.
+        tensor: String,
+        /// The first element that is not.
+        index: usize,
+        /// Its value.
+        value: String,
     },
     /// A file name inside a checkpoint that would leave its folder, or that stands for something else.
     #[error("`{name}` cannot be the name of a checkpoint's file")]
@@ -238,6 +274,18 @@ pub enum Error {
     Stopped(Signal),
 }
 
+/// Names of what differs besides, in words.
+fn and_also(names: &[String]) -> String {
+    match names {
+        [] => String::new(),
+        [name] => format!(" (`{name}` differs too)"),
+        names => {
+            let quoted: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
+            format!(" ({} differ too)", quoted.join(", "))
+        }
+    }
+}
+
 impl Error {
     /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130, 143 and 129 after a
     /// signal, the child's own for a launched one, else 1.
@@ -245,6 +293,7 @@ impl Error {
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Setting { .. }
+            | Self::RanksDiffer { .. }
             | Self::TooLarge(_)
             | Self::UnknownKey { .. }
             | Self::ConfigValue { .. }
@@ -259,7 +308,7 @@ impl Error {
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
             Self::PeerLost { .. } | Self::Comm(CommError::Missing { .. }) => 75,
             Self::Stopped(signal) => signal.exit_code(),
-            Self::Child { code, .. } => *code,
+            Self::Child { code, .. } | Self::OnRank { code, .. } => *code,
             _ => 1,
         }
     }

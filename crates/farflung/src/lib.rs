@@ -5,6 +5,7 @@ pub mod config;
 pub mod corpus;
 pub mod diff;
 pub mod error;
+pub mod finite;
 pub mod launch;
 pub mod launch_env;
 pub mod metrics;

@@ -58,6 +58,7 @@ mod hostile_frames;
 mod hostile_payloads;
 mod instructions;
 mod learn_nano;
+mod mismatch;
 mod overlap_comm;
 mod overlap_ddp;
 mod pipeline_exact;
@@ -96,6 +97,7 @@ pub const BENCHES: &[Bench] = &[
     overlap_ddp::BENCH,
     resume::BENCH,
     signals::BENCH,
+    mismatch::BENCH,
     collective_laws::BENCH,
     collective_cost::BENCH,
     uneven::BENCH,

@@ -1,6 +1,6 @@
 //! What all workers of a run share: the model's shape, the data, the settings.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use farflung_base::Topology;
@@ -9,12 +9,15 @@ use farflung_optim::AverageConfig;
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
-use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
+use farflung_zoo::{
+    Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Stage, Tokenizer, ZooError, tokenizer,
+};
 
+use super::fingerprint::digest;
 use super::{costs, links, planned};
 use crate::config::choice::TokenizerKind;
 use crate::signals::Stop;
-use crate::{Result, TrainConfig, corpus};
+use crate::{Result, TrainConfig, corpus, finite};
 
 /// A run before its workers exist.
 #[derive(Debug, Clone)]
@@ -39,6 +42,8 @@ pub struct Job {
     pub source: String,
     /// Hash of the data.
     pub hash: String,
+    /// Hash of the weights that the run starts from, where they are read from a folder.
+    pub initial: Option<blake3::Hash>,
     /// Number of workers in all processes.
     pub world: usize,
     /// Whether to stop early.
@@ -63,6 +68,7 @@ impl Job {
             (Corpus::from_bytes(name, &corpus::default_text()?.0, &*tokenizer)?, name.to_owned())
         };
         let hash = corpus.hash();
+        let initial = config.init_from.as_deref().map(weights_hash).transpose()?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         let world = plan.ranks() as usize;
         Ok(Self {
@@ -76,6 +82,7 @@ impl Job {
             held_out,
             source,
             hash,
+            initial,
             world,
             stop,
             out: None,
@@ -178,6 +185,22 @@ impl Job {
             n => n,
         }
     }
+}
+
+/// Hash of the weights in a folder, tensor by tensor.
+///
+/// Errors: [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; that the folder does not hold its model.
+fn weights_hash(folder: &Path) -> Result<blake3::Hash> {
+    let mut weights = farflung_zoo::weights::Weights::open(folder)?;
+    let whole = Stage::whole(weights.config(), &Device::cpu(1)?)?;
+    let mut hasher = blake3::Hasher::new();
+    for p in whole.layout().params() {
+        let mut values = vec![0.0; p.shape.len()];
+        weights.tensor(&p.name, &mut values)?;
+        finite::check(&p.name, &values)?;
+        hasher.update(digest(&values).as_bytes());
+    }
+    Ok(hasher.finalize())
 }
 
 /// The preset with what the settings say instead; weights to start from bring their own shape.

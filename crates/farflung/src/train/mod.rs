@@ -23,12 +23,13 @@ mod resync;
 mod run;
 mod sizes;
 mod tied;
+mod together;
 mod trainer;
 
 pub use bind::ReplicaSchedule;
 pub use job::{Job, plan_of};
-pub use links::{Seat, seats};
-pub use meet::same_plan;
+pub use links::{Seat, join, seats};
+pub use meet::{RankValue, same_plan};
 pub use planned::{planned_model, read as read_plan, read_schedule, refusal};
 pub use prices::planned_codec;
 pub use report::{DataSource, PlainAllReduce, Report, SampleText};

@@ -10,11 +10,12 @@ use super::claim::Claim;
 use super::deadline;
 use super::finished::{self, Left};
 use super::job::Job;
-use super::links::{Seat, seats};
-use super::meet::same_plan;
+use super::links::{self, Seat, seats};
+use super::meet::{same_job, same_settings};
 use super::planned;
 use super::report::{Report, sample};
 use super::sizes;
+use super::together::together;
 use super::trainer::{StepDone, Synced, Trainer, hash};
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
@@ -85,22 +86,32 @@ pub fn run(
     stop: crate::Stop,
     watch: &mut dyn Watch,
 ) -> Result<Option<Report>> {
-    let processes = env.map_or(1, |e| e.world_size);
-    let transport = config.transport_for(processes)?;
-    let world = world(&config, env)?;
-    let mut followed = config.clone();
-    if let Some(path) = &config.plan {
-        followed.follow(&planned::read(path)?);
-    }
-    sizes::admit(&followed, env)?;
-    let mut job = Job::new(config, world, stop)?;
-    deadline::check(&job, transport)?;
+    let launched = env.filter(|env| env.world_size > 1);
+    let admitted = admit(&config, env);
+    // What no rank could do is refused without waiting for the others.
+    let admitted = match admitted {
+        Err(error @ Error::TooLarge(_)) => return Err(error),
+        admitted => admitted,
+    };
+    let (mut job, joined) = match launched {
+        None => (admitted.and_then(|()| prepare(config, env, stop))?, None),
+        Some(env) => {
+            let comm = stop.tie(links::join(&config, env)?);
+            let met = same_settings(&config, &comm);
+            let job = met.and_then(|()| {
+                let job = together(&comm, admitted.and_then(|()| prepare(config, Some(env), stop.clone())))?;
+                same_job(&job, &comm)?;
+                Ok(job)
+            });
+            match (job, stop.cancelled()) {
+                (Err(_), Some(signal)) => return Err(Error::Stopped(signal)),
+                (job, _) => (job?, Some(comm)),
+            }
+        }
+    };
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
-    let seats: Vec<Seat> = seats(&job, env)?.into_iter().map(tie).collect();
-    let between = seats.first().map(|seat| &seat.comm).filter(|_| processes > 1);
-    if let Some(comm) = between {
-        same_plan(&job.plan, comm)?;
-    }
+    let seats: Vec<Seat> = seats(&job, joined)?.into_iter().map(tie).collect();
+    let between = seats.first().map(|seat| &seat.comm).filter(|_| launched.is_some());
     let result = Claim::new(job.config.out.as_deref(), &model_name(&job.model), between).and_then(|claim| {
         job.out = Some(claim.path().to_owned());
         run_job(&job, seats, watch)
@@ -110,6 +121,25 @@ pub fn run(
         Some(signal) if result.is_err() => Err(Error::Stopped(signal)),
         _ => result,
     }
+}
+
+/// Whether this machine can take its part of a run: its transport, its memory, its threads.
+fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
+    config.transport_for(env.map_or(1, |env| env.world_size))?;
+    let mut followed = config.clone();
+    if let Some(path) = &config.plan {
+        followed.follow(&planned::read(path)?);
+    }
+    sizes::admit(&followed, env)
+}
+
+/// Reads the data and makes the plan.
+fn prepare(config: TrainConfig, env: Option<&LaunchEnv>, stop: crate::Stop) -> Result<Job> {
+    let transport = config.transport_for(env.map_or(1, |env| env.world_size))?;
+    let world = world(&config, env)?;
+    let job = Job::new(config, world, stop)?;
+    deadline::check(&job, transport)?;
+    Ok(job)
 }
 
 /// Trains a job in the given seats, a thread each.
@@ -236,20 +266,17 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     let Some(out) = &job.out else { return Ok(None) };
     let rank = comm.rank();
     let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
-    if rank.0 > 0 {
-        comm.barrier()?;
-    }
-    let run = RunDir::open(&checkpoint::folder(out, rank), existing)?;
-    if rank.0 == 0 {
-        comm.barrier()?;
-    }
-    Ok(Some(run))
+    let open = || RunDir::open(&checkpoint::folder(out, rank), existing);
+    let first = together(comm, if rank.0 == 0 { open().map(Some) } else { Ok(None) })?;
+    let others = together(comm, if rank.0 == 0 { Ok(None) } else { open().map(Some) })?;
+    Ok(first.or(others))
 }
 
 /// One rank's run.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
     let Seat { comm, simulated, link } = seat;
-    train(job, Trainer::new(job, comm, job.threads(local))?, (simulated, link), watch)
+    let trainer = Trainer::new(job, comm, job.threads(local))?;
+    train(job, trainer, (simulated, link), watch)
 }
 
 fn train(
