@@ -166,6 +166,24 @@ pub enum Error {
         /// Its value.
         value: String,
     },
+    /// The loss of the held-out text is not finite, so that the weights are of no use.
+    #[error("after step {step} the validation loss is {loss}, which is not finite; nothing of it was saved")]
+    LossNotFinite {
+        /// Steps done.
+        step: u64,
+        /// The loss.
+        loss: f64,
+    },
+    /// Copies of the same values are no longer equal: a fault of a machine, or of this program.
+    #[error("after step {step} the {what} of {}; nothing of it was saved", diverged(ranks))]
+    Diverged {
+        /// Steps done.
+        step: u64,
+        /// What differs.
+        what: String,
+        /// The ranks that differ from the majority; all that hold a copy where there is none.
+        ranks: Vec<farflung_base::Rank>,
+    },
     /// A file name inside a checkpoint that would leave its folder, or that stands for something else.
     #[error("`{name}` cannot be the name of a checkpoint's file")]
     FileName {
@@ -272,6 +290,15 @@ pub enum Error {
     /// The user or the system asked for a stop.
     #[error("stopped by {0}")]
     Stopped(Signal),
+}
+
+/// The ranks whose copies differ, in words.
+fn diverged(ranks: &[farflung_base::Rank]) -> String {
+    let shown = crate::train::Ranks(ranks);
+    match ranks {
+        [_] => format!("{shown} differs from that of the others"),
+        [..] => format!("{shown} differ"),
+    }
 }
 
 /// Names of what differs besides, in words.

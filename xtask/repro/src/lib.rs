@@ -49,6 +49,7 @@ mod device_parity;
 #[cfg(feature = "wgpu")]
 mod device_train;
 mod diloco_exact;
+mod divergence;
 mod failure;
 mod gemm;
 mod gpt_step;
@@ -98,6 +99,7 @@ pub const BENCHES: &[Bench] = &[
     resume::BENCH,
     signals::BENCH,
     mismatch::BENCH,
+    divergence::BENCH,
     collective_laws::BENCH,
     collective_cost::BENCH,
     uneven::BENCH,

@@ -313,6 +313,9 @@ settings! {
         eval_batches: u64, "N", 20u64;
         /// Steps between digests of the parameters in metrics.jsonl, by which `farflung diff` compares runs; 0 is none.
         digest_every: u64, "STEPS", 0u64;
+        /// Steps between checks that all parameters and optimizer states are finite and copies of them equal to the bit, as
+        /// also before each checkpoint; 0 is only then.
+        check_every: u64, "STEPS", 50u64;
         /// Steps between checkpoints; 0 saves only at the end and on a signal.
         checkpoint_every: u64, "STEPS", 0u64;
         /// Checkpoints that are kept; 0 keeps all.

@@ -13,6 +13,7 @@ use farflung_zoo::{
     Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Stage, Tokenizer, ZooError, tokenizer,
 };
 
+use super::fault::Fault;
 use super::fingerprint::digest;
 use super::{costs, links, planned};
 use crate::config::choice::TokenizerKind;
@@ -50,6 +51,8 @@ pub struct Job {
     pub stop: Stop,
     /// The run's folder; `None` writes nothing.
     pub out: Option<PathBuf>,
+    /// A bit that changes on one rank: for tests and benches.
+    pub fault: Option<Fault>,
 }
 
 impl Job {
@@ -86,6 +89,7 @@ impl Job {
             world,
             stop,
             out: None,
+            fault: None,
         })
     }
 

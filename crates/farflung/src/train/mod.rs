@@ -9,6 +9,7 @@ mod claim;
 mod costs;
 mod deadline;
 mod executor;
+mod fault;
 mod fingerprint;
 mod finished;
 mod job;
@@ -27,8 +28,10 @@ mod together;
 mod trainer;
 
 pub use bind::ReplicaSchedule;
+pub use fault::{Fault, FaultyValue};
 pub use job::{Job, plan_of};
 pub use links::{Seat, join, seats};
+pub(crate) use meet::Ranks;
 pub use meet::{RankValue, same_plan};
 pub use planned::{planned_model, read as read_plan, read_schedule, refusal};
 pub use prices::planned_codec;

@@ -317,30 +317,34 @@ fn train(
         }
     }
 
-    let first_loss = if begun == 0 { Some(trainer.evaluate()?) } else { None };
+    // Of copies that were read, and of a start from weights.
+    trainer.verify()?;
+    let first_loss = if begun == 0 { Some(evaluated(&mut trainer)?) } else { None };
     let mut last_loss = first_loss;
-    let (mut evaluated, mut saved) = (begun, begun);
+    let (mut last_evaluated, mut saved, mut checked) = (begun, begun, begun);
     while trainer.steps_done() < config.steps {
         let done = trainer.step(job.stop.requested().is_some())?;
         let agreed = done.synced == Synced::Yes;
         let end = done.step == config.steps;
         let stop = done.stop && agreed && !end;
         let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
+        let saves = run.is_some() && agreed && (end || stop || due(config.checkpoint_every, saved));
+        if agreed && (end || saves || due(config.check_every, checked)) {
+            trainer.verify()?;
+            checked = done.step;
+        }
         let mut val_loss = None;
-        if agreed && (end || due(config.eval_every, evaluated)) {
-            val_loss = Some(trainer.evaluate()?);
+        if agreed && (end || due(config.eval_every, last_evaluated)) {
+            val_loss = Some(evaluated(&mut trainer)?);
             last_loss = val_loss;
-            evaluated = done.step;
+            last_evaluated = done.step;
         }
         let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
         let digest = if agreed && wants_digest { trainer.digest()? } else { None };
         if first {
             record.step(&done, val_loss, digest, &clock.totals(trainer.comm()))?;
         }
-        if let Some(run) = &run
-            && agreed
-            && (end || stop || due(config.checkpoint_every, saved))
-        {
+        if let Some(run) = run.as_ref().filter(|_| saves) {
             let totals = clock.totals(trainer.comm());
             checkpoint::save(&mut trainer, job, run, totals)?;
             saved = done.step;
@@ -351,7 +355,7 @@ fn train(
     }
     if begun == config.steps {
         // Of a run that was cut off before its report.
-        last_loss = Some(trainer.evaluate()?);
+        last_loss = Some(evaluated(&mut trainer)?);
         record.rows = if first { finished::rows(run.as_ref())? } else { Vec::new() };
     }
     let totals = clock.totals(trainer.comm());
@@ -364,6 +368,14 @@ fn train(
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// The loss of the held-out text.
+///
+/// Errors: [`Error::LossNotFinite`], on all ranks alike.
+fn evaluated(trainer: &mut Trainer) -> Result<f64> {
+    let loss = trainer.evaluate()?;
+    if loss.is_finite() { Ok(loss) } else { Err(Error::LossNotFinite { step: trainer.steps_done(), loss }) }
 }
 
 /// Share of the elapsed time that the bytes sent take on the link.
