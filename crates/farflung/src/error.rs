@@ -174,6 +174,27 @@ pub enum Error {
         /// The loss.
         loss: f64,
     },
+    /// A rank's folder holds another rank's checkpoint.
+    #[error("{path} is a checkpoint of rank {}, expected one of rank {}: are folders swapped?", owner.0, rank.0)]
+    ForeignFolder {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Who wrote it.
+        owner: farflung_base::Rank,
+        /// Who was to go on from it.
+        rank: farflung_base::Rank,
+    },
+    /// A rank's checkpoint is lost, and no other rank has its parts of the model.
+    #[error(
+        "the folder of rank {} has no good checkpoint of step {step}, and no other rank holds the same part of the model",
+        rank.0
+    )]
+    NoCopy {
+        /// The rank.
+        rank: farflung_base::Rank,
+        /// The step that the others have.
+        step: u64,
+    },
     /// Copies of the same values are no longer equal: a fault of a machine, or of this program.
     #[error("after step {step} the {what} of {}; nothing of it was saved", diverged(ranks))]
     Diverged {
@@ -321,6 +342,8 @@ impl Error {
         match self {
             Self::Setting { .. }
             | Self::RanksDiffer { .. }
+            | Self::ForeignFolder { .. }
+            | Self::NoCopy { .. }
             | Self::TooLarge(_)
             | Self::UnknownKey { .. }
             | Self::ConfigValue { .. }

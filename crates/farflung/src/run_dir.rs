@@ -11,7 +11,7 @@ use crate::metrics::MetricsWriter;
 use crate::{Error, Result};
 
 const LOCK: &str = "run.lock";
-const CONFIG: &str = "config.toml";
+pub(crate) const CONFIG: &str = "config.toml";
 pub(crate) const METRICS: &str = "metrics.jsonl";
 const LATEST: &str = "latest";
 /// The folder of the folders of ranks other than 0, which may be there before rank 0 has written anything.

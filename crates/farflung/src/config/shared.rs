@@ -43,6 +43,16 @@ pub fn is_planned(name: &str) -> bool {
 }
 
 impl TrainConfig {
+    /// Whether a setting that ranks share changes what is trained, rather than what is measured and saved; `name` is its key
+    /// in a file.
+    #[must_use]
+    pub fn is_training(&self, name: &str) -> bool {
+        let measured = |heading: &str| heading == "Evaluation and checkpoints";
+        let all = self.entries();
+        let mut named = all.iter().filter(|(_, entries)| entries.iter().any(|(key, _)| dashed(key) == name));
+        named.any(|(heading, _)| !measured(heading))
+    }
+
     /// The settings that all ranks must have alike, in the order of `--help`. Those without a value are listed as `none`;
     /// those that a plan decides are left out where a plan was given, since plans are compared by what they say.
     #[must_use]

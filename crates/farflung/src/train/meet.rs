@@ -52,7 +52,7 @@ impl fmt::Display for Ranks<'_> {
 /// `what` they are completes "the ... `NAME` is". A fact that only some ranks list counts as different unless `optional`.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank, with the first name that differs, all values and the ranks that have them.
-fn same_facts(
+pub(super) fn same_facts(
     what: &'static str,
     facts: &[Fact],
     comm: &Communicator,
@@ -148,21 +148,26 @@ pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result
     same_facts("setting", &facts, comm, is_planned)
 }
 
+/// What makes a model's function, named as the settings are.
+pub(super) fn model_facts(job: &Job) -> Vec<Fact> {
+    let model = &job.model;
+    vec![
+        Fact::new("layers", model.layers),
+        Fact::new("heads", model.heads),
+        Fact::new("dim", model.dim),
+        Fact::new("context", model.context),
+        Fact::new("tokenizer", format!("{} with a vocabulary of {}", job.tokenizer.name(), model.vocab)),
+    ]
+}
+
 /// Compares what the ranks made of their settings and files: the model's shape, the initial weights, the data, machines and
 /// links, the plan. A collective.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank.
 pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
-    let model = &job.model;
     let tokens = job.training.len() + job.held_out.len();
-    let mut facts = vec![
-        Fact::new("layers", model.layers),
-        Fact::new("heads", model.heads),
-        Fact::new("dim", model.dim),
-        Fact::new("context", model.context),
-        Fact::new("vocabulary", model.vocab),
-        Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)),
-    ];
+    let mut facts = model_facts(job);
+    facts.push(Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)));
     if let Some(hash) = &job.initial {
         facts.push(Fact::new("init-from", format!("weights with hash {}", &hash.to_hex()[..16])));
     }

@@ -288,13 +288,15 @@ fn train(
     let config = &job.config;
     let first = trainer.comm().rank().0 == 0;
     let run = open_folder(job, trainer.comm())?;
-    let before = match &run {
-        Some(run) => checkpoint::resume(&mut trainer, job, run)?.unwrap_or_default(),
-        None => Totals::default(),
+    let resumed = match &run {
+        Some(run) => checkpoint::resume(&mut trainer, job, run)?,
+        None => None,
     };
+    let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
     let seen = watch.as_deref_mut();
-    if let Left::Nothing(report) = finished::left(job, run.as_ref(), trainer.comm(), begun, seen)? {
+    let from = resumed.as_ref().map(|resumed| resumed.from.as_path());
+    if let Left::Nothing(report) = finished::left(job, run.as_ref(), trainer.comm(), from, begun, seen)? {
         return Ok(report.map(|report| *report));
     }
     // Only now that nothing in the folder stands against these settings.
@@ -314,6 +316,9 @@ fn train(
         }
         if begun > 0 {
             watch.note(&format!("resumed at step {begun}"));
+        }
+        for note in resumed.iter().flat_map(|resumed| &resumed.notes) {
+            watch.note(note);
         }
     }
 
