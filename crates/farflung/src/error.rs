@@ -222,6 +222,17 @@ pub enum Error {
         #[source]
         source: serde_json::Error,
     },
+    /// A line of `events.jsonl` is not an event.
+    #[error("{path}:{line} is not an event")]
+    Events {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What the parser says.
+        #[source]
+        source: serde_json::Error,
+    },
     /// The source text of our own dependencies is not on this machine.
     #[error("the default text is not on this machine ({what}): give `--data PATH`")]
     NoCorpus {

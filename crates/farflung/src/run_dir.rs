@@ -11,7 +11,7 @@ use crate::metrics::MetricsWriter;
 use crate::{Error, Result};
 
 const LOCK: &str = "run.lock";
-pub(crate) const CONFIG: &str = "config.toml";
+const CONFIG: &str = "config.toml";
 pub(crate) const METRICS: &str = "metrics.jsonl";
 const LATEST: &str = "latest";
 /// The folder of the folders of ranks other than 0, which may be there before rank 0 has written anything.
@@ -73,6 +73,12 @@ impl RunDir {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether a run has begun in it: its settings are there.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        self.path.join(CONFIG).exists()
     }
 
     /// Keeps a copy of the run's settings as `config.toml`.

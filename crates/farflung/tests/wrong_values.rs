@@ -9,7 +9,7 @@ use std::process::Output;
 
 use farflung::config::choice::{ScheduleKind, SyncKind, TransportKind};
 use farflung::train::{Fault, FaultyValue, Job, Quiet, run_job, seats};
-use farflung::{Checkpoint, Error, Result, Stop, TrainConfig};
+use farflung::{Checkpoint, Error, Result, Stop, TrainConfig, What, events};
 use tiny::{Run, farflung};
 
 fn train(run: &Run, before: &[&str], args: &str) -> Output {
@@ -164,7 +164,11 @@ fn a_bit_that_changes_on_one_replica_is_found_before_the_next_checkpoint() {
             let Error::Diverged { step: 4, what, ranks } = &error else { unreachable!("{error}") };
             assert_eq!(ranks.iter().map(|rank| rank.0).collect::<Vec<_>>(), odd, "{error}");
             assert!(what.ends_with(names) && error.exit_code() == 1, "{error}");
-            assert_eq!(newest(&folder.path().join("run")), 2, "the last good checkpoint stays");
+            let run = folder.path().join("run");
+            assert_eq!(newest(&run), 2, "the last good checkpoint stays");
+            let last = events::read(&run.join("events.jsonl")).unwrap().pop().unwrap();
+            let What::Named { ranks, reason } = last.what else { unreachable!("{last:?}") };
+            assert_eq!((last.step, ranks.as_slice(), reason), (4, odd, error.to_string()));
         }
     }
 }

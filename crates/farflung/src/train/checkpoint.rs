@@ -100,8 +100,8 @@ fn write(
 }
 
 /// Writes this rank's checkpoint; all ranks must call it after the same step, with replicas the same. It becomes the
-/// newest on any rank only after all have written theirs.
-pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<()> {
+/// newest on any rank only after all have written theirs. Gives its path.
+pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.gather_whole()?;
     let packing = if job.config.compress_checkpoints { Packing::Zstd } else { Packing::Plain };
     let Counters { step, outer_step, rounds } = trainer.counters();
@@ -137,10 +137,11 @@ pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Total
     writer.write(TRAINER, &text)?;
 
     trainer.comm().barrier()?;
-    run.commit(writer)?;
+    let path = run.commit(writer)?;
     trainer.comm().barrier()?;
     // The one before is kept even when only one is wanted: another rank may have died between the two lines above.
-    run.prune(if job.config.keep_last == 0 { 0 } else { job.config.keep_last.max(2) })
+    run.prune(if job.config.keep_last == 0 { 0 } else { job.config.keep_last.max(2) })?;
+    Ok(path)
 }
 
 /// Where a run goes on.

@@ -5,7 +5,7 @@ use std::time::Instant;
 use farflung_base::{Link, Nanos};
 use farflung_comm::Communicator;
 
-use super::checkpoint::{self, Totals};
+use super::checkpoint::{self, Resumed, Totals};
 use super::claim::Claim;
 use super::deadline;
 use super::finished::{self, Left};
@@ -19,6 +19,7 @@ use super::together::together;
 use super::trainer::{StepDone, Synced, Trainer, hash};
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
+use crate::events::{EventLog, What};
 use crate::{
     Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig, model_name,
 };
@@ -275,43 +276,55 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
 /// One rank's run.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
     let Seat { comm, simulated, link } = seat;
-    let trainer = Trainer::new(job, comm, job.threads(local))?;
-    train(job, trainer, (simulated, link), watch)
+    let mut trainer = Trainer::new(job, comm, job.threads(local))?;
+    let run = open_folder(job, trainer.comm())?;
+    let mut events = EventLog::new(run.as_ref().map(RunDir::path));
+    let done = train(job, &mut trainer, run.as_ref(), &mut events, (simulated, link), watch);
+    // A folder in which nothing has begun stays empty.
+    if let Err(error) = &done
+        && run.as_ref().is_some_and(RunDir::has_begun)
+    {
+        events.write(trainer.steps_done(), What::ended(error));
+    }
+    done
 }
 
 fn train(
     job: &Job,
-    mut trainer: Trainer,
+    trainer: &mut Trainer,
+    run: Option<&RunDir>,
+    events: &mut EventLog,
     (simulated, link): (bool, Option<Link>),
     mut watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Option<Report>> {
     let config = &job.config;
     let first = trainer.comm().rank().0 == 0;
-    let run = open_folder(job, trainer.comm())?;
-    let resumed = match &run {
-        Some(run) => checkpoint::resume(&mut trainer, job, run)?,
+    let resumed = match run {
+        Some(run) => checkpoint::resume(trainer, job, run)?,
         None => None,
     };
     let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
     let seen = watch.as_deref_mut();
     let from = resumed.as_ref().map(|resumed| resumed.from.as_path());
-    if let Left::Nothing(report) = finished::left(job, run.as_ref(), trainer.comm(), from, begun, seen)? {
+    if let Left::Nothing(report) = finished::left(job, run, trainer.comm(), from, begun, seen)? {
         return Ok(report.map(|report| *report));
     }
+    // Of copies that were read, and of a start from weights.
+    trainer.verify()?;
     // Only now that nothing in the folder stands against these settings.
-    if let Some(run) = &run {
+    if let Some(run) = run {
         run.write_config(&config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
     }
-    let metrics = run.as_ref().filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
+    let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
     if let Some(watch) = record.watch.as_deref_mut() {
         for line in config.notes(&Circumstances { model: job.model, world: job.world, simulated }) {
             watch.note(&line);
         }
-        if let Some(note) = note(&trainer, job)? {
+        if let Some(note) = note(trainer, job)? {
             watch.note(&note);
         }
         if begun > 0 {
@@ -322,13 +335,19 @@ fn train(
         }
     }
 
-    // Of copies that were read, and of a start from weights.
-    trainer.verify()?;
-    let first_loss = if begun == 0 { Some(evaluated(&mut trainer)?) } else { None };
+    events.time_s = before.time_s;
+    if let Some(Resumed { from, notes, .. }) = resumed {
+        events.write(begun, What::Resumed { from: from.display().to_string(), notes });
+    }
+    let first_loss = if begun == 0 { Some(evaluated(trainer)?) } else { None };
     let mut last_loss = first_loss;
     let (mut last_evaluated, mut saved, mut checked) = (begun, begun, begun);
     while trainer.steps_done() < config.steps {
         let done = trainer.step(job.stop.requested().is_some())?;
+        events.time_s = clock.totals(trainer.comm()).time_s;
+        if done.skipped > 0 {
+            events.write(done.step, What::Skipped { times: done.skipped });
+        }
         let agreed = done.synced == Synced::Yes;
         let end = done.step == config.steps;
         let stop = done.stop && agreed && !end;
@@ -340,7 +359,7 @@ fn train(
         }
         let mut val_loss = None;
         if agreed && (end || due(config.eval_every, last_evaluated)) {
-            val_loss = Some(evaluated(&mut trainer)?);
+            val_loss = Some(evaluated(trainer)?);
             last_loss = val_loss;
             last_evaluated = done.step;
         }
@@ -349,10 +368,11 @@ fn train(
         if first {
             record.step(&done, val_loss, digest, &clock.totals(trainer.comm()))?;
         }
-        if let Some(run) = run.as_ref().filter(|_| saves) {
+        if let Some(run) = run.filter(|_| saves) {
             let totals = clock.totals(trainer.comm());
-            checkpoint::save(&mut trainer, job, run, totals)?;
+            let path = checkpoint::save(trainer, job, run, totals)?;
             saved = done.step;
+            events.write(saved, What::Saved { path: path.display().to_string() });
         }
         if stop {
             return Err(Error::Stopped(job.stop.requested().unwrap_or(Signal::Terminate)));
@@ -360,8 +380,8 @@ fn train(
     }
     if begun == config.steps {
         // Of a run that was cut off before its report.
-        last_loss = Some(evaluated(&mut trainer)?);
-        record.rows = if first { finished::rows(run.as_ref())? } else { Vec::new() };
+        last_loss = Some(evaluated(trainer)?);
+        record.rows = if first { finished::rows(run)? } else { Vec::new() };
     }
     let totals = clock.totals(trainer.comm());
     let Some((stage, params)) = trainer.whole()? else { return Ok(None) };
@@ -369,7 +389,7 @@ fn train(
     let hash = hash(stage, params)?.to_hex().to_string();
     let report =
         Report::new(job, (simulated, link), (first_loss, last_loss), record.rows, totals, hash, text)?;
-    if let Some(run) = &run {
+    if let Some(run) = run {
         report.write(run)?;
     }
     Ok(Some(report))

@@ -2,6 +2,7 @@
 
 use farflung_comm::Communicator;
 
+use crate::events::causes;
 use crate::{Error, Result};
 
 /// The longest message about another rank's failure that is shown, in bytes.
@@ -14,12 +15,7 @@ pub(super) fn together<T>(comm: &Communicator, mine: Result<T>) -> Result<T> {
     let told = match &mine {
         Ok(_) => Vec::new(),
         Err(error) => {
-            let mut text = error.to_string();
-            let mut cause = std::error::Error::source(error);
-            while let Some(error) = cause {
-                text = format!("{text}: {error}");
-                cause = error.source();
-            }
+            let text = causes(error);
             [&[error.exit_code()], text.as_bytes()].concat()
         }
     };

@@ -97,6 +97,8 @@ pub struct StepDone {
     pub stop: bool,
     /// Where copies of parameters were compared: how far apart they were.
     pub drift: Option<Drift>,
+    /// How often the step was given up because its gradients overflowed, and computed again.
+    pub skipped: u32,
 }
 
 impl Trainer {
@@ -168,6 +170,7 @@ impl Trainer {
     /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and one that fails
     /// anywhere before all ranks agreed leaves parameters, moments and residuals as they were.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
+        let mut skipped = 0;
         let vote = loop {
             let vote = self.pass(stop)?;
             if self.each_step {
@@ -186,6 +189,7 @@ impl Trainer {
                 // The same on all ranks that voted, and there it never happened.
                 Err(OptimError::NotFinite { .. }) if self.scale.overflowed() => {
                     self.executor.parts.values_mut().for_each(Part::rollback);
+                    skipped += 1;
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -198,7 +202,7 @@ impl Trainer {
         if done.synced == Synced::Yes {
             done.drift = self.compare()?;
         }
-        Ok(done)
+        Ok(StepDone { skipped, ..done })
     }
 
     /// Changes the bit that a test wants changed here.
@@ -219,6 +223,7 @@ impl Trainer {
             synced: Synced::Yes,
             stop: vote.stop,
             drift: None,
+            skipped: 0,
         }
     }
 
@@ -230,8 +235,16 @@ impl Trainer {
         // A single replica is always the same as itself.
         let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
         if !due && !alone {
-            let (loss, losses) = (vote.loss, Vec::new());
-            return Ok(StepDone { step, loss, losses, synced: Synced::No, stop: false, drift: None });
+            let (loss, losses, skipped) = (vote.loss, Vec::new(), 0);
+            return Ok(StepDone {
+                step,
+                loss,
+                losses,
+                synced: Synced::No,
+                stop: false,
+                drift: None,
+                skipped,
+            });
         }
         let vote = self.vote_on_window(stop || vote.stop);
         let exchanged = self.exchange();
@@ -255,6 +268,7 @@ impl Trainer {
             synced: Synced::Yes,
             stop: vote.stop,
             drift: None,
+            skipped: 0,
         })
     }
 

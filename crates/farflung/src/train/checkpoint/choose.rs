@@ -87,7 +87,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
 ///
 /// Errors: [`Error::ForeignFolder`] for that of another rank.
 fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<Own> {
-    let begun = run.path().join(run_dir::CONFIG).exists();
+    let begun = run.has_begun();
     let newest = match run.latest() {
         Ok(Some(newest)) => Ok(Some(checked_owner(newest, rank)?)),
         other => other,
