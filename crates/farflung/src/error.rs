@@ -27,6 +27,32 @@ pub enum Error {
         /// What would have been right.
         expected: String,
     },
+    /// Ranks of a job were started with different values of what all must have alike.
+    #[error(
+        "the {what} `{field}` is {}, expected the same on all ranks{}",
+        values.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and "),
+        and_also(also)
+    )]
+    RanksDiffer {
+        /// What differs: a setting, or a field of the plan.
+        what: &'static str,
+        /// Its name.
+        field: String,
+        /// The values, each with the ranks that have it.
+        values: Vec<crate::train::RankValue>,
+        /// Names of what differs too.
+        also: Vec<String>,
+    },
+    /// Another rank failed at what all ranks must do before they go on.
+    #[error("rank {rank} failed: {message}")]
+    OnRank {
+        /// The rank.
+        rank: usize,
+        /// What it says.
+        message: String,
+        /// Its exit code.
+        code: u8,
+    },
     /// A run needs more memory than there is.
     #[error("{0}")]
     TooLarge(Box<crate::train::TooLarge>),
@@ -130,6 +156,55 @@ pub enum Error {
         /// How one can tell.
         what: &'static str,
     },
+    /// A tensor has values that no model can be computed with, or that must not be saved.
+    #[error("tensor `{tensor}` is not finite: its element {index} is {value}")]
+    NotFinite {
+        /// The tensor, of weights or of an optimizer's state.
+        tensor: String,
+        /// The first element that is not.
+        index: usize,
+        /// Its value.
+        value: String,
+    },
+    /// The loss of the held-out text is not finite, so that the weights are of no use.
+    #[error("after step {step} the validation loss is {loss}, which is not finite; nothing of it was saved")]
+    LossNotFinite {
+        /// Steps done.
+        step: u64,
+        /// The loss.
+        loss: f64,
+    },
+    /// A rank's folder holds another rank's checkpoint.
+    #[error("{path} is a checkpoint of rank {}, expected one of rank {}: are folders swapped?", owner.0, rank.0)]
+    ForeignFolder {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Who wrote it.
+        owner: farflung_base::Rank,
+        /// Who was to go on from it.
+        rank: farflung_base::Rank,
+    },
+    /// A rank's checkpoint is lost, and no other rank has its parts of the model.
+    #[error(
+        "the folder of rank {} has no good checkpoint of step {step}, and no other rank holds the same part of the model",
+        rank.0
+    )]
+    NoCopy {
+        /// The rank.
+        rank: farflung_base::Rank,
+        /// The step that the others have.
+        step: u64,
+    },
+    /// Copies of the same values are no longer equal: a fault of a machine, or of this program.
+    #[error("after step {step} the {what} of {}; nothing of it was saved", diverged(ranks))]
+    Diverged {
+        /// Steps done.
+        step: u64,
+        /// What differs.
+        what: String,
+        /// The ranks that differ from the majority; all that hold a copy where there is none.
+        ranks: Vec<farflung_base::Rank>,
+    },
     /// A file name inside a checkpoint that would leave its folder, or that stands for something else.
     #[error("`{name}` cannot be the name of a checkpoint's file")]
     FileName {
@@ -139,6 +214,17 @@ pub enum Error {
     /// A line of `metrics.jsonl` is not a step.
     #[error("{path}:{line} is not a line of metrics")]
     Metrics {
+        /// The file.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What the parser says.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// A line of `events.jsonl` is not an event.
+    #[error("{path}:{line} is not an event")]
+    Events {
         /// The file.
         path: PathBuf,
         /// Line, from 1.
@@ -247,6 +333,27 @@ pub enum Error {
     Stopped(Signal),
 }
 
+/// The ranks whose copies differ, in words.
+fn diverged(ranks: &[farflung_base::Rank]) -> String {
+    let shown = crate::train::Ranks(ranks);
+    match ranks {
+        [_] => format!("{shown} differs from that of the others"),
+        [..] => format!("{shown} differ"),
+    }
+}
+
+/// Names of what differs besides, in words.
+fn and_also(names: &[String]) -> String {
+    match names {
+        [] => String::new(),
+        [name] => format!(" (`{name}` differs too)"),
+        names => {
+            let quoted: Vec<_> = names.iter().map(|name| format!("`{name}`")).collect();
+            format!(" ({} differ too)", quoted.join(", "))
+        }
+    }
+}
+
 impl Error {
     /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130, 143 and 129 after a
     /// signal, the child's own for a launched one, else 1.
@@ -254,6 +361,9 @@ impl Error {
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Setting { .. }
+            | Self::RanksDiffer { .. }
+            | Self::ForeignFolder { .. }
+            | Self::NoCopy { .. }
             | Self::TooLarge(_)
             | Self::UnknownKey { .. }
             | Self::ConfigValue { .. }
@@ -271,7 +381,7 @@ impl Error {
             | Self::Comm(CommError::Missing { .. })
             | Self::Boundary { source: farflung_compress::CompressError::CacheMiss { .. }, .. } => 75,
             Self::Stopped(signal) => signal.exit_code(),
-            Self::Child { code, .. } => *code,
+            Self::Child { code, .. } | Self::OnRank { code, .. } => *code,
             _ => 1,
         }
     }

@@ -75,6 +75,12 @@ impl RunDir {
         &self.path
     }
 
+    /// Whether a run has begun in it: its settings are there.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        self.path.join(CONFIG).exists()
+    }
+
     /// Keeps a copy of the run's settings as `config.toml`.
     pub fn write_config(&self, toml: &str) -> Result<()> {
         self.replace(CONFIG, toml.as_bytes())

@@ -215,6 +215,14 @@ impl Chain {
         Ok(())
     }
 
+    /// Takes the last committed step back: `states` are copies of the states before it, in their order.
+    pub(crate) fn take_back(&mut self, states: Vec<Tensor>) {
+        for ((_, state), before) in self.states.iter_mut().zip(states) {
+            *state = before;
+        }
+        self.step -= 1;
+    }
+
     /// Named state buffers, each of the layout's length.
     pub fn states(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.states.iter().map(|(name, t)| (name.as_str(), t))

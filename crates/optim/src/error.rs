@@ -27,6 +27,12 @@ pub enum OptimError {
         /// The norm.
         norm: f64,
     },
+    /// A step after which some values would not be finite: it was not taken, and nothing changed.
+    #[error("the step would leave {name} that are not finite; it was not taken")]
+    StepNotFinite {
+        /// Which values.
+        name: String,
+    },
     /// Saved state that does not fit.
     #[error("optimizer state `{name}`: {found} elements, expected {expected}")]
     State {

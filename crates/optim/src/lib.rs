@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod error;
+mod finite;
 
 pub mod schedule;
 pub mod transform;
@@ -22,6 +23,7 @@ pub mod sync;
 pub use average::{Average, AverageConfig, Averaged, Averaging, agree, loss_scale};
 pub use chain::{Chain, ChainBuilder, Prepared, global_norm, sum_of_squares};
 pub use error::OptimError;
+pub use finite::all_finite;
 pub use outer::OuterOptimizer;
 pub use preset::{AdamW, Sgd, adamw, diloco_outer, sgd};
 pub use scaling::LossScale;

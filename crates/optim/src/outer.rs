@@ -2,6 +2,7 @@
 
 use farflung_tensor::{Op, Program, ProgramBuilder, Tensor};
 
+use crate::finite::is_finite;
 use crate::{Chain, OptimError, Prepared};
 
 /// Every H steps: `delta = mean over workers of (anchor - params)`; the chain takes `delta` for a gradient and moves the
@@ -15,6 +16,15 @@ pub struct OuterOptimizer {
     anchor: Tensor,
     delta: Tensor,
     difference: Program,
+    /// The anchor and the chain's states before a step that was tried and not yet committed.
+    before: Option<(Tensor, Vec<Tensor>)>,
+}
+
+/// A copy on the same device.
+fn copy(x: &Tensor) -> Result<Tensor, OptimError> {
+    let mut y = x.device().empty(x.dtype(), x.shape())?;
+    x.device().run(Op::Cast { x: x.view(), y: y.view_mut() })?;
+    Ok(y)
 }
 
 impl OuterOptimizer {
@@ -28,7 +38,7 @@ impl OuterOptimizer {
         let (anchor_value, param_value) = (p.read(0), p.read(1));
         let difference = p.sub(anchor_value, param_value);
         p.store(0, difference);
-        Ok(Self { chain, anchor, delta: device.zeros(len)?, difference: p.build()? })
+        Ok(Self { chain, anchor, delta: device.zeros(len)?, difference: p.build()?, before: None })
     }
 
     /// Computes `anchor - params` of this worker and gives the buffer, to be averaged over all workers in place.
@@ -52,10 +62,47 @@ impl OuterOptimizer {
         self.chain.prepare(&self.delta)
     }
 
-    /// Moves the anchor by the averaged delta and sets the parameters to it.
-    pub fn commit(&mut self, params: &mut Tensor, prepared: Prepared) -> Result<(), OptimError> {
+    /// Moves the anchor by the averaged delta, to be [committed](OuterOptimizer::commit) or [undone](OuterOptimizer::undo).
+    ///
+    /// Errors: [`OptimError::StepNotFinite`] if the anchor or the chain's states would not be finite; nothing has changed
+    /// then.
+    pub fn try_step(&mut self, prepared: Prepared) -> Result<(), OptimError> {
+        let states = self.chain.states().map(|(_, state)| copy(state)).collect::<Result<_, _>>()?;
+        self.before = Some((copy(&self.anchor)?, states));
         self.chain.commit(&mut self.anchor, &self.delta, prepared)?;
-        Ok(params.device().clone().run(Op::Cast { x: self.anchor.view(), y: params.view_mut() })?)
+        let mut broken = None;
+        for (name, tensor) in [("parameters", &self.anchor)].into_iter().chain(self.chain.states()) {
+            if broken.is_none() && !is_finite(tensor)? {
+                broken = Some(name.to_owned());
+            }
+        }
+        match broken {
+            None => Ok(()),
+            Some(name) => {
+                self.undo();
+                Err(OptimError::StepNotFinite { name })
+            }
+        }
+    }
+
+    /// Takes back a step that was tried and not committed, if there is one.
+    pub fn undo(&mut self) {
+        if let Some((anchor, states)) = self.before.take() {
+            self.anchor = anchor;
+            self.chain.take_back(states);
+        }
+    }
+
+    /// Sets the parameters to the anchor, after the step if that was not [tried](OuterOptimizer::try_step) before.
+    ///
+    /// Errors: those of [`OuterOptimizer::try_step`].
+    pub fn commit(&mut self, params: &mut Tensor, prepared: Prepared) -> Result<(), OptimError> {
+        if self.before.is_none() {
+            self.try_step(prepared)?;
+        }
+        params.device().clone().run(Op::Cast { x: self.anchor.view(), y: params.view_mut() })?;
+        self.before = None;
+        Ok(())
     }
 
     /// Outer steps committed so far.

@@ -16,8 +16,8 @@ pub use diloco::DiLoCo;
 /// Keeps a rank's copy of some parameters equal to the copies of others.
 ///
 /// Order of the calls in a step: where [`Synchroniser::gradients`] gives an average, the step's gradients go through it
-/// and the optimizer's update follows. Then, where [`Synchroniser::is_due`], [`Synchroniser::exchange`] and, once all
-/// ranks agreed, [`Synchroniser::commit`]. [`Synchroniser::rollback`] instead of a commit leaves no trace.
+/// and the optimizer's update follows. Then, where [`Synchroniser::is_due`], [`Synchroniser::exchange`],
+/// [`Synchroniser::prepare`] and, once all ranks agreed, [`Synchroniser::commit`]. [`Synchroniser::rollback`] instead of a commit leaves no trace.
 pub trait Synchroniser: std::fmt::Debug + Send {
     /// The average that the gradients of each step go through; `None` for a method whose steps are local.
     fn gradients(&mut self) -> Option<&mut Average>;
@@ -25,14 +25,20 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Whether all copies are to agree after this step, counted from 1; they always do after the last one.
     fn is_due(&self, step: u64, is_last: bool) -> bool;
 
-    /// Averages over all copies, and prepares the parameters' next values. No parameter has changed when it returns.
-    /// `weight` is this copy's part of the mean, where 1 is an equal part.
+    /// Averages over all copies. No parameter has changed when it returns. `weight` is this copy's part of the mean, where 1
+    /// is an equal part.
     ///
-    /// Errors: a peer that was lost; [`OptimError::NotFinite`] where what was averaged is not finite, on all ranks alike.
+    /// Errors: a peer that was lost; a codec that refuses values which are not finite.
     fn exchange(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError>;
 
     /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
+
+    /// Computes the parameters' next values. No parameter has changed when it returns.
+    ///
+    /// Errors: [`OptimError::NotFinite`] and [`OptimError::StepNotFinite`] where what was averaged or what follows from it is
+    /// not finite: on all copies alike, since all have the same average.
+    fn prepare(&mut self) -> Result<(), OptimError>;
 
     /// Takes the step that was exchanged, or makes the average of gradients final.
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError>;

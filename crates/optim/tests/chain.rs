@@ -449,3 +449,35 @@ fn parts_that_know_the_global_norm_step_as_the_whole() {
     }
     assert!(farflung_optim::Prepared::with_norm(f64::NAN).is_err());
 }
+
+#[test]
+fn an_outer_step_that_would_not_be_finite_changes_nothing() {
+    let layout = ParamLayout::new([("w".to_owned(), Shape::from(4))]);
+    let flat = |value: f32| CPU.tensor(&vec![value; layout.len()], layout.len()).unwrap();
+    let mut outer =
+        OuterOptimizer::new(diloco_outer(1e25, 0.9).build(&CPU, &layout).unwrap(), &flat(1.0)).unwrap();
+    let mut params = flat(-1e15);
+    // The average is finite and the step is not.
+    outer.delta(&params).unwrap();
+    let prepared = outer.prepare().unwrap();
+    let before: Vec<_> = outer.states().map(|(_, state)| state.to_vec::<f32>().unwrap()).collect();
+    for _ in 0..2 {
+        let error = outer.try_step(prepared).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the step would leave parameters that are not finite; it was not taken"
+        );
+        assert!(outer.commit(&mut params, prepared).is_err());
+        let now: Vec<_> = outer.states().map(|(_, state)| state.to_vec::<f32>().unwrap()).collect();
+        assert_eq!((now, outer.step()), (before.clone(), 0));
+        assert_eq!(params.to_vec::<f32>().unwrap()[0], -1e15);
+    }
+    // A step that was tried and is given up has never been.
+    let mut outer =
+        OuterOptimizer::new(diloco_outer(0.7, 0.9).build(&CPU, &layout).unwrap(), &flat(1.0)).unwrap();
+    outer.delta(&flat(0.5)).unwrap();
+    let prepared = outer.prepare().unwrap();
+    outer.try_step(prepared).unwrap();
+    outer.undo();
+    assert_eq!((outer.step(), outer.anchor().to_vec::<f32>().unwrap()[0]), (0, 1.0));
+}

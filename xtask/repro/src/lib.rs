@@ -51,6 +51,7 @@ mod device_parity;
 #[cfg(feature = "wgpu")]
 mod device_train;
 mod diloco_exact;
+mod divergence;
 mod failure;
 mod gemm;
 mod gpt_step;
@@ -60,6 +61,7 @@ mod hostile_frames;
 mod hostile_payloads;
 mod instructions;
 mod learn_nano;
+mod mismatch;
 mod overlap_comm;
 mod overlap_ddp;
 mod pipeline_exact;
@@ -99,6 +101,8 @@ pub const BENCHES: &[Bench] = &[
     overlap_ddp::BENCH,
     resume::BENCH,
     signals::BENCH,
+    mismatch::BENCH,
+    divergence::BENCH,
     collective_laws::BENCH,
     collective_cost::BENCH,
     uneven::BENCH,

@@ -13,7 +13,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "resume",
-    claim: "a run killed with SIGKILL at random moments and resumed ends with the same bits as one never killed",
+    claim: "a run killed with SIGKILL at random moments and resumed ends with the same bits as one never killed; lost and \
+            swapped folders, a finished run, changed settings and another number of workers are each dealt with",
     source: "ours",
     seed: 1337,
     run,
@@ -49,7 +50,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         }
         finish(&mut train(flags, &killed)?)?;
 
-        let files = differing_files(&alone, &killed)?;
+        let files = differing_files(&alone, &killed, STEPS)?;
         report.row(&format!("{name}: kills"), kills as f64, "", Mark::AtLeast(1.0))?;
         let last = between.last().copied().unwrap_or(0);
         report.row(&format!("{name}: step of the last kill, of {STEPS}"), last as f64, "", Mark::None)?;
@@ -58,28 +59,120 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let losses = differing_losses(&log(&alone)?, &log(&killed)?);
         report.row(&format!("{name}: losses that differ"), losses as f64, "steps", Mark::AtMost(0.0))?;
     }
-    Ok(())
+    other_ways(report, folder.path())
 }
 
-/// A small run with a checkpoint every 5 steps that goes on where it was cut off.
+/// Steps of a run before something happens to it. Its learning rate is constant, so that a run of more steps begins alike.
+const HALF: u64 = 10;
+
+/// Resumes that are not the same run in the same folders again.
+fn other_ways(report: &mut Report<'_>, folder: &Path) -> Result<()> {
+    let flags = ["--codec", "none", "--lr-schedule", "constant"];
+    let half = HALF.to_string();
+    let train = |out: &Path, more: &[&str]| train(&[&flags[..], more].concat(), out);
+    let (whole, first) = (folder.join("whole"), folder.join("first"));
+    finish(&mut train(&whole, &["--steps", "20"])?)?;
+    finish(&mut train(&first, &["--steps", &half])?)?;
+    let copy = |name: &str| -> Result<PathBuf> {
+        let to = folder.join(name);
+        let copied = Command::new("cp").arg("-r").args([&first, &to]).status().context("failed to copy")?;
+        ensure!(copied.success(), "failed to copy {}", first.display());
+        Ok(to)
+    };
+    let said = |command: &mut Command| -> Result<(Option<i32>, String)> {
+        let output = command.output().context("failed to start `farflung`")?;
+        Ok((output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
+    };
+
+    for lost in 0..WORKERS {
+        let run = copy(&format!("lost-{lost}"))?;
+        let folder = run.join(rank_folder(lost));
+        for entry in std::fs::read_dir(&folder)?.filter_map(Result::ok).filter(|e| e.file_name() != "ranks") {
+            let path = entry.path();
+            if path.is_dir() { std::fs::remove_dir_all(path)? } else { std::fs::remove_file(path)? }
+        }
+        finish(&mut train(&run, &["--steps", "20"])?)?;
+        let files = differing_files(&whole, &run, 20)?;
+        let metric = format!("folder of rank {lost} lost: models and optimizer states that differ");
+        report.row(&metric, files as f64, "files", Mark::AtMost(0.0))?;
+    }
+
+    let run = copy("swapped")?;
+    let (one, two) = (run.join(rank_folder(1)), run.join(rank_folder(2)));
+    std::fs::rename(&one, run.join("aside"))?;
+    std::fs::rename(&two, &one)?;
+    std::fs::rename(run.join("aside"), &two)?;
+    let (code, text) = said(&mut train(&run, &["--steps", "20"])?)?;
+    let refused = code == Some(2) && text.contains("expected one of rank");
+    report.row(
+        "swapped folders: refused, with whose they are",
+        f64::from(u8::from(refused)),
+        "",
+        Mark::AtLeast(1.0),
+    )?;
+
+    let run = copy("finished")?;
+    let before = std::fs::read(run.join("report.json"))?;
+    let (code, text) = said(&mut train(&run, &["--steps", &half])?)?;
+    let left = code == Some(0)
+        && text.contains("nothing was done")
+        && std::fs::read(run.join("report.json"))? == before;
+    report.row(
+        "a finished run: left alone, and said so",
+        f64::from(u8::from(left)),
+        "",
+        Mark::AtLeast(1.0),
+    )?;
+    let (code, text) = said(&mut train(&run, &["--steps", "5"])?)?;
+    let named = code == Some(2) && text.contains(&run.join(format!("step-{HALF:08}")).display().to_string());
+    report.row("fewer steps than are done: refused", f64::from(u8::from(named)), "", Mark::AtLeast(1.0))?;
+
+    for (flag, value) in [("--heads", "4"), ("--dim", "32"), ("--context", "16"), ("--layers", "3")] {
+        let (code, text) = said(&mut train(&copy(&flag[2..])?, &["--steps", "20", flag, value])?)?;
+        let refused = code == Some(2) && text.contains(&format!("`{}`", &flag[2..]));
+        let metric = format!("{flag} changed: refused by name");
+        report.row(&metric, f64::from(u8::from(refused)), "", Mark::AtLeast(1.0))?;
+    }
+    let (code, text) = said(&mut train(&copy("beta2")?, &["--steps", "20", "--beta2", "0.5"])?)?;
+    let told = code == Some(0) && text.contains("warning: ") && text.contains("`beta2` is 0.5, was 0.95");
+    report.row("--beta2 changed: told", f64::from(u8::from(told)), "", Mark::AtLeast(1.0))?;
+
+    let run = copy("workers")?;
+    finish(&mut train(&run, &["--steps", "20", "--workers", "2", "--batch", "8"])?)?;
+    let losses = |run: &Path| -> Result<Vec<f64>> { Ok(log(run)?.iter().map(|m| m.train_loss).collect()) };
+    let off = crate::workers::farthest(&losses(&run)?, &losses(&whole)?);
+    report.row("4 workers, then 2: largest difference of losses", off, "nats", Mark::AtMost(1e-5))
+}
+
+/// A rank's folder within the run's.
+fn rank_folder(rank: usize) -> PathBuf {
+    if rank == 0 { PathBuf::new() } else { PathBuf::from(format!("ranks/rank-{rank:05}")) }
+}
+
+/// A small run with a checkpoint every 5 steps that goes on where it was cut off. `flags` stand above those that it needs.
 fn train(flags: &[&str], out: &Path) -> Result<Command> {
-    let mut command =
-        farflung(&["train", "--layers", "2", "--heads", "2", "--dim", "64", "--context", "32"])?;
-    command.args([
-        "--batch",
-        "4",
-        "--warmup",
-        "10",
-        "--threads",
-        "1",
-        "--eval-every",
-        "0",
-        "--eval-batches",
-        "4",
-    ]);
-    command.args(["--sample-tokens", "0", "--checkpoint-every", "5", "--resume", "auto"]);
-    command.args(["--steps", &STEPS.to_string(), "--workers", &WORKERS.to_string()]);
+    let (steps, workers) = (STEPS.to_string(), WORKERS.to_string());
+    let needed = [
+        ("--layers", "2"),
+        ("--heads", "2"),
+        ("--dim", "64"),
+        ("--context", "32"),
+        ("--batch", "4"),
+        ("--warmup", "10"),
+        ("--threads", "1"),
+        ("--eval-every", "0"),
+        ("--eval-batches", "4"),
+        ("--sample-tokens", "0"),
+        ("--checkpoint-every", "5"),
+        ("--resume", "auto"),
+        ("--steps", &steps),
+        ("--workers", &workers),
+    ];
+    let mut command = farflung(&["train"])?;
     command.args(flags).arg("--out").arg(out).stderr(Stdio::piped());
+    for (flag, value) in needed.into_iter().filter(|(flag, _)| !flags.contains(flag)) {
+        command.args([flag, value]);
+    }
     Ok(command)
 }
 
@@ -129,14 +222,13 @@ fn differing_losses(a: &[StepMetrics], b: &[StepMetrics]) -> usize {
 }
 
 /// Files of the last checkpoints of all ranks that are not the same.
-fn differing_files(a: &Path, b: &Path) -> Result<usize> {
+fn differing_files(a: &Path, b: &Path, step: u64) -> Result<usize> {
     let read =
         |path: PathBuf| std::fs::read(&path).with_context(|| format!("failed to read {}", path.display()));
     let mut differing = 0;
     for rank in 0..WORKERS {
-        let folder = if rank == 0 { PathBuf::new() } else { PathBuf::from(format!("ranks/rank-{rank:05}")) };
         for name in ["model.safetensors", "optimizer.safetensors"] {
-            let file = folder.join(format!("step-{STEPS:08}")).join(name);
+            let file = rank_folder(rank).join(format!("step-{step:08}")).join(name);
             differing += usize::from(read(a.join(&file))? != read(b.join(&file))?);
         }
     }

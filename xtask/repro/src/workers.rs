@@ -114,7 +114,7 @@ fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
         master_port: port,
         source: "the bench",
     };
-    seats(job, Some(&env))?.pop().context("a process has one seat")
+    seats(job, Some(farflung::train::join(&job.config, &env)?))?.pop().context("a process has one seat")
 }
 
 /// `|a - b| / |b|` over whole buffers, in f64.

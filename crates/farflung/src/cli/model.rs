@@ -6,7 +6,7 @@ use std::sync::Arc;
 use farflung::tensor::{Device, DeviceName, Precision, Tensor};
 use farflung::zoo::weights::Weights;
 use farflung::zoo::{Stage, Tokenizer, tokenizer};
-use farflung::{Error, Result, run_dir};
+use farflung::{Error, Result, finite, run_dir};
 
 /// Where a model comes from.
 #[derive(Debug, clap::Args)]
@@ -61,6 +61,7 @@ impl ModelArgs {
         let device = Device::open(self.device, threads)?.with_precision(self.precision);
         let stage = Stage::whole(weights.config(), &device)?;
         let params = stage.load(&mut weights)?;
+        finite::check_flat("", stage.layout(), &params.to_vec::<f32>()?)?;
         let vocab = stage.config().vocab;
         let default = if vocab == 256 { "byte" } else { "gpt2" };
         let tokenizer = tokenizer::by_name(self.tokenizer.as_deref().unwrap_or(default))?;

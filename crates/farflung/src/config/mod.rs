@@ -2,7 +2,7 @@
 //!
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single settings
 //! are in [`choice`], how a file is read in [`mod@file`], the flags as a command has them in [`flags`], which of them change
-//! nothing in [`notes`]. It refuses to know what the settings do.
+//! nothing in [`notes`], which of them all ranks of a job share in [`shared`]. It refuses to know what the settings do.
 
 pub mod choice;
 pub mod file;
@@ -11,6 +11,7 @@ pub mod given;
 pub(crate) mod nearest;
 pub mod notes;
 pub mod plan;
+pub mod shared;
 pub mod value;
 
 #[cfg(test)]
@@ -36,6 +37,7 @@ use choice::{
 };
 use given::{BY_DEFAULT, Given};
 use nearest::with_nearest;
+use shared::Own;
 use value::Setting;
 
 /// The default link, `home`: a fibre or cable line's uplink.
@@ -76,10 +78,11 @@ macro_rules! printed {
     };
 }
 
-/// Declares `TrainArgs` (what was given) and `TrainConfig` (what holds) from one list of settings.
+/// Declares `TrainArgs` (what was given) and `TrainConfig` (what holds) from one list of settings. Ranks of a job compare a
+/// setting when they meet, unless its row ends with `=>` and the reason why it may differ between them.
 macro_rules! settings {
     ($($heading:literal {
-        $($(#[doc = $doc:literal])+ $name:ident: $ty:ty, $metavar:literal $(, $default:expr)?;)+
+        $($(#[doc = $doc:literal])+ $name:ident: $ty:ty, $metavar:literal $(, $default:expr)? $(=> $own:literal)?;)+
     })+) => {
         /// The settings of a run as they were given: `None` where they were not.
         #[derive(Debug, Clone, Default, PartialEq, clap::Args)]
@@ -106,6 +109,10 @@ macro_rules! settings {
         impl TrainArgs {
             /// The names of all settings as they stand in a file, in the order of `--help`.
             pub const KEYS: &'static [&'static str] = &[$($(stringify!($name),)+)+];
+
+            /// The settings that may differ between the ranks of a job.
+            pub const OWN: &'static [Own] =
+                &[$($($(Own { name: stringify!($name), why: $own },)?)+)+];
 
             /// These, and `other`'s where these give nothing.
             #[must_use]
@@ -177,20 +184,20 @@ settings! {
         /// How text becomes tokens: byte or gpt2.
         tokenizer: TokenizerKind, "KIND", TokenizerKind::Byte;
         /// Folder with Hugging Face GPT-2 weights to start from.
-        init_from: PathBuf, "DIR";
+        init_from: PathBuf, "DIR" => "its path is; the weights are compared";
     }
     "Data and output" {
         /// Text file, folder of text, or .bin token file; without it, the source of our own dependencies.
-        data: PathBuf, "PATH";
+        data: PathBuf, "PATH" => "its path is; the tokens are compared";
         /// Which sequences a step trains on: random (windows at random places) or epochs (windows that do not overlap, each once
         /// an epoch, in another order each time).
         sampling: SamplingKind, "KIND", SamplingKind::Random;
         /// The run's folder; without it, the next free runs/MODEL-N.
-        out: PathBuf, "DIR";
+        out: PathBuf, "DIR" => "each machine has its own folders";
         /// Print results as JSON on stdout.
-        json: bool, "BOOL", false;
+        json: bool, "BOOL", false => "only what a process prints";
         /// No progress on stderr.
-        quiet: bool, "BOOL", false;
+        quiet: bool, "BOOL", false => "only what a process prints";
     }
     "Training" {
         /// Optimizer steps.
@@ -225,9 +232,9 @@ settings! {
     "Workers and links" {
         /// TOML file with the plan, as `farflung plan --out` and --print-plan write it; it decides what the other settings of
         /// workers, pipeline, batch and precision would.
-        plan: PathBuf, "FILE";
+        plan: PathBuf, "FILE" => "its path is; what the file says is compared";
         /// Workers in this process; a launched job has one in each process.
-        workers: usize, "N", 4usize;
+        workers: usize, "N", 4usize => "a job of several processes has a worker in each";
         /// What workers average, and when: ddp (gradients, each step) or diloco (parameters, every --sync-every steps).
         sync: SyncKind, "KIND", SyncKind::Ddp;
         /// Steps between DiLoCo's averages.
@@ -249,9 +256,9 @@ settings! {
         /// Link of each worker: BANDWIDTH,LATENCY or home, office, cloud, lan, datacenter.
         link: Link, "LINK", HOME;
         /// TOML file with devices, links and regions, instead of --link.
-        topology: PathBuf, "FILE";
+        topology: PathBuf, "FILE" => "its path is; the machines and links are compared";
         /// What carries bytes: auto, memory, simulated or tcp.
-        transport: TransportKind, "KIND", TransportKind::Auto;
+        transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the cheapest on the
         /// links of --topology; a wrong name lists them. With a codec direct (equal shards, unless told), butterfly
         /// (shards by access links), hierarchical (plain inside a region, packed between regions), ring (packed anew
@@ -260,7 +267,7 @@ settings! {
         /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its machine's speed.
         compute_rate: f64, "FLOPS", 5e10;
         /// Longest wait for a peer.
-        deadline: Nanos, "TIME", Nanos::from_millis(60_000);
+        deadline: Nanos, "TIME", Nanos::from_millis(60_000) => "how long a process waits changes no value";
     }
     "Pipeline" {
         /// Ranks that share one copy of the model in a pipeline. The workers make workers / P such replicas, so
@@ -270,7 +277,7 @@ settings! {
         /// The pipeline's schedule; the list is below.
         schedule: Method, "NAME", Method::OneFOneB;
         /// A schedule of your own instead of --schedule, as `farflung schedule --file` reads it.
-        schedule_file: PathBuf, "PATH";
+        schedule_file: PathBuf, "PATH" => "its path is; the plan has the schedule";
         /// Microbatches of a step, instead of --accumulate; a pipeline has twice as many as stages unless told.
         microbatches: usize, "M";
         /// Parts of the model on each rank; 2 for the schedules that have several, else 1.
@@ -293,7 +300,7 @@ settings! {
         boundary_backward: LinkSpec, "CODEC", LinkSpec::default();
         /// Where aqsgd holds samples: memory (checkpoints hold them too), file or mapped (in the run's folder, at both ends of
         /// each boundary; a resumed run goes on with what the files hold).
-        boundary_store: StoreKind, "KIND", StoreKind::Memory;
+        boundary_store: StoreKind, "KIND", StoreKind::Memory => "each rank holds its own";
         /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that the first
         /// had) or newest (each stage's own; the last then waits for the first at each update of their token table).
         version_sync: VersionSync, "KIND", VersionSync::Vertical;
@@ -301,7 +308,7 @@ settings! {
     "Machine" {
         /// Where tensors live: auto (the best there is), cpu, `wgpu[:n]` or `cuda[:n]`, as `farflung devices` lists them; several
         /// with commas are taken in turn by the ranks.
-        device: Devices, "NAMES", Devices::cpu();
+        device: Devices, "NAMES", Devices::cpu() => "each machine has its own devices";
         /// What matrix products round their operands to: f32, bf16 or f16. They add up in f32, and parameters, gradients
         /// and optimizer states are f32; devices without tensor cores for it compute the same, no faster.
         precision: Precision, "KIND", Precision::F32;
@@ -310,12 +317,12 @@ settings! {
         loss_scale: LossScaling, "SCALE", LossScaling::Auto;
         /// Refuse to train on a device that does not give the same bits twice, by a trial before the first step. Kernels are
         /// never chosen by timing, so that runs repeat themselves on all others.
-        deterministic: bool, "BOOL", false;
+        deterministic: bool, "BOOL", false => "a trial of this device alone";
         /// Where copies of parameters (of replicas, of the token table in a pipeline) are on devices that round differently:
         /// steps between comparisons, after which all have those of the first rank again; 0 is never.
         resync_every: u64, "STEPS", 50u64;
         /// Threads of each worker; 0 shares the cores among the workers.
-        threads: usize, "N", 0usize;
+        threads: usize, "N", 0usize => "no result depends on the number of threads";
     }
     "Evaluation and checkpoints" {
         /// Steps between evaluations; 0 evaluates only at the end.
@@ -324,26 +331,29 @@ settings! {
         eval_batches: u64, "N", 20u64;
         /// Steps between digests of the parameters in metrics.jsonl, by which `farflung diff` compares runs; 0 is none.
         digest_every: u64, "STEPS", 0u64;
+        /// Steps between checks that all parameters and optimizer states are finite and copies of them equal to the bit, as
+        /// also before each checkpoint; 0 is only then.
+        check_every: u64, "STEPS", 50u64;
         /// Steps between checkpoints; 0 saves only at the end and on a signal.
         checkpoint_every: u64, "STEPS", 0u64;
         /// Checkpoints that are kept; 0 keeps all.
-        keep_last: usize, "N", 2usize;
+        keep_last: usize, "N", 2usize => "each rank has its own checkpoints";
         /// Pack checkpoints with zstd.
-        compress_checkpoints: bool, "BOOL", false;
+        compress_checkpoints: bool, "BOOL", false => "each rank has its own checkpoints";
         /// Where the run begins: auto (the newest good checkpoint of --out), no, or a checkpoint's path.
-        resume: Resume, "WHERE", Resume::No;
+        resume: Resume, "WHERE", Resume::No => "its path is; whether and at which step a run goes on is compared";
     }
     "Sample" {
         /// Text that the sample at the end continues.
-        prompt: String, "TEXT", "fn ";
+        prompt: String, "TEXT", "fn " => "only rank 0 writes the sample";
         /// Tokens of the sample; 0 is no sample.
-        sample_tokens: usize, "N", 200usize;
+        sample_tokens: usize, "N", 200usize => "only rank 0 writes the sample";
         /// Sampling temperature; 0 takes the likeliest token.
-        temperature: f64, "X", 0.8;
+        temperature: f64, "X", 0.8 => "only rank 0 writes the sample";
         /// Only the K likeliest tokens; 0 is all.
-        top_k: usize, "K", 0usize;
+        top_k: usize, "K", 0usize => "only rank 0 writes the sample";
         /// Only the likeliest tokens that make up this probability; 1 is all.
-        top_p: f64, "P", 0.95;
+        top_p: f64, "P", 0.95 => "only rank 0 writes the sample";
     }
 }
 

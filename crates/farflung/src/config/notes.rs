@@ -181,6 +181,8 @@ impl TrainConfig {
         let steps = self.steps;
         let end = format!("the run ends at step {steps} and saves then anyway");
         notes.idle(self.checkpoint_every >= steps, &["checkpoint-every"], &end);
+        let checked = format!("the run ends at step {steps} and is checked then anyway");
+        notes.idle(self.check_every >= steps, &["check-every"], &checked);
         notes.say(self.keep_last == 1, || {
             "`keep-last` is 1 and two are kept: a rank may fail while it writes the newest".to_owned()
         });

@@ -1,10 +1,47 @@
 //! Hashes by which copies of numbers are compared.
 
-/// Hash of numbers: blake3 of their little-endian bytes.
-pub(super) fn digest<'a>(values: impl IntoIterator<Item = &'a f32>) -> blake3::Hash {
-    let mut hasher = blake3::Hasher::new();
-    for value in values {
-        hasher.update(&value.to_le_bytes());
+/// Hashes numbers piece by piece.
+#[derive(Debug, Default)]
+pub(super) struct Hasher(blake3::Hasher);
+
+impl Hasher {
+    /// Adds numbers: their little-endian bytes.
+    pub(super) fn update(&mut self, values: &[f32]) {
+        if cfg!(target_endian = "little") {
+            self.0.update(bytemuck::cast_slice(values));
+        } else {
+            for value in values {
+                self.0.update(&value.to_le_bytes());
+            }
+        }
     }
-    hasher.finalize()
+
+    /// The hash in hexadecimal digits.
+    pub(super) fn finish(&self) -> String {
+        self.0.finalize().to_hex().to_string()
+    }
+}
+
+/// Hash of numbers: blake3 of their little-endian bytes.
+pub(super) fn digest(values: &[f32]) -> blake3::Hash {
+    let mut hasher = Hasher::default();
+    hasher.update(values);
+    hasher.0.finalize()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_blake3_of_the_bytes() {
+        for len in [0, 1, 255, 256, 257, 5000] {
+            let values: Vec<f32> = (0..len).map(|i| i as f32 * 0.37 - 5.0).collect();
+            let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            assert_eq!(digest(&values), blake3::hash(&bytes), "{len}");
+            let mut pieces = Hasher::default();
+            values.chunks(1000).for_each(|piece| pieces.update(piece));
+            assert_eq!(pieces.finish(), blake3::hash(&bytes).to_hex().to_string(), "{len}");
+        }
+    }
 }

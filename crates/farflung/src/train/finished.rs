@@ -1,6 +1,7 @@
 //! A run that is resumed although it has no step left to do. It knows no model.
 
 use std::fs;
+use std::path::Path;
 
 use farflung_comm::Communicator;
 
@@ -17,19 +18,21 @@ pub(super) enum Left {
     Nothing(Option<Box<Report>>),
 }
 
-/// What is left of a run that was resumed after `begun` steps. A collective where that is all of its steps.
+/// What is left of a run that was resumed after `begun` steps, from this checkpoint. A collective where that is all of its steps.
 ///
 /// Errors: [`Error::Setting`] for a checkpoint beyond the last step of the settings.
 pub(super) fn left(
     job: &Job,
     run: Option<&RunDir>,
     comm: &Communicator,
+    from: Option<&Path>,
     begun: u64,
     watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Left> {
     let steps = job.config.steps;
     if begun > steps {
-        let expected = format!("at least {begun}: the checkpoint to resume from is of step {begun}");
+        let path = from.map_or_else(String::new, |path| format!(", {}", path.display()));
+        let expected = format!("at least {begun}: the checkpoint to resume from is of step {begun}{path}");
         return Err(Error::Setting { field: "steps", value: steps.to_string(), expected });
     }
     let Some(run) = run.filter(|_| begun == steps) else { return Ok(Left::Work) };

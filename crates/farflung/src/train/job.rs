@@ -1,6 +1,6 @@
 //! What all workers of a run share: the model's shape, the data, the settings.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use farflung_base::Topology;
@@ -10,13 +10,17 @@ use farflung_optim::sync::SyncMethod;
 use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
-use farflung_zoo::{Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Tokenizer, ZooError, tokenizer};
+use farflung_zoo::{
+    Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Stage, Tokenizer, ZooError, tokenizer,
+};
 
+use super::fault::Fault;
+use super::fingerprint::digest;
 use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{SamplingKind, TokenizerKind};
 use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
-use crate::{Error, Result, TrainConfig, corpus};
+use crate::{Error, Result, TrainConfig, corpus, finite};
 
 /// A run before its workers exist.
 #[derive(Debug, Clone)]
@@ -41,12 +45,16 @@ pub struct Job {
     pub source: String,
     /// Hash of the data.
     pub hash: String,
+    /// Hash of the weights that the run starts from, where they are read from a folder.
+    pub initial: Option<blake3::Hash>,
     /// Number of workers in all processes.
     pub world: usize,
     /// Whether to stop early.
     pub stop: Stop,
     /// The run's folder; `None` writes nothing.
     pub out: Option<PathBuf>,
+    /// A bit that changes on one rank: for tests and benches.
+    pub fault: Option<Fault>,
 }
 
 impl Job {
@@ -65,6 +73,7 @@ impl Job {
             (Corpus::from_bytes(name, &corpus::default_text()?.0, &*tokenizer)?, name.to_owned())
         };
         let hash = corpus.hash();
+        let initial = config.init_from.as_deref().map(weights_hash).transpose()?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         let world = plan.ranks() as usize;
         Ok(Self {
@@ -78,9 +87,11 @@ impl Job {
             held_out,
             source,
             hash,
+            initial,
             world,
             stop,
             out: None,
+            fault: None,
         })
     }
 
@@ -187,6 +198,22 @@ impl Job {
             n => n,
         }
     }
+}
+
+/// Hash of the weights in a folder, tensor by tensor.
+///
+/// Errors: [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; that the folder does not hold its model.
+fn weights_hash(folder: &Path) -> Result<blake3::Hash> {
+    let mut weights = farflung_zoo::weights::Weights::open(folder)?;
+    let whole = Stage::whole(weights.config(), &Device::cpu(1)?)?;
+    let mut hasher = blake3::Hasher::new();
+    for p in whole.layout().params() {
+        let mut values = vec![0.0; p.shape.len()];
+        weights.tensor(&p.name, &mut values)?;
+        finite::check(&p.name, &values)?;
+        hasher.update(digest(&values).as_bytes());
+    }
+    Ok(hasher.finalize())
 }
 
 /// The preset with what the settings say instead; weights to start from bring their own shape.

@@ -67,36 +67,45 @@ pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluste
     Ok(all.among(&machines))
 }
 
-/// The seats of this process: all of the job's, or one of them under a launcher.
+/// Joins the processes of a launched job by their ranks and number. Nothing else of the job needs to be known.
 ///
-/// Errors: a topology that does not fit; [`Error::PeerLost`] and others when processes do not find each other in time.
-pub fn seats(job: &Job, env: Option<&LaunchEnv>) -> Result<Vec<Seat>> {
+/// Errors: [`Error::PeerLost`] and others when processes do not find each other in time.
+pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
+    let master = format!("{}:{}", env.master_addr, env.master_port);
+    let mut join = tcp::Config::new(env.rank.0, env.world_size as u32, master);
+    join.deadline = Duration::from(config.deadline);
+    Ok(Communicator::new(tcp::join(&join)?).with_deadline(config.deadline))
+}
+
+/// The seats of this process: all of the job's, or one of them under a launcher. `joined` has [joined](join) the processes
+/// of a launched job.
+///
+/// Errors: a topology that does not fit; [`Error::PeerLost`] where a process alone cannot open its socket.
+pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
     let config = &job.config;
-    let processes = env.map_or(1, |e| e.world_size);
+    let processes = joined.as_ref().map_or(1, Communicator::size);
     let world = job.world;
     let kind = config.transport_for(processes)?;
     let simulates = !matches!(kind, TransportKind::Memory | TransportKind::Tcp);
     // Of real links only a file says anything.
     let declared = (simulates || config.topology.is_some()).then(|| job.topology()).transpose()?;
     let link = (simulates && config.topology.is_none()).then_some(config.link);
-    let seat = |transport: Arc<dyn Transport>| -> Result<Seat> {
-        let mut comm = Communicator::new(transport);
+    let seat_of = |mut comm: Communicator| -> Result<Seat> {
         if let Some(topology) = &declared {
             comm = comm.with_topology(topology.clone())?;
         }
         let comm = comm.with_algorithm(job.plan.outermost().plain_algorithm()).with_deadline(config.deadline);
         Ok(Seat { comm, simulated: simulates, link })
     };
+    let seat = |transport: Arc<dyn Transport>| seat_of(Communicator::new(transport));
     match kind {
         TransportKind::Memory => memory::cluster(world).into_iter().map(|t| seat(t)).collect(),
         TransportKind::Tcp => {
-            let (rank, master) = match env {
-                Some(e) => (e.rank.0, format!("{}:{}", e.master_addr, e.master_port)),
-                None => (0, "127.0.0.1:0".to_owned()),
+            let comm = match joined {
+                Some(comm) => comm,
+                None => Communicator::new(tcp::join(&tcp::Config::new(0, 1, "127.0.0.1:0"))?),
             };
-            let mut join = tcp::Config::new(rank, world as u32, master);
-            join.deadline = Duration::from(config.deadline);
-            Ok(vec![seat(tcp::join(&join)?)?])
+            Ok(vec![seat_of(comm)?])
         }
         TransportKind::Simulated | TransportKind::Auto => {
             let topology = declared.as_ref().expect("it was declared for simulated links");

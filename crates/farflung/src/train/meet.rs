@@ -1,35 +1,239 @@
-//! What the processes of a job compare when they meet, so that ranks with other decisions are told at once.
+//! What the processes of a job compare when they meet: version, settings, model, data, machines, plan. A difference ends all
+//! of them with its name, before anything is trained.
 
+use std::fmt;
+
+use farflung_base::Rank;
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 
-use crate::{Error, Result};
+use super::job::Job;
+use crate::config::choice::Resume;
+use crate::config::shared::{Fact, is_planned};
+use crate::{Error, Result, TrainConfig};
 
-/// Compares the ranks' plans: their digests, and only where these differ their texts. A collective.
+/// Ranks of other versions may compute other values.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// The ranks that have one of several values.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RankValue {
+    /// The value.
+    pub value: String,
+    /// Who has it.
+    pub ranks: Vec<Rank>,
+}
+
+impl fmt::Display for RankValue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} on {}", self.value, Ranks(&self.ranks))
+    }
+}
+
+/// Ranks in words: at most eight of them.
+#[derive(Debug)]
+pub(crate) struct Ranks<'a>(pub(crate) &'a [Rank]);
+
+impl fmt::Display for Ranks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const SHOWN: usize = 8;
+        let numbers: Vec<_> = self.0.iter().take(SHOWN).map(|rank| rank.0.to_string()).collect();
+        f.write_str(if self.0.len() == 1 { "rank " } else { "ranks " })?;
+        f.write_str(&numbers.join(", "))?;
+        match self.0.len().saturating_sub(SHOWN) {
+            0 => Ok(()),
+            more => write!(f, " and {more} more"),
+        }
+    }
+}
+
+/// Compares facts that all ranks must have alike: their hashes, and only where these differ the facts. A collective.
 ///
-/// Errors: [`Error::Setting`] on every rank, with the first field that differs, both values, and a rank that has the other.
-pub fn same_plan(plan: &Plan, comm: &Communicator) -> Result<()> {
-    let digests = comm.all_gather_bytes(plan.digest().bytes().to_vec())?;
-    if digests.iter().all(|digest| *digest == digests[0]) {
+/// `what` they are completes "the ... `NAME` is". A fact that only some ranks list counts as different unless `optional`.
+///
+/// Errors: [`Error::RanksDiffer`] on every rank, with the first name that differs, all values and the ranks that have them.
+pub(super) fn same_facts(
+    what: &'static str,
+    facts: &[Fact],
+    comm: &Communicator,
+    optional: fn(&str) -> bool,
+) -> Result<()> {
+    let text = serde_json::to_vec(facts).expect("texts have no way to fail");
+    let hashes = comm.all_gather_bytes(blake3::hash(&text).as_bytes().to_vec())?;
+    if hashes.iter().all(|hash| *hash == hashes[0]) {
         return Ok(());
     }
-    let texts = comm.all_gather_bytes(plan.to_string().into_bytes())?;
-    let others = digests.iter().zip(&texts).enumerate();
-    let (rank, text) = others
-        .filter(|(_, (digest, _))| digest.as_slice() != plan.digest().bytes())
-        .map(|(rank, (_, text))| (rank, String::from_utf8_lossy(text)))
-        .next()
-        .expect("a digest differs from this rank's, or this rank's from another");
-    let found = text.parse::<Plan>().ok().and_then(|other| plan.differences(&other).into_iter().next());
-    let missing = || "missing".to_owned();
-    let (value, expected) = match found {
-        Some(found) => (
-            format!("one with `{}` {}", found.field, found.left.unwrap_or_else(missing)),
-            format!("{} as on rank {rank}", found.right.unwrap_or_else(missing)),
-        ),
-        None => {
-            ("one that differs".to_owned(), format!("the plan of rank {rank}, which this build cannot read"))
-        }
+    let told = comm.all_gather_bytes(text)?;
+    let read = |(rank, text): (Rank, &Vec<u8>)| {
+        serde_json::from_slice::<Vec<Fact>>(text).map_err(|_| another_version(comm.rank(), rank))
     };
-    Err(Error::Setting { field: "plan", value, expected })
+    let told: Vec<Vec<Fact>> = (0..).map(Rank).zip(&told).map(read).collect::<Result<_>>()?;
+    let mut differing = differences(&told, optional).into_iter();
+    match differing.next() {
+        None => Ok(()),
+        Some((field, values)) => {
+            let also = differing.map(|(field, _)| field).collect();
+            Err(Error::RanksDiffer { what, field, values, also })
+        }
+    }
+}
+
+/// The error of facts that this version cannot read.
+fn another_version(mine: Rank, theirs: Rank) -> Error {
+    let of = |rank, value: &str| RankValue { value: value.to_owned(), ranks: vec![rank] };
+    let values = vec![of(mine, VERSION), of(theirs, "another one, which it cannot tell")];
+    Error::RanksDiffer { what: "program's", field: "version".to_owned(), values, also: Vec::new() }
+}
+
+/// The names whose values differ, in the order of the ranks' lists, with the ranks by value.
+fn differences(told: &[Vec<Fact>], optional: fn(&str) -> bool) -> Vec<(String, Vec<RankValue>)> {
+    let mut names: Vec<&str> = Vec::new();
+    for fact in told.iter().flatten() {
+        if !names.contains(&fact.name.as_str()) {
+            names.push(&fact.name);
+        }
+    }
+    let mut found = Vec::new();
+    for name in names {
+        let mut values: Vec<RankValue> = Vec::new();
+        for (rank, facts) in (0..).map(Rank).zip(told) {
+            let value = match facts.iter().find(|fact| fact.name == name) {
+                Some(fact) => fact.value.clone(),
+                None if optional(name) => continue,
+                None => "missing".to_owned(),
+            };
+            match values.iter_mut().find(|known| known.value == value) {
+                Some(known) => known.ranks.push(rank),
+                None => values.push(RankValue { value, ranks: vec![rank] }),
+            }
+        }
+        if values.len() > 1 {
+            found.push((name.to_owned(), values));
+        }
+    }
+    found
+}
+
+/// A file's content in a few words.
+fn a_file(content: &[u8]) -> String {
+    format!("a file with hash {}", &blake3::hash(content).to_hex()[..16])
+}
+
+/// Compares the version of the program and the settings that all ranks share. A collective.
+///
+/// Errors: [`Error::RanksDiffer`] on every rank.
+pub(super) fn same_settings(config: &TrainConfig, comm: &Communicator) -> Result<()> {
+    let always = |_: &str| false;
+    same_facts("program's", &[Fact::new("version", VERSION)], comm, always)?;
+    let mut facts = config.shared();
+    let resume = match config.resume {
+        Resume::Auto => "auto",
+        Resume::No => "no",
+        Resume::Path(_) => "a path",
+    };
+    facts.push(Fact::new("resume", resume));
+    if config.plan.is_none() {
+        let read = config.schedule_file.as_ref().map(std::fs::read);
+        facts.push(Fact::new(
+            "schedule-file",
+            match read {
+                None => "none".to_owned(),
+                Some(Ok(text)) => a_file(&text),
+                // Of which this rank tells the others next.
+                Some(Err(_)) => "not readable".to_owned(),
+            },
+        ));
+    }
+    // A plan's file stands for the settings that it decides: plans are compared next.
+    same_facts("setting", &facts, comm, is_planned)
+}
+
+/// What makes a model's function, named as the settings are.
+pub(super) fn model_facts(job: &Job) -> Vec<Fact> {
+    let model = &job.model;
+    vec![
+        Fact::new("layers", model.layers),
+        Fact::new("heads", model.heads),
+        Fact::new("dim", model.dim),
+        Fact::new("context", model.context),
+        Fact::new("tokenizer", format!("{} with a vocabulary of {}", job.tokenizer.name(), model.vocab)),
+    ]
+}
+
+/// Compares what the ranks made of their settings and files: the model's shape, the initial weights, the data, machines and
+/// links, the plan. A collective.
+///
+/// Errors: [`Error::RanksDiffer`] on every rank.
+pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
+    let tokens = job.training.len() + job.held_out.len();
+    let mut facts = model_facts(job);
+    facts.push(Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)));
+    if let Some(hash) = &job.initial {
+        facts.push(Fact::new("init-from", format!("weights with hash {}", &hash.to_hex()[..16])));
+    }
+    if let Some(cluster) = &job.cluster {
+        facts.push(Fact::new("topology", a_file(cluster.to_string().as_bytes())));
+    }
+    same_facts("setting", &facts, comm, |_| false)?;
+    same_plan(&job.plan, comm)
+}
+
+/// Compares the ranks' plans. A collective.
+///
+/// Errors: [`Error::RanksDiffer`] on every rank, with the first field that differs, all values and the ranks that have them.
+pub fn same_plan(plan: &Plan, comm: &Communicator) -> Result<()> {
+    let facts: Vec<Fact> = plan.fields().into_iter().map(|(name, value)| Fact { name, value }).collect();
+    same_facts("`plan` field", &facts, comm, |_| false)
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_comm::memory;
+
+    use super::*;
+
+    fn facts(values: [(&str, u32); 2]) -> Vec<Fact> {
+        values.into_iter().map(|(name, value)| Fact::new(name, value)).collect()
+    }
+
+    /// What each of three ranks hears when the second has other facts.
+    fn meet(second: &[Fact]) -> Vec<Result<()>> {
+        let first = facts([("a", 1), ("b", 2)]);
+        std::thread::scope(|scope| {
+            let work = |endpoint| {
+                let comm = Communicator::new(endpoint);
+                let mine = if comm.rank().0 == 1 { second } else { &first };
+                same_facts("setting", mine, &comm, |name| name == "b")
+            };
+            let ranks: Vec<_> =
+                memory::cluster(3).into_iter().map(|endpoint| scope.spawn(move || work(endpoint))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn every_rank_hears_of_a_difference_with_all_values_and_ranks() {
+        for said in meet(&facts([("a", 3), ("b", 4)])) {
+            let error = said.unwrap_err();
+            let message = "the setting `a` is 1 on ranks 0, 2 and 3 on rank 1, expected the same on all ranks \
+                           (`b` differs too)";
+            assert_eq!((error.to_string().as_str(), error.exit_code()), (message, 2));
+        }
+        assert!(meet(&facts([("a", 1), ("b", 2)])).iter().all(Result::is_ok));
+    }
+
+    #[test]
+    fn what_only_some_list_is_missing_unless_a_plan_may_decide_it() {
+        assert!(meet(&facts([("a", 1), ("b", 2)])[..1]).iter().all(Result::is_ok));
+        for said in meet(&facts([("a", 1), ("b", 2)])[1..]) {
+            let message = said.unwrap_err().to_string();
+            assert!(message.contains("`a` is 1 on ranks 0, 2 and missing on rank 1"), "{message}");
+        }
+    }
+
+    #[test]
+    fn many_ranks_are_counted() {
+        let ranks: Vec<_> = (0..20).map(Rank).collect();
+        assert_eq!(Ranks(&ranks).to_string(), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more");
+    }
 }

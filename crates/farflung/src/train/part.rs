@@ -8,10 +8,11 @@ use farflung_optim::sync::Synchroniser;
 use farflung_optim::{Average, Chain, Prepared};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
-use farflung_tensor::{Op, Tensor};
+use farflung_tensor::{Op, Param, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::{Input, Output, Saved, Slices, Stage};
 
+use super::fault::{Fault, FaultyValue};
 use super::tied::Exchange;
 use crate::Result;
 
@@ -300,6 +301,26 @@ impl Part {
         self.older.retain(|&version, _| needed.is_some_and(|needed| needed <= version));
         self.pending = false;
         Ok(())
+    }
+
+    /// Changes a bit that a test wants changed, in the last tensor.
+    pub(super) fn suffer(&mut self, fault: Fault) -> Result<()> {
+        let Some(range) = self.stage.layout().params().last().map(Param::range) else { return Ok(()) };
+        let averaged = self.sync.as_mut().and_then(|sync| sync.exchanged());
+        match (fault.value, averaged) {
+            (FaultyValue::Parameters, _) => fault.strike(&mut self.params, range),
+            (FaultyValue::Reduced, Some(averaged)) => fault.strike(averaged, range),
+            (FaultyValue::Reduced, None) => fault.strike(&mut self.grads, range),
+            (FaultyValue::Moments, _) => {
+                let mut states = BTreeMap::new();
+                for (name, state) in self.chain.states() {
+                    states.insert(name.to_owned(), state.to_vec::<f32>()?);
+                }
+                states.values_mut().take(1).for_each(|state| fault.strike_values(&mut state[range.clone()]));
+                let step = self.chain.step();
+                Ok(self.chain.restore(step, |name| states.get(name).map(Vec::as_slice))?)
+            }
+        }
     }
 
     /// Gives an update up before it is taken.

@@ -29,21 +29,31 @@ pub(super) struct Resync {
     /// The step of the last.
     last: u64,
     steps: u64,
+    /// Whether copies are on devices that may round differently.
+    unlike: bool,
 }
 
 impl Resync {
     /// There is nothing to compare where there are no `copies` in all of the job, nor where all ranks are on processors:
     /// the update has the same bits on all of them.
     pub(super) fn new(job: &Job, comm: &Communicator, device: &str, copies: bool) -> Result<Self> {
-        let every = match job.config.resync_every {
-            // Nobody needs to say where it is: settings are the job's, but what `auto` found differs between machines.
-            every if every > 0 && copies => {
-                let names = comm.all_gather_bytes(device.as_bytes().to_vec())?;
-                if names.iter().all(|name| name == b"cpu") { 0 } else { every }
-            }
-            _ => 0,
+        // Settings are the job's, but what `auto` found differs between machines.
+        let unlike = copies && {
+            let names = comm.all_gather_bytes(device.as_bytes().to_vec())?;
+            names.iter().any(|name| name != b"cpu")
         };
-        Ok(Self { every, last: 0, steps: job.config.steps })
+        let every = if unlike { job.config.resync_every } else { 0 };
+        Ok(Self { every, last: 0, steps: job.config.steps, unlike })
+    }
+
+    /// Whether copies are on devices that may round differently, so that they move apart between comparisons.
+    pub(super) const fn is_unlike(&self) -> bool {
+        self.unlike
+    }
+
+    /// Whether all copies were made equal after this step.
+    pub(super) const fn is_done_at(&self, step: u64) -> bool {
+        self.every > 0 && self.last == step
     }
 
     /// Counts anew from `step`, at which a checkpoint was read.

@@ -5,19 +5,21 @@ use std::time::Instant;
 use farflung_base::{Link, Nanos};
 use farflung_comm::Communicator;
 
-use super::checkpoint::{self, Totals};
+use super::checkpoint::{self, Resumed, Totals};
 use super::claim::Claim;
 use super::deadline;
 use super::finished::{self, Left};
 use super::job::Job;
-use super::links::{Seat, seats};
-use super::meet::same_plan;
+use super::links::{self, Seat, seats};
+use super::meet::{same_job, same_settings};
 use super::planned;
 use super::report::{Report, sample};
 use super::sizes;
+use super::together::together;
 use super::trainer::{StepDone, Synced, Trainer, hash};
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
+use crate::events::{EventLog, What};
 use crate::{
     Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig, model_name,
 };
@@ -85,22 +87,32 @@ pub fn run(
     stop: crate::Stop,
     watch: &mut dyn Watch,
 ) -> Result<Option<Report>> {
-    let processes = env.map_or(1, |e| e.world_size);
-    let transport = config.transport_for(processes)?;
-    let world = world(&config, env)?;
-    let mut followed = config.clone();
-    if let Some(path) = &config.plan {
-        followed.follow(&planned::read(path)?);
-    }
-    sizes::admit(&followed, env)?;
-    let mut job = Job::new(config, world, stop)?;
-    deadline::check(&job, transport)?;
+    let launched = env.filter(|env| env.world_size > 1);
+    let admitted = admit(&config, env);
+    // What no rank could do is refused without waiting for the others.
+    let admitted = match admitted {
+        Err(error @ Error::TooLarge(_)) => return Err(error),
+        admitted => admitted,
+    };
+    let (mut job, joined) = match launched {
+        None => (admitted.and_then(|()| prepare(config, env, stop))?, None),
+        Some(env) => {
+            let comm = stop.tie(links::join(&config, env)?);
+            let met = same_settings(&config, &comm);
+            let job = met.and_then(|()| {
+                let job = together(&comm, admitted.and_then(|()| prepare(config, Some(env), stop.clone())))?;
+                same_job(&job, &comm)?;
+                Ok(job)
+            });
+            match (job, stop.cancelled()) {
+                (Err(_), Some(signal)) => return Err(Error::Stopped(signal)),
+                (job, _) => (job?, Some(comm)),
+            }
+        }
+    };
     let tie = |seat: Seat| Seat { comm: job.stop.tie(seat.comm), ..seat };
-    let seats: Vec<Seat> = seats(&job, env)?.into_iter().map(tie).collect();
-    let between = seats.first().map(|seat| &seat.comm).filter(|_| processes > 1);
-    if let Some(comm) = between {
-        same_plan(&job.plan, comm)?;
-    }
+    let seats: Vec<Seat> = seats(&job, joined)?.into_iter().map(tie).collect();
+    let between = seats.first().map(|seat| &seat.comm).filter(|_| launched.is_some());
     let result = Claim::new(job.config.out.as_deref(), &model_name(&job.model), between).and_then(|claim| {
         job.out = Some(claim.path().to_owned());
         run_job(&job, seats, watch)
@@ -110,6 +122,25 @@ pub fn run(
         Some(signal) if result.is_err() => Err(Error::Stopped(signal)),
         _ => result,
     }
+}
+
+/// Whether this machine can take its part of a run: its transport, its memory, its threads.
+fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
+    config.transport_for(env.map_or(1, |env| env.world_size))?;
+    let mut followed = config.clone();
+    if let Some(path) = &config.plan {
+        followed.follow(&planned::read(path)?);
+    }
+    sizes::admit(&followed, env)
+}
+
+/// Reads the data and makes the plan.
+fn prepare(config: TrainConfig, env: Option<&LaunchEnv>, stop: crate::Stop) -> Result<Job> {
+    let transport = config.transport_for(env.map_or(1, |env| env.world_size))?;
+    let world = world(&config, env)?;
+    let job = Job::new(config, world, stop)?;
+    deadline::check(&job, transport)?;
+    Ok(job)
 }
 
 /// Trains a job in the given seats, a thread each.
@@ -236,88 +267,113 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     let Some(out) = &job.out else { return Ok(None) };
     let rank = comm.rank();
     let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
-    if rank.0 > 0 {
-        comm.barrier()?;
-    }
-    let run = RunDir::open(&checkpoint::folder(out, rank), existing)?;
-    if rank.0 == 0 {
-        comm.barrier()?;
-    }
-    Ok(Some(run))
+    let open = || RunDir::open(&checkpoint::folder(out, rank), existing);
+    let first = together(comm, if rank.0 == 0 { open().map(Some) } else { Ok(None) })?;
+    let others = together(comm, if rank.0 == 0 { Ok(None) } else { open().map(Some) })?;
+    Ok(first.or(others))
 }
 
 /// One rank's run.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
     let Seat { comm, simulated, link } = seat;
-    train(job, Trainer::new(job, comm, job.threads(local))?, (simulated, link), watch)
+    let mut trainer = Trainer::new(job, comm, job.threads(local))?;
+    let run = open_folder(job, trainer.comm())?;
+    let mut events = EventLog::new(run.as_ref().map(RunDir::path));
+    let done = train(job, &mut trainer, run.as_ref(), &mut events, (simulated, link), watch);
+    // A folder in which nothing has begun stays empty.
+    if let Err(error) = &done
+        && run.as_ref().is_some_and(RunDir::has_begun)
+    {
+        events.write(trainer.steps_done(), What::ended(error));
+    }
+    done
 }
 
 fn train(
     job: &Job,
-    mut trainer: Trainer,
+    trainer: &mut Trainer,
+    run: Option<&RunDir>,
+    events: &mut EventLog,
     (simulated, link): (bool, Option<Link>),
     mut watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Option<Report>> {
     let config = &job.config;
     let first = trainer.comm().rank().0 == 0;
-    let run = open_folder(job, trainer.comm())?;
-    trainer.hold_samples(job, run.as_ref().map(RunDir::path))?;
-    let before = match &run {
-        Some(run) => checkpoint::resume(&mut trainer, job, run)?.unwrap_or_default(),
-        None => Totals::default(),
+    trainer.hold_samples(job, run.map(RunDir::path))?;
+    let resumed = match run {
+        Some(run) => checkpoint::resume(trainer, job, run)?,
+        None => None,
     };
+    let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
     let seen = watch.as_deref_mut();
-    if let Left::Nothing(report) = finished::left(job, run.as_ref(), trainer.comm(), begun, seen)? {
+    let from = resumed.as_ref().map(|resumed| resumed.from.as_path());
+    if let Left::Nothing(report) = finished::left(job, run, trainer.comm(), from, begun, seen)? {
         return Ok(report.map(|report| *report));
     }
+    // Of copies that were read, and of a start from weights.
+    trainer.verify()?;
     // Only now that nothing in the folder stands against these settings.
-    if let Some(run) = &run {
+    if let Some(run) = run {
         run.write_config(&config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
     }
-    let metrics = run.as_ref().filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
+    let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before);
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
     if let Some(watch) = record.watch.as_deref_mut() {
         for line in config.notes(&Circumstances { model: job.model, world: job.world, simulated }) {
             watch.note(&line);
         }
-        if let Some(note) = note(&trainer, job)? {
+        if let Some(note) = note(trainer, job)? {
             watch.note(&note);
         }
         if begun > 0 {
             watch.note(&format!("resumed at step {begun}"));
         }
+        for note in resumed.iter().flat_map(|resumed| &resumed.notes) {
+            watch.note(note);
+        }
     }
 
-    let first_loss = if begun == 0 { Some(trainer.evaluate()?) } else { None };
+    events.time_s = before.time_s;
+    if let Some(Resumed { from, notes, .. }) = resumed {
+        events.write(begun, What::Resumed { from: from.display().to_string(), notes });
+    }
+    let first_loss = if begun == 0 { Some(evaluated(trainer)?) } else { None };
     let mut last_loss = first_loss;
-    let (mut evaluated, mut saved) = (begun, begun);
+    let (mut last_evaluated, mut saved, mut checked) = (begun, begun, begun);
     while trainer.steps_done() < config.steps {
         let done = trainer.step(job.stop.requested().is_some())?;
+        events.time_s = clock.totals(trainer.comm()).time_s;
+        if done.skipped > 0 {
+            events.write(done.step, What::Skipped { times: done.skipped });
+        }
         let agreed = done.synced == Synced::Yes;
         let end = done.step == config.steps;
         let stop = done.stop && agreed && !end;
         let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
+        let saves = run.is_some() && agreed && (end || stop || due(config.checkpoint_every, saved));
+        if agreed && (end || saves || due(config.check_every, checked)) {
+            trainer.verify()?;
+            checked = done.step;
+        }
         let mut val_loss = None;
-        if agreed && (end || due(config.eval_every, evaluated)) {
-            val_loss = Some(trainer.evaluate()?);
+        if agreed && (end || due(config.eval_every, last_evaluated)) {
+            val_loss = Some(evaluated(trainer)?);
             last_loss = val_loss;
-            evaluated = done.step;
+            last_evaluated = done.step;
         }
         let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
         let digest = if agreed && wants_digest { trainer.digest()? } else { None };
         if first {
             record.step(&done, val_loss, digest, &clock.totals(trainer.comm()))?;
         }
-        if let Some(run) = &run
-            && agreed
-            && (end || stop || due(config.checkpoint_every, saved))
-        {
+        if let Some(run) = run.filter(|_| saves) {
             let totals = clock.totals(trainer.comm());
-            checkpoint::save(&mut trainer, job, run, totals)?;
+            let path = checkpoint::save(trainer, job, run, totals)?;
             saved = done.step;
+            events.write(saved, What::Saved { path: path.display().to_string() });
         }
         if stop {
             return Err(Error::Stopped(job.stop.requested().unwrap_or(Signal::Terminate)));
@@ -325,8 +381,8 @@ fn train(
     }
     if begun == config.steps {
         // Of a run that was cut off before its report.
-        last_loss = Some(trainer.evaluate()?);
-        record.rows = if first { finished::rows(run.as_ref())? } else { Vec::new() };
+        last_loss = Some(evaluated(trainer)?);
+        record.rows = if first { finished::rows(run)? } else { Vec::new() };
     }
     let totals = clock.totals(trainer.comm());
     let Some((stage, params)) = trainer.whole()? else { return Ok(None) };
@@ -334,10 +390,18 @@ fn train(
     let hash = hash(stage, params)?.to_hex().to_string();
     let report =
         Report::new(job, (simulated, link), (first_loss, last_loss), record.rows, totals, hash, text)?;
-    if let Some(run) = &run {
+    if let Some(run) = run {
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// The loss of the held-out text.
+///
+/// Errors: [`Error::LossNotFinite`], on all ranks alike.
+fn evaluated(trainer: &mut Trainer) -> Result<f64> {
+    let loss = trainer.evaluate()?;
+    if loss.is_finite() { Ok(loss) } else { Err(Error::LossNotFinite { step: trainer.steps_done(), loss }) }
 }
 
 /// Share of the elapsed time that the bytes sent take on the link.

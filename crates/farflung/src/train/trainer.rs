@@ -15,6 +15,7 @@ mod gather;
 mod state;
 #[cfg(test)]
 mod tests;
+mod verify;
 
 use std::collections::BTreeMap;
 
@@ -22,11 +23,12 @@ use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
 use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
-use farflung_tensor::{Param, ParamLayout, Tensor};
+use farflung_tensor::{Param, Tensor};
 use farflung_zoo::Stage;
 
 use super::bind::ReplicaSchedule;
 use super::executor::{Executor, Pass};
+use super::fault::{Fault, FaultyValue};
 use super::part::Part;
 use super::resync::{Drift, Resync};
 use super::tied::{Across, Tied};
@@ -67,6 +69,8 @@ pub struct Trainer {
     updates: u64,
     /// The transport's clock when the last step's microbatches began to pass here, and when they had.
     pass: (Nanos, Nanos),
+    /// A bit that a test changes.
+    fault: Option<Fault>,
 }
 
 /// Whether all replicas are the same after a step.
@@ -93,6 +97,8 @@ pub struct StepDone {
     pub stop: bool,
     /// Where copies of parameters were compared: how far apart they were.
     pub drift: Option<Drift>,
+    /// How often the step was given up because its gradients overflowed, and computed again.
+    pub skipped: u32,
 }
 
 impl Trainer {
@@ -164,8 +170,12 @@ impl Trainer {
     /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and one that fails
     /// anywhere before all ranks agreed leaves parameters, moments and residuals as they were.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
+        let mut skipped = 0;
         let vote = loop {
             let vote = self.pass(stop)?;
+            if self.each_step {
+                self.suffer(FaultyValue::Reduced, self.step + 1)?;
+            }
             if self.schedule.updates() != Updates::Flush {
                 break vote;
             }
@@ -180,6 +190,7 @@ impl Trainer {
                 Err(OptimError::NotFinite { .. }) if self.scale.overflowed() => {
                     self.executor.parts.values_mut().for_each(Part::rollback);
                     self.executor.boundaries.rollback();
+                    skipped += 1;
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -187,11 +198,22 @@ impl Trainer {
         self.executor.boundaries.commit();
         self.scale.taken();
         self.step += 1;
+        self.suffer(FaultyValue::Parameters, self.step)?;
+        self.suffer(FaultyValue::Moments, self.step)?;
         let mut done = if self.each_step { self.agreed(&vote) } else { self.local_step(&vote, stop)? };
         if done.synced == Synced::Yes {
             done.drift = self.compare()?;
         }
-        Ok(done)
+        Ok(StepDone { skipped, ..done })
+    }
+
+    /// Changes the bit that a test wants changed here.
+    fn suffer(&mut self, value: FaultyValue, step: u64) -> Result<()> {
+        let rank = self.comm().rank().0;
+        match self.fault.filter(|fault| fault.is_in(rank, step, value)) {
+            None => Ok(()),
+            Some(fault) => self.executor.parts.values_mut().try_for_each(|part| part.suffer(fault)),
+        }
     }
 
     /// What all replicas together did, which are the same after each step.
@@ -203,6 +225,7 @@ impl Trainer {
             synced: Synced::Yes,
             stop: vote.stop,
             drift: None,
+            skipped: 0,
         }
     }
 
@@ -214,8 +237,16 @@ impl Trainer {
         // A single replica is always the same as itself.
         let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
         if !due && !alone {
-            let (loss, losses) = (vote.loss, Vec::new());
-            return Ok(StepDone { step, loss, losses, synced: Synced::No, stop: false, drift: None });
+            let (loss, losses, skipped) = (vote.loss, Vec::new(), 0);
+            return Ok(StepDone {
+                step,
+                loss,
+                losses,
+                synced: Synced::No,
+                stop: false,
+                drift: None,
+                skipped,
+            });
         }
         let vote = self.vote_on_window(stop || vote.stop);
         let exchanged = self.exchange();
@@ -239,19 +270,48 @@ impl Trainer {
             synced: Synced::Yes,
             stop: vote.stop,
             drift: None,
+            skipped: 0,
         })
     }
 
-    /// Averages each part over its holders; nothing has changed when it returns.
+    /// Averages each part over its holders and computes its next values; nothing has changed when it returns.
+    ///
+    /// Errors: on all ranks together where the next values of any part would not be finite.
     fn exchange(&mut self) -> Result<()> {
         let Executor { parts, placement, tied, .. } = &mut self.executor;
+        let mut refused = None;
         for (_, part) in by_number(parts, placement) {
-            if let Some(sync) = &mut part.sync {
-                sync.exchange(&part.params, self.weight)?;
+            match part.sync.as_mut().map(|sync| sync.exchange(&part.params, self.weight)) {
+                None | Some(Ok(())) => {}
+                Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
+                // The same on all holders of this part. Those of other parts go on, and so does this rank with them.
+                Some(Err(error)) => refused = refused.or(Some(error)),
             }
         }
         // Both users of the token table take the same step: codecs may have rounded their averages differently.
-        tied.take_first(parts, placement, |part| part.sync.as_mut().and_then(|sync| sync.exchanged()))
+        tied.take_first(parts, placement, |part| part.sync.as_mut().and_then(|sync| sync.exchanged()))?;
+        self.suffer(FaultyValue::Reduced, self.step)?;
+        let Executor { comm, parts, placement, .. } = &mut self.executor;
+        for sync in parts.values_mut().filter_map(|part| part.sync.as_mut()) {
+            if refused.is_none() {
+                refused = sync.prepare().err();
+            }
+        }
+        // Holders of one part decide alike, from the same average.
+        let elsewhere = if placement.depth() == 1 {
+            false
+        } else {
+            let mut refusals = [f64::from(u8::from(refused.is_some()))];
+            comm.all_reduce(&mut refusals, farflung_comm::ReduceOp::Sum)?;
+            refusals[0] > 0.0
+        };
+        match refused {
+            Some(error) => Err(error.into()),
+            None if elsewhere => {
+                Err(OptimError::StepNotFinite { name: "parameters on another rank".to_owned() }.into())
+            }
+            None => Ok(()),
+        }
     }
 
     /// What a step needs before any element moves.
@@ -382,12 +442,8 @@ pub(super) fn named(
 /// Hash of a stage's parameters, padding left out.
 pub(super) fn hash(stage: &Stage, params: &Tensor) -> Result<blake3::Hash> {
     let all = params.to_vec::<f32>()?;
-    Ok(super::fingerprint::digest(parameters(stage.layout(), &all)))
-}
-
-/// The elements of a flat buffer without its padding.
-fn parameters<'a>(layout: &'a ParamLayout, flat: &'a [f32]) -> impl Iterator<Item = &'a f32> {
-    layout.params().iter().flat_map(|p| &flat[p.range()])
+    let elements: Vec<f32> = stage.layout().params().iter().flat_map(|p| &all[p.range()]).copied().collect();
+    Ok(super::fingerprint::digest(&elements))
 }
 
 /// A rank's parts with their numbers, in the order in which all ranks meet over them: two copies of the model have their

@@ -41,6 +41,9 @@ impl Synchroniser for Ddp {
     fn exchanged(&mut self) -> Option<&mut Tensor> {
         None
     }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        Ok(())
+    }
     fn commit(&mut self, _: &mut Tensor) -> Result<(), OptimError> {
         self.average.commit();
         Ok(())

@@ -67,17 +67,16 @@ impl Synchroniser for DiLoCo {
             scale(delta, weight as f32)?;
         }
         self.average.all(delta)?;
-        match self.outer.prepare() {
-            Ok(prepared) => self.prepared = Some(prepared),
-            Err(error) => {
-                self.rollback();
-                return Err(error);
-            }
-        }
         Ok(())
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {
-        self.prepared.is_some().then(|| self.outer.averaged_mut())
+        Some(self.outer.averaged_mut())
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        let prepared = self.outer.prepare()?;
+        self.outer.try_step(prepared)?;
+        self.prepared = Some(prepared);
+        Ok(())
     }
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
         if let Some(prepared) = self.prepared.take() {
@@ -88,6 +87,7 @@ impl Synchroniser for DiLoCo {
     }
     fn rollback(&mut self) {
         self.prepared = None;
+        self.outer.undo();
         self.average.rollback();
     }
     fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {

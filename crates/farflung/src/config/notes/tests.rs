@@ -191,6 +191,7 @@ const CASES: &[Case] = &[
     ("loss-scale = 1024", 4, true, "`loss-scale` changes nothing: it is for `precision` f16 and bf16"),
     ("resync-every = 10", 4, true, "`resync-every` changes nothing: all devices are processors"),
     ("checkpoint-every = 500", 4, true, "`checkpoint-every` changes nothing: the run ends at step 500"),
+    ("check-every = 500", 4, true, "`check-every` changes nothing: the run ends at step 500"),
     ("keep-last = 1", 4, true, "`keep-last` is 1 and two are kept"),
     ("resume = 'auto'", 4, true, "`resume` changes nothing: without `out`"),
     (

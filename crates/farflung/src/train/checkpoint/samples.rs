@@ -7,11 +7,10 @@ use farflung_compress::{StateMap, StateValue};
 use farflung_zoo::weights::{TensorData, TensorView, write_tensors_to};
 use safetensors::SafeTensors;
 
-use super::source::{Source, damaged};
+use super::SAMPLES;
+use super::source::{Residuals, Source};
 use crate::train::trainer::Trainer;
-use crate::{Checkpoint, CheckpointWriter, Result};
-
-const SAMPLES: &str = "samples.safetensors";
+use crate::{CheckpointWriter, Error, Result};
 
 /// Writes what the rank's ends hold in memory; no file where that is nothing.
 pub(super) fn save(trainer: &Trainer, writer: &mut CheckpointWriter) -> Result<()> {
@@ -33,19 +32,18 @@ pub(super) fn save(trainer: &Trainer, writer: &mut CheckpointWriter) -> Result<(
     writer.write_with(SAMPLES, |out| write_tensors_to(out, &views, &BTreeMap::new()))
 }
 
-/// Takes samples up where this rank wrote them as it is now, and forgets what the other end of a boundary does not hold alike. All
-/// ranks must call it.
+/// Takes samples up where this rank wrote them as it is now.
 pub(super) fn restore(trainer: &mut Trainer, source: &Source) -> Result<()> {
-    if source.own {
-        let bytes = read(&source.from)?;
-        let mut held = match &bytes {
-            Some(bytes) => parse(&source.from, bytes)?,
-            None => StateMap::new(),
-        };
-        trainer.boundaries_mut().load(&mut held)?;
-    } else {
+    if source.residuals != Residuals::Own {
         trainer.boundaries_mut().forget_all();
+        return Ok(());
     }
+    let mut held = if source.samples.is_empty() { StateMap::new() } else { parse(source)? };
+    trainer.boundaries_mut().load(&mut held)
+}
+
+/// Forgets what the other end of a boundary does not hold alike. All ranks must call it.
+pub(super) fn agree(trainer: &mut Trainer) -> Result<()> {
     let forgotten = trainer.agree_on_samples()?;
     if forgotten > 0 {
         let rank = trainer.comm().rank().0;
@@ -58,15 +56,11 @@ pub(super) fn restore(trainer: &mut Trainer, source: &Source) -> Result<()> {
     Ok(())
 }
 
-fn read(checkpoint: &Checkpoint) -> Result<Option<Vec<u8>>> {
-    checkpoint.names().contains(&SAMPLES).then(|| checkpoint.read(SAMPLES)).transpose()
-}
-
-fn parse<'a>(checkpoint: &Checkpoint, bytes: &'a [u8]) -> Result<StateMap<'a>> {
-    let file =
-        SafeTensors::deserialize(bytes).map_err(|_| damaged(checkpoint, SAMPLES, "it is not safetensors"))?;
-    let entry = |(name, tensor): (&str, safetensors::tensor::TensorView<'a>)| {
-        (name.to_owned(), StateValue::Bytes(Cow::Borrowed(tensor.data())))
+fn parse(source: &Source) -> Result<StateMap<'_>> {
+    let file = SafeTensors::deserialize(&source.samples)
+        .map_err(|_| Error::Damaged { path: source.path().join(SAMPLES), what: "it is not safetensors" })?;
+    let entry = |(name, tensor): (&str, safetensors::tensor::TensorView<'_>)| {
+        (name.to_owned(), StateValue::Bytes(Cow::Owned(tensor.data().to_vec())))
     };
     Ok(file.iter().map(entry).collect())
 }

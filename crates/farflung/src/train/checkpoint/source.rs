@@ -1,21 +1,108 @@
 //! What a checkpoint holds, read back: one rank's own, or those of all ranks of a run that was cut in another way.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use farflung_tensor::ParamLayout;
 use farflung_zoo::{GptConfig, Stage};
 use safetensors::SafeTensors;
 
-use super::{MODEL, OPTIMIZER, Record, TRAINER};
-use crate::{Checkpoint, Error, Result};
+use super::{MODEL, OPTIMIZER, Record, SAMPLES, SETTINGS, TRAINER};
+use crate::{Checkpoint, Error, Result, finite};
+
+/// The files of one checkpoint, in memory.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Files {
+    path: PathBuf,
+    pub(super) record: Record,
+    /// The run's settings; empty where the checkpoint has none.
+    settings: String,
+    model: Vec<u8>,
+    optimizer: Vec<u8>,
+    /// What boundaries hold of samples, which is the rank's own; empty where that is nothing.
+    samples: Vec<u8>,
+}
+
+impl Files {
+    /// Reads a checkpoint.
+    ///
+    /// Errors: [`Error::Damaged`] with the file.
+    pub(super) fn read(checkpoint: &Checkpoint) -> Result<Self> {
+        let settings = if checkpoint.names().contains(&SETTINGS) {
+            String::from_utf8_lossy(&checkpoint.read(SETTINGS)?).into_owned()
+        } else {
+            String::new()
+        };
+        Ok(Self {
+            path: checkpoint.path().to_owned(),
+            record: record(checkpoint)?,
+            settings,
+            model: checkpoint.read(MODEL)?,
+            optimizer: checkpoint.read(OPTIMIZER)?,
+            samples: if checkpoint.names().contains(&SAMPLES) {
+                checkpoint.read(SAMPLES)?
+            } else {
+                Vec::new()
+            },
+        })
+    }
+
+    /// As bytes for another rank: each part behind its length.
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let record = serde_json::to_vec(&self.record).expect("numbers and names have no way to fail");
+        let path = self.path.display().to_string();
+        let mut bytes = Vec::new();
+        for part in [path.as_bytes(), &record, self.settings.as_bytes(), &self.model, &self.optimizer] {
+            bytes.extend((part.len() as u64).to_le_bytes());
+            bytes.extend(part);
+        }
+        bytes
+    }
+
+    /// Reads what [`Files::to_bytes`] wrote; `None` if it is not that.
+    pub(super) fn from_bytes(mut bytes: &[u8]) -> Option<Self> {
+        let mut next = || {
+            let (len, rest) = bytes.split_first_chunk::<8>()?;
+            let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
+            let part = rest.get(..len)?;
+            bytes = &rest[len..];
+            Some(part)
+        };
+        let files = Self {
+            path: String::from_utf8_lossy(next()?).into_owned().into(),
+            record: serde_json::from_slice(next()?).ok()?,
+            settings: String::from_utf8_lossy(next()?).into_owned(),
+            model: next()?.to_vec(),
+            optimizer: next()?.to_vec(),
+            samples: Vec::new(),
+        };
+        bytes.is_empty().then_some(files)
+    }
+
+    fn damaged(&self, name: &str, what: &'static str) -> Error {
+        Error::Damaged { path: self.path.join(name), what }
+    }
+}
+
+/// What becomes of the codecs' residuals, which are each rank's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) enum Residuals {
+    /// This rank wrote them as it is now.
+    Own,
+    /// Another rank wrote them: this one begins without, in the same round.
+    Others,
+    /// The model was cut in another way: all ranks begin without.
+    None,
+}
 
 /// Weights by their names and states by theirs.
 pub(in super::super) struct Source {
     /// Rank 0's counters, or this rank's own.
     pub(super) record: Record,
-    /// Whether it was written by a rank that held just what this one holds.
-    pub(in super::super) own: bool,
-    pub(super) from: Checkpoint,
+    pub(in super::super) residuals: Residuals,
+    path: PathBuf,
+    settings: String,
+    pub(super) samples: Vec<u8>,
     weights: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
     states: BTreeMap<String, Vec<f32>>,
     /// Of the whole model: where a flat buffer of a rank without stages has each tensor.
@@ -24,34 +111,53 @@ pub(in super::super) struct Source {
 
 /// The counters of a checkpoint.
 pub(super) fn record(checkpoint: &Checkpoint) -> Result<Record> {
-    serde_json::from_slice(&checkpoint.read(TRAINER)?)
-        .map_err(|_| damaged(checkpoint, TRAINER, "it does not hold a trainer's counters"))
-}
-
-pub(super) fn damaged(checkpoint: &Checkpoint, name: &str, what: &'static str) -> Error {
-    Error::Damaged { path: checkpoint.path().join(name), what }
+    serde_json::from_slice(&checkpoint.read(TRAINER)?).map_err(|_| Error::Damaged {
+        path: checkpoint.path().join(TRAINER),
+        what: "it does not hold a trainer's counters",
+    })
 }
 
 impl Source {
     /// Reads checkpoints of one step, rank 0's or this rank's own first.
-    pub(super) fn read(model: GptConfig, checkpoints: Vec<Checkpoint>, own: bool) -> Result<Self> {
+    ///
+    /// Errors: [`Error::Damaged`] with the file; [`Error::NotFinite`] with the tensor.
+    pub(super) fn new(model: GptConfig, checkpoints: Vec<Files>, residuals: Residuals) -> Result<Self> {
         let device = farflung_tensor::Device::cpu(1)?;
         let whole = Stage::whole(model, &device)?.layout().clone();
         let (mut weights, mut states) = (BTreeMap::new(), BTreeMap::new());
-        for checkpoint in &checkpoints {
-            let bytes = checkpoint.read(MODEL)?;
-            let file = SafeTensors::deserialize(&bytes)
-                .map_err(|_| damaged(checkpoint, MODEL, "it is not safetensors"))?;
+        for files in &checkpoints {
+            let file = SafeTensors::deserialize(&files.model)
+                .map_err(|_| files.damaged(MODEL, "it is not safetensors"))?;
             for (name, tensor) in file.iter() {
-                weights.insert(name.to_owned(), (tensor.shape().to_vec(), floats(tensor.data())));
+                let values = floats(tensor.data());
+                finite::check(name, &values)?;
+                weights.insert(name.to_owned(), (tensor.shape().to_vec(), values));
             }
-            let bytes = checkpoint.read(OPTIMIZER)?;
-            let file = SafeTensors::deserialize(&bytes)
-                .map_err(|_| damaged(checkpoint, OPTIMIZER, "it is not safetensors"))?;
-            states.extend(file.iter().map(|(name, tensor)| (name.to_owned(), floats(tensor.data()))));
+            let file = SafeTensors::deserialize(&files.optimizer)
+                .map_err(|_| files.damaged(OPTIMIZER, "it is not safetensors"))?;
+            for (name, tensor) in file.iter() {
+                let values = floats(tensor.data());
+                finite::check(name, &values)?;
+                states.insert(name.to_owned(), values);
+            }
         }
-        let from = checkpoints.into_iter().next().expect("at least one checkpoint is read");
-        Ok(Self { record: record(&from)?, own, from, weights, states, whole })
+        let Files { path, record, settings, samples, .. } =
+            checkpoints.into_iter().next().expect("at least one checkpoint is read");
+        Ok(Self { record, residuals, path, settings, samples, weights, states, whole })
+    }
+
+    /// The first checkpoint's folder.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The settings of the run that wrote it, as TOML.
+    pub(super) fn settings(&self) -> Option<&str> {
+        Some(self.settings.as_str()).filter(|text| !text.is_empty())
+    }
+
+    fn damaged(&self, what: &'static str) -> Error {
+        Error::Damaged { path: self.path.join(MODEL), what }
     }
 
     /// Steps done.
@@ -76,9 +182,9 @@ impl Source {
         let mut flat = vec![0.0; layout.len()];
         for p in layout.params() {
             let found = self.weights.get(&p.name);
-            let (shape, values) = found.ok_or_else(|| damaged(&self.from, MODEL, "a tensor is missing"))?;
+            let (shape, values) = found.ok_or_else(|| self.damaged("a tensor is missing"))?;
             if shape != p.shape.dims() {
-                return Err(damaged(&self.from, MODEL, "it holds a model of another shape"));
+                return Err(self.damaged("it holds a model of another shape"));
             }
             flat[p.range()].copy_from_slice(values);
         }

@@ -112,6 +112,7 @@ impl Trainer {
             steps: job.config.steps,
             updates,
             pass: (Nanos::ZERO, Nanos::ZERO),
+            fault: job.fault,
             schedule,
         })
     }

@@ -10,7 +10,7 @@ use farflung_tensor::{ParamLayout, Tensor};
 use super::{Trainer, named};
 use crate::Result;
 use crate::train::boundary::{Boundaries, Stores};
-use crate::train::checkpoint::{Counters, Named, Source};
+use crate::train::checkpoint::{Counters, Named, Residuals, Source};
 use crate::train::executor::Executor;
 use crate::train::job::Job;
 use crate::train::part::Part;
@@ -115,9 +115,12 @@ impl Trainer {
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
             sync.restore(from.outer_step(), &|name| from.flat(&format!("outer.{name}"), &layout))?;
-            if from.own {
-                let prefix = format!("average.{stage}.");
-                sync.average_mut().restore(&prefix, from.rounds(), |name| from.state(name))?;
+            let (prefix, average) = (format!("average.{stage}."), sync.average_mut());
+            match from.residuals {
+                Residuals::Own => average.restore(&prefix, from.rounds(), |name| from.state(name))?,
+                // Masks are drawn by the round, which all ranks share.
+                Residuals::Others => average.restore(&prefix, from.rounds(), |_| Some(&[]))?,
+                Residuals::None => {}
             }
         }
         self.scale.restore(from.state(LOSS_SCALE).unwrap_or_default());

@@ -1,0 +1,44 @@
+//! Weights and states that are not finite are refused by the name of their tensor.
+
+use farflung_tensor::ParamLayout;
+
+use crate::{Error, Result};
+
+/// Refuses a tensor with a NaN or an infinity.
+///
+/// Errors: [`Error::NotFinite`] with its name and the first such element.
+pub fn check(tensor: &str, values: &[f32]) -> Result<()> {
+    if farflung_optim::all_finite(values) {
+        return Ok(());
+    }
+    match values.iter().position(|x| !x.is_finite()) {
+        None => Ok(()),
+        Some(index) => {
+            Err(Error::NotFinite { tensor: tensor.to_owned(), index, value: values[index].to_string() })
+        }
+    }
+}
+
+/// Refuses a flat buffer whose tensors are not all finite; what lies between them does not count. `prefix` stands before
+/// the tensors' names.
+///
+/// Errors: [`Error::NotFinite`] with the first tensor.
+pub fn check_flat(prefix: &str, layout: &ParamLayout, flat: &[f32]) -> Result<()> {
+    layout.params().iter().try_for_each(|p| check(&format!("{prefix}{}", p.name), &flat[p.range()]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_element_that_is_not_finite_is_named() {
+        check("w", &[]).unwrap();
+        check("w", &[0.0, -0.0, f32::MAX, f32::MIN_POSITIVE, 1e-45, f32::MIN]).unwrap();
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let error = check("h.0.attn.c_attn.weight", &[1.0, f32::MAX, bad, f32::NAN]).unwrap_err();
+            let message = format!("tensor `h.0.attn.c_attn.weight` is not finite: its element 2 is {bad}");
+            assert_eq!(error.to_string(), message);
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Which checkpoint each rank of a job goes on from.
+
+use std::path::{Path, PathBuf};
+
+use farflung_base::Rank;
+use farflung_comm::Communicator;
+
+use super::super::job::Job;
+use super::super::together::together;
+use super::super::trainer::Trainer;
+use super::source::{self, Files, Residuals};
+use super::{Source, folder, lost, tell};
+use crate::config::choice::Resume;
+use crate::{Checkpoint, Error, Result, RunDir, run_dir};
+
+/// What a rank goes on from.
+pub(super) struct Chosen {
+    pub(super) source: Source,
+    /// What is worth a line.
+    pub(super) notes: Vec<String>,
+}
+
+/// A rank's newest checkpoint for the parts that it holds now.
+enum Own {
+    There(Checkpoint),
+    /// None yet, in a folder in which the run has begun.
+    NotYet,
+    /// No folder, or no checkpoint that is whole.
+    Lost(Option<Error>),
+}
+
+/// What this rank goes on from; `None` starts at step 0. A collective.
+///
+/// Errors: on all ranks together.
+pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Option<Chosen>> {
+    let (rank, comm, parts) = (trainer.comm().rank(), trainer.comm(), trainer.layers());
+    let fits = |checkpoint: &Checkpoint| {
+        source::record(checkpoint).is_ok_and(|t| t.world == job.world && t.parts == parts)
+    };
+    let read = |checkpoints: Vec<Checkpoint>, residuals| {
+        let files = checkpoints.iter().map(Files::read).collect::<Result<_>>()?;
+        Source::new(job.model, files, residuals)
+    };
+    let chosen = |source| Chosen { source, notes: Vec::new() };
+    match &job.config.resume {
+        Resume::No => Ok(None),
+        Resume::Path(path) => {
+            // One that cannot be opened is not needed where all that hold the model are read.
+            let own = match Checkpoint::open(&of_rank(path, rank)) {
+                Ok(own) => checked_owner(own, rank).map(|own| Some(own).filter(fits)),
+                Err(_) => Ok(None),
+            };
+            let own = together(comm, own)?;
+            let all_have = tell(comm, u64::from(own.is_some()))?.iter().all(|&has| has == 1);
+            let source = match own.filter(|_| all_have) {
+                Some(own) => read(vec![own], Residuals::Own),
+                None => all_of(path).and_then(|all| read(all, Residuals::None)),
+            };
+            together(comm, source).map(|source| Some(chosen(source)))
+        }
+        Resume::Auto => {
+            let own = together(comm, own(run, rank, &fits))?;
+            let (agreed, own) = agree(comm, run, own)?;
+            if agreed == 0 {
+                return match together(comm, cut_otherwise(comm, run, job))? {
+                    None => Ok(None),
+                    Some(all) => {
+                        together(comm, read(all, Residuals::None)).map(|source| Some(chosen(source)))
+                    }
+                };
+            }
+            let files = match &own {
+                Own::There(own) => Files::read(own).map(Some),
+                _ => Ok(None),
+            };
+            let files = together(comm, files)?;
+            let per_pipeline = job.plan.stages();
+            let shared = lost::share(comm, agreed, per_pipeline, files, matches!(own, Own::NotYet))?;
+            let Some(lost::Shared { files, notes, residuals }) = shared else { return Ok(None) };
+            let source = together(comm, Source::new(job.model, vec![files], residuals))?;
+            Ok(Some(Chosen { source, notes }))
+        }
+    }
+}
+
+/// The newest checkpoint in a rank's folder.
+///
+/// Errors: [`Error::ForeignFolder`] for that of another rank.
+fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<Own> {
+    let begun = run.has_begun();
+    let newest = match run.latest() {
+        Ok(Some(newest)) => Ok(Some(checked_owner(newest, rank)?)),
+        other => other,
+    };
+    match newest {
+        Ok(Some(own)) if fits(&own) => Ok(Own::There(own)),
+        // One for other parts is as none.
+        Ok(Some(_)) => Ok(Own::NotYet),
+        Ok(None) if begun => Ok(Own::NotYet),
+        Ok(None) => Ok(Own::Lost(None)),
+        Err(error) => Ok(Own::Lost(Some(error))),
+    }
+}
+
+/// The newest step that all ranks have which have any; 0 if there is none. A rank that was cut off while it committed may
+/// be one checkpoint behind the others, which then go back to that one.
+fn agree(comm: &Communicator, run: &RunDir, own: Own) -> Result<(u64, Own)> {
+    let mine = if let Own::There(own) = &own { own.step() } else { 0 };
+    let agreed = tell(comm, mine)?.into_iter().filter(|&step| step > 0).min().unwrap_or(0);
+    let own = match own {
+        Own::There(newer) if newer.step() != agreed => {
+            let path = run.path().join(run_dir::folder(agreed));
+            Checkpoint::open(&path).map_or_else(|error| Own::Lost(Some(error)), Own::There)
+        }
+        own => own,
+    };
+    // Damage is told where there is nobody to take the state from.
+    let damage = match own {
+        Own::Lost(Some(error)) if agreed == 0 => Err(error),
+        own => Ok(own),
+    };
+    Ok((agreed, together(comm, damage)?))
+}
+
+/// A checkpoint, if this rank wrote it.
+fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkpoint> {
+    match source::record(&checkpoint)?.rank {
+        owner if owner == rank.0 => Ok(checkpoint),
+        owner => Err(Error::ForeignFolder { path: checkpoint.path().to_owned(), owner: Rank(owner), rank }),
+    }
+}
+
+/// Checkpoints of all ranks of a run whose ranks held other parts than they do now: of the newest step that all have, as
+/// rank 0 sees it. `None` if there is no such run, or if it never got as far as one on all ranks.
+fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<Vec<Checkpoint>>> {
+    let root = job.out.as_deref().unwrap_or(run.path());
+    let mut step = 0;
+    let mut missing = None;
+    if comm.rank().0 == 0 {
+        for at in run.checkpoints()?.into_iter().rev() {
+            let path = root.join(run_dir::folder(at));
+            match all_of(&path) {
+                Ok(_) => {
+                    step = at;
+                    break;
+                }
+                // The same ranks as now: they never all had it. Others must be somewhere else.
+                Err(error) => {
+                    let same = Checkpoint::open(&path).and_then(|c| source::record(&c));
+                    let same =
+                        same.is_ok_and(|t| t.world == job.world && t.stages == job.plan.stages() as usize);
+                    missing = missing.or(Some(error).filter(|_| !same));
+                }
+            }
+        }
+    }
+    let agreed = tell(comm, step)?.into_iter().max().unwrap_or(0);
+    match (agreed, missing) {
+        (0, Some(error)) => Err(error),
+        (0, None) => Ok(None),
+        (step, _) => all_of(&root.join(run_dir::folder(step))).map(Some),
+    }
+}
+
+/// The checkpoints that together hold a model and its states: rank 0's at `path`, and those of the other ranks of its
+/// first pipeline beside it.
+fn all_of(path: &Path) -> Result<Vec<Checkpoint>> {
+    let first = Checkpoint::open(path)?;
+    let ranks = source::record(&first)?.stages as u32;
+    let open = |rank| checked_owner(Checkpoint::open(&of_rank(path, rank))?, rank);
+    let others = (1..ranks).map(|rank| open(Rank(rank)));
+    std::iter::once(Ok(first)).chain(others).collect()
+}
+
+/// The checkpoint of another rank beside rank 0's.
+fn of_rank(path: &Path, rank: Rank) -> PathBuf {
+    match (rank.0, path.parent(), path.file_name()) {
+        (1.., Some(run), Some(step)) => folder(run, rank).join(step),
+        _ => path.to_owned(),
+    }
+}

@@ -1,0 +1,79 @@
+//! A checkpoint against the run that goes on from it: what changes the model is refused, what changes the training is told.
+
+use farflung_comm::Communicator;
+
+use super::super::job::Job;
+use super::super::meet::{model_facts, same_facts};
+use super::{Record, Source};
+use crate::config::dashed;
+use crate::config::shared::{Fact, is_planned};
+use crate::{Error, Result, TrainArgs};
+
+/// Whether the rest of the run would mean anything. However the model and the batch are shared out, a step takes the same
+/// sequences.
+pub(super) fn check(record: &Record, job: &Job) -> Result<()> {
+    let same = |field, found: String, expected: String| {
+        if found == expected {
+            Ok(())
+        } else {
+            let expected = format!("{expected}, as when the checkpoint was written");
+            Err(Error::Setting { field, value: found, expected })
+        }
+    };
+    for (was, now) in record.model.iter().zip(model_facts(job)) {
+        let field = TrainArgs::KEYS.iter().find(|key| dashed(key) == now.name).unwrap_or(&"model");
+        same(field, now.value, was.value.clone())?;
+    }
+    let words = |sequences| format!("such that a step takes {sequences} sequences");
+    let (world, level) = (job.world, job.plan.outermost());
+    let field = if record.world == world { "microbatches" } else { "workers" };
+    same(field, words(job.plan.sequences()), words(record.sequences))?;
+    same("seed", job.config.seed.to_string(), record.seed.to_string())?;
+    same("sync", level.method.clone(), record.sync.clone())?;
+    if record.world == world {
+        same("codec", level.codec.clone(), record.codec.clone())?;
+    }
+    same("data", job.hash.clone(), record.data_hash.clone())
+}
+
+/// Whether all ranks go on from the same step. A collective.
+///
+/// Errors: [`Error::RanksDiffer`] on every rank.
+pub(super) fn same_step(record: &Record, comm: &Communicator) -> Result<()> {
+    let facts = [
+        Fact::new("step", record.step),
+        Fact::new("outer step", record.outer_step),
+        Fact::new("rounds of averaging", record.rounds),
+    ];
+    same_facts("checkpoint's", &facts, comm, |_| false)
+}
+
+/// Settings that differ from those of the checkpoint, in a line for those that change the training and one for others.
+/// Settings that ranks may have for themselves are not told.
+pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
+    let Some(table) = source.settings().and_then(|text| text.parse::<toml::Table>().ok()) else {
+        return Vec::new();
+    };
+    let was = |name: &str| table.get(name).map_or_else(|| "none".to_owned(), ToString::to_string);
+    let (mut training, mut others) = (Vec::new(), Vec::new());
+    for Fact { name, value } in job.config.shared() {
+        let before = was(&name);
+        // A plan's file stood for the settings that it decides.
+        if before == value || table.contains_key("plan") && is_planned(&name) {
+            continue;
+        }
+        let line = format!("`{name}` is {value}, was {before}");
+        let kind = if job.config.is_training(&name) { &mut training } else { &mut others };
+        kind.push(line);
+    }
+    let line = |intro: &str, differing: Vec<String>| {
+        (!differing.is_empty()).then(|| format!("{intro}: {}", differing.join("; ")))
+    };
+    [
+        line("warning: the training goes on with other settings than the checkpoint's", training),
+        line("settings that differ from the checkpoint's", others),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}

@@ -1,0 +1,55 @@
+//! A fault that tests and benches place in a run: one bit of one rank's values. No setting and no file makes one.
+
+use std::ops::Range;
+
+use farflung_tensor::Tensor;
+
+use crate::Result;
+
+/// Which values of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultyValue {
+    /// An average that it received: of gradients, or of what DiLoCo averages.
+    Reduced,
+    /// Its parameters.
+    Parameters,
+    /// Its optimizer's state.
+    Moments,
+}
+
+/// A bit that changes on one rank in one step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fault {
+    /// On which rank.
+    pub rank: u32,
+    /// In which step, counted from 1.
+    pub step: u64,
+    /// In which values.
+    pub value: FaultyValue,
+    /// Number of the element in the last tensor of a part; it counts modulo their number.
+    pub element: usize,
+    /// Number of the bit, from 0 for the least.
+    pub bit: u32,
+}
+
+impl Fault {
+    /// Whether it is in these values of a rank in a step.
+    pub(super) fn is_in(self, rank: u32, step: u64, value: FaultyValue) -> bool {
+        (self.rank, self.step, self.value) == (rank, step, value)
+    }
+
+    /// Changes the bit in a range of a flat buffer.
+    pub(super) fn strike(self, flat: &mut Tensor, range: Range<usize>) -> Result<()> {
+        let mut values = flat.to_vec::<f32>()?;
+        self.strike_values(&mut values[range]);
+        Ok(flat.write(&values)?)
+    }
+
+    /// The same in values in the host's memory.
+    pub(super) fn strike_values(self, values: &mut [f32]) {
+        let count = values.len().max(1);
+        if let Some(value) = values.get_mut(self.element % count) {
+            *value = f32::from_bits(value.to_bits() ^ (1 << (self.bit % 32)));
+        }
+    }
+}

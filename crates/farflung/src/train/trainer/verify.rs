@@ -1,0 +1,182 @@
+//! Checks before anything is saved, and every so many steps: all values are finite, and copies are equal to the bit.
+
+use std::fmt::Display;
+
+use farflung_base::Rank;
+use farflung_tensor::{ParamLayout, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::Trainer;
+use crate::config::shared::Fact;
+use crate::train::fingerprint::Hasher;
+use crate::train::part::Part;
+use crate::{Error, Result, finite};
+
+/// What a rank tells the others of its copies.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Told {
+    /// Hashes of what other ranks may hold too, by what it is.
+    copies: Vec<Fact>,
+    /// What is not finite.
+    broken: Option<String>,
+}
+
+impl Trainer {
+    /// Checks that all values of all ranks are finite, and that copies of parameters and, where the method keeps them equal,
+    /// of optimizer states are. Replicas must be the same now. A collective.
+    ///
+    /// Copies on devices that round differently are compared only where they have just been made equal, and without their
+    /// optimizer states, which nothing makes equal.
+    ///
+    /// Errors: on all ranks together, [`Error::NotFinite`] or [`Error::OnRank`]; [`Error::Diverged`].
+    pub fn verify(&self) -> Result<()> {
+        let mine = self.told();
+        let (told, failed) = match mine {
+            Ok(told) => (told, None),
+            Err(error) => (Told { broken: Some(error.to_string()), ..Told::default() }, Some(error)),
+        };
+        let text = serde_json::to_vec(&told).expect("texts have no way to fail");
+        let all = self.comm().all_gather_bytes(text)?;
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        let read = |(rank, text): (usize, &Vec<u8>)| {
+            serde_json::from_slice::<Told>(text).map_err(|_| Error::Message {
+                message: format!("what rank {rank} tells of its values"),
+                problem: "cannot be read",
+            })
+        };
+        let all: Vec<Told> = all.iter().enumerate().map(read).collect::<Result<_>>()?;
+        if let Some((rank, told)) = all.iter().enumerate().find(|(_, told)| told.broken.is_some()) {
+            let message = told.broken.clone().unwrap_or_default();
+            return Err(Error::OnRank { rank, message, code: 1 });
+        }
+        self.compare_copies(&all)
+    }
+
+    /// Hashes of what this rank holds.
+    ///
+    /// Errors: [`Error::NotFinite`].
+    fn told(&self) -> Result<Told> {
+        let (placement, unlike) = (&self.executor.placement, self.resync.is_unlike());
+        let compared = !unlike || self.resync.is_done_at(self.step);
+        let whole = placement.depth() == 1;
+        let mut copies = Vec::new();
+        for (&stage, part) in &self.executor.parts {
+            let number = placement.part(stage);
+            let of = |what: &str| if whole { what.to_owned() } else { format!("{what} of part {number}") };
+            let layout = part.stage.layout();
+            let params = hash("", layout, [("", &part.params)])?;
+            let (mut inner, outer) = states(part, layout)?;
+            if !self.each_step {
+                // Those of local steps are each replica's own.
+                inner = None;
+            }
+            if compared {
+                copies.push(Fact::new(of("parameters"), params));
+                let table = placement.is_first(stage) || placement.is_last(stage);
+                if table && !whole && !layout.is_empty() {
+                    let values = part.params.view().part(part.table().start, part.table().len())?;
+                    let mut hasher = Hasher::default();
+                    hasher.update(&values.to_vec::<f32>()?);
+                    copies.push(Fact::new("token table", hasher.finish()));
+                }
+            }
+            for (what, hash) in [("optimizer state", inner), ("outer state", outer)] {
+                copies.extend(hash.filter(|_| !unlike).map(|hash| Fact::new(of(what), hash)));
+            }
+        }
+        Ok(Told { copies, broken: None })
+    }
+
+    /// Compares what the ranks told.
+    fn compare_copies(&self, all: &[Told]) -> Result<()> {
+        let mut names: Vec<&str> = Vec::new();
+        for fact in all.iter().flat_map(|told| &told.copies) {
+            if !names.contains(&fact.name.as_str()) {
+                names.push(&fact.name);
+            }
+        }
+        for name in names {
+            let mut held: Vec<(&str, Vec<Rank>)> = Vec::new();
+            for (rank, told) in (0..).map(Rank).zip(all) {
+                for fact in told.copies.iter().filter(|fact| fact.name == name) {
+                    match held.iter_mut().find(|(hash, _)| *hash == fact.value) {
+                        Some((_, ranks)) => ranks.push(rank),
+                        None => held.push((&fact.value, vec![rank])),
+                    }
+                }
+            }
+            if held.len() > 1 {
+                let groups: Vec<Vec<Rank>> = held.into_iter().map(|(_, ranks)| ranks).collect();
+                return Err(Error::Diverged { step: self.step, what: name.to_owned(), ranks: odd(groups) });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The ranks that are not among more than half; all where there is no such majority.
+fn odd(groups: Vec<Vec<Rank>>) -> Vec<Rank> {
+    let all: usize = groups.iter().map(Vec::len).sum();
+    let majority = groups.iter().position(|ranks| 2 * ranks.len() > all);
+    let others = groups.into_iter().enumerate().filter(|(group, _)| Some(*group) != majority);
+    let mut ranks: Vec<Rank> = others.flat_map(|(_, ranks)| ranks).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks
+}
+
+/// Hash of flat buffers, padding left out.
+///
+/// Errors: [`Error::NotFinite`] with the tensor, behind `prefix` and the buffer's name.
+fn hash<'a>(
+    prefix: &str,
+    layout: &ParamLayout,
+    flats: impl IntoIterator<Item = (impl Display, &'a Tensor)>,
+) -> Result<String> {
+    let mut hasher = Hasher::default();
+    for (name, flat) in flats {
+        let copied;
+        let values = if let Some(values) = flat.host::<f32>() {
+            values
+        } else {
+            copied = flat.to_vec::<f32>()?;
+            &copied
+        };
+        finite::check_flat(&format!("{prefix}{name}"), layout, values)?;
+        for p in layout.params() {
+            hasher.update(&values[p.range()]);
+        }
+    }
+    Ok(hasher.finish())
+}
+
+/// Hashes of a part's optimizer state, and of the state of its method of synchronisation, where there are any.
+fn states(part: &Part, layout: &ParamLayout) -> Result<(Option<String>, Option<String>)> {
+    let mut inner = part.chain.states().map(|(name, state)| (format!("{name}/"), state)).peekable();
+    let some = inner.peek().is_some();
+    let inner = hash("chain.", layout, inner)?;
+    let sync = part.sync.iter().flat_map(|sync| sync.states());
+    let mut outer = sync.map(|(name, state)| (format!("{name}/"), state)).peekable();
+    let some_outer = outer.peek().is_some();
+    let outer = hash("outer.", layout, outer)?;
+    Ok((some.then_some(inner), some_outer.then_some(outer)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_odd_ones_out_are_those_outside_a_majority() {
+        let ranks = |numbers: &[u32]| numbers.iter().map(|&n| Rank(n)).collect::<Vec<_>>();
+        let found = |groups: &[&[u32]]| odd(groups.iter().map(|group| ranks(group)).collect());
+        assert_eq!(found(&[&[0, 1, 3], &[2]]), ranks(&[2]));
+        assert_eq!(found(&[&[2], &[0, 1, 3]]), ranks(&[2]));
+        assert_eq!(found(&[&[0], &[1]]), ranks(&[0, 1]));
+        assert_eq!(found(&[&[0, 2], &[1, 3]]), ranks(&[0, 1, 2, 3]));
+        assert_eq!(found(&[&[0, 1, 2], &[3], &[4]]), ranks(&[3, 4]));
+    }
+}

@@ -1,0 +1,174 @@
+//! Values that are not finite and copies that are not equal: never saved, and told with what and whose they are.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod tiny;
+
+use std::path::Path;
+use std::process::Output;
+
+use farflung::config::choice::{ScheduleKind, SyncKind, TransportKind};
+use farflung::train::{Fault, FaultyValue, Job, Quiet, run_job, seats};
+use farflung::{Checkpoint, Error, Result, Stop, TrainConfig, What, events};
+use tiny::{Run, farflung};
+
+fn train(run: &Run, before: &[&str], args: &str) -> Output {
+    let args = format!("--out {} {args}", run.at("run").display());
+    farflung().args(before).args(run.args(&args)).output().unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// The step of a run's newest checkpoint, all of whose weights are finite; 0 without one.
+fn newest(run: &Path) -> u64 {
+    let Ok(latest) = std::fs::read_to_string(run.join("latest")) else { return 0 };
+    let checkpoint = Checkpoint::open(&run.join(latest.trim())).unwrap();
+    for name in ["model.safetensors", "optimizer.safetensors"] {
+        let bytes = checkpoint.read(name).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for (tensor, view) in file.iter() {
+            let (words, _) = view.data().as_chunks::<4>();
+            assert!(words.iter().all(|&word| f32::from_le_bytes(word).is_finite()), "{name}: {tensor}");
+        }
+    }
+    checkpoint.step()
+}
+
+#[test]
+fn an_outer_step_that_is_not_finite_is_not_taken_by_any_rank() {
+    for (before, args) in [
+        (&[][..], "--workers 2"),
+        (&["launch", "-n", "2", "--"], ""),
+        (&[], "--workers 4 --stages 2 --microbatches 2"),
+        (&["launch", "-n", "4", "--"], "--stages 2 --microbatches 2"),
+    ] {
+        let run = Run::new();
+        let diloco = "--sync diloco --sync-every 2 --steps 6 --checkpoint-every 1 --deadline 20s";
+        let output = train(&run, before, &format!("{diloco} --codec none {args}"));
+        assert!(output.status.success(), "{args}: {}", stderr(&output));
+        let run = Run::new();
+        let output = train(&run, before, &format!("{diloco} --outer-lr 1e40 --codec none {args}"));
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{args}: {said}");
+        let reason = "the step would leave parameters";
+        let ranks = if before.is_empty() { 1 } else { before[2].parse().unwrap() };
+        assert_eq!(said.matches(reason).count(), ranks, "{args}: {said}");
+        assert_eq!(newest(&run.at("run")), 0);
+    }
+}
+
+#[test]
+fn weights_whose_loss_is_not_finite_are_not_saved() {
+    // The weights are finite after the outer step, and nothing can be computed with them.
+    let run = Run::new();
+    let args = "--sync diloco --sync-every 2 --outer-lr 1e25 --eval-every 0 --codec none";
+    for steps in ["--steps 2", "--steps 4"] {
+        let output = train(&run, &[], &format!("{args} {steps}"));
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains("not finite") || said.contains("norm is NaN"), "{said}");
+        assert_eq!(newest(&run.at("run")), 0);
+        std::fs::remove_dir_all(run.at("run")).unwrap();
+    }
+}
+
+#[test]
+fn a_last_step_that_is_not_finite_is_not_saved() {
+    // One step of such a length leaves infinities, and no step comes after it whose gradients would show them.
+    let run = Run::new();
+    let args = "--steps 1 --optimizer sgd --clip 0 --weight-decay 1e30 --lr 1e30 --lr-schedule constant";
+    let output = train(&run, &[], args);
+    let said = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("tensor `") && said.contains("is not finite"), "{said}");
+    assert_eq!(newest(&run.at("run")), 0);
+    assert!(!run.at("run/report.json").exists());
+}
+
+#[test]
+fn weights_that_are_not_finite_are_refused_by_name() {
+    let run = Run::new();
+    assert!(train(&run, &[], "--steps 1 --compress-checkpoints false").status.success());
+    let folder = run.at("weights");
+    std::fs::create_dir(&folder).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(run.at("run/step-00000001").join(name), folder.join(name)).unwrap();
+    }
+    let path = folder.join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let end = bytes.len();
+    bytes[end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let weights = folder.display().to_string();
+    let data = run.at("text.txt").display().to_string();
+    let init = format!("--steps 1 --init-from {weights}");
+    let commands: [Vec<String>; 3] = [
+        ["generate", &weights].map(str::to_owned).into(),
+        ["eval", &weights, "--data", &data].map(str::to_owned).into(),
+        run.args(&init),
+    ];
+    for args in commands {
+        let output = farflung().args(&args).output().unwrap();
+        let said = stderr(&output);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
+        assert!(said.contains("tensor `") && said.contains("is not finite"), "{args:?}: {said}");
+    }
+}
+
+/// Trains six steps with a checkpoint every two, and this fault.
+fn with_fault(folder: &Path, config: TrainConfig, fault: Fault) -> Result<()> {
+    let data = folder.join("text.txt");
+    std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
+    let config = TrainConfig {
+        data: Some(data),
+        layers: Some(2),
+        heads: Some(2),
+        dim: Some(8),
+        context: Some(8),
+        batch: 1,
+        steps: 6,
+        warmup: 0,
+        lr_schedule: ScheduleKind::Constant,
+        transport: TransportKind::Memory,
+        threads: 1,
+        eval_batches: 1,
+        sample_tokens: 0,
+        checkpoint_every: 2,
+        ..config
+    };
+    let mut job = Job::new(config.clone(), config.workers, Stop::manual())?;
+    job.fault = Some(fault);
+    job.out = Some(folder.join("run"));
+    run_job(&job, seats(&job, None)?, &mut Quiet).map(|_| ())
+}
+
+#[test]
+fn a_bit_that_changes_on_one_replica_is_found_before_the_next_checkpoint() {
+    let values = [FaultyValue::Reduced, FaultyValue::Parameters, FaultyValue::Moments];
+    let diloco = TrainConfig { sync: SyncKind::Diloco, sync_every: 2, ..TrainConfig::default() };
+    let pipeline = TrainConfig { stages: 2, microbatches: Some(2), ..TrainConfig::default() };
+    for (config, workers, values, odd, names) in [
+        (TrainConfig::default(), 3, &values[..], &[1][..], ""),
+        (TrainConfig::default(), 2, &values, &[0, 1], ""),
+        (diloco, 3, &values[..1], &[1], ""),
+        (pipeline.clone(), 6, &values, &[1], "of part 1"),
+        (pipeline, 4, &values, &[1, 3], "of part 1"),
+    ] {
+        for &value in values {
+            let folder = tempfile::tempdir().unwrap();
+            let fault = Fault { rank: 1, step: 4, value, element: 5, bit: 20 };
+            let error =
+                with_fault(folder.path(), TrainConfig { workers, ..config.clone() }, fault).unwrap_err();
+            let Error::Diverged { step: 4, what, ranks } = &error else { unreachable!("{error}") };
+            assert_eq!(ranks.iter().map(|rank| rank.0).collect::<Vec<_>>(), odd, "{error}");
+            assert!(what.ends_with(names) && error.exit_code() == 1, "{error}");
+            let run = folder.path().join("run");
+            assert_eq!(newest(&run), 2, "the last good checkpoint stays");
+            let last = events::read(&run.join("events.jsonl")).unwrap().pop().unwrap();
+            let What::Named { ranks, reason } = last.what else { unreachable!("{last:?}") };
+            assert_eq!((last.step, ranks.as_slice(), reason), (4, odd, error.to_string()));
+        }
+    }
+}
