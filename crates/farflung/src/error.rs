@@ -196,7 +196,7 @@ pub enum Error {
         step: u64,
     },
     /// Copies of the same values are no longer equal: a fault of a machine, or of this program.
-    #[error("after step {step} the {what} of {}; nothing of it was saved", diverged(ranks))]
+    #[error("after step {step} {}; nothing of it was saved", diverged(what, ranks, *majority))]
     Diverged {
         /// Steps done.
         step: u64,
@@ -204,6 +204,8 @@ pub enum Error {
         what: String,
         /// The ranks that differ from the majority; all that hold a copy where there is none.
         ranks: Vec<farflung_base::Rank>,
+        /// Whether more than half of the ranks that hold a copy are others.
+        majority: bool,
     },
     /// A file name inside a checkpoint that would leave its folder, or that stands for something else.
     #[error("`{name}` cannot be the name of a checkpoint's file")]
@@ -334,11 +336,12 @@ pub enum Error {
 }
 
 /// The ranks whose copies differ, in words.
-fn diverged(ranks: &[farflung_base::Rank]) -> String {
+fn diverged(what: &str, ranks: &[farflung_base::Rank], majority: bool) -> String {
     let shown = crate::train::Ranks(ranks);
-    match ranks {
-        [_] => format!("{shown} differs from that of the others"),
-        [..] => format!("{shown} differ"),
+    match (ranks, majority) {
+        ([_], _) => format!("{shown} has another copy of the {what} than the other ranks"),
+        (_, true) => format!("{shown} have other copies of the {what} than most ranks"),
+        (_, false) => format!("{shown} have different copies of the {what}, and no majority agrees"),
     }
 }
 

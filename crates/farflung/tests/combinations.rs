@@ -58,7 +58,8 @@ fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> Seat + Send + '_>> {
             master_port: port,
             source: "the test",
         };
-        seats(job, Some(&env)).unwrap().pop().unwrap()
+        let joined = farflung::train::join(&job.config, &env).unwrap();
+        seats(job, Some(joined)).unwrap().pop().unwrap()
     };
     (0..job.world).map(|rank| Box::new(move || join(rank)) as Box<dyn FnOnce() -> Seat + Send>).collect()
 }

@@ -161,9 +161,10 @@ fn a_bit_that_changes_on_one_replica_is_found_before_the_next_checkpoint() {
             let fault = Fault { rank: 1, step: 4, value, element: 5, bit: 20 };
             let error =
                 with_fault(folder.path(), TrainConfig { workers, ..config.clone() }, fault).unwrap_err();
-            let Error::Diverged { step: 4, what, ranks } = &error else { unreachable!("{error}") };
+            let Error::Diverged { step: 4, what, ranks, majority } = &error else { unreachable!("{error}") };
             assert_eq!(ranks.iter().map(|rank| rank.0).collect::<Vec<_>>(), odd, "{error}");
             assert!(what.ends_with(names) && error.exit_code() == 1, "{error}");
+            assert_eq!(*majority, odd.len() == 1, "{error}");
             let run = folder.path().join("run");
             assert_eq!(newest(&run), 2, "the last good checkpoint stays");
             let last = events::read(&run.join("events.jsonl")).unwrap().pop().unwrap();

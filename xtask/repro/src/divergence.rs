@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
 use farflung::config::choice::{Resume, SyncKind};
-use farflung::train::{Fault, FaultyValue, Job, Quiet, Report as Trained, run_job, seats};
+use farflung::train::{Fault, FaultyValue, Job, Quiet, Report as Trained, Thoroughness, run_job, seats};
 use farflung::{Checkpoint, Error, Existing, Packing, RunDir, TrainConfig};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -221,7 +221,7 @@ fn cost(report: &mut Report<'_>, data: &Job, options: &Options) -> Result<()> {
         let step = begun.elapsed().as_secs_f64() / f64::from(steps);
         let begun = Instant::now();
         for _ in 0..checks {
-            trainer.verify()?;
+            trainer.verify(Thoroughness::Usual)?;
         }
         Ok((step, begun.elapsed().as_secs_f64() / f64::from(checks)))
     })?;

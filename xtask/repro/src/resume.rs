@@ -59,14 +59,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let losses = differing_losses(&log(&alone)?, &log(&killed)?);
         report.row(&format!("{name}: losses that differ"), losses as f64, "steps", Mark::AtMost(0.0))?;
     }
-    other_ways(report, folder.path())
+    other_ways(report, options, folder.path())
 }
 
 /// Steps of a run before something happens to it. Its learning rate is constant, so that a run of more steps begins alike.
 const HALF: u64 = 10;
 
 /// Resumes that are not the same run in the same folders again.
-fn other_ways(report: &mut Report<'_>, folder: &Path) -> Result<()> {
+fn other_ways(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<()> {
     let flags = ["--codec", "none", "--lr-schedule", "constant"];
     let half = HALF.to_string();
     let train = |out: &Path, more: &[&str]| train(&[&flags[..], more].concat(), out);
@@ -84,7 +84,7 @@ fn other_ways(report: &mut Report<'_>, folder: &Path) -> Result<()> {
         Ok((output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned()))
     };
 
-    for lost in 0..WORKERS {
+    for lost in 0..if options.quick { 2 } else { WORKERS } {
         let run = copy(&format!("lost-{lost}"))?;
         let folder = run.join(rank_folder(lost));
         for entry in std::fs::read_dir(&folder)?.filter_map(Result::ok).filter(|e| e.file_name() != "ranks") {
@@ -127,7 +127,8 @@ fn other_ways(report: &mut Report<'_>, folder: &Path) -> Result<()> {
     let named = code == Some(2) && text.contains(&run.join(format!("step-{HALF:08}")).display().to_string());
     report.row("fewer steps than are done: refused", f64::from(u8::from(named)), "", Mark::AtLeast(1.0))?;
 
-    for (flag, value) in [("--heads", "4"), ("--dim", "32"), ("--context", "16"), ("--layers", "3")] {
+    let shapes = [("--heads", "4"), ("--dim", "32"), ("--context", "16"), ("--layers", "3")];
+    for (flag, value) in shapes.into_iter().take(if options.quick { 1 } else { 4 }) {
         let (code, text) = said(&mut train(&copy(&flag[2..])?, &["--steps", "20", flag, value])?)?;
         let refused = code == Some(2) && text.contains(&format!("`{}`", &flag[2..]));
         let metric = format!("{flag} changed: refused by name");

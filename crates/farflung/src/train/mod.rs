@@ -42,4 +42,4 @@ pub use report::{DataSource, PlainAllReduce, Report, SampleText};
 pub use resync::Drift;
 pub use run::{Quiet, Watch, run, run_job, world};
 pub use sizes::{TooLarge, machine_memory, needed_memory};
-pub use trainer::{StepDone, Synced, Trainer};
+pub use trainer::{StepDone, Synced, Thoroughness, Trainer};

@@ -16,7 +16,7 @@ use super::planned;
 use super::report::{Report, sample};
 use super::sizes;
 use super::together::together;
-use super::trainer::{StepDone, Synced, Trainer, hash};
+use super::trainer::{StepDone, Synced, Thoroughness, Trainer, hash};
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
 use crate::events::{EventLog, What};
@@ -140,6 +140,10 @@ fn prepare(config: TrainConfig, env: Option<&LaunchEnv>, stop: crate::Stop) -> R
     let world = world(&config, env)?;
     let job = Job::new(config, world, stop)?;
     deadline::check(&job, transport)?;
+    if let Some(env) = env {
+        // A device that is not there is told to the other ranks.
+        job.device(env.rank.index(), 1)?;
+    }
     Ok(job)
 }
 
@@ -312,7 +316,7 @@ fn train(
         return Ok(report.map(|report| *report));
     }
     // Of copies that were read, and of a start from weights.
-    trainer.verify()?;
+    trainer.verify(Thoroughness::All)?;
     // Only now that nothing in the folder stands against these settings.
     if let Some(run) = run {
         run.write_config(&config.to_toml())?;
@@ -355,7 +359,7 @@ fn train(
         let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
         let saves = run.is_some() && agreed && (end || stop || due(config.checkpoint_every, saved));
         if agreed && (end || saves || due(config.check_every, checked)) {
-            trainer.verify()?;
+            trainer.verify(if end || saves { Thoroughness::All } else { Thoroughness::Usual })?;
             checked = done.step;
         }
         let mut val_loss = None;

@@ -34,6 +34,7 @@ use super::resync::{Drift, Resync};
 use super::tied::{Across, Tied};
 use crate::Result;
 use agree::Vote;
+pub use verify::Thoroughness;
 
 /// One rank of a run.
 #[derive(Debug)]

@@ -12,6 +12,15 @@ use crate::train::fingerprint::Hasher;
 use crate::train::part::Part;
 use crate::{Error, Result, finite};
 
+/// How much is checked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Thoroughness {
+    /// What costs little: values in the host's memory, and copies that were just made equal.
+    Usual,
+    /// All values, as before they are saved: those of a device are downloaded then anyway.
+    All,
+}
+
 /// What a rank tells the others of its copies.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -30,8 +39,8 @@ impl Trainer {
     /// optimizer states, which nothing makes equal.
     ///
     /// Errors: on all ranks together, [`Error::NotFinite`] or [`Error::OnRank`]; [`Error::Diverged`].
-    pub fn verify(&self) -> Result<()> {
-        let mine = self.told();
+    pub fn verify(&self, thoroughness: Thoroughness) -> Result<()> {
+        let mine = self.told(thoroughness);
         let (told, failed) = match mine {
             Ok(told) => (told, None),
             Err(error) => (Told { broken: Some(error.to_string()), ..Told::default() }, Some(error)),
@@ -58,17 +67,22 @@ impl Trainer {
     /// Hashes of what this rank holds.
     ///
     /// Errors: [`Error::NotFinite`].
-    fn told(&self) -> Result<Told> {
+    fn told(&self, thoroughness: Thoroughness) -> Result<Told> {
         let (placement, unlike) = (&self.executor.placement, self.resync.is_unlike());
         let compared = !unlike || self.resync.is_done_at(self.step);
         let whole = placement.depth() == 1;
         let mut copies = Vec::new();
         for (&stage, part) in &self.executor.parts {
+            let on_host = part.params.host::<f32>().is_some();
+            let all = on_host || thoroughness == Thoroughness::All;
+            if !all && !compared {
+                continue;
+            }
             let number = placement.part(stage);
             let of = |what: &str| if whole { what.to_owned() } else { format!("{what} of part {number}") };
             let layout = part.stage.layout();
             let params = hash("", layout, [("", &part.params)])?;
-            let (mut inner, outer) = states(part, layout)?;
+            let (mut inner, outer) = if all { states(part, layout)? } else { (None, None) };
             if !self.each_step {
                 // Those of local steps are each replica's own.
                 inner = None;
@@ -109,23 +123,31 @@ impl Trainer {
                 }
             }
             if held.len() > 1 {
-                let groups: Vec<Vec<Rank>> = held.into_iter().map(|(_, ranks)| ranks).collect();
-                return Err(Error::Diverged { step: self.step, what: name.to_owned(), ranks: odd(groups) });
+                let Odd { ranks, majority } = odd(held.into_iter().map(|(_, ranks)| ranks).collect());
+                return Err(Error::Diverged { step: self.step, what: name.to_owned(), ranks, majority });
             }
         }
         Ok(())
     }
 }
 
-/// The ranks that are not among more than half; all where there is no such majority.
-fn odd(groups: Vec<Vec<Rank>>) -> Vec<Rank> {
+/// The ranks whose copies are suspect.
+#[derive(Debug, PartialEq, Eq)]
+struct Odd {
+    ranks: Vec<Rank>,
+    /// Whether more than half of all ranks are others; else these are all of them.
+    majority: bool,
+}
+
+/// The ranks that are not among more than half; all where there is no such majority. `groups` have equal copies.
+fn odd(groups: Vec<Vec<Rank>>) -> Odd {
     let all: usize = groups.iter().map(Vec::len).sum();
-    let majority = groups.iter().position(|ranks| 2 * ranks.len() > all);
-    let others = groups.into_iter().enumerate().filter(|(group, _)| Some(*group) != majority);
+    let most = groups.iter().position(|ranks| 2 * ranks.len() > all);
+    let others = groups.into_iter().enumerate().filter(|(group, _)| Some(*group) != most);
     let mut ranks: Vec<Rank> = others.flat_map(|(_, ranks)| ranks).collect();
     ranks.sort_unstable();
     ranks.dedup();
-    ranks
+    Odd { ranks, majority: most.is_some() }
 }
 
 /// Hash of flat buffers, padding left out.
@@ -173,10 +195,11 @@ mod tests {
     fn the_odd_ones_out_are_those_outside_a_majority() {
         let ranks = |numbers: &[u32]| numbers.iter().map(|&n| Rank(n)).collect::<Vec<_>>();
         let found = |groups: &[&[u32]]| odd(groups.iter().map(|group| ranks(group)).collect());
-        assert_eq!(found(&[&[0, 1, 3], &[2]]), ranks(&[2]));
-        assert_eq!(found(&[&[2], &[0, 1, 3]]), ranks(&[2]));
-        assert_eq!(found(&[&[0], &[1]]), ranks(&[0, 1]));
-        assert_eq!(found(&[&[0, 2], &[1, 3]]), ranks(&[0, 1, 2, 3]));
-        assert_eq!(found(&[&[0, 1, 2], &[3], &[4]]), ranks(&[3, 4]));
+        let of = |numbers: &[u32], majority| Odd { ranks: ranks(numbers), majority };
+        assert_eq!(found(&[&[0, 1, 3], &[2]]), of(&[2], true));
+        assert_eq!(found(&[&[2], &[0, 1, 3]]), of(&[2], true));
+        assert_eq!(found(&[&[0], &[1]]), of(&[0, 1], false));
+        assert_eq!(found(&[&[0, 2], &[1, 3]]), of(&[0, 1, 2, 3], false));
+        assert_eq!(found(&[&[0, 1, 2], &[3], &[4]]), of(&[3, 4], true));
     }
 }
