@@ -9,10 +9,11 @@ use std::fmt;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method};
-use farflung_parallel::{Plan, ScheduleSource};
+use farflung_parallel::{Level, Plan, ScheduleSource};
 use farflung_tensor::Precision;
 
-use super::planned::refusal;
+use super::averages;
+use super::planned::{level, refusal};
 use crate::config::choice::{LossScaling, SamplingKind};
 use crate::{Error, Result, TrainConfig};
 
@@ -22,6 +23,8 @@ pub use covering::{Covering, covering};
 /// What rules look at: the plan's choices, and those of the settings that it does not decide.
 #[derive(Debug, Clone)]
 struct Choices {
+    /// How replicas average.
+    levels: Vec<Level>,
     sync: Option<&'static SyncMethod>,
     /// None without stages.
     schedule: Option<Order>,
@@ -65,10 +68,12 @@ impl Order {
 
 impl Choices {
     /// Those of settings that no plan was made of yet.
-    fn wished(config: &TrainConfig) -> Self {
+    fn wished(config: &TrainConfig, world: usize) -> Self {
         let named = config.schedule_file.is_none();
         let boundary = |spec| if config.stages > 1 { vec![spec] } else { Vec::new() };
+        let replicas = u32::try_from(world / config.stages.max(1)).unwrap_or(u32::MAX);
         Self {
+            levels: vec![level(config, replicas)],
             sync: SyncMethod::by_name(&config.sync.to_string()),
             schedule: (config.stages > 1 && named).then(|| Order::named(config.schedule)),
             forward: boundary(config.boundary),
@@ -88,12 +93,13 @@ impl Choices {
             ScheduleSource::Text(text) => Some(Order::own(text)),
         };
         Self {
+            levels: plan.levels.clone(),
             sync: SyncMethod::by_name(&plan.outermost().method),
             schedule,
             forward: boundaries().filter_map(|codecs| codecs.forward.parse().ok()).collect(),
             backward: boundaries().filter_map(|codecs| codecs.backward.parse().ok()).collect(),
             precision: plan.precision,
-            ..Self::wished(config)
+            ..Self::wished(config, plan.ranks() as usize)
         }
     }
 }
@@ -146,6 +152,14 @@ const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["codec", "algorithm"],
+        refuses: |choices| {
+            let refusal = |level: &Level| Some((level.algorithm, averages::refusal(level)?));
+            let (algorithm, expected) = choices.levels.iter().find_map(refusal)?;
+            Some(refuse("algorithm", algorithm, expected))
+        },
+    },
+    Rule {
         axes: ["clip", "schedule"],
         refuses: |choices| {
             let order = choices.schedule.as_ref().filter(|order| choices.clips && !order.flushes)?;
@@ -189,8 +203,8 @@ fn first(choices: &Choices) -> Option<Refusal> {
 /// Whether the choices of settings go together, before a plan is made of them.
 ///
 /// Errors: [`Error::Setting`] with the setting to change and the reason.
-pub(super) fn check_wished(config: &TrainConfig) -> Result<()> {
-    refused(first(&Choices::wished(config)))
+pub(super) fn check_wished(config: &TrainConfig, world: usize) -> Result<()> {
+    refused(first(&Choices::wished(config, world)))
 }
 
 /// Whether a plan's choices and those of the settings beside it go together.
@@ -208,7 +222,7 @@ fn refused(refusal: Option<Refusal>) -> Result<()> {
 /// Why the choices of some settings do not go together; `None` where they do.
 #[must_use]
 pub fn refusal_of(config: &TrainConfig) -> Option<Refusal> {
-    first(&Choices::wished(config))
+    first(&Choices::wished(config, config.workers))
 }
 
 /// Why a value of one axis does not go with one of another, whatever the others are; `None` where it does.
@@ -220,7 +234,7 @@ pub fn pair(a: (&Axis, &str), b: (&Axis, &str)) -> Option<Refusal> {
     let mut config = axes::base();
     (a.0.set)(&mut config, a.1);
     (b.0.set)(&mut config, b.1);
-    let choices = Choices::wished(&config);
+    let choices = Choices::wished(&config, config.workers);
     let about = |rule: &&Rule| rule.axes.iter().all(|axis| [a.0.name, b.0.name].contains(axis));
     RULES.iter().filter(about).find_map(|rule| (rule.refuses)(&choices))
 }

@@ -278,7 +278,10 @@ impl Decided {
                 config.follow(&plan);
                 plan
             }
-            None => planned::from_settings(&config, model, world, cluster.as_ref())?,
+            None => {
+                combination::check_wished(&config, world)?;
+                planned::from_settings(&config, model, world, cluster.as_ref())?
+            }
         };
         if config.plan.is_none() && cluster.is_some() {
             // A file for other ranks is refused before anything starts.

@@ -15,7 +15,6 @@ use farflung_parallel::{
 };
 use farflung_zoo::GptConfig;
 
-use super::combination;
 use super::costs::Work;
 use super::{averages, links};
 use crate::config::choice::SyncKind;
@@ -113,9 +112,6 @@ pub(super) fn from_settings(
         levels: vec![level(config, replicas)],
     };
     plan.check().map_err(in_settings)?;
-    if let Some(expected) = averages::refusal(plan.outermost()) {
-        return Err(refuse("algorithm", config.algorithm, expected));
-    }
     Ok(plan)
 }
 
@@ -148,7 +144,7 @@ fn boundary(config: &TrainConfig) -> BoundaryCodecs {
 }
 
 /// How the replicas of some settings stay one model.
-fn level(config: &TrainConfig, replicas: u32) -> Level {
+pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
     // One copy has nobody to send to, and nothing to lose bits for.
     let alone = replicas == 1 && !has_copies(config);
     let codec: CodecSpec = match config.codec {
@@ -189,7 +185,6 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
     if !world.is_multiple_of(stages) {
         return Err(refuse("workers", world, format!("a multiple of the {stages} stages")));
     }
-    combination::check_wished(config)?;
     let named = config.schedule_file.is_none() && stages > 1;
     let microbatches = microbatches(config);
     match method.updates(small("stages", stages)?, config.version_sync) {

@@ -1,5 +1,6 @@
 //! The axes of a run that go together or not, with the values that their tables have.
 
+use farflung_comm::Algorithm;
 use farflung_compress::CodecSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_parallel::Recompute;
@@ -114,7 +115,7 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "algorithm",
-        values: || words(farflung_comm::Algorithm::ALL),
+        values: || words(Algorithm::ALL.into_iter().chain([Algorithm::Auto])),
         set: |config, value| config.algorithm = read(value),
     },
     Axis {
