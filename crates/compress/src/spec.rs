@@ -12,7 +12,8 @@ use crate::sign::SIGN_BLOCK;
 use crate::uint::UintBlock;
 use crate::{
     Amount, Bf16, Codebook, CompressError, Compressor, E3M0, E4M3, E5M2, ErrorFeedback, F16, F32, Int2,
-    Lossless, Mask, Masked, Memoryless, MinMaxUint8, Natural, Packing, Pattern, Select, Sign, Sparse,
+    Lossless, Mask, Masked, Memoryless, MinMaxUint8, MomentumCorrection, Natural, Packing, Pattern, Select,
+    Sign, Sparse,
 };
 
 type Built = Result<Box<dyn Memoryless>, CompressError>;
@@ -78,7 +79,8 @@ const METHODS: &[Method] = &[
 /// A codec and its parameters, as data. [`CodecSpec::build`] makes as many codecs of it as there are streams.
 ///
 /// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback, or `+ef:0.95` for
-/// one that decays, then perhaps `+zstd` or `+lz4` for a last stage that is used where it helps. Selections without a method send f32.
+/// one that decays, or `+dgc` for momentum correction of 0.9, or `+dgc:0.95`; then perhaps `+zstd` or `+lz4` for a last stage
+/// that is used where it helps. Selections without a method send f32. `dgc:AMOUNT` is short for `topk:AMOUNT+dgc`.
 ///
 /// A method that takes a block, such as `int4:128`, and is given none has a default block of 512 elements
 /// (`qsgd8`, `qsgd4`, `qsgd2`), 4096 (`terngrad`, `sign`, `sign-l2`), 65536 (`meanstd8`, `meanstd2`,
@@ -122,37 +124,49 @@ impl Default for CodecSpec {
     }
 }
 
-/// How a residual is kept: the share of it, in millionths.
+/// What is kept from one vector to the next; factors are in millionths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Feedback(u32);
+enum Feedback {
+    /// This share of what was lost.
+    Residual(u32),
+    /// All that was lost, and momentum of this factor, gathered before the selection.
+    Momentum(u32),
+}
 
 impl Feedback {
-    const WHOLE: Self = Self(1_000_000);
+    const WHOLE: Self = Self::Residual(1_000_000);
+    /// The momentum of `+dgc`.
+    const DGC: Self = Self::Momentum(900_000);
 
     /// The codec's name before the suffix, and what the suffix says.
     fn split(name: &str) -> (&str, Option<Self>) {
-        let (base, suffix) = name.rsplit_once("+ef").unwrap_or((name, "-"));
-        let decay = || {
+        let of = |mark: &str, unless_told: Self, told: fn(u32) -> Self| {
+            let (base, suffix) = name.rsplit_once(mark)?;
+            if suffix.is_empty() {
+                return Some((base, Some(unless_told)));
+            }
             let (whole, part) = suffix.strip_prefix(':')?.split_once('.')?;
             let digits = part.len() <= 6 && part.bytes().all(|b| b.is_ascii_digit());
             let millionths = format!("{part:0<6}").parse().ok()?;
-            (whole == "0" && digits && !part.is_empty()).then_some(Self(millionths))
+            (whole == "0" && digits && !part.is_empty()).then_some((base, Some(told(millionths))))
         };
-        match (suffix, decay()) {
-            ("", _) => (base, Some(Self::WHOLE)),
-            (_, Some(decay)) => (base, Some(decay)),
-            _ => (name, None),
-        }
+        let found = of("+ef", Self::WHOLE, Self::Residual).or_else(|| of("+dgc", Self::DGC, Self::Momentum));
+        found.unwrap_or((name, None))
     }
 }
 
 impl fmt::Display for Feedback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if *self == Self::WHOLE {
-            return f.write_str("+ef");
+        let (mark, unless_told, millionths) = match *self {
+            Self::Residual(share) => ("+ef", Self::WHOLE, share),
+            Self::Momentum(factor) => ("+dgc", Self::DGC, factor),
+        };
+        f.write_str(mark)?;
+        if *self == unless_told {
+            return Ok(());
         }
-        write!(f, "+ef:0.{}", format!("{:06}", self.0).trim_end_matches('0'))?;
-        if self.0 == 0 { f.write_str("0") } else { Ok(()) }
+        write!(f, ":0.{}", format!("{millionths:06}").trim_end_matches('0'))?;
+        if millionths == 0 { f.write_str("0") } else { Ok(()) }
     }
 }
 
@@ -173,7 +187,7 @@ enum Stage {
     Dct(u32),
 }
 
-/// The selections, for a help text.
+/// The selections, for a help text. `dgc:AMOUNT` is not among them: it is short for one with memory.
 const STAGES: [&str; 9] = [
     "topk:AMOUNT",
     "topk:KEPTofCHUNK",
@@ -393,7 +407,29 @@ impl CodecSpec {
     /// How much of a residual is kept from one vector to the next; `None` for a codec without feedback.
     #[must_use]
     pub fn feedback_share(&self) -> Option<f32> {
-        self.feedback.map(|Feedback(share)| (f64::from(share) / 1e6) as f32)
+        match self.feedback {
+            Some(Feedback::Residual(share)) => Some((f64::from(share) / 1e6) as f32),
+            Some(Feedback::Momentum(_)) | None => None,
+        }
+    }
+
+    /// The factor of the momentum that is gathered before the selection, [`MomentumCorrection`]; `None` for a codec without.
+    #[must_use]
+    pub fn momentum(&self) -> Option<f32> {
+        match self.feedback {
+            Some(Feedback::Momentum(factor)) => Some((f64::from(factor) / 1e6) as f32),
+            Some(Feedback::Residual(_)) | None => None,
+        }
+    }
+
+    /// The codec of what was reduced, where this is the codec of each rank's own values: momentum is gathered once, so that
+    /// the results of such a codec have error feedback alone.
+    #[must_use]
+    pub fn of_results(self) -> Self {
+        match self.feedback {
+            Some(Feedback::Momentum(_)) => Self { feedback: Some(Feedback::WHOLE), ..self },
+            _ => self,
+        }
     }
 
     /// The last stage.
@@ -431,6 +467,10 @@ impl CodecSpec {
 
     fn build_unpacked(&self) -> Box<dyn Compressor> {
         let codec = self.build_memoryless();
+        if let Some(factor) = self.momentum() {
+            let corrected = MomentumCorrection::new(codec, factor);
+            return Box::new(corrected.expect("parsing has checked the factor"));
+        }
         match self.feedback_share() {
             None => codec,
             Some(1.0) => Box::new(ErrorFeedback::new(codec)),
@@ -459,7 +499,20 @@ impl FromStr for CodecSpec {
             Some((unpacked, packing)) => (unpacked, Some(packing)),
             None => (name, None),
         };
-        let (base, feedback) = Feedback::split(unpacked);
+        let (base, mut feedback) = Feedback::split(unpacked);
+        let long;
+        let base = match base.strip_prefix("dgc:") {
+            Some(_) if feedback.is_some() => {
+                let why = "keeps momentum itself: for another factor write topk:AMOUNT+dgc:0.95";
+                return Err(CompressError::CodecName { name: name.to_owned(), part: base.to_owned(), why });
+            }
+            Some(amount) => {
+                feedback = Some(Feedback::DGC);
+                long = format!("topk:{amount}");
+                &long
+            }
+            None => base,
+        };
         let mut spec = Self { feedback, packing, ..Self::default() };
         let whole_name = |error| match error {
             CompressError::UnknownCodec { .. } => unknown(),
@@ -472,7 +525,8 @@ impl FromStr for CodecSpec {
         if let Some(end) =
             base.find('+').filter(|end| !base[end + 1..].starts_with(|c: char| c.is_ascii_digit()))
         {
-            let why = "is not how a name ends: perhaps in +ef or +ef:0.95, then perhaps in +zstd or +lz4";
+            let why =
+                "is not how a name ends: perhaps in +ef, +ef:0.95 or +dgc, then perhaps in +zstd or +lz4";
             return Err(whole_name(wrong_part(&name[end..], why)));
         }
         let mut parts = base.split('/');

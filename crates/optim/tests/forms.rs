@@ -8,7 +8,7 @@ use std::thread;
 
 use farflung_base::{Algorithm, Bandwidth, Nanos, Philox, Port, Rank, Topology};
 use farflung_comm::{Communicator, memory};
-use farflung_compress::{CodecSpec, Compressor as _, Payload, RoundKey, State as _};
+use farflung_compress::{CodecSpec, Compressor as _, Payload, RoundKey, State};
 use farflung_optim::{Average, AverageConfig, OptimError};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
@@ -102,7 +102,7 @@ fn written_out(codec: CodecSpec, n: usize, rounds: &[Vec<Vec<f32>>]) -> Vec<Vec<
     let len = rounds[0][0].len();
     let shard = |r: usize| len * r / n..len * (r + 1) / n;
     let mut workers: Vec<Vec<_>> = (0..n).map(|_| (0..n).map(|_| codec.build()).collect()).collect();
-    let mut servers: Vec<_> = (0..n).map(|_| codec.build()).collect();
+    let mut servers: Vec<_> = (0..n).map(|_| codec.of_results().build()).collect();
     let mut means = Vec::new();
     for (round, inputs) in rounds.iter().enumerate() {
         let key = |shard, rank| RoundKey { seed: 5, round: round as u64, shard, rank: Rank(rank as u32) };
@@ -121,12 +121,14 @@ fn written_out(codec: CodecSpec, n: usize, rounds: &[Vec<Vec<f32>>]) -> Vec<Vec<
                     sum.iter_mut().zip(&decoded).for_each(|(s, d)| *s += d);
                 }
             }
-            sum.iter_mut().for_each(|s| *s *= 1.0 / n as f32);
+            for s in &mut sum {
+                *s *= 1.0 / n as f32;
+            }
             servers[owner].compress(&sum, key((n + owner) as u32, owner), &mut payload).unwrap();
             servers[owner].decompress(payload.view(), &mut sum).unwrap();
             mean.extend(sum.iter().map(|s| s.to_bits()));
         }
-        workers.iter_mut().flatten().chain(&mut servers).for_each(|codec| codec.commit());
+        workers.iter_mut().flatten().chain(&mut servers).for_each(State::commit);
         means.push(mean);
     }
     means
@@ -156,6 +158,37 @@ fn the_flat_form_has_the_bits_of_the_compression_as_it_is_written_down() {
             assert!(seen == want, "{codec}");
         }
     }
+}
+
+#[test]
+fn a_momentum_corrected_average_gathers_momentum_once_and_goes_on_after_a_rollback_and_a_resume() {
+    let (layout, topology) = (layout(), topology());
+    let rounds: Vec<Vec<Vec<f32>>> =
+        (0..4).map(|round| (0..5).map(|rank| random(10 * round + rank, layout.count())).collect()).collect();
+    // Workers by the memory of the paper, servers by feedback.
+    let want = written_out("dgc:0.05".parse().unwrap(), 5, &rounds);
+    on_ranks(&topology, |comm| {
+        let new = || {
+            let config = config("dgc:0.05", Algorithm::Direct, usize::MAX);
+            Average::new(comm.clone(), &CPU, &layout, config).unwrap()
+        };
+        let mut average = new();
+        for (round, want) in want.iter().enumerate() {
+            average.all(&mut flat(&layout, &random(900, layout.count()))).unwrap();
+            average.rollback();
+            if round == 2 {
+                let (saved, rounds) = (average.save("x.").unwrap(), average.round());
+                assert!(saved.iter().any(|(name, _)| name.ends_with("worker1.momentum")));
+                average = new();
+                let get = |name: &str| saved.iter().find(|(n, _)| n == name).map(|(_, v)| v.as_slice());
+                average.restore("x.", rounds, get).unwrap();
+            }
+            let mut grads = flat(&layout, &rounds[round][comm.rank().index()]);
+            average.all(&mut grads).unwrap();
+            average.commit();
+            assert!(bits(&layout, &grads) == *want, "round {round}");
+        }
+    });
 }
 
 #[test]

@@ -185,7 +185,7 @@ mod tests {
     use super::*;
     use crate::average::closed_forms;
 
-    fn asked(run: WhatIf) -> Result<Answer, ParallelError> {
+    fn asked(run: &WhatIf) -> Result<Answer, ParallelError> {
         run.answer(&closed_forms::price(run.ranks.max(1), run.link))
     }
 
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn plain_is_the_closed_form_and_diloco_sends_less_by_the_periods() {
-        let answer = asked(run()).unwrap();
+        let answer = asked(&run()).unwrap();
         // 2*3*25 ms + 1.5 * 4 MB at 20 Mbit/s = 2.55 s, after 310 ms of compute.
         assert_eq!(answer.plain().time, Nanos::from_millis(105 * (310 + 2_550)));
         assert_eq!(answer.plain().sent, Bytes(105 * 6_000_000));
@@ -220,12 +220,12 @@ mod tests {
 
     #[test]
     fn no_rows_that_say_the_same() {
-        let answer = asked(WhatIf { codec: Codec::F32, every: 1, ..run() }).unwrap();
+        let answer = asked(&WhatIf { codec: Codec::F32, every: 1, ..run() }).unwrap();
         assert_eq!(answer.rows.len(), 2);
-        let zero = asked(WhatIf { steps: 0, ..run() });
+        let zero = asked(&WhatIf { steps: 0, ..run() });
         assert!(zero.unwrap_err().to_string().contains("steps"));
-        assert!(asked(WhatIf { ranks: 0, ..run() }).is_err());
-        let short = asked(WhatIf { steps: 3, ..run() }).unwrap();
+        assert!(asked(&WhatIf { ranks: 0, ..run() }).is_err());
+        let short = asked(&WhatIf { steps: 3, ..run() }).unwrap();
         assert_eq!(short.rows[3].sent, Bytes(6_000_000));
     }
 }

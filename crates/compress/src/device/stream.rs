@@ -6,8 +6,8 @@ use std::fmt;
 use super::{Device, DeviceCodec, Residual};
 use crate::lossless::{Packer, Unpacker};
 use crate::{
-    CodecId, CodecSpec, CompressError, Memoryless, Packing, Payload, PayloadRef, RoundKey, StateMap,
-    StateValue,
+    CodecId, CodecSpec, CompressError, Compressor as _, Memoryless, MomentumCorrection, Packing, Payload,
+    PayloadRef, RoundKey, State as _, StateMap, StateValue,
 };
 
 /// What [`CodecSpec::build`] gives on the host, with the residual in the device's memory: the same bytes, and the same state,
@@ -18,7 +18,15 @@ pub struct Stream<D: Device> {
     device: D,
     codec: Box<dyn DeviceCodec<D>>,
     feedback: Option<Feedback<D::Vector>>,
+    /// Takes the place of codec and feedback where momentum is gathered, which is done in the host's memory.
+    corrected: Option<Corrected>,
     last: Option<Last>,
+}
+
+/// Momentum correction, and a vector on its way to it.
+struct Corrected {
+    codec: MomentumCorrection<Box<dyn Memoryless>>,
+    x: Vec<f32>,
 }
 
 impl<D: Device> fmt::Debug for Stream<D> {
@@ -60,7 +68,11 @@ impl<D: Device> Stream<D> {
             unpacker: Unpacker::default(),
             host: spec.build_memoryless(),
         });
-        Some(Self { device, codec, feedback, last })
+        let corrected = spec.momentum().map(|factor| Corrected {
+            codec: MomentumCorrection::new(spec.build_memoryless(), factor).expect("the name was checked"),
+            x: Vec::new(),
+        });
+        Some(Self { device, codec, feedback, corrected, last })
     }
 
     /// Where its vectors lie.
@@ -73,8 +85,14 @@ impl<D: Device> Stream<D> {
     ///
     /// Errors: those of [`crate::Compressor::compress`], as the device's. Then `out` is empty.
     pub fn compress(&mut self, x: &D::Vector, key: RoundKey, out: &mut Payload) -> Result<(), D::Error> {
-        let Self { device, codec, feedback, last } = self;
+        let Self { device, codec, feedback, corrected, last } = self;
         match feedback {
+            None if corrected.is_some() => {
+                let Corrected { codec, x: held } = corrected.as_mut().expect("it was just looked at");
+                held.resize(D::count(x), 0.0);
+                device.download(x, held)?;
+                codec.compress(held, key, out)?;
+            }
             None => codec.compress(x, None, key, out)?,
             Some(feedback) => feedback.compress(device, &mut **codec, x, key, out)?,
         }
@@ -100,6 +118,9 @@ impl<D: Device> Stream<D> {
 
     /// Makes final what was compressed since the last commit.
     pub fn commit(&mut self) {
+        if let Some(corrected) = &mut self.corrected {
+            corrected.codec.commit();
+        }
         if let Some(feedback) = &mut self.feedback
             && let Some(latest) = feedback.latest.take()
         {
@@ -109,6 +130,9 @@ impl<D: Device> Stream<D> {
 
     /// Goes back to the last commit.
     pub fn rollback(&mut self) {
+        if let Some(corrected) = &mut self.corrected {
+            corrected.codec.rollback();
+        }
         if let Some(feedback) = &mut self.feedback
             && let Some(latest) = feedback.latest.take()
         {
@@ -120,6 +144,16 @@ impl<D: Device> Stream<D> {
     ///
     /// Errors: the device's; [`CompressError::Uncommitted`].
     pub fn save(&self, prefix: &str, into: &mut StateMap<'_>) -> Result<(), D::Error> {
+        if let Some(corrected) = &self.corrected {
+            let mut saved = StateMap::new();
+            corrected.codec.save(prefix, &mut saved)?;
+            for (name, value) in saved {
+                if let StateValue::F32(values) = value {
+                    into.insert(name, StateValue::F32(Cow::Owned(values.into_owned())));
+                }
+            }
+            return Ok(());
+        }
         let Some(feedback) = &self.feedback else { return Ok(()) };
         if feedback.latest.is_some() {
             return Err(CompressError::Uncommitted.into());
@@ -136,6 +170,9 @@ impl<D: Device> Stream<D> {
     ///
     /// Errors: the device's; those of [`crate::State::load`].
     pub fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), D::Error> {
+        if let Some(corrected) = &mut self.corrected {
+            return Ok(corrected.codec.load(prefix, from)?);
+        }
         let Some(feedback) = &mut self.feedback else { return Ok(()) };
         let residual = crate::memory::Memory::load(residual_name(prefix), from)?;
         let committed = if residual.is_empty() { None } else { Some(self.device.upload(&residual)?) };

@@ -41,6 +41,28 @@ fn names_print_as_they_parse() {
 }
 
 #[test]
+fn momentum_correction_has_a_short_name_and_results_have_feedback_alone() {
+    let spec = |name: &str| name.parse::<CodecSpec>().unwrap();
+    assert_eq!(spec("dgc:0.01"), spec("topk:0.01+dgc"));
+    assert_eq!(spec("dgc:0.01+zstd").to_string(), "topk:0.01/none+dgc+zstd");
+    assert_eq!(spec("topk:0.01/f16+dgc:0.95").to_string(), "topk:0.01/f16+dgc:0.95");
+    assert_eq!(spec("topk:0.01+dgc").momentum(), Some(0.9));
+    assert_eq!((spec("topk:0.01+dgc").feedback_share(), spec("topk:0.01+ef").momentum()), (None, None));
+    assert_eq!(spec("dgc:0.01").of_results(), spec("topk:0.01+ef"));
+    assert_eq!(spec("int8+ef:0.5").of_results(), spec("int8+ef:0.5"));
+    assert_eq!(spec("dgc:0.01").with_feedback(), spec("dgc:0.01"));
+    for (bad, said) in [
+        ("dgc:0.01+ef", "keeps momentum itself"),
+        ("dgc:0", "selects nothing"),
+        ("topk:0.01+dgc:1.5", "is not how a name ends"),
+        ("unbiased:4+dgc", "unbiased"),
+    ] {
+        let error = bad.parse::<CodecSpec>().unwrap_err().to_string();
+        assert!(error.contains(said), "{bad}: {error}");
+    }
+}
+
+#[test]
 fn blocks_where_none_is_named_are_the_documented_ones() {
     let (mut blocks, mut without) = (0, Vec::new());
     for method in METHODS {

@@ -243,8 +243,8 @@ settings! {
         outer_lr: f64, "RATE", 0.7;
         /// DiLoCo's outer Nesterov momentum.
         outer_momentum: f64, "X", 0.9;
-        /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, and many more; a
-        /// wrong name lists them.
+        /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01 (momentum
+        /// is gathered before the selection), and many more; a wrong name lists them.
         codec: CodecSpec, "CODEC", default_codec();
         /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95) or is
         /// unbiased.

@@ -16,11 +16,26 @@ use crate::{Error, Result, TrainConfig};
 /// Why an algorithm cannot average by a level's codec; `None` if it can.
 pub(super) fn refusal(level: &Level) -> Option<String> {
     let known = level.algorithm == Algorithm::Auto || Algorithm::CODED.contains(&level.algorithm);
-    if level.codec == NO_CODEC || known {
+    if level.codec == NO_CODEC {
+        return None;
+    }
+    if known && level.algorithm != Algorithm::Auto && !forms(level).contains(&level.algorithm) {
+        let names: Vec<_> = forms(level).into_iter().map(Algorithm::name).collect();
+        let why = "each rank gathers momentum of its own values before they are added to others'";
+        return Some(format!("{} or auto with codec {}: {why}", names.join(", "), level.codec));
+    }
+    if known {
         return None;
     }
     let names = Algorithm::CODED.map(Algorithm::name).join(", ");
     Some(format!("one of {names}, auto with codec {}: no other sums what is packed", level.codec))
+}
+
+/// The forms in which a level's codec averages.
+fn forms(level: &Level) -> Vec<Algorithm> {
+    let corrected = level.codec.parse().is_ok_and(|codec: CodecSpec| codec.momentum().is_some());
+    let alone = |form: &Algorithm| matches!(form, Algorithm::Direct | Algorithm::Butterfly);
+    Algorithm::CODED.into_iter().filter(|form| !corrected || alone(form)).collect()
 }
 
 /// The regions of the two-level form as ranks of the holders of a part, one for each replica.
@@ -84,7 +99,7 @@ pub(super) fn resolve(
         buckets.extend(cut.buckets(stage.layout()).into_iter().map(|len| (len, among.clone())));
     }
     let mut cheapest: Option<(Nanos, Algorithm)> = None;
-    for form in Algorithm::CODED.into_iter().filter(|form| *form != Algorithm::Ring) {
+    for form in forms(plan.outermost()).into_iter().filter(|form| *form != Algorithm::Ring) {
         let last = plan.levels.len() - 1;
         plan.levels[last].algorithm = form;
         let mut price = Nanos::ZERO;

@@ -61,7 +61,10 @@ impl Codecs {
         bucket: usize,
         len: usize,
     ) -> Result<Self, OptimError> {
-        let stream = || Stream::new(vectors.clone(), config.codec).expect("they were chosen for this codec");
+        let stream = |phase: Phase| {
+            let codec = if phase == Phase::Server { config.codec.of_results() } else { config.codec };
+            Stream::new(vectors.clone(), codec).expect("they were chosen for this codec")
+        };
         let sizes = config.codec.build();
         let payload = |values: usize| sizes.max_payload(values);
         let program = config.algorithm.coded_program(comm.rank(), &comm.coded_buffer(len, &payload))?;
@@ -69,7 +72,7 @@ impl Codecs {
         let encoded = steps.flat_map(|step| &step.coding.encode).map(|&number| program.messages[number]);
         let coded = encoded.filter_map(|message| match message.code {
             Code::Plain => None,
-            Code::Coded(phase) => Some(((phase, message.block), stream())),
+            Code::Coded(phase) => Some(((phase, message.block), stream(phase))),
         });
         let streams: BTreeMap<_, _> = coded.collect();
         let state = State {
@@ -79,7 +82,7 @@ impl Codecs {
             blocks: (0..program.blocks).map(|block| program.elements(&(block..block + 1), len)).collect(),
             own: streams.keys().next().map_or(Phase::Worker, |&(phase, _)| phase),
             streams,
-            decoder: stream(),
+            decoder: stream(Phase::Server),
             payload: Payload::new(),
             decoded: None,
             sent: 0,

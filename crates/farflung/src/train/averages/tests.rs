@@ -127,3 +127,17 @@ fn every_form_and_a_plan_of_two_levels_train_as_one_process_does() {
     assert!((loss(&two) - plain).abs() < 0.02);
     assert_eq!(regions(&two.plan).unwrap()[0], [Rank(0), Rank(3)]);
 }
+
+#[test]
+fn momentum_corrected_selections_train_and_take_only_forms_without_sums_in_between() {
+    let folder = tempfile::tempdir().unwrap();
+    let auto = job(TrainConfig { dim: Some(128), ..config(&folder, "dgc:0.1", Algorithm::Auto) }).unwrap();
+    assert!(forms(auto.plan.outermost()).contains(&auto.plan.outermost().algorithm));
+    let refused = job(config(&folder, "dgc:0.1", Algorithm::Hierarchical)).unwrap_err().to_string();
+    assert!(refused.contains("direct, butterfly or auto") && refused.contains("momentum"), "{refused}");
+    for codec in ["dgc:0.1", "topk:0.1/f16+dgc:0.5"] {
+        let coded =
+            loss(&job(TrainConfig { resync_every: 1, ..config(&folder, codec, Algorithm::Ring) }).unwrap());
+        assert!(coded.is_finite() && coded < 6.0, "{codec}: {coded}");
+    }
+}
