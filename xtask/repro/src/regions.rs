@@ -1,5 +1,7 @@
 //! Two regions with one slow line between them: the coded average in two levels against the flat one and against f32.
 
+use std::sync::Arc;
+
 use anyhow::Result;
 use farflung::base::{Algorithm, Link, Nanos, PeerId, Port, Rank, Topology};
 use farflung::comm::{
@@ -96,7 +98,7 @@ fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<Taken>
     measure(topology, |comm| match round(comm) {
         Ok(()) => Ok(()),
         Err(OptimError::Comm(error)) => Err(error),
-        Err(error) => panic!("an average failed: {error}"),
+        Err(error) => Err(CommError::Coder { op: "average", source: Arc::new(error) }),
     })
 }
 
