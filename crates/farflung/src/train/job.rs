@@ -272,16 +272,13 @@ struct Decided {
 impl Decided {
     fn of(mut config: TrainConfig, model: &GptConfig, world: usize) -> Result<Self> {
         let cluster = links::cluster(&config)?;
-        let mut plan = match &config.plan {
-            Some(path) => {
-                let plan = planned::from_file(path, model, world)?;
-                config.follow(&plan);
-                plan
-            }
-            None => {
-                combination::check_wished(&config, world)?;
-                planned::from_settings(&config, model, world, cluster.as_ref())?
-            }
+        let mut plan = if let Some(path) = &config.plan {
+            let plan = planned::from_file(path, model, world)?;
+            config.follow(&plan);
+            plan
+        } else {
+            combination::check_wished(&config, world)?;
+            planned::from_settings(&config, model, world, cluster.as_ref())?
         };
         if config.plan.is_none() && cluster.is_some() {
             // A file for other ranks is refused before anything starts.
