@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use farflung::TrainConfig;
+use farflung::comm::ReduceOp;
 use farflung::config::choice::SyncKind;
 use farflung::train::Trainer;
 
@@ -22,11 +23,12 @@ const STEPS: usize = 20;
 struct Trace {
     losses: Vec<f64>,
     params: Vec<f32>,
-    /// Bytes sent in the steps, without and with frames.
+    /// Bytes sent in the steps: without frames and votes, and with them.
     sent: (u64, u64),
 }
 
-fn trace(worker: &mut Trainer) -> Result<Trace> {
+/// Trains; `window` is the number of steps between two votes, each of which tells the losses of these steps.
+fn trace(worker: &mut Trainer, window: usize) -> Result<Trace> {
     // Ranks have told each other what devices they have; whoever is here has sent all of it.
     let before = worker.comm().stats().sent;
     let mut losses = Vec::new();
@@ -36,6 +38,11 @@ fn trace(worker: &mut Trainer) -> Result<Trace> {
     // Nobody leaves while another still needs it, and all that was sent is counted.
     let sent = worker.comm().stats().sent;
     let sent = (sent.payload.0 - before.payload.0, sent.wire.0 - before.wire.0);
+    // Of what was sent, the votes: a loss for each step since the last, and whether to stop.
+    let before = worker.comm().stats().sent.payload.0;
+    worker.comm().all_reduce(&mut vec![0.0_f64; window + 1], ReduceOp::Sum)?;
+    let vote = worker.comm().stats().sent.payload.0 - before;
+    let sent = (sent.0 - vote * (STEPS / window) as u64, sent.1);
     let trace = Trace { losses, params: worker.params().to_vec()?, sent };
     worker.comm().barrier()?;
     Ok(trace)
@@ -44,7 +51,7 @@ fn trace(worker: &mut Trainer) -> Result<Trace> {
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let ddp = plain_sgd(TrainConfig { workers: 4, ..config(report.seed(), !options.quick) }, 0.1);
     let first = job(ddp.clone(), Over::Memory)?;
-    let by_ddp = on_all(&first, trace)?;
+    let by_ddp = on_all(&first, |worker| trace(worker, 1))?;
     for every in [1_u64, 5, 10] {
         let config = TrainConfig {
             sync: SyncKind::Diloco,
@@ -54,7 +61,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             steps: STEPS as u64,
             ..ddp.clone()
         };
-        let traces = on_all(&again(&first, config, Over::Memory), trace)?;
+        let job = again(&first, config, Over::Memory);
+        let traces = on_all(&job, |worker| trace(worker, every as usize))?;
         if every == 1 {
             let both = || traces.iter().zip(&by_ddp);
             let params = both().map(|(a, b)| relative_l2(&a.params, &b.params)).fold(0.0, f64::max);
