@@ -4,6 +4,7 @@
 //! Bounded memory: a tag's sender stops after [`WINDOW`] frames that were not taken, and a peer of which
 //! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.
 
+mod door;
 mod growth;
 mod link;
 mod rendezvous;

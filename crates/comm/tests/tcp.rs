@@ -323,3 +323,55 @@ fn the_number_of_streams_is_bounded_and_the_same_on_all_ranks() {
     });
     assert!(errors.iter().all(Result::is_err), "{errors:?}");
 }
+
+/// Far more connections than may wait, and none of them says anything.
+#[test]
+fn connections_that_say_nothing_keep_no_rank_out() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let master = scope.spawn(move || join(&config(0, 3, port)));
+        let mut idle = Vec::new();
+        while idle.len() < 400 {
+            match TcpStream::connect(("127.0.0.1", port)) {
+                Ok(stream) => idle.push(stream),
+                Err(_) => std::thread::sleep(Duration::from_millis(2)),
+            }
+        }
+        let ranks = [1, 2].map(|rank| scope.spawn(move || join(&config(rank, 3, port))));
+        let others = ranks.map(|rank| rank.join().unwrap().unwrap());
+        let master = master.join().unwrap().unwrap();
+        assert!(others.iter().all(|rank| rank.size() == 3) && master.size() == 3);
+        drop(idle);
+    });
+}
+
+/// A rank that dies while others are still awaited, and is started again: it takes the place of its dead self.
+#[test]
+fn a_rank_that_comes_again_takes_its_own_place() {
+    let port = free_port();
+    std::thread::scope(|scope| {
+        let master = scope.spawn(move || join(&config(0, 3, port)));
+        let mut dead = loop {
+            match TcpStream::connect(("127.0.0.1", port)) {
+                Ok(stream) => break stream,
+                Err(_) => std::thread::sleep(Duration::from_millis(2)),
+            }
+        };
+        let greet = Control::Hello { rank: 1, world_size: 3, job: "farflung", listen: "127.0.0.1:9" };
+        dead.write_all(&message(4, &greet.encode())).unwrap();
+        // It is in now: whoever else says that it is rank 1 is refused.
+        let taken = loop {
+            match join(&config(1, 3, port)).unwrap_err() {
+                CommError::Refused { reason, .. } => break reason,
+                CommError::Io { .. } => {}
+                other => unreachable!("{other}"),
+            }
+        };
+        assert_eq!(taken, Refusal::Taken(1));
+        drop(dead);
+        let ranks = [1, 2].map(|rank| scope.spawn(move || join(&config(rank, 3, port))));
+        let others = ranks.map(|rank| rank.join().unwrap().unwrap());
+        let master = master.join().unwrap().unwrap();
+        assert!(others.iter().all(|rank| rank.size() == 3) && master.size() == 3);
+    });
+}

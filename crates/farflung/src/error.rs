@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use farflung_comm::CommError;
+use farflung_comm::{CommError, Refusal};
 use farflung_optim::OptimError;
 use farflung_parallel::ParallelError;
 use farflung_zoo::ZooError;
@@ -380,8 +380,10 @@ impl Error {
             )
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
             // Ends compare what they hold when a run begins again.
+            // The dead one that still has the place is found out in a while; other reasons stay.
+            Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
             Self::PeerLost { .. }
-            | Self::Comm(CommError::Missing { .. })
+            | Self::Comm(CommError::Missing { .. } | CommError::Refused { .. })
             | Self::Boundary { source: farflung_compress::CompressError::CacheMiss { .. }, .. } => 75,
             Self::Stopped(signal) => signal.exit_code(),
             Self::Child { code, .. } | Self::OnRank { code, .. } => *code,

@@ -34,6 +34,15 @@ pub struct LaunchEnv {
     pub source: &'static str,
 }
 
+impl LaunchEnv {
+    /// Whether ranks meet at this machine's loopback, which nobody else reaches.
+    #[must_use]
+    pub fn is_local(&self) -> bool {
+        let address: Result<std::net::IpAddr, _> = self.master_addr.parse();
+        self.master_addr == "localhost" || address.is_ok_and(|address| address.is_loopback())
+    }
+}
+
 impl fmt::Display for LaunchEnv {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { rank, world_size, local_rank, master_addr, master_port, source, .. } = self;
@@ -195,6 +204,17 @@ mod tests {
 
     fn with(vars: &'static [(&str, &str)]) -> Result<Option<LaunchEnv>> {
         detect(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()))
+    }
+
+    #[test]
+    fn only_the_loopback_is_local() {
+        for (address, local) in
+            [("127.0.0.1", true), ("::1", true), ("localhost", true), ("10.0.0.1", false), ("a", false)]
+        {
+            let vars = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", address), ("MASTER_PORT", "9")];
+            let env = detect(|name| vars.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()));
+            assert_eq!(env.unwrap().unwrap().is_local(), local, "{address}");
+        }
     }
 
     #[test]

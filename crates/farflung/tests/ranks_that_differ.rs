@@ -18,7 +18,8 @@ fn job(run: &Run, all: &str, args: &str) -> Vec<Output> {
     let start = |rank: usize| {
         let out = run.at(&format!("out-{rank}"));
         let own = if rank == 1 { args } else { "" };
-        let args = format!("--out {} --deadline 20s {all} {own}", out.display());
+        let deadline = if all.contains("--deadline") { "" } else { "--deadline 20s" };
+        let args = format!("--out {} {deadline} {all} {own}", out.display());
         let mut command = farflung();
         command.args(run.args(&args)).env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
         command.env("WORLD_SIZE", RANKS.to_string()).env("LOCAL_WORLD_SIZE", RANKS.to_string());
@@ -93,4 +94,15 @@ fn files_are_compared_by_what_they_say() {
 fn a_transport_that_only_one_rank_has_is_told_to_all() {
     let texts = ["`transport` is memory, expected tcp, since the job has 3 processes"];
     refused(&Run::new(), "--steps 2", "--transport memory", &texts);
+}
+
+/// Two jobs on one port: a rank of the other one is turned away, and this one's goes on waiting for its own.
+#[test]
+fn a_rank_of_another_job_is_turned_away() {
+    let run = Run::new();
+    let outputs = job(&run, "--deadline 3s", "--job other");
+    let codes: Vec<_> = outputs.iter().map(|output| output.status.code()).collect();
+    assert_eq!(codes, [Some(75), Some(2), Some(75)], "{outputs:?}");
+    assert!(stderr(&outputs[1]).contains("job"), "{}", stderr(&outputs[1]));
+    assert!(stderr(&outputs[0]).contains("rank 1"), "{}", stderr(&outputs[0]));
 }

@@ -203,3 +203,32 @@ fn help_that_cannot_be_printed_is_a_failure_and_wrong_usage_needs_no_stderr() {
     let wrong = farflung().arg("--no-such-flag").stderr(full()).output().unwrap();
     assert_eq!(wrong.status.code(), Some(2), "{wrong:?}");
 }
+
+/// A rank that waits for a master that never comes: it ends before its deadline, which has another code, and has nothing to
+/// save.
+#[test]
+fn a_rank_that_waits_for_the_others_stops_at_once() {
+    let run = Run::new();
+    for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
+        let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let mut command = farflung();
+        command.args(run.args(&format!("--out {} --deadline 60s", run.at("waits").display())));
+        command
+            .env("RANK", "1")
+            .env("WORLD_SIZE", "2")
+            .env("LOCAL_RANK", "1")
+            .env("MASTER_ADDR", "127.0.0.1");
+        command
+            .env("MASTER_PORT", port.to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let mut child = command.spawn().unwrap();
+        thread::sleep(Duration::from_millis(700));
+        assert_eq!(child.try_wait().unwrap(), None, "it waits");
+        send(&child, signal);
+        let status = wait_until("its end", || child.try_wait().unwrap());
+        assert_eq!(status.code(), Some(code), "{status}");
+        assert!(!run.at("waits").exists());
+    }
+}

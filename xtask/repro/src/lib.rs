@@ -75,6 +75,7 @@ mod resume;
 mod schedule_laws;
 mod schedule_vectors;
 mod signals;
+mod sim_scale;
 mod simulate_scale;
 mod slow_link;
 mod soak;
@@ -135,6 +136,7 @@ pub const BENCHES: &[Bench] = &[
     boundary::BENCH,
     compositions::BENCH,
     simulate_scale::BENCH,
+    sim_scale::BENCH,
     zero_bubble::BENCH,
 ];
 

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use farflung_base::Rank;
 
+use super::door::{Door, Said};
 use super::streams::multiply;
-use crate::control::{Control, HELLO, Listed};
+use crate::control::{Control, Listed};
 use crate::error::Refusal;
 use crate::memory::real_start;
 use crate::wire::{self, Message, Parsed, VERSION};
@@ -18,8 +19,6 @@ use crate::{CommError, WireError};
 
 /// To one peer.
 const MOST_STREAMS: usize = 16;
-/// Strangers that may stand at the door at a time.
-const AT_THE_DOOR: usize = 256;
 /// Between two looks at the door.
 const PAUSE: Duration = Duration::from_millis(2);
 /// For one attempt to connect, so that one host that swallows packets does not take the time of the others.
@@ -331,7 +330,7 @@ fn admit(
     mut note: impl FnMut(usize, String),
 ) -> Result<(), Vec<Rank>> {
     let me = config.rank as usize;
-    let mut door: Vec<(TcpStream, Vec<u8>)> = Vec::new();
+    let mut door = Door::new();
     // A listener that blocks would only be looked at when somebody comes.
     let _ = listener.set_nonblocking(true);
     loop {
@@ -343,72 +342,35 @@ fn admit(
         if until.left().is_none() || given_up.load(Ordering::Relaxed) {
             return Err(absent);
         }
-        while let Ok((stream, _)) = listener.accept() {
-            if door.len() < AT_THE_DOOR && stream.set_nonblocking(true).is_ok() {
-                door.push((stream, Vec::new()));
-            }
-        }
         let mut moved = false;
-        let mut still = Vec::new();
-        for (mut stream, mut bytes) in door.drain(..) {
-            match hear(&mut stream, &mut bytes) {
-                Heard::Nothing => still.push((stream, bytes)),
-                Heard::Nonsense => {}
-                Heard::Other(version) => {
+        for (mut stream, said) in door.listen(listener) {
+            let hello = match said {
+                Said::Hello(bytes) => bytes,
+                Said::Other(version) => {
                     let reason = Refusal::Version { want: VERSION, got: version };
                     // Whoever is refused may be gone already.
                     let _ = say(&mut stream, &Control::Refuse(reason));
+                    continue;
                 }
-                Heard::Hello => {
-                    let Ok(Parsed::Whole(Message::Control(hello), _)) = wire::parse(&bytes) else { continue };
-                    match check(config, &hello, streams) {
-                        Err(refusal) => {
-                            let _ = say(&mut stream, &Control::Refuse(refusal));
-                        }
-                        Ok((rank, listen)) => {
-                            let ready = stream.set_nonblocking(false).is_ok()
-                                && (!welcomes || say(&mut stream, &Control::Welcome(config.rank)).is_ok());
-                            if ready {
-                                moved = true;
-                                streams[rank] = Some(stream);
-                                note(rank, listen);
-                            }
-                        }
+            };
+            let Ok(Parsed::Whole(Message::Control(hello), _)) = wire::parse(&hello) else { continue };
+            match check(config, &hello, streams) {
+                Err(refusal) => {
+                    let _ = say(&mut stream, &Control::Refuse(refusal));
+                }
+                Ok((rank, listen)) => {
+                    let ready = stream.set_nonblocking(false).is_ok()
+                        && (!welcomes || say(&mut stream, &Control::Welcome(config.rank)).is_ok());
+                    if ready {
+                        moved = true;
+                        streams[rank] = Some(stream);
+                        note(rank, listen);
                     }
                 }
             }
         }
-        door = still;
         if !moved {
             std::thread::sleep(PAUSE);
-        }
-    }
-}
-
-enum Heard {
-    Nothing,
-    Nonsense,
-    Other(u8),
-    /// All of a greeting.
-    Hello,
-}
-
-/// Reads on in a greeting without blocking, and not a byte further: what follows belongs to the link.
-fn hear(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Heard {
-    let mut buffer = [0; 512];
-    loop {
-        let want = match wire::parse(bytes) {
-            Ok(Parsed::Part(want)) if want <= HELLO => want,
-            Ok(Parsed::Whole(Message::Control(Control::Hello { .. }), _)) => return Heard::Hello,
-            Err(WireError::Version { got, .. }) => return Heard::Other(got),
-            _ => return Heard::Nonsense,
-        };
-        match stream.read(&mut buffer[..(want - bytes.len()).min(512)]) {
-            Ok(0) => return Heard::Nonsense,
-            Ok(n) => bytes.extend_from_slice(&buffer[..n]),
-            Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) if e.kind() == ErrorKind::WouldBlock => return Heard::Nothing,
-            Err(_) => return Heard::Nonsense,
         }
     }
 }
@@ -428,9 +390,24 @@ fn check(
     }
     match streams.get(rank as usize) {
         None => Err(Refusal::Rank(rank)),
-        Some(None) if rank > config.rank => Ok((rank as usize, listen.to_owned())),
+        // One that comes again takes the place of its dead self.
+        Some(before) if rank > config.rank && before.as_ref().is_none_or(is_gone) => {
+            Ok((rank as usize, listen.to_owned()))
+        }
         Some(_) => Err(Refusal::Taken(rank)),
     }
+}
+
+/// Whether the other side has closed the connection, which nobody reads from at this time.
+fn is_gone(stream: &TcpStream) -> bool {
+    if stream.set_nonblocking(true).is_err() {
+        return true;
+    }
+    let gone = match stream.peek(&mut [0]) {
+        Ok(read) => read == 0,
+        Err(error) => error.kind() != ErrorKind::WouldBlock,
+    };
+    gone || stream.set_nonblocking(false).is_err()
 }
 
 pub(super) fn hello<'a>(config: &'a Config, listen: &'a str) -> Control<'a> {

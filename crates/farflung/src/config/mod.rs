@@ -257,6 +257,8 @@ settings! {
         link: Link, "LINK", HOME;
         /// TOML file with devices, links and regions, instead of --link.
         topology: PathBuf, "FILE" => "its path is; the machines and links are compared";
+        /// The job's name where several use one port: ranks of another job are turned away.
+        job: String, "NAME", "farflung" => "ranks with another do not meet";
         /// What carries bytes: auto, memory, simulated or tcp.
         transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the cheapest on the

@@ -121,6 +121,8 @@ impl TrainConfig {
         notes.idle(codec.with_feedback() == codec, &["error-feedback"], why);
         notes.idle(self.topology.is_some(), &["link"], "`topology` sets the links");
         notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
+        let one_process = run.simulated || alone || self.transport == TransportKind::Memory;
+        notes.idle(one_process, &["job"], "the run is one process, which no other joins");
         let speeds = "`topology` sets the speeds";
         notes.idle(self.topology.is_some(), &["compute-rate"], speeds);
         let clock = "it is for the clock of simulated links, and this run's links are real";

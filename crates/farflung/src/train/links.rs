@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use farflung_base::{Link, Rank, Topology};
@@ -10,7 +11,7 @@ use farflung_parallel::{Cluster, Plan};
 
 use super::job::Job;
 use crate::config::choice::TransportKind;
-use crate::{Error, LaunchEnv, Result, TrainConfig};
+use crate::{Error, LaunchEnv, Result, Stop, TrainConfig};
 
 /// A worker's place in the job.
 #[derive(Debug)]
@@ -74,7 +75,41 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
     let master = format!("{}:{}", env.master_addr, env.master_port);
     let mut join = tcp::Config::new(env.rank.0, env.world_size as u32, master);
     join.deadline = Duration::from(config.deadline);
+    join.job.clone_from(&config.job);
     Ok(Communicator::new(tcp::join(&join)?).with_deadline(config.deadline))
+}
+
+/// How often a wait for other processes looks whether it is to stop.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// [`join`], given up when a signal asks for a stop. The attempt then ends with the process, or at its deadline.
+///
+/// Errors: [`Error::Stopped`] as well.
+pub(super) fn join_unless_stopped(
+    config: &TrainConfig,
+    env: &LaunchEnv,
+    stop: &Stop,
+) -> Result<Communicator> {
+    let (told, joined) = mpsc::channel();
+    let (config, env) = (config.clone(), env.clone());
+    let joining = std::thread::spawn(move || {
+        // Nobody listens any more once it was given up.
+        let _ = told.send(join(&config, &env));
+    });
+    loop {
+        match joined.recv_timeout(LOOK) {
+            Ok(joined) => return joined,
+            Err(RecvTimeoutError::Timeout) => {
+                if let Some(signal) = stop.requested() {
+                    return Err(Error::Stopped(signal));
+                }
+            }
+            Err(RecvTimeoutError::Disconnected) => {
+                let panic = joining.join().expect_err("it ends without a word only where it panics");
+                std::panic::resume_unwind(panic);
+            }
+        }
+    }
 }
 
 /// The seats of this process: all of the job's, or one of them under a launcher. `joined` has [joined](join) the processes

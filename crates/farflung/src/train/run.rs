@@ -97,7 +97,13 @@ pub fn run(
     let (mut job, joined) = match launched {
         None => (admitted.and_then(|()| prepare(config, env, stop))?, None),
         Some(env) => {
-            let comm = stop.tie(links::join(&config, env)?);
+            if env.rank.0 == 0 && !env.is_local() {
+                let at = &env.master_addr;
+                watch.note(&format!(
+                    "{at}: links are not encrypted, and nobody proves who they are: trusted networks only"
+                ));
+            }
+            let comm = stop.tie(links::join_unless_stopped(&config, env, &stop)?);
             let met = same_settings(&config, &comm);
             let job = met.and_then(|()| {
                 let job = together(&comm, admitted.and_then(|()| prepare(config, Some(env), stop.clone())))?;

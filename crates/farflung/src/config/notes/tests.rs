@@ -82,6 +82,7 @@ const CASES: &[Case] = &[
         true,
         "`boundary-store` changes nothing: no boundary's codec remembers samples",
     ),
+    ("job = 'mine'", 4, true, "`job` changes nothing: the run is one process"),
     ("workers = 4", 8, false, "`workers` changes nothing: the launcher started 8 processes"),
     ("codec = 'int8'", 1, true, "`codec` changes nothing: the run has one worker"),
     (

@@ -1,0 +1,83 @@
+//! Simulated links with hundreds of workers: what a message costs this machine, and what training does.
+
+use anyhow::{Context, Result};
+use farflung::TrainConfig;
+use farflung::base::Topology;
+use farflung::comm::ReduceOp;
+use farflung::train::Trainer;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::{median, now};
+use crate::ranks::{on_ranks, over_links};
+use crate::workers::{Over, config, job, on_all};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "sim-scale",
+    claim: "a message on simulated links takes at most 2.5 times as long with 256 workers as with 16; six steps of nano with 128 \
+            workers take a quarter of the 54 s that they took when the next event was searched for",
+    source: "ours",
+    seed: 1337,
+    run,
+};
+
+/// Values of a rank's message.
+const VALUES: usize = 64;
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let rounds = if options.quick { 1 } else { 5 };
+    let sizes: &[usize] = if options.quick { &[16, 64] } else { &[16, 64, 128, 256] };
+    let mut turns = vec![Vec::new(); sizes.len()];
+    // A shared machine is fast in one moment and slow in the next: each size has its turn several times.
+    for _ in 0..rounds {
+        for (&size, turns) in sizes.iter().zip(&mut turns) {
+            turns.push(message(size)?);
+        }
+    }
+    let each: Vec<f64> = turns.into_iter().map(median).collect();
+    for (size, time) in sizes.iter().zip(&each) {
+        report.row(&format!("{size} workers: a message"), time * 1e6, "us", Mark::None)?;
+    }
+    let last = sizes.len() - 1;
+    let mark = if options.quick { Mark::None } else { Mark::AtMost(2.5) };
+    let metric = format!("a message with {} workers over one with 16", sizes[last]);
+    report.row(&metric, each[last] / each[0], "x", mark)?;
+
+    let workers = if options.quick { 16 } else { 128 };
+    let (took, clock, hash) = six_steps(workers, report.seed())?;
+    let (_, again, same) = six_steps(workers, report.seed())?;
+    let mark = if options.quick { Mark::None } else { Mark::AtMost(54.0 / 4.0) };
+    report.row(&format!("{workers} workers: six steps of nano"), took, "s", mark)?;
+    report.row(&format!("{workers} workers: the virtual clock then"), clock, "s", Mark::None)?;
+    let differ = f64::from(u8::from(clock.to_bits() != again.to_bits() || hash != same));
+    report.row("a second run with another clock or other bits", differ, "", Mark::AtMost(0.0))
+}
+
+/// Seconds of this machine for one of the messages of some all-reduces by ring.
+fn message(size: usize) -> Result<f64> {
+    let reduces = (4096 / size).max(2);
+    let begun = now();
+    on_ranks(over_links(&Topology::uniform(size, "100mbit,5ms".parse()?)), |comm| {
+        for _ in 0..reduces {
+            comm.all_reduce(&mut vec![1.0_f32; VALUES * size], ReduceOp::Sum)?;
+        }
+        Ok(())
+    })?;
+    Ok(begun.elapsed().as_secs_f64() / (reduces * size * 2 * (size - 1)) as f64)
+}
+
+/// Seconds of this machine, the virtual clock at the end, and the hash of the parameters.
+fn six_steps(workers: usize, seed: u64) -> Result<(f64, f64, blake3::Hash)> {
+    let config = TrainConfig { workers, batch: 1, codec: "int8".parse()?, ..config(seed, true) };
+    let link = TrainConfig::default().link;
+    let job = job(config, Over::Simulated(link))?;
+    let begun = now();
+    let ranks = on_all(&job, |rank: &mut Trainer| {
+        for _ in 0..6 {
+            rank.step(false)?;
+        }
+        Ok((rank.comm().now().as_secs_f64(), rank.hash()?))
+    })?;
+    let took = begun.elapsed().as_secs_f64();
+    let (clock, hash) = ranks.into_iter().next().context("a job has ranks")?;
+    Ok((took, clock, hash))
+}
