@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::thread;
 
 use farflung_base::{Bytes, Link, Nanos, Rank, Topology};
-use farflung_comm::{Algorithm, CommError, Communicator, ReduceOp, cost, simulated, tcp};
+use farflung_comm::{Algorithm, AllReduce as _, CommError, Communicator, ReduceOp, cost, simulated, tcp};
 
 const RANKS: usize = 4;
 const LEN: usize = 1_000_000;
