@@ -1,14 +1,19 @@
 #![doc = include_str!("../README.md")]
 
+pub mod chain;
 pub mod id;
 pub mod name;
+pub mod network;
+pub mod operation;
 pub mod pending;
 pub mod philox;
 pub mod topology;
 pub mod unit;
 
+pub use chain::ChainStep;
 pub use id::{PeerId, Rank, StageId};
 pub use name::{Algorithm, Pattern, Precision, UnknownName};
+pub use operation::Operation;
 pub use pending::{Pending, PendingOp};
 pub use philox::Philox;
 pub use topology::{Link, ParseLinkError, Port, Topology};

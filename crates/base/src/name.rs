@@ -76,8 +76,9 @@ impl Algorithm {
         Self::Moshpit,
     ];
 
-    /// Those by which values can be averaged through a codec, in the order of the choice: equal shards, shards by access
-    /// links, plain inside a region and coded between regions, and a ring that encodes anew at each hop.
+    /// Those by which values can be averaged through a codec, in the order of the choice: equal shards, shards
+    /// by access links, plain inside a region and coded between regions, and a ring that encodes anew at each
+    /// hop.
     pub const CODED: [Self; 4] = [Self::Direct, Self::Butterfly, Self::Hierarchical, Self::Ring];
 
     /// The name on command lines and in plans.
@@ -163,8 +164,8 @@ impl FromStr for Precision {
 /// Which element of each stratum of a mask is sent in a round: of several consecutive elements, one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pattern {
-    /// The same in all strata, the next in the next round: every element is sent once in as many rounds as a stratum has
-    /// elements.
+    /// The same in all strata, the next in the next round: every element is sent once in as many rounds as a
+    /// stratum has elements.
     Rolling,
     /// In each stratum from another start, drawn anew when every element has been sent once.
     Permuted,

@@ -97,11 +97,12 @@ impl FromStr for Link {
     }
 }
 
-/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`Port`] per rank, and one for each region whose
-/// ranks share a line.
+/// The links of a whole job: one [`Link`] per ordered pair of ranks, one [`Port`] per rank, and one for each
+/// region whose ranks share a line.
 ///
-/// A transfer from `i` to `j` runs at the least of the pair's bandwidth, `i`'s free uplink and `j`'s free downlink. Where it
-/// leaves `i`'s region it takes a part of that region's uplink, and where it comes into `j`'s of that one's downlink.
+/// A transfer from `i` to `j` runs at the least of the pair's bandwidth, `i`'s free uplink and `j`'s free
+/// downlink. Where it leaves `i`'s region it takes a part of that region's uplink, and where it comes into
+/// `j`'s of that one's downlink.
 ///
 /// Clones share the tables, and equal links need none.
 #[derive(Debug, Clone)]
@@ -230,7 +231,8 @@ impl Topology {
         self.lines.ports.len()
     }
 
-    /// The line of a region: what its ranks send to all others shares `up`, what they receive from all others `down`.
+    /// The line of a region: what its ranks send to all others shares `up`, what they receive from all others
+    /// `down`.
     ///
     /// # Panics
     /// If `region` is not below [`Topology::regions`].
@@ -239,15 +241,16 @@ impl Topology {
         self.lines.ports[region]
     }
 
-    /// Whether a transfer goes over lines that regions share: the ranks are not in one region, and one of them is in one.
+    /// Whether a transfer goes over lines that regions share: the ranks are not in one region, and one of them
+    /// is in one.
     #[must_use]
     pub fn leaves(&self, from: Rank, to: Rank) -> bool {
         let (from, to) = (self.region(from), self.region(to));
         from != to
     }
 
-    /// What one transfer from a rank to another has between them, their own access links apart: the least of the pair's
-    /// bandwidth and of the lines that it goes over.
+    /// What one transfer from a rank to another has between them, their own access links apart: the least of
+    /// the pair's bandwidth and of the lines that it goes over.
     #[must_use]
     pub fn between(&self, from: Rank, to: Rank) -> Bandwidth {
         let mut least = self.link(from, to).bandwidth;

@@ -43,7 +43,22 @@ pub trait AllReduce {
     /// All ranks' steps for a buffer of `len` elements of `bytes` together, on `topology`: with its regions and
     /// bandwidths, and in as many chunks as make it cheapest.
     #[must_use]
-    fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program>;
+    fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program>
+    where
+        Self: Sized,
+    {
+        self.programs_in(len, bytes, topology, None)
+    }
+
+    /// [`AllReduce::programs`] with other regions than those that the links show, where there are any.
+    #[must_use]
+    fn programs_in(
+        self,
+        len: usize,
+        bytes: Bytes,
+        topology: &Topology,
+        regions: Option<&[Vec<Rank>]>,
+    ) -> Vec<Program>;
 }
 
 impl AllReduce for Algorithm {
@@ -70,8 +85,14 @@ impl AllReduce for Algorithm {
         }
     }
 
-    fn programs(self, len: usize, bytes: Bytes, topology: &Topology) -> Vec<Program> {
-        all_ranks(&cheapest(self.resolve(bytes, topology), len, bytes, topology, None), topology)
+    fn programs_in(
+        self,
+        len: usize,
+        bytes: Bytes,
+        topology: &Topology,
+        regions: Option<&[Vec<Rank>]>,
+    ) -> Vec<Program> {
+        all_ranks(&cheapest(self.resolve(bytes, topology), len, bytes, topology, regions), topology)
     }
 }
 
@@ -172,7 +193,8 @@ fn ways<'a>(
     }
 }
 
-/// The [`shares`] of `len` elements by the access links of a topology; of a line that a region shares each rank has a part.
+/// The [`shares`] of `len` elements by the access links of a topology; of a line that a region shares each rank
+/// has a part.
 pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
     let ranks = || (0..topology.size() as u32).map(Rank);
     let slower = |rank: Rank| {
@@ -190,10 +212,10 @@ pub(crate) fn shares_on(len: usize, topology: &Topology) -> Vec<usize> {
 
 /// The ranks in groups that are near each other, by latency and by bandwidth.
 ///
-/// A pair is near if its latency is less than the geometric mean of the least and the greatest, where the greatest is at
-/// least four times the least; and if what it has [between](Topology::between) it, access links apart, is more than the
-/// geometric mean of the least and the greatest, where these are four times apart. Ranks are in one region if there is a way
-/// between them by near pairs.
+/// A pair is near if its latency is less than the geometric mean of the least and the greatest, where the
+/// greatest is at least four times the least; and if what it has [between](Topology::between) it, access links
+/// apart, is more than the geometric mean of the least and the greatest, where these are four times apart.
+/// Ranks are in one region if there is a way between them by near pairs.
 #[must_use]
 pub fn regions(topology: &Topology) -> Vec<Vec<Rank>> {
     let n = topology.size();

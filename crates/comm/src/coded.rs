@@ -1,8 +1,8 @@
-//! All-reduce through a codec: programs of messages, the values that they work on, and the choice among the programs. It
-//! knows no codec.
+//! All-reduce through a codec: programs of messages, the values that they work on, and the choice among the
+//! programs. It works for any codec.
 //!
-//! Every rank ends with the decoding of the same bytes, or with plain copies of it, so replicas stay equal bit for bit.
-//! Source: the two-sided compression of Tang et al. 2021, "1-bit Adam", section 5.
+//! Every rank ends with the decoding of the same bytes, or with plain copies of it, so replicas stay equal bit
+//! for bit. Source: the two-sided compression of Tang et al. 2021, "1-bit Adam", section 5.
 
 mod choice;
 mod exchange;

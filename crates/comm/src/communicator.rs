@@ -33,6 +33,10 @@ pub(crate) trait Body: Send {
     type Output;
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>>;
     fn waits_for(&self) -> PeerId;
+    /// Whether that is the only peer that can let it go on.
+    fn needs_one(&self) -> bool {
+        true
+    }
     /// By which of several ways it is done.
     fn algorithm(&self) -> Option<Algorithm> {
         None
@@ -57,6 +61,8 @@ struct Group {
     context: u64,
     me: usize,
     members: Arc<[PeerId]>,
+    /// Endpoints of the network, members or not.
+    peers: usize,
     next: AtomicU32,
     /// How often it was shrunk.
     shrinks: AtomicU32,
@@ -66,12 +72,13 @@ struct Group {
 }
 
 impl Group {
-    fn new(context: u64, me: usize, members: Arc<[PeerId]>) -> Arc<Self> {
+    fn new(context: u64, me: usize, members: Arc<[PeerId]>, peers: usize) -> Arc<Self> {
         let zero = AtomicU32::default;
         Arc::new(Self {
             context,
             me,
             members,
+            peers,
             next: zero(),
             shrinks: zero(),
             failed: Mutex::default(),
@@ -96,17 +103,17 @@ impl Group {
         let me = self.members[self.me];
         let culprit = error.peer().unwrap_or(me);
         let check = if error.is_cancelled() { CANCELLED } else { 0 };
-        self.tell(Channel::Abort, culprit, check, port);
+        self.tell(&self.members, Channel::Abort, culprit, check, port);
         let tag = Tag { context: self.context, channel: Channel::Abort, number: culprit.0 };
         // A frame to oneself always arrives.
         let _ = port.send_bytes(me, tag, check, &[]);
     }
 
-    /// Tells all others about a peer.
-    fn tell(&self, channel: Channel, about: PeerId, check: u32, port: &mut dyn Port) {
+    /// Tells the others of these peers about one.
+    fn tell(&self, peers: &[PeerId], channel: Channel, about: PeerId, check: u32, port: &mut dyn Port) {
         let me = self.members[self.me];
         let tag = Tag { context: self.context, channel, number: about.0 };
-        for &peer in self.members.iter().filter(|&&peer| peer != me) {
+        for &peer in peers.iter().filter(|&&peer| peer != me) {
             // A peer that cannot be told has its own way of noticing.
             let _ = port.send_bytes(peer, tag, check, &[]);
         }
@@ -186,12 +193,13 @@ where
         if let Some(body) = &mut self.body {
             body.cut(port);
         }
+        if let (CommError::Deadline { peer, .. }, Some(body)) = (&mut error, &self.body)
+            && body.needs_one()
+        {
+            *peer = self.group.root_of_waiting(*peer, body.progress(), port);
+        }
         if self.collective {
-            let group = &self.group;
-            if let (CommError::Deadline { peer, .. }, Some(body)) = (&mut error, &self.body) {
-                *peer = group.root_of_waiting(*peer, body.progress(), port);
-            }
-            group.fail(&error, port);
+            self.group.fail(&error, port);
         }
         self.count(port.now(), true);
         tracing::debug!(op = self.name, %error, "failed");
@@ -205,12 +213,14 @@ where
         self.limit
     }
     fn alarm(&self) -> Nanos {
-        let waits = self.collective && self.limit < Nanos::MAX;
+        let waits = self.limit < Nanos::MAX && self.body.as_ref().is_some_and(Body::needs_one);
         if waits { Nanos(self.limit.0 - self.limit.0 / 4) } else { Nanos::MAX }
     }
     fn warn(&mut self, port: &mut dyn Port) {
-        if let (true, Some(body)) = (self.collective, &self.body) {
-            self.group.tell(Channel::Suspect, body.waits_for(), body.progress(), port);
+        if let Some(body) = &self.body {
+            // Whoever waits for this rank in another group follows the way from here.
+            let all: Vec<PeerId> = (0..self.group.peers as u32).map(PeerId).collect();
+            self.group.tell(&all, Channel::Suspect, body.waits_for(), body.progress(), port);
         }
     }
     fn is_cancelled(&self) -> bool {
@@ -253,9 +263,10 @@ impl Communicator {
         let [.., (_, bandwidth, us), _] = Link::NAMED;
         let link = Link { bandwidth: farflung_base::Bandwidth(bandwidth), latency: Nanos::from_micros(us) };
         let topology = Topology::uniform(members.len(), link);
+        let group = Group::new(context, me, members, transport.size());
         Self {
             transport,
-            group: Group::new(context, me, members),
+            group,
             deadline,
             cancel: Cancel::new(),
             plans: Arc::new(Plans::new(Rank(me as u32), Algorithm::default(), topology)),
@@ -301,8 +312,9 @@ impl Communicator {
         Ok(Self { plans: Arc::new(plans), ..self })
     }
 
-    /// The same communicator with the regions of [`Algorithm::Hierarchical`], instead of those that the declared links show.
-    /// Communicators that are split from it find theirs anew. All ranks must declare alike.
+    /// The same communicator with the regions of [`Algorithm::Hierarchical`], instead of those that the
+    /// declared links show. Communicators that are split from it find theirs anew. All ranks must declare
+    /// alike.
     ///
     /// # Errors
     /// If not each rank is in one region.
@@ -456,7 +468,7 @@ impl Communicator {
         let ranks: Vec<Rank> = ranks.iter().map(|&rank| Rank(rank as u32)).collect();
         let topology = declared.among(&ranks);
         let plans = Plans::new(Rank(me as u32), self.plans.algorithm(), topology);
-        let group = Group::new(context, me, members);
+        let group = Group::new(context, me, members, self.group.peers);
         Self { group, plans: Arc::new(plans), ..self.clone() }
     }
 }

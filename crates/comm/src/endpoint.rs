@@ -403,7 +403,7 @@ impl<D: Driver> Transport for Endpoint<D> {
         shared.driver.lift(times.clock, shared.first_deadline());
     }
 
-    fn spawn(&self, mut task: Box<dyn Task>) -> Job {
+    fn spawn(&self, mut task: Box<dyn Task>) -> Started {
         let shared = self.shared();
         let mut times = Times::new(shared.driver.now(), task.as_ref());
         // The first frames leave at once, not when somebody happens to wait.
@@ -426,7 +426,7 @@ impl<D: Driver> Transport for Endpoint<D> {
             shared.inbox.signal();
             shared.driver.nudge();
         }
-        Job { number, cell, host: Arc::clone(&self.handle) as Arc<dyn Host> }
+        Started { number, cell, host: Arc::clone(&self.handle) as Arc<dyn Host> }
     }
 
     fn traffic(&self, peer: PeerId) -> Stats {
@@ -434,6 +434,9 @@ impl<D: Driver> Transport for Endpoint<D> {
     }
     fn events(&self) -> Vec<PeerEvent> {
         self.shared().inbox.events()
+    }
+    fn waits_of(&self, peer: PeerId) -> Option<PeerId> {
+        self.shared().inbox.waits(peer)
     }
     fn retire(&self, context: u64) {
         self.shared().inbox.retire(context);
@@ -468,14 +471,14 @@ impl<D: Driver> Host for Handle<D> {
 }
 
 /// A started operation. Dropping it cancels it where it is not over.
-#[must_use = "dropping a job cancels it"]
-pub struct Job {
+#[must_use = "dropping an operation cancels it"]
+pub struct Started {
     number: u64,
     cell: Arc<Cell>,
     host: Arc<dyn Host>,
 }
 
-impl Job {
+impl Started {
     /// Blocks until it is over, driving the network on this thread.
     pub fn wait(&self) {
         self.host.wait(&self.cell);
@@ -498,14 +501,14 @@ impl Job {
     }
 }
 
-impl Drop for Job {
+impl Drop for Started {
     fn drop(&mut self) {
         self.host.cancel(self.number, &self.cell);
     }
 }
 
-impl fmt::Debug for Job {
+impl fmt::Debug for Started {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Job({})", self.number)
+        write!(f, "Started({})", self.number)
     }
 }

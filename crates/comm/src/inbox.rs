@@ -394,11 +394,18 @@ impl Inbox {
         self.lock().news.remove(&tag);
     }
 
-    /// For whom a peer has last said that it waits in a context, and how far it is.
+    /// For whom a peer has last said that it waits in a context, and how far it is; where it has said nothing
+    /// in that one, in any: a rank that waits in another group does not go on in this one.
     pub(crate) fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)> {
         let state = self.lock();
-        let said = state.peers.get(peer.index())?.suspicions.iter().rev().find(|said| said.0 == context)?;
-        Some((said.1, said.2))
+        let said = &state.peers.get(peer.index())?.suspicions;
+        let here = said.iter().rev().find(|said| said.0 == context);
+        here.or_else(|| said.back()).map(|said| (said.1, said.2))
+    }
+
+    /// For whom a peer has last said that it waits.
+    pub(crate) fn waits(&self, peer: PeerId) -> Option<PeerId> {
+        self.lock().peers.get(peer.index())?.suspicions.back().map(|said| said.1)
     }
 
     /// Drops the frames of a context, those that are here and those that come.

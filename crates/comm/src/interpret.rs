@@ -1,5 +1,5 @@
-//! The one loop that runs any [`Program`] on any transport. It knows no algorithm, and how values travel only as
-//! [`Transfers`].
+//! The one loop that runs any [`Program`] on any transport. It depends on no algorithm; how values travel is
+//! behind [`Transfers`].
 
 use std::sync::Arc;
 use std::task::Poll;

@@ -50,10 +50,10 @@ pub use coded::{
 };
 pub use communicator::{Communicator, Counter, Look, shift_one};
 pub use control::{Control, Listed};
-pub use cost::{cost, cost_coded};
+pub use cost::{cost, cost_coded, message_operation, operation, operation_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, ReduceOp};
-pub use endpoint::{Driver, Endpoint, Job, Role, Wake};
+pub use endpoint::{Driver, Endpoint, Role, Started, Wake};
 pub use error::{CoderError, CommError, DownReason, Refusal, WireError};
 pub use farflung_base::Algorithm;
 pub use frame::{FRAME_BYTES, Frame, Pool};

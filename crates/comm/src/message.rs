@@ -318,6 +318,9 @@ impl Body for RecvAny {
     fn waits_for(&self) -> PeerId {
         self.from[0].1
     }
+    fn needs_one(&self) -> bool {
+        self.from.len() == 1
+    }
     fn cut(&mut self, _: &mut dyn Port) {
         for (_, peer, incoming) in &self.from {
             self.torn.note(*peer, self.tag, incoming);

@@ -1,4 +1,4 @@
-//! Plain values as a program moves them: whole frames, reduced where they lie. It knows no algorithm.
+//! Plain values as a program moves them: whole frames, reduced where they lie. It depends on no algorithm.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! A collective as data: what one rank encodes, sends, receives and decodes, step by step. Pure; it knows no network, no
-//! codec and no bytes.
+//! A collective as data: what one rank encodes, sends, receives and decodes, step by step. Pure: it depends on
+//! no network, no codec and no bytes.
 
 use std::fmt;
 use std::ops::Range;
@@ -29,7 +29,8 @@ pub enum Phase {
 pub enum Code {
     /// As they are: f32, little-endian.
     Plain,
-    /// Through the codec, on this side of the reduction. For a mean, the values of [`Phase::Server`] are divided first.
+    /// Through the codec, on this side of the reduction. For a mean, the values of [`Phase::Server`] are
+    /// divided first.
     Coded(Phase),
 }
 
@@ -44,8 +45,8 @@ pub struct CodedMessage {
 
 /// The messages of one step of a coded program, by their numbers in [`Program::messages`].
 ///
-/// First `encode` in order, then sends and receives side by side, then `decode` in order. A message can be used in the step
-/// that encodes or receives it and in the next one; then it is dropped.
+/// First `encode` in order, then sends and receives side by side, then `decode` in order. A message can be used
+/// in the step that encodes or receives it and in the next one; then it is dropped.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Coding {
     /// What is encoded.

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Waker};
 
 use farflung_base::{Bytes, Nanos, PeerId, Pending, PendingOp};
 
-use crate::endpoint::Job;
+use crate::endpoint::Started;
 use crate::{CommError, DownReason, Frame};
 
 /// What a tag's number counts.
@@ -121,7 +121,7 @@ pub trait Port {
     /// # Errors
     /// If there is none and the peer is gone or the context was aborted, so that there never will be.
     fn take(&mut self, from: PeerId, tag: Tag) -> Result<Option<Frame>, CommError>;
-    /// For whom `peer` has said that it waits in this context, and how far it is.
+    /// For whom `peer` has said that it waits, in this context if in any, and how far it is there.
     fn suspicion(&self, context: u64, peer: PeerId) -> Option<(PeerId, u32)>;
     /// Whose frames of `tag` have come since the last call, in any order, perhaps more than once: an operation
     /// that waits for many peers need not ask all of them for each frame. `None` where the network does not
@@ -176,11 +176,13 @@ pub trait Transport: Debug + Send + Sync {
     fn run(&self, task: &mut dyn Task);
     /// Starts an operation that proceeds whenever this endpoint waits for anything, and between waits where the
     /// network is real. Dropping the job cancels it.
-    fn spawn(&self, task: Box<dyn Task>) -> Job;
+    fn spawn(&self, task: Box<dyn Task>) -> Started;
     /// What was exchanged with one peer.
     fn traffic(&self, peer: PeerId) -> Stats;
     /// What happened to peers since the last call.
     fn events(&self) -> Vec<PeerEvent>;
+    /// For whom a peer has last said that it waits: it says so when its own deadline is near.
+    fn waits_of(&self, peer: PeerId) -> Option<PeerId>;
     /// Drops what has arrived for this context, and what still will.
     fn retire(&self, context: u64);
     /// Makes the threads that wait here look whether what they wait for is to end.
@@ -234,9 +236,9 @@ pub(crate) fn get<T>(slot: &Slot<T>) -> Result<T, CommError> {
 }
 
 /// The pending value of a spawned task.
-pub(crate) fn pending<T: Send + 'static>(job: Job, slot: Slot<T>) -> Pending<Result<T, CommError>> {
+pub(crate) fn pending<T: Send + 'static>(job: Started, slot: Slot<T>) -> Pending<Result<T, CommError>> {
     struct Op<T> {
-        job: Job,
+        job: Started,
         slot: Slot<T>,
     }
     impl<T: Send> PendingOp<Result<T, CommError>> for Op<T> {

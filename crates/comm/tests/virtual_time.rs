@@ -397,6 +397,30 @@ fn a_silent_rank_is_named_by_all_and_the_others_go_on_without_it() {
     }
 }
 
+/// Messages in a row: whoever waits for a rank that waits itself names the silent one, also where the ranks in
+/// between wait in another group.
+#[test]
+fn whoever_waits_behind_another_names_the_silent_one() {
+    for mixed in [false, true] {
+        let said = on_ranks(over(&uniform(4, "1gbit,10ms")), |comm| {
+            let comm = comm.with_deadline(Nanos::from_millis(2_000));
+            let pair = comm.split(comm.rank().0 / 2, comm.rank().0).unwrap();
+            let error = match comm.rank().0 {
+                0 => comm.recv(Rank(1), 0).map(|_| ()),
+                1 => comm.recv(Rank(2), 0).map(|_| ()),
+                2 if mixed => pair.all_reduce(&mut [1.0_f32], ReduceOp::Sum),
+                2 => comm.recv(Rank(3), 0).map(|_| ()),
+                _ => {
+                    comm.advance(Nanos::from_millis(10_000));
+                    return None;
+                }
+            };
+            error.unwrap_err().peer()
+        });
+        assert_eq!(said, [Some(PeerId(3)), Some(PeerId(3)), Some(PeerId(3)), None], "mixed: {mixed}");
+    }
+}
+
 #[test]
 fn a_cut_link_is_named_by_one_of_its_ends() {
     for at in [0, 30, 70, 150] {

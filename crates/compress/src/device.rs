@@ -3,7 +3,7 @@
 //!
 //! The arithmetic of each codec is fixed in `WIRE.md` so that a kernel can follow it to the bit: maxima and integer
 //! operations, products and sums in a stated order, one division a block. This crate depends on no tensors, and tensors not on
-//! it: whoever knows both implements [`Device`] for the backend, and has [`check`] among its tests.
+//! it: whoever knows both implements [`VectorDevice`] for the backend, and has [`check`] among its tests.
 
 mod law;
 mod stream;
@@ -16,7 +16,7 @@ pub use law::check;
 pub use stream::Stream;
 
 /// A place where vectors of `f32` lie.
-pub trait Device {
+pub trait VectorDevice {
     /// A vector there; its length does not change.
     type Vector;
     /// What can go wrong there.
@@ -31,6 +31,14 @@ pub trait Device {
     ///
     /// Errors: the device's.
     fn download(&self, x: &Self::Vector, out: &mut [f32]) -> Result<(), Self::Error>;
+
+    /// Overwrites a vector of that length.
+    ///
+    /// Errors: the device's.
+    fn write(&self, x: &[f32], out: &mut Self::Vector) -> Result<(), Self::Error> {
+        *out = self.upload(x)?;
+        Ok(())
+    }
 
     /// Elements of a vector.
     fn count(x: &Self::Vector) -> usize;
@@ -51,7 +59,7 @@ pub trait Device {
 }
 
 /// A codec of vectors on a device, as [`Memoryless`] is one on the host: the same bytes, refusals and residuals.
-pub trait DeviceCodec<D: Device + ?Sized>: Debug + Send {
+pub trait DeviceCodec<D: VectorDevice + ?Sized>: Debug + Send {
     /// Encodes `x`, or with a residual `x + residual.before`. A kernel fills the body: [`Payload::seal`].
     ///
     /// Errors: those of [`Memoryless::compress_residual`], as the device's. Then `out` is empty.
@@ -82,7 +90,7 @@ pub struct Residual<'a, V> {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Host;
 
-impl Device for Host {
+impl VectorDevice for Host {
     type Vector = Vec<f32>;
     type Error = CompressError;
 

@@ -24,8 +24,9 @@ pub mod error_feedback;
 pub mod momentum_correction;
 pub mod lossless;
 pub mod link;
-pub mod power_sgd;
+pub mod protocol;
 pub mod spec;
+pub mod average;
 pub mod device;
 pub mod mutate;
 
@@ -43,6 +44,7 @@ mod pack;
 mod simd;
 mod threads;
 
+pub use average::AverageSpec;
 pub use bf16::Bf16;
 pub use chunked::{Chunked, Chunks};
 pub use codebook::Codebook;
@@ -59,7 +61,7 @@ pub use minifloat::{E3M0, E4M3, E5M2};
 pub use momentum_correction::MomentumCorrection;
 pub use mutate::mutate;
 pub use natural::Natural;
-pub use power_sgd::{PowerSgd, Protocol};
+pub use protocol::{MatrixShape, PowerSgd, Protocol, ProtocolSpec};
 pub use sign::Sign;
 pub use sparse::{Amount, IndexCoding, Mask, Masked, Pattern, Select, Sparse};
 pub use spec::{CodecSpec, names, parse};

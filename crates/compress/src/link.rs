@@ -24,9 +24,9 @@ use crate::{CompressError, Payload, PayloadRef, RoundKey, State};
 use channels::Channels;
 use samples::read_f16;
 
-/// One end of a link that carries activations or their gradients, `[samples, positions, channels]`, each with the stable
-/// number of its sample. Its state is what it holds of samples: [`State::commit`] and [`State::rollback`] matter where the store
-/// is [`Staged`].
+/// One end of a link that carries activations or their gradients, `[samples, positions, channels]`, each with
+/// the stable number of its sample. Its state is what it holds of samples: [`State::commit`] and
+/// [`State::rollback`] matter where the store is [`Staged`].
 pub trait LinkCodec: State + std::fmt::Debug + Send {
     /// Encodes `x`, all samples of the same length.
     ///
@@ -51,8 +51,8 @@ pub trait LinkCodec: State + std::fmt::Debug + Send {
     /// Errors: those of a store.
     fn forget(&mut self, ids: &[u64]) -> Result<(), CompressError>;
 
-    /// The [`checksum`] of what is held of each sample, 0 where nothing is. Ends that compare them, and [`Self::forget`] where
-    /// they differ, never meet a [`CompressError::CacheMiss`].
+    /// The [`checksum`] of what is held of each sample, 0 where nothing is. Ends that compare them, and
+    /// [`Self::forget`] where they differ, never meet a [`CompressError::CacheMiss`].
     ///
     /// Errors: those of a store.
     fn checksums(&mut self, ids: &[u64]) -> Result<Vec<u32>, CompressError> {
@@ -141,11 +141,12 @@ const PREFIX: usize = 8;
 /// AQ-SGD: both ends keep each sample's activation `m`; what travels is the change since then, through the codec `C`. A
 /// sample that is not held is sent in full, as f16.
 ///
-/// Both ends make `a = f16(m + D(C(x - m)))`, bit for bit the same; the receiver goes on with `a`, and both hold it in the
-/// place of `m`: as it is, or in fewer bits ([`Samples`]), which are what the next change is measured against. A change names
-/// the checksum of the bytes that it is to be added to, so that ends which do not hold the same (one crashed between writing
-/// and sending) find out and start the sample anew. `a` saturates at 65504. A step that is given up leaves both ends with the
-/// newer activation, unless the store is [`Staged`].
+/// Both ends make `a = f16(m + D(C(x - m)))`, bit for bit the same; the receiver goes on with `a`, and both
+/// hold it in the place of `m`: as it is, or in fewer bits ([`Samples`]), which are what the next change is
+/// measured against. A change names the checksum of the bytes that it is to be added to, so that ends which do
+/// not hold the same (one crashed between writing and sending) find out and start the sample anew. `a`
+/// saturates at 65504. A step that is given up leaves both ends with the newer activation, unless the store is
+/// [`Staged`].
 ///
 /// Bytes: `8 + 4 s`, for samples in full `2 len` each, and the body of the codec's payload of the others together. State: that
 /// of the store.

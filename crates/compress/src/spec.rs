@@ -24,6 +24,10 @@ struct Method {
     /// The block where none is named; `None` for a method without blocks.
     block: Option<u32>,
     build: fn(u32) -> Built,
+    /// Whether what it loses of a value is the same each time, so that feedback is what brings it. Random
+    /// rounding has the value as its mean; feedback around a coarse one grows without bound, since more may be
+    /// lost than there was.
+    loses: bool,
 }
 
 fn boxed<C: Memoryless + 'static>(codec: Result<C, CompressError>) -> Built {
@@ -31,44 +35,51 @@ fn boxed<C: Memoryless + 'static>(codec: Result<C, CompressError>) -> Built {
 }
 
 const fn plain(name: &'static str, build: fn(u32) -> Built) -> Method {
-    Method { name, block: None, build }
+    Method { name, block: None, build, loses: true }
 }
 
 const fn blocks(name: &'static str, block: u32, build: fn(u32) -> Built) -> Method {
-    Method { name, block: Some(block), build }
+    Method { name, block: Some(block), build, loses: true }
+}
+
+impl Method {
+    /// One that loses nothing, or nothing on average.
+    const fn without_loss(self) -> Self {
+        Self { loses: false, ..self }
+    }
 }
 
 /// Every method, in the order of a help text.
 const METHODS: &[Method] = &[
-    plain("none", |_| boxed(Ok(F32::new()))),
+    plain("none", |_| boxed(Ok(F32::new()))).without_loss(),
     plain("f16", |_| boxed(Ok(F16::new()))),
     plain("bf16", |_| boxed(Ok(Bf16::new()))),
     blocks("int8", DEFAULT_BLOCK, |b| boxed(IntBlock::<8>::new(b))),
     blocks("int4", DEFAULT_BLOCK, |b| boxed(IntBlock::<4>::new(b))),
     blocks("int3", DEFAULT_BLOCK, |b| boxed(IntBlock::<3>::new(b))),
     blocks("int2", DEFAULT_BLOCK, |b| boxed(IntBlock::<2>::new(b))),
-    blocks("int8-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<8>::stochastic(b))),
-    blocks("int4-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<4>::stochastic(b))),
-    blocks("int3-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<3>::stochastic(b))),
-    blocks("int2-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<2>::stochastic(b))),
+    blocks("int8-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<8>::stochastic(b))).without_loss(),
+    blocks("int4-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<4>::stochastic(b))).without_loss(),
+    blocks("int3-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<3>::stochastic(b))).without_loss(),
+    blocks("int2-sr", DEFAULT_BLOCK, |b| boxed(IntBlock::<2>::stochastic(b))).without_loss(),
     blocks("uint8", DEFAULT_BLOCK, |b| boxed(UintBlock::<8>::new(b))),
     blocks("uint4", DEFAULT_BLOCK, |b| boxed(UintBlock::<4>::new(b))),
     blocks("uint3", DEFAULT_BLOCK, |b| boxed(UintBlock::<3>::new(b))),
     blocks("uint2", DEFAULT_BLOCK, |b| boxed(UintBlock::<2>::new(b))),
-    blocks("uint8-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<8>::stochastic(b))),
-    blocks("uint4-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<4>::stochastic(b))),
-    blocks("uint3-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<3>::stochastic(b))),
-    blocks("uint2-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<2>::stochastic(b))),
-    blocks("qsgd8", 512, |b| boxed(IntBlock::<8>::qsgd(b))),
-    blocks("qsgd4", 512, |b| boxed(IntBlock::<4>::qsgd(b))),
-    blocks("qsgd2", 512, |b| boxed(IntBlock::<2>::qsgd(b))),
-    blocks("terngrad", 4096, |b| boxed(Int2::tern_grad(b))),
+    blocks("uint8-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<8>::stochastic(b))).without_loss(),
+    blocks("uint4-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<4>::stochastic(b))).without_loss(),
+    blocks("uint3-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<3>::stochastic(b))).without_loss(),
+    blocks("uint2-sr", DEFAULT_BLOCK, |b| boxed(UintBlock::<2>::stochastic(b))).without_loss(),
+    blocks("qsgd8", 512, |b| boxed(IntBlock::<8>::qsgd(b))).without_loss(),
+    blocks("qsgd4", 512, |b| boxed(IntBlock::<4>::qsgd(b))).without_loss(),
+    blocks("qsgd2", 512, |b| boxed(IntBlock::<2>::qsgd(b))).without_loss(),
+    blocks("terngrad", 4096, |b| boxed(Int2::tern_grad(b))).without_loss(),
     blocks("sign", SIGN_BLOCK, |b| boxed(Sign::l1(b))),
     blocks("e4m3", DEFAULT_BLOCK, |b| boxed(E4M3::new(b))),
     blocks("e5m2", DEFAULT_BLOCK, |b| boxed(E5M2::new(b))),
     blocks("e3m0", DEFAULT_BLOCK, |b| boxed(E3M0::new(b))),
     blocks("minmax8", DEFAULT_BLOCK, |b| boxed(MinMaxUint8::new(b))),
-    plain("natural", |_| boxed(Ok(Natural::new()))),
+    plain("natural", |_| boxed(Ok(Natural::new()))).without_loss(),
     blocks("meanstd8", CODEBOOK_BLOCK, |b| boxed(Codebook::<8>::mean_std(b))),
     blocks("meanstd2", CODEBOOK_BLOCK, |b| boxed(Codebook::<2>::mean_std(b))),
     blocks("quantile8", CODEBOOK_BLOCK, |b| boxed(Codebook::<8>::quantiles(b))),
@@ -78,9 +89,10 @@ const METHODS: &[Method] = &[
 
 /// A codec and its parameters, as data. [`CodecSpec::build`] makes as many codecs of it as there are streams.
 ///
-/// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback, or `+ef:0.95` for
-/// one that decays, or `+dgc` for momentum correction of 0.9, or `+dgc:0.95`; then perhaps `+zstd` or `+lz4` for a last stage
-/// that is used where it helps. Selections without a method send f32. `dgc:AMOUNT` is short for `topk:AMOUNT+dgc`.
+/// A name is at most two selections, then a method, joined by `/`, then perhaps `+ef` for error feedback, or
+/// `+ef:0.95` for one that decays, or `+dgc` for momentum correction of 0.9, or `+dgc:0.95`; then perhaps
+/// `+zstd` or `+lz4` for a last stage that is used where it helps. Selections without a method send f32.
+/// `dgc:AMOUNT` is short for `topk:AMOUNT+dgc`.
 ///
 /// A method that takes a block, such as `int4:128`, and is given none has a default block of 512 elements
 /// (`qsgd8`, `qsgd4`, `qsgd2`), 4096 (`terngrad`, `sign`, `sign-l2`), 65536 (`meanstd8`, `meanstd2`,
@@ -413,7 +425,8 @@ impl CodecSpec {
         }
     }
 
-    /// The factor of the momentum that is gathered before the selection, [`MomentumCorrection`]; `None` for a codec without.
+    /// The factor of the momentum that is gathered before the selection, [`MomentumCorrection`]; `None` for a
+    /// codec without.
     #[must_use]
     pub fn momentum(&self) -> Option<f32> {
         match self.feedback {
@@ -422,8 +435,8 @@ impl CodecSpec {
         }
     }
 
-    /// The codec of what was reduced, where this is the codec of each rank's own values: momentum is gathered once, so that
-    /// the results of such a codec have error feedback alone.
+    /// The codec of what was reduced, where this is the codec of each rank's own values: momentum is gathered
+    /// once, so that the results of such a codec have error feedback alone.
     #[must_use]
     pub fn of_results(self) -> Self {
         match self.feedback {
@@ -438,11 +451,11 @@ impl CodecSpec {
         self.packing
     }
 
-    /// The same with error feedback, where it has none and there is something to feed back: a codec that loses nothing,
-    /// or only by chance, stays as it is.
+    /// The same with error feedback, where it has none and there is something to feed back: a codec that loses
+    /// nothing, or only by chance, stays as it is.
     #[must_use]
     pub fn with_feedback(self) -> Self {
-        let loses = !matches!(self.stages, [None, None]) || self.codec != Self::default().codec;
+        let loses = !matches!(self.stages, [None, None]) || self.codec.method.loses;
         if self.feedback.is_none() && loses && !self.is_unbiased() {
             return Self { feedback: Some(Feedback::WHOLE), ..self };
         }

@@ -70,6 +70,8 @@ codecs! {
     AQ_SGD = 24, "aq-sgd";
     /// [`crate::Lossless`], where it helped.
     PACKED = 32, "packed";
+    /// A codec of the caller's own: none here has it.
+    OWN = 255, "a caller's own";
 }
 
 /// An encoded vector in a buffer of its own, which is reused: filling it again with no more bytes allocates nothing.

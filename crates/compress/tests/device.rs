@@ -1,7 +1,7 @@
 //! The law of device codecs: the host keeps it, and one that does not is found out.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
-use farflung_compress::device::{Device, DeviceCodec, Host, Residual, check};
+use farflung_compress::device::{DeviceCodec, Host, Residual, VectorDevice, check};
 use farflung_compress::{CodecSpec, CompressError, Payload, PayloadRef, RoundKey};
 
 #[test]
@@ -60,7 +60,7 @@ enum Faulty {
 #[derive(Debug)]
 struct Wrong(Faulty, Box<dyn DeviceCodec<Host>>);
 
-impl Device for Faulty {
+impl VectorDevice for Faulty {
     type Vector = Vec<f32>;
     type Error = CompressError;
 

@@ -253,7 +253,8 @@ fn hostile_changes_are_refused() {
     receiver.decode(&[0, 1], payload.view(), &mut out).unwrap();
 }
 
-/// A step that both ends give up, done again: the bytes are those of ends that never began it, and what is held too.
+/// A step that both ends give up, done again: the bytes are those of ends that never began it, and what is held
+/// too.
 #[test]
 fn a_step_that_is_given_up_leaves_no_trace() {
     let end = || AqSgd::new(Int4::new(32).unwrap(), Staged::new(MemoryStore::new(LEN)));

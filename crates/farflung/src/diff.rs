@@ -28,9 +28,9 @@ pub struct Comparison {
     pub difference: Option<Difference>,
 }
 
-/// Compares what training computed: losses, tokens, digests of the parameters. Times and bytes are not looked at, since runs
-/// over unlike transports differ there. Where one run has a digest or a validation loss and the other has not, that is no
-/// difference; nor is it that one run is longer.
+/// Compares what training computed: losses, tokens, digests of the parameters. Times and bytes are not looked
+/// at, since runs over unlike transports differ there. Where one run has a digest or a validation loss and the
+/// other has not, that is no difference; nor is it that one run is longer.
 ///
 /// `left` and `right` are folders of runs, or their `metrics.jsonl`.
 ///

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use farflung_comm::{CommError, Refusal};
 use farflung_optim::OptimError;
 use farflung_parallel::ParallelError;
+use farflung_tensor::TensorError;
 use farflung_zoo::ZooError;
 
 use crate::signals::Signal;
@@ -17,6 +18,14 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
+    /// What a test placed in a run.
+    #[error("a failure was placed at moment {moment} of step {step}")]
+    Placed {
+        /// The step.
+        step: u64,
+        /// The number of the [moment](crate::train::Moment).
+        moment: u8,
+    },
     /// A setting of the command line or of a file has a value that cannot be.
     #[error("`{field}` is {value}, expected {expected}")]
     Setting {
@@ -174,6 +183,18 @@ pub enum Error {
         /// The loss.
         loss: f64,
     },
+    /// The gradients of a step are not finite, each time that it is computed.
+    #[error("step {step} was tried {tries} times: {cause}; {}", not_finite(ranks))]
+    StepNotFinite {
+        /// The step.
+        step: u64,
+        /// How often it was tried.
+        tries: u32,
+        /// The ranks whose own gradients are not finite.
+        ranks: Vec<farflung_base::Rank>,
+        /// What is not finite.
+        cause: Box<OptimError>,
+    },
     /// A rank's folder holds another rank's checkpoint.
     #[error("{path} is a checkpoint of rank {}, expected one of rank {}: are folders swapped?", owner.0, rank.0)]
     ForeignFolder {
@@ -195,6 +216,17 @@ pub enum Error {
         /// The step that the others have.
         step: u64,
     },
+    /// A rank whose part of the model is needed did not answer.
+    #[error("rank {} does not answer, and the model is not whole without its part", rank.0)]
+    NoAnswer {
+        /// The rank.
+        rank: farflung_base::Rank,
+    },
+    /// A step that changes parameters as it goes cannot be taken back.
+    #[error(
+        "the step in flight cannot be taken back: its schedule updates parameters before all ranks agree"
+    )]
+    HalfDone,
     /// Copies of the same values are no longer equal: a fault of a machine, or of this program.
     #[error("after step {step} {}; nothing of it was saved", diverged(what, ranks, *majority))]
     Diverged {
@@ -283,9 +315,18 @@ pub enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// This rank has lost all others: it is the one that is cut off.
+    #[error("rank {} has lost all other ranks: it is cut off from them", rank.0)]
+    CutOff {
+        /// This rank.
+        rank: farflung_base::Rank,
+        /// What it noticed first.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A tensor op failed.
     #[error(transparent)]
-    Tensor(#[from] farflung_tensor::TensorError),
+    Tensor(#[from] TensorError),
     /// A model, its data or its weights.
     #[error(transparent)]
     Zoo(#[from] ZooError),
@@ -330,9 +371,34 @@ pub enum Error {
         /// Its value in the second run.
         right: String,
     },
-    /// The user or the system asked for a stop.
+    /// The user or the system asked for a stop, and there was nothing to save.
     #[error("stopped by {0}")]
     Stopped(Signal),
+    /// The user or the system asked for a stop, and this is what the run leaves.
+    #[error("stopped by {signal}{left}")]
+    StoppedAt {
+        /// Which signal.
+        signal: Signal,
+        /// What is saved, and what is not.
+        left: Box<crate::train::Leftover>,
+    },
+    /// Another rank was stopped by its user or its system.
+    #[error("rank {} was stopped{left}", rank.0)]
+    StoppedBy {
+        /// Who.
+        rank: farflung_base::Rank,
+        /// What is saved here, and what is not.
+        left: Box<crate::train::Leftover>,
+    },
+}
+
+/// The ranks whose own gradients are not finite, in words.
+fn not_finite(ranks: &[farflung_base::Rank]) -> String {
+    match ranks {
+        [] => "each rank's own gradients are finite, and what they add up to is not".to_owned(),
+        [_] => format!("{} has gradients that are not finite", crate::train::Ranks(ranks)),
+        _ => format!("{} have gradients that are not finite", crate::train::Ranks(ranks)),
+    }
 }
 
 /// The ranks whose copies differ, in words.
@@ -383,9 +449,11 @@ impl Error {
             // The dead one that still has the place is found out in a while; other reasons stay.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
             Self::PeerLost { .. }
+            | Self::StoppedBy { .. }
+            | Self::CutOff { .. }
             | Self::Comm(CommError::Missing { .. } | CommError::Refused { .. })
             | Self::Boundary { source: farflung_compress::CompressError::CacheMiss { .. }, .. } => 75,
-            Self::Stopped(signal) => signal.exit_code(),
+            Self::Stopped(signal) | Self::StoppedAt { signal, .. } => signal.exit_code(),
             Self::Child { code, .. } | Self::OnRank { code, .. } => *code,
             _ => 1,
         }
@@ -415,6 +483,25 @@ impl Error {
     #[must_use]
     pub const fn is_peer_lost(&self) -> bool {
         matches!(self, Self::PeerLost { .. })
+    }
+
+    /// Whether a step was dropped on purpose, here or by another rank, or because a rank does not answer: not
+    /// because anything is wrong with what it computed.
+    pub(crate) fn is_interruption(&self) -> bool {
+        match self {
+            Self::Tensor(error)
+            | Self::Zoo(ZooError::Tensor(error))
+            | Self::Optim(OptimError::Tensor(error)) => *error == TensorError::Interrupted,
+            Self::Comm(error) => error.is_cancelled(),
+            _ => self.is_peer_lost(),
+        }
+    }
+
+    /// The rank that dropped a step on purpose. All peers of a run are its ranks.
+    pub(crate) fn cancelled_by(&self) -> Option<farflung_base::Rank> {
+        let Self::PeerLost { peer, source } = self else { return None };
+        let cancelled = source.downcast_ref::<CommError>().is_some_and(CommError::is_cancelled);
+        cancelled.then_some(farflung_base::Rank(peer.0))
     }
 
     /// For `map_err`: the error of doing `action` to `path`.

@@ -1,5 +1,5 @@
-//! `events.jsonl`: what happened in a run and when, an object a line. Each rank has one in its folder; rank 0's is beside the
-//! metrics. Lines of earlier starts of the run stay.
+//! `events.jsonl`: what happened in a run and when, an object a line. Each rank has one in its folder; rank 0's
+//! is beside the metrics. Lines of earlier starts of the run stay.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -63,12 +63,15 @@ impl What {
     pub(crate) fn ended(error: &Error) -> Self {
         let reason = causes(error);
         match error {
-            Error::PeerLost { .. } => Self::Lost { peer: reason },
+            Error::PeerLost { .. } | Error::CutOff { .. } => Self::Lost { peer: reason },
             Error::Diverged { ranks, .. } => {
                 Self::Named { ranks: ranks.iter().map(|rank| rank.0).collect(), reason }
             }
+            Error::StepNotFinite { ranks, .. } if !ranks.is_empty() => {
+                Self::Named { ranks: ranks.iter().map(|rank| rank.0).collect(), reason }
+            }
             Error::OnRank { rank, .. } => Self::Named { ranks: vec![*rank as u32], reason },
-            Error::Stopped(_) => Self::Stopped { reason },
+            Error::Stopped(_) | Error::StoppedAt { .. } | Error::StoppedBy { .. } => Self::Stopped { reason },
             _ => Self::Refused { reason },
         }
     }

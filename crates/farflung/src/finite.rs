@@ -19,8 +19,8 @@ pub fn check(tensor: &str, values: &[f32]) -> Result<()> {
     }
 }
 
-/// Refuses a flat buffer whose tensors are not all finite; what lies between them does not count. `prefix` stands before
-/// the tensors' names.
+/// Refuses a flat buffer whose tensors are not all finite; what lies between them does not count. `prefix`
+/// stands before the tensors' names.
 ///
 /// Errors: [`Error::NotFinite`] with the first tensor.
 pub fn check_flat(prefix: &str, layout: &ParamLayout, flat: &[f32]) -> Result<()> {

@@ -35,11 +35,12 @@ impl Launch {
     ///
     /// Each gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`; lines of its
     /// stderr appear behind `[rank]`, stdout passes through. Each signal of
-    /// `stop` is passed on, the third as SIGKILL. After the first failure
-    /// the others have `grace` to end by themselves, then SIGTERM and `grace`, then SIGKILL.
+    /// `stop` is passed on, the third as SIGKILL, also to those that stand still. After the first failure
+    /// the others have `grace` to end by themselves, then SIGTERM and `grace`, then SIGKILL. On Linux they get
+    /// SIGTERM as well where the thread that runs this ends first, however it ends.
     ///
-    /// Errors: [`Error::Child`] with the first that failed, [`Error::Stopped`] if a signal ended the job,
-    /// [`Error::Start`], [`Error::Io`] if no port is free.
+    /// Errors: [`Error::Child`] with the rank that the job failed by, [`Error::Stopped`] if a signal ended the
+    /// job, [`Error::Start`], [`Error::Io`] if no port is free.
     pub fn run(&self, program: &Path, args: &[OsString], stop: &Stop) -> Result<()> {
         let port = match self.master.1 {
             0 => free_port(&self.master.0)?,
@@ -47,7 +48,9 @@ impl Launch {
         };
         let mut job = Job { children: Vec::new(), readers: Vec::new() };
         for rank in 0..self.processes {
-            let mut child = Command::new(program)
+            let mut command = Command::new(program);
+            end_with_parent(&mut command);
+            let mut child = command
                 .args(args)
                 .env("RANK", rank.to_string())
                 .env("LOCAL_RANK", rank.to_string())
@@ -71,13 +74,13 @@ impl Launch {
 
     /// Polls until all ended.
     fn watch(&self, job: &mut Job, stop: &Stop) -> Result<()> {
-        let mut failed = None;
+        let mut failed: Vec<Failure> = Vec::new();
         let mut forwarded: Option<Signal> = None;
         let mut passed = 0;
         // Time since the first failure, or since a signal was passed on, in polls: no clock is needed.
         let mut waited = Duration::ZERO;
         let mut asked = false;
-        while job.poll(&mut failed)? {
+        while job.poll(&mut failed, asked)? {
             thread::sleep(POLL);
             if let Some(signal) = stop.take() {
                 forwarded.get_or_insert(signal);
@@ -89,29 +92,87 @@ impl Launch {
                     Signal::Terminate => SystemSignal::TERM,
                     Signal::Hangup => SystemSignal::HUP,
                 });
+                // One that is stopped would neither save nor end.
+                job.signal(SystemSignal::CONT);
             }
-            if failed.is_some() {
+            if !failed.is_empty() {
                 waited += POLL;
             }
             if !asked && waited >= self.grace {
                 tracing::warn!("ending the other ranks");
                 job.signal(SystemSignal::TERM);
+                job.signal(SystemSignal::CONT);
                 asked = true;
             }
             if waited >= self.grace * 2 {
                 job.signal(SystemSignal::KILL);
             }
         }
-        match (forwarded, failed) {
+        let ended = |signal: Signal| failed.iter().any(|f| exit_code(f.status) == signal.exit_code());
+        match (forwarded, origin(&failed)) {
             (_, None) => Ok(()),
             // A child that ended by the signal that we passed on did as it was told.
-            (Some(signal), Some((_, status))) if exit_code(status) == signal.exit_code() => {
-                Err(Error::Stopped(signal))
-            }
-            (_, Some((rank, status))) => Err(Error::Child { rank, status, code: exit_code(status) }),
+            (Some(signal), Some((_, code))) if ended(signal) && code != USAGE => Err(Error::Stopped(signal)),
+            (_, Some((&Failure { rank, status, .. }, code))) => Err(Error::Child { rank, status, code }),
         }
     }
 }
+
+/// A rank that failed.
+#[derive(Debug)]
+struct Failure {
+    rank: usize,
+    status: ExitStatus,
+    /// Whether the others had been asked to end by then.
+    asked: bool,
+}
+
+/// Exit code of what no restart can mend.
+const USAGE: u8 = 2;
+
+/// Exit code of a job that can be started again.
+const LOST: u8 = 75;
+
+/// What a job failed by, of those that failed in their order, and its exit code. A rank that says that it was
+/// started wrongly comes first, then one that failed by itself, then one that was killed; the others lost it.
+fn origin(failed: &[Failure]) -> Option<(&Failure, u8)> {
+    let own =
+        |f: &&Failure| !f.asked && f.status.code().is_some_and(|code| code < 128 && code != i32::from(LOST));
+    let killed = |f: &&Failure| !f.asked && exit_code(f.status) >= 128;
+    let wrong = failed.iter().find(|f| f.status.code() == Some(USAGE.into()));
+    if let Some(found) = wrong.or_else(|| failed.iter().find(own)) {
+        return Some((found, exit_code(found.status)));
+    }
+    // Where half of the ranks ended by themselves, it is for one that did not.
+    let stuck = failed.iter().filter(|f| f.asked).count() * 2 <= failed.len();
+    let stuck = failed.iter().find(|f| stuck && f.asked);
+    let found = failed.iter().find(killed).or(stuck).or_else(|| failed.first());
+    found.map(|found| (found, LOST))
+}
+
+/// Has the child end when the thread that starts it does: a launcher that is killed cannot pass that on.
+#[cfg(target_os = "linux")]
+fn end_with_parent(command: &mut Command) {
+    let parent = rustix::process::getpid();
+    #[expect(unsafe_code, reason = "what runs between fork and exec has to be vouched for")]
+    // SAFETY: The closure runs in the child before it executes the program, where only calls are allowed that
+    // are safe in a signal handler: both are plain system calls, and neither allocates.
+    unsafe {
+        command.pre_exec(move || {
+            rustix::process::set_parent_process_death_signal(Some(SystemSignal::TERM))?;
+            // It may have died before it was asked for.
+            if rustix::process::getppid() == Some(parent) {
+                Ok(())
+            } else {
+                Err(std::io::ErrorKind::BrokenPipe.into())
+            }
+        });
+    }
+}
+
+/// Other systems have no such call: there, ranks end once their launcher's end has cost them a peer.
+#[cfg(not(target_os = "linux"))]
+fn end_with_parent(_: &mut Command) {}
 
 /// The running children, and their exits.
 struct Job {
@@ -120,16 +181,16 @@ struct Job {
 }
 
 impl Job {
-    /// Notes who ended; the first that failed goes to `failed`. False once all ended.
-    fn poll(&mut self, failed: &mut Option<(usize, ExitStatus)>) -> Result<bool> {
+    /// Notes who ended; those that failed go to `failed`. False once all ended.
+    fn poll(&mut self, failed: &mut Vec<Failure>, asked: bool) -> Result<bool> {
         let mut alive = false;
         for (rank, (child, status)) in self.children.iter_mut().enumerate() {
             if status.is_none() {
                 *status = child.try_wait().map_err(Error::io("wait for", "a child process".as_ref()))?;
                 match status {
                     None => alive = true,
-                    Some(s) if !s.success() && failed.is_none() => *failed = Some((rank, *s)),
-                    Some(_) => {}
+                    Some(s) if s.success() => {}
+                    Some(status) => failed.push(Failure { rank, status: *status, asked }),
                 }
             }
         }

@@ -21,6 +21,7 @@ pub mod signals;
 pub mod terminal;
 pub mod threads;
 pub mod train;
+pub mod transports;
 
 pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
 pub use config::flags::TrainFlags;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use farflung_optim::{AdamW, Schedule, adamw};
+use farflung_optim::{AdamW, LrSchedule, adamw};
 use farflung_tensor::Device;
 use farflung_zoo::block::Grads;
 use farflung_zoo::{GptConfig, Input, Output, Stage, stage};
@@ -28,6 +28,8 @@ pub struct Measured {
     pub step_s: f64,
     /// Tokens a second.
     pub tokens_per_s: f64,
+    /// Mean loss of the last step in nats.
+    pub loss: f64,
     /// Operations a second, as the virtual clock counts those of a token.
     pub flops: f64,
     /// Bytes of memory that a run on this machine may use; `None` where that is not known, as of a GPU.
@@ -53,37 +55,46 @@ impl fmt::Display for Measured {
     }
 }
 
-/// Trains a model on random tokens for `time`, at least three steps, and tells of each step's time in seconds.
+/// What is timed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Trial<'a> {
+    /// The model's name.
+    pub name: &'a str,
+    /// The model.
+    pub model: GptConfig,
+    /// Sequences of a step.
+    pub batch: usize,
+    /// How long to train, three timed steps at least.
+    pub time: Duration,
+    /// Of the first weights.
+    pub seed: u64,
+}
+
+/// Trains a model on arbitrary tokens. [`Measured::memory`] is left to the caller.
 ///
-/// Errors: those of the device; [`Error::Setting`] for a batch of nothing.
-pub fn measure(
-    device: &Device,
-    (name, model): (&str, GptConfig),
-    batch: usize,
-    time: Duration,
-    memory: Option<u64>,
-    mut told: impl FnMut(f64),
-) -> Result<Measured> {
+/// Errors: those of the device; [`Error::Setting`] for a batch of nothing; [`Error::LossNotFinite`].
+pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
+    let Trial { name, model, batch, time, seed } = *trial;
     if batch == 0 {
         let expected = "at least 1".to_owned();
         return Err(Error::Setting { field: "batch", value: "0".to_owned(), expected });
     }
     let tokens = batch * model.context;
     let whole = Stage::whole(model, device)?;
-    let (mut params, mut grads) = (whole.init(1)?, whole.zeros()?);
+    let (mut params, mut grads) = (whole.init(seed)?, whole.zeros()?);
     let optimizer = adamw(AdamW {
         beta1: 0.9,
         beta2: 0.95,
         eps: 1e-8,
         weight_decay: 0.1,
         clip: Some(1.0),
-        schedule: Schedule::constant(1e-3),
+        schedule: LrSchedule::constant(1e-3),
     });
     let mut chain = optimizer.build(device, whole.layout())?;
     let ids =
         |factor: usize| -> Vec<u32> { (0..tokens).map(|i| (i * factor % model.vocab) as u32).collect() };
     let (inputs, targets) = (ids(7919), ids(104_729));
-    let mut times = Vec::new();
+    let (mut times, mut loss) = (Vec::new(), f64::NAN);
     let begun = now();
     // The first step fills pools and compiles kernels.
     while times.len() < 4 || begun.elapsed() < time {
@@ -91,7 +102,7 @@ pub fn measure(
         let (x, y) = (whole.tokens(&inputs, model.context)?, whole.tokens(&targets, model.context)?);
         let (output, saved) = whole.forward(&params, Input::Tokens(x), Some((&y, 1.0 / tokens as f32)))?;
         if let Output::Losses(losses) = output {
-            stage::total(&losses)?;
+            loss = stage::total(&losses)? / tokens as f64;
         }
         let into = &mut Grads { flat: &mut grads, accumulate: false };
         whole.backward(&params, saved, None, into, |_, _| ())?;
@@ -99,8 +110,11 @@ pub fn measure(
         chain.commit(&mut params, &grads, prepared)?;
         device.fence()?;
         let took = step.elapsed().as_secs_f64();
-        told(took);
+        tracing::debug!(step_s = took, "step");
         times.push(took);
+    }
+    if !loss.is_finite() {
+        return Err(Error::LossNotFinite { step: times.len() as u64, loss });
     }
     let mut settled = times.split_off(1);
     settled.sort_by(f64::total_cmp);
@@ -115,8 +129,9 @@ pub fn measure(
         steps: settled.len(),
         step_s,
         tokens_per_s,
+        loss,
         flops: tokens_per_s * per_token,
-        memory,
+        memory: None,
     })
 }
 

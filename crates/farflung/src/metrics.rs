@@ -34,7 +34,8 @@ pub struct StepMetrics {
     /// them: the largest relative l2 distance of a copy from its first holder's, which all have again since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drift: Option<f64>,
-    /// Hash of all parameters by tensor, the same under any plan, where the step was asked for it (`--digest-every`).
+    /// Hash of all parameters by tensor, the same under any plan, where the step was asked for it
+    /// (`--digest-every`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }

@@ -1,21 +1,25 @@
-//! Ctrl-C and friends: the first signal asks the loop to save and stop, the second ends the process at once, and before
-//! that what it waits for of other ranks, who are told.
+//! Ctrl-C and friends: the first signal asks a run to stop and save, the second ends the process at once, and
+//! before that what it waits for of other ranks, who are told.
 //!
-//! It refuses to know what is saved: the loop polls [`Stop::requested`] between steps.
+//! A run has a moment to end its step by itself: the loop polls [`Stop::requested`] between steps. After
+//! [`HURRY`] the step in flight is dropped where it computes, and after [`ABANDON`] where it waits for other
+//! ranks. A run that is still loading has nothing to save and ends at once. It refuses to know what is saved.
 
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use farflung_comm::{Cancel, Communicator};
+use farflung_tensor::Interrupt;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level;
 
-use crate::{Error, Result};
+use crate::{Error, Result, terminal};
 
 /// A signal that asks a run to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,7 +71,17 @@ impl fmt::Display for Signal {
 const ONE_SIGNAL: Duration = Duration::from_millis(300);
 
 /// How long a process whose collectives were cancelled may take to say goodbye.
-const PARTING: Duration = Duration::from_secs(1);
+const PARTING: Duration = Duration::from_millis(300);
+
+/// How long after a signal a step may end by itself, as all ranks agree then.
+pub const HURRY: Duration = Duration::from_millis(400);
+
+/// How long after a signal a rank that has done its part of a step waits for the others. It is well behind
+/// [`HURRY`], so that a step that one rank has committed arrives on those that are nearly done.
+pub const ABANDON: Duration = Duration::from_millis(800);
+
+/// How long a process that loads may take to end by itself.
+const LOADING: Duration = Duration::from_millis(500);
 
 /// What a second signal does.
 #[derive(Clone, Copy)]
@@ -76,32 +90,55 @@ enum Repeat {
     Passes,
 }
 
+/// Says an error before the process ends without its main thread.
+pub type Say = fn(&Error);
+
 /// Whether a stop was asked for. Clones share the answer.
 #[derive(Debug, Clone, Default)]
 pub struct Stop {
     /// The signal's number, or 0.
     signal: Arc<AtomicI32>,
+    /// Ends all that waits: nothing is saved any more.
     cancel: Cancel,
+    /// Ends what a step waits for of other ranks, of whom some may have done it.
+    abandon: Cancel,
+    /// Ends what a step needs before it counts for any rank.
+    hurry: Cancel,
+    /// The computing that ends with it.
+    computing: Arc<Mutex<Vec<Interrupt>>>,
     /// Whether there is something to cancel.
     tied: Arc<AtomicBool>,
+    /// Whether there may be something to save.
+    begun: Arc<AtomicBool>,
 }
 
 impl Stop {
-    /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life; the second one ends the process at once,
-    /// with a second for the calls that are [tied](Stop::tie) to it. A SIGHUP that is ignored when the process starts, as
-    /// under `nohup`, stays ignored.
+    /// Catches SIGINT, SIGTERM and SIGHUP for the rest of the process's life. The first one asks for a stop:
+    /// see the module. The second one ends the process at once, with a moment for the calls that are
+    /// [tied](Stop::tie) to it. A SIGHUP that is ignored when the process starts, as under `nohup`, stays
+    /// ignored.
     ///
     /// Errors: [`Error::Io`] if the system refuses the handlers.
     pub fn install() -> Result<Self> {
-        Self::catch(Repeat::Exits)
+        let stop = Self::catch(Repeat::Exits, |_| {})?;
+        stop.begin();
+        Ok(stop)
+    }
+
+    /// As [`Stop::install`], but before [`Stop::begin`] the first signal ends the process too: within half a
+    /// second by itself, or then after `say`.
+    ///
+    /// Errors: [`Error::Io`] if the system refuses the handlers.
+    pub fn install_loading(say: Say) -> Result<Self> {
+        Self::catch(Repeat::Exits, say)
     }
 
     /// As [`Stop::install`], but no signal ends the process: for one that passes them on with [`Stop::take`].
     pub fn install_passing() -> Result<Self> {
-        Self::catch(Repeat::Passes)
+        Self::catch(Repeat::Passes, |_| {})
     }
 
-    fn catch(repeat: Repeat) -> Result<Self> {
+    fn catch(repeat: Repeat, say: Say) -> Result<Self> {
         let failed = || Error::io("catch signals for", Path::new("this process"));
         let caught = Signal::ALL.into_iter().filter(|&signal| signal != Signal::Hangup || !ignores_hangup());
         let mut signals = Signals::new(caught.map(Signal::number)).map_err(failed())?;
@@ -121,13 +158,22 @@ impl Stop {
                     (_, Some(apart)) if apart < ONE_SIGNAL => {}
                     (Repeat::Exits, Some(_)) => {
                         seen.request(signal);
-                        seen.cancel.cancel();
+                        seen.cancel_all();
                         if seen.tied.load(Ordering::Relaxed) {
                             thread::sleep(PARTING);
                         }
                         low_level::exit(i32::from(signal.exit_code()));
                     }
-                    _ => seen.request(signal),
+                    (Repeat::Exits, None) => {
+                        seen.request(signal);
+                        let pressing = seen.clone();
+                        // This thread has to hear the second signal meanwhile.
+                        let thread = thread::Builder::new().name("stop".to_owned());
+                        if thread.spawn(move || pressing.press(signal, say)).is_err() {
+                            seen.abandon();
+                        }
+                    }
+                    (Repeat::Passes, _) => seen.request(signal),
                 }
             }
         };
@@ -135,10 +181,32 @@ impl Stop {
         Ok(stop)
     }
 
-    /// A stop that only [`Stop::request`] can raise: for tests and for callers with handlers of their own.
+    /// What follows a first signal, in time.
+    fn press(&self, signal: Signal, say: Say) {
+        if self.begun.load(Ordering::Acquire) {
+            thread::sleep(HURRY);
+            self.hurry();
+            thread::sleep(ABANDON.saturating_sub(HURRY));
+            self.abandon();
+            return;
+        }
+        self.cancel_all();
+        thread::sleep(LOADING);
+        say(&Error::Stopped(signal));
+        terminal::flush();
+        low_level::exit(i32::from(signal.exit_code()));
+    }
+
+    /// A stop that only [`Stop::request`], [`Stop::hurry`] and [`Stop::abandon`] can raise: for tests and for
+    /// callers with handlers of their own.
     #[must_use]
     pub fn manual() -> Self {
         Self::default()
+    }
+
+    /// From now on there may be something to save.
+    pub fn begin(&self) {
+        self.begun.store(true, Ordering::Release);
     }
 
     /// The same communicator, whose calls a second signal ends at once: its other ranks are told by whom.
@@ -146,6 +214,68 @@ impl Stop {
     pub fn tie(&self, comm: Communicator) -> Communicator {
         self.tied.store(true, Ordering::Relaxed);
         comm.with_cancel(&self.cancel)
+    }
+
+    /// As [`Stop::tie`], but [`Stop::abandon`] ends its calls too.
+    pub(crate) fn tie_step(&self, comm: Communicator) -> Communicator {
+        self.tied.store(true, Ordering::Relaxed);
+        comm.with_cancel(&self.abandon)
+    }
+
+    /// As [`Stop::tie`], but [`Stop::hurry`] ends its calls too: for messages without which no rank can do the
+    /// step.
+    pub(crate) fn tie_messages(&self, comm: Communicator) -> Communicator {
+        self.tied.store(true, Ordering::Relaxed);
+        comm.with_cancel(&self.hurry)
+    }
+
+    /// While this lives, [`Stop::hurry`] raises the interrupt; it is lowered at the end.
+    pub(crate) fn arm(&self, interrupt: &Interrupt) -> Armed {
+        let mut computing = self.computing();
+        computing.push(interrupt.clone());
+        // Under the lock: whoever hurries either sees the interrupt or has switched before.
+        if self.hurry.is_cancelled() {
+            interrupt.raise();
+        }
+        drop(computing);
+        Armed { stop: self.clone(), interrupt: interrupt.clone() }
+    }
+
+    fn computing(&self) -> std::sync::MutexGuard<'_, Vec<Interrupt>> {
+        self.computing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Drops the step in flight where no rank can have done it yet: computing, and messages that it needs.
+    pub fn hurry(&self) {
+        let computing = self.computing();
+        self.hurry.cancel();
+        computing.iter().for_each(Interrupt::raise);
+    }
+
+    /// Drops the step in flight also where it waits for other ranks.
+    pub fn abandon(&self) {
+        self.hurry();
+        self.abandon.cancel();
+    }
+
+    fn cancel_all(&self) {
+        self.cancel.cancel();
+        self.abandon();
+    }
+
+    /// Whether steps are dropped where they compute.
+    pub(crate) fn is_hurried(&self) -> bool {
+        self.hurry.is_cancelled()
+    }
+
+    /// Waits until steps are dropped also where they wait for other ranks, once they are dropped at all.
+    pub(crate) fn wait_until_abandoned(&self) {
+        const LOOK: Duration = Duration::from_millis(5);
+        let mut looks = (ABANDON.as_millis() / LOOK.as_millis()) as u32;
+        while self.is_hurried() && !self.abandon.is_cancelled() && looks > 0 {
+            thread::sleep(LOOK);
+            looks -= 1;
+        }
     }
 
     /// The signal that cancelled what is [tied](Stop::tie) to this, if one did.
@@ -169,6 +299,21 @@ impl Stop {
     #[must_use]
     pub fn requested(&self) -> Option<Signal> {
         Signal::of(self.signal.load(Ordering::Relaxed))
+    }
+}
+
+/// Computing that [`Stop::hurry`] ends.
+#[derive(Debug)]
+pub(crate) struct Armed {
+    stop: Stop,
+    interrupt: Interrupt,
+}
+
+impl Drop for Armed {
+    fn drop(&mut self) {
+        let mut computing = self.stop.computing();
+        computing.retain(|other| !other.is(&self.interrupt));
+        self.interrupt.lower();
     }
 }
 

@@ -51,7 +51,7 @@ pub fn print(text: &str) -> Result<()> {
     print_bytes(text.as_bytes())
 }
 
-/// [`print`] of text that need not be whole characters.
+/// [`print()`] of text that need not be whole characters.
 pub fn print_bytes(text: &[u8]) -> Result<()> {
     flush();
     let mut out = stdout().lock();

@@ -104,7 +104,8 @@ fn a_run_goes_on_with_the_samples_that_it_held() {
     assert!(rows[11].train_loss < rows[0].train_loss, "{rows:?}");
 }
 
-/// One machine's files are lost, another's are from later: the ends forget what they do not hold alike, and train.
+/// One machine's files are lost, another's are from later: the ends forget what they do not hold alike, and
+/// train.
 #[test]
 fn ends_whose_files_differ_start_those_samples_anew() {
     let run = Run::new();

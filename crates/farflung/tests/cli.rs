@@ -90,6 +90,21 @@ fn a_plan_says_what_was_compared_and_what_is_wrong_with_a_file() {
     assert!(plan["step_s"].as_f64().unwrap() > 0.0 && plan["tokens_per_s"].as_f64().unwrap() > 0.0, "{plan}");
     assert_eq!(plan["memory"].as_object().unwrap().keys().next().unwrap(), "home.0");
     assert_eq!(farflung(&["plan", file, "--model", "gpt5"]).status.code(), Some(2));
+    // 13.3 MB of state; a microbatch takes 2.8 MB, so layers run again. Local steps hold more.
+    std::fs::write(&path, homes.replace("8GB", "15.5MB")).unwrap();
+    let output = farflung(&["plan", file, "--model", "nano", "--json"]);
+    let plan: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(plan["plan"].as_str().unwrap().contains("recompute = \"1MB\""), "{plan}");
+    assert!(plan["memory"]["home.0"].as_u64().unwrap() <= 15_500_000, "{plan}");
+    assert!(!plan["candidates"].to_string().contains("diloco"), "{plan}");
+    let output = farflung(&["plan", file, "--model", "nano"]);
+    assert!(text(&output.stdout).contains("3 run forward again"), "{}", text(&output.stdout));
+    let output = farflung(&["train", "--stages", "2", "--recompute", "3MB", "--print-plan"]);
+    let stderr = text(&output.stderr);
+    assert!(
+        output.status.code() == Some(2) && stderr.contains("`recompute` is 3MB, expected none, full"),
+        "{stderr}"
+    );
     std::fs::write(&path, "[[device]]\nname = \"home\"\nspeed = 3\n").unwrap();
     let output = farflung(&["plan", file]);
     assert!(!output.status.success() && text(&output.stderr).contains("speed"), "{output:?}");

@@ -1,4 +1,5 @@
-//! Every pair of choices: what goes together trains, and what does not is refused with the reason that the table gives.
+//! Every pair of choices: what goes together trains, and what does not is refused with the reason that the
+//! table gives.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -11,6 +12,7 @@ use farflung::base::Rank;
 use farflung::config::choice::TransportKind;
 use farflung::train::combination::{AXES, covering};
 use farflung::train::{Job, Seat, Trainer, seats};
+use farflung::transports::TCP;
 use farflung::{Error, LaunchEnv, Stop, TrainConfig};
 
 const STEPS: u64 = 3;
@@ -43,7 +45,7 @@ fn with(config: &TrainConfig, values: &[(&str, &str)]) -> TrainConfig {
 
 /// The rank's place in the job: threads of this process over any transport.
 fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> Seat + Send + '_>> {
-    if job.config.transport != TransportKind::Tcp {
+    if job.config.transport != TransportKind::of(&TCP) {
         let seats = seats(job, None).unwrap().into_iter();
         return seats.map(|seat| Box::new(move || seat) as Box<dyn FnOnce() -> Seat + Send>).collect();
     }

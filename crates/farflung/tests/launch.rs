@@ -70,6 +70,28 @@ fn a_signal_is_passed_on_and_children_may_save_first() {
     }
 }
 
+/// Whatever killed a rank, and whoever ended first: a restart mends it, unless a rank was started wrongly.
+#[test]
+fn the_code_says_whether_a_restart_mends_it_and_the_rank_is_the_origin() {
+    for (script, rank, code) in [
+        ("test $RANK = 1 && kill -9 $$; exit 75", 1, 75),
+        ("test $RANK = 1 && { sleep 0.2; kill -9 $$; }; exit 75", 1, 75),
+        ("test $RANK = 2 && { sleep 0.2; exit 2; }; exit 75", 2, 2),
+        ("test $RANK = 2 && { sleep 0.2; exit 2; }; kill -9 $$", 2, 2),
+        ("test $RANK = 0 && { sleep 0.2; exit 1; }; exit 75", 0, 1),
+        ("test $RANK = 1 && exit 130; exit 75", 1, 75),
+        ("test $RANK = 1 && exit 75; sleep 60", 1, 75),
+    ] {
+        match launch(script, Duration::from_millis(500), &Stop::manual()) {
+            Err(error @ Error::Child { .. }) => {
+                let Error::Child { rank: named, .. } = error else { unreachable!() };
+                assert_eq!((named, error.exit_code()), (rank, code), "{script}");
+            }
+            other => panic!("{script}: {other:?}"),
+        }
+    }
+}
+
 #[test]
 fn a_program_that_is_not_there_is_named() {
     let job = Launch { processes: 2, master: ("127.0.0.1".to_owned(), 1), grace: Duration::ZERO };

@@ -1,5 +1,5 @@
-//! Ranks of one job that are started with different settings, files or plans: refused on all of them, by name, with exit
-//! code 2.
+//! Ranks of one job that are started with different settings, files or plans: refused on all of them, by name,
+//! with exit code 2.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -87,6 +87,42 @@ fn files_are_compared_by_what_they_say() {
     let own = format!("--data {} --threads 2 --quiet --keep-last 3", run.at("same.txt").display());
     for (rank, output) in job(&run, "--steps 2", &own).iter().enumerate() {
         assert!(output.status.success(), "rank {rank}: {}", stderr(output));
+    }
+}
+
+#[test]
+fn a_text_of_ones_own_is_not_compared() {
+    let run = Run::new();
+    std::fs::write(run.at("other.txt"), "the lazy dog sleeps ".repeat(500)).unwrap();
+    let other = format!("--data {}", run.at("other.txt").display());
+    let all = "--steps 2 --own-data --checkpoint-every 1";
+    for (rank, output) in job(&run, all, &other).iter().enumerate() {
+        assert!(output.status.success(), "rank {rank}: {}", stderr(output));
+    }
+    // Copies of the model are the same, and no longer those of one text for all.
+    let weights =
+        |folder: &str| std::fs::read(run.at(folder).join("step-00000002/model.safetensors")).unwrap();
+    let own = weights("out-0");
+    std::fs::remove_dir_all(run.at("out-0")).unwrap();
+    // Rank 0 has lost its folder, and takes all but the text from another.
+    let all = "--steps 4 --own-data --resume auto";
+    for (rank, output) in job(&run, all, &other).iter().enumerate() {
+        assert!(output.status.success(), "rank {rank}: {}", stderr(output));
+    }
+    let one = Run::new();
+    for output in job(&one, "--steps 2 --checkpoint-every 1", "") {
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+    let same = std::fs::read(one.at("out-0").join("step-00000002/model.safetensors")).unwrap();
+    assert!(own != same);
+    // Both ends of a pipeline need one text.
+    for output in job(&run, "--steps 2 --own-data --stages 3", "") {
+        assert_eq!(output.status.code(), Some(2));
+        assert!(
+            stderr(&output).contains("`own-data` is true, expected false with 3 stages"),
+            "{}",
+            stderr(&output)
+        );
     }
 }
 

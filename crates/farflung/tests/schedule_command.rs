@@ -51,6 +51,31 @@ fn averages_are_part_of_the_step() {
     assert!(printed("bfs -p 2 -m 4 --reduce 3 --format lowered").contains("2REDUCE_GRAD"));
 }
 
+/// Weights that are gathered cost time, activations that are moved away are not held.
+#[test]
+fn gathers_and_moves_are_listed_and_told() {
+    let lowered = printed("gpipe -p 2 -m 4 --gather 1 --offload 3 --format lowered");
+    for entry in ["0UNSHARD", "1RESHARD", "0OFFLOAD0", "0LOAD0"] {
+        assert!(lowered.contains(entry), "{lowered}");
+    }
+    let plain: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --json")).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&printed("1f1b -p 4 -m 8 --gather 2 --json")).unwrap();
+    // One stage on a rank: its weights are gathered once.
+    assert_eq!(plain["makespan"].as_f64().map(|time| time + 2.0), json["step"].as_f64());
+    let held = |args: &str| {
+        let text = printed(args);
+        let (_, held) = text.split_once("held at once by rank ").unwrap_or_else(|| panic!("{text}"));
+        held.split_whitespace().map(|n| n.parse::<u32>().unwrap()).max().unwrap()
+    };
+    // All eight wait for their backward; with moves, those that are near.
+    assert_eq!(held("gpipe -p 2 -m 8 --offload 100"), 8);
+    assert_eq!(held("gpipe -p 2 -m 8 --offload 4"), 2);
+    let json: serde_json::Value =
+        serde_json::from_str(&printed("gpipe -p 2 -m 8 --offload 4 --json")).unwrap();
+    assert_eq!((json["ranks"][1]["peak"].as_u64(), json["ranks"][1]["held"].as_u64()), (Some(8), Some(2)));
+    assert!(!printed("gpipe -p 2 -m 8").contains("held at once"));
+}
+
 #[test]
 fn what_makes_no_sense_is_refused_with_the_flag() {
     for (args, reason) in [
@@ -80,6 +105,9 @@ fn what_makes_no_sense_is_refused_with_the_flag() {
         ("compare --chunks 2", "with `compare`"),
         ("compare --mu 2", "with `compare`"),
         ("compare --reduce 2", "with `compare`"),
+        ("compare --gather 2", "with `compare`"),
+        ("compare --offload 2", "with `compare`"),
+        ("gpipe --offload 1", "1 is not in 2.."),
         ("compare --ascending", "with `compare`"),
         ("compare --recompute", "with `compare`"),
         ("compare --format svg", "grid or json with `compare`"),

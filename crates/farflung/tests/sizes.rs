@@ -16,8 +16,9 @@ fn farflung(args: &str, out: &Path) -> Command {
     command
 }
 
-/// Waits for a process and returns its peak of resident memory in bytes, polled while it runs. Pages of the binary are not
-/// counted: the system drops them when memory is short, and a debug build with a GPU backend has tens of megabytes more.
+/// Waits for a process and returns its peak of resident memory in bytes, polled while it runs. Pages of the
+/// binary are not counted: the system drops them when memory is short, and a debug build with a GPU backend has
+/// tens of megabytes more.
 fn peak(mut child: Child) -> (u64, Output) {
     let path = format!("/proc/{}/status", child.id());
     let (mut most, mut binary) = (0, 0);

@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
+mod child;
 mod tiny;
 
 use std::fs::File;
@@ -10,11 +11,9 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use child::{send, wait_until};
+use rustix::process::Signal;
 use tiny::{Run, farflung};
-
-/// How long a run may take for anything that is waited for here.
-const PATIENCE: Duration = Duration::from_mins(2);
 
 /// What this file asks of a run in `run`.
 trait Stops {
@@ -53,7 +52,7 @@ impl Stops for Run {
 
     /// Signals the run, which ends with `code` and with a checkpoint from which another goes on.
     fn ends(&self, mut child: Child, signal: Signal, code: i32) {
-        send(&child, signal);
+        send(child.id(), signal);
         let status = wait_until("its end", || child.try_wait().unwrap());
         assert_eq!(status.code(), Some(code), "{status}");
         let latest = std::fs::read_to_string(self.at("run/latest")).unwrap();
@@ -76,21 +75,6 @@ fn launch() -> Command {
     let mut launch = farflung();
     launch.args(["launch", "-n", "2", "--"]);
     launch
-}
-
-fn send(child: &Child, signal: Signal) {
-    kill_process(Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap(), signal).unwrap();
-}
-
-fn wait_until<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
-    let pause = Duration::from_millis(10);
-    for _ in 0..PATIENCE.as_millis() / pause.as_millis() {
-        if let Some(value) = done() {
-            return value;
-        }
-        thread::sleep(pause);
-    }
-    panic!("waited for {what} in vain")
 }
 
 /// A pipe that is full, as long as its reader lives.
@@ -153,7 +137,7 @@ fn not_by_a_hangup_under_nohup() {
     let ignoring = shell("trap '' HUP; exec \"$0\" \"$@\"");
     let mut child = run.endless(ignoring).stderr(Stdio::null()).spawn().unwrap();
     run.wait_for_steps(&mut child, 3);
-    send(&child, Signal::HUP);
+    send(child.id(), Signal::HUP);
     run.wait_for_steps(&mut child, 20);
     run.ends(child, Signal::INT, 130);
 }
@@ -170,7 +154,7 @@ fn a_launched_job_whose_launcher_has_lost_its_stderr() {
         let run = Run::new();
         let mut child = run.endless(launch()).stderr(stderr).spawn().unwrap();
         run.wait_for_steps(&mut child, 50);
-        send(&child, signal);
+        send(child.id(), signal);
         let status = wait_until("its end", || child.try_wait().unwrap());
         assert_eq!(status.code(), Some(code), "{status}");
         let latest = |rank: &str| std::fs::read_to_string(run.at("run").join(rank).join("latest")).unwrap();
@@ -204,8 +188,8 @@ fn help_that_cannot_be_printed_is_a_failure_and_wrong_usage_needs_no_stderr() {
     assert_eq!(wrong.status.code(), Some(2), "{wrong:?}");
 }
 
-/// A rank that waits for a master that never comes: it ends before its deadline, which has another code, and has nothing to
-/// save.
+/// A rank that waits for a master that never comes: it ends before its deadline, which has another code, and
+/// has nothing to save.
 #[test]
 fn a_rank_that_waits_for_the_others_stops_at_once() {
     let run = Run::new();
@@ -226,7 +210,7 @@ fn a_rank_that_waits_for_the_others_stops_at_once() {
         let mut child = command.spawn().unwrap();
         thread::sleep(Duration::from_millis(700));
         assert_eq!(child.try_wait().unwrap(), None, "it waits");
-        send(&child, signal);
+        send(child.id(), signal);
         let status = wait_until("its end", || child.try_wait().unwrap());
         assert_eq!(status.code(), Some(code), "{status}");
         assert!(!run.at("waits").exists());

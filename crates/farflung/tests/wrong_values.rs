@@ -1,4 +1,5 @@
-//! Values that are not finite and copies that are not equal: never saved, and told with what and whose they are.
+//! Values that are not finite and copies that are not equal: never saved, and told with what and whose they
+//! are.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -7,8 +8,10 @@ mod tiny;
 use std::path::Path;
 use std::process::Output;
 
-use farflung::config::choice::{ScheduleKind, SyncKind, TransportKind};
-use farflung::train::{Fault, FaultyValue, Job, Quiet, run_job, seats};
+use farflung::config::choice::{LrScheduleKind, Resume, SyncKind, TransportKind};
+use farflung::optim::sync::DILOCO;
+use farflung::train::{Failure, Fault, FaultyValue, Job, Moment, Quiet, run_job, seats};
+use farflung::transports::MEMORY;
 use farflung::{Checkpoint, Error, Result, Stop, TrainConfig, What, events};
 use tiny::{Run, farflung};
 
@@ -119,6 +122,13 @@ fn weights_that_are_not_finite_are_refused_by_name() {
 
 /// Trains six steps with a checkpoint every two, and this fault.
 fn with_fault(folder: &Path, config: TrainConfig, fault: Fault) -> Result<()> {
+    let mut job = six_steps(folder, config)?;
+    job.fault = Some(fault);
+    run_job(&job, seats(&job, None)?, &mut Quiet).map(|_| ())
+}
+
+/// A job of six small steps.
+fn six_steps(folder: &Path, config: TrainConfig) -> Result<Job> {
     let data = folder.join("text.txt");
     std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
     let config = TrainConfig {
@@ -130,24 +140,81 @@ fn with_fault(folder: &Path, config: TrainConfig, fault: Fault) -> Result<()> {
         batch: 1,
         steps: 6,
         warmup: 0,
-        lr_schedule: ScheduleKind::Constant,
-        transport: TransportKind::Memory,
+        lr_schedule: LrScheduleKind::Constant,
+        transport: TransportKind::of(&MEMORY),
         threads: 1,
         eval_batches: 1,
         sample_tokens: 0,
-        checkpoint_every: 2,
+        checkpoint_every: config.checkpoint_every,
         ..config
     };
     let mut job = Job::new(config.clone(), config.workers, Stop::manual())?;
-    job.fault = Some(fault);
     job.out = Some(folder.join("run"));
-    run_job(&job, seats(&job, None)?, &mut Quiet).map(|_| ())
+    Ok(job)
+}
+
+/// Wherever in a step a rank fails, the last checkpoint is whole, and a run that goes on from it has the bits
+/// of one that never failed.
+#[test]
+fn a_rank_may_fail_at_any_moment_of_a_step() {
+    let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() };
+    let pipeline = TrainConfig { stages: 2, microbatches: Some(2), ..TrainConfig::default() };
+    for (config, workers) in [(TrainConfig::default(), 3), (diloco, 3), (pipeline, 4)] {
+        let config = TrainConfig { workers, checkpoint_every: 2, ..config };
+        let train = |folder: &Path, resume: Resume, failure: Option<Failure>| {
+            let job = six_steps(folder, TrainConfig { resume, ..config.clone() }).unwrap();
+            let job = Job { failure, ..job };
+            run_job(&job, seats(&job, None).unwrap(), &mut Quiet)
+        };
+        let whole = tempfile::tempdir().unwrap();
+        let hash = train(whole.path(), Resume::No, None).unwrap().unwrap().hash;
+        for moment in Moment::ALL {
+            let folder = tempfile::tempdir().unwrap();
+            let failure = Failure { rank: 1, step: 4, moment };
+            let error = train(folder.path(), Resume::No, Some(failure)).unwrap_err();
+            let said = error.to_string();
+            let at = format!("moment {} of step 4", moment.number());
+            assert!(said.contains(&at) || said.contains("rank 1"), "{moment:?}: {said}");
+            assert_eq!(newest(&folder.path().join("run")), 2, "{moment:?}: {said}");
+            let again = train(folder.path(), Resume::Auto, None).unwrap().unwrap().hash;
+            assert_eq!(again, hash, "{moment:?}");
+        }
+    }
+}
+
+/// A rank's parameters overflow: its contribution to the average is not finite, whatever carries it, and all
+/// ranks say whose it was.
+#[test]
+fn a_rank_whose_gradients_are_not_finite_is_named() {
+    let codec = |codec: &str| TrainConfig { codec: codec.parse().unwrap(), ..TrainConfig::default() };
+    let pipeline = TrainConfig { stages: 2, microbatches: Some(2), ..TrainConfig::default() };
+    for (config, workers, rank, named) in [
+        (codec("none"), 3, 1, &[1][..]),
+        (codec("int8"), 3, 2, &[2]),
+        (codec("int4"), 3, 0, &[0]),
+        (pipeline.clone(), 4, 1, &[1]),
+        (TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 4, ..TrainConfig::default() }, 3, 1, &[1]),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        // The highest bit of the exponent, in the last layer norm: it is about 1, and then beyond all.
+        let fault = Fault { rank, step: 3, value: FaultyValue::Parameters, element: 0, bit: 30 };
+        let config = TrainConfig { workers, check_every: 0, ..config };
+        let error =
+            with_fault(folder.path(), TrainConfig { checkpoint_every: 0, ..config }, fault).unwrap_err();
+        let Error::StepNotFinite { step: 4, tries: 3, ranks, .. } = &error else { unreachable!("{error:?}") };
+        assert_eq!(ranks.iter().map(|rank| rank.0).collect::<Vec<_>>(), named, "{error}");
+        let last = events::read(&folder.path().join("run/events.jsonl")).unwrap().pop().unwrap();
+        if !matches!(last.what, What::Lost { .. }) {
+            let What::Named { ranks, reason } = last.what else { unreachable!("{last:?}") };
+            assert_eq!((ranks.as_slice(), reason.starts_with(&error.to_string())), (named, true));
+        }
+    }
 }
 
 #[test]
 fn a_bit_that_changes_on_one_replica_is_found_before_the_next_checkpoint() {
     let values = [FaultyValue::Reduced, FaultyValue::Parameters, FaultyValue::Moments];
-    let diloco = TrainConfig { sync: SyncKind::Diloco, sync_every: 2, ..TrainConfig::default() };
+    let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() };
     let pipeline = TrainConfig { stages: 2, microbatches: Some(2), ..TrainConfig::default() };
     for (config, workers, values, odd, names) in [
         (TrainConfig::default(), 3, &values[..], &[1][..], ""),
@@ -159,8 +226,12 @@ fn a_bit_that_changes_on_one_replica_is_found_before_the_next_checkpoint() {
         for &value in values {
             let folder = tempfile::tempdir().unwrap();
             let fault = Fault { rank: 1, step: 4, value, element: 5, bit: 20 };
-            let error =
-                with_fault(folder.path(), TrainConfig { workers, ..config.clone() }, fault).unwrap_err();
+            let error = with_fault(
+                folder.path(),
+                TrainConfig { workers, checkpoint_every: 2, ..config.clone() },
+                fault,
+            )
+            .unwrap_err();
             let Error::Diverged { step: 4, what, ranks, majority } = &error else { unreachable!("{error}") };
             assert_eq!(ranks.iter().map(|rank| rank.0).collect::<Vec<_>>(), odd, "{error}");
             assert!(what.ends_with(names) && error.exit_code() == 1, "{error}");

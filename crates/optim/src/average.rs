@@ -3,27 +3,35 @@
 
 mod bucket;
 mod coder;
+mod coding;
+mod rounds;
+mod way;
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use farflung_base::{Algorithm, Bytes, Nanos, Pending};
-use farflung_comm::{CommError, Communicator, ReduceOp};
-use farflung_compress::{CodecSpec, StateMap, StateValue};
+use farflung_base::{Algorithm, Bytes, Nanos};
+use farflung_comm::{Communicator, ReduceOp};
+use farflung_compress::{StateMap, StateValue};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
-use crate::device_codec::Vectors;
-use bucket::{Bucket, Fetch, Packed, Slot, cut};
-use coder::{Codecs, Values};
+use bucket::{Bucket, Fetch, Slot, cut};
+use coder::Codecs;
+use rounds::Rounds;
+use way::{Came, Travelling, Way};
+
+pub use coding::{Coding, MakeCompressor, MakeProtocol};
 
 /// How buffers are averaged.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct AverageConfig {
-    /// What travels: plain f32 (`none`, reduced as the communicator does), or a codec's bytes.
-    pub codec: CodecSpec,
-    /// How a codec's bytes are reduced: one of [`Algorithm::CODED`], or `auto`, the cheapest on the communicator's links.
+    /// What travels: plain f32 (`none`, reduced as the communicator does), a codec's bytes, or what a protocol
+    /// exchanges (plain, as well).
+    pub codec: Coding,
+    /// How a codec's bytes are reduced: one of [`Algorithm::CODED`], or `auto`, the cheapest on the
+    /// communicator's links.
     pub algorithm: Algorithm,
     /// Most f32 bytes of a bucket; a larger parameter is a bucket alone.
     pub bucket_bytes: usize,
@@ -37,7 +45,7 @@ impl Default for AverageConfig {
     /// Plain f32, buckets of 4 MiB, overlapped; a codec's bytes by a scatter-gather of equal shards.
     fn default() -> Self {
         Self {
-            codec: CodecSpec::default(),
+            codec: Coding::default(),
             algorithm: Algorithm::Direct,
             bucket_bytes: 4 << 20,
             overlap: true,
@@ -52,6 +60,37 @@ impl AverageConfig {
     pub fn buckets(&self, layout: &ParamLayout) -> Vec<usize> {
         cut(layout, self.bucket_bytes).1.iter().map(|bucket| bucket.len).collect()
     }
+
+    /// Values of each bucket's exchanges where a protocol averages them, in the order of
+    /// [`AverageConfig::buckets`]; `None` where none does.
+    #[must_use]
+    pub fn exchanges(&self, layout: &ParamLayout) -> Option<Vec<Vec<usize>>> {
+        let make = self.codec.protocols()?;
+        let (slots, buckets) = cut(layout, self.bucket_bytes);
+        let of = |bucket: usize| {
+            let slots = slots.iter().filter(|slot| slot.bucket == bucket);
+            Rounds::new(slots, &*make, self.seed).sizes().to_vec()
+        };
+        Some((0..buckets.len()).map(of).collect())
+    }
+
+    /// For each bucket, after which of some ranges of a layout, which become final in this order, it leaves:
+    /// when its parameters are all final and those of the buckets before it too. The number of ranges where
+    /// that never is.
+    #[must_use]
+    pub fn ready_after(&self, layout: &ParamLayout, ranges: &[Range<usize>]) -> Vec<usize> {
+        let (slots, buckets) = cut(layout, self.bucket_bytes);
+        let mut ready = vec![0; buckets.len()];
+        for slot in slots {
+            let whole = |range: &Range<usize>| range.start <= slot.range.start && slot.range.end <= range.end;
+            let at = ranges.iter().position(whole).unwrap_or(ranges.len());
+            ready[slot.bucket] = at.max(ready[slot.bucket]);
+        }
+        for i in 1..ready.len() {
+            ready[i] = ready[i].max(ready[i - 1]);
+        }
+        ready
+    }
 }
 
 /// Averages flat buffers of one layout over the ranks of a communicator.
@@ -60,16 +99,16 @@ impl AverageConfig {
 /// are cut from the end of the buffer to its start, in which order gradients become final, and are started in that
 /// order on every rank, whatever the order in which ranges became ready. All ranks must use the same layout and config.
 ///
-/// A round is prepared by [`Averaging::finish`] and final with [`Average::commit`], when all ranks [`agree`]d to take
-/// the step; what was not committed never happened to the codecs' residuals. A shard with a value that its codec
-/// refuses, because it is not finite or too large, travels as plain f32 and leaves the residual as it was: all
-/// ranks see the same mean, and skip the step together unless it is finite.
+/// A round is prepared by [`Averaging::finish`] and final with [`Average::commit`], when all ranks [`agree`]d
+/// to take the step; what was not committed never happened to the codecs' residuals. A shard with a value that
+/// its codec refuses, because it is not finite or too large, travels as plain f32 and leaves the residual as it
+/// was: all ranks see the same mean, and skip the step together unless it is finite.
 ///
 /// Where the device has kernels of the codec ([`crate::device_codec`]), values are encoded, summed and decoded in its memory,
 /// residuals too, and only bytes cross its bus; else they are downloaded first. The bytes are the same, and ranks may differ.
 ///
-/// Means are not weighted. Scale each rank's loss by [`loss_scale`] and they are the gradient of the mean loss over all
-/// tokens, however unevenly the ranks hold them.
+/// Means are not weighted. Scale each rank's loss by [`token_weight`] and they are the gradient of the mean
+/// loss over all tokens, however unevenly the ranks hold them.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -113,11 +152,11 @@ pub struct Average {
     buckets: Vec<Bucket>,
     /// Where flat buffers lie.
     device: Device,
-    /// One for each bucket; none when f32 travels plainly.
-    codecs: Vec<Codecs>,
+    /// One for each bucket.
+    ways: Vec<Way>,
     /// Buckets whose values come from a device, behind those in flight.
     fetching: VecDeque<Fetch>,
-    in_flight: Vec<Pending<Result<Packed, CommError>>>,
+    in_flight: Vec<Travelling>,
     round: u64,
     uncommitted: bool,
 }
@@ -129,8 +168,8 @@ pub struct Averaged {
     pub buckets: usize,
     /// Parameters averaged.
     pub elements: usize,
-    /// What this rank's own values take as they are encoded once; an exchange of equal shards sends `2 (n - 1) / n` times as
-    /// much.
+    /// What this rank's own values take as they are encoded once; an exchange of equal shards sends `2 (n - 1)
+    /// / n` times as much.
     pub payload: Bytes,
     /// Time that [`Averaging::finish`] waited, by the transport's clock: the communication that nothing hid.
     pub wait: Nanos,
@@ -139,8 +178,8 @@ pub struct Averaged {
 impl Average {
     /// For flat buffers of `layout` on `device`, over all ranks of `comm`.
     ///
-    /// Errors: [`OptimError::Setting`] for buckets of no bytes; [`OptimError::Comm`] for an algorithm by which a codec's bytes
-    /// cannot be reduced.
+    /// Errors: [`OptimError::Setting`] for buckets of no bytes; [`OptimError::Comm`] for an algorithm by which
+    /// a codec's bytes cannot be reduced.
     pub fn new(
         comm: Communicator,
         device: &Device,
@@ -161,28 +200,34 @@ impl Average {
             in_flight: Vec::with_capacity(buckets.len()),
             buckets,
             device: device.clone(),
-            codecs: Vec::new(),
+            ways: Vec::new(),
             round: 0,
             uncommitted: false,
         };
-        average.codecs = average.new_codecs()?;
-        for (i, bucket) in average.buckets.iter_mut().enumerate() {
-            match average.codecs.get(i) {
-                None => bucket.place(std::slice::from_ref(&(0..bucket.len))),
-                Some(codecs) => bucket.place(&codecs.blocks()),
+        average.ways = average.new_ways()?;
+        for (bucket, way) in average.buckets.iter_mut().zip(&average.ways) {
+            match way {
+                Way::Plain(_) | Way::Rounds(_) => bucket.place(std::slice::from_ref(&(0..bucket.len))),
+                Way::Coded(codecs) => bucket.place(&codecs.blocks()),
             }
         }
         Ok(average)
     }
 
-    fn new_codecs(&self) -> Result<Vec<Codecs>, OptimError> {
-        if self.config.codec == CodecSpec::default() {
-            return Ok(Vec::new());
-        }
-        let vectors = Vectors::of(&self.device, self.config.codec)?;
-        let codec =
-            |(i, bucket): (usize, &Bucket)| Codecs::new(&self.comm, &vectors, self.config, i, bucket.len);
-        self.buckets.iter().enumerate().map(codec).collect()
+    fn new_ways(&self) -> Result<Vec<Way>, OptimError> {
+        let (config, comm) = (&self.config, &self.comm);
+        let (streams, protocols) = (config.codec.streams(&self.device)?, config.codec.protocols());
+        let way = |(i, bucket): (usize, &Bucket)| {
+            Ok(match (&streams, &protocols) {
+                (Some(streams), _) => Way::Coded(Codecs::new(comm, streams, config, i, bucket.len)?),
+                (None, Some(make)) => {
+                    let slots = self.slots.iter().filter(|slot| slot.bucket == i);
+                    Way::Rounds(Rounds::new(slots, &**make, config.seed))
+                }
+                (None, None) => Way::Plain(bucket.len),
+            })
+        };
+        self.buckets.iter().enumerate().map(way).collect()
     }
 
     /// Begins a round. A round before it that was not committed is rolled back.
@@ -204,8 +249,8 @@ impl Average {
         for bucket in &mut self.buckets {
             bucket.missing = bucket.params;
         }
-        for codecs in &self.codecs {
-            codecs.begin(self.round);
+        for way in &self.ways {
+            way.begin(self.round);
         }
     }
 
@@ -249,7 +294,7 @@ impl Average {
     /// Makes the finished round final: all ranks agreed on the step. Without one it does nothing.
     pub fn commit(&mut self) {
         if std::mem::take(&mut self.uncommitted) {
-            self.codecs.iter().for_each(Codecs::commit);
+            self.ways.iter_mut().for_each(Way::commit);
             self.round += 1;
         }
     }
@@ -257,7 +302,7 @@ impl Average {
     /// Takes the finished round back: the step was given up.
     pub fn rollback(&mut self) {
         self.uncommitted = false;
-        self.codecs.iter().for_each(Codecs::rollback);
+        self.ways.iter_mut().for_each(Way::rollback);
     }
 
     /// Rounds committed so far.
@@ -272,31 +317,22 @@ impl Average {
         &self.comm
     }
 
-    /// What this rank's codecs remember: buffers named `{prefix}bucket0.worker1.residual` or `{prefix}bucket0.server.residual`,
-    /// with the number of the block, empty before the first round. They belong to this rank, the program by which buckets are
-    /// reduced, the layout and `bucket_bytes`.
+    /// What this rank remembers between rounds: buffers named `{prefix}bucket0.worker1.residual` or
+    /// `{prefix}bucket0.server.residual`, with the number of the block, or `{prefix}bucket0.PARAMETER.residual`
+    /// of a protocol; residuals are empty before the first round. They belong to this rank, the program by
+    /// which buckets are reduced, the layout and `bucket_bytes`.
     ///
     /// Errors: [`OptimError::Compress`] between a finished round and its commit or rollback.
     pub fn save(&self, prefix: &str) -> Result<Vec<(String, Vec<f32>)>, OptimError> {
         let mut saved = Vec::new();
-        for codecs in &self.codecs {
-            codecs.each(prefix, |codec, prefix, _| {
-                let mut map = StateMap::new();
-                codec.save(prefix, &mut map)?;
-                for (name, value) in map {
-                    // A codec of tomorrow may keep what is no flat buffer; there is none today.
-                    if let StateValue::F32(values) = value {
-                        saved.push((name, values.into_owned()));
-                    }
-                }
-                Ok::<_, OptimError>(())
-            })?;
+        for (bucket, way) in self.ways.iter().enumerate() {
+            way.save(&format!("{prefix}bucket{bucket}."), &mut saved)?;
         }
         Ok(saved)
     }
 
     /// Restores what [`Average::save`] gave under the same `prefix`, and the number of rounds; `get` gives each buffer by
-    /// name.
+    /// name. What is empty begins anew.
     ///
     /// Errors: [`OptimError::State`] for a buffer that is missing or of another length, [`OptimError::Compress`] for
     /// one that is not finite; nothing has changed then.
@@ -306,27 +342,11 @@ impl Average {
         round: u64,
         get: impl Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
-        let restored = self.new_codecs()?;
-        for codecs in &restored {
-            codecs.each(prefix, |codec, prefix, expected| {
-                // A new codec knows its own names.
-                let mut names = StateMap::new();
-                codec.save(prefix, &mut names)?;
-                let mut map = StateMap::new();
-                for name in names.into_keys() {
-                    let values = get(&name);
-                    let found = values.map_or(0, <[f32]>::len);
-                    match values {
-                        Some(values) if found == expected || found == 0 => {
-                            map.insert(name, StateValue::F32(Cow::Borrowed(values)));
-                        }
-                        _ => return Err(OptimError::State { name, found, expected }),
-                    }
-                }
-                codec.load(prefix, &mut map)
-            })?;
+        let mut restored = self.new_ways()?;
+        for (bucket, way) in restored.iter_mut().enumerate() {
+            way.restore(&format!("{prefix}bucket{bucket}."), &get)?;
         }
-        (self.codecs, self.round, self.uncommitted) = (restored, round, false);
+        (self.ways, self.round, self.uncommitted) = (restored, round, false);
         Ok(())
     }
 
@@ -372,9 +392,8 @@ impl Average {
         loop {
             let next = self.in_flight.len() + self.fetching.len();
             let Some(bucket) = self.buckets.get_mut(next).filter(|b| b.missing == 0) else { break };
-            let codecs = self.codecs.get(next);
-            let new = |len| codecs.map_or_else(|| Ok(Packed::Plain(vec![0.0; len])), Codecs::empty);
-            self.fetching.push_back(bucket.fetch(flat, new)?);
+            let way = &self.ways[next];
+            self.fetching.push_back(bucket.fetch(flat, |len| way.empty(len))?);
         }
         let all = self.in_flight.len() + self.fetching.len() == self.buckets.len();
         self.send(if all { self.fetching.len() } else { earlier })
@@ -386,19 +405,8 @@ impl Average {
             let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_here()) else {
                 break;
             };
-            let pending = match fetch.wait()? {
-                Packed::Plain(data) => {
-                    let reduced = self.comm.start_all_reduce(data, ReduceOp::Mean);
-                    reduced.map(|data| data.map(Packed::Plain))
-                }
-                Packed::Coded(shards) => {
-                    let codecs = &self.codecs[self.in_flight.len()];
-                    let values = codecs.values(shards);
-                    let reduced =
-                        self.comm.start_all_reduce_coded_by(codecs.program(), values, ReduceOp::Mean);
-                    reduced.map(|values| values.map(Values::into_packed))
-                }
-            };
+            let way = &mut self.ways[self.in_flight.len()];
+            let pending = way.start(&self.comm, fetch.wait()?)?;
             self.in_flight.push(pending);
         }
         Ok(())
@@ -438,19 +446,24 @@ impl Averaging<'_> {
         }
         average.start(flat)?;
         let began = average.comm.now();
-        for (pending, bucket) in average.in_flight.drain(..).zip(&mut average.buckets) {
-            bucket.packed = Some(pending.wait()?);
+        let mut travelling: Vec<_> = average.in_flight.drain(..).map(Some).collect();
+        // Buckets of several exchanges go on in their order, the same on all ranks.
+        while travelling.iter().any(Option::is_some) {
+            let all = travelling.iter_mut().zip(&mut average.ways).zip(&mut average.buckets);
+            for ((pending, way), bucket) in all {
+                let Some(packed) = pending.take().map(Travelling::wait) else { continue };
+                match way.came(&average.comm, packed?)? {
+                    Came::Mean(packed) => bucket.packed = Some(packed),
+                    Came::Goes(next) => *pending = Some(next),
+                }
+            }
         }
         let wait = average.comm.now().saturating_sub(began);
         for bucket in &mut average.buckets {
             bucket.unpack(flat)?;
         }
         let elements = average.buckets.iter().map(|b| b.len).sum();
-        let payload = if average.codecs.is_empty() {
-            Bytes(4 * elements as u64)
-        } else {
-            Bytes(average.codecs.iter().map(Codecs::sent).sum())
-        };
+        let payload = Bytes(average.ways.iter().map(Way::sent).sum());
         let averaged = Averaged { buckets: average.buckets.len(), elements, payload, wait };
         tracing::debug!(
             buckets = averaged.buckets,
@@ -475,6 +488,34 @@ impl Drop for Averaging<'_> {
     }
 }
 
+/// The flat buffers of a state. A codec of tomorrow may keep what is no flat buffer; there is none today.
+fn flat(map: StateMap<'_>, into: &mut Vec<(String, Vec<f32>)>) {
+    for (name, value) in map {
+        if let StateValue::F32(values) = value {
+            into.push((name, values.into_owned()));
+        }
+    }
+}
+
+/// The state of these names, as `get` gives it.
+///
+/// Errors: [`OptimError::State`] for a buffer that is missing, or whose length does not fit.
+fn given<'a>(
+    names: Vec<String>,
+    expected: usize,
+    get: &dyn Fn(&str) -> Option<&'a [f32]>,
+    fits: impl Fn(usize) -> bool,
+) -> Result<StateMap<'a>, OptimError> {
+    let entry = |name: String| match get(&name) {
+        Some(values) if fits(values.len()) => Ok((name, StateValue::F32(Cow::Borrowed(values)))),
+        values => {
+            let found = values.map_or(0, <[f32]>::len);
+            Err(OptimError::State { name, found, expected })
+        }
+    };
+    names.into_iter().map(entry).collect()
+}
+
 /// Whether all ranks are `ok`: the vote between preparing a step and committing it. A collective of eight bytes.
 pub fn agree(comm: &Communicator, ok: bool) -> Result<bool, OptimError> {
     let mut vote = [u64::from(ok)];
@@ -485,6 +526,6 @@ pub fn agree(comm: &Communicator, ok: bool) -> Result<bool, OptimError> {
 /// What each rank scales its summed loss by, so that the plain mean over ranks is the mean over the tokens of all:
 /// `world / global_tokens`.
 #[must_use]
-pub fn loss_scale(world: usize, global_tokens: u64) -> f32 {
+pub fn token_weight(world: usize, global_tokens: u64) -> f32 {
     (world as f64 / global_tokens as f64) as f32
 }

@@ -258,7 +258,7 @@ impl Chain {
 mod tests {
     use super::*;
     use crate::transform::{add_decayed_weights, clip_by_global_norm, scale_by_adam, scale_by_schedule};
-    use crate::{Schedule, diloco_outer};
+    use crate::{LrSchedule, diloco_outer};
     use farflung_tensor::Shape;
 
     #[test]
@@ -270,7 +270,7 @@ mod tests {
             .then(clip_by_global_norm(1.0))
             .then(scale_by_adam(0.9, 0.95, 1e-8))
             .then(add_decayed_weights(0.1))
-            .then(scale_by_schedule(Schedule::constant(0.01)));
+            .then(scale_by_schedule(LrSchedule::constant(0.01)));
         for (builder, parts, writes) in [(adamw, 2, 3), (diloco_outer(0.7, 0.9), 1, 2)] {
             let mut chain = builder.build(&cpu, &layout).unwrap();
             // Parameters and states are each stored once, and each read-only buffer is read once.

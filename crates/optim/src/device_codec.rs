@@ -7,7 +7,7 @@
 //!
 //! ```
 //! use farflung_base::Philox;
-//! use farflung_compress::device::{Device as _, DeviceCodec as _};
+//! use farflung_compress::device::{VectorDevice as _, DeviceCodec as _};
 //! use farflung_compress::{Payload, RoundKey};
 //! use farflung_optim::device_codec::Vectors;
 //! use farflung_tensor::Device;
@@ -93,12 +93,20 @@ impl Vectors {
 }
 
 impl Vectors {
-    /// Where their codec's kernels are: there, or in the host's memory if it has none of that codec.
+    /// Where their codec works: there if there are kernels of all of it, else in the host's memory.
     ///
     /// Errors: none where there are kernels.
     pub fn of(device: &Device, spec: CodecSpec) -> Result<Self> {
         let there = Self(device.clone());
-        Ok(if device::Device::codec(&there, spec).is_some() { there } else { Self(Device::cpu(1)?) })
+        let works = device::VectorDevice::codec(&there, spec).is_some() && spec.momentum().is_none();
+        if works { Ok(there) } else { Self::in_memory() }
+    }
+
+    /// Those of the host's memory.
+    ///
+    /// Errors: none.
+    pub fn in_memory() -> Result<Self> {
+        Ok(Self(Device::cpu(1)?))
     }
 
     /// The device.
@@ -108,7 +116,7 @@ impl Vectors {
     }
 }
 
-impl device::Device for Vectors {
+impl device::VectorDevice for Vectors {
     type Vector = Tensor;
     type Error = OptimError;
 
@@ -119,6 +127,10 @@ impl device::Device for Vectors {
     fn download(&self, x: &Tensor, out: &mut [f32]) -> Result<()> {
         out.copy_from_slice(&x.to_vec()?);
         Ok(())
+    }
+
+    fn write(&self, x: &[f32], out: &mut Tensor) -> Result<()> {
+        Ok(out.write(x)?)
     }
 
     fn count(x: &Tensor) -> usize {
@@ -330,7 +342,8 @@ mod tests {
     #[test]
     fn tensors_that_are_no_vectors_are_refused() {
         let cpu = Device::cpu(1).unwrap();
-        let mut codec = device::Device::codec(&Vectors::on(cpu.clone()), "sign".parse().unwrap()).unwrap();
+        let mut codec =
+            device::VectorDevice::codec(&Vectors::on(cpu.clone()), "sign".parse().unwrap()).unwrap();
         let (x, mut out) = (cpu.empty(DType::U32, 3).unwrap(), Payload::new());
         let error = codec.compress(&x, None, RoundKey::default(), &mut out).unwrap_err();
         assert_eq!(error.to_string(), "codec: takes f32, not u32");

@@ -3,11 +3,11 @@
 mod error;
 mod finite;
 
-pub mod schedule;
+pub mod lr_schedule;
 pub mod transform;
 
 mod chain;
-mod preset;
+pub mod local;
 
 mod outer;
 mod scaling;
@@ -20,12 +20,14 @@ pub mod device_codec;
 pub mod sync;
 
 #[cfg(feature = "sync")]
-pub use average::{Average, AverageConfig, Averaged, Averaging, agree, loss_scale};
+pub use average::{
+    Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, agree, token_weight,
+};
 pub use chain::{Chain, ChainBuilder, Prepared, global_norm, sum_of_squares};
 pub use error::OptimError;
 pub use finite::all_finite;
-pub use outer::OuterOptimizer;
-pub use preset::{AdamW, Sgd, adamw, diloco_outer, sgd};
+pub use local::{AdamW, Sgd, adamw, sgd};
+pub use lr_schedule::{Decay, LrSchedule};
+pub use outer::{OuterOptimizer, diloco_outer};
 pub use scaling::LossScale;
-pub use schedule::{Decay, Schedule};
 pub use transform::Transform;

@@ -3,7 +3,18 @@
 use farflung_tensor::{Op, Program, ProgramBuilder, Tensor};
 
 use crate::finite::is_finite;
-use crate::{Chain, OptimError, Prepared};
+use crate::local::with_momentum;
+use crate::transform::scale_by_schedule;
+use crate::{Chain, ChainBuilder, LrSchedule, OptimError, Prepared};
+
+/// The chain of a DiLoCo [`OuterOptimizer`](crate::OuterOptimizer): Nesterov momentum, no decay, no clipping.
+/// The paper's settings are 0.7 and 0.9.
+///
+/// Source: Douillard et al. 2023, "DiLoCo", section 3.1.
+#[must_use]
+pub fn diloco_outer(lr: f64, momentum: f64) -> ChainBuilder {
+    with_momentum(Chain::new(), momentum, true).then(scale_by_schedule(LrSchedule::constant(lr)))
+}
 
 /// Every H steps: `delta = mean over workers of (anchor - params)`; the chain takes `delta` for a gradient and moves the
 /// anchor; the parameters become the anchor.
@@ -62,10 +73,11 @@ impl OuterOptimizer {
         self.chain.prepare(&self.delta)
     }
 
-    /// Moves the anchor by the averaged delta, to be [committed](OuterOptimizer::commit) or [undone](OuterOptimizer::undo).
+    /// Moves the anchor by the averaged delta, to be [committed](OuterOptimizer::commit) or
+    /// [undone](OuterOptimizer::undo).
     ///
-    /// Errors: [`OptimError::StepNotFinite`] if the anchor or the chain's states would not be finite; nothing has changed
-    /// then.
+    /// Errors: [`OptimError::StepNotFinite`] if the anchor or the chain's states would not be finite; nothing
+    /// has changed then.
     pub fn try_step(&mut self, prepared: Prepared) -> Result<(), OptimError> {
         let states = self.chain.states().map(|(_, state)| copy(state)).collect::<Result<_, _>>()?;
         self.before = Some((copy(&self.anchor)?, states));
@@ -93,7 +105,8 @@ impl OuterOptimizer {
         }
     }
 
-    /// Sets the parameters to the anchor, after the step if that was not [tried](OuterOptimizer::try_step) before.
+    /// Sets the parameters to the anchor, after the step if that was not [tried](OuterOptimizer::try_step)
+    /// before.
     ///
     /// Errors: those of [`OuterOptimizer::try_step`].
     pub fn commit(&mut self, params: &mut Tensor, prepared: Prepared) -> Result<(), OptimError> {

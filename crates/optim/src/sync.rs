@@ -10,14 +10,15 @@ use farflung_tensor::{Device, ParamLayout, Tensor};
 
 use crate::{Average, AverageConfig, OptimError};
 
-pub use ddp::Ddp;
-pub use diloco::DiLoCo;
+pub use ddp::{DDP, Ddp};
+pub use diloco::{DILOCO, DiLoCo};
 
 /// Keeps a rank's copy of some parameters equal to the copies of others.
 ///
-/// Order of the calls in a step: where [`Synchroniser::gradients`] gives an average, the step's gradients go through it
-/// and the optimizer's update follows. Then, where [`Synchroniser::is_due`], [`Synchroniser::exchange`],
-/// [`Synchroniser::prepare`] and, once all ranks agreed, [`Synchroniser::commit`]. [`Synchroniser::rollback`] instead of a commit leaves no trace.
+/// Order of the calls in a step: where [`Synchroniser::gradients`] gives an average, the step's gradients go
+/// through it and the optimizer's update follows. Then, where [`Synchroniser::is_due`],
+/// [`Synchroniser::exchange`], [`Synchroniser::prepare`] and, once all ranks agreed, [`Synchroniser::commit`].
+/// [`Synchroniser::rollback`] instead of a commit leaves no trace.
 pub trait Synchroniser: std::fmt::Debug + Send {
     /// The average that the gradients of each step go through; `None` for a method whose steps are local.
     fn gradients(&mut self) -> Option<&mut Average>;
@@ -25,8 +26,8 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Whether all copies are to agree after this step, counted from 1; they always do after the last one.
     fn is_due(&self, step: u64, is_last: bool) -> bool;
 
-    /// Averages over all copies. No parameter has changed when it returns. `weight` is this copy's part of the mean, where 1
-    /// is an equal part.
+    /// Averages over all copies. No parameter has changed when it returns. `weight` is this copy's part of the
+    /// mean, where 1 is an equal part.
     ///
     /// Errors: a peer that was lost; a codec that refuses values which are not finite.
     fn exchange(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError>;
@@ -36,8 +37,8 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 
     /// Computes the parameters' next values. No parameter has changed when it returns.
     ///
-    /// Errors: [`OptimError::NotFinite`] and [`OptimError::StepNotFinite`] where what was averaged or what follows from it is
-    /// not finite: on all copies alike, since all have the same average.
+    /// Errors: [`OptimError::NotFinite`] and [`OptimError::StepNotFinite`] where what was averaged or what
+    /// follows from it is not finite: on all copies alike, since all have the same average.
     fn prepare(&mut self) -> Result<(), OptimError>;
 
     /// Takes the step that was exchanged, or makes the average of gradients final.
@@ -97,12 +98,25 @@ pub struct SyncMethod {
     pub summary: &'static str,
     /// Whether the gradients of each step are averaged: replicas are then the same after each step.
     pub each_step: bool,
+    /// The settings that only some methods read, by their names on command lines.
+    pub reads: &'static [&'static str],
+    /// What it keeps, by the outer optimizer's momentum.
+    pub buffers: fn(f64) -> Buffers,
     /// Makes one.
     pub build: fn(SyncSettings<'_>) -> Result<Box<dyn Synchroniser>, OptimError>,
 }
 
-/// All methods.
-pub const METHODS: &[SyncMethod] = &[ddp::METHOD, diloco::METHOD];
+/// Buffers of a method, each as long as the parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Buffers {
+    /// All of them.
+    pub held: usize,
+    /// Those that a checkpoint has.
+    pub saved: usize,
+}
+
+/// All methods; the first is the default.
+pub const METHODS: &[SyncMethod] = &[DDP, DILOCO];
 
 impl SyncMethod {
     /// The method of a name.

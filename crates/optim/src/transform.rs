@@ -7,7 +7,7 @@ use std::fmt::Debug;
 
 use farflung_tensor::{ProgramBuilder, Value};
 
-use crate::{OptimError, Schedule};
+use crate::{LrSchedule, OptimError};
 
 /// What a link may use while it writes its instructions.
 #[derive(Debug)]
@@ -236,13 +236,13 @@ impl Transform for AddDecayedWeights {
 
 /// Multiplies by the learning rate. The chain subtracts what its last link gives.
 #[must_use]
-pub fn scale_by_schedule(schedule: Schedule) -> impl Transform {
+pub fn scale_by_schedule(schedule: LrSchedule) -> impl Transform {
     ScaleBySchedule { schedule }
 }
 
 #[derive(Debug)]
 struct ScaleBySchedule {
-    schedule: Schedule,
+    schedule: LrSchedule,
 }
 
 impl Transform for ScaleBySchedule {

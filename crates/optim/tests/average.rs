@@ -9,9 +9,9 @@ use std::thread;
 use farflung_base::{Nanos, Philox};
 use farflung_comm::{CommError, Communicator, memory};
 use farflung_optim::{
-    AdamW, Average, AverageConfig, OptimError, adamw, agree, diloco_outer, global_norm, loss_scale, sgd,
+    AdamW, Average, AverageConfig, OptimError, adamw, agree, diloco_outer, global_norm, sgd, token_weight,
 };
-use farflung_optim::{OuterOptimizer, Schedule, Sgd};
+use farflung_optim::{LrSchedule, OuterOptimizer, Sgd};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
 const CODECS: [&str; 9] =
@@ -79,6 +79,18 @@ fn bits(values: &[f32]) -> Vec<u32> {
 fn spans(layout: &ParamLayout, order: impl Iterator<Item = usize>) -> Vec<std::ops::Range<usize>> {
     let params = layout.params();
     order.map(|i| params[i].start..params.get(i + 1).map_or(layout.len(), |p| p.start)).collect()
+}
+
+#[test]
+fn a_bucket_leaves_after_its_last_range_and_those_before_it() {
+    let (layout, config) = (layout(), config("none", 300, true));
+    let span = |first: usize, last: usize| layout.params()[first].start..layout.params()[last].range().end;
+    // Buckets from the end: 9 + 64 and 1, 50, 2000, 7, 77 elements of at most 75.
+    assert_eq!(config.buckets(&layout), [74, 50, 2000, 7, 77]);
+    assert_eq!(config.ready_after(&layout, &[span(4, 6), span(2, 3), span(0, 1)]), [0, 1, 1, 2, 2]);
+    // The last parameter comes last: nothing may overtake its bucket. What never comes never leaves.
+    assert_eq!(config.ready_after(&layout, &[span(0, 5), span(6, 6)]), [1; 5]);
+    assert_eq!(config.ready_after(&layout, &[span(3, 6)]), [0, 0, 1, 1, 1]);
 }
 
 #[test]
@@ -411,7 +423,7 @@ fn ranks_with_unequal_tokens_give_the_mean_over_tokens() {
         let rank = comm.rank().index();
         let first: usize = (0..rank).map(tokens).sum();
         let sum = (first..first + tokens(rank)).sum::<usize>() as f32;
-        let mut grads = flat(&fill(&layout, |_| sum * loss_scale(world, total as u64)));
+        let mut grads = flat(&fill(&layout, |_| sum * token_weight(world, total as u64)));
         Average::new(comm, &CPU, &layout, AverageConfig::default()).unwrap().all(&mut grads).unwrap();
         let got = grads.to_vec::<f32>().unwrap()[0];
         assert!((got - want).abs() < 1e-5 * want, "{got} {want}");
@@ -430,7 +442,7 @@ fn diloco_of_one_step_of_sgd_is_plain_averaging() {
         params.iter().zip(centre).map(|(p, c)| p - c).collect::<Vec<_>>()
     };
     let inner = || {
-        let settings = Sgd { schedule: Schedule::constant(lr), ..Sgd::default() };
+        let settings = Sgd { schedule: LrSchedule::constant(lr), ..Sgd::default() };
         sgd(settings).build(&CPU, &layout).unwrap()
     };
     let plain = on_ranks(3, |comm| {
@@ -498,7 +510,7 @@ fn training_with_int8_and_feedback_keeps_replicas_equal_and_converges() {
         let settings = AdamW {
             weight_decay: 0.0,
             clip: Some(1.0),
-            schedule: Schedule::constant(0.02),
+            schedule: LrSchedule::constant(0.02),
             ..AdamW::default()
         };
         let mut chain = adamw(settings).build(&CPU, &layout).unwrap();

@@ -12,7 +12,7 @@ use farflung_optim::transform::{
     add_decayed_weights, clip_by_global_norm, scale_by_adam, scale_by_schedule, trace,
 };
 use farflung_optim::{
-    AdamW, Chain, ChainBuilder, Decay, OptimError, OuterOptimizer, Schedule, Sgd, adamw, diloco_outer,
+    AdamW, Chain, ChainBuilder, Decay, LrSchedule, OptimError, OuterOptimizer, Sgd, adamw, diloco_outer,
     global_norm, sgd,
 };
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
@@ -46,7 +46,7 @@ fn step(chain: &mut Chain, params: &mut Tensor, grads: &[f32]) -> f64 {
 
 /// Every preset with everything in it, and every transform alone before a constant rate.
 fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
-    let schedule = Schedule::new(0.1, 0.01, 2, 8, Decay::Cosine).unwrap();
+    let schedule = LrSchedule::new(0.1, 0.01, 2, 8, Decay::Cosine).unwrap();
     let rate = || scale_by_schedule(schedule);
     vec![
         ("adamw", adamw(AdamW { weight_decay: 0.1, clip: Some(1.0), schedule, ..AdamW::default() })),
@@ -107,7 +107,7 @@ type Rule = fn(&mut Reference, &mut [f64], &[f64], &ParamLayout);
 #[test]
 fn transforms_do_what_plain_loops_do() {
     let layout = layout();
-    let schedule = Schedule::new(0.1, 0.01, 2, 8, Decay::Linear).unwrap();
+    let schedule = LrSchedule::new(0.1, 0.01, 2, 8, Decay::Linear).unwrap();
     let rules: [(&str, ChainBuilder, Rule); 6] = [
         ("clip", Chain::new().then(clip_by_global_norm(2.0)), |_, u, _, _| Reference::clip(u, 2.0)),
         ("adam", Chain::new().then(scale_by_adam(0.8, 0.9, 1e-3)), |r, u, _, _| r.adam(u, 0.8, 0.9, 1e-3)),
@@ -154,8 +154,8 @@ fn transforms_do_what_plain_loops_do() {
 fn presets_do_what_pytorch_does() {
     let shapes = [("w", vec![3, 4]), ("b", vec![5])];
     let layout = ParamLayout::new(shapes.map(|(n, s)| (n.to_owned(), Shape::new(&s).unwrap())));
-    let constant = Schedule::constant(0.01);
-    let warmup = Schedule::new(0.1, 0.1, 3, 5, Decay::Constant).unwrap();
+    let constant = LrSchedule::constant(0.01);
+    let warmup = LrSchedule::new(0.1, 0.1, 3, 5, Decay::Constant).unwrap();
     let adam =
         AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: None, schedule: constant };
     let plain = Sgd { schedule: constant, ..Sgd::default() };
@@ -213,7 +213,7 @@ fn presets_do_what_pytorch_does() {
 #[test]
 fn clipping_below_the_norm_changes_no_bit() {
     let layout = layout();
-    let plain = Sgd { schedule: Schedule::constant(0.1), ..Sgd::default() };
+    let plain = Sgd { schedule: LrSchedule::constant(0.1), ..Sgd::default() };
     let grads = random(&layout, 3, 0.1);
     let run = |clip: Option<f64>| {
         let mut chain = sgd(Sgd { clip, ..plain }).build(&CPU, &layout).unwrap();
@@ -352,7 +352,7 @@ fn diloco_follows_the_trace_of_torchft() {
     // torchft/test_fixtures, streaming_diloco regression test 0, fragment 0: weights 1, gradients 2, inner rate 1, outer
     // rate 2, the fragment synchronised after three steps.
     let layout = ParamLayout::new([("w".to_owned(), Shape::from([2, 3]))]);
-    let settings = Sgd { schedule: Schedule::constant(1.0), ..Sgd::default() };
+    let settings = Sgd { schedule: LrSchedule::constant(1.0), ..Sgd::default() };
     let mut inner = sgd(settings).build(&CPU, &layout).unwrap();
     let mut start = vec![0.0; layout.len()];
     start[..6].fill(1.0);

@@ -41,7 +41,7 @@ fn rounds(comm: &Communicator, device: &Device, codec: &str) -> Seen {
         seed: 5,
         ..AverageConfig::default()
     };
-    let new = || Average::new(comm.clone(), device, &layout, config).unwrap();
+    let new = || Average::new(comm.clone(), device, &layout, config.clone()).unwrap();
     let (mut average, mut seen) = (new(), Vec::new());
     for round in 0..4 {
         let mut values = vec![0.0; layout.len()];

@@ -1,5 +1,5 @@
-//! Coded averages in every form: the flat one to the bit as it is written down, the others near the mean with equal replicas,
-//! rounds that never were, and residuals that go on.
+//! Coded averages in every form: the flat one to the bit as it is written down, the others near the mean with
+//! equal replicas, rounds that never were, and residuals that go on.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 

@@ -123,8 +123,8 @@ fn a_step_with_too_large_values_is_skipped_by_all_ranks_and_never_was() {
     }
 }
 
-/// Values that are too large for the codec may have a small mean. The step is taken with all that the ranks gave,
-/// and their residuals stay as they were.
+/// Values that are too large for the codec may have a small mean. The step is taken with all that the ranks
+/// gave, and their residuals stay as they were.
 #[test]
 fn a_small_mean_of_too_large_values_is_taken_and_loses_nothing() {
     for codec in CODECS.into_iter().filter(|codec| codec.contains("+ef")) {

@@ -3,7 +3,8 @@
 
 use farflung_base::{Algorithm, Link, Nanos, Rank};
 use farflung_parallel::{
-    Cluster, Codec, Cost, Limits, ModelShape, ParallelError, WhatIf, all_reduce_bytes, plan, render, simulate,
+    Cluster, Codec, Cost, Limits, ModelShape, ParallelError, WhatIf, all_reduce_bytes, plan, render,
+    simulate_replicas,
 };
 
 fn main() -> Result<(), ParallelError> {
@@ -26,7 +27,7 @@ fn main() -> Result<(), ParallelError> {
 
     let time = |values| price(planned.replicas.algorithm, &Codec::F32, values).unwrap_or(Nanos::MAX);
     let every = planned.replicas.sync.period();
-    let timeline = simulate(&planned.replicas, &shape, &Cost::of(&shape, &homes), 2 * every, &time)?;
+    let timeline = simulate_replicas(&planned.replicas, &shape, &Cost::of(&shape, &homes), 2 * every, &time)?;
     println!("{}\n{timeline}", render::grid(&timeline, 110));
 
     let run = WhatIf {

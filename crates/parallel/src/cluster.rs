@@ -1,7 +1,7 @@
 //! The machines of a job and what joins them, as a topology file says it. Text in, data out: it opens no file.
 
 mod parse;
-mod quantity;
+pub(crate) mod quantity;
 
 use std::fmt;
 
@@ -36,7 +36,7 @@ impl Speed {
 
 /// One machine, or several alike.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Device {
+pub struct Machine {
     /// Unique among devices and regions.
     pub name: String,
     /// How many there are; each is a rank.
@@ -101,7 +101,7 @@ pub struct Cluster {
     /// The places.
     pub regions: Vec<Region>,
     /// The machines, in rank order.
-    pub devices: Vec<Device>,
+    pub devices: Vec<Machine>,
     /// The links that are not inside one region.
     pub links: Vec<Between>,
 }
@@ -115,19 +115,19 @@ impl Cluster {
     pub fn uniform(count: u32, speed: Speed, link: Link) -> Self {
         let access = Some(link.bandwidth);
         let name = "worker".to_owned();
-        let device = Device { name, count, speed, memory: None, region: None, up: access, down: access };
+        let device = Machine { name, count, speed, memory: None, region: None, up: access, down: access };
         Self { default: Some(link), devices: vec![device], ..Self::default() }
     }
 
     /// The device of each rank.
-    pub fn ranks(&self) -> impl Iterator<Item = &Device> {
+    pub fn ranks(&self) -> impl Iterator<Item = &Machine> {
         self.devices.iter().flat_map(|device| (0..device.count).map(move |_| device))
     }
 
     /// The name of each rank: the device's, with `.0`, `.1` and so on where it has several instances.
     #[must_use]
     pub fn rank_names(&self) -> Vec<String> {
-        let names = |d: &Device| match d.count {
+        let names = |d: &Machine| match d.count {
             1 => vec![d.name.clone()],
             n => (0..n).map(|i| format!("{}.{i}", d.name)).collect(),
         };
@@ -165,15 +165,15 @@ impl Cluster {
         Ok(())
     }
 
-    fn check_device(&self, device: &Device) -> Result<(), ParallelError> {
+    fn check_device(&self, device: &Machine) -> Result<(), ParallelError> {
         let zero = |field| Err(ParallelError::Zero { of: format!("device `{}`", device.name), field });
         match device {
-            Device { count: 0, .. } => zero("count"),
-            Device { speed: Speed::Flops(0), .. } => zero("flops"),
-            Device { speed: Speed::TokensPerSecond(0), .. } => zero("tokens_per_second"),
-            Device { up: Some(Bandwidth(0)), .. } => zero("up"),
-            Device { down: Some(Bandwidth(0)), .. } => zero("down"),
-            Device { region: Some(name), .. } if !self.regions.iter().any(|r| r.name == *name) => {
+            Machine { count: 0, .. } => zero("count"),
+            Machine { speed: Speed::Flops(0), .. } => zero("flops"),
+            Machine { speed: Speed::TokensPerSecond(0), .. } => zero("tokens_per_second"),
+            Machine { up: Some(Bandwidth(0)), .. } => zero("up"),
+            Machine { down: Some(Bandwidth(0)), .. } => zero("down"),
+            Machine { region: Some(name), .. } if !self.regions.iter().any(|r| r.name == *name) => {
                 let known = self.regions.iter().map(|r| r.name.clone()).collect();
                 Err(ParallelError::UnknownName { kind: "region", name: name.clone(), known })
             }
@@ -202,7 +202,7 @@ impl Cluster {
     }
 
     /// The link between two devices, by the order of closeness that [`Cluster`] states.
-    fn link(&self, a: &Device, b: &Device) -> Option<Link> {
+    fn link(&self, a: &Machine, b: &Machine) -> Option<Link> {
         let given = |x: &str, y: &str| self.links.iter().find(|l| l.joins(x, y)).map(|l| l.link);
         let (ra, rb) = (a.region.as_deref(), b.region.as_deref());
         let inside = |region: &str| self.regions.iter().find(|r| r.name == region)?.inside;
@@ -234,7 +234,7 @@ impl Cluster {
             }
         }
         for region in self.regions.iter().filter(|region| region.up.or(region.down).is_some()) {
-            let inside = |(_, device): &(u32, &Device)| device.region.as_deref() == Some(&region.name);
+            let inside = |(_, device): &(u32, &Machine)| device.region.as_deref() == Some(&region.name);
             let ranks: Vec<Rank> =
                 (0..).zip(self.ranks()).filter(inside).map(|(rank, _)| Rank(rank)).collect();
             let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);

@@ -294,6 +294,14 @@ pub enum ParallelError {
         /// Where each rank that is not done stands.
         waiting: Vec<(Rank, Lowered)>,
     },
+    /// A rank of a script waits for an operation that does not end.
+    #[error("rank {rank} waits at act {act} for what never ends")]
+    NeverDone {
+        /// Who.
+        rank: Rank,
+        /// The number of the act.
+        act: usize,
+    },
     /// Tokens that cannot be cut into slices of whole grains.
     #[error("{tokens} tokens are not up to 4096 slices of {grain}")]
     Grain {

@@ -72,8 +72,8 @@ pub struct Plan {
     pub pipeline: Pipeline,
     /// What travels between each part and the next: one fewer than parts.
     pub boundaries: Vec<BoundaryCodecs>,
-    /// How replicas stay one model, from the innermost group to the whole job. Two levels are one average: plain inside the
-    /// groups of the first, by the second's codec between them.
+    /// How replicas stay one model, from the innermost group to the whole job. Two levels are one average:
+    /// plain inside the groups of the first, by the second's codec between them.
     pub levels: Vec<Level>,
 }
 
@@ -182,16 +182,6 @@ impl Level {
     #[must_use]
     pub fn unless_told(codec: &str) -> Algorithm {
         if codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct }
-    }
-
-    /// How the few numbers are summed that no codec packs: as what it packs, or by a ring where that has no region and no
-    /// weights.
-    #[must_use]
-    pub fn plain_algorithm(&self) -> Algorithm {
-        match self.algorithm {
-            Algorithm::Direct if self.codec != NO_CODEC => Algorithm::Ring,
-            algorithm => algorithm,
-        }
     }
 }
 

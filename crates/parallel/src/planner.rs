@@ -8,8 +8,8 @@ use crate::average::{AveragePrice, all_reduce_bytes};
 use crate::plan::NO_CODEC;
 use crate::share::largest_remainder;
 use crate::{
-    Algorithm, Cluster, Codec, Cost, Device, Level, Limits, ModelShape, Overlap, ParallelError, Part,
-    Pipeline, Plan, PlannedModel, Recompute, Replicas, Sync, Timeline, simulate,
+    Algorithm, Cluster, Codec, Cost, Level, Limits, Machine, ModelShape, Overlap, ParallelError, Part,
+    Pipeline, Plan, PlannedModel, Recompute, Replicas, Sync, Timeline, simulate_replicas,
 };
 
 /// One way that was considered.
@@ -19,7 +19,7 @@ pub struct Candidate {
     pub sync: Sync,
     /// How it averages.
     pub algorithm: Algorithm,
-    /// Simulated time per step, over one period.
+    /// Predicted time per step, over one period.
     pub step: Nanos,
     /// What a rank sends per step, rounded up.
     pub sent_per_step: Bytes,
@@ -47,11 +47,14 @@ pub struct Planned {
     pub ranks: Vec<(String, u32, Nanos)>,
     /// The limit that decided.
     pub overhead_percent: u32,
+    /// The most local steps between two averages that were allowed.
+    pub max_every: u32,
     /// Whether the choice stays within the limit.
     pub within: bool,
 }
 
-/// Plans data-parallel training of `shape` on `cluster` within `limits`, at the prices of whoever carries the plan out.
+/// Plans data-parallel training of `shape` on `cluster` within `limits`, at the prices of whoever carries the
+/// plan out.
 ///
 /// Shares are proportional to speed (largest remainder). Synchronous training with overlap is chosen, at the number of
 /// buckets that is fastest, where it stays within the overhead; otherwise `DiLoCo` with the fewest local steps that do,
@@ -80,23 +83,14 @@ pub fn plan(
         overlapped.push(search.price(ddp(Overlap::WithBackward, buckets))?);
     }
     candidates.extend(overlapped.into_iter().min_by_key(|c| c.step));
-    let target = u64::from(limits.overhead_percent) * 100;
-    let fits = |c: &Candidate| c.overhead <= target;
     // Local steps need memory for an anchor: a cluster without it plans ddp alone.
     let local = limits.max_every > 1 && cluster.devices.iter().all(|d| search.memory(d, 2).is_ok());
     if local {
         let every = search.fewest_local_steps(compute);
         candidates.push(search.price(Sync::DiLoCo { every })?);
     }
-    let chosen = candidates
-        .iter()
-        .find(|c| fits(c) && matches!(c.sync, Sync::Ddp { overlap: Overlap::WithBackward, .. }))
-        .or_else(|| candidates.iter().find(|c| fits(c) && matches!(c.sync, Sync::DiLoCo { .. })))
-        .or_else(|| candidates.iter().min_by_key(|c| c.step))
-        .expect("ddp is always considered");
-
+    let (chosen, within) = choose(&candidates, limits.overhead_percent);
     let replicas = Replicas { sync: chosen.sync, algorithm: chosen.algorithm, ..base.clone() };
-    let within = fits(chosen);
     let names = cluster.rank_names().into_iter().zip(&replicas.shares);
     let ranks = names.zip(0..).map(|((n, &share), r)| (n, share, cost.step(Rank(r), share))).collect();
     Ok(Planned {
@@ -108,18 +102,107 @@ pub fn plan(
         compute,
         ranks,
         overhead_percent: limits.overhead_percent,
+        max_every: limits.max_every,
         within,
     })
 }
 
+/// Synchronous training where it stays within the overhead, else local steps where these do, else what is
+/// fastest; and whether it stays within.
+fn choose(candidates: &[Candidate], overhead_percent: u32) -> (Candidate, bool) {
+    let fits = |c: &&Candidate| c.overhead <= u64::from(overhead_percent) * 100;
+    let within = || candidates.iter().filter(fits);
+    let chosen = within()
+        .find(|c| matches!(c.sync, Sync::Ddp { overlap: Overlap::WithBackward, .. }))
+        .or_else(|| within().find(|c| matches!(c.sync, Sync::DiLoCo { .. })))
+        .or_else(|| candidates.iter().min_by_key(|c| c.step))
+        .expect("ddp is always considered");
+    (chosen.clone(), fits(&chosen))
+}
+
+/// Time that communication adds to the compute of a step, in hundredths of a percent of it.
+fn overhead(step: Nanos, compute: Nanos) -> u64 {
+    let extra = u128::from(step.saturating_sub(compute).0) * 10_000;
+    u64::try_from(extra.div_ceil(u128::from(compute.0.max(1)))).unwrap_or(u64::MAX)
+}
+
+/// The least H for which `extra` / (H * compute) is within the overhead, or the limit where there is none.
+fn fewest(extra: u128, compute: Nanos, overhead_percent: u32, max_every: u32) -> u32 {
+    let allowed = u128::from(compute.0) * u128::from(overhead_percent);
+    let every = if allowed == 0 { u128::MAX } else { (extra * 100).div_ceil(allowed) };
+    u32::try_from(every).unwrap_or(u32::MAX).clamp(2, max_every.max(2))
+}
+
+/// What a step of a plan is predicted to take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepTime {
+    /// All of it, in the mean of a period.
+    pub step: Nanos,
+    /// What the busiest rank computes in it.
+    pub compute: Nanos,
+}
+
+/// Times that the number of local steps is set anew by what its prediction says.
+const TRIES: usize = 4;
+
 impl Planned {
+    /// The same with each candidate's step as `step` predicts its plan, the number of local steps set by that,
+    /// and the choice made anew. Candidates of which `step` knows no time are not considered.
+    ///
+    /// Errors: those of `step`, and of [`Plan::check`]; [`ParallelError::NotBuilt`] where no candidate is left.
+    pub fn predicted<E: From<ParallelError>>(
+        self,
+        model: &PlannedModel,
+        step: impl Fn(&Plan) -> Result<Option<StepTime>, E>,
+    ) -> Result<Self, E> {
+        let mut candidates = Vec::new();
+        for candidate in &self.candidates {
+            candidates.extend(self.settle(candidate.clone(), model, &step)?);
+        }
+        if candidates.is_empty() {
+            return Err(ParallelError::NotBuilt { what: "a plan for these machines".to_owned() }.into());
+        }
+        let (chosen, within) = choose(&candidates, self.overhead_percent);
+        let replicas = Replicas { sync: chosen.sync, algorithm: chosen.algorithm, ..self.replicas };
+        Ok(Self { replicas, candidates, within, ..self })
+    }
+
+    /// A candidate at its predicted time; of local steps as many as that asks for.
+    fn settle<E: From<ParallelError>>(
+        &self,
+        mut candidate: Candidate,
+        model: &PlannedModel,
+        step: &impl Fn(&Plan) -> Result<Option<StepTime>, E>,
+    ) -> Result<Option<Candidate>, E> {
+        for tries in 1..=TRIES {
+            let plan = self.plan_by(candidate.sync, candidate.algorithm, model.clone())?;
+            let Some(StepTime { step, compute }) = step(&plan)? else { return Ok(None) };
+            (candidate.step, candidate.overhead) = (step, overhead(step, compute));
+            let Sync::DiLoCo { every } = &mut candidate.sync else { break };
+            let extra = u128::from(step.saturating_sub(compute).0) * u128::from(*every);
+            let better = fewest(extra, compute, self.overhead_percent, self.max_every);
+            // Later tries only go where the overhead is smaller.
+            if better == *every || tries == TRIES || (tries > 1 && better < *every) {
+                break;
+            }
+            let sent = candidate.sent_per_step.0.saturating_mul(u64::from(*every));
+            candidate.sent_per_step = Bytes(sent.div_ceil(u64::from(better)));
+            *every = better;
+        }
+        Ok(Some(candidate))
+    }
+
     /// The choice as a plan that can be carried out, for the machines that have a share.
     ///
     /// Errors: as [`Plan::check`].
     pub fn plan(&self, model: PlannedModel) -> Result<Plan, ParallelError> {
+        self.plan_by(self.replicas.sync, self.replicas.algorithm, model)
+    }
+
+    fn plan_by(&self, sync: Sync, algorithm: Algorithm, model: PlannedModel) -> Result<Plan, ParallelError> {
         let busy = || self.ranks.iter().filter(|(_, share, _)| *share > 0);
         let layers = 0..model.layers;
-        let (every, buckets, overlap) = match self.replicas.sync {
+        let (every, buckets, overlap) = match sync {
             Sync::Ddp { overlap, buckets } => (1, buckets, overlap == Overlap::WithBackward),
             Sync::DiLoCo { every } => (every, 1, true),
         };
@@ -142,7 +225,7 @@ impl Planned {
                 } else {
                     self.replicas.codec.to_string()
                 },
-                algorithm: self.replicas.algorithm,
+                algorithm,
                 bucket_bytes: (self.parameters.saturating_mul(4)).div_ceil(u64::from(buckets.max(1))),
                 overlap,
                 ..Level::default()
@@ -161,7 +244,7 @@ const fn ddp(overlap: Overlap, buckets: u32) -> Sync {
 fn skeleton(shape: &ModelShape, cluster: &Cluster, limits: &Limits) -> Result<Replicas, ParallelError> {
     let microbatches = shape.microbatches()?;
     // In proportion to speed: the inverse of a microbatch's time, in units that keep nine digits.
-    let speed = |d: &Device| u64::MAX / 4 / d.speed.time(shape.microbatch_tokens(), shape).0.max(1);
+    let speed = |d: &Machine| u64::MAX / 4 / d.speed.time(shape.microbatch_tokens(), shape).0.max(1);
     let shares = largest_remainder(microbatches, &cluster.ranks().map(speed).collect::<Vec<_>>());
     let too_many = |_| ParallelError::TooManyMicrobatches { microbatches };
     let replicas = Replicas {
@@ -188,7 +271,7 @@ impl Search<'_> {
         steps.max().unwrap_or_default()
     }
 
-    fn memory(&self, device: &Device, every: u32) -> Result<(), ParallelError> {
+    fn memory(&self, device: &Machine, every: u32) -> Result<(), ParallelError> {
         let needs = self.limits.replica(self.shape.parameters, every);
         match device.memory {
             Some(has) if has < needs => {
@@ -225,12 +308,11 @@ impl Search<'_> {
         let algorithm = self.algorithm(&averages);
         let replicas = Replicas { sync, algorithm, ..self.base.clone() };
         let period = sync.period();
-        let timeline: Timeline =
-            simulate(&replicas, self.shape, self.cost, period, &|values| self.time(algorithm, values))?;
+        let timeline: Timeline = simulate_replicas(&replicas, self.shape, self.cost, period, &|values| {
+            self.time(algorithm, values)
+        })?;
         let makespan = timeline.makespan();
         let compute = Nanos(self.compute().0.saturating_mul(u64::from(period)));
-        let extra = u128::from(makespan.saturating_sub(compute).0);
-        let overhead = (extra * 10_000).div_ceil(u128::from(compute.0.max(1)));
         let n = self.base.ranks();
         let bytes = |&values: &u64| all_reduce_bytes(n, self.limits.codec.bytes(values));
         let sent: Bytes = averages.iter().map(bytes).sum();
@@ -239,7 +321,7 @@ impl Search<'_> {
             algorithm,
             step: Nanos(makespan.0.div_ceil(u64::from(period))),
             sent_per_step: Bytes(sent.0.div_ceil(u64::from(period))),
-            overhead: u64::try_from(overhead).unwrap_or(u64::MAX),
+            overhead: overhead(makespan, compute),
         })
     }
 
@@ -248,10 +330,8 @@ impl Search<'_> {
         let values = self.shape.parameters;
         let sync = self.time(self.algorithm(&[values]), values);
         let outer = self.cost.ranks.iter().map(|c| c.outer).max().unwrap_or_default();
-        let extra = u128::from(sync.saturating_add(outer).0) * 100;
-        let allowed = u128::from(compute.0) * u128::from(self.limits.overhead_percent);
-        let every = if allowed == 0 { u128::MAX } else { extra.div_ceil(allowed) };
-        u32::try_from(every).unwrap_or(u32::MAX).clamp(2, self.limits.max_every)
+        let extra = u128::from(sync.saturating_add(outer).0);
+        fewest(extra, compute, self.limits.overhead_percent, self.limits.max_every)
     }
 }
 

@@ -60,7 +60,7 @@ impl Cost {
 /// With the price of `comm` this predicts what a run under virtual time takes.
 ///
 /// Errors: as [`Replicas::check`] and [`ModelShape::microbatches`], and costs that are not one per rank.
-pub fn simulate(
+pub fn simulate_replicas(
     replicas: &Replicas,
     shape: &ModelShape,
     cost: &Cost,

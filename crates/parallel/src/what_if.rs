@@ -8,7 +8,7 @@ use farflung_base::{Bytes, Link, Nanos, Rank};
 use crate::average::AveragePrice;
 use crate::{
     Algorithm, Codec, Cost, Mesh, ModelShape, Overlap, ParallelError, RankCost, Replicas, Sync, Timeline,
-    simulate,
+    simulate_replicas,
 };
 
 /// The run in question: equal ranks, every pair joined by one kind of link.
@@ -64,8 +64,9 @@ impl WhatIf {
 
     /// Prices the run, by the prices of whoever carried it out.
     ///
-    /// The plain row is a ring all-reduce of f32 gradients after each backward. The others take the cheapest of what is
-    /// priced of [`WhatIf::ALGORITHMS`]: ddp with overlap and `DiLoCo`, each in f32 and in the run's codec.
+    /// The plain row is a ring all-reduce of f32 gradients after each backward. The others take the cheapest of
+    /// what is priced of [`WhatIf::ALGORITHMS`]: ddp with overlap and `DiLoCo`, each in f32 and in the run's
+    /// codec.
     ///
     /// Errors: no parameters, ranks or steps; more ranks than [`Mesh::MAX_RANKS`].
     pub fn answer(&self, price: AveragePrice<'_>) -> Result<Answer, ParallelError> {
@@ -128,7 +129,7 @@ impl WhatIf {
         };
         let cost = Cost { ranks: vec![rank; self.ranks as usize] };
         let price = |values| price(algorithm, codec, values).unwrap_or(Nanos::MAX);
-        let simulated = |steps| simulate(&replicas, &shape, &cost, steps, &price);
+        let simulated = |steps| simulate_replicas(&replicas, &shape, &cost, steps, &price);
         let period = sync.period().min(self.steps);
         let (periods, rest) = (u64::from(self.steps / period), self.steps % period);
         let parts = [(simulated(period)?, periods), (simulated(rest)?, 1)];

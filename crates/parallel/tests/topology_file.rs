@@ -1,7 +1,7 @@
 //! The topology file through the public API: what it means, what it refuses, and that it prints back.
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank};
-use farflung_parallel::{Between, Cluster, Device, ParallelError, Region, Speed};
+use farflung_parallel::{Between, Cluster, Machine, ParallelError, Region, Speed};
 use proptest::prelude::*;
 
 const CONTINENTS: &str = include_str!("../examples/continents.toml");
@@ -115,7 +115,7 @@ fn any_link() -> impl Strategy<Value = Link> {
     (1_u64..1 << 50, 0_u64..1 << 50).prop_map(|(b, ns)| Link { bandwidth: Bandwidth(b), latency: Nanos(ns) })
 }
 
-fn any_device() -> impl Strategy<Value = Device> {
+fn any_device() -> impl Strategy<Value = Machine> {
     let speed = prop_oneof![
         (1_u64..i64::MAX as u64).prop_map(Speed::TokensPerSecond),
         (1_u64..u64::MAX).prop_map(Speed::Flops)
@@ -123,7 +123,7 @@ fn any_device() -> impl Strategy<Value = Device> {
     let port = || prop::option::of((1_u64..1 << 50).prop_map(Bandwidth));
     let memory = prop::option::of(any::<u64>().prop_map(Bytes));
     (1_u32..4, speed, memory, prop::option::of(0_usize..3), port(), port()).prop_map(
-        |(count, speed, memory, region, up, down)| Device {
+        |(count, speed, memory, region, up, down)| Machine {
             name: String::new(),
             count,
             speed,

@@ -6,18 +6,19 @@ use std::sync::Arc;
 use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
 use crate::op::Op;
-use crate::{DType, Element, Precision, Result, Shape, Tensor, TensorError};
+use crate::{DType, Element, Interrupt, Precision, Result, Shape, Tensor, TensorError};
 
 /// A handle on a backend; cloning it gives another handle on the same device.
 #[derive(Clone)]
 pub struct Device {
     backend: Arc<dyn Backend>,
     precision: Precision,
+    interrupt: Interrupt,
 }
 
 impl Device {
     fn new(backend: impl Backend + 'static) -> Self {
-        Self { backend: Arc::new(backend), precision: Precision::default() }
+        Self { backend: Arc::new(backend), precision: Precision::default(), interrupt: Interrupt::default() }
     }
 
     /// The host's processors, with `threads` threads in all; results have the same bits for any number of them.
@@ -41,7 +42,14 @@ impl Device {
     /// handle serve the other.
     #[must_use]
     pub fn with_precision(&self, precision: Precision) -> Self {
-        Self { backend: Arc::clone(&self.backend), precision }
+        Self { precision, ..self.clone() }
+    }
+
+    /// A handle on the same device whose ops, and those of the tensors that are made through it, fail while
+    /// `interrupt` is raised.
+    #[must_use]
+    pub fn with_interrupt(&self, interrupt: &Interrupt) -> Self {
+        Self { interrupt: interrupt.clone(), ..self.clone() }
     }
 
     /// What matrix products round their operands to.
@@ -89,7 +97,12 @@ impl Device {
     }
 
     /// Runs an op after checking its shapes, types and devices.
+    ///
+    /// Errors: [`TensorError::Interrupted`] while its [interrupt](Device::with_interrupt) is raised.
     pub fn run(&self, op: Op<'_>) -> Result<()> {
+        if self.interrupt.is_raised() {
+            return Err(TensorError::Interrupted);
+        }
         op.check(self)?;
         self.backend.run(op, self.precision)
     }

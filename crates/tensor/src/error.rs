@@ -94,6 +94,9 @@ pub enum TensorError {
         /// What the driver said.
         reason: String,
     },
+    /// An [`Interrupt`](crate::Interrupt) was raised.
+    #[error("the computation was interrupted")]
+    Interrupted,
     /// The threads of a cpu device could not be started.
     #[error("cpu: {threads} threads could not be started: {reason}")]
     Threads {

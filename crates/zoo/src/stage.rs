@@ -16,7 +16,7 @@ use crate::{GptConfig, TensorSpec, ZooError};
 pub use kept::Keeping;
 pub use slices::Slices;
 
-use kept::Kept;
+use kept::{Chain, Kept, bring_last};
 
 /// A range of a model's layers; the first stage has the embeddings, the last the head. A range between two layers has no
 /// parameters and gives what it takes.
@@ -62,6 +62,8 @@ pub struct Saved {
     /// Blocks whose part was let go of; those behind them follow in `blocks`.
     forgotten: usize,
     blocks: Vec<Kept>,
+    /// How the backward pass comes to what was not kept, where steps say it.
+    chain: Option<Chain>,
     head: Option<HeadSaved>,
     /// The gradient at the embedding's output, between the two halves of the backward pass.
     dx: Option<Tensor>,
@@ -77,7 +79,7 @@ impl Saved {
 
     /// Moves what `layers` blocks keep to the host's memory, behind those that were let go of: see [`Keeping::offload`].
     pub fn offload(&mut self, layers: usize) {
-        let keeping = Keeping { recompute: 0, offload: layers };
+        let keeping = Keeping { offload: layers, ..Keeping::default() };
         let kept = std::mem::take(&mut self.blocks).into_iter().enumerate();
         self.blocks = kept.map(|(i, kept)| kept.again(|saved| keeping.keep(i, saved))).collect();
     }
@@ -161,7 +163,7 @@ impl Stage {
 
     /// Says how it holds less between forward and backward passes, beginning during the forward pass; of whole sequences, since
     /// slices see each other. Of a pass that is over, [`Saved::forget`] and [`Saved::offload`] let go.
-    pub const fn set_keeping(&mut self, keeping: Keeping) {
+    pub fn set_keeping(&mut self, keeping: Keeping) {
         self.keeping = keeping;
     }
 
@@ -269,14 +271,9 @@ impl Stage {
         input: Input,
         targets: Option<(&Tensor, f32)>,
     ) -> Result<(Output, Saved), ZooError> {
-        self.forward_by(
-            params,
-            input,
-            0,
-            targets,
-            self.keeping,
-            |cx, i, x| Ok(self.blocks[i].forward(cx, x)?),
-        )
+        self.forward_by(params, input, 0, targets, &self.keeping, |cx, i, x| {
+            Ok(self.blocks[i].forward(cx, x)?)
+        })
     }
 
     fn forward_by(
@@ -285,7 +282,7 @@ impl Stage {
         input: Input,
         start: usize,
         targets: Option<(&Tensor, f32)>,
-        keeping: Keeping,
+        keeping: &Keeping,
         mut block: impl FnMut(&Cx<'_>, usize, Tensor) -> Result<(Tensor, TransformerSaved), ZooError>,
     ) -> Result<(Output, Saved), ZooError> {
         let cx = self.cx(params);
@@ -306,7 +303,18 @@ impl Stage {
             (Some(_), None) => return Err(ZooError::StageInput { expected: "targets" }),
             (None, Some(_)) => return Err(ZooError::StageInput { expected: "no targets" }),
         };
-        Ok((output, Saved { positions, tokens, forgotten: 0, blocks, head, dx: None }))
+        Ok((
+            output,
+            Saved {
+                positions,
+                tokens,
+                forgotten: 0,
+                blocks,
+                chain: Chain::after_forward(keeping),
+                head,
+                dx: None,
+            },
+        ))
     }
 
     /// The backward pass of one microbatch. `dy` is the gradient of the hidden states that this stage gave; the last
@@ -335,8 +343,9 @@ impl Stage {
             (None, None, Some(dy)) => dy,
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
         };
-        for (block, kept) in self.blocks.iter().zip(saved.blocks).rev() {
-            let mut saved = kept.bring(|x| block.forward(&cx, x))?;
+        let (mut kept, mut chain) = (saved.blocks, saved.chain);
+        for block in self.blocks.iter().rev() {
+            let mut saved = bring_last(&mut kept, &mut chain, |i, x| self.blocks[i].forward(&cx, x))?;
             dx = block.backward_input(&cx, &mut saved, dx)?;
             block.backward_weight(&cx, saved, grads)?;
             ready(self.span(block.first, Transformer::PARAMS), grads.flat);
@@ -403,10 +412,10 @@ impl Stage {
             (None, None, Some(dy)) => dy,
             _ => return Err(ZooError::StageInput { expected: "a gradient on all stages but the last" }),
         };
-        let kept = std::mem::take(&mut saved.blocks);
+        let mut kept = std::mem::take(&mut saved.blocks);
         let mut whole = Vec::with_capacity(kept.len());
-        for (i, kept) in kept.into_iter().enumerate().rev() {
-            let mut saved = kept.bring(|x| self.blocks[i].forward(&cx, x))?;
+        for i in (0..kept.len()).rev() {
+            let mut saved = bring_last(&mut kept, &mut saved.chain, |i, x| self.blocks[i].forward(&cx, x))?;
             dx = block(&cx, i, &mut saved, dx)?;
             whole.push(Kept::Here(saved));
         }
@@ -448,6 +457,19 @@ impl Stage {
             return Ok(());
         }
         Err(ZooError::StageInput { expected: "what was let go of, computed again" })
+    }
+
+    /// The ranges of the flat gradients as [`Stage::backward`] makes them final, in order.
+    #[must_use]
+    pub fn backward_ranges(&self) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = self.head.iter().map(|head| self.span(head.norm, 2)).collect();
+        ranges.extend(self.blocks.iter().rev().map(|block| self.span(block.first, Transformer::PARAMS)));
+        match (&self.embedding, &self.head) {
+            (Some(_), _) => ranges.push(self.span(0, 2)),
+            (None, Some(_)) => ranges.push(self.span(0, 1)),
+            (None, None) => {}
+        }
+        ranges
     }
 
     /// Elements of the flat buffers that `count` parameters from `first` on take, padding included.

@@ -1,11 +1,48 @@
 //! Ways to hold less on a device between forward and backward passes: the gradients keep their bits, and memory falls.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
+use farflung_base::ChainStep::{self, Backward, Drop, Forward, ForwardAll, Keep, Restore};
 use farflung_tensor::Device;
 use farflung_zoo::block::Grads;
 use farflung_zoo::{GptConfig, Input, Keeping, Output, Saved, Stage, stage};
 
 const LAYERS: usize = 6;
+
+/// Three inputs are kept at first; the first two blocks run again one at a time, from an input that is gone
+/// back to twice.
+const NESTED: [ChainStep; 31] = [
+    Keep(0),
+    Forward(0),
+    Forward(1),
+    Forward(2),
+    Keep(3),
+    Forward(3),
+    Keep(4),
+    ForwardAll(4),
+    ForwardAll(5),
+    Backward(5),
+    Backward(4),
+    Drop(4),
+    Restore(3),
+    ForwardAll(3),
+    Backward(3),
+    Drop(3),
+    Restore(0),
+    Forward(0),
+    Forward(1),
+    Keep(2),
+    ForwardAll(2),
+    Backward(2),
+    Drop(2),
+    Restore(0),
+    Forward(0),
+    ForwardAll(1),
+    Backward(1),
+    Restore(0),
+    ForwardAll(0),
+    Backward(0),
+    Drop(0),
+];
 
 /// The loss and gradients of a step, and the most bytes that the device held.
 fn step(
@@ -39,8 +76,8 @@ fn ways(open: impl Fn() -> Device, apart: bool) {
     let (loss, grads, most) = step(&open(), Keeping::default(), false, |_| {});
     for (recompute, offload) in [(2, 0), (LAYERS, 0), (usize::MAX, 1), (0, 2), (0, LAYERS), (2, 2)] {
         for halves in [false, true] {
-            let keeping = Keeping { recompute, offload };
-            let (same_loss, same_grads, held) = step(&open(), keeping, halves, |_| {});
+            let keeping = Keeping { recompute, offload, steps: None };
+            let (same_loss, same_grads, held) = step(&open(), keeping.clone(), halves, |_| {});
             assert_eq!(same_loss.to_bits(), loss.to_bits(), "{keeping:?}");
             assert!(same_grads == grads, "{keeping:?}");
             // Of 25 tensors as wide as the model, a block that is computed again keeps one.
@@ -49,6 +86,13 @@ fn ways(open: impl Fn() -> Device, apart: bool) {
                 assert!(held < most * 6 / 10, "{keeping:?}: {held} of {most} bytes");
             }
         }
+    }
+    for halves in [false, true] {
+        let keeping = Keeping { steps: Some(NESTED.into()), ..Keeping::default() };
+        let (same_loss, same_grads, held) = step(&open(), keeping, halves, |_| {});
+        assert_eq!(same_loss.to_bits(), loss.to_bits());
+        assert!(same_grads == grads);
+        assert!(halves || held < most * 7 / 10, "{held} of {most} bytes");
     }
     let (same_loss, same_grads, _) = step(&open(), Keeping::default(), false, |saved| saved.offload(4));
     assert!(same_loss.to_bits() == loss.to_bits() && same_grads == grads);

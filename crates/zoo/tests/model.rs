@@ -177,6 +177,7 @@ fn a_split_model_computes_what_the_whole_does() {
             let mut grads = Grads { flat: &mut flat, accumulate: false };
             dy = stage.backward(p, saved, dy, &mut grads, |r, _| ranges.push(r)).unwrap();
             covers_once_from_the_end(&ranges, stage.layout());
+            assert_eq!(ranges, stage.backward_ranges());
             for param in stage.layout().params() {
                 let to = &mut sum[whole.layout().find(&param.name).unwrap()];
                 let part = &flat.host::<f32>().unwrap()[param.range()];

@@ -10,7 +10,7 @@ use std::thread;
 use farflung_comm::{Communicator, ReduceOp, memory};
 use farflung_compress::CodecSpec;
 use farflung_optim::transform::{add_decayed_weights, clip_by_global_norm, scale_by_schedule};
-use farflung_optim::{Average, AverageConfig, Chain, Decay, Schedule, agree, loss_scale};
+use farflung_optim::{Average, AverageConfig, Chain, Decay, LrSchedule, agree, token_weight};
 use farflung_tensor::{Device, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::{
@@ -73,21 +73,21 @@ fn worker(seat: Arc<memory::Memory>) -> Result<Trained> {
         .then(clip_by_global_norm(1.0))
         .then(Lion { beta1: 0.9, beta2: 0.99 })
         .then(add_decayed_weights(0.1))
-        .then(scale_by_schedule(Schedule::new(2e-3, 1e-5, 10, STEPS, Decay::Cosine)?))
+        .then(scale_by_schedule(LrSchedule::new(2e-3, 1e-5, 10, STEPS, Decay::Cosine)?))
         .build(model.device(), model.layout())?;
     let codec: CodecSpec = "bf16+ef".parse()?;
     let mut average = Average::new(
         comm.clone(),
         model.device(),
         model.layout(),
-        AverageConfig { codec, bucket_bytes: 1 << 16, ..AverageConfig::default() },
+        AverageConfig { codec: codec.into(), bucket_bytes: 1 << 16, ..AverageConfig::default() },
     )?;
     if rank == 0 {
         println!("{} parameters, {WORKERS} workers, gradients as {codec}", model.layout().count());
     }
 
     let tokens = BATCH * config.context;
-    let scale = loss_scale(WORKERS, (WORKERS * tokens) as u64);
+    let scale = token_weight(WORKERS, (WORKERS * tokens) as u64);
     let (mut inputs, mut targets, mut losses) = (Vec::new(), Vec::new(), Vec::new());
     for step in 0..STEPS {
         sampler.batch(step, &mut inputs, &mut targets)?;

@@ -27,11 +27,12 @@ const MICROBATCHES: usize = 8;
 /// Steps of an epoch: windows of the data over sequences of a step.
 const EPOCH: u64 = 8;
 const EPOCHS: u64 = 12;
-/// Steps before the first that counts, on random windows of the same text: hidden states then no longer change as fast.
+/// Steps before the first that counts, on random windows of the same text: hidden states then no longer change
+/// as fast.
 const PRETRAINED: u64 = 150;
 
-/// A stage computes a microbatch in a 4.37th of the time that its hidden states in f32 take over 100 Mbit/s: 0.12 s and 0.524 s
-/// in the paper's run of GPT2-XL.
+/// A stage computes a microbatch in a 4.37th of the time that its hidden states in f32 take over 100 Mbit/s:
+/// 0.12 s and 0.524 s in the paper's run of GPT2-XL.
 const OVER_COMPUTE: f64 = 0.524 / 0.12;
 
 struct Case {
@@ -173,8 +174,8 @@ impl Setting {
     }
 }
 
-/// Settings whose step is long next to what ends it, the exchange of the token table: 128 sequences of 64 tokens, which are
-/// all of the data, so that each step is an epoch.
+/// Settings whose step is long next to what ends it, the exchange of the token table: 128 sequences of 64
+/// tokens, which are all of the data, so that each step is an epoch.
 fn long_step(folder: &Path, link: &str, seed: u64) -> Result<TrainConfig> {
     const BATCH: usize = 4;
     const MICROBATCHES: usize = 32;

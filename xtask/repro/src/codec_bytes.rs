@@ -110,8 +110,9 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let mut method = PowerSgd::new(1024, 1024, 4, report.seed())?;
     method.begin(&x)?;
     let mut handed_out = 0;
-    while let Some(buffer) = method.exchange() {
-        handed_out += size_of_val(buffer);
+    while let Some(buffer) = method.outgoing().map(<[f32]>::to_vec) {
+        handed_out += size_of_val(&buffer[..]);
+        method.incoming(&buffer)?;
     }
     rows(report, "PowerSGD rank 4", handed_out * 2 * (RANKS - 1) / RANKS, 49_152)?;
     let mut link = Direct::per_channel(Int4::new(128)?, 128 * 128, 128)?;

@@ -132,7 +132,9 @@ fn low_rank(report: &mut Report<'_>, options: &Options, rounds: u64) -> Result<(
     for round in 0..=rounds {
         let start = now();
         method.begin(&x)?;
-        while method.exchange().is_some() {}
+        while let Some(values) = method.outgoing().map(<[f32]>::to_vec) {
+            method.incoming(&values)?;
+        }
         let encoded = now();
         method.end(black_box(&mut out))?;
         if round > 0 {

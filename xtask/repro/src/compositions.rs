@@ -9,6 +9,7 @@ use farflung::train::{Job, Trainer};
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, config, job, on_all};
+use farflung::transports::SIMULATED;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "compositions",
@@ -77,7 +78,7 @@ fn made(whole: &Job, mut config: TrainConfig) -> Result<Job> {
     let workers = 2 * config.stages;
     config.workers = workers;
     config.microbatches = (config.stages > 1).then_some(4);
-    if config.transport == TransportKind::Simulated {
+    if config.transport == TransportKind::of(&SIMULATED) {
         config.link = Link::FREE;
     }
     Ok(whole.with_config(config, workers)?)

@@ -4,6 +4,7 @@ use anyhow::Result;
 use farflung::TrainConfig;
 use farflung::comm::ReduceOp;
 use farflung::config::choice::SyncKind;
+use farflung::optim::sync::DILOCO;
 use farflung::train::Trainer;
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -54,7 +55,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let by_ddp = on_all(&first, |worker| trace(worker, 1))?;
     for every in [1_u64, 5, 10] {
         let config = TrainConfig {
-            sync: SyncKind::Diloco,
+            sync: SyncKind::of(&DILOCO),
             sync_every: every,
             outer_lr: 1.0,
             outer_momentum: 0.0,

@@ -6,6 +6,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use farflung::base::Philox;
 use farflung::config::choice::{Resume, SyncKind};
+use farflung::optim::sync::DILOCO;
 use farflung::train::{Fault, FaultyValue, Job, Quiet, Report as Trained, Thoroughness, run_job, seats};
 use farflung::{Checkpoint, Error, Existing, Packing, RunDir, TrainConfig};
 
@@ -46,7 +47,7 @@ const CASES: [Case; 4] = [
     // Parameters and moments are each replica's own between averages.
     Case {
         name: "diloco, 3 replicas",
-        config: |c| TrainConfig { workers: 3, sync: SyncKind::Diloco, sync_every: 2, ..c },
+        config: |c| TrainConfig { workers: 3, sync: SyncKind::of(&DILOCO), sync_every: 2, ..c },
         values: &[FaultyValue::Reduced],
         copies: 3,
     },

@@ -2,16 +2,16 @@
 
 use std::io::Write;
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use farflung::optim::{AdamW, Schedule, adamw};
+use farflung::measure::{Trial, measure};
 use farflung::tensor::Device;
-use farflung::zoo::block::Grads;
-use farflung::zoo::{GptConfig, Input, Output, Stage, stage};
+use farflung::zoo::GptConfig;
 use serde_json::{Value, json};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::machine::{bandwidth, fma_peak, median, now, resident};
+use crate::machine::{bandwidth, fma_peak, median, resident};
 use crate::peers::Peers;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -159,45 +159,11 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let case = CASES.iter().find(|c| c.name == name).context("no such model")?;
     let (threads, seconds, seed): (usize, f64, u64) = (threads.parse()?, seconds.parse()?, seed.parse()?);
     let model = case.model()?;
-    let tokens = case.batch * model.context;
     let before = resident();
-
-    let cpu = Device::cpu(threads)?;
-    let stage = Stage::whole(model, &cpu)?;
-    let mut params = stage.init(seed)?;
-    let mut grads = stage.zeros()?;
-    let adamw = adamw(AdamW {
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        clip: Some(1.0),
-        schedule: Schedule::constant(1e-3),
-    });
-    let mut chain = adamw.build(&cpu, stage.layout())?;
-    let some =
-        |factor: usize| -> Vec<u32> { (0..tokens).map(|i| (i * factor % model.vocab) as u32).collect() };
-    let (inputs, targets) = (some(7919), some(104_729));
-
-    let mut times = Vec::new();
-    let mut loss = 0.0;
-    let start = now();
-    while start.elapsed().as_secs_f64() < seconds || times.len() < 3 {
-        let step = now();
-        let (x, y) = (stage.tokens(&inputs, model.context)?, stage.tokens(&targets, model.context)?);
-        let (output, saved) = stage.forward(&params, Input::Tokens(x), Some((&y, 1.0 / tokens as f32)))?;
-        let Output::Losses(losses) = output else { bail!("the whole model gives losses") };
-        loss = stage::total(&losses)? / tokens as f64;
-        let into = &mut Grads { flat: &mut grads, accumulate: false };
-        stage.backward(&params, saved, None, into, |_, _| ())?;
-        let prepared = chain.prepare(&grads)?;
-        chain.commit(&mut params, &grads, prepared)?;
-        times.push(step.elapsed().as_secs_f64());
-    }
-    ensure!(loss.is_finite(), "the loss is {loss}");
-    // The first step fills the pools.
-    let settled = times.split_off(1);
+    let time = Duration::from_secs_f64(seconds);
+    let trial = Trial { name: case.name, model, batch: case.batch, time, seed };
+    let measured = measure(&Device::cpu(threads)?, &trial)?;
     let memory = before.zip(resident()).map(|((before, _), (_, peak))| peak.saturating_sub(before));
-    let figures = json!({ "tok_s": tokens as f64 / median(settled), "memory": memory, "loss": loss });
+    let figures = json!({ "tok_s": measured.tokens_per_s, "memory": memory, "loss": measured.loss });
     writeln!(out, "{figures}").context("failed to print")
 }

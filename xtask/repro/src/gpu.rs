@@ -5,7 +5,7 @@
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use farflung::optim::{AdamW, Schedule, adamw};
+use farflung::optim::{AdamW, LrSchedule, adamw};
 use farflung::tensor::{BlockCodec, Code, DType, Device, Fuse, Op, Precision};
 use farflung::zoo::block::Grads;
 use farflung::zoo::{GptConfig, Input, Stage};
@@ -173,7 +173,7 @@ fn step(device: &Device, sizes: &Sizes, seed: u64) -> Result<(f64, f64)> {
     let tokens = sizes.batch * context;
     let stage = Stage::whole(model, device)?;
     let (mut params, mut grads) = (stage.init(seed)?, stage.zeros()?);
-    let schedule = Schedule::constant(1e-3);
+    let schedule = LrSchedule::constant(1e-3);
     let adamw =
         adamw(AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, clip: Some(1.0), schedule });
     let mut chain = adamw.build(device, stage.layout())?;

@@ -2,8 +2,10 @@
 
 use anyhow::{Result, ensure};
 use farflung::TrainConfig;
-use farflung::config::choice::{OptimizerKind, ScheduleKind, SyncKind};
+use farflung::config::choice::{LrScheduleKind, OptimizerKind, SyncKind};
 use farflung::corpus;
+use farflung::optim::local::ADAMW;
+use farflung::optim::sync::DDP;
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, job, on_all};
@@ -32,18 +34,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         batch: 12,
         accumulate: 1,
         steps,
-        optimizer: OptimizerKind::AdamW,
+        optimizer: OptimizerKind::of(&ADAMW),
         lr: 1e-3,
         min_lr: 1e-3,
         warmup: 50,
-        lr_schedule: ScheduleKind::Constant,
+        lr_schedule: LrScheduleKind::Constant,
         weight_decay: 0.1,
         beta1: 0.9,
         beta2: 0.95,
         clip: 1.0,
         seed: report.seed(),
         workers: 1,
-        sync: SyncKind::Ddp,
+        sync: SyncKind::of(&DDP),
         eval_batches: 50,
         threads: 0,
         ..TrainConfig::default()

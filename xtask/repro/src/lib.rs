@@ -28,6 +28,7 @@ pub mod peers;
 
 mod allocations;
 mod binary;
+mod blame;
 mod boundary;
 mod machine;
 mod mutate;
@@ -70,12 +71,14 @@ mod plan_text;
 mod predict_vs_run;
 mod regions;
 mod relay;
+mod rendezvous;
 mod replan;
 mod resume;
 mod schedule_laws;
 mod schedule_vectors;
 mod signals;
 mod sim_scale;
+mod trainer_cost;
 mod simulate_scale;
 mod slow_link;
 mod soak;
@@ -131,12 +134,15 @@ pub const BENCHES: &[Bench] = &[
     regions::BENCH,
     plan_exact::BENCH,
     plan_text::BENCH,
+    rendezvous::BENCH,
     replan::BENCH,
     uneven_plan::BENCH,
+    blame::BENCH,
     boundary::BENCH,
     compositions::BENCH,
     simulate_scale::BENCH,
     sim_scale::BENCH,
+    trainer_cost::BENCH,
     zero_bubble::BENCH,
 ];
 

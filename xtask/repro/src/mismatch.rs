@@ -1,4 +1,5 @@
-//! Three ranks of a job, one of which was given another value of one setting: for each setting of `train --help`.
+//! Three ranks of a job, one of which was given another value of one setting: for each setting of `train
+//! --help`.
 
 use std::fs;
 use std::net::TcpListener;
@@ -154,8 +155,8 @@ impl Fixtures {
         settings.map(|(name, value)| (name.to_owned(), value.to_owned())).into()
     }
 
-    /// Another value of a setting, found by its type: a fixture for a path, another number, the other truth, or another of
-    /// the words that the refusal of a wrong one lists.
+    /// Another value of a setting, found by its type: a fixture for a path, another number, the other truth, or
+    /// another of the words that the refusal of a wrong one lists.
     fn other_value(&self, setting: &str, case: &str) -> Option<String> {
         if setting == "out" {
             return Some(self.path(&format!("other-out-{case}")).display().to_string());

@@ -3,7 +3,9 @@
 use anyhow::Result;
 use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Link, Nanos, Topology};
-use farflung::parallel::{Algorithm, Codec, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, simulate};
+use farflung::parallel::{
+    Algorithm, Codec, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, simulate_replicas,
+};
 use farflung::train::{AveragePrices, Job};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -84,7 +86,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&metric, off(overlapped, law), "%", Mark::AtMost(5.0))?;
         let metric = format!("{name}: without overlap, off the sum");
         report.row(&metric, off(after, compute + communication), "%", Mark::AtMost(5.0))?;
-        let metric = format!("{name}: off what `simulate` predicts");
+        let metric = format!("{name}: off what `simulate_replicas` predicts");
         let predicted = predicted(&first, link, steps)?;
         report.row(&metric, off(overlapped, predicted), "%", Mark::AtMost(5.0))?;
     }
@@ -110,5 +112,6 @@ fn predicted(job: &Job, link: Link, steps: u32) -> Result<f64> {
     let prices = AveragePrices::new(Topology::uniform(WORKERS as usize, link));
     let price = |values| prices.of(Algorithm::Ring, &Codec::F32, values).unwrap_or(Nanos::MAX);
     let cost = Cost { ranks: vec![rank; WORKERS as usize] };
-    Ok(simulate(&replicas, &shape, &cost, steps, &price)?.makespan().as_secs_f64() / f64::from(steps))
+    Ok(simulate_replicas(&replicas, &shape, &cost, steps, &price)?.makespan().as_secs_f64()
+        / f64::from(steps))
 }

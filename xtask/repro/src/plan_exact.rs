@@ -1,10 +1,13 @@
-//! Whatever the plan, a run is one process: meshes, unequal shares and layers, schedules, transports.
+//! Whatever the plan, a run is one process: meshes, unequal shares and layers, schedules, levels, transports.
 
-use anyhow::Result;
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
 use farflung::TrainConfig;
-use farflung::base::Link;
+use farflung::base::{Algorithm, Bytes, Link};
 use farflung::parallel::pipeline::Method;
-use farflung::parallel::{BoundaryCodecs, Part, Pipeline, Plan, Recompute, ScheduleSource};
+use farflung::parallel::plan::NO_CODEC;
+use farflung::parallel::{BoundaryCodecs, Level, Part, Pipeline, Plan, Recompute, ScheduleSource};
 use farflung::train::{Job, Trainer};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -12,8 +15,8 @@ use crate::workers::{Over, config, farthest, job, on_all, with_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-exact",
-    claim: "plans of any mesh, with unequal shares and layers, under any schedule and over any transport, have the losses of \
-            one process, and its bits where gradients are summed in the same order",
+    claim: "plans of any mesh, with unequal shares and layers, in one level or two, under any schedule and over any transport, \
+            have the losses of one process, and its bits where gradients are summed in the same order",
     source: "ours",
     seed: 1337,
     run,
@@ -34,21 +37,32 @@ struct Shape {
     cuts: &'static [u32],
     method: Method,
     recompute: Recompute,
+    /// The regions of replicas; none: one level.
+    regions: &'static [&'static [u32]],
     /// Whether gradients are summed as one process sums them.
     in_order: bool,
 }
 
 const fn shape(microbatches: &'static [u32], stages: u32, cuts: &'static [u32], method: Method) -> Shape {
-    Shape { microbatches, stages, cuts, method, recompute: Recompute::None, in_order: false }
+    Shape { microbatches, stages, cuts, method, recompute: Recompute::None, regions: &[], in_order: false }
 }
 
 const fn same_order(shape: Shape) -> Shape {
     Shape { in_order: true, ..shape }
 }
 
-const SHAPES: [Shape; 24] = [
+const fn in_regions(regions: &'static [&'static [u32]], shape: Shape) -> Shape {
+    Shape { regions, ..shape }
+}
+
+const SHAPES: [Shape; 31] = [
     same_order(shape(&[8], 1, &[], Method::OneFOneB)),
     same_order(Shape { recompute: Recompute::Layers(2), ..shape(&[8], 1, &[], Method::OneFOneB) }),
+    // Of the 1.1 MB that four layers keep of a microbatch.
+    same_order(Shape {
+        recompute: Recompute::Within(Bytes(600_000)),
+        ..shape(&[8], 1, &[], Method::OneFOneB)
+    }),
     shape(&[4, 4], 1, &[], Method::OneFOneB),
     shape(&[7, 1], 1, &[], Method::OneFOneB),
     shape(&[3, 5], 1, &[], Method::OneFOneB),
@@ -71,7 +85,23 @@ const SHAPES: [Shape; 24] = [
     shape(&[3, 5], 2, &[1, 2, 3], Method::ZbV),
     shape(&[6, 2], 2, &[2], Method::Chimera),
     Shape { recompute: Recompute::Layers(1), ..shape(&[2, 6], 3, &[1, 3], Method::Varuna) },
+    in_regions(&[&[0, 1], &[2, 3]], shape(&[2, 2, 2, 2], 1, &[], Method::OneFOneB)),
+    in_regions(&[&[0, 1], &[2, 3]], shape(&[4, 2, 1, 1], 1, &[], Method::OneFOneB)),
+    in_regions(&[&[2], &[0, 1]], shape(&[1, 2, 5], 1, &[], Method::OneFOneB)),
+    in_regions(&[&[0, 2], &[1]], shape(&[3, 4, 1], 2, &[3], Method::ZbH1)),
+    in_regions(&[&[0, 1], &[2]], shape(&[2, 4, 2], 2, &[1, 2, 3], Method::Interleaved)),
+    in_regions(&[&[0], &[1]], shape(&[5, 3], 2, &[1, 2, 3], Method::ZbV)),
 ];
+
+/// Averages go plain inside of regions, which are groups of replicas, and by the level's codec between them.
+pub(crate) fn in_two_levels(plan: &mut Plan, regions: &[&[u32]]) {
+    let mut outer = plan.levels.remove(0);
+    let algorithm = if outer.codec == NO_CODEC { Algorithm::Ring } else { Algorithm::Direct };
+    outer.algorithm = Algorithm::Hierarchical;
+    let groups = regions.iter().map(|region| region.to_vec()).collect();
+    let inner = Level { groups, codec: NO_CODEC.to_owned(), algorithm, ..outer.clone() };
+    plan.levels = vec![inner, outer];
+}
 
 pub(crate) fn plan(
     base: &Plan,
@@ -112,42 +142,79 @@ pub(crate) fn trace(job: &Job, steps: u64) -> Result<(Vec<f64>, Vec<f32>)> {
     Ok((losses, params.unwrap_or_default()))
 }
 
+/// The gradients of a job's first step by the names of tensors, each from a rank that has it in its first part,
+/// but for the token table, whose two users are summed on their own where they are apart.
+fn first_gradients(job: &Job) -> Result<BTreeMap<String, Vec<u32>>> {
+    let ranks = on_all(job, |rank: &mut Trainer| {
+        rank.step(false)?;
+        let all = rank.grads().to_vec::<f32>()?;
+        let tensors = rank.stage().layout().params().iter().filter(|p| p.name != "wte.weight");
+        let bits = tensors.map(|p| (p.name.clone(), all[p.range()].iter().map(|g| g.to_bits()).collect()));
+        Ok(bits.collect::<Vec<_>>())
+    })?;
+    Ok(ranks.into_iter().flatten().collect())
+}
+
+/// The plan of a shape for the job of one process.
+fn plan_of(shape: &Shape, whole: &Job) -> Result<Plan> {
+    let mut plan = plan(&whole.plan, shape.microbatches, shape.stages, shape.cuts, shape.method)?;
+    for part in &mut plan.parts {
+        let count = part.layers.end - part.layers.start;
+        part.recompute = match shape.recompute {
+            Recompute::Layers(n) if count > 0 => Recompute::Layers(n.min(count)),
+            Recompute::Layers(_) => Recompute::None,
+            other => other,
+        };
+    }
+    if !shape.regions.is_empty() {
+        in_two_levels(&mut plan, shape.regions);
+    }
+    Ok(plan)
+}
+
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let steps = if options.quick { 3 } else { 10 };
     let whole = alone(report.seed(), ALL)?;
     let (losses, params) = trace(&whole, steps)?;
+    let gradients = first_gradients(&whole)?;
     let link = Link::FREE;
-    let over = [("memory", Over::Memory), ("simulated", Over::Simulated(link)), ("tcp", Over::Tcp)];
+    let all = [("memory", Over::Memory), ("simulated", Over::Simulated(link)), ("tcp", Over::Tcp)];
     for (i, shape) in SHAPES.iter().enumerate() {
-        let mut plan = plan(&whole.plan, shape.microbatches, shape.stages, shape.cuts, shape.method)?;
-        for part in &mut plan.parts {
-            let count = part.layers.end - part.layers.start;
-            part.recompute = match shape.recompute {
-                Recompute::Layers(n) if count > 0 => Recompute::Layers(n.min(count)),
-                Recompute::Layers(_) => Recompute::None,
-                other => other,
-            };
-        }
-        let (transport, over) = over[i % over.len()];
-        let mut job = whole.with_plan(plan)?;
-        job.config = with_transport(job.config, over);
-        let (piped, ended) = trace(&job, steps)?;
-        let lens: Vec<_> = job.plan.parts.iter().map(|p| p.layers.len()).collect();
+        let planned = whole.with_plan(plan_of(shape, &whole)?)?;
+        let lens: Vec<_> = planned.plan.parts.iter().map(|p| p.layers.len()).collect();
+        let levels = if shape.regions.is_empty() { "" } else { ", in two levels" };
+        let again = match shape.recompute {
+            Recompute::None => String::new(),
+            other => format!(", recompute {other}"),
+        };
         let name = format!(
-            "{:?} microbatches, layers {lens:?} on {}, {}, {transport}",
+            "{:?} microbatches, layers {lens:?} on {}, {}{again}{levels}",
             shape.microbatches, shape.stages, shape.method
         );
-        let off = farthest(&piped, &losses);
-        report.row(&format!("{name}: largest difference of losses"), off, "nats", Mark::AtMost(1e-5))?;
-        // The token table's two users are summed on their own where they are apart.
-        let table = if shape.cuts.is_empty() { 0 } else { whole.model.vocab * whole.model.dim };
-        let differing = match steps {
-            _ if !shape.in_order || table > 0 => None,
-            _ => Some(ended.iter().zip(&params).filter(|(a, b)| a.to_bits() != b.to_bits()).count()),
-        };
-        if let Some(differing) = differing {
-            let metric = format!("{name}: parameters whose bits differ");
-            report.row(&metric, differing as f64, "", Mark::AtMost(0.0))?;
+        // Each transport in turn where time is short.
+        let over = if options.quick { &all[i % all.len()..][..1] } else { &all[..] };
+        for (transport, over) in over {
+            let mut job = planned.clone();
+            job.config = with_transport(job.config, *over);
+            let (piped, ended) = trace(&job, steps)?;
+            let metric = format!("{name}, {transport}: largest difference of losses");
+            report.row(&metric, farthest(&piped, &losses), "nats", Mark::AtMost(1e-5))?;
+            if !shape.in_order {
+                continue;
+            }
+            let metric = |what: &str| format!("{name}, {transport}: {what} whose bits differ");
+            if shape.cuts.is_empty() {
+                let differing = ended.iter().zip(&params).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+                report.row(&metric("parameters"), differing as f64, "", Mark::AtMost(0.0))?;
+            }
+            let seen = first_gradients(&job)?;
+            ensure!(seen.len() > 1, "no gradients to compare");
+            let mut differing = 0;
+            for (tensor, mine) in seen {
+                let theirs = gradients.get(&tensor).with_context(|| format!("no tensor {tensor}"))?;
+                differing += mine.iter().zip(theirs).filter(|(a, b)| a != b).count();
+            }
+            report.row(&metric("gradients of the first step"), differing as f64, "", Mark::AtMost(0.0))?;
         }
     }
     Ok(())

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use anyhow::{Result, anyhow};
-use farflung::base::{Algorithm, Philox, Precision};
+use farflung::base::{Algorithm, Bytes, Philox, Precision};
 use farflung::comm::{Communicator, memory};
 use farflung::parallel::pipeline::{Method, VersionSync};
 use farflung::parallel::{
@@ -29,7 +29,8 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
     let part = |p: u32, end: &mut u32| {
         let count = 1 + draw(8 + u64::from(p), 5) as u32;
         *end += count;
-        let recompute = match draw(16 + u64::from(p), 3) {
+        let recompute = match draw(16 + u64::from(p), if stages == 1 { 4 } else { 3 }) {
+            3 => Recompute::Within(Bytes(1 + draw(20 + u64::from(p), 1 << 40))),
             0 => Recompute::None,
             1 => Recompute::Full,
             _ => Recompute::Layers(1),

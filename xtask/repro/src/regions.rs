@@ -1,4 +1,5 @@
-//! Two regions with one slow line between them: the coded average in two levels against the flat one and against f32.
+//! Two regions with one slow line between them: the coded average in two levels against the flat one and
+//! against f32.
 
 use std::sync::Arc;
 
@@ -81,13 +82,18 @@ fn measure(
 fn coded(topology: &Topology, len: usize, algorithm: Algorithm) -> Result<Taken> {
     let layout = ParamLayout::new([("w".to_owned(), Shape::from(len))]);
     let codec: CodecSpec = CODEC.parse()?;
-    let config = AverageConfig { codec, algorithm, bucket_bytes: usize::MAX, ..AverageConfig::default() };
+    let config = AverageConfig {
+        codec: codec.into(),
+        algorithm,
+        bucket_bytes: usize::MAX,
+        ..AverageConfig::default()
+    };
     let round = |comm: &Communicator| -> Result<(), OptimError> {
         let cpu = Device::cpu(1)?;
         let value = |i: usize| ((i * 7 + comm.rank().index()) % 101) as f32 - 50.0;
         let values: Vec<f32> = (0..layout.len()).map(value).collect();
         let mut flat = cpu.tensor(&values, layout.len())?;
-        let mut average = Average::new(comm.clone(), &cpu, &layout, config)?;
+        let mut average = Average::new(comm.clone(), &cpu, &layout, config.clone())?;
         average.all(&mut flat)?;
         average.commit();
         let mean = flat.to_vec::<f32>()?[0];
@@ -124,7 +130,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Taken { seconds: 2.0 * inside + FAR + g * packed(v / g) * LINE, crossed: g * packed(v / g) };
     // Each region's ranks send each of the other's its shard, and then their own shard's result.
     let phase = g * g * packed(v / n);
-    // The first to have all of the first half begin the second, so that the line never rests: one latency shows.
+    // The first to have all of the first half begin the second, so that the line never rests: one latency
+    // shows.
     let flat = Taken { seconds: FAR + 2.0 * phase * LINE, crossed: 2.0 * phase };
     // In f32: rings inside, and rings of two between the owners of each quarter, which fill the line in turns.
     let grouped =

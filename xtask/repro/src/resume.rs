@@ -24,11 +24,12 @@ const WORKERS: usize = 4;
 const STEPS: u64 = 60;
 
 /// What is trained: how workers agree, and the flags for it.
-const CASES: [(&str, &[&str]); 4] = [
+const CASES: [(&str, &[&str]); 5] = [
     ("ddp", &["--sync", "ddp", "--codec", "none"]),
     ("diloco, int8 + error feedback", &["--sync", "diloco", "--sync-every", "4", "--codec", "int8"]),
     ("diloco", &["--sync", "diloco", "--sync-every", "4", "--codec", "none"]),
     ("ddp, int8 + error feedback", &["--sync", "ddp", "--codec", "int8"]),
+    ("ddp, PowerSGD", &["--sync", "ddp", "--codec", "powersgd:2"]),
 ];
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -62,7 +63,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     other_ways(report, options, folder.path())
 }
 
-/// Steps of a run before something happens to it. Its learning rate is constant, so that a run of more steps begins alike.
+/// Steps of a run before something happens to it. Its learning rate is constant, so that a run of more steps
+/// begins alike.
 const HALF: u64 = 10;
 
 /// Resumes that are not the same run in the same folders again.
@@ -150,7 +152,8 @@ fn rank_folder(rank: usize) -> PathBuf {
     if rank == 0 { PathBuf::new() } else { PathBuf::from(format!("ranks/rank-{rank:05}")) }
 }
 
-/// A small run with a checkpoint every 5 steps that goes on where it was cut off. `flags` stand above those that it needs.
+/// A small run with a checkpoint every 5 steps that goes on where it was cut off. `flags` stand above those
+/// that it needs.
 fn train(flags: &[&str], out: &Path) -> Result<Command> {
     let (steps, workers) = (STEPS.to_string(), WORKERS.to_string());
     let needed = [

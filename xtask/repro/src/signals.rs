@@ -1,4 +1,7 @@
-//! Signals at random moments of a run, whatever its stderr is: the run is saved and ends with the signal's code.
+//! Signals at random moments of a run, whatever its stderr is and whatever it does: the run is saved and ends
+//! with the signal's code.
+
+mod within;
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -23,7 +26,8 @@ use crate::machine::now;
 pub(crate) const BENCH: Bench = Bench {
     name: "signals",
     claim: "SIGINT, SIGTERM and SIGHUP at 100 random moments, with stderr a terminal, a file, a closed pipe and a full \
-            device in turn: no checkpoint is lost, and each run ends within 2 s with the right exit code",
+            device in turn, and within long steps, beside a rank that stands still and while data loads: no checkpoint \
+            is lost, and each run ends within 2 s with the right exit code",
     source: "ours",
     seed: 1337,
     run,
@@ -120,7 +124,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let metric = format!("slowest to end, stderr a {}", stderr.name());
         report.row(&metric, slowest, "s", Mark::AtMost(2.0))?;
     }
-    Ok(())
+    within::run(report, options, &text)
 }
 
 /// Starts a run or goes on with one, signals it so much later, and looks what it left.
@@ -173,16 +177,20 @@ fn stop(
         terminal.join().map_err(|_| anyhow::anyhow!("the terminal's thread panicked"))?;
     }
     let (logged, saved) = left(out)?;
-    let saved = saved == Some(logged) && logged > before;
+    // One that was still loading has done nothing more.
+    let saved = saved.unwrap_or(0) == logged && logged >= before;
     Ok(Outcome { took, right_code: status.is_some_and(|status| status.code() == Some(code)), saved })
 }
 
 /// The last step that a run logged, and that of its newest checkpoint, whose every byte is looked at.
 fn left(out: &Path) -> Result<(u64, Option<u64>)> {
+    // A rank's own folder has no metrics.
     if !out.exists() {
         return Ok((0, None));
     }
-    let logged = metrics::read(&out.join("metrics.jsonl"))?.last().map_or(0, |row| row.step);
+    let rows = out.join("metrics.jsonl");
+    let rows = if rows.exists() { metrics::read(&rows)? } else { Vec::new() };
+    let logged = rows.last().map_or(0, |row| row.step);
     Ok((logged, run_dir::latest(out)?.map(|checkpoint| checkpoint.step())))
 }
 

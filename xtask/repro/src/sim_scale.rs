@@ -24,7 +24,7 @@ pub(crate) const BENCH: Bench = Bench {
 const VALUES: usize = 64;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let rounds = if options.quick { 1 } else { 5 };
+    let rounds = if options.quick { 1 } else { 3 };
     let sizes: &[usize] = if options.quick { &[16, 64] } else { &[16, 64, 128, 256] };
     let mut turns = vec![Vec::new(); sizes.len()];
     // A shared machine is fast in one moment and slow in the next: each size has its turn several times.

@@ -6,9 +6,12 @@ use std::net::TcpListener;
 
 use anyhow::{Context, Result, anyhow};
 use farflung::base::{Link, Rank};
-use farflung::compress::CodecSpec;
-use farflung::config::choice::{OptimizerKind, ScheduleKind, SyncKind, TransportKind};
+use farflung::compress::AverageSpec;
+use farflung::config::choice::{LrScheduleKind, OptimizerKind, SyncKind, TransportKind};
+use farflung::optim::local::SGD;
+use farflung::optim::sync::DDP;
 use farflung::train::{Job, Seat, Trainer, seats};
+use farflung::transports::{MEMORY, SIMULATED, TCP};
 use farflung::{LaunchEnv, Stop, TrainConfig};
 
 /// What carries the bytes of a job.
@@ -33,9 +36,9 @@ pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
         context: Some(if nano { 64 } else { 32 }),
         batch: 4,
         seed,
-        sync: SyncKind::Ddp,
-        codec: CodecSpec::default(),
-        lr_schedule: ScheduleKind::Constant,
+        sync: SyncKind::of(&DDP),
+        codec: AverageSpec::default(),
+        lr_schedule: LrScheduleKind::Constant,
         min_lr: 0.0,
         warmup: 0,
         threads: 1,
@@ -45,7 +48,14 @@ pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
 
 /// Plain SGD: no momentum, no decay, no clipping, a constant rate.
 pub(crate) fn plain_sgd(config: TrainConfig, lr: f64) -> TrainConfig {
-    TrainConfig { optimizer: OptimizerKind::Sgd, momentum: 0.0, weight_decay: 0.0, clip: 0.0, lr, ..config }
+    TrainConfig {
+        optimizer: OptimizerKind::of(&SGD),
+        momentum: 0.0,
+        weight_decay: 0.0,
+        clip: 0.0,
+        lr,
+        ..config
+    }
 }
 
 /// A job over a transport. Jobs on the same data are made with [`again`], which does not read it anew.
@@ -67,9 +77,9 @@ pub(crate) fn again(job: &Job, config: TrainConfig, over: Over) -> Job {
 
 pub(crate) fn with_transport(mut config: TrainConfig, over: Over) -> TrainConfig {
     (config.transport, config.link) = match over {
-        Over::Memory => (TransportKind::Memory, config.link),
-        Over::Simulated(link) => (TransportKind::Simulated, link),
-        Over::Tcp => (TransportKind::Tcp, config.link),
+        Over::Memory => (TransportKind::of(&MEMORY), config.link),
+        Over::Simulated(link) => (TransportKind::of(&SIMULATED), link),
+        Over::Tcp => (TransportKind::of(&TCP), config.link),
     };
     config
 }
@@ -83,7 +93,7 @@ fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Resu
     let work = &work;
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
-        if job.config.transport == TransportKind::Tcp {
+        if job.config.transport == TransportKind::of(&TCP) {
             let port = free_port()?;
             for rank in 0..job.world {
                 threads.push(scope.spawn(move || work(join(job, rank, port)?)));

@@ -1,5 +1,5 @@
-//! Which coded all-reduce: the programs by the names of [`Algorithm`], and the choice among them by what they cost on declared
-//! links, with the codec's largest payloads.
+//! Which coded all-reduce: the programs by the names of [`Algorithm`], and the choice among them by what they
+//! cost on declared links, with the codec's largest payloads.
 
 use std::sync::Arc;
 
@@ -56,6 +56,12 @@ pub trait CodedAllReduce: Sized {
     /// As [`CodedAllReduce::resolve_coded`].
     fn coded_program(self, rank: Rank, buffer: &CodedBuffer<'_>) -> Result<Program, CommError>;
 
+    /// All ranks' programs.
+    ///
+    /// # Errors
+    /// As [`CodedAllReduce::resolve_coded`].
+    fn coded_programs(self, buffer: &CodedBuffer<'_>) -> Result<Vec<Program>, CommError>;
+
     /// What it takes from a common start until the last rank is done, with the codec's largest payloads.
     ///
     /// # Errors
@@ -77,13 +83,12 @@ impl CodedAllReduce for Algorithm {
     }
 
     fn coded_program(self, rank: Rank, buffer: &CodedBuffer<'_>) -> Result<Program, CommError> {
-        let form = self.resolve_coded(buffer)?;
-        let mut ways = ways(form, buffer);
-        if ways.len() == 1 {
-            // A single way is not priced.
-            return Ok(ways.remove(0)(rank));
-        }
-        Ok(cheapest(form, buffer).0(rank))
+        Ok(chosen(self.resolve_coded(buffer)?, buffer)(rank))
+    }
+
+    fn coded_programs(self, buffer: &CodedBuffer<'_>) -> Result<Vec<Program>, CommError> {
+        let way = chosen(self.resolve_coded(buffer)?, buffer);
+        Ok((0..buffer.topology.size() as u32).map(|rank| way(Rank(rank))).collect())
     }
 
     fn coded_cost(self, buffer: &CodedBuffer<'_>) -> Result<Nanos, CommError> {
@@ -93,6 +98,12 @@ impl CodedAllReduce for Algorithm {
 
 /// One way to run a form: each rank's program.
 type Way = Box<dyn Fn(Rank) -> Program>;
+
+/// The cheapest way to run a form. A single way is not priced.
+fn chosen(form: Algorithm, buffer: &CodedBuffer<'_>) -> Way {
+    let mut ways = ways(form, buffer);
+    if ways.len() == 1 { ways.remove(0) } else { cheapest(form, buffer).0 }
+}
 
 /// The cheapest way to run a form, and what it takes; of equally cheap ones the first.
 fn cheapest(form: Algorithm, buffer: &CodedBuffer<'_>) -> (Way, Nanos) {

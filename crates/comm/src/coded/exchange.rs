@@ -1,22 +1,25 @@
-//! A coded scatter-gather: every rank reduces one block for all others. Blocks are equal, or weighted by uplinks.
+//! A coded scatter-gather: every rank reduces one block for all others. Blocks are equal, or weighted by
+//! uplinks.
 
 use farflung_base::Rank;
 
 use crate::butterfly::in_chunks;
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
-/// All-reduce in two latencies: everyone sends each other rank its block through the codec, adds up what all sent for the own
-/// block in the order of ranks, its own part as it was encoded included, and sends the result, encoded once more, to all.
+/// All-reduce in two latencies: everyone sends each other rank its block through the codec, adds up what all
+/// sent for the own block in the order of ranks, its own part as it was encoded included, and sends the result,
+/// encoded once more, to all.
 ///
-/// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages of an `n`th of the
-/// buffer.
+/// Blocks are the ranks' [shards](crate::Communicator::shard_of). Each rank sends `2 (n - 1)` messages of an
+/// `n`th of the buffer.
 #[must_use]
 pub fn coded_exchange(rank: Rank, size: usize) -> Program {
     exchange(rank, &vec![true; size], 1)
 }
 
-/// [`coded_exchange`] with shards of `counts` elements, so that slow links carry less; a rank with none reduces nothing, and
-/// nothing is sent for it. Each shard goes in `chunks` blocks, of which one is scattered while another is gathered.
+/// [`coded_exchange`] with shards of `counts` elements, so that slow links carry less; a rank with none reduces
+/// nothing, and nothing is sent for it. Each shard goes in `chunks` blocks, of which one is scattered while
+/// another is gathered.
 ///
 /// Source of the shares: [`shares`](crate::shares).
 #[must_use]

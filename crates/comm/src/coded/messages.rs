@@ -1,5 +1,5 @@
-//! Messages as a coded program moves them: encoded before they go, decoded when all of a step have come. It knows no codec
-//! and no algorithm.
+//! Messages as a coded program moves them: encoded before they go, decoded when all of a step have come. It
+//! depends on no codec and no algorithm.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;

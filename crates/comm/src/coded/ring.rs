@@ -4,9 +4,9 @@ use farflung_base::Rank;
 
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
-/// All-reduce round a ring: the first half sums, and each hop decodes a partial sum, adds its own values and encodes. Whoever
-/// completes a block encodes it once more, and those bytes go round unchanged. Half of a scatter-gather's connections, and
-/// every link carries one block at a time.
+/// All-reduce round a ring: the first half sums, and each hop decodes a partial sum, adds its own values and
+/// encodes. Whoever completes a block encodes it once more, and those bytes go round unchanged. Half of a
+/// scatter-gather's connections, and every link carries one block at a time.
 ///
 /// **A warning.** What a lossy codec loses is lost again at each of the `n - 1` hops, of values that are sums already, and no
 /// feedback of one rank can make up for another's. With anything but a codec of little loss,

@@ -7,16 +7,17 @@ use farflung_base::Rank;
 use crate::grouped::{owned, place};
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
-/// All-reduce by regions. Members of a region send each other plain f32 and each sums its part of the buffer; the owners of a
-/// part in all regions exchange it through the codec; then members send their parts plainly to their region.
+/// All-reduce by regions. Members of a region send each other plain f32 and each sums its part of the buffer;
+/// the owners of a part in all regions exchange it through the codec; then members send their parts plainly to
+/// their region.
 ///
 /// - Two regions: each owner encodes its region's sum once, and both add up the two decoded sums in the order of regions. Each
 ///   region's line carries the encoded buffer once each way, in one latency.
 /// - More: the part is cut into a block for each region, and goes by a scatter-gather between the owners, in two latencies.
 ///   With `m` regions a line carries `2 (m - 1) / m` encoded buffers each way. A region's own share of its block is not coded.
 ///
-/// However many members a region has, a value crosses its line once as a part of a sum, or once more as a result. Regions may
-/// differ in size. Each rank is in one region.
+/// However many members a region has, a value crosses its line once as a part of a sum, or once more as a
+/// result. Regions may differ in size. Each rank is in one region.
 #[must_use]
 pub fn two_level(rank: Rank, regions: &[Vec<Rank>]) -> Program {
     let Some((home, me)) = place(rank, regions) else { return Program::new(1, Vec::new()) };

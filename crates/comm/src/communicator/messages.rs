@@ -52,8 +52,8 @@ impl Communicator {
         self.run(NAME, self.exchange(NAME, out)?, true)
     }
 
-    /// Starts an all-reduce that travels as `coder`'s bytes, by [`coded_exchange`]; gives the coder back with the result. A
-    /// sum or a mean.
+    /// Starts an all-reduce that travels as `coder`'s bytes, by [`coded_exchange`]; gives the coder back with
+    /// the result. A sum or a mean.
     pub fn start_all_reduce_coded(
         &self,
         data: Vec<f32>,
@@ -65,14 +65,14 @@ impl Communicator {
         reduced.map(|slice| slice.map(CodedSlice::into_parts))
     }
 
-    /// As [`Communicator::start_all_reduce_coded`], by any coded program, and of values that lie anywhere: a device that
-    /// encodes and decodes in its own memory has only the bytes cross its bus. Ranks may differ in where theirs lie. Values
-    /// that a failed reduction held are gone with it. All ranks pass their programs of the same collective, as
-    /// [`CodedAllReduce`](crate::CodedAllReduce) makes them.
+    /// As [`Communicator::start_all_reduce_coded`], by any coded program, and of values that lie anywhere: a
+    /// device that encodes and decodes in its own memory has only the bytes cross its bus. Ranks may differ in
+    /// where theirs lie. Values that a failed reduction held are gone with it. All ranks pass their programs of
+    /// the same collective, as [`CodedAllReduce`](crate::CodedAllReduce) makes them.
     ///
     /// # Errors
-    /// [`CommError::Argument`] if the program was made for another number of values; [`CommError::Unsupported`] for
-    /// anything but a sum or a mean.
+    /// [`CommError::Argument`] if the program was made for another number of values; [`CommError::Unsupported`]
+    /// for anything but a sum or a mean.
     pub fn start_all_reduce_coded_by<V: CodedValues + 'static>(
         &self,
         program: impl Into<Arc<Program>>,

@@ -1,4 +1,4 @@
-//! How threads of blocked ranks sleep and are woken. It knows no time and no event.
+//! How threads of blocked ranks sleep and are woken. It depends on no clock and no events.
 //!
 //! An event may wake every rank at once. Were all their threads told at once, they would all want the same lock
 //! and the same few cores. So each is told by the one before, as soon as that one really runs: no more threads

@@ -1,5 +1,5 @@
 //! How far events may go ahead of the ranks that run: the floors of these ranks, and how early one rank can
-//! hear of another. It knows no event. [`super::world`] says why the bound is right.
+//! hear of another. It depends on no events. [`super::world`] says why the bound is right.
 
 use std::collections::BTreeSet;
 
@@ -8,8 +8,9 @@ use farflung_base::{Nanos, Rank, Topology};
 /// How early one rank can hear of another, by sender and receiver; none where the queue has to be strict.
 pub(super) type Distances = Option<Vec<Vec<Nanos>>>;
 
-/// The least sum of latencies on any way from one rank to another, and round any cycle from a rank to itself. Where regions
-/// share lines, what one rank sends can hold up what another does at once: there the queue has to be strict.
+/// The least sum of latencies on any way from one rank to another, and round any cycle from a rank to itself.
+/// Where regions share lines, what one rank sends can hold up what another does at once: there the queue has to
+/// be strict.
 pub(super) fn distances(topology: &Topology) -> Distances {
     if topology.regions() > 0 {
         return None;

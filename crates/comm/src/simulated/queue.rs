@@ -1,5 +1,5 @@
 //! Events in the order in which they may happen, each looked at only when something has changed for it. It
-//! knows no rank's state and no link.
+//! depends on no rank's state and on no link.
 //!
 //! An event belongs to one *lane*: a rank's departures, its landings, what happens to the rank itself, or its
 //! deadline. Those of one lane happen in the order of their keys, so only the first of each lane is looked at.
@@ -187,7 +187,7 @@ impl<E> Queue<E> {
         self.put(lane, Place::Behind(obstacle));
     }
 
-    /// The least floor of a group has risen: whoever waits for less is to be looked at.
+    /// The smallest floor of a group has risen: ranks that waited for a smaller one are checked again.
     pub(super) fn release(&mut self, group: usize, floor: Nanos) {
         while let Some(&(above, lane)) = self.behind[group].first()
             && above < floor

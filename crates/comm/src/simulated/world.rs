@@ -39,6 +39,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use farflung_base::network::{InFlight, Network};
 use farflung_base::{Bytes, Nanos, PeerId, Rank, Topology};
 
 use super::bells::Bells;
@@ -46,7 +47,6 @@ use super::faults::{Fault, Faults, Rules};
 use super::lookahead::{Distances, Lookahead};
 use super::queue::{Key, Kind, Lane, Queue, What};
 use super::recording::{Happening, Reached};
-use crate::cost::{InFlight, Links};
 use crate::endpoint::Wake;
 use crate::inbox::{Inbox, Interest};
 use crate::transport::{Channel, Tag};
@@ -110,7 +110,7 @@ impl Member {
 }
 
 struct State {
-    links: Links,
+    links: Network,
     queue: Queue<Event>,
     /// None where the queue is strict.
     lookahead: Option<Lookahead>,
@@ -272,7 +272,7 @@ impl World {
             crashed: false,
         };
         let mut state = State {
-            links: Links::new(topology),
+            links: Network::new(topology),
             queue: Queue::new(n, lookahead.as_ref().map_or(0, Lookahead::groups)),
             lookahead,
             ranks: vec![member; n],

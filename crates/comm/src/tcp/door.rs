@@ -1,4 +1,5 @@
-//! Connections that have not said yet who they are: how many wait, for how long, and what they say. It depends on no job.
+//! Connections that have not said yet who they are: how many wait, for how long, and what they say. It depends
+//! on no job.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read};
@@ -47,8 +48,8 @@ impl Door {
         Self(Vec::new())
     }
 
-    /// Lets connections in from a listener that does not block, and gives those that said something. Each is heard at least
-    /// once before it has to make room.
+    /// Lets connections in from a listener that does not block, and gives those that said something. Each is
+    /// heard at least once before it has to make room.
     pub(super) fn listen(&mut self, listener: &TcpListener) -> Vec<(TcpStream, Said)> {
         for _ in 0..MOST {
             let Ok((stream, address)) = listener.accept() else { break };

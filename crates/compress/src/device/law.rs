@@ -2,7 +2,7 @@
 
 use farflung_base::Philox;
 
-use super::{Device, DeviceCodec, Residual, Stream};
+use super::{DeviceCodec, Residual, Stream, VectorDevice};
 use crate::{
     CodecSpec, CompressError, Compressor, Memoryless, Payload, PayloadRef, RoundKey, StateMap, mutate,
 };
@@ -16,7 +16,7 @@ const SIZES: [f32; 6] = [1e-41, 1e-30, 1e-3, 1.0, 3e4, 1e37];
 /// lengths and magnitudes of all kinds, alone and as a [`Stream`] with feedback. `false` if the device does not have the codec.
 ///
 /// Errors: the device's; [`CompressError::Device`], which says where the first difference is.
-pub fn check<D: Device + Clone>(device: &D, spec: CodecSpec) -> Result<bool, D::Error> {
+pub fn check<D: VectorDevice + Clone>(device: &D, spec: CodecSpec) -> Result<bool, D::Error> {
     let Some(codec) = device.codec(spec) else { return Ok(false) };
     let mut law = Law { device, spec, codec, host: spec.build_memoryless() };
     for (round, len) in LENGTHS.into_iter().enumerate() {
@@ -50,14 +50,14 @@ pub fn check<D: Device + Clone>(device: &D, spec: CodecSpec) -> Result<bool, D::
     Ok(true)
 }
 
-struct Law<'a, D: Device> {
+struct Law<'a, D: VectorDevice> {
     device: &'a D,
     spec: CodecSpec,
     codec: Box<dyn DeviceCodec<D>>,
     host: Box<dyn Memoryless>,
 }
 
-impl<D: Device> Law<'_, D> {
+impl<D: VectorDevice> Law<'_, D> {
     fn same(&self, same: bool, what: &'static str, len: usize) -> Result<(), D::Error> {
         if same {
             return Ok(());

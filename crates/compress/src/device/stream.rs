@@ -3,35 +3,39 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use super::{Device, DeviceCodec, Residual};
+use super::{DeviceCodec, Residual, VectorDevice};
 use crate::lossless::{Packer, Unpacker};
 use crate::{
-    CodecId, CodecSpec, CompressError, Compressor as _, Memoryless, MomentumCorrection, Packing, Payload,
-    PayloadRef, RoundKey, State as _, StateMap, StateValue,
+    CodecId, CodecSpec, CompressError, Compressor, Memoryless, Packing, Payload, PayloadRef, RoundKey,
+    StateMap, StateValue,
 };
 
 /// What [`CodecSpec::build`] gives on the host, with the residual in the device's memory: the same bytes, and the same state,
 /// so that what one saved the other continues.
 ///
 /// As with [`crate::ErrorFeedback`], a compress is only prepared: [`Self::commit`] makes it final.
-pub struct Stream<D: Device> {
+#[derive(Debug)]
+pub struct Stream<D: VectorDevice> {
     device: D,
-    codec: Box<dyn DeviceCodec<D>>,
-    feedback: Option<Feedback<D::Vector>>,
-    /// Takes the place of codec and feedback where momentum is gathered, which is done in the host's memory.
-    corrected: Option<Corrected>,
-    last: Option<Last>,
+    place: Place<D>,
 }
 
-/// Momentum correction, and a vector on its way to it.
-struct Corrected {
-    codec: MomentumCorrection<Box<dyn Memoryless>>,
-    x: Vec<f32>,
+/// Where a stream's codec works.
+enum Place<D: VectorDevice> {
+    /// Where the vectors lie.
+    Device { codec: Box<dyn DeviceCodec<D>>, feedback: Option<Feedback<D::Vector>>, last: Option<Last> },
+    /// In the host's memory, with a vector on its way there or back.
+    Host { codec: Box<dyn Compressor>, held: Vec<f32> },
 }
 
-impl<D: Device> fmt::Debug for Stream<D> {
+impl<D: VectorDevice> fmt::Debug for Place<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Stream").field("codec", &self.codec).finish_non_exhaustive()
+        match self {
+            Self::Device { codec, .. } => {
+                f.debug_struct("Device").field("codec", codec).finish_non_exhaustive()
+            }
+            Self::Host { codec, .. } => f.debug_struct("Host").field("codec", codec).finish_non_exhaustive(),
+        }
     }
 }
 
@@ -56,10 +60,13 @@ struct Last {
     host: Box<dyn Memoryless>,
 }
 
-impl<D: Device> Stream<D> {
-    /// A stream of a codec, if the device has kernels of it.
+impl<D: VectorDevice> Stream<D> {
+    /// A stream of a codec, if the device has kernels of it. Momentum is gathered in the host's memory.
     pub fn new(device: D, spec: CodecSpec) -> Option<Self> {
         let codec = device.codec(spec)?;
+        if spec.momentum().is_some() {
+            return Some(Self::on_host(device, spec.build()));
+        }
         let feedback =
             spec.feedback_share().map(|share| Feedback { share, committed: None, latest: None, spare: None });
         let last = spec.packing().map(|packing| Last {
@@ -68,11 +75,12 @@ impl<D: Device> Stream<D> {
             unpacker: Unpacker::default(),
             host: spec.build_memoryless(),
         });
-        let corrected = spec.momentum().map(|factor| Corrected {
-            codec: MomentumCorrection::new(spec.build_memoryless(), factor).expect("the name was checked"),
-            x: Vec::new(),
-        });
-        Some(Self { device, codec, feedback, corrected, last })
+        Some(Self { device, place: Place::Device { codec, feedback, last } })
+    }
+
+    /// A stream of any codec, which works in the host's memory.
+    pub fn on_host(device: D, codec: Box<dyn Compressor>) -> Self {
+        Self { device, place: Place::Host { codec, held: Vec::new() } }
     }
 
     /// Where its vectors lie.
@@ -85,19 +93,22 @@ impl<D: Device> Stream<D> {
     ///
     /// Errors: those of [`crate::Compressor::compress`], as the device's. Then `out` is empty.
     pub fn compress(&mut self, x: &D::Vector, key: RoundKey, out: &mut Payload) -> Result<(), D::Error> {
-        let Self { device, codec, feedback, corrected, last } = self;
-        match feedback {
-            None if corrected.is_some() => {
-                let Corrected { codec, x: held } = corrected.as_mut().expect("it was just looked at");
+        let Self { device, place } = self;
+        match place {
+            Place::Host { codec, held } => {
                 held.resize(D::count(x), 0.0);
                 device.download(x, held)?;
                 codec.compress(held, key, out)?;
             }
-            None => codec.compress(x, None, key, out)?,
-            Some(feedback) => feedback.compress(device, &mut **codec, x, key, out)?,
-        }
-        if let Some(Last { packing, packer, .. }) = last {
-            packer.pack_payload(*packing, out);
+            Place::Device { codec, feedback, last } => {
+                match feedback {
+                    None => codec.compress(x, None, key, out)?,
+                    Some(feedback) => feedback.compress(device, &mut **codec, x, key, out)?,
+                }
+                if let Some(Last { packing, packer, .. }) = last {
+                    packer.pack_payload(*packing, out);
+                }
+            }
         }
         Ok(())
     }
@@ -106,55 +117,57 @@ impl<D: Device> Stream<D> {
     ///
     /// Errors: those of [`crate::Compressor::decompress`], as the device's.
     pub fn decompress(&mut self, p: PayloadRef<'_>, out: &mut D::Vector) -> Result<(), D::Error> {
-        let Self { codec, last, .. } = self;
-        match last {
-            Some(Last { packing, unpacker, host, .. }) if p.codec() == CodecId::PACKED => {
+        match &mut self.place {
+            Place::Host { codec, held } => {
+                held.resize(D::count(out), 0.0);
+                codec.decompress(p, held)?;
+                self.device.write(held, out)
+            }
+            Place::Device { codec, last: Some(Last { packing, unpacker, host, .. }), .. }
+                if p.codec() == CodecId::PACKED =>
+            {
                 let len = D::count(out);
                 codec.decompress(unpacker.open(*packing, p, len, host.max_payload(len))?, out)
             }
-            _ => codec.decompress(p, out),
+            Place::Device { codec, .. } => codec.decompress(p, out),
         }
     }
 
     /// Makes final what was compressed since the last commit.
     pub fn commit(&mut self) {
-        if let Some(corrected) = &mut self.corrected {
-            corrected.codec.commit();
-        }
-        if let Some(feedback) = &mut self.feedback
-            && let Some(latest) = feedback.latest.take()
-        {
-            feedback.spare = feedback.committed.replace(latest);
+        match &mut self.place {
+            Place::Host { codec, .. } => codec.commit(),
+            Place::Device { feedback: Some(feedback), .. } => {
+                if let Some(latest) = feedback.latest.take() {
+                    feedback.spare = feedback.committed.replace(latest);
+                }
+            }
+            Place::Device { .. } => {}
         }
     }
 
     /// Goes back to the last commit.
     pub fn rollback(&mut self) {
-        if let Some(corrected) = &mut self.corrected {
-            corrected.codec.rollback();
-        }
-        if let Some(feedback) = &mut self.feedback
-            && let Some(latest) = feedback.latest.take()
-        {
-            feedback.spare = Some(latest);
+        match &mut self.place {
+            Place::Host { codec, .. } => codec.rollback(),
+            Place::Device { feedback: Some(feedback), .. } => {
+                if let Some(latest) = feedback.latest.take() {
+                    feedback.spare = Some(latest);
+                }
+            }
+            Place::Device { .. } => {}
         }
     }
 
     /// Adds what it remembers to `into`, under the name that the host's codec gives it.
     ///
     /// Errors: the device's; [`CompressError::Uncommitted`].
-    pub fn save(&self, prefix: &str, into: &mut StateMap<'_>) -> Result<(), D::Error> {
-        if let Some(corrected) = &self.corrected {
-            let mut saved = StateMap::new();
-            corrected.codec.save(prefix, &mut saved)?;
-            for (name, value) in saved {
-                if let StateValue::F32(values) = value {
-                    into.insert(name, StateValue::F32(Cow::Owned(values.into_owned())));
-                }
-            }
-            return Ok(());
-        }
-        let Some(feedback) = &self.feedback else { return Ok(()) };
+    pub fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), D::Error> {
+        let feedback = match &self.place {
+            Place::Host { codec, .. } => return Ok(codec.save(prefix, into)?),
+            Place::Device { feedback, .. } => feedback,
+        };
+        let Some(feedback) = feedback else { return Ok(()) };
         if feedback.latest.is_some() {
             return Err(CompressError::Uncommitted.into());
         }
@@ -170,10 +183,11 @@ impl<D: Device> Stream<D> {
     ///
     /// Errors: the device's; those of [`crate::State::load`].
     pub fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), D::Error> {
-        if let Some(corrected) = &mut self.corrected {
-            return Ok(corrected.codec.load(prefix, from)?);
-        }
-        let Some(feedback) = &mut self.feedback else { return Ok(()) };
+        let feedback = match &mut self.place {
+            Place::Host { codec, .. } => return Ok(codec.load(prefix, from)?),
+            Place::Device { feedback, .. } => feedback,
+        };
+        let Some(feedback) = feedback else { return Ok(()) };
         let residual = crate::memory::Memory::load(residual_name(prefix), from)?;
         let committed = if residual.is_empty() { None } else { Some(self.device.upload(&residual)?) };
         *feedback = Feedback { share: feedback.share, committed, latest: None, spare: None };
@@ -186,7 +200,7 @@ fn residual_name(prefix: &str) -> String {
 }
 
 impl<V> Feedback<V> {
-    fn compress<D: Device<Vector = V>>(
+    fn compress<D: VectorDevice<Vector = V>>(
         &mut self,
         device: &D,
         codec: &mut dyn DeviceCodec<D>,

@@ -32,9 +32,10 @@ impl SampleShape {
 
 /// A boundary's codec and its parameters, as data.
 ///
-/// A name is `aqsgd:BITS` ([`AqSgd`]), `aqsgd:BITS/int8` or `aqsgd:BITS/int4` where samples are held in fewer bits than f16's,
-/// `direct:BITS` (AQ-SGD's quantiser without its memory), or the name of a [`CodecSpec`] without feedback, whose vector is a
-/// microbatch `[samples, positions, channels]`. BITS are 2, 3, 4 or 8. AQ-SGD's quantiser has a scale for each channel of each sample.
+/// A name is `aqsgd:BITS` ([`AqSgd`]), `aqsgd:BITS/int8` or `aqsgd:BITS/int4` where samples are held in fewer
+/// bits than f16's, `direct:BITS` (AQ-SGD's quantiser without its memory), or the name of a [`CodecSpec`]
+/// without feedback, whose vector is a microbatch `[samples, positions, channels]`. BITS are 2, 3, 4 or 8.
+/// AQ-SGD's quantiser has a scale for each channel of each sample.
 ///
 /// Feedback is refused: a residual is of one stream of vectors, and a boundary carries other samples each time.
 ///
@@ -134,7 +135,8 @@ impl LinkSpec {
 
     /// One end of a link. `store` opens what [`Self::samples`] asks for.
     ///
-    /// Errors: those of `store`; [`CompressError::BlockSize`] for samples of more positions than a block may have.
+    /// Errors: those of `store`; [`CompressError::BlockSize`] for samples of more positions than a block may
+    /// have.
     pub fn build(
         &self,
         shape: SampleShape,

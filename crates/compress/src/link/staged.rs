@@ -1,12 +1,12 @@
-//! A store whose writes wait until a step is final. Knows no codec.
+//! A store whose writes wait until a step is final. It depends on no codec.
 
 use std::collections::BTreeMap;
 
 use super::{Samples, Store, checksum};
 use crate::{CompressError, State, StateMap};
 
-/// Holds what was written since the last commit beside a store, so that a step that is given up leaves no trace: both ends
-/// that roll back hold the same again.
+/// Holds what was written since the last commit beside a store, so that a step that is given up leaves no
+/// trace: both ends that roll back hold the same again.
 ///
 /// Memory: the bytes of the samples of a step.
 ///

@@ -8,8 +8,8 @@ use std::path::Path;
 use super::Samples;
 use crate::{CompressError, State, StateMap, StateValue};
 
-/// Holds an activation of a fixed length for each sample. Its state is what it holds, unless that outlives the process by
-/// itself: then there is nothing to save.
+/// Holds an activation of a fixed length for each sample. Its state is what it holds, unless that outlives the
+/// process by itself: then there is nothing to save.
 pub trait Store: State + std::fmt::Debug + Send {
     /// What a sample is.
     fn samples(&self) -> Samples;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use farflung::measure::measure;
+use farflung::measure::{Measured, Trial, measure};
 use farflung::tensor::{Device, DeviceName, Found};
 use farflung::train::machine_memory;
 use farflung::zoo::GptConfig;
@@ -82,8 +82,8 @@ impl DevicesCommand {
         let memory = machine_memory().filter(|_| !found.gpu);
         let time = Duration::from_secs(self.seconds);
         tracing::info!(device = found.name, seconds = self.seconds, "measuring");
-        let told = |step_s| tracing::debug!(step_s, "step");
-        let measured = measure(&device, (&self.model, model), self.batch, time, memory, told)?;
+        let trial = Trial { name: &self.model, model, batch: self.batch, time, seed: 1 };
+        let measured = Measured { memory, ..measure(&device, &trial)? };
         if self.json {
             let text = serde_json::to_string(&measured).expect("numbers and names have no way to fail");
             return super::print(&format!("{text}\n"));

@@ -7,8 +7,8 @@ use farflung::{Error, Result};
 
 /// Compare two runs step by step: say at which step and in which field they part.
 ///
-/// Losses, tokens and digests of the parameters (`train --digest-every`) are compared to the bit. Exit code 0 if the runs are
-/// the same as far as both go, 1 if they part.
+/// Losses, tokens and digests of the parameters (`train --digest-every`) are compared to the bit. Exit code 0
+/// if the runs are the same as far as both go, 1 if they part.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  farflung diff runs/nano-1 runs/nano-2")]
 pub(crate) struct DiffCommand {

@@ -2,6 +2,8 @@
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
+use std::sync::OnceLock;
+
 use farflung::terminal::{self, Log};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::Directive;
@@ -24,14 +26,18 @@ pub(super) struct Logging {
     log_format: Format,
 }
 
-impl Logging {
-    /// Whether each line is an object.
-    pub(super) fn is_json(&self) -> bool {
-        self.log_format == Format::Json
-    }
+/// What was given, once it is.
+static FORMAT: OnceLock<Format> = OnceLock::new();
 
+/// Whether each line is an object.
+pub(super) fn is_json() -> bool {
+    FORMAT.get() == Some(&Format::Json)
+}
+
+impl Logging {
     /// Makes the process's log. A directive of `RUST_LOG` that makes no sense is said and left out.
     pub(super) fn install(&self) {
+        FORMAT.get_or_init(|| self.log_format);
         let wanted = std::env::var(EnvFilter::DEFAULT_ENV).unwrap_or_default();
         // The subscriber would report wrong directives, and writes that fail, by `eprintln!`, which panics where stderr is
         // a closed pipe.

@@ -59,8 +59,8 @@ enum Command {
 pub(crate) fn main() -> ExitCode {
     let code = match args::parse() {
         Ok(cli) => {
-            let json = cli.logging.is_json();
-            exit_code(cli.run(), json)
+            cli.logging.install();
+            exit_code(cli.run())
         }
         Err(wrong) if wrong.use_stderr() => {
             let text = if args::wants_json(std::env::args_os().skip(1)) {
@@ -72,7 +72,7 @@ pub(crate) fn main() -> ExitCode {
             // Every error of the command line is one of usage.
             2
         }
-        Err(help) => exit_code(print(&styled(&help.render(), terminal::stdout_is_terminal())), false),
+        Err(help) => exit_code(print(&styled(&help.render(), terminal::stdout_is_terminal()))),
     };
     terminal::flush();
     ExitCode::from(code)
@@ -80,7 +80,6 @@ pub(crate) fn main() -> ExitCode {
 
 impl Cli {
     fn run(self) -> farflung::Result<()> {
-        self.logging.install();
         match self.command {
             Command::Train(command) => command.run(),
             Command::Generate(command) => command.run(),
@@ -107,14 +106,19 @@ fn styled(text: &StyledStr, is_terminal: bool) -> String {
 }
 
 /// The process's exit code; an error is said first.
-fn exit_code(outcome: farflung::Result<()>, as_json: bool) -> u8 {
+fn exit_code(outcome: farflung::Result<()>) -> u8 {
     match outcome {
         Ok(()) => 0,
         Err(error) => {
-            terminal::say(described(&error, as_json));
+            say(&error);
             error.exit_code()
         }
     }
+}
+
+/// Says an error as the options of the log want it.
+fn say(error: &Error) {
+    terminal::say(described(error, logging::is_json()));
 }
 
 /// An error and its causes, one a line; in a log of JSON one object.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 use farflung::base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, tcp};
-use farflung::parallel::{Between, Cluster, Device, Speed};
+use farflung::parallel::{Between, Cluster, Machine, Speed};
 use farflung::{Error, Result, launch_env};
 
 use super::relay::RelayArgs;
@@ -254,7 +254,7 @@ impl ProbeArgs {
             return Ok(());
         }
         let name = |rank: usize| format!("rank-{rank}");
-        let device = |rank| Device {
+        let device = |rank| Machine {
             name: name(rank),
             count: 1,
             speed: Speed::Flops(self.flops),

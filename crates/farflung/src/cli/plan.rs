@@ -3,10 +3,13 @@
 use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
+use farflung::base::Bytes;
 use farflung::compress::CodecSpec;
 use farflung::config::value::Setting;
-use farflung::parallel::{Cluster, Limits, ModelShape, Plan, Planned, plan};
-use farflung::train::{AveragePrices, planned_codec, planned_model};
+use farflung::parallel::{
+    Cluster, Limits, ModelShape, ParallelError, Plan, Planned, Recompute, StepTime, plan,
+};
+use farflung::train::{AveragePrices, Fit, Prediction, fit, planned_codec, planned_model};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
@@ -76,8 +79,24 @@ impl PlanCommand {
         };
         let prices = AveragePrices::new(cluster.topology()?);
         let price = |algorithm, codec: &_, values| prices.of(algorithm, codec, values);
-        let planned = plan(&shape, &cluster, &limits, &price)?;
-        let chosen = planned.plan(planned_model(&self.model, &model))?;
+        let named = planned_model(&self.model, &model);
+        let fitted = |plan: Plan| {
+            let state = limits.replica(shape.parameters, plan.outermost().every);
+            fit(plan, &model, &cluster, state)
+        };
+        let step = |plan: &Plan| -> Result<Option<StepTime>> {
+            // Local steps hold more than synchronous ones, so they may not fit where those do.
+            let plan = match fitted(plan.clone()) {
+                Err(Error::Parallel(ParallelError::Memory { .. })) if plan.outermost().every > 1 => {
+                    return Ok(None);
+                }
+                fitted => fitted?.plan,
+            };
+            let predicted = Prediction::on(&plan, &model, &cluster)?;
+            Ok(Some(StepTime { step: predicted.step(), compute: predicted.compute }))
+        };
+        let planned = plan(&shape, &cluster, &limits, &price)?.predicted(&named, step)?;
+        let Fit { plan: chosen, needs, repeated } = fitted(planned.plan(named)?)?;
         if let Some(path) = &self.out {
             std::fs::write(path, chosen.to_string()).map_err(|source| Error::Io {
                 action: "write the plan",
@@ -86,20 +105,28 @@ impl PlanCommand {
             })?;
         }
         super::print(&if self.json {
-            format!("{}\n", json(&planned, &chosen, &shape, &limits))
+            format!("{}\n", json(&planned, &chosen, &shape, needs))
         } else {
-            planned.to_string()
+            format!("{planned}{}", memory(&chosen, &model, repeated))
         })
     }
 }
 
+/// What is computed again for want of memory: a line, where there is any.
+fn memory(plan: &Plan, model: &GptConfig, repeated: usize) -> String {
+    let Recompute::Within(budget) = plan.parts[0].recompute else { return String::new() };
+    let layers = model.layers;
+    format!(
+        "Activations are kept within {budget}: of {layers} layers, {repeated} run forward again for each microbatch.\n"
+    )
+}
+
 /// The plan, what it is predicted to take, and what was compared; times in seconds.
-fn json(planned: &Planned, plan: &Plan, shape: &ModelShape, limits: &Limits) -> serde_json::Value {
+fn json(planned: &Planned, plan: &Plan, shape: &ModelShape, needs: Bytes) -> serde_json::Value {
     let chosen = planned.candidates.iter().find(|c| c.sync == planned.replicas.sync);
     let step_s = chosen.map_or(0.0, |c| c.step.as_secs_f64());
-    let replica = limits.replica(shape.parameters, planned.replicas.sync.period()).0;
     let memory: serde_json::Map<_, _> =
-        plan.machines.iter().map(|name| (name.clone(), serde_json::json!(replica))).collect();
+        plan.machines.iter().map(|name| (name.clone(), serde_json::json!(needs.0))).collect();
     let ranks = planned.ranks.iter().map(|(name, microbatches, compute)| {
         serde_json::json!({ "name": name, "microbatches": microbatches, "compute_s": compute.as_secs_f64() })
     });

@@ -47,6 +47,14 @@ pub(crate) struct ScheduleCommand {
     /// Time to average a stage's gradients with its replicas, from the end of its last backward on.
     #[arg(long, value_name = "TIME", value_parser = time)]
     reduce: Option<Nanos>,
+    /// Time to gather a stage's weights from those that share them out, before each run of computations that
+    /// needs them.
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    gather: Option<Nanos>,
+    /// Move a microbatch's activations to slower memory where its backward is at least N computations away, and
+    /// say how many each rank then holds.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    offload: Option<u32>,
     /// How much of the shorter half of an overlapped pair is free, in percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u8).range(..=100))]
     overlap: u8,
@@ -159,15 +167,21 @@ impl ScheduleCommand {
         let cost = self.cost_of(&order);
         let name = self.name.as_deref().unwrap_or("file");
         let format = if self.json { Format::Json } else { self.format };
-        let lowering = Lowering { replicas: self.reduce.is_some(), ..Lowering::default() };
-        match (format, self.reduce) {
-            (Format::Ops, _) => return Ok(order.to_string()),
-            (Format::Csv, _) => return Ok(order.to_csv()),
-            (Format::Lowered, _) => return Ok(Schedule::new(order, &lowering)?.to_string()),
-            (Format::Json, None) => return json(name, &order, &cost, None),
+        let lowering = Lowering {
+            replicas: self.reduce.is_some(),
+            sharded: self.gather.is_some(),
+            offload: self.offload,
+            ..Lowering::default()
+        };
+        let computes = lowering == Lowering::default();
+        match format {
+            Format::Ops => return Ok(order.to_string()),
+            Format::Csv => return Ok(order.to_csv()),
+            Format::Lowered => return Ok(Schedule::new(order, &lowering)?.to_string()),
+            Format::Json if computes => return json(name, &order, &cost, None, None),
             _ => {}
         }
-        let Some(reduce) = self.reduce else {
+        if computes {
             let simulation = simulate(&order, &cost)?;
             let timeline = simulation.timeline();
             let bubble = simulation.bubble_fraction() * 100.0;
@@ -176,22 +190,30 @@ impl ScheduleCommand {
                     render::cells(&timeline, WIDTH).unwrap_or_else(|| render::grid(&timeline, WIDTH / 2));
                 format!("{grid}makespan {}, bubble {bubble:.1}%\n", millis(simulation.makespan()))
             }));
-        };
+        }
         let schedule = Schedule::new(order, &lowering)?;
         let depth = schedule.order().placement().depth() as usize;
-        let prices = CollectivePrices { reduce: vec![reduce; depth], ..CollectivePrices::default() };
-        let step = schedule.simulate(&cost, &prices)?;
+        let of_parts = |price: Option<Nanos>| price.map_or_else(Vec::new, |price| vec![price; depth]);
+        let (reduce, gather) = (of_parts(self.reduce), of_parts(self.gather));
+        let step =
+            schedule.simulate(&cost, &CollectivePrices { reduce, gather, ..CollectivePrices::default() })?;
+        // A microbatch's activations on a stage are a byte at these costs.
+        let held = self.offload.map(|_| schedule.peak_bytes(&cost)).transpose()?;
         if format == Format::Json {
-            return json(name, schedule.order(), &cost, Some(step.makespan()));
+            return json(name, schedule.order(), &cost, Some(step.makespan()), held.as_deref());
         }
+        let held = held.map_or_else(String::new, |held| format!(", held at once by rank {}", list(&held)));
         let timeline = step.timeline();
         Ok(drawn(format, &timeline, || {
             let (makespan, bubble) = (step.compute().makespan(), step.compute().bubble_fraction() * 100.0);
+            let averaged = match self.reduce {
+                Some(_) => format!(", averaged {} later", millis(step.exposed())),
+                None => String::new(),
+            };
             format!(
-                "{}makespan {}, bubble {bubble:.1}%, averaged {} later\n",
+                "{}makespan {}, bubble {bubble:.1}%{averaged}{held}\n",
                 render::grid(&timeline, WIDTH / 2),
                 millis(makespan),
-                millis(step.exposed())
             )
         }))
     }
@@ -251,6 +273,8 @@ impl ScheduleCommand {
             Self { chunks: Some(chunks), .. } => refuse("chunks", &chunks, "each schedule's own"),
             Self { mu: Some(mu), .. } => refuse("mu", &mu, "the slope that costs ask for"),
             Self { reduce: Some(reduce), .. } => refuse("reduce", &millis(reduce), "computations alone"),
+            Self { gather: Some(gather), .. } => refuse("gather", &millis(gather), "computations alone"),
+            Self { offload: Some(distance), .. } => refuse("offload", &distance, "nothing moved"),
             Self { ascending: true, .. } => refuse("ascending", &true, "each schedule's own order"),
             Self { recompute: true, .. } => refuse("recompute", &true, "no recomputation"),
             _ => Ok(Comparison {
@@ -294,6 +318,11 @@ fn drawn(format: Format, timeline: &Timeline, text: impl FnOnce() -> String) -> 
         Format::Trace => render::trace(timeline),
         _ => text(),
     }
+}
+
+/// Numbers with gaps between them.
+fn list(bytes: &[Bytes]) -> String {
+    bytes.iter().map(|bytes| bytes.0.to_string()).collect::<Vec<_>>().join(" ")
 }
 
 fn units(time: Nanos) -> f64 {

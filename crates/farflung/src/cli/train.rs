@@ -2,8 +2,10 @@
 
 use std::fmt::Write as _;
 
+use farflung::optim::{local, sync};
 use farflung::parallel::pipeline::Method;
 use farflung::train::{Watch, combination, plan_of, refusal, run, world};
+use farflung::transports::TRANSPORTS;
 use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainFlags, launch_env};
 
 /// Train a model with several workers, here over simulated links, or one worker a process under `farflung launch`.
@@ -22,8 +24,7 @@ pub(crate) struct TrainCommand {
     flags: TrainFlags,
 }
 
-fn help() -> String {
-    let mut text = "Examples:
+const EXAMPLES: &str = "Examples:
   farflung train
   farflung train --model baby --data book.txt --steps 1000 --workers 2 --link 100mbit,20ms
   farflung train --sync ddp --codec int8 --out runs/mine --checkpoint-every 100
@@ -31,9 +32,20 @@ fn help() -> String {
   farflung train --stages 4 --schedule zb-h1 --microbatches 8
   farflung train --stages 2 --print-plan > plan.toml; farflung train --plan plan.toml
   farflung launch -n 4 -- train --sync ddp
+";
 
-Schedules of --schedule (`farflung schedule` draws them):\n"
-        .to_owned();
+fn help() -> String {
+    let mut text = EXAMPLES.to_owned();
+    let mut list = |title: &str, rows: &mut dyn Iterator<Item = (&str, &str)>| {
+        writeln!(text, "\n{title}:").expect("a string takes everything");
+        for (name, summary) in rows {
+            writeln!(text, "  {name:<14} {summary}").expect("a string takes everything");
+        }
+    };
+    list("Optimizers of --optimizer", &mut local::METHODS.iter().map(|row| (row.name, row.summary)));
+    list("Transports of --transport", &mut TRANSPORTS.iter().map(|row| (row.name, row.summary)));
+    list("Methods of --sync", &mut sync::METHODS.iter().map(|row| (row.name, row.summary)));
+    text += "\nSchedules of --schedule (`farflung schedule` draws them):\n";
     for method in Method::ALL {
         match refusal(method) {
             None => writeln!(text, "  {method:<14} {}", method.summary()),
@@ -75,7 +87,7 @@ impl TrainCommand {
         if let Some(env) = &env {
             tracing::info!("{env}");
         }
-        let stop = Stop::install()?;
+        let stop = Stop::install_loading(super::say)?;
         let show = if config.quiet || env.as_ref().is_some_and(|e| e.rank.0 != 0) {
             Show::Nothing
         } else {

@@ -4,15 +4,18 @@ use std::fmt;
 use std::path::PathBuf;
 
 use farflung_comm::Algorithm;
-use farflung_compress::link::LinkSpec;
-use farflung_compress::{CodecSpec, CompressError};
+use farflung_compress::link::{self, LinkSpec};
+use farflung_compress::{AverageSpec, CodecSpec, CompressError};
 use farflung_optim::LossScale;
+use farflung_optim::local::{self, LocalMethod};
+use farflung_optim::sync::{self, SyncMethod};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::{DeviceName, Precision};
 use toml::Value;
 
 use super::value::Setting;
+use crate::transports::{self, TransportMethod};
 
 /// An enum of words: the words, the parser and the printer from one list.
 macro_rules! choice {
@@ -31,8 +34,8 @@ macro_rules! choice {
         }
 
         impl Setting for $name {
-            fn expected() -> String {
-                ["one of", $($word),+].join(" ")
+            fn names() -> Vec<String> {
+                vec![$($word.to_owned()),+]
             }
             fn parse(text: &str) -> Option<Self> {
                 match text {
@@ -57,45 +60,14 @@ choice!(
     }
 );
 choice!(
-    /// The inner optimizer.
-    OptimizerKind {
-        /// Adam with decoupled weight decay.
-        AdamW = "adamw",
-        /// Stochastic gradient descent with momentum.
-        Sgd = "sgd",
-    }
-);
-choice!(
     /// How the learning rate goes after its warm-up.
-    ScheduleKind {
+    LrScheduleKind {
         /// Half a cosine down to `min-lr`.
         Cosine = "cosine",
         /// A line down to `min-lr`.
         Linear = "linear",
         /// Stays.
         Constant = "constant",
-    }
-);
-choice!(
-    /// When workers average.
-    SyncKind {
-        /// Gradients, at each step.
-        Ddp = "ddp",
-        /// Parameters, every `sync-every` steps, through an outer Nesterov step.
-        Diloco = "diloco",
-    }
-);
-choice!(
-    /// What carries bytes between workers.
-    TransportKind {
-        /// Simulated for several workers in one process, TCP for several processes.
-        Auto = "auto",
-        /// Within the process, as fast as memory.
-        Memory = "memory",
-        /// Within the process, over links of virtual time.
-        Simulated = "simulated",
-        /// Sockets.
-        Tcp = "tcp",
     }
 );
 choice!(
@@ -118,6 +90,128 @@ choice!(
         Mapped = "mapped",
     }
 );
+
+/// A setting whose values are the rows of a table, by their names.
+macro_rules! row {
+    ($(#[$doc:meta])* $name:ident, $row:ty, $table:expr) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        pub struct $name(&'static $row);
+
+        impl $name {
+            /// A row of the table, or of your own.
+            #[must_use]
+            pub const fn of(row: &'static $row) -> Self {
+                Self(row)
+            }
+
+            /// The row.
+            #[must_use]
+            pub const fn row(self) -> &'static $row {
+                self.0
+            }
+
+            /// All rows of the table.
+            pub fn all() -> impl Iterator<Item = Self> {
+                $table.iter().map(Self)
+            }
+        }
+
+        /// The first row.
+        impl Default for $name {
+            fn default() -> Self {
+                Self(&$table[0])
+            }
+        }
+
+        impl std::ops::Deref for $name {
+            type Target = $row;
+
+            fn deref(&self) -> &$row {
+                self.0
+            }
+        }
+
+        impl PartialEq for $name {
+            fn eq(&self, other: &Self) -> bool {
+                self.name == other.name
+            }
+        }
+
+        impl Eq for $name {}
+
+        impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name)
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.pad(self.name)
+            }
+        }
+
+        impl Setting for $name {
+            fn names() -> Vec<String> {
+                Self::all().map(|row| row.name.to_owned()).collect()
+            }
+            fn parse(text: &str) -> Option<Self> {
+                Self::all().find(|row| row.name == text)
+            }
+            fn value(&self) -> Value {
+                Value::String(self.name.to_owned())
+            }
+        }
+    };
+}
+
+row!(
+    /// The optimizer of one rank: a row of [`local::METHODS`].
+    OptimizerKind, LocalMethod, local::METHODS
+);
+row!(
+    /// How replicas stay one model: a row of [`sync::METHODS`].
+    SyncKind, SyncMethod, sync::METHODS
+);
+
+row!(
+    /// What carries bytes between workers: a row of [`transports::TRANSPORTS`].
+    TransportName, TransportMethod, transports::TRANSPORTS
+);
+
+/// What carries bytes between workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TransportKind {
+    /// The first of the table for threads of one process, or for several processes.
+    Auto,
+    /// This one.
+    Named(TransportName),
+}
+
+impl TransportKind {
+    /// A row of the table, or of your own.
+    #[must_use]
+    pub const fn of(row: &'static TransportMethod) -> Self {
+        Self::Named(TransportName::of(row))
+    }
+}
+
+impl Setting for TransportKind {
+    fn names() -> Vec<String> {
+        std::iter::once("auto".to_owned()).chain(TransportName::names()).collect()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        if text == "auto" { Some(Self::Auto) } else { TransportName::parse(text).map(Self::Named) }
+    }
+    fn value(&self) -> Value {
+        match self {
+            Self::Auto => Value::String("auto".to_owned()),
+            Self::Named(name) => name.value(),
+        }
+    }
+}
+
 /// Where tensors live: one device for all ranks, or several that the ranks take in turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Devices(Vec<DeviceName>);
@@ -156,10 +250,10 @@ impl Setting for Devices {
 
 /// A type that reads its own names and prints them: what is expected instead of another.
 macro_rules! named {
-    ($ty:ty, $expected:expr) => {
+    ($ty:ty, $known:expr) => {
         impl Setting for $ty {
-            fn expected() -> String {
-                $expected
+            fn names() -> Vec<String> {
+                $known.into_iter().map(|name| name.to_string()).collect()
             }
             fn parse(text: &str) -> Option<Self> {
                 text.parse().ok()
@@ -171,55 +265,55 @@ macro_rules! named {
     };
 }
 
-named!(Precision, format!("one of {}", Self::ALL.map(|p| p.to_string()).join(" ")));
-named!(Algorithm, format!("one of {} auto", Self::ALL.map(|a| a.to_string()).join(" ")));
-named!(Method, ["one of"].into_iter().chain(Self::ALL.map(Self::name)).collect::<Vec<_>>().join(" "));
+named!(Precision, Self::ALL);
+named!(Algorithm, Self::ALL.into_iter().chain([Self::Auto]));
+named!(Method, Self::ALL);
 
-impl Setting for LinkSpec {
-    fn expected() -> String {
-        let [own, codecs] =
-            [farflung_compress::link::names().join(" "), farflung_compress::names().join(" ")];
-        format!("a boundary's codec, one of {own} {codecs}")
-    }
-    fn expected_not(text: &str) -> String {
-        match text.parse::<Self>() {
-            Err(reason) if !matches!(reason, CompressError::UnknownCodec { .. }) => {
-                format!("a valid codec: {reason}")
+/// A codec by name: a name that nobody has is answered with those that there are, any other with what is wrong
+/// with it.
+macro_rules! codec {
+    ($ty:ty, $names:expr, $expected:literal) => {
+        impl Setting for $ty {
+            fn expected() -> String {
+                format!($expected, Self::names().join(" "))
             }
-            _ => Self::expected(),
+            fn expected_not(text: &str) -> String {
+                match text.parse::<Self>() {
+                    // Other errors name the wrong part and the reason.
+                    Err(reason) if !matches!(reason, CompressError::UnknownCodec { .. }) => {
+                        format!("a valid codec: {reason}")
+                    }
+                    _ => Self::expected(),
+                }
+            }
+            fn names() -> Vec<String> {
+                $names
+            }
+            fn parse(text: &str) -> Option<Self> {
+                text.parse().ok()
+            }
+            fn value(&self) -> Value {
+                Value::String(self.to_string())
+            }
         }
-    }
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-    fn value(&self) -> Value {
-        Value::String(self.to_string())
-    }
+    };
 }
 
-impl Setting for CodecSpec {
-    fn expected() -> String {
-        format!(
-            "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /",
-            farflung_compress::names().join(" ")
-        )
-    }
-    fn expected_not(text: &str) -> String {
-        match text.parse::<Self>() {
-            // Other errors name the wrong part and the reason.
-            Err(reason) if !matches!(reason, CompressError::UnknownCodec { .. }) => {
-                format!("a valid codec: {reason}")
-            }
-            _ => Self::expected(),
-        }
-    }
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-    fn value(&self) -> Value {
-        Value::String(self.to_string())
-    }
-}
+codec!(
+    CodecSpec,
+    farflung_compress::names(),
+    "a codec such as int8, int4:128, sign or topk:0.01/f16: selections, then one of {}, joined by /"
+);
+codec!(
+    AverageSpec,
+    Self::names(),
+    "a codec such as int8, int4:128, sign, topk:0.01/f16 or powersgd:4: selections, then one of {}, joined by /"
+);
+codec!(
+    LinkSpec,
+    link::names().into_iter().map(str::to_owned).chain(farflung_compress::names()).collect(),
+    "a boundary's codec, one of {}"
+);
 
 /// What gradients are multiplied with where products round them.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -275,7 +369,7 @@ impl Setting for VersionSync {
 
 impl Setting for Recompute {
     fn expected() -> String {
-        "none, full, or a number of layers".to_owned()
+        "none, full, a number of layers, or the memory of activations such as 2GB".to_owned()
     }
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()

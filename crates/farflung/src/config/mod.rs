@@ -1,8 +1,9 @@
 //! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the run's folder.
 //!
-//! A flag wins over the file, the file over the default. The list is declared once, below; the types of single settings
-//! are in [`choice`], how a file is read in [`mod@file`], the flags as a command has them in [`flags`], which of them change
-//! nothing in [`notes`], which of them all ranks of a job share in [`shared`]. It refuses to know what the settings do.
+//! A flag wins over the file, the file over the default. The list is declared once, below; the types of single
+//! settings are in [`choice`], how a file is read in [`mod@file`], the flags as a command has them in
+//! [`flags`], which of them change nothing in [`notes`], which of them all ranks of a job share in [`shared`].
+//! It refuses to know what the settings do.
 
 pub mod choice;
 pub mod file;
@@ -23,8 +24,10 @@ use std::path::{Path, PathBuf};
 
 use farflung_base::{Link, Nanos};
 use farflung_comm::Algorithm;
-use farflung_compress::CodecSpec;
+use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
+use farflung_optim::LrSchedule;
+use farflung_optim::local::LocalSettings;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
@@ -32,11 +35,10 @@ use farflung_tensor::Precision;
 
 use crate::{Error, Result};
 use choice::{
-    Devices, LossScaling, OptimizerKind, Resume, SamplingKind, ScheduleKind, StoreKind, SyncKind,
-    TokenizerKind, TransportKind,
+    Devices, LossScaling, LrScheduleKind, OptimizerKind, Resume, SamplingKind, StoreKind, SyncKind,
+    TokenizerKind, TransportKind, TransportName,
 };
 use given::{BY_DEFAULT, Given};
-use nearest::with_nearest;
 use shared::Own;
 use value::Setting;
 
@@ -45,7 +47,7 @@ const HOME: Link =
     Link { bandwidth: farflung_base::Bandwidth(20_000_000), latency: Nanos::from_micros(25_000) };
 
 /// Eight bits a value, with a scale for each 256.
-fn default_codec() -> CodecSpec {
+fn default_codec() -> AverageSpec {
     "int8".parse().expect("it is in the list of codecs")
 }
 
@@ -78,8 +80,9 @@ macro_rules! printed {
     };
 }
 
-/// Declares `TrainArgs` (what was given) and `TrainConfig` (what holds) from one list of settings. Ranks of a job compare a
-/// setting when they meet, unless its row ends with `=>` and the reason why it may differ between them.
+/// Declares `TrainArgs` (what was given) and `TrainConfig` (what holds) from one list of settings. Ranks of a
+/// job compare a setting when they meet, unless its row ends with `=>` and the reason why it may differ between
+/// them.
 macro_rules! settings {
     ($($heading:literal {
         $($(#[doc = $doc:literal])+ $name:ident: $ty:ty, $metavar:literal $(, $default:expr)? $(=> $own:literal)?;)+
@@ -141,8 +144,7 @@ macro_rules! settings {
             fn set(&mut self, key: &str, value: &toml::Value) -> Result<(), String> {
                 match key {
                     $($(stringify!($name) => {
-                        let given = value.as_str().unwrap_or_default();
-                        let expected = || with_nearest(<$ty>::expected_not(given), given);
+                        let expected = || <$ty>::wanted(value.as_str().unwrap_or_default());
                         self.$name = Some(<$ty>::from_toml(value).ok_or_else(expected)?);
                     })+)+
                     _ => return Err(format!("one of {}", Self::KEYS.join(" "))),
@@ -189,8 +191,10 @@ settings! {
     "Data and output" {
         /// Text file, folder of text, or .bin token file; without it, the source of our own dependencies.
         data: PathBuf, "PATH" => "its path is; the tokens are compared";
-        /// Which sequences a step trains on: random (windows at random places) or epochs (windows that do not overlap, each once
-        /// an epoch, in another order each time).
+        /// Each process of a job trains on a text of its own: --data may then differ between them.
+        own_data: bool, "BOOL", false;
+        /// Which sequences a step trains on: random (windows at random places) or epochs (windows that do not
+        /// overlap, each once an epoch, in another order each time).
         sampling: SamplingKind, "KIND", SamplingKind::Random;
         /// The run's folder; without it, the next free runs/MODEL-N.
         out: PathBuf, "DIR" => "each machine has its own folders";
@@ -206,8 +210,8 @@ settings! {
         batch: usize, "N", 12usize;
         /// Microbatches whose gradients are summed for a step.
         accumulate: usize, "N", 1usize;
-        /// Optimizer: adamw or sgd.
-        optimizer: OptimizerKind, "KIND", OptimizerKind::AdamW;
+        /// Optimizer; the list is below.
+        optimizer: OptimizerKind, "KIND", OptimizerKind::default();
         /// Highest learning rate.
         lr: f64, "RATE", 1e-3;
         /// Learning rate at the end of the schedule; unless told a tenth of --lr.
@@ -215,7 +219,7 @@ settings! {
         /// Steps over which the learning rate rises from zero.
         warmup: u64, "N", 50u64;
         /// The learning rate's way after the warm-up: cosine, linear or constant.
-        lr_schedule: ScheduleKind, "KIND", ScheduleKind::Cosine;
+        lr_schedule: LrScheduleKind, "KIND", LrScheduleKind::Cosine;
         /// Decoupled weight decay of matrices.
         weight_decay: f64, "X", 0.1;
         /// Decay of AdamW's first moment.
@@ -235,17 +239,18 @@ settings! {
         plan: PathBuf, "FILE" => "its path is; what the file says is compared";
         /// Workers in this process; a launched job has one in each process.
         workers: usize, "N", 4usize => "a job of several processes has a worker in each";
-        /// What workers average, and when: ddp (gradients, each step) or diloco (parameters, every --sync-every steps).
-        sync: SyncKind, "KIND", SyncKind::Ddp;
+        /// What workers average, and when; the list is below.
+        sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between DiLoCo's averages.
         sync_every: u64, "STEPS", 20u64;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
         /// DiLoCo's outer Nesterov momentum.
         outer_momentum: f64, "X", 0.9;
-        /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01 (momentum
-        /// is gathered before the selection), and many more; a wrong name lists them.
-        codec: CodecSpec, "CODEC", default_codec();
+        /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01
+        /// (momentum is gathered before the selection), powersgd:4 (matrices as products of rank 4), and many
+        /// more; a wrong name lists them.
+        codec: AverageSpec, "CODEC", default_codec();
         /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95) or is
         /// unbiased.
         error_feedback: bool, "BOOL", true;
@@ -259,12 +264,12 @@ settings! {
         topology: PathBuf, "FILE" => "its path is; the machines and links are compared";
         /// The job's name where several use one port: ranks of another job are turned away.
         job: String, "NAME", "farflung" => "ranks with another do not meet";
-        /// What carries bytes: auto, memory, simulated or tcp.
+        /// What carries bytes; the list is below. auto is simulated in one process, and tcp in several.
         transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
-        /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the cheapest on the
-        /// links of --topology; a wrong name lists them. With a codec direct (equal shards, unless told), butterfly
-        /// (shards by access links), hierarchical (plain inside a region, packed between regions), ring (packed anew
-        /// at each hop, and loses at each), or auto.
+        /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the
+        /// cheapest on the links of --topology; a wrong name lists them. With a codec direct (equal shards,
+        /// unless told), butterfly (shards by access links), hierarchical (plain inside a region, packed
+        /// between regions), ring (packed anew at each hop, and loses at each), or auto.
         algorithm: Algorithm, "NAME", Algorithm::Ring;
         /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its machine's speed.
         compute_rate: f64, "FLOPS", 5e10;
@@ -284,8 +289,10 @@ settings! {
         microbatches: usize, "M";
         /// Parts of the model on each rank; 2 for the schedules that have several, else 1.
         chunks: usize, "V";
-        /// What is computed again for backward passes, to hold less: none, full, or a number of layers, in a pipeline of each
-        /// stage. A pipeline begins at its stages' inputs, and where there is none each layer at its own.
+        /// What is computed again for backward passes, to hold less: none, full, or a number of layers, in a
+        /// pipeline of each stage. A pipeline begins at its stages' inputs, and where there is none each layer
+        /// at its own. Where there is none, an amount of memory such as 2GB too: the fastest way whose
+        /// activations of a microbatch fit into it.
         recompute: Recompute, "WHAT", Recompute::None;
         /// Layers (in a pipeline of each stage), behind those that are computed again, whose activations wait in the host's
         /// memory for their backward passes, so that a GPU holds less. Nothing changes where a processor computes.
@@ -295,13 +302,14 @@ settings! {
         /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are chosen so that
         /// the pipeline takes least; unless told an eighth of the context.
         slice_grain: usize, "N";
-        /// How hidden states are packed from a stage to the next: any --codec without feedback, aqsgd:4 (the change since the
-        /// sample came last, in 4 bits; needs --sampling epochs) or direct:4 (its quantiser alone).
+        /// How hidden states are packed from a stage to the next: any --codec without feedback, aqsgd:4 (the
+        /// change since the sample came last, in 4 bits; needs --sampling epochs) or direct:4 (its quantiser
+        /// alone).
         boundary: LinkSpec, "CODEC", LinkSpec::default();
         /// How their gradients are packed on the way back.
         boundary_backward: LinkSpec, "CODEC", LinkSpec::default();
-        /// Where aqsgd holds samples: memory (checkpoints hold them too), file or mapped (in the run's folder, at both ends of
-        /// each boundary; a resumed run goes on with what the files hold).
+        /// Where aqsgd holds samples: memory (checkpoints hold them too), file or mapped (in the run's folder,
+        /// at both ends of each boundary; a resumed run goes on with what the files hold).
         boundary_store: StoreKind, "KIND", StoreKind::Memory => "each rank holds its own";
         /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that the first
         /// had) or newest (each stage's own; the last then waits for the first at each update of their token table).
@@ -331,10 +339,11 @@ settings! {
         eval_every: u64, "STEPS", 100u64;
         /// Microbatches of an evaluation.
         eval_batches: u64, "N", 20u64;
-        /// Steps between digests of the parameters in metrics.jsonl, by which `farflung diff` compares runs; 0 is none.
+        /// Steps between digests of the parameters in metrics.jsonl, by which `farflung diff` compares runs; 0
+        /// is none.
         digest_every: u64, "STEPS", 0u64;
-        /// Steps between checks that all parameters and optimizer states are finite and copies of them equal to the bit, as
-        /// also before each checkpoint; 0 is only then.
+        /// Steps between checks that all parameters and optimizer states are finite and copies of them equal to
+        /// the bit, as also before each checkpoint; 0 is only then.
         check_every: u64, "STEPS", 50u64;
         /// Steps between checkpoints; 0 saves only at the end and on a signal.
         checkpoint_every: u64, "STEPS", 0u64;
@@ -420,29 +429,39 @@ impl TrainConfig {
         all.find(|(key, _)| dashed(key) == name)?.1
     }
 
+    /// The numbers of the optimizer, with a learning rate.
+    pub(crate) fn local(&self, schedule: LrSchedule) -> LocalSettings {
+        let Self { beta1, beta2, momentum, weight_decay, .. } = *self;
+        let clip = (self.clip > 0.0).then_some(self.clip);
+        LocalSettings { beta1, beta2, momentum, weight_decay, clip, schedule }
+    }
+
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
     ///
-    /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for sockets where all workers
-    /// are in one process.
-    pub fn transport_for(&self, processes: usize) -> Result<TransportKind> {
-        match (self.transport, processes) {
-            (TransportKind::Auto, 0 | 1) => Ok(TransportKind::Simulated),
-            (TransportKind::Tcp, 0 | 1) if self.workers > 1 => {
-                let (kind, n) = (self.transport, self.workers);
-                let expected = format!(
-                    "simulated or memory for {n} workers in one process: with tcp each is a process of its own, as \
-                     `farflung launch -n {n} -- train` starts them"
-                );
-                Err(Error::Setting { field: "transport", value: kind.to_string(), expected })
-            }
-            (TransportKind::Auto | TransportKind::Tcp, _) => Ok(TransportKind::Tcp),
-            (kind, 0 | 1) => Ok(kind),
-            (kind, n) => Err(Error::Setting {
-                field: "transport",
-                value: kind.to_string(),
-                expected: format!("tcp, since the job has {n} processes"),
-            }),
+    /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for one between
+    /// processes where all workers are in one.
+    pub fn transport_for(&self, processes: usize) -> Result<TransportName> {
+        let several = processes > 1;
+        let fitting = || TransportName::all().filter(|row| row.joins_processes() == several);
+        let TransportKind::Named(row) = self.transport else {
+            return Ok(fitting().next().expect("the table has some of both"));
+        };
+        // A job of one worker may be its own network.
+        if row.joins_processes() == several || (row.joins_processes() && self.workers == 1) {
+            return Ok(row);
         }
+        let names: Vec<_> = fitting().map(|row| row.name).collect();
+        let names = names.join(" or ");
+        let expected = if several {
+            format!("{names}, since the job has {processes} processes")
+        } else {
+            let n = self.workers;
+            format!(
+                "{names} for {n} workers in one process: with {row} each is a process of its own, as \
+                 `farflung launch -n {n} -- train` starts them"
+            )
+        };
+        Err(Error::Setting { field: "transport", value: row.to_string(), expected })
     }
 
     /// Checks every range that does not depend on the model or the data.

@@ -1,20 +1,20 @@
 //! Which known name somebody meant.
 
-/// The known name that is spelled most like `given`, rather one as long, if not more than a third of it differs.
+/// The known name that is spelled most like `given`, rather one as long, if not more than a third of it
+/// differs.
 pub(crate) fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let names = known.into_iter().map(|name| (edits(given, name), name.len().abs_diff(given.len()), name));
     let (distance, _, name) = names.min()?;
     (distance <= given.len().div_ceil(3)).then_some(name)
 }
 
-/// What was expected, with the name that was meant where it lists names behind "one of".
-pub(crate) fn with_nearest(expected: String, given: &str) -> String {
-    let Some((_, list)) = expected.split_once("one of ") else { return expected };
-    let word = |word: &'_ str| word.trim_end_matches(',').split(['[', ':']).next().unwrap_or_default().len();
-    let words = list.split(' ').map(|text| &text[..word(text)]).filter(|word| word.len() > 1);
-    // What stands before a block or behind a selection is as it was given.
+/// What was expected, with the name that was meant, if one of `known` is near. Of `int8[:BLOCK]` the name is
+/// `int8`.
+pub(crate) fn with_nearest(expected: String, given: &str, known: &[impl AsRef<str>]) -> String {
+    let names = known.iter().filter_map(|name| name.as_ref().split(['[', ':']).next());
+    // What stands behind the name, such as a block, is as it was given.
     let head = given.split([':', '/', '+']).next().unwrap_or_default();
-    let meant = nearest(head, words).map(|name| format!("{name}{}", &given[head.len()..]));
+    let meant = nearest(head, names).map(|name| format!("{name}{}", &given[head.len()..]));
     match meant.filter(|meant| *meant != given) {
         Some(meant) => format!("{expected}; did you mean `{meant}`?"),
         None => expected,

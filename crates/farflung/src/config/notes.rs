@@ -1,15 +1,16 @@
 //! Notes at the start of a run: which of the given settings change nothing in it and why, and which do something else than
 //! they seem to. Each is a condition on the settings.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
-use farflung_compress::CodecSpec;
+use farflung_compress::{AverageSpec, CodecSpec};
 use farflung_parallel::Recompute;
 use farflung_tensor::Precision;
 use farflung_zoo::GptConfig;
 
 use super::TrainConfig;
-use super::choice::{OptimizerKind, Resume, ScheduleKind, SyncKind, TransportKind};
+use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TransportKind};
+use crate::transports::MEMORY;
 
 /// Facts about a run that are not in its settings.
 #[derive(Debug, Clone, Copy)]
@@ -44,12 +45,33 @@ impl Notes<'_> {
         self.named.extend(given);
     }
 
+    /// Notes the settings that only other rows of a table read than the chosen one.
+    fn unread(&mut self, choice: &str, chosen: &str, rows: &[Reads]) {
+        let mut by_readers: BTreeMap<String, Vec<&'static str>> = BTreeMap::new();
+        for &setting in rows.iter().flat_map(|row| row.settings) {
+            let readers: Vec<_> =
+                rows.iter().filter(|row| row.settings.contains(&setting)).map(|row| row.name).collect();
+            if !readers.contains(&chosen) {
+                by_readers.entry(readers.join(" or ")).or_default().push(setting);
+            }
+        }
+        for (readers, settings) in by_readers {
+            self.idle(true, &settings, &format!("`{choice}` is {chosen}, not {readers}"));
+        }
+    }
+
     /// Adds another note.
     fn say(&mut self, case: bool, text: impl FnOnce() -> String) {
         if case {
             self.lines.push(text());
         }
     }
+}
+
+/// A row of a table, and the settings that it reads and others may not.
+struct Reads {
+    name: &'static str,
+    settings: &'static [&'static str],
 }
 
 impl TrainConfig {
@@ -68,10 +90,10 @@ impl TrainConfig {
 
     fn note_model_and_training(&self, _: &Circumstances, notes: &mut Notes<'_>) {
         notes.idle(self.init_from.is_some(), &["model"], "the weights of `init-from` have their own shape");
-        let (adamw, sgd) = (self.optimizer == OptimizerKind::AdamW, self.optimizer == OptimizerKind::Sgd);
-        notes.idle(adamw, &["momentum"], "`optimizer` is adamw, not sgd");
-        notes.idle(sgd, &["beta1", "beta2"], "`optimizer` is sgd, not adamw");
-        let constant = self.lr_schedule == ScheduleKind::Constant;
+        let readers: Vec<_> =
+            OptimizerKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();
+        notes.unread("optimizer", self.optimizer.name, &readers);
+        let constant = self.lr_schedule == LrScheduleKind::Constant;
         notes.idle(constant, &["min-lr"], "the learning rate of `lr-schedule` constant does not decay");
         let (warmup, steps) = (self.warmup, self.steps);
         let ends = "the run ends before its warm-up";
@@ -103,26 +125,34 @@ impl TrainConfig {
             &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
             "no two ranks hold the same part of the model, so nothing is averaged",
         );
-        let (ddp, diloco) = (self.sync == SyncKind::Ddp, self.sync == SyncKind::Diloco);
+        let each_step = self.sync.each_step;
         let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {
             ", but for the report's comparison"
         } else {
             ""
         };
-        notes.idle(ddp, &["outer-lr", "outer-momentum"], "`sync` is ddp, not diloco");
-        notes.idle(ddp, &["sync-every"], &format!("`sync` ddp averages at each step{compared}"));
-        notes.idle(diloco, &["overlap"], "`sync` diloco averages after a step, when no backward pass runs");
+        let sync = self.sync;
+        notes.idle(each_step, &["sync-every"], &format!("`sync` {sync} averages at each step{compared}"));
+        let readers: Vec<_> =
+            SyncKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();
+        notes.unread("sync", sync.name, &readers);
+        let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
+        notes.idle(!each_step, &["overlap"], &after);
         let codec = self.codec;
         let why = match codec {
-            codec if codec.feedback() => "the codec's name sets its feedback",
-            codec if codec.method() == CodecSpec::default().method() => "the codec is lossless",
-            _ => "the codec is unbiased",
+            AverageSpec::Codec(codec) if codec.feedback() => "the codec's name sets its feedback",
+            AverageSpec::Protocol(_) => "a protocol has its own feedback",
+            AverageSpec::Codec(codec) if codec.method() == CodecSpec::default().method() => {
+                "the codec is lossless"
+            }
+            AverageSpec::Codec(_) => "the codec is unbiased",
         };
         notes.idle(codec.with_feedback() == codec, &["error-feedback"], why);
         notes.idle(self.topology.is_some(), &["link"], "`topology` sets the links");
         notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
-        let one_process = run.simulated || alone || self.transport == TransportKind::Memory;
+        let one_process = run.simulated || alone || self.transport == TransportKind::of(&MEMORY);
         notes.idle(one_process, &["job"], "the run is one process, which no other joins");
+        notes.idle(one_process, &["own-data"], "the run is one process, which has one text");
         let speeds = "`topology` sets the speeds";
         notes.idle(self.topology.is_some(), &["compute-rate"], speeds);
         let clock = "it is for the clock of simulated links, and this run's links are real";
@@ -153,7 +183,7 @@ impl TrainConfig {
 
         let layers = self.layers_of_a_part(run.model.layers);
         let again = match self.recompute {
-            Recompute::None => 0,
+            Recompute::None | Recompute::Within(_) => 0,
             Recompute::Full => layers,
             Recompute::Layers(layers) => layers as usize,
         };
@@ -163,9 +193,11 @@ impl TrainConfig {
         });
         let processors = "a processor's memory is the host's";
         notes.idle(self.device.are_processors(), &["offload"], processors);
-        let kept = layers.saturating_sub(again);
+        let decides = matches!(self.recompute, Recompute::Within(_));
+        notes.idle(decides, &["offload"], "`recompute` says what fits into memory");
+        let kept = if decides { 1 } else { layers.saturating_sub(again) };
         notes.idle(kept == 0, &["offload"], "all layers are recomputed, so none is offloaded");
-        notes.say(kept > 0 && self.offload > kept && !self.device.are_processors(), || {
+        notes.say(!decides && kept > 0 && self.offload > kept && !self.device.are_processors(), || {
             format!("`offload` is {} and {kept} layers are not recomputed: these are offloaded", self.offload)
         });
     }
@@ -174,7 +206,7 @@ impl TrainConfig {
         let rounds = self.precision != Precision::F32;
         notes.idle(!rounds, &["loss-scale"], "it is for `precision` f16 and bf16");
         // Another process of the job may have another `--device`.
-        let one_process = run.simulated || self.transport == TransportKind::Memory;
+        let one_process = run.simulated || self.transport == TransportKind::of(&MEMORY);
         let same = "all devices are processors, whose copies of parameters stay equal";
         notes.idle(one_process && self.device.are_processors(), &["resync-every"], same);
     }

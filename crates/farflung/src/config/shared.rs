@@ -1,4 +1,5 @@
-//! The settings that all ranks of a job must have alike: all but those whose row in the list says why they may differ.
+//! The settings that all ranks of a job must have alike: all but those whose row in the list says why they may
+//! differ.
 
 use super::plan::DECIDED;
 use super::{TrainArgs, TrainConfig, dashed};
@@ -43,8 +44,8 @@ pub fn is_planned(name: &str) -> bool {
 }
 
 impl TrainConfig {
-    /// Whether a setting that ranks share changes what is trained, rather than what is measured and saved; `name` is its key
-    /// in a file.
+    /// Whether a setting that ranks share changes what is trained, rather than what is measured and saved;
+    /// `name` is its key in a file.
     #[must_use]
     pub fn is_training(&self, name: &str) -> bool {
         let measured = |heading: &str| heading == "Evaluation and checkpoints";
@@ -53,8 +54,9 @@ impl TrainConfig {
         named.any(|(heading, _)| !measured(heading))
     }
 
-    /// The settings that all ranks must have alike, in the order of `--help`. Those without a value are listed as `none`;
-    /// those that a plan decides are left out where a plan was given, since plans are compared by what they say.
+    /// The settings that all ranks must have alike, in the order of `--help`. Those without a value are listed
+    /// as `none`; those that a plan decides are left out where a plan was given, since plans are compared by
+    /// what they say.
     #[must_use]
     pub fn shared(&self) -> Vec<Fact> {
         let all = self.entries().into_iter().flat_map(|(_, entries)| entries);

@@ -1,6 +1,7 @@
 //! The settings: defaults, files, flags, and what is refused.
 
 use super::*;
+use crate::transports::{MEMORY, SIMULATED, TCP};
 
 fn toml(text: &str) -> Result<TrainArgs> {
     TrainArgs::from_toml(text, Path::new("run.toml"))
@@ -82,7 +83,7 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
         ("steps = [1]", "a whole number"),
         ("deadline = 30", "a time"),
         ("schedule = \"gpip\"", "one of gpipe 1f1b"),
-        ("recompute = 0", "none, full, or a number of layers"),
+        ("recompute = 0", "none, full, a number of layers, or the memory"),
     ] {
         let key = text.split(' ').next().unwrap();
         let message = toml(&format!("\n{text}")).unwrap_err().to_string();
@@ -134,9 +135,9 @@ fn the_least_learning_rate_follows_the_highest() {
 #[test]
 fn the_transport_follows_the_number_of_processes() {
     let config = TrainConfig::default();
-    assert_eq!(config.transport_for(1).unwrap(), TransportKind::Simulated);
-    assert_eq!(config.transport_for(4).unwrap(), TransportKind::Tcp);
-    let memory = TrainConfig { transport: TransportKind::Memory, ..config };
-    assert_eq!(memory.transport_for(1).unwrap(), TransportKind::Memory);
+    assert_eq!(config.transport_for(1).unwrap(), TransportName::of(&SIMULATED));
+    assert_eq!(config.transport_for(4).unwrap(), TransportName::of(&TCP));
+    let memory = TrainConfig { transport: TransportKind::of(&MEMORY), ..config };
+    assert_eq!(memory.transport_for(1).unwrap(), TransportName::of(&MEMORY));
     assert!(memory.transport_for(2).unwrap_err().to_string().contains("2 processes"));
 }

@@ -11,12 +11,27 @@ use super::nearest::with_nearest;
 /// A type that a setting can have.
 pub trait Setting: Sized + Clone + Send + Sync + 'static {
     /// Completes "expected ..." where the text is wrong.
-    fn expected() -> String;
+    #[must_use]
+    fn expected() -> String {
+        format!("one of {}", Self::names().join(" "))
+    }
 
     /// Completes "expected ..." for this invalid text. Types that know what is wrong with it say so.
     #[must_use]
     fn expected_not(_: &str) -> String {
         Self::expected()
+    }
+
+    /// The names that it can have, where it is one of a list.
+    #[must_use]
+    fn names() -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Completes "expected ..." for this invalid text, with the name that was meant.
+    #[must_use]
+    fn wanted(text: &str) -> String {
+        with_nearest(Self::expected_not(text), text, &Self::names())
     }
 
     /// Reads a flag's argument, or a TOML value's text; `None` if it is not one.
@@ -27,8 +42,7 @@ pub trait Setting: Sized + Clone + Send + Sync + 'static {
 
     /// For clap: [`Setting::parse`] with the expectation as the error.
     fn from_flag(text: &str) -> Result<Self, String> {
-        let expected = || with_nearest(Self::expected_not(text), text);
-        Self::parse(text).ok_or_else(|| format!("expected {}", expected()))
+        Self::parse(text).ok_or_else(|| format!("expected {}", Self::wanted(text)))
     }
 
     /// Reads a TOML value; `None` if it is not one. A number may not be in quotes, nor a word without.

@@ -1,10 +1,12 @@
-//! How averages go over the links: the form in which a codec's bytes are reduced, chosen by price and written into the plan.
+//! How averages go over the links: the form in which a codec's bytes are reduced, chosen by price and written
+//! into the plan.
 
 use farflung_base::{Algorithm, Nanos, Rank, StageId, Topology};
 use farflung_comm::{CodedAllReduce as _, CodedBuffer, Communicator};
-use farflung_compress::CodecSpec;
+use farflung_compress::{AverageSpec, CodecSpec};
 use farflung_optim::AverageConfig;
-use farflung_parallel::pipeline::StageCost;
+use farflung_optim::sync::SyncMethod;
+use farflung_parallel::pipeline::{Placement, StageCost};
 use farflung_parallel::plan::NO_CODEC;
 use farflung_parallel::{Cluster, Level, ParallelError, Plan};
 use farflung_tensor::Device;
@@ -16,7 +18,7 @@ use crate::{Error, Result, TrainConfig};
 /// Why an algorithm cannot average by a level's codec; `None` if it can.
 pub(super) fn refusal(level: &Level) -> Option<String> {
     let known = level.algorithm == Algorithm::Auto || Algorithm::CODED.contains(&level.algorithm);
-    if level.codec == NO_CODEC {
+    if !packs(level) {
         return None;
     }
     if known && level.algorithm != Algorithm::Auto && !forms(level).contains(&level.algorithm) {
@@ -31,6 +33,33 @@ pub(super) fn refusal(level: &Level) -> Option<String> {
     Some(format!("one of {names}, auto with codec {}: no other sums what is packed", level.codec))
 }
 
+/// Whether a level's values travel as a codec's bytes: what a protocol exchanges is summed plainly.
+fn packs(level: &Level) -> bool {
+    level.codec != NO_CODEC && !matches!(level.codec.parse(), Ok(AverageSpec::Protocol(_)))
+}
+
+/// How the few numbers are summed that no codec packs: as what it packs, or by a ring where that has no region
+/// and no weights.
+pub(super) fn plain_algorithm(level: &Level) -> Algorithm {
+    match level.algorithm {
+        Algorithm::Direct if packs(level) => Algorithm::Ring,
+        algorithm => algorithm,
+    }
+}
+
+/// How a level averages, but for the seed.
+///
+/// Errors: a codec's name that nobody has.
+pub(super) fn config_of(level: &Level) -> Result<AverageConfig> {
+    Ok(AverageConfig {
+        codec: level.codec.parse()?,
+        bucket_bytes: usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX),
+        overlap: level.overlap,
+        algorithm: level.algorithm,
+        ..AverageConfig::default()
+    })
+}
+
 /// The forms in which a level's codec averages.
 fn forms(level: &Level) -> Vec<Algorithm> {
     let corrected = level.codec.parse().is_ok_and(|codec: CodecSpec| codec.momentum().is_some());
@@ -38,8 +67,25 @@ fn forms(level: &Level) -> Vec<Algorithm> {
     Algorithm::CODED.into_iter().filter(|form| !corrected || alone(form)).collect()
 }
 
+/// Whether a plan averages gradients at each step, so that replicas are always the same.
+pub(super) fn each_step(plan: &Plan) -> bool {
+    SyncMethod::by_name(&plan.outermost().method).is_none_or(|method| method.each_step)
+}
+
+/// The ranks that hold a part of the model, in order: of all replicas, and of both copies of the model.
+pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank> {
+    let of_replica = |replica: u32, copy: u32| {
+        let stage = StageId(copy * placement.depth() + part);
+        Rank(replica * placement.ranks() + placement.rank(stage).0)
+    };
+    let copies = |replica: u32| (0..placement.copies()).map(move |copy| of_replica(replica, copy));
+    let mut holders: Vec<Rank> = (0..plan.replicas()).flat_map(copies).collect();
+    holders.sort_unstable();
+    holders
+}
+
 /// The regions of the two-level form as ranks of the holders of a part, one for each replica.
-fn regions(plan: &Plan) -> Option<Vec<Vec<Rank>>> {
+pub(super) fn regions(plan: &Plan) -> Option<Vec<Vec<Rank>>> {
     let ranks = |group: &Vec<u32>| group.iter().copied().map(Rank).collect();
     Some(plan.regions()?.iter().map(ranks).collect())
 }
@@ -63,8 +109,8 @@ pub(super) fn coded_price(plan: &Plan, values: usize, holders: &Topology) -> Res
     Ok(level.algorithm.coded_cost(&buffer)?)
 }
 
-/// Puts the cheapest form in the place of `auto` in a plan that averages through a codec: the least sum over all buckets of all
-/// parts. A payload that depends on the values is taken to be the largest.
+/// Puts the cheapest form in the place of `auto` in a plan that averages through a codec: the least sum over
+/// all buckets of all parts. A payload that depends on the values is taken to be the largest.
 ///
 /// Errors: as [`Plan::order_with`]; a topology file that lacks one of the plan's machines.
 pub(super) fn resolve(
@@ -74,27 +120,18 @@ pub(super) fn resolve(
     cluster: Option<&Cluster>,
 ) -> Result<()> {
     let level = plan.outermost();
-    if level.codec == NO_CODEC || level.algorithm != Algorithm::Auto {
+    if !packs(level) || level.algorithm != Algorithm::Auto {
         return Ok(());
     }
     let topology = links::of_plan(config, plan, cluster)?;
     let order = plan.order_with(plan.microbatches[0], &[StageCost::UNIT], Nanos::ZERO);
     let placement = order.map_err(Error::schedule)?.placement().clone();
-    let bucket_bytes = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
-    let cut = AverageConfig { bucket_bytes, ..AverageConfig::default() };
+    let cut = config_of(level)?;
     let device = Device::cpu(1)?;
     let mut buckets = Vec::new();
     for (part, planned) in (0..).zip(&plan.parts) {
         let layers = planned.layers.start as usize..planned.layers.end as usize;
-        let of_replica = |replica: u32, copy: u32| {
-            let stage = StageId(copy * placement.depth() + part);
-            Rank(replica * placement.ranks() + placement.rank(stage).0)
-        };
-        let replica = |replica: u32| (0..placement.copies()).map(move |copy| (replica, copy));
-        let copies = (0..plan.replicas()).flat_map(replica);
-        let mut holders: Vec<Rank> = copies.map(|(replica, copy)| of_replica(replica, copy)).collect();
-        holders.sort_unstable();
-        let among = topology.among(&holders);
+        let among = topology.among(&holders(plan, &placement, part));
         let stage = Stage::new(*model, layers, &device)?;
         buckets.extend(cut.buckets(stage.layout()).into_iter().map(|len| (len, among.clone())));
     }

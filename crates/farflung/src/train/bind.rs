@@ -1,21 +1,21 @@
 //! A replica's step, derived from the plan: the order in which its ranks work, lowered, with the modelled times. A pure
 //! function of the job, so that every rank finds the same. It has no tensors.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use farflung_base::{Link, Nanos, Rank, StageId};
-use farflung_parallel::ScheduleSource;
+use farflung_base::{Link, Rank, StageId};
 use farflung_parallel::pipeline::{
-    Action, Arrivals, Boundary, CollectivePrices, ComputeOrder, Content, Lowering, Op, PipelineCost,
-    Placement, Schedule, SliceShare, StepSimulation, Tie, Updates,
+    Action, Arrivals, Boundary, ComputeKind, ComputeOrder, Content, Lowering, Op, PipelineCost, Placement,
+    Schedule, SliceShare, Tie, Updates,
 };
+use farflung_parallel::{Plan, Recompute, ScheduleSource};
+use farflung_zoo::GptConfig;
 
-use super::boundary;
-use super::costs::Work;
+use super::costs::{Machines, Work};
 use super::job::Job;
-use super::prices::collective_prices;
+use super::{averages, boundary};
 use crate::{Error, Result};
-use farflung_parallel::Recompute;
 
 /// How one replica carries a plan's step out.
 #[derive(Debug, Clone)]
@@ -32,8 +32,6 @@ pub struct ReplicaSchedule {
     pub slices: Vec<Range<usize>>,
     /// What parts and links are modelled to take on this replica's machines.
     pub cost: PipelineCost,
-    /// What averaging each part with its other holders is modelled to take, and adding up the token table's gradients.
-    pub prices: CollectivePrices,
 }
 
 impl ReplicaSchedule {
@@ -41,11 +39,17 @@ impl ReplicaSchedule {
     ///
     /// Errors: [`Error::Setting`] with what the plan's schedule cannot do with these costs.
     pub fn new(job: &Job, replica: u32) -> Result<Self> {
-        let plan = &job.plan;
+        Self::of(&job.plan, &job.model, &job.machines()?, replica)
+    }
+
+    /// The schedule of a replica of a plan for a model on some machines.
+    ///
+    /// Errors: as [`ReplicaSchedule::new`].
+    pub fn of(plan: &Plan, model: &GptConfig, machines: &Machines, replica: u32) -> Result<Self> {
         let count = plan.microbatches[replica as usize];
         let (ranks, first) = (plan.stages(), replica * plan.stages());
-        let work = Work { model: &job.model, batch: plan.batch as usize };
-        let topology = job.topology()?;
+        let work = Work { model, batch: plan.batch as usize };
+        let Machines { topology, rates } = machines;
         let link = |from: Rank, to: Rank| {
             let (from, to) = (Rank(first + from.0), Rank(first + to.0));
             Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency }
@@ -53,22 +57,29 @@ impl ReplicaSchedule {
         // The links of neighbours stand for all of them: no schedule depends on more.
         let links: Vec<Link> = (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect();
         // The first direction of the first boundary stands for all, too.
-        let slices = positions(&plan.pipeline.slices, job.model.context);
+        let slices = positions(&plan.pipeline.slices, model.context);
         let crossing =
-            |boundary: usize, content| boundary::bytes(plan, boundary, content, &slices, job.model.dim);
+            |boundary: usize, content| boundary::bytes(plan, boundary, content, &slices, model.dim);
         let bytes = if links.is_empty() { work.hidden_bytes() } else { crossing(0, Content::Activation)? };
         let hop = links.iter().map(|link| link.time(bytes)).max().unwrap_or_default();
         // Where a part lies does not depend on costs; what it takes depends on where it lies.
-        let equal: Vec<_> =
-            plan.parts.iter().map(|part| work.stage_cost(part, job.config.compute_rate)).collect();
+        let equal: Vec<_> = plan
+            .parts
+            .iter()
+            .map(|part| work.stage_cost(part, rates[first as usize]))
+            .collect::<Result<_>>()?;
         let placement = plan.order_with(count, &equal, hop).map_err(Error::schedule)?.placement().clone();
         let rate = |part: u32| {
             let holders =
                 (0..placement.copies()).map(|copy| placement.rank(StageId(copy * placement.depth() + part)));
-            holders.map(|rank| job.rates[(first + rank.0) as usize]).fold(f64::INFINITY, f64::min)
+            holders.map(|rank| rates[(first + rank.0) as usize]).fold(f64::INFINITY, f64::min)
         };
-        let stages: Vec<_> =
-            plan.parts.iter().zip(0..).map(|(part, i)| work.stage_cost(part, rate(i))).collect();
+        let stages: Vec<_> = plan
+            .parts
+            .iter()
+            .zip(0..)
+            .map(|(part, i)| work.stage_cost(part, rate(i)))
+            .collect::<Result<_>>()?;
         let order = plan.order_with(count, &stages, hop).map_err(Error::schedule)?;
         let arrivals = match plan.pipeline.schedule {
             ScheduleSource::Named(method) => method.arrivals(&plan.settings(count, &stages, hop)),
@@ -82,7 +93,7 @@ impl ReplicaSchedule {
         let boundaries = (0..placement.depth() - 1).map(between).collect::<Result<_>>()?;
         let share = |slice: &Range<usize>| SliceShare {
             tokens: slice.len() as u64,
-            time: work.slice_flops(&(0..job.model.layers as u32), slice) as u64,
+            time: work.slice_flops(&(0..model.layers as u32), slice) as u64,
         };
         let shares = slices.iter().map(share).collect();
         let cost = PipelineCost { stages, boundaries, slices: shares, overlap_percent: 0 };
@@ -93,16 +104,15 @@ impl ReplicaSchedule {
         // One stage computes each layer again from the layer's own input, within its backward pass.
         let again = placement.depth() > 1 && plan.parts.iter().any(|part| part.recompute != Recompute::None);
         let order = if again { order.with_recompute() } else { order };
-        let prices = collective_prices(job, order.placement(), &topology)?;
         let lowering = Lowering {
-            replicas: plan.replicas() > 1 && job.averages_each_step(),
+            replicas: plan.replicas() > 1 && averages::each_step(plan),
             tied: order.placement().tie() == Tie::Across,
             ..Lowering::default()
         };
         let schedule = Schedule::new(order, &lowering).map_err(Error::schedule)?;
         let layers = plan.parts.iter().map(|p| p.layers.start as usize..p.layers.end as usize).collect();
         let name = plan.pipeline.schedule.to_string();
-        Ok(Self { name, schedule, arrivals, layers, slices, cost, prices })
+        Ok(Self { name, schedule, arrivals, layers, slices, cost })
     }
 
     /// Which rank holds which part.
@@ -151,23 +161,6 @@ impl ReplicaSchedule {
         let order = ComputeOrder::new(placement.clone(), microbatches, 1, lists).map_err(Error::schedule)?;
         Schedule::new(order, &Lowering::default()).map_err(Error::schedule)
     }
-
-    /// What a step is predicted to take, and the part of its computing in which ranks stand still.
-    ///
-    /// Errors: as [`ReplicaSchedule::predicted`].
-    pub fn prediction(&self) -> Result<(Nanos, f64)> {
-        let step = self.predicted()?;
-        Ok((step.makespan(), step.compute().bubble_fraction()))
-    }
-
-    /// When each computation, message and average of a step is predicted to run. Each link has its rate to itself there:
-    /// where a rank reaches both neighbours through one uplink, as with `--link`, and the links bind, a step takes up to
-    /// half as long again. What ranks tell each other at a step's end is not in it.
-    ///
-    /// Errors: none for a schedule of [`ReplicaSchedule::new`].
-    pub fn predicted(&self) -> Result<StepSimulation<'_>> {
-        Ok(self.schedule.simulate(&self.cost, &self.prices)?)
-    }
 }
 
 /// The positions of slices of these lengths; one slice of all where there are none.
@@ -182,4 +175,15 @@ fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
         start..end
     };
     lengths.iter().map(slice).collect()
+}
+
+/// The microbatch whose whole backward pass is the last in a rank's list, by stage.
+pub(super) fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
+    let mut last = BTreeMap::new();
+    for (rank, action) in schedule.schedule.order().actions() {
+        if rank == position && action.kind == ComputeKind::Backward {
+            last.insert(action.stage, action.microbatch);
+        }
+    }
+    last
 }

@@ -1,5 +1,5 @@
-//! The coded ends of a rank's pipeline boundaries: hidden states to the next part and their gradients back, through the plan's
-//! codecs. It depends on no schedule.
+//! The coded ends of a rank's pipeline boundaries: hidden states to the next part and their gradients back,
+//! through the plan's codecs. It depends on no schedule.
 
 mod agree;
 mod store;
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use farflung_base::{Bytes, Rank, StageId};
-use farflung_compress::link::{LinkCodec, LinkSpec, SampleShape, Samples, Store};
+use farflung_compress::link::{LinkCodec, LinkSpec, MemoryStore, SampleShape};
 use farflung_compress::{CodecId, CompressError, Compressor as _, F32, Payload, PayloadRef, RoundKey};
 use farflung_compress::{State as _, StateMap};
 use farflung_parallel::Plan;
@@ -35,8 +35,8 @@ pub(super) fn held_bytes(forward: LinkSpec, backward: LinkSpec, shape: SampleSha
     both_ends(forward).saturating_add(both_ends(backward))
 }
 
-/// Bytes of a microbatch across a boundary, of all slices: of samples that are held, for codecs that remember, which is all
-/// but their first epoch.
+/// Bytes of a microbatch across a boundary, of all slices: of samples that are held, for codecs that remember,
+/// which is all but their first epoch.
 ///
 /// Errors: none for a plan whose names were checked.
 pub(super) fn bytes(
@@ -53,34 +53,10 @@ pub(super) fn bytes(
         sum += if spec.is_plain() {
             samples * shape.len() * size_of::<f32>()
         } else {
-            spec.build(shape, |samples| Ok(Box::new(Unused(samples))))?.settled_payload(samples)
+            spec.build(shape, |samples| Ok(Box::new(MemoryStore::new(samples))))?.settled_payload(samples)
         };
     }
     Ok(Bytes(sum as u64))
-}
-
-/// A store of nothing, for lengths alone.
-#[derive(Debug)]
-struct Unused(Samples);
-
-impl farflung_compress::State for Unused {}
-
-impl Store for Unused {
-    fn samples(&self) -> Samples {
-        self.0
-    }
-
-    fn read(&mut self, _: u64, _: &mut [u8]) -> Result<u32, CompressError> {
-        Ok(0)
-    }
-
-    fn write(&mut self, _: u64, _: &[u8]) -> Result<(), CompressError> {
-        Ok(())
-    }
-
-    fn forget(&mut self, _: u64) -> Result<(), CompressError> {
-        Ok(())
-    }
 }
 
 /// One end of a boundary's direction: what a stage makes, of one slice of sequences.
@@ -133,7 +109,7 @@ pub(super) struct Crossing<'a> {
 }
 
 impl Boundaries {
-    /// Those of a rank at `position` of the pipeline that begins at rank `first`.
+    /// Those of a rank at `position` of its pipeline.
     ///
     /// Errors: those of `stores`.
     pub(super) fn new(
@@ -176,8 +152,8 @@ impl Boundaries {
 
     /// Values as they leave; `None` where they travel as they are.
     ///
-    /// What a codec refuses, since it is not finite or too large, travels as plain f32, and the codec remembers nothing of it: the
-    /// step's overflow shows when ranks agree, on all of them.
+    /// What a codec refuses, since it is not finite or too large, travels as plain f32, and the codec remembers
+    /// nothing of it: the step's overflow shows when ranks agree, on all of them.
     pub(super) fn encode(&mut self, crossing: Crossing<'_>, values: &[f32]) -> Result<Option<Vec<u8>>> {
         let Some(end) = self.ends.get_mut(&End::of(crossing.message)) else { return Ok(None) };
         let key = RoundKey {

@@ -1,11 +1,11 @@
 //! A rank's whole state on disk. Each rank keeps its own folder, so that optimizer states cross no slow link and no machine
 //! needs a shared disk; a checkpoint counts once every rank has it.
 //!
-//! A rank's `step-N/` holds `config.json` and `model.safetensors` (Hugging Face's layout; of a pipeline, rank 0 has all of
-//! the model and the others their parts), `optimizer.safetensors` (moments, outer state, residuals), `samples.safetensors` where
-//! boundaries hold samples in memory, `trainer.json`, and the run's settings and plan as they were then. A run that cuts the
-//! model in another way reads the folders of all ranks, which it must be able to reach; a rank whose folder is lost takes its
-//! state from a rank that holds the same parts.
+//! A rank's `step-N/` holds `config.json` and `model.safetensors` (Hugging Face's layout; of a pipeline, rank 0
+//! has all of the model and the others their parts), `optimizer.safetensors` (moments, outer state, residuals),
+//! `samples.safetensors` where boundaries hold samples in memory, `trainer.json`, and the run's settings and
+//! plan as they were then. A run that cuts the model in another way reads the folders of all ranks, which it
+//! must be able to reach; a rank whose folder is lost takes its state from a rank that holds the same parts.
 
 mod choose;
 mod compare;
@@ -61,6 +61,9 @@ struct Record {
     outer_step: u64,
     rounds: u64,
     totals: Totals,
+    /// Ranks that did not answer when it was saved: they may be behind, and take their state from the others.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    absent: Vec<u32>,
 }
 
 /// Where a rank keeps its checkpoints, given the run's folder.
@@ -105,6 +108,17 @@ fn write(
 /// Writes this rank's checkpoint; all ranks must call it after the same step, with replicas the same. It becomes the
 /// newest on any rank only after all have written theirs. Gives its path.
 pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
+    save_without(trainer, job, run, totals, &[])
+}
+
+/// [`save`] of the ranks that are left after [`Trainer::retreat`], where `absent` do not answer.
+pub(super) fn save_without(
+    trainer: &mut Trainer,
+    job: &Job,
+    run: &RunDir,
+    totals: Totals,
+    absent: &[Rank],
+) -> Result<PathBuf> {
     trainer.gather_whole()?;
     let packing = if job.config.compress_checkpoints { Packing::Zstd } else { Packing::Plain };
     let Counters { step, outer_step, rounds } = trainer.counters();
@@ -122,7 +136,7 @@ pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Total
 
     let level = job.plan.outermost();
     let record = Record {
-        rank: trainer.comm().rank().0,
+        rank: trainer.rank().0,
         world: job.world,
         model: model_facts(job),
         parts: trainer.layers(),
@@ -136,6 +150,7 @@ pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Total
         outer_step,
         rounds,
         totals,
+        absent: absent.iter().map(|rank| rank.0).collect(),
     };
     let text = serde_json::to_vec_pretty(&record).expect("numbers and names have no way to fail");
     writer.write(TRAINER, &text)?;

@@ -1,5 +1,5 @@
-//! Which choices go together, and why not where they do not: the one table behind refusals, `train --combinations`, a test and
-//! a bench. Limits of single numbers are not here: they stand with what they limit.
+//! Which choices go together, and why not where they do not: the one table behind refusals, `train
+//! --combinations`, a test and a bench. Limits of single numbers are not here: they stand with what they limit.
 
 mod axes;
 mod covering;
@@ -36,6 +36,8 @@ struct Choices {
     sampling: SamplingKind,
     clips: bool,
     loss_scale: LossScaling,
+    own_data: bool,
+    stages: usize,
 }
 
 /// What matters of a pipeline's schedule.
@@ -74,7 +76,7 @@ impl Choices {
         let replicas = u32::try_from(world / config.stages.max(1)).unwrap_or(u32::MAX);
         Self {
             levels: vec![level(config, replicas)],
-            sync: SyncMethod::by_name(&config.sync.to_string()),
+            sync: Some(config.sync.row()),
             schedule: (config.stages > 1 && named).then(|| Order::named(config.schedule)),
             forward: boundary(config.boundary),
             backward: boundary(config.boundary_backward),
@@ -82,6 +84,8 @@ impl Choices {
             sampling: config.sampling,
             clips: config.clip > 0.0,
             loss_scale: config.loss_scale,
+            own_data: config.own_data,
+            stages: config.stages,
         }
     }
 
@@ -99,6 +103,7 @@ impl Choices {
             forward: boundaries().filter_map(|codecs| codecs.forward.parse().ok()).collect(),
             backward: boundaries().filter_map(|codecs| codecs.backward.parse().ok()).collect(),
             precision: plan.precision,
+            stages: plan.stages() as usize,
             ..Self::wished(config, plan.ranks() as usize)
         }
     }
@@ -178,6 +183,14 @@ const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["own-data", "schedule"],
+        refuses: |choices| {
+            let why = "both ends of a pipeline read one text";
+            let expected = format!("false with {} stages: {why}", choices.stages);
+            (choices.own_data && choices.stages > 1).then(|| refuse("own-data", true, expected))
+        },
+    },
+    Rule {
         axes: ["boundary", "sampling"],
         refuses: |choices| unnumbered(&choices.forward, choices.sampling),
     },
@@ -239,7 +252,8 @@ pub fn pair(a: (&Axis, &str), b: (&Axis, &str)) -> Option<Refusal> {
     RULES.iter().filter(about).find_map(|rule| (rule.refuses)(&choices))
 }
 
-/// The table of `farflung train --combinations`: what there is on each axis, and which pairs do not go together.
+/// The table of `farflung train --combinations`: what there is on each axis, and which pairs do not go
+/// together.
 #[must_use]
 pub fn table() -> String {
     let axis = |axis: &Axis| format!("  {:<18} {}", axis.name, (axis.values)().join(" "));

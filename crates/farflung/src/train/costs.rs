@@ -2,16 +2,26 @@
 
 use std::ops::Range;
 
-use farflung_base::{Bytes, Nanos};
+use farflung_base::{Bytes, Nanos, Topology};
 use farflung_parallel::pipeline::StageCost;
 use farflung_parallel::{Cluster, Part, Plan, Recompute, Speed};
 use farflung_zoo::GptConfig;
 
-use crate::TrainConfig;
+use super::activations::{repeated, within_budget};
+use crate::{Result, TrainConfig};
 
 /// Modelled time of so many operations at a rate in FLOP/s.
 pub(super) fn modelled(flops: f64, rate: f64) -> Nanos {
     Nanos::from_secs_f64(flops / rate)
+}
+
+/// What a plan runs on.
+#[derive(Debug, Clone)]
+pub struct Machines {
+    /// The links between the plan's ranks.
+    pub topology: Topology,
+    /// Operations a second of each rank's machine.
+    pub rates: Vec<f64>,
 }
 
 /// The rate of each rank's machine in FLOP/s: the topology file's, else the settings'.
@@ -67,22 +77,27 @@ impl Work<'_> {
     }
 
     /// The modelled times of a part for a microbatch on a machine of a rate. Together the parts are the whole model.
-    pub(super) fn stage_cost(&self, part: &Part, rate: f64) -> StageCost {
+    ///
+    /// Errors: a budget of memory in which the part's layers do not fit.
+    pub(super) fn stage_cost(&self, part: &Part, rate: f64) -> Result<StageCost> {
         let tokens = (self.batch * self.model.context) as f64;
         let [matrices, attention, head] = self.token_flops(&part.layers);
         let time = |flops: f64| modelled(tokens * flops, rate);
         let forward = matrices + attention;
         let count = part.layers.end - part.layers.start;
-        StageCost {
+        let within = within_budget(part, self.model, self.batch)?;
+        let repeated = within.map_or(0, |plan| repeated(&plan, part.layers.len()));
+        Ok(StageCost {
             forward: time(forward + head),
             input: time(matrices + 2.0 * attention + head),
             weight: time(matrices + head),
             recompute: match part.recompute {
                 Recompute::Layers(_) if count == 0 => Nanos::ZERO,
                 Recompute::Layers(again) => time(forward * f64::from(again) / f64::from(count)),
+                Recompute::Within(_) => time(forward * repeated as f64 / f64::from(count)),
                 Recompute::None | Recompute::Full => time(forward + head),
             },
             ..StageCost::default()
-        }
+        })
     }
 }

@@ -8,7 +8,7 @@ use farflung_tensor::Device;
 use farflung_zoo::Stage;
 
 use super::job::Job;
-use crate::config::choice::TransportKind;
+use crate::config::choice::TransportName;
 use crate::{Error, Result};
 
 /// An operation of every step, and what it takes at least.
@@ -30,9 +30,9 @@ impl Slowest {
 /// takes no time, and a codec whose payload depends on the values sends nothing. Of real links nothing is known here.
 ///
 /// Errors: [`Error::Setting`] with the time and the deadline; a topology that does not fit.
-pub(super) fn check(job: &Job, transport: TransportKind) -> Result<()> {
+pub(super) fn check(job: &Job, transport: TransportName) -> Result<()> {
     let config = &job.config;
-    if transport != TransportKind::Simulated || job.world == 1 {
+    if !transport.simulated || job.world == 1 {
         return Ok(());
     }
     let topology = job.topology()?;
@@ -59,12 +59,17 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
     let config = job.average_config()?;
     let stage = Stage::whole(job.model, &Device::cpu(1)?)?;
     let largest = config.buckets(stage.layout()).into_iter().max().unwrap_or(0);
-    let bytes = payload(config.codec, largest);
-    let algorithm = job.plan.outermost().plain_algorithm();
-    let bucket = if config.codec == CodecSpec::default() {
-        average(job, topology, algorithm, |by| by.programs(largest, bytes, topology), bytes)
-    } else {
-        let payload = |values| payload(config.codec, values).0 as usize;
+    let algorithm = job.plain_algorithm();
+    let plainly = |values: usize| {
+        let bytes = Bytes((values * size_of::<f32>()) as u64);
+        average(job, topology, algorithm, |by| by.programs(values, bytes, topology), bytes)
+    };
+    let spec = job.codec()?;
+    let bucket = if let Some(exchanges) = config.exchanges(stage.layout()) {
+        plainly(exchanges.into_iter().flatten().max().unwrap_or(0))
+    } else if let Some(codec) = spec.codec().filter(|_| !spec.is_plain()) {
+        let bytes = payload(codec, largest);
+        let payload = |values| payload(codec, values).0 as usize;
         let buffer = CodedBuffer { len: largest, payload: &payload, topology, regions: None };
         let same_for_all = matches!(config.algorithm, Algorithm::Ring | Algorithm::Direct);
         let time = if job.config.topology.is_none() && same_for_all {
@@ -73,6 +78,8 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
             least(topology, bytes)
         };
         Slowest::average(job, bytes, time)
+    } else {
+        plainly(largest)
     };
     // Each step's vote: a loss, and whether to stop.
     let numbers = Bytes(16);

@@ -13,7 +13,7 @@ use farflung_parallel::pipeline::{
     Action, ComputeKind, ComputeOrder, Content, LoweredKind, Message, Placement, StageCost, Updates, Watch,
     Worker,
 };
-use farflung_tensor::{Device, Tensor};
+use farflung_tensor::{Device, Interrupt, Tensor, TensorError};
 use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
 use super::boundary::{Boundaries, Crossing};
@@ -50,6 +50,10 @@ fn place(action: Action) -> Place {
 #[derive(Debug)]
 pub(super) struct Executor {
     pub(super) comm: Communicator,
+    /// The same for messages of a pass, which a stop ends sooner.
+    pub(super) messages: Communicator,
+    /// Raised where a stop drops the pass.
+    pub(super) interrupt: Interrupt,
     /// The rank of the job that holds rank 0 of this pipeline.
     pub(super) first: u32,
     pub(super) device: Device,
@@ -102,6 +106,12 @@ impl Executor {
         self.sending.clear();
         self.losses.clear();
         self.parts.values_mut().for_each(Part::begin);
+    }
+
+    /// For the messages of this pass: a step that updates parameters within it cannot be dropped.
+    fn line(&self) -> &Communicator {
+        let kept = self.pass != Pass::Evaluation && self.updates != Updates::Flush;
+        if kept { &self.comm } else { &self.messages }
     }
 
     /// What was sent has left.
@@ -321,8 +331,8 @@ impl Executor {
         mine.commit(Prepared::with_norm(norm)?, needed)
     }
 
-    /// The number of a message's microbatch, and those of its samples, over all steps and replicas; none in an evaluation,
-    /// which sends values as they are and leaves what codecs hold alone.
+    /// The number of a message's microbatch, and those of its samples, over all steps and replicas; none in an
+    /// evaluation, which sends values as they are and leaves what codecs hold alone.
     fn crossing(&self, message: Message) -> Option<(u64, Vec<u64>)> {
         let Pass::Training { first } = self.pass else { return None };
         let (microbatch, batch) = (first + u64::from(message.microbatch), self.sampler.shard().batch as u64);
@@ -344,6 +354,9 @@ impl Worker for Executor {
     type Error = Error;
 
     fn compute(&mut self, action: Action, input: Option<Tensor>) -> Result<Option<Tensor>> {
+        if self.interrupt.is_raised() {
+            return Err(TensorError::Interrupted.into());
+        }
         match action.kind {
             ComputeKind::Forward => return self.forward(action, input),
             ComputeKind::Recompute => self.recompute(action)?,
@@ -370,13 +383,14 @@ impl Worker for Executor {
         };
         let bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
         let to = Rank(self.first + to.0);
-        self.sending.push(self.comm.start_send(to, self.tag(message), bytes));
+        let sending = self.line().start_send(to, self.tag(message), bytes);
+        self.sending.push(sending);
         Ok(())
     }
 
     fn receive(&mut self, from: Rank, message: Message) -> Result<Self::Pending> {
         let from = Rank(self.first + from.0);
-        Ok((message, self.comm.start_recv(from, self.tag(message))))
+        Ok((message, self.line().start_recv(from, self.tag(message))))
     }
 
     fn wait(&mut self, (message, pending): Self::Pending) -> Result<Tensor> {

@@ -1,10 +1,11 @@
-//! A fault that tests and benches place in a run: one bit of one rank's values. No setting and no file makes one.
+//! Faults that tests and benches place in a run: one bit of one rank's values, or the failure of a rank at a
+//! moment of a step. No setting and no file makes one.
 
 use std::ops::Range;
 
 use farflung_tensor::Tensor;
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// Which values of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +31,56 @@ pub struct Fault {
     pub element: usize,
     /// Number of the bit, from 0 for the least.
     pub bit: u32,
+}
+
+/// The moments of a step, in their order. Each has a number, so that a fault can be placed at any of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Moment {
+    /// Nothing of it was done.
+    Begun = 0,
+    /// Its microbatches have passed, averages are there, and ranks have told what they agree on.
+    Agreed = 1,
+    /// The update is known; nothing has changed yet.
+    Prepared = 2,
+    /// Parameters, moments, residuals and counters have changed.
+    Committed = 3,
+    /// Replicas have met, where that was due.
+    Met = 4,
+}
+
+impl Moment {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Begun, Self::Agreed, Self::Prepared, Self::Committed, Self::Met];
+
+    /// Its place among them, from 0.
+    #[must_use]
+    pub const fn number(self) -> u8 {
+        self as u8
+    }
+}
+
+/// A rank that fails at a moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Failure {
+    /// Which rank.
+    pub rank: u32,
+    /// In which step, counted from 1.
+    pub step: u64,
+    /// When in it.
+    pub moment: Moment,
+}
+
+impl Failure {
+    /// Fails if a rank's step is where it was placed.
+    ///
+    /// Errors: [`Error::Placed`] there.
+    pub(super) fn reach(self, rank: u32, step: u64, moment: Moment) -> Result<()> {
+        if self == (Self { rank, step, moment }) {
+            return Err(Error::Placed { step, moment: moment.number() });
+        }
+        Ok(())
+    }
 }
 
 impl Fault {

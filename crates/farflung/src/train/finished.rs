@@ -18,7 +18,8 @@ pub(super) enum Left {
     Nothing(Option<Box<Report>>),
 }
 
-/// What is left of a run that was resumed after `begun` steps, from this checkpoint. A collective where that is all of its steps.
+/// What is left of a run that was resumed after `begun` steps, from this checkpoint. A collective where that is
+/// all of its steps.
 ///
 /// Errors: [`Error::Setting`] for a checkpoint beyond the last step of the settings.
 pub(super) fn left(

@@ -3,10 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use farflung_base::Topology;
-use farflung_compress::CodecSpec;
+use farflung_base::{Algorithm, Topology};
+use farflung_compress::AverageSpec;
 use farflung_optim::AverageConfig;
-use farflung_optim::sync::SyncMethod;
 use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
@@ -14,7 +13,8 @@ use farflung_zoo::{
     Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Stage, Tokenizer, ZooError, tokenizer,
 };
 
-use super::fault::Fault;
+use super::costs::Machines;
+use super::fault::{Failure, Fault};
 use super::fingerprint::digest;
 use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{SamplingKind, TokenizerKind};
@@ -53,8 +53,12 @@ pub struct Job {
     pub stop: Stop,
     /// The run's folder; `None` writes nothing.
     pub out: Option<PathBuf>,
+    /// Processes of the job.
+    pub processes: usize,
     /// A bit that changes on one rank: for tests and benches.
     pub fault: Option<Fault>,
+    /// A failure that a test places in the run.
+    pub failure: Option<Failure>,
 }
 
 impl Job {
@@ -91,7 +95,9 @@ impl Job {
             world,
             stop,
             out: None,
+            processes: 1,
             fault: None,
+            failure: None,
         })
     }
 
@@ -126,6 +132,13 @@ impl Job {
         links::of_plan(&self.config, &self.plan, self.cluster.as_ref())
     }
 
+    /// What the plan runs on.
+    ///
+    /// Errors: as [`Job::topology`].
+    pub fn machines(&self) -> Result<Machines> {
+        Ok(Machines { topology: self.topology()?, rates: self.rates.clone() })
+    }
+
     /// The training sequences, by their numbers over all replicas and steps.
     pub fn sampler(&self) -> Result<Sampler, ZooError> {
         let shard = Shard::whole(self.plan.batch as usize);
@@ -153,26 +166,26 @@ impl Job {
     /// Whether gradients are averaged at each step, so that replicas are always the same.
     #[must_use]
     pub fn averages_each_step(&self) -> bool {
-        SyncMethod::by_name(&self.plan.outermost().method).is_none_or(|method| method.each_step)
+        averages::each_step(&self.plan)
     }
 
     /// The codec of averages.
     ///
     /// Errors: none for a plan whose names were checked.
-    pub fn codec(&self) -> Result<CodecSpec> {
+    pub fn codec(&self) -> Result<AverageSpec> {
         Ok(self.plan.outermost().codec.parse()?)
+    }
+
+    /// How numbers are summed that no codec packs: as what it packs, or by a ring where that has no region and
+    /// no weights.
+    #[must_use]
+    pub fn plain_algorithm(&self) -> Algorithm {
+        averages::plain_algorithm(self.plan.outermost())
     }
 
     /// How the values of parts are averaged over their holders.
     pub(super) fn average_config(&self) -> Result<AverageConfig> {
-        let level = self.plan.outermost();
-        Ok(AverageConfig {
-            codec: self.codec()?,
-            bucket_bytes: usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX),
-            overlap: level.overlap,
-            seed: self.config.seed,
-            algorithm: level.algorithm,
-        })
+        Ok(AverageConfig { seed: self.config.seed, ..averages::config_of(self.plan.outermost())? })
     }
 
     /// The device of a rank, opened.
@@ -202,7 +215,8 @@ impl Job {
 
 /// Hash of the weights in a folder, tensor by tensor.
 ///
-/// Errors: [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; that the folder does not hold its model.
+/// Errors: [`Error::NotFinite`](crate::Error::NotFinite) with the tensor; that the folder does not hold its
+/// model.
 fn weights_hash(folder: &Path) -> Result<blake3::Hash> {
     let mut weights = farflung_zoo::weights::Weights::open(folder)?;
     let whole = Stage::whole(weights.config(), &Device::cpu(1)?)?;
@@ -240,7 +254,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
 pub(super) fn preset(name: &str) -> Result<GptConfig> {
     GptConfig::preset(name).map_err(|_| {
         let names: Vec<_> = PRESETS.iter().map(|(name, _)| *name).collect();
-        let expected = with_nearest(format!("one of {}", names.join(", ")), name);
+        let expected = with_nearest(format!("one of {}", names.join(", ")), name, &names);
         Error::Setting { field: "model", value: name.to_owned(), expected }
     })
 }

@@ -1,16 +1,16 @@
 //! Who sits at which transport: threads of one process over memory or simulated links, or one process a rank over TCP.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use farflung_base::{Link, Rank, Topology};
-use farflung_comm::{Communicator, Transport, memory, simulated, tcp};
+use farflung_comm::Communicator;
 use farflung_parallel::{Cluster, Plan};
 
 use super::job::Job;
 use crate::config::choice::TransportKind;
+use crate::transports::{Ends, Meeting, TRANSPORTS, TransportMethod};
 use crate::{Error, LaunchEnv, Result, Stop, TrainConfig};
 
 /// A worker's place in the job.
@@ -72,17 +72,31 @@ pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluste
 ///
 /// Errors: [`Error::PeerLost`] and others when processes do not find each other in time.
 pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
-    let master = format!("{}:{}", env.master_addr, env.master_port);
-    let mut join = tcp::Config::new(env.rank.0, env.world_size as u32, master);
-    join.deadline = Duration::from(config.deadline);
-    join.job.clone_from(&config.job);
-    Ok(Communicator::new(tcp::join(&join)?).with_deadline(config.deadline))
+    let meeting = Meeting {
+        rank: env.rank.0,
+        world_size: env.world_size as u32,
+        master: format!("{}:{}", env.master_addr, env.master_port),
+        job: config.job.clone(),
+        deadline: config.deadline,
+    };
+    // Where a rank has a transport of another kind, the others are to hear of it.
+    let meets = |row: &TransportMethod| match row.ends {
+        Ends::Processes(meet) => Some(meet),
+        Ends::Threads(_) => None,
+    };
+    let wished = match config.transport {
+        TransportKind::Auto => None,
+        TransportKind::Named(row) => meets(&row),
+    };
+    let meet = wished.or_else(|| TRANSPORTS.iter().find_map(meets));
+    meet.expect("the table has one between processes")(&meeting)
 }
 
 /// How often a wait for other processes looks whether it is to stop.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// [`join`], given up when a signal asks for a stop. The attempt then ends with the process, or at its deadline.
+/// [`join`], given up when a signal asks for a stop. The attempt then ends with the process, or at its
+/// deadline.
 ///
 /// Errors: [`Error::Stopped`] as well.
 pub(super) fn join_unless_stopped(
@@ -112,16 +126,16 @@ pub(super) fn join_unless_stopped(
     }
 }
 
-/// The seats of this process: all of the job's, or one of them under a launcher. `joined` has [joined](join) the processes
-/// of a launched job.
+/// The seats of this process: all of the job's, or one of them under a launcher. `joined` has [joined](join)
+/// the processes of a launched job.
 ///
 /// Errors: a topology that does not fit; [`Error::PeerLost`] where a process alone cannot open its socket.
 pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
     let config = &job.config;
     let processes = joined.as_ref().map_or(1, Communicator::size);
     let world = job.world;
-    let kind = config.transport_for(processes)?;
-    let simulates = !matches!(kind, TransportKind::Memory | TransportKind::Tcp);
+    let transport = config.transport_for(processes)?;
+    let simulates = transport.simulated;
     // Of real links only a file says anything.
     let declared = (simulates || config.topology.is_some()).then(|| job.topology()).transpose()?;
     let link = (simulates && config.topology.is_none()).then_some(config.link);
@@ -129,22 +143,23 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
         if let Some(topology) = &declared {
             comm = comm.with_topology(topology.clone())?;
         }
-        let comm = comm.with_algorithm(job.plan.outermost().plain_algorithm()).with_deadline(config.deadline);
+        let comm = comm.with_algorithm(job.plain_algorithm()).with_deadline(config.deadline);
         Ok(Seat { comm, simulated: simulates, link })
     };
-    let seat = |transport: Arc<dyn Transport>| seat_of(Communicator::new(transport));
-    match kind {
-        TransportKind::Memory => memory::cluster(world).into_iter().map(|t| seat(t)).collect(),
-        TransportKind::Tcp => {
-            let comm = match joined {
-                Some(comm) => comm,
-                None => Communicator::new(tcp::join(&tcp::Config::new(0, 1, "127.0.0.1:0"))?),
-            };
-            Ok(vec![seat_of(comm)?])
+    match transport.ends {
+        Ends::Threads(open) => {
+            let ends = open(world, declared.as_ref()).into_iter();
+            ends.map(|end| seat_of(Communicator::new(end))).collect()
         }
-        TransportKind::Simulated | TransportKind::Auto => {
-            let topology = declared.as_ref().expect("it was declared for simulated links");
-            simulated::cluster(topology).into_iter().map(|t| seat(t)).collect()
+        Ends::Processes(meet) => {
+            let alone = || Meeting {
+                rank: 0,
+                world_size: 1,
+                master: "127.0.0.1:0".to_owned(),
+                job: config.job.clone(),
+                deadline: config.deadline,
+            };
+            Ok(vec![seat_of(joined.map_or_else(|| meet(&alone()), Ok)?)?])
         }
     }
 }

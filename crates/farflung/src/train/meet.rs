@@ -1,5 +1,5 @@
-//! What the processes of a job compare when they meet: version, settings, model, data, machines, plan. A difference ends all
-//! of them with its name, before anything is trained.
+//! What the processes of a job compare when they meet: version, settings, model, data, machines, plan. A
+//! difference ends all of them with its name, before anything is trained.
 
 use std::fmt;
 
@@ -47,11 +47,14 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
-/// Compares facts that all ranks must have alike: their hashes, and only where these differ the facts. A collective.
+/// Compares facts that all ranks must have alike: their hashes, and only where these differ the facts. A
+/// collective.
 ///
-/// `what` they are completes "the ... `NAME` is". A fact that only some ranks list counts as different unless `optional`.
+/// `what` they are completes "the ... `NAME` is". A fact that only some ranks list counts as different unless
+/// `optional`.
 ///
-/// Errors: [`Error::RanksDiffer`] on every rank, with the first name that differs, all values and the ranks that have them.
+/// Errors: [`Error::RanksDiffer`] on every rank, with the first name that differs, all values and the ranks
+/// that have them.
 pub(super) fn same_facts(
     what: &'static str,
     facts: &[Fact],
@@ -160,14 +163,16 @@ pub(super) fn model_facts(job: &Job) -> Vec<Fact> {
     ]
 }
 
-/// Compares what the ranks made of their settings and files: the model's shape, the initial weights, the data, machines and
-/// links, the plan. A collective.
+/// Compares what the ranks made of their settings and files: the model's shape, the initial weights, the data,
+/// machines and links, the plan. A collective.
 ///
 /// Errors: [`Error::RanksDiffer`] on every rank.
 pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
     let tokens = job.training.len() + job.held_out.len();
     let mut facts = model_facts(job);
-    facts.push(Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)));
+    if !job.config.own_data {
+        facts.push(Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)));
+    }
     if let Some(hash) = &job.initial {
         facts.push(Fact::new("init-from", format!("weights with hash {}", &hash.to_hex()[..16])));
     }
@@ -180,7 +185,8 @@ pub(super) fn same_job(job: &Job, comm: &Communicator) -> Result<()> {
 
 /// Compares the ranks' plans. A collective.
 ///
-/// Errors: [`Error::RanksDiffer`] on every rank, with the first field that differs, all values and the ranks that have them.
+/// Errors: [`Error::RanksDiffer`] on every rank, with the first field that differs, all values and the ranks
+/// that have them.
 pub fn same_plan(plan: &Plan, comm: &Communicator) -> Result<()> {
     let facts: Vec<Fact> = plan.fields().into_iter().map(|(name, value)| Fact { name, value }).collect();
     same_facts("`plan` field", &facts, comm, |_| false)

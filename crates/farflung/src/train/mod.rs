@@ -3,8 +3,10 @@
 //!
 //! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
 
+mod activations;
 mod averages;
 mod bind;
+mod blame;
 mod boundary;
 mod checkpoint;
 mod claim;
@@ -15,11 +17,15 @@ mod executor;
 mod fault;
 mod fingerprint;
 mod finished;
+mod fit;
+mod hearing;
 mod job;
 mod links;
 mod meet;
 mod part;
+mod parting;
 mod planned;
+mod prediction;
 mod prices;
 mod repeat;
 mod report;
@@ -31,12 +37,16 @@ mod together;
 mod trainer;
 
 pub use bind::ReplicaSchedule;
-pub use fault::{Fault, FaultyValue};
+pub use costs::Machines;
+pub use fault::{Failure, Fault, FaultyValue, Moment};
+pub use fit::{Fit, fit};
 pub use job::{Job, plan_of};
 pub use links::{Seat, join, seats};
 pub(crate) use meet::Ranks;
 pub use meet::{RankValue, same_plan};
+pub use parting::Leftover;
 pub use planned::{planned_model, read as read_plan, read_schedule, refusal};
+pub use prediction::Prediction;
 pub use prices::{AveragePrices, planned_codec};
 pub use report::{DataSource, PlainAllReduce, Report, SampleText};
 pub use resync::Drift;

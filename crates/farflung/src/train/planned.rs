@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use farflung_base::{Link, Nanos, Rank};
-use farflung_compress::CodecSpec;
+use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method, Updates, slice_tokens};
@@ -17,7 +17,6 @@ use farflung_zoo::GptConfig;
 
 use super::costs::Work;
 use super::{averages, links};
-use crate::config::choice::SyncKind;
 use crate::config::nearest::with_nearest;
 use crate::config::value::Setting as _;
 use crate::{Error, Result, TrainConfig, model_name};
@@ -119,7 +118,11 @@ pub(super) fn from_settings(
 fn in_settings(error: ParallelError) -> Error {
     match error {
         ParallelError::Plan { field, value, expected } => {
-            let field = if field == "pipeline.schedule" { "schedule-file" } else { "plan" };
+            let field = match &*field {
+                "pipeline.schedule" => "schedule-file",
+                field if field.ends_with(".recompute") => "recompute",
+                _ => "plan",
+            };
             Error::Setting { field, value, expected }
         }
         error => Error::schedule(error),
@@ -147,22 +150,25 @@ fn boundary(config: &TrainConfig) -> BoundaryCodecs {
 pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
     // One copy has nobody to send to, and nothing to lose bits for.
     let alone = replicas == 1 && !has_copies(config);
-    let codec: CodecSpec = match config.codec {
-        _ if alone => CodecSpec::default(),
+    let codec = match config.codec {
+        _ if alone => AverageSpec::default(),
         codec if config.error_feedback => codec.with_feedback(),
         codec => codec,
     };
-    let every = match config.sync {
-        SyncKind::Ddp => 1,
-        SyncKind::Diloco => u32::try_from(config.sync_every).unwrap_or(u32::MAX),
+    let period = u32::try_from(config.sync_every).unwrap_or(u32::MAX);
+    let every = if config.sync.each_step { 1 } else { period };
+    let name = if codec.is_plain() { NO_CODEC.to_owned() } else { codec.to_string() };
+    let algorithm = match codec {
+        _ if config.was_given("algorithm") => config.algorithm,
+        // What a protocol exchanges is summed plainly.
+        AverageSpec::Protocol(_) => Level::unless_told(NO_CODEC),
+        AverageSpec::Codec(_) => Level::unless_told(&name),
     };
-    let codec = if codec == CodecSpec::default() { NO_CODEC.to_owned() } else { codec.to_string() };
-    let algorithm = if config.was_given("algorithm") { config.algorithm } else { Level::unless_told(&codec) };
     Level {
         groups: Vec::new(),
         method: config.sync.to_string(),
         every,
-        codec,
+        codec: name,
         algorithm,
         bucket_bytes: ((config.bucket_mb * 1e6) as u64).max(4),
         overlap: config.overlap,
@@ -248,7 +254,7 @@ pub(super) fn check_names(plan: &Plan) -> Result<()> {
     for (i, level) in plan.levels.iter().enumerate() {
         let Some(method) = SyncMethod::by_name(&level.method) else {
             let names: Vec<_> = farflung_optim::sync::METHODS.iter().map(|m| m.name).collect();
-            let expected = with_nearest(format!("one of {}", names.join(", ")), &level.method);
+            let expected = with_nearest(format!("one of {}", names.join(", ")), &level.method, &names);
             return Err(wrong(format!("level[{i}].method"), &level.method, expected));
         };
         if method.each_step && level.every > 1 {
@@ -258,27 +264,19 @@ pub(super) fn check_names(plan: &Plan) -> Result<()> {
                 format!("1 with {}", method.name),
             ));
         }
-        codec(&level.codec).map_err(|why| {
-            wrong(format!("level[{i}].codec"), &level.codec, format!("a codec's name: {why}"))
-        })?;
+        let codec = &level.codec;
+        codec
+            .parse::<AverageSpec>()
+            .map_err(|_| wrong(format!("level[{i}].codec"), codec, AverageSpec::wanted(codec)))?;
     }
     averages::check(plan)?;
     for (i, boundary) in plan.boundaries.iter().enumerate() {
         for (direction, name) in [("forward", &boundary.forward), ("backward", &boundary.backward)] {
-            LinkSpec::from_flag(name).map_err(|expected| {
-                let expected = expected.trim_start_matches("expected ").to_owned();
-                wrong(format!("boundary[{i}].{direction}"), name, expected)
-            })?;
+            name.parse::<LinkSpec>()
+                .map_err(|_| wrong(format!("boundary[{i}].{direction}"), name, LinkSpec::wanted(name)))?;
         }
     }
     Ok(())
-}
-
-/// The codec of a plan's name.
-///
-/// Errors: why there is none of that name, in words.
-pub(super) fn codec(name: &str) -> std::result::Result<CodecSpec, String> {
-    name.parse().map_err(|e: farflung_compress::CompressError| e.to_string())
 }
 
 /// Reads a schedule: lines such as `r0: 0F0 0F1 0B0 0B1`, or `PyTorch`'s form in a `.csv` file.

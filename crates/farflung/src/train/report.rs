@@ -122,7 +122,8 @@ fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
         return Ok(None);
     }
     let config = &job.config;
-    let codec = planned_codec(job.codec()?);
+    // What a protocol sends follows from shapes, of which the question knows nothing.
+    let Some(codec) = job.codec()?.codec().map(planned_codec) else { return Ok(None) };
     let flops = job.model.flops_per_token(job.model.context) as f64 * job.tokens_per_step() as f64;
     let parameters = job.model.parameters();
     let answer = WhatIf {

@@ -5,14 +5,18 @@ use std::time::Instant;
 use farflung_base::{Link, Nanos};
 use farflung_comm::Communicator;
 
+use super::blame;
 use super::checkpoint::{self, Resumed, Totals};
 use super::claim::Claim;
 use super::deadline;
 use super::finished::{self, Left};
+use super::hearing::{Hearing, Word};
 use super::job::Job;
 use super::links::{self, Seat, seats};
 use super::meet::{same_job, same_settings};
+use super::parting::{self, Kept};
 use super::planned;
+use super::prediction::Prediction;
 use super::report::{Report, sample};
 use super::sizes;
 use super::together::together;
@@ -49,7 +53,7 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
         return Ok(None);
     }
     let schedule = trainer.schedule();
-    let (time, bubble) = schedule.prediction()?;
+    let prediction = Prediction::of(job)?;
     let replicas = match plan.replicas() {
         1 => "1 replica".to_owned(),
         n => format!("{n} replicas"),
@@ -57,14 +61,15 @@ fn note(trainer: &Trainer, job: &Job) -> Result<Option<String>> {
     let each: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
     let alike = plan.microbatches.iter().all(|&m| m == plan.microbatches[0]);
     Ok(Some(format!(
-        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {time} a step \
-         where links share nothing, {:.0}% of it bubble",
+        "{} over {} stages, {} microbatches, {replicas}: a step takes {} sequences, {} tokens; predicted {} a step, \
+         {:.0}% of its pass bubble",
         schedule.name,
         plan.stages(),
         if alike { each[0].clone() } else { each.join(" + ") },
         plan.sequences(),
         job.tokens_per_step(),
-        bubble * 100.0
+        prediction.step(),
+        prediction.bubble * 100.0
     )))
 }
 
@@ -106,7 +111,9 @@ pub fn run(
             let comm = stop.tie(links::join_unless_stopped(&config, env, &stop)?);
             let met = same_settings(&config, &comm);
             let job = met.and_then(|()| {
-                let job = together(&comm, admitted.and_then(|()| prepare(config, Some(env), stop.clone())))?;
+                let mut job =
+                    together(&comm, admitted.and_then(|()| prepare(config, Some(env), stop.clone())))?;
+                job.processes = env.world_size;
                 same_job(&job, &comm)?;
                 Ok(job)
             });
@@ -125,7 +132,9 @@ pub fn run(
     });
     // Whatever a worker failed with then, that is why.
     match job.stop.cancelled() {
-        Some(signal) if result.is_err() => Err(Error::Stopped(signal)),
+        Some(signal) if result.as_ref().is_err_and(|error| !matches!(error, Error::StoppedAt { .. })) => {
+            Err(Error::Stopped(signal))
+        }
         _ => result,
     }
 }
@@ -289,7 +298,18 @@ fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)
     let mut trainer = Trainer::new(job, comm, job.threads(local))?;
     let run = open_folder(job, trainer.comm())?;
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
-    let done = train(job, &mut trainer, run.as_ref(), &mut events, (simulated, link), watch);
+    let hearing = (job.processes > 1).then(|| Hearing::new(trainer.comm(), &job.stop));
+    let mut kept = Kept::default();
+    let done = train(job, &mut trainer, run.as_ref(), &mut events, &mut kept, (simulated, link), watch);
+    let done = done.map_err(|mut error| {
+        let mut stopper = None;
+        // The stop of this rank comes first.
+        if let Some(hearing) = hearing.as_ref().filter(|_| job.stop.requested().is_none()) {
+            error = blame::settle(trainer.comm(), hearing, error);
+            stopper = hearing.heard().filter(|heard| heard.word == Word::Stopped).map(|heard| heard.from);
+        }
+        parting::part(job, &mut trainer, run.as_ref(), &mut events, kept, stopper, error)
+    });
     // A folder in which nothing has begun stays empty.
     if let Err(error) = &done
         && run.as_ref().is_some_and(RunDir::has_begun)
@@ -304,6 +324,7 @@ fn train(
     trainer: &mut Trainer,
     run: Option<&RunDir>,
     events: &mut EventLog,
+    kept: &mut Kept,
     (simulated, link): (bool, Option<Link>),
     mut watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Option<Report>> {
@@ -330,20 +351,14 @@ fn train(
     }
     let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before);
+    *kept = Kept::at(begun, run, before);
+    if run.is_some() {
+        trainer.mark()?;
+    }
+    job.stop.begin();
     let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
     if let Some(watch) = record.watch.as_deref_mut() {
-        for line in config.notes(&Circumstances { model: job.model, world: job.world, simulated }) {
-            watch.note(&line);
-        }
-        if let Some(note) = note(trainer, job)? {
-            watch.note(&note);
-        }
-        if begun > 0 {
-            watch.note(&format!("resumed at step {begun}"));
-        }
-        for note in resumed.iter().flat_map(|resumed| &resumed.notes) {
-            watch.note(note);
-        }
+        announce(job, trainer, simulated, resumed.as_ref(), watch)?;
     }
 
     events.time_s = before.time_s;
@@ -355,34 +370,46 @@ fn train(
     let (mut last_evaluated, mut saved, mut checked) = (begun, begun, begun);
     while trainer.steps_done() < config.steps {
         let done = trainer.step(job.stop.requested().is_some())?;
+        let agreed = done.synced == Synced::Yes;
+        if agreed {
+            kept.totals = clock.totals(trainer.comm());
+            if run.is_some() {
+                trainer.mark()?;
+            }
+        }
         events.time_s = clock.totals(trainer.comm()).time_s;
         if done.skipped > 0 {
             events.write(done.step, What::Skipped { times: done.skipped });
         }
-        let agreed = done.synced == Synced::Yes;
         let end = done.step == config.steps;
         let stop = done.stop && agreed && !end;
         let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
         let saves = run.is_some() && agreed && (end || stop || due(config.checkpoint_every, saved));
-        if agreed && (end || saves || due(config.check_every, checked)) {
-            trainer.verify(if end || saves { Thoroughness::All } else { Thoroughness::Usual })?;
+        let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
+        let looks = Looks {
+            verify: (agreed && (end || saves || due(config.check_every, checked)))
+                .then_some(if end || saves { Thoroughness::All } else { Thoroughness::Usual }),
+            evaluate: agreed && (end || due(config.eval_every, last_evaluated)),
+            digest: agreed && wants_digest,
+        };
+        let (seen, looked) = looks.look(trainer);
+        if looks.verify.is_some() {
             checked = done.step;
         }
-        let mut val_loss = None;
-        if agreed && (end || due(config.eval_every, last_evaluated)) {
-            val_loss = Some(evaluated(trainer)?);
-            last_loss = val_loss;
+        if looks.evaluate {
+            last_loss = seen.val_loss;
             last_evaluated = done.step;
         }
-        let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
-        let digest = if agreed && wants_digest { trainer.digest()? } else { None };
-        if first {
-            record.step(&done, val_loss, digest, &clock.totals(trainer.comm()))?;
+        // A step that was done has its row, whether or not it could be looked at.
+        if first && looked.as_ref().err().is_none_or(Error::is_interruption) {
+            record.step(&done, seen.val_loss, seen.digest, &clock.totals(trainer.comm()))?;
         }
+        looked?;
         if let Some(run) = run.filter(|_| saves) {
             let totals = clock.totals(trainer.comm());
             let path = checkpoint::save(trainer, job, run, totals)?;
             saved = done.step;
+            kept.saved = Some((saved, path.clone()));
             events.write(saved, What::Saved { path: path.display().to_string() });
         }
         if stop {
@@ -395,6 +422,7 @@ fn train(
         record.rows = if first { finished::rows(run)? } else { Vec::new() };
     }
     let totals = clock.totals(trainer.comm());
+    let _armed = trainer.armed();
     let Some((stage, params)) = trainer.whole()? else { return Ok(None) };
     let text = sample(job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
@@ -404,6 +432,60 @@ fn train(
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// What is said before the first step.
+fn announce(
+    job: &Job,
+    trainer: &Trainer,
+    simulated: bool,
+    resumed: Option<&Resumed>,
+    watch: &mut dyn Watch,
+) -> Result<()> {
+    for line in job.config.notes(&Circumstances { model: job.model, world: job.world, simulated }) {
+        watch.note(&line);
+    }
+    if let Some(note) = note(trainer, job)? {
+        watch.note(&note);
+    }
+    if trainer.steps_done() > 0 {
+        watch.note(&format!("resumed at step {}", trainer.steps_done()));
+    }
+    resumed.iter().flat_map(|resumed| &resumed.notes).for_each(|note| watch.note(note));
+    Ok(())
+}
+
+/// What is looked at after a step.
+struct Looks {
+    verify: Option<Thoroughness>,
+    evaluate: bool,
+    digest: bool,
+}
+
+/// What was seen of a step.
+#[derive(Default)]
+struct Seen {
+    val_loss: Option<f64>,
+    digest: Option<String>,
+}
+
+impl Looks {
+    /// What is seen until something fails, and whether something did.
+    fn look(&self, trainer: &mut Trainer) -> (Seen, Result<()>) {
+        let mut seen = Seen::default();
+        let mut look = || {
+            self.verify.map_or(Ok(()), |thoroughness| trainer.verify(thoroughness))?;
+            if self.evaluate {
+                seen.val_loss = Some(evaluated(trainer)?);
+            }
+            if self.digest {
+                seen.digest = trainer.digest()?;
+            }
+            Ok(())
+        };
+        let looked = look();
+        (seen, looked)
+    }
 }
 
 /// The loss of the held-out text.

@@ -82,6 +82,13 @@ impl Tied {
         Ok(())
     }
 
+    /// The step is given up.
+    pub(super) fn give_up(&mut self) {
+        if let Self::Across(across) = self {
+            across.begun = None;
+        }
+    }
+
     /// The exchange of the table's gradients, if `stage` holds the table and the other user is elsewhere.
     pub(super) fn exchange(&mut self, stage: StageId, part: &Part) -> Result<Option<Exchange>> {
         match self {

@@ -10,7 +10,8 @@ const MESSAGE_LIMIT: usize = 2000;
 
 /// Gives this rank's result once all ranks have succeeded. A collective, also for those that failed.
 ///
-/// Errors: this rank's own; else [`Error::OnRank`] with what the first rank that failed says, and its exit code.
+/// Errors: this rank's own; else [`Error::OnRank`] with what the first rank that failed says, and its exit
+/// code.
 pub(super) fn together<T>(comm: &Communicator, mine: Result<T>) -> Result<T> {
     let told = match &mine {
         Ok(_) => Vec::new(),

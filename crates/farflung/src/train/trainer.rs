@@ -12,6 +12,7 @@
 mod agree;
 mod build;
 mod gather;
+mod retreat;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -23,17 +24,19 @@ use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
 use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
-use farflung_tensor::{Param, Tensor};
+use farflung_tensor::{Param, Tensor, TensorError};
 use farflung_zoo::Stage;
 
 use super::bind::ReplicaSchedule;
 use super::executor::{Executor, Pass};
-use super::fault::{Fault, FaultyValue};
+use super::fault::{Failure, Fault, FaultyValue, Moment};
 use super::part::Part;
 use super::resync::{Drift, Resync};
 use super::tied::{Across, Tied};
-use crate::Result;
+use crate::signals::Armed;
+use crate::{Error, Result, Stop};
 use agree::Vote;
+use retreat::Mark;
 pub use verify::Thoroughness;
 
 /// One rank of a run.
@@ -72,7 +75,23 @@ pub struct Trainer {
     pass: (Nanos, Nanos),
     /// A bit that a test changes.
     fault: Option<Fault>,
+    failure: Option<Failure>,
+    /// Drops a step.
+    stop: Stop,
+    /// Ranks of the job by their number in the communicator: those that are left after a retreat.
+    members: Vec<Rank>,
+    /// Where all replicas were last the same, for methods that let them move apart in between.
+    mark: Option<Mark>,
+    /// Whether parameters of a step that is not done may have changed.
+    half_done: bool,
+    /// How often the step in flight was not finite, for another reason than its loss scale.
+    tries: u32,
+    /// Whether this rank's own gradients were finite when a step was tried again.
+    sound: bool,
 }
+
+/// How often a step is computed whose gradients are not finite: a fault of the moment passes.
+const TRIES: u32 = 3;
 
 /// Whether all replicas are the same after a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,6 +126,16 @@ impl Trainer {
     #[must_use]
     pub const fn steps_done(&self) -> u64 {
         self.step
+    }
+
+    /// Its rank in the job.
+    pub(super) const fn rank(&self) -> Rank {
+        Rank(self.executor.first + self.position.0)
+    }
+
+    /// While this lives, a stop ends what the rank computes.
+    pub(super) fn armed(&self) -> Armed {
+        self.stop.arm(&self.executor.interrupt)
     }
 
     /// How it reaches the others.
@@ -170,10 +199,16 @@ impl Trainer {
     ///
     /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and one that fails
     /// anywhere before all ranks agreed leaves parameters, moments and residuals as they were.
+    ///
+    /// Errors: [`Error::StepNotFinite`] where the gradients are not finite in [`TRIES`] tries, on all ranks
+    /// that vote.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
         let mut skipped = 0;
+        self.tries = 0;
+        self.reach(Moment::Begun, self.step + 1)?;
         let vote = loop {
             let vote = self.pass(stop)?;
+            self.reach(Moment::Agreed, self.step + 1)?;
             if self.each_step {
                 self.suffer(FaultyValue::Reduced, self.step + 1)?;
             }
@@ -182,16 +217,23 @@ impl Trainer {
             }
             match self.prepare(&vote) {
                 Ok(prepared) => {
+                    self.reach(Moment::Prepared, self.step + 1)?;
                     for part in self.executor.parts.values_mut() {
                         part.commit(prepared, None)?;
                     }
                     break vote;
                 }
                 // The same on all ranks that voted, and there it never happened.
-                Err(OptimError::NotFinite { .. }) if self.scale.overflowed() => {
+                Err(error @ OptimError::NotFinite { .. }) => {
                     self.executor.parts.values_mut().for_each(Part::rollback);
                     self.executor.boundaries.rollback();
                     skipped += 1;
+                    if !self.scale.overflowed() {
+                        self.tries += 1;
+                    }
+                    if self.tries == TRIES {
+                        return Err(self.not_finite(error)?);
+                    }
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -199,13 +241,22 @@ impl Trainer {
         self.executor.boundaries.commit();
         self.scale.taken();
         self.step += 1;
+        self.half_done = false;
+        self.reach(Moment::Committed, self.step)?;
         self.suffer(FaultyValue::Parameters, self.step)?;
         self.suffer(FaultyValue::Moments, self.step)?;
         let mut done = if self.each_step { self.agreed(&vote) } else { self.local_step(&vote, stop)? };
         if done.synced == Synced::Yes {
             done.drift = self.compare()?;
         }
+        self.reach(Moment::Met, self.step)?;
         Ok(StepDone { skipped, ..done })
+    }
+
+    /// Fails where a test wants it.
+    fn reach(&self, moment: Moment, step: u64) -> Result<()> {
+        let rank = self.comm().rank().0;
+        self.failure.map_or(Ok(()), |failure| failure.reach(rank, step, moment))
     }
 
     /// Changes the bit that a test wants changed here.
@@ -285,7 +336,8 @@ impl Trainer {
             match part.sync.as_mut().map(|sync| sync.exchange(&part.params, self.weight)) {
                 None | Some(Ok(())) => {}
                 Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
-                // The same on all holders of this part. Those of other parts go on, and so does this rank with them.
+                // The same on all holders of this part. Those of other parts go on, and so does this rank with
+                // them.
                 Some(Err(error)) => refused = refused.or(Some(error)),
             }
         }
@@ -358,6 +410,9 @@ impl Trainer {
         }
         let first = self.step * self.all_microbatches + self.first_microbatch;
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
+        // Without a flush there are updates within the pass, which nothing takes back.
+        self.half_done = self.schedule.updates() != Updates::Flush;
+        let armed = (!self.half_done).then(|| self.armed());
         let begun = self.executor.comm.now();
         let (schedule, position) = (&self.schedule.schedule, self.position);
         match self.schedule.arrivals {
@@ -369,6 +424,14 @@ impl Trainer {
         // What failed on the device shows here, before anything is agreed on.
         self.executor.device.fence()?;
         let loss = self.own_loss()?;
+        // The last moment at which this rank alone can drop the step: once it votes, others may commit it.
+        if self.executor.interrupt.is_raised() {
+            return Err(TensorError::Interrupted.into());
+        }
+        drop(armed);
+        if self.tries > 0 {
+            self.sound = self.is_sound(loss);
+        }
         // One part knows the norm of all gradients: its ranks need not wait for them to tell of their losses.
         let early = (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[]));
         if self.schedule.updates() == Updates::Flush {
@@ -381,6 +444,21 @@ impl Trainer {
             Some(vote) => vote.wait(),
             None => self.start_vote(loss, stop, &self.squares()?).wait(),
         }
+    }
+
+    /// Whether the loss and the gradients of this rank are finite, before they are averaged.
+    fn is_sound(&self, loss: f64) -> bool {
+        let finite = |part: &Part| farflung_optim::global_norm(&part.grads).is_ok_and(f64::is_finite);
+        loss.is_finite() && self.executor.parts.values().all(finite)
+    }
+
+    /// Why a step was given up: all that voted on it tell whether their own gradients are finite.
+    fn not_finite(&self, cause: OptimError) -> Result<Error> {
+        let told = self.voters.all_gather_bytes(vec![u8::from(self.sound)])?;
+        let first = if self.each_step { 0 } else { self.executor.first };
+        let ranks = (first..).zip(&told).filter(|(_, told)| told.as_slice() != [1]);
+        let ranks = ranks.map(|(rank, _)| Rank(rank)).collect();
+        Ok(Error::StepNotFinite { step: self.step + 1, tries: self.tries, ranks, cause: Box::new(cause) })
     }
 
     /// Mean loss of this replica's last pass, where this rank has the model's last part; else 0.
@@ -415,10 +493,12 @@ impl Trainer {
     /// Mean loss of the held-out batches in nats, shared out among the replicas; all must call it.
     pub fn evaluate(&mut self) -> Result<f64> {
         let microbatches = self.evaluation.order().microbatches();
+        let armed = self.armed();
         self.executor.begin(Pass::Evaluation, microbatches);
         run(&self.evaluation, self.position, &mut self.executor)?;
         self.executor.sent()?;
         let (sum, tokens) = self.executor.total_loss()?;
+        drop(armed);
         let mut sums = [sum, tokens as f64];
         self.executor.comm.all_reduce(&mut sums, farflung_comm::ReduceOp::Sum)?;
         Ok(sums[0] / sums[1])

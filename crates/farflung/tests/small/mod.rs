@@ -1,7 +1,8 @@
 //! A GPT small enough to be trained in a test, and its ranks as threads.
 
-use farflung::config::choice::{ScheduleKind, TransportKind};
+use farflung::config::choice::{LrScheduleKind, TransportKind};
 use farflung::train::{Job, Seat, seats};
+use farflung::transports::MEMORY;
 use farflung::{Stop, TrainConfig};
 
 /// A GPT of four layers on a text of its own, which is in the folder.
@@ -20,10 +21,10 @@ pub(crate) fn config(steps: u64) -> (tempfile::TempDir, TrainConfig) {
         steps,
         warmup: 0,
         lr: 0.01,
-        lr_schedule: ScheduleKind::Constant,
+        lr_schedule: LrScheduleKind::Constant,
         codec: "none".parse().unwrap(),
         eval_batches: 4,
-        transport: TransportKind::Memory,
+        transport: TransportKind::of(&MEMORY),
         threads: 1,
         ..TrainConfig::default()
     };

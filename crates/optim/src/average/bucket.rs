@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use farflung_base::Pending;
-use farflung_tensor::{Op, ParamLayout, Tensor, TensorError};
+use farflung_tensor::{Op, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
 
@@ -11,6 +11,7 @@ use crate::OptimError;
 #[derive(Debug)]
 pub(super) struct Slot {
     pub(super) name: String,
+    pub(super) shape: Shape,
     /// Its elements in the flat buffer.
     pub(super) range: Range<usize>,
     pub(super) bucket: usize,
@@ -120,7 +121,8 @@ pub(super) fn cut(layout: &ParamLayout, bytes: usize) -> (Vec<Slot>, Vec<Bucket>
             Some(next) if next.start == range.end => next.start = range.start,
             _ => bucket.pieces.push(range.clone()),
         }
-        slots.push(Slot { name: param.name.clone(), range, bucket: index, ready: false });
+        let (name, shape) = (param.name.clone(), param.shape);
+        slots.push(Slot { name, shape, range, bucket: index, ready: false });
     }
     slots.reverse();
     for bucket in &mut buckets {
@@ -192,7 +194,7 @@ impl Bucket {
 )]
 mod tests {
     use super::*;
-    use farflung_tensor::{Device, Shape};
+    use farflung_tensor::Device;
 
     fn layout(lens: &[usize]) -> ParamLayout {
         ParamLayout::new(lens.iter().enumerate().map(|(i, &n)| (format!("p{i}"), Shape::from(n))))

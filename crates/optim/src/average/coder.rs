@@ -1,5 +1,6 @@
-//! Codecs of one bucket, and its values as a coded all-reduce sees them: a codec for each message that this rank encodes in
-//! the bucket's program. Vectors stay where the codecs are. Knows no bucket but by its length.
+//! Codecs of one bucket, and its values as a coded all-reduce sees them: a codec for each message that this
+//! rank encodes in the bucket's program. Vectors stay where the codecs are. Of a bucket only the length is
+//! known here.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,12 +10,13 @@ use farflung_base::Rank;
 use farflung_comm::{
     Code, CodedAllReduce as _, CodedValues, CoderError, CommError, Communicator, Merge, Phase, Program,
 };
-use farflung_compress::device::{Device as _, Stream};
-use farflung_compress::{CodecId, Compressor, F32, Payload, PayloadRef, RoundKey};
+use farflung_compress::device::{Stream, VectorDevice as _};
+use farflung_compress::{CodecId, Compressor, F32, Payload, PayloadRef, RoundKey, StateMap};
 use farflung_tensor::{DType, Tensor};
 
 use super::AverageConfig;
 use super::bucket::Packed;
+use super::coding::Streams;
 use crate::OptimError;
 use crate::device_codec::Vectors;
 
@@ -56,16 +58,13 @@ impl Codecs {
     /// Errors: [`OptimError::Comm`] for an algorithm without a coded form.
     pub(super) fn new(
         comm: &Communicator,
-        vectors: &Vectors,
-        config: AverageConfig,
+        streams: &Streams,
+        config: &AverageConfig,
         bucket: usize,
         len: usize,
     ) -> Result<Self, OptimError> {
-        let stream = |phase: Phase| {
-            let codec = if phase == Phase::Server { config.codec.of_results() } else { config.codec };
-            Stream::new(vectors.clone(), codec).expect("they were chosen for this codec")
-        };
-        let sizes = config.codec.build();
+        let stream = |phase: Phase| streams.stream(phase);
+        let sizes = streams.sizes();
         let payload = |values: usize| sizes.max_payload(values);
         let program = config.algorithm.coded_program(comm.rank(), &comm.coded_buffer(len, &payload))?;
         let steps = program.lanes.iter().flatten();
@@ -138,13 +137,38 @@ impl Codecs {
         self.lock().end(Stream::rollback);
     }
 
+    /// Adds what each codec remembers, its side and block behind `prefix`.
+    pub(super) fn save(&self, prefix: &str, saved: &mut Vec<(String, Vec<f32>)>) -> Result<(), OptimError> {
+        self.each(prefix, |codec, prefix, _| {
+            let mut map = StateMap::new();
+            codec.save(prefix, &mut map)?;
+            super::flat(map, saved);
+            Ok(())
+        })
+    }
+
+    /// Restores what [`Self::save`] gave; an empty buffer begins anew.
+    pub(super) fn restore<'a>(
+        &self,
+        prefix: &str,
+        get: &dyn Fn(&str) -> Option<&'a [f32]>,
+    ) -> Result<(), OptimError> {
+        self.each(prefix, |codec, prefix, expected| {
+            // A new codec knows its own names.
+            let mut known = StateMap::new();
+            codec.save(prefix, &mut known)?;
+            let fits = |len| len == expected || len == 0;
+            codec.load(prefix, &mut super::given(known.into_keys().collect(), expected, get, fits)?)
+        })
+    }
+
     /// Calls `f` with each codec, the prefix of its state's names and the length of its vectors.
-    pub(super) fn each(
+    fn each(
         &self,
         prefix: &str,
         mut f: impl FnMut(&mut Stream<Vectors>, &str, usize) -> Result<(), OptimError>,
     ) -> Result<(), OptimError> {
-        let State { bucket, blocks, streams, .. } = &mut *self.lock();
+        let State { blocks, streams, .. } = &mut *self.lock();
         let results = streams.keys().filter(|(phase, _)| *phase == Phase::Server).count();
         for (&(phase, block), codec) in streams {
             let side = match phase {
@@ -153,7 +177,7 @@ impl Codecs {
                 Phase::Server if results == 1 => "server".to_owned(),
                 Phase::Server => format!("server{block}"),
             };
-            f(codec, &format!("{prefix}bucket{bucket}.{side}."), blocks[block].len())?;
+            f(codec, &format!("{prefix}{side}."), blocks[block].len())?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! What a vector goes through on a device: selections and transforms, then values. It mirrors the host's compositions stage by
 //! stage, and refuses to know frames.
 
-use farflung_compress::device::Device as _;
+use farflung_compress::device::VectorDevice as _;
 use farflung_compress::sparse::{Drawn, Places};
 use farflung_compress::{CodecId, CodecSpec, IndexCoding, Mask, RoundKey, Select, dct};
 use farflung_tensor::{DType, Device, Op, Tensor};

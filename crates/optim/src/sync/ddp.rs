@@ -2,13 +2,16 @@
 
 use farflung_tensor::Tensor;
 
-use super::{SyncMethod, Synchroniser};
+use super::{Buffers, SyncMethod, Synchroniser};
 use crate::{Average, OptimError};
 
-pub(super) const METHOD: SyncMethod = SyncMethod {
+/// [`Ddp`].
+pub const DDP: SyncMethod = SyncMethod {
     name: "ddp",
     summary: "gradients are averaged at each step",
     each_step: true,
+    reads: &[],
+    buffers: |_| Buffers { held: 0, saved: 0 },
     build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
 };
 

@@ -2,13 +2,20 @@
 
 use farflung_tensor::{Op, ProgramBuilder, Tensor};
 
-use super::{SyncMethod, SyncSettings, Synchroniser};
+use super::{Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer};
 
-pub(super) const METHOD: SyncMethod = SyncMethod {
+/// [`DiLoCo`].
+pub const DILOCO: SyncMethod = SyncMethod {
     name: "diloco",
     summary: "parameters are averaged every so many steps, through an outer Nesterov step",
     each_step: false,
+    reads: &["sync-every", "outer-lr", "outer-momentum"],
+    // The anchor, the delta, and the outer momentum.
+    buffers: |momentum| {
+        let momentum = usize::from(momentum != 0.0);
+        Buffers { held: 2 + momentum, saved: 1 + momentum }
+    },
     build: |s| Ok(Box::new(DiLoCo::new(s)?)),
 };
 

@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer};
 use toml::Spanned;
 
 use super::quantity::{FlopsText, MemoryText};
-use super::{Between, Cluster, Device, Region, Speed};
+use super::{Between, Cluster, Machine, Region, Speed};
 use crate::ParallelError;
 
 /// A quantity that is written as text, so that its errors carry the place in the file.
@@ -121,14 +121,14 @@ impl FromStr for Cluster {
 }
 
 impl DeviceEntry {
-    fn device(&self) -> Result<Device, ParallelError> {
+    fn device(&self) -> Result<Machine, ParallelError> {
         let name = self.name.get_ref().clone();
         let speed = match (&self.flops, self.tokens_per_second) {
             (Some(flops), None) => Speed::Flops(flops.0.0),
             (None, Some(rate)) => Speed::TokensPerSecond(rate),
             _ => return Err(ParallelError::NeedsOneSpeed { name }),
         };
-        Ok(Device {
+        Ok(Machine {
             name,
             count: self.count.unwrap_or(1),
             speed,

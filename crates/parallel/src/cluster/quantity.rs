@@ -24,7 +24,7 @@ const FLOPS_UNITS: [(&str, u64); 5] = [
 ];
 
 /// Memory as it is written: `8GB`, `512MiB`.
-pub(super) struct MemoryText(pub(super) Bytes);
+pub(crate) struct MemoryText(pub(crate) Bytes);
 
 /// Speed as it is written: `40 TFLOPS`.
 pub(super) struct FlopsText(pub(super) u64);
@@ -68,7 +68,7 @@ fn exact(value: u64, units: &[(&str, u64)]) -> String {
     format!("{}{name}", value / factor)
 }
 
-pub(super) fn bytes(value: Bytes) -> String {
+pub(crate) fn bytes(value: Bytes) -> String {
     exact(value.0, &BYTE_UNITS)
 }
 

@@ -217,9 +217,10 @@ pub fn millis(time: Nanos) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// A simulated order as one JSON object: `makespan` and `bound`, and for each of `ranks` its `bubble`, `span_bubble`,
-/// `peak` (in activations of one chunk) and `ops`; `step` where collectives are priced, what
-/// [`Schedule::simulate`](super::Schedule::simulate) found. Times are milliseconds, not rounded.
+/// A simulated order as one JSON object: `makespan` and `bound`, and for each of `ranks` its `bubble`,
+/// `span_bubble`, `peak` (in activations of one chunk) and `ops`; `step` where collectives are priced, what
+/// [`Schedule::simulate`](super::Schedule::simulate) found; and `held` where a part of the activations moves
+/// away, what [`Schedule::peak_bytes`](super::Schedule::peak_bytes) found. Times are milliseconds, not rounded.
 ///
 /// Errors: as [`simulate`].
 pub fn json(
@@ -227,14 +228,16 @@ pub fn json(
     order: &ComputeOrder,
     cost: &PipelineCost,
     step: Option<Nanos>,
+    held: Option<&[Bytes]>,
 ) -> Result<String, ParallelError> {
     let simulation = simulate(order, cost)?;
     let placement = order.placement();
     let step = step.map_or_else(String::new, |step| format!("\"step\":{},", millis(step)));
     let ranks = (0..).map(Rank).zip(order.lists()).zip(peaks(order)).map(|((rank, list), peak)| {
         let ops: Vec<String> = list.iter().map(|op| format!("\"{op}\"")).collect();
+        let held = held.map_or_else(String::new, |held| format!("\"held\":{},", held[rank.index()].0));
         format!(
-            "{{\"rank\":{},\"bubble\":{},\"span_bubble\":{},\"peak\":{peak},\"ops\":[{}]}}",
+            "{{\"rank\":{},\"bubble\":{},\"span_bubble\":{},\"peak\":{peak},{held}\"ops\":[{}]}}",
             rank.0,
             millis(simulation.bubble(rank)),
             millis(simulation.span_bubble(rank)),

@@ -1,5 +1,6 @@
-//! The schedules of the literature by name: one table for command lines, trainers and tests. Each method is a short
-//! pure function from sizes to lists, in a file of its own with its row: a new one is that file and a line in the table.
+//! The schedules of the literature by name: one table for command lines, trainers and tests. Each method is a
+//! short pure function from sizes to lists, in a file of its own with its row: a new one is that file and a
+//! line in the table.
 
 mod breadth_first;
 mod chimera;
@@ -196,7 +197,8 @@ impl Method {
         self.row().reads.contains(&Reads::Slices)
     }
 
-    /// When weights change in a pipeline of so many ranks; `sync` is for methods that keep a version for each microbatch.
+    /// When weights change in a pipeline of so many ranks; `sync` is for methods that keep a version for each
+    /// microbatch.
     #[must_use]
     pub const fn updates(self, ranks: u32, sync: VersionSync) -> Updates {
         match self.row().weights {

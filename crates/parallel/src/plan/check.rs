@@ -100,6 +100,10 @@ impl Plan {
                 let expected = format!("1 to {count}, the part's layers, or none, or full");
                 ensure((1..=count).contains(&again), field("recompute"), again, expected)?;
             }
+            if let Recompute::Within(_) = recompute {
+                let expected = "none, full, or a number of layers in a pipeline";
+                ensure(last == 0, field("recompute"), recompute, expected)?;
+            }
             let room = count - recompute.of(count);
             let expected = format!("at most {room}, the part's layers that are not computed again");
             ensure(*offload <= room, field("offload"), offload, expected)?;
@@ -183,7 +187,8 @@ impl Plan {
         }
     }
 
-    /// Whether the inner level is what a hierarchical average does inside of its groups: the two are one average.
+    /// Whether the inner level is what a hierarchical average does inside of its groups: the two are one
+    /// average.
     fn check_two_levels(&self, inner: &Level, outer: &Level) -> Result<(), ParallelError> {
         let field = |name: &str| format!("level[0].{name}");
         let expected = "two groups or more, the regions of the level after it";

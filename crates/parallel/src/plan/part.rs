@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use farflung_base::Bytes;
+
 /// A range of layers that one stage holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Part {
@@ -22,15 +24,18 @@ pub enum Recompute {
     Full,
     /// So many of a part's first layers; what the others need is kept.
     Layers(u32),
+    /// What lets the activations that a part holds of a microbatch fit into so many bytes, in the least time:
+    /// the optimum of [`rotor`](crate::recompute::rotor). Where the model is one part.
+    Within(Bytes),
 }
 
 impl Recompute {
-    /// Layers that are computed again, of a part that has so many.
+    /// Layers that are computed again, of a part that has so many: where memory decides, perhaps all.
     #[must_use]
     pub fn of(self, layers: u32) -> u32 {
         match self {
             Self::None => 0,
-            Self::Full => layers,
+            Self::Full | Self::Within(_) => layers,
             Self::Layers(n) => n.min(layers),
         }
     }

@@ -1,5 +1,6 @@
 //! Plans as text, what is refused, and what two plans differ in.
 
+use farflung_base::Bytes;
 use proptest::prelude::*;
 
 use super::*;
@@ -56,6 +57,10 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| drop(p.machines.pop())), "`machines` is 3 names, expected 4"),
         (refusal(|p| p.machines[1] = "b".to_owned()), "`machines` is \"b\" twice"),
         (refusal(|p| p.machines[1] = "b c".to_owned()), "`machines` is \"b c\""),
+        (
+            refusal(|p| p.parts[0].recompute = Recompute::Within(Bytes(3_000_000))),
+            "`part[0].recompute` is 3MB, expected none, full",
+        ),
         (refusal(|p| p.batch = 0), "`batch` is 0"),
         (refusal(|p| p.microbatches[1] = 0), "`microbatches[1]` is 0, expected at least 1"),
         (refusal(|p| p.microbatches.push(1)), "`microbatches` is 3 numbers, expected 2"),
@@ -213,13 +218,14 @@ proptest! {
     fn plans_read_back(
         microbatches in proptest::collection::vec(1_u32..9, 1..5), cuts in proptest::collection::vec(1_u32..4, 1..5),
         batch in 1_u32..99, level in any_level(), memory in proptest::option::of(1_u32..9),
-        name in "[a-z\"\\\\\n-]{0,9}",
+        name in "[a-z\"\\\\\n-]{0,9}", budget in proptest::option::of(1_u64..1 << 40),
     ) {
         let stages = cuts.len() as u32;
         let mut end = 0;
         let parts = cuts.iter().map(|&len| {
             end += len;
-            Part { layers: end - len..end, recompute: Recompute::Layers(len), offload: 0 }
+            let budget = budget.filter(|_| stages == 1).map(|bytes| Recompute::Within(Bytes(bytes)));
+            Part { layers: end - len..end, recompute: budget.unwrap_or(Recompute::Layers(len)), offload: 0 }
         });
         let parts: Vec<Part> = parts.collect();
         let ranks = microbatches.len() as u32 * stages;

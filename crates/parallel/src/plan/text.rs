@@ -9,6 +9,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
 use super::{BoundaryCodecs, Level, NO_CODEC, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource};
+use crate::cluster::quantity::{MemoryText, bytes};
 use crate::pipeline::{Method, VersionSync};
 use crate::{Mesh, ParallelError};
 
@@ -43,7 +44,12 @@ impl FromStr for Recompute {
             "full" => Ok(Self::Full),
             layers => match layers.parse() {
                 Ok(layers) if layers > 0 => Ok(Self::Layers(layers)),
-                _ => Err("expected none, full, or a number of layers"),
+                _ => match layers.parse() {
+                    Ok(MemoryText(bytes)) if bytes.0 > 0 => Ok(Self::Within(bytes)),
+                    _ => Err(
+                        "expected none, full, a number of layers, or the memory of activations such as 2GB",
+                    ),
+                },
             },
         }
     }
@@ -55,6 +61,7 @@ impl Display for Recompute {
             Self::None => f.write_str("none"),
             Self::Full => f.write_str("full"),
             Self::Layers(layers) => write!(f, "{layers}"),
+            Self::Within(memory) => f.write_str(&bytes(*memory)),
         }
     }
 }

@@ -39,6 +39,30 @@ fn a_fast_link_is_synchronous_and_a_slow_one_is_not() {
     assert!(tight.to_string().contains("nothing allowed"), "{tight}");
 }
 
+/// Whoever predicts steps decides: here each average costs half of what the search thought.
+#[test]
+fn predictions_set_the_number_of_local_steps_and_decide() {
+    let planned = plan(&shape(), &homes(4, "20mbit,25ms"), &Limits::default()).unwrap();
+    let (every, compute) = (planned.replicas.sync.period(), planned.compute);
+    let model = PlannedModel { name: "dense".to_owned(), layers: 1, parameters: 10_000_000 };
+    let average = compute.0 * u64::from(every) / 10;
+    let step = |plan: &Plan| {
+        let every = u64::from(plan.outermost().every);
+        let step = Nanos(compute.0 + average.div_ceil(every));
+        Ok::<_, ParallelError>(Some(StepTime { step, compute }))
+    };
+    let predicted = planned.clone().predicted(&model, step).unwrap();
+    let Sync::DiLoCo { every: fewer } = predicted.replicas.sync else { panic!("{predicted}") };
+    assert_eq!(fewer, every.div_ceil(2));
+    let chosen = predicted.candidates.iter().find(|c| c.sync == predicted.replicas.sync).unwrap();
+    assert!(chosen.overhead <= 2_000 && predicted.within, "{predicted}");
+    // Averages that cost nothing: synchronous training.
+    let known = |step| move |_: &Plan| Ok::<_, ParallelError>(step);
+    let free = planned.clone().predicted(&model, known(Some(StepTime { step: compute, compute }))).unwrap();
+    assert!(matches!(free.replicas.sync, Sync::Ddp { overlap: Overlap::WithBackward, .. }), "{free}");
+    assert!(planned.predicted(&model, known(None)).unwrap_err().to_string().contains("not built yet"));
+}
+
 #[test]
 fn a_smaller_codec_needs_fewer_local_steps() {
     let every = |codec: Codec| {
@@ -51,7 +75,7 @@ fn a_smaller_codec_needs_fewer_local_steps() {
 #[test]
 fn unequal_devices_share_by_speed() {
     let mut cluster = homes(2, "10gbit,1ms");
-    let fast = Device {
+    let fast = Machine {
         name: "fast".to_owned(),
         count: 1,
         speed: Speed::TokensPerSecond(8_000),

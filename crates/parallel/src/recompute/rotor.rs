@@ -1,8 +1,8 @@
 //! Rotor: the optimal plan for a chain of unequal layers under a byte budget.
 
-use farflung_base::{Bytes, Nanos};
+use farflung_base::{Bytes, ChainStep, Nanos};
 
-use super::{RecomputePlan, Step};
+use super::RecomputePlan;
 use crate::ParallelError;
 
 /// One layer of a chain.
@@ -75,7 +75,7 @@ pub fn rotor(
     let free = (units as usize).checked_sub(in_units(input));
     let plan = free.and_then(|free| {
         let time = table.time(0, last, free)?;
-        let mut steps = vec![Step::Keep(0)];
+        let mut steps = vec![ChainStep::Keep(0)];
         table.steps(0, last, free, &mut steps);
         Some(RecomputePlan { steps, time })
     });
@@ -147,24 +147,24 @@ impl Table {
     }
 
     /// Layers `from..=to`, whose first input is kept and at hand.
-    fn steps(&self, from: usize, to: usize, memory: usize, steps: &mut Vec<Step>) {
+    fn steps(&self, from: usize, to: usize, memory: usize, steps: &mut Vec<ChainStep>) {
         let first = from as u32;
         match self.cells[self.at(from, to, memory)].1 {
             Choice::Impossible => {}
             Choice::All => {
-                steps.push(Step::ForwardAll(first));
+                steps.push(ChainStep::ForwardAll(first));
                 if from < to {
                     // The next layer's input is part of what this one keeps.
                     self.steps(from + 1, to, memory - self.saved[from], steps);
                 }
-                steps.push(Step::Backward(first));
+                steps.push(ChainStep::Backward(first));
             }
             Choice::KeepInput(next) => {
-                steps.extend((first..next).map(Step::Forward));
-                steps.push(Step::Keep(next));
+                steps.extend((first..next).map(ChainStep::Forward));
+                steps.push(ChainStep::Keep(next));
                 let next = next as usize;
                 self.steps(next, to, memory - self.output[next - 1], steps);
-                steps.extend([Step::Drop(next as u32), Step::Restore(first)]);
+                steps.extend([ChainStep::Drop(next as u32), ChainStep::Restore(first)]);
                 self.steps(from, next - 1, memory, steps);
             }
         }

@@ -1,114 +1,58 @@
 //! Every plan is carried out on counters, and compared with recurrences that know nothing of plans.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
-use farflung_base::{Bytes, Nanos};
+use farflung_base::{Bytes, ChainStep, Nanos};
 use proptest::prelude::*;
 
 use super::*;
 
 /// Carries a plan out: every backward once, from the last layer to the first, each with what it needs. Answers with
-/// the time and the most inputs, and layers' full activations in bytes, held at once.
-fn carry_out(plan: &RecomputePlan, layers: &[Layer], input: u64) -> (u64, usize, u64) {
+/// the time and the most bytes of inputs and of layers' full activations held at once.
+fn carry_out(plan: &RecomputePlan, layers: &[Layer], input: u64) -> (u64, u64) {
     let mut kept: BTreeSet<u32> = BTreeSet::new();
     let mut all: BTreeSet<u32> = BTreeSet::new();
     let mut at_hand = 0;
     let mut next_backward = layers.len() as u32;
-    let (mut time, mut inputs, mut bytes) = (0, 0, 0);
+    let (mut time, mut bytes) = (0, 0);
     let size = |i: u32| if i == 0 { input } else { layers[i as usize - 1].output.0 };
     for step in &plan.steps {
         match *step {
-            Step::Keep(i) => {
+            ChainStep::Keep(i) => {
                 // A backward pass's own input is at hand, or what the layer before kept all of.
                 assert!(i == at_hand || all.contains(&(i - 1)), "{step}");
                 kept.insert(i);
                 at_hand = i;
             }
-            Step::Forward(i) => {
+            ChainStep::Forward(i) => {
                 assert_eq!(at_hand, i, "{step}");
                 at_hand = i + 1;
                 time += layers[i as usize].forward.0;
             }
-            Step::ForwardAll(i) => {
+            ChainStep::ForwardAll(i) => {
                 assert_eq!(at_hand, i, "{step}");
                 assert!(all.insert(i));
                 at_hand = i + 1;
                 time += layers[i as usize].forward.0;
             }
-            Step::Backward(i) => {
+            ChainStep::Backward(i) => {
                 assert!(all.remove(&i), "{step}: nothing was kept");
                 assert_eq!(next_backward, i + 1, "{step}");
                 next_backward = i;
                 time += layers[i as usize].backward.0;
             }
-            Step::Restore(i) => {
+            ChainStep::Restore(i) => {
                 assert!(kept.contains(&i) || (i > 0 && all.contains(&(i - 1))), "{step}");
                 at_hand = i;
             }
-            Step::Drop(i) => assert!(kept.remove(&i), "{step}"),
+            ChainStep::Drop(i) => assert!(kept.remove(&i), "{step}"),
         }
-        inputs = inputs.max(kept.len());
         let held: u64 = kept.iter().map(|&i| size(i)).sum::<u64>()
             + all.iter().map(|&i| layers[i as usize].saved.0).sum::<u64>();
         bytes = bytes.max(held);
     }
     assert_eq!(next_backward, 0, "every layer went backward");
-    (time, inputs, bytes)
-}
-
-fn equal(n: usize) -> Vec<Layer> {
-    vec![Layer { forward: Nanos(1), backward: Nanos(2), output: Bytes(1), saved: Bytes(1) }; n]
-}
-
-/// The recurrence of the fewest forwards, with a table for what is known.
-fn fewest(l: u64, s: u64, known: &mut BTreeMap<(u64, u64), u64>) -> u64 {
-    match (l, s) {
-        (0 | 1, _) => 0,
-        (_, 1) => l * (l - 1) / 2,
-        _ => {
-            if let Some(&f) = known.get(&(l, s)) {
-                return f;
-            }
-            let best = (1..l).map(|i| i + fewest(l - i, s - 1, known) + fewest(i, s, known)).min().unwrap();
-            known.insert((l, s), best);
-            best
-        }
-    }
-}
-
-#[test]
-fn revolve_is_its_recurrence() {
-    let mut known = BTreeMap::new();
-    for l in 0..40 {
-        for s in 1..8 {
-            let extra = fewest(l, s, &mut known);
-            assert_eq!(revolve_forwards(l, s), Some(extra), "{l} layers, {s} slots");
-            let plan = revolve(l as u32, s as u32, Nanos(1), Nanos(2)).unwrap();
-            let layers = equal(l as usize);
-            let (time, inputs, _) = carry_out(&plan, &layers, 1);
-            // Besides, each layer runs forward once more right before its backward, and backward.
-            assert_eq!(time, extra + l * 3, "{l} layers, {s} slots");
-            assert_eq!(plan.time, Nanos(time));
-            assert!(inputs <= s as usize, "{l} layers: {inputs} of {s} slots");
-        }
-    }
-    assert_eq!(revolve_forwards(5, 0), None);
-}
-
-#[test]
-fn segments_are_about_the_root() {
-    assert_eq!(sqrt_segments(16).bounds, [0, 4, 8, 12, 16]);
-    assert_eq!(sqrt_segments(0).bounds, [0, 0]);
-    for n in 1..200 {
-        let segments = sqrt_segments(n);
-        let root = f64::from(n).sqrt();
-        assert!(f64::from(segments.peak()) <= 2.0 * root + 1.0, "{n}: {}", segments.peak());
-        let plan = segments.plan(Nanos(1), Nanos(2));
-        let (time, inputs, _) = carry_out(&plan, &equal(n as usize), 1);
-        assert_eq!(plan.time, Nanos(time));
-        assert!(time <= u64::from(n) * 4 && inputs < segments.bounds.len());
-        assert!((0..n).all(|layer| plan.forwards(layer) <= 2));
-    }
+    (time, bytes)
 }
 
 /// The least time by trying all, straight from the definition.
@@ -145,7 +89,7 @@ proptest! {
         let best = by_trying(&layers, budget.checked_sub(1));
         prop_assert_eq!(plan.as_ref().ok().map(|p| p.time.0), best);
         if let Ok(plan) = plan {
-            let (time, _, bytes) = carry_out(&plan, &layers, 1);
+            let (time, bytes) = carry_out(&plan, &layers, 1);
             prop_assert_eq!(time, plan.time.0);
             prop_assert!(bytes <= budget, "{} of {}", bytes, budget);
         }

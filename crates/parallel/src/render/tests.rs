@@ -3,7 +3,9 @@
 use farflung_base::Nanos;
 
 use super::*;
-use crate::{Algorithm, Codec, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, Timeline, simulate};
+use crate::{
+    Algorithm, Codec, Cost, ModelShape, Overlap, RankCost, Replicas, Sync, Timeline, simulate_replicas,
+};
 
 /// Two ranks, the second half as fast, four buckets of 25 ms.
 fn timeline(sync: Sync, steps: u32) -> Timeline {
@@ -16,7 +18,7 @@ fn timeline(sync: Sync, steps: u32) -> Timeline {
     };
     let cost = Cost { ranks: vec![rank(40), rank(100)] };
     let price = |values: u64| Nanos(4 * values * 25_000);
-    simulate(&plan, &ModelShape::dense(1000, 8, 24), &cost, steps, &price).unwrap()
+    simulate_replicas(&plan, &ModelShape::dense(1000, 8, 24), &cost, steps, &price).unwrap()
 }
 
 fn ddp() -> Timeline {

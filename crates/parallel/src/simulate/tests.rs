@@ -26,7 +26,7 @@ fn price(values: u64) -> Nanos {
 }
 
 fn makespan(sync: Sync, share: &[u32], cost: &Cost, steps: u32) -> u64 {
-    simulate(&replicas(sync, share), &shape(), cost, steps, &price).unwrap().makespan().0 / MS
+    simulate_replicas(&replicas(sync, share), &shape(), cost, steps, &price).unwrap().makespan().0 / MS
 }
 
 const fn ddp(overlap: Overlap, buckets: u32) -> Sync {
@@ -58,7 +58,7 @@ fn the_slowest_rank_sets_the_pace() {
     assert_eq!(makespan(ddp(Overlap::WithBackward, 4), &[1, 1], &cost, 1), 240 + 25);
     // Shares in proportion to speed make them equal again.
     assert_eq!(makespan(ddp(Overlap::None, 1), &[2, 1], &cost, 1), 240 + 100);
-    let t = simulate(&replicas(ddp(Overlap::None, 1), &[1, 1]), &shape(), &cost, 1, &price).unwrap();
+    let t = simulate_replicas(&replicas(ddp(Overlap::None, 1), &[1, 1]), &shape(), &cost, 1, &price).unwrap();
     assert_eq!(t.waited(Rank(0)), Nanos(120 * MS));
     assert_eq!(t.waited(Rank(1)), Nanos::ZERO);
     // A rank without a share takes part in the average.
@@ -74,7 +74,8 @@ fn diloco_by_hand() {
         rank.optimizer = Nanos(10 * MS);
         rank.outer = Nanos(20 * MS);
     }
-    let t = simulate(&replicas(Sync::DiLoCo { every: 5 }, &[1, 1]), &shape(), &cost, 10, &price).unwrap();
+    let t = simulate_replicas(&replicas(Sync::DiLoCo { every: 5 }, &[1, 1]), &shape(), &cost, 10, &price)
+        .unwrap();
     assert_eq!(t.makespan().0 / MS, 10 * 130 + 2 * 120);
     assert_eq!(t.exposed(Rank(1)).0 / MS, 200);
     assert_eq!(t.sent(Rank(0)), Bytes(2 * 4000));
@@ -83,8 +84,13 @@ fn diloco_by_hand() {
 
 #[test]
 fn lists_of_another_length_are_refused() {
-    let refused =
-        simulate(&replicas(Sync::DiLoCo { every: 1 }, &[1, 1]), &shape(), &equal(3, 1, 1), 1, &price);
+    let refused = simulate_replicas(
+        &replicas(Sync::DiLoCo { every: 1 }, &[1, 1]),
+        &shape(),
+        &equal(3, 1, 1),
+        1,
+        &price,
+    );
     assert_eq!(refused, Err(ParallelError::PerRank { what: "cost.ranks", given: 3, ranks: 2 }));
 }
 
@@ -99,7 +105,7 @@ proptest! {
         let cost = equal(share.len(), forward, backward);
         let price = |values: u64| Nanos(alpha + 4 * values * per_byte);
         let run = |overlap| {
-            simulate(&replicas(ddp(overlap, buckets), &share), &shape(), &cost, steps, &price).unwrap()
+            simulate_replicas(&replicas(ddp(overlap, buckets), &share), &shape(), &cost, steps, &price).unwrap()
         };
         let (with, without) = (run(Overlap::WithBackward), run(Overlap::None));
         let compute: u64 = share.iter().map(|&s| u64::from(s) * (forward + backward) * MS).max().unwrap();

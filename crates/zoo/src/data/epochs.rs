@@ -1,9 +1,11 @@
-//! The order of shuffled epochs: which window each sequence of a run is, as a pure function of (seed, sequence).
+//! The order of shuffled epochs: which window each sequence of a run is, as a pure function of (seed,
+//! sequence).
 
 use farflung_base::Philox;
 
-/// Windows in shuffled epochs. A step takes one window from each of its `lanes` (its sequences), and each lane has windows of
-/// its own, in another order in each epoch: whoever trains on a lane sees the same windows again.
+/// Windows in shuffled epochs. A step takes one window from each of its `lanes` (its sequences), and each lane
+/// has windows of its own, in another order in each epoch: whoever trains on a lane sees the same windows
+/// again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Epochs {
     seed: u64,
@@ -42,8 +44,8 @@ const STREAM: u64 = u64::from_le_bytes(*b"epochs\0\0");
 /// Rounds of the network; four already make a permutation that cannot be told from a random one by few looks.
 const ROUNDS: u64 = 8;
 
-/// Where `index` goes in a permutation of `0..len`: a Feistel network over the next power of four, walked until it ends below
-/// `len`.
+/// Where `index` goes in a permutation of `0..len`: a Feistel network over the next power of four, walked until
+/// it ends below `len`.
 ///
 /// Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", methods 2 and 3.
 fn shuffled(rng: Philox, len: u64, index: u64) -> u64 {

@@ -153,10 +153,10 @@ impl Sampler {
         Self::new(split, shard, context, source)
     }
 
-    /// Windows that do not overlap, in shuffled epochs: window `w` begins at token `w * context`. Of `lanes` sequences, those of one
-    /// step, each has `floor(windows / lanes)` windows of its own and takes them in another order in each epoch; the last
-    /// `windows mod lanes` are left out. So a sequence's samples recur where it is trained, and however a step's sequences
-    /// are shared out, a step trains on the same ones.
+    /// Windows that do not overlap, in shuffled epochs: window `w` begins at token `w * context`. Of `lanes`
+    /// sequences, those of one step, each has `floor(windows / lanes)` windows of its own and takes them in
+    /// another order in each epoch; the last `windows mod lanes` are left out. So a sequence's samples recur
+    /// where it is trained, and however a step's sequences are shared out, a step trains on the same ones.
     ///
     /// [`Sampler::window`] numbers them: what is kept by sample, such as AQ-SGD's activations, goes by that.
     ///
@@ -263,7 +263,8 @@ impl Sampler {
         }
     }
 
-    /// The stable number of a sequence's window, below [`Sampler::windows`]: the same tokens whenever it comes again.
+    /// The stable number of a sequence's window, below [`Sampler::windows`]: the same tokens whenever it comes
+    /// again.
     #[must_use]
     pub fn window(&self, sequence: u64) -> Option<u64> {
         match &self.source {

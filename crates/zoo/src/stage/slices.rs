@@ -72,7 +72,7 @@ impl Stage {
     ) -> Result<(Output, Saved), ZooError> {
         let seen = slices.seen_before(start)?;
         let (output, saved) =
-            self.forward_by(params, input, start, targets, Keeping::default(), |cx, i, x| {
+            self.forward_by(params, input, start, targets, &Keeping::default(), |cx, i, x| {
                 Ok(self.blocks[i].forward_slice(cx, x, start, &mut seen.layers[i])?)
             })?;
         seen.len = seen.len.max(saved.positions.end);

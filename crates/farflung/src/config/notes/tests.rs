@@ -189,6 +189,7 @@ const CASES: &[Case] = &[
         true,
         "`compute-rate` changes nothing: `topology` sets the speeds",
     ),
+    ("own-data = true", 4, true, "`own-data` changes nothing: the run is one process"),
     ("loss-scale = 1024", 4, true, "`loss-scale` changes nothing: it is for `precision` f16 and bf16"),
     ("resync-every = 10", 4, true, "`resync-every` changes nothing: all devices are processors"),
     ("checkpoint-every = 500", 4, true, "`checkpoint-every` changes nothing: the run ends at step 500"),

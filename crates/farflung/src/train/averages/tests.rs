@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::Stop;
-use crate::config::choice::ScheduleKind;
+use crate::config::choice::LrScheduleKind;
 use crate::train::{Job, Quiet, run_job, seats};
 
 /// Two regions of two machines, with a line of 20 Mbit/s and 20 ms between them.
@@ -46,7 +46,7 @@ fn config(folder: &tempfile::TempDir, codec: &str, algorithm: Algorithm) -> Trai
         batch: 1,
         steps: 3,
         warmup: 0,
-        lr_schedule: ScheduleKind::Constant,
+        lr_schedule: LrScheduleKind::Constant,
         eval_batches: 2,
         sample_tokens: 0,
         threads: 1,
@@ -140,4 +140,28 @@ fn momentum_corrected_selections_train_and_take_only_forms_without_sums_in_betwe
             loss(&job(TrainConfig { resync_every: 1, ..config(&folder, codec, Algorithm::Ring) }).unwrap());
         assert!(coded.is_finite() && coded < 6.0, "{codec}: {coded}");
     }
+}
+
+#[test]
+fn a_protocol_trains_on_any_form_of_plain_sums_and_is_near_them_at_full_rank() {
+    let folder = tempfile::tempdir().unwrap();
+    let plain = loss(&job(config(&folder, "none", Algorithm::Ring)).unwrap());
+    // At so high a rank most matrices travel as they are, the rest is nearly whole.
+    for form in [Algorithm::Ring, Algorithm::Direct, Algorithm::DoubleTree, Algorithm::Auto] {
+        let run = job(TrainConfig { resync_every: 1, ..config(&folder, "powersgd:8", form) }).unwrap();
+        let low_rank = loss(&run);
+        assert!((low_rank - plain).abs() < 0.2, "{form}: {low_rank} {plain}");
+    }
+    let unless_told = Level { codec: "powersgd:2".to_owned(), ..Level::default() };
+    assert_eq!(refusal(&unless_told), None);
+    // Its report has no question of what other codecs would have taken, and its bytes are those of the factors.
+    let run = |codec| job(config(&folder, codec, Algorithm::Ring)).unwrap();
+    let exchanges = |codec| {
+        let job = run(codec);
+        let stage = Stage::whole(job.model, &Device::cpu(1).unwrap()).unwrap();
+        job.average_config().unwrap().exchanges(stage.layout())
+    };
+    assert_eq!(exchanges("int8"), None);
+    let values: usize = exchanges("powersgd:2").unwrap().iter().flatten().sum();
+    assert!(values * 3 < run("none").model.parameters() as usize, "{values}");
 }

@@ -1,18 +1,19 @@
-//! Both ends of each boundary find out which samples they hold alike, and forget the others: after a crash between the commits of
-//! two ranks, or where one of them lost its files.
+//! Both ends of each boundary find out which samples they hold alike, and forget the others: after a crash
+//! between the commits of two ranks, or where one of them lost its files.
 
 use farflung_base::Rank;
 use farflung_comm::Communicator;
+use farflung_parallel::pipeline::Content;
 
-use super::{Boundaries, End};
+use super::{Boundaries, Coded, End};
 use crate::{Error, Result};
 
 /// The first tag, far from those of messages between stages, which count up from 0.
 const TAG: u32 = 1 << 31;
 
 impl Boundaries {
-    /// Ends compare the checksums of samples below `windows`, and forget those that differ. All ranks of a pipeline that begins
-    /// at rank `first` must call it. How many samples this rank forgot.
+    /// Ends compare the checksums of samples below `windows`, and forget those that differ. All ranks of a
+    /// pipeline that begins at rank `first` must call it. How many samples this rank forgot.
     ///
     /// A digest is 32 bytes an end; where digests differ, 4 bytes a sample follow.
     pub(in crate::train) fn agree(&mut self, comm: &Communicator, first: u32, windows: u64) -> Result<usize> {
@@ -21,21 +22,26 @@ impl Boundaries {
         for (end, coded) in self.ends.iter_mut().filter(|(_, coded)| coded.remembers) {
             let sums: Vec<u8> =
                 coded.codec.checksums(&ids)?.iter().flat_map(|sum| sum.to_le_bytes()).collect();
-            held.push((*end, coded, sums));
+            held.push(Held { end: *end, coded, sums });
         }
-        let digest = |sums: &[u8]| blake3::hash(sums).as_bytes().to_vec();
-        let mine = held.iter().map(|(end, coded, sums)| (*end, coded.other, digest(sums))).collect();
-        let theirs = exchange(comm, first, mine)?;
-        let differ: Vec<bool> =
-            held.iter().zip(&theirs).map(|((_, _, sums), theirs)| *theirs != digest(sums)).collect();
-        held = held.into_iter().zip(differ).filter(|(_, differ)| *differ).map(|(held, _)| held).collect();
+        let digest = |Held { end, coded, sums }: &Held<'_>| Told {
+            end: *end,
+            to: coded.other,
+            bytes: blake3::hash(sums).as_bytes().to_vec(),
+        };
+        let digests: Vec<Told> = held.iter().map(digest).collect();
+        let theirs = exchange(comm, first, &digests)?;
+        let mut same = digests.iter().zip(&theirs).map(|(mine, theirs)| mine.bytes == *theirs);
+        held.retain(|_| !same.next().expect("a digest for each end"));
 
-        let mine = held.iter().map(|(end, coded, sums)| (*end, coded.other, sums.clone())).collect();
-        let theirs = exchange(comm, first, mine)?;
+        let sums: Vec<Told> = held
+            .iter()
+            .map(|held| Told { end: held.end, to: held.coded.other, bytes: held.sums.clone() })
+            .collect();
+        let theirs = exchange(comm, first, &sums)?;
         let mut forgotten = 0;
-        for ((_, coded, sums), theirs) in held.into_iter().zip(theirs) {
-            let words = |bytes: &[u8]| -> Vec<[u8; 4]> { bytes.as_chunks().0.to_vec() };
-            let pairs = words(&sums).into_iter().zip(words(&theirs));
+        for (Held { coded, sums, .. }, theirs) in held.into_iter().zip(theirs) {
+            let pairs = sums.as_chunks::<4>().0.iter().zip(theirs.as_chunks().0);
             let differ: Vec<u64> =
                 ids.iter().zip(pairs).filter(|(_, (here, there))| here != there).map(|(id, _)| *id).collect();
             coded.codec.forget(&differ)?;
@@ -46,20 +52,35 @@ impl Boundaries {
     }
 }
 
-/// Sends bytes about each end to whoever has the other, and gives what comes back, as long.
-fn exchange(comm: &Communicator, first: u32, mine: Vec<(End, Rank, Vec<u8>)>) -> Result<Vec<Vec<u8>>> {
+/// An end with the checksums of what it holds.
+struct Held<'a> {
+    end: End,
+    coded: &'a mut Coded,
+    sums: Vec<u8>,
+}
+
+/// What the holder of an end's other side is told.
+struct Told {
+    end: End,
+    to: Rank,
+    bytes: Vec<u8>,
+}
+
+/// Sends what is told of each end, and gives what comes back, as long.
+fn exchange(comm: &Communicator, first: u32, mine: &[Told]) -> Result<Vec<Vec<u8>>> {
     let mut sending = Vec::new();
     let mut coming = Vec::new();
-    for (end, other, bytes) in mine {
-        let (other, tag) = (Rank(first + other.0), tag(end));
-        coming.push((end, bytes.len(), comm.start_recv(other, tag)));
-        sending.push(comm.start_send(other, tag, bytes));
+    for Told { end, to, bytes } in mine {
+        let (other, tag) = (Rank(first + to.0), tag(*end));
+        coming.push(comm.start_recv(other, tag));
+        sending.push(comm.start_send(other, tag, bytes.clone()));
     }
     let mut theirs = Vec::new();
-    for (end, len, bytes) in coming {
+    for (told, bytes) in mine.iter().zip(coming) {
         let bytes = bytes.wait()?;
-        if bytes.len() != len {
-            let (message, problem) = (format!("checksums of {}", end.name()), "are not as many as windows");
+        if bytes.len() != told.bytes.len() {
+            let (message, problem) =
+                (format!("checksums of {}", told.end.name()), "are not as many as windows");
             return Err(Error::Message { message, problem });
         }
         theirs.push(bytes);
@@ -70,6 +91,6 @@ fn exchange(comm: &Communicator, first: u32, mine: Vec<(End, Rank, Vec<u8>)>) ->
 
 /// A number for each end.
 fn tag(end: End) -> u32 {
-    let direction = u32::from(end.content == farflung_parallel::pipeline::Content::Gradient);
+    let direction = u32::from(end.content == Content::Gradient);
     TAG | (end.from.0 << 17) | (u32::from(end.slice) << 1) | direction
 }

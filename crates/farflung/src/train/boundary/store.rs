@@ -10,8 +10,6 @@ use std::path::{Path, PathBuf};
 use farflung_compress::CompressError;
 use farflung_compress::link::{FileStore, MappedStore, MemoryStore, Samples, Staged, Store};
 
-use crate::config::choice::StoreKind;
-
 /// The folder of samples within a rank's.
 const FOLDER: &str = "boundaries";
 
@@ -32,14 +30,9 @@ pub(in crate::train) enum Stores {
 }
 
 impl Stores {
-    /// Those of a kind in a rank's folder, for samples below this number.
-    pub(in crate::train) fn new(kind: StoreKind, rank: &Path, windows: u64) -> Self {
-        let files = |mapped| Self::Files { folder: rank.join(FOLDER), mapped, windows };
-        match kind {
-            StoreKind::Memory => Self::Memory,
-            StoreKind::File => files(false),
-            StoreKind::Mapped => files(true),
-        }
+    /// Files in a rank's folder, for samples below this number.
+    pub(in crate::train) fn files(rank: &Path, mapped: bool, windows: u64) -> Self {
+        Self::Files { folder: rank.join(FOLDER), mapped, windows }
     }
 
     /// A store of that name, which may hold something already.
@@ -57,7 +50,8 @@ impl Stores {
         std::fs::create_dir_all(folder).map_err(failed)?;
         let path = folder.join(format!("{name}.samples"));
         Ok(if *mapped {
-            // SAFETY: the run's folder is locked, each rank has its own within it, and each name is opened once.
+            // SAFETY: the run's folder is locked, each rank has its own within it, and each name is opened
+            // once.
             Box::new(Staged::new(unsafe { MappedStore::open(&path, samples, *windows) }?))
         } else {
             Box::new(Staged::new(FileStore::open(&path, samples, *windows)?))

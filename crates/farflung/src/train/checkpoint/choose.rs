@@ -60,7 +60,7 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
         }
         Resume::Auto => {
             let own = together(comm, own(run, rank, &fits))?;
-            let (agreed, own) = agree(comm, run, own)?;
+            let (agreed, own) = agree(comm, run, own, job.plan.stages() as usize)?;
             if agreed == 0 {
                 return match together(comm, cut_otherwise(comm, run, job))? {
                     None => Ok(None),
@@ -102,11 +102,25 @@ fn own(run: &RunDir, rank: Rank, fits: &dyn Fn(&Checkpoint) -> bool) -> Result<O
     }
 }
 
-/// The newest step that all ranks have which have any; 0 if there is none. A rank that was cut off while it committed may
-/// be one checkpoint behind the others, which then go back to that one.
-fn agree(comm: &Communicator, run: &RunDir, own: Own) -> Result<(u64, Own)> {
-    let mine = if let Own::There(own) = &own { own.step() } else { 0 };
-    let agreed = tell(comm, mine)?.into_iter().filter(|&step| step > 0).min().unwrap_or(0);
+/// The newest step that all ranks have which have any; 0 if there is none. A rank that was cut off while it
+/// committed may be one checkpoint behind the others, which then go back to that one. A step that was saved
+/// without ranks that did not answer counts all the same, where the whole model was saved with it: they take it
+/// from the others. `per_pipeline` ranks hold one copy of the model.
+fn agree(comm: &Communicator, run: &RunDir, own: Own, per_pipeline: usize) -> Result<(u64, Own)> {
+    let (mine, alone) = match &own {
+        Own::There(own) => (own.step(), !source::record(own)?.absent.is_empty()),
+        _ => (0, false),
+    };
+    let steps = tell(comm, mine)?;
+    let saved_alone = tell(comm, u64::from(alone))?;
+    let newest = (0..steps.len()).filter(|&rank| saved_alone[rank] == 1).map(|rank| steps[rank]).max();
+    let has_all = |step: u64| {
+        (0..per_pipeline).all(|part| steps.iter().skip(part).step_by(per_pipeline).any(|&has| has == step))
+    };
+    let agreed = match newest.filter(|&step| has_all(step)) {
+        Some(step) => step,
+        None => steps.into_iter().filter(|&step| step > 0).min().unwrap_or(0),
+    };
     let own = match own {
         Own::There(newer) if newer.step() != agreed => {
             let path = run.path().join(run_dir::folder(agreed));
@@ -130,8 +144,8 @@ fn checked_owner(checkpoint: Checkpoint, rank: Rank) -> Result<Checkpoint> {
     }
 }
 
-/// Checkpoints of all ranks of a run whose ranks held other parts than they do now: of the newest step that all have, as
-/// rank 0 sees it. `None` if there is no such run, or if it never got as far as one on all ranks.
+/// Checkpoints of all ranks of a run whose ranks held other parts than they do now: of the newest step that all
+/// have, as rank 0 sees it. `None` if there is no such run, or if it never got as far as one on all ranks.
 fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<Vec<Checkpoint>>> {
     let root = job.out.as_deref().unwrap_or(run.path());
     let mut step = 0;
@@ -162,8 +176,8 @@ fn cut_otherwise(comm: &Communicator, run: &RunDir, job: &Job) -> Result<Option<
     }
 }
 
-/// The checkpoints that together hold a model and its states: rank 0's at `path`, and those of the other ranks of its
-/// first pipeline beside it.
+/// The checkpoints that together hold a model and its states: rank 0's at `path`, and those of the other ranks
+/// of its first pipeline beside it.
 fn all_of(path: &Path) -> Result<Vec<Checkpoint>> {
     let first = Checkpoint::open(path)?;
     let ranks = source::record(&first)?.stages as u32;

@@ -1,4 +1,5 @@
-//! A checkpoint against the run that goes on from it: what changes the model is refused, what changes the training is told.
+//! A checkpoint against the run that goes on from it: what changes the model is refused, what changes the
+//! training is told.
 
 use farflung_comm::Communicator;
 
@@ -9,8 +10,8 @@ use crate::config::dashed;
 use crate::config::shared::{Fact, is_planned};
 use crate::{Error, Result, TrainArgs};
 
-/// Whether the rest of the run would mean anything. However the model and the batch are shared out, a step takes the same
-/// sequences.
+/// Whether the rest of the run would mean anything. However the model and the batch are shared out, a step
+/// takes the same sequences.
 pub(super) fn check(record: &Record, job: &Job) -> Result<()> {
     let same = |field, found: String, expected: String| {
         if found == expected {
@@ -33,7 +34,8 @@ pub(super) fn check(record: &Record, job: &Job) -> Result<()> {
     if record.world == world {
         same("codec", level.codec.clone(), record.codec.clone())?;
     }
-    same("data", job.hash.clone(), record.data_hash.clone())
+    // A rank that takes another's state keeps its own text.
+    if job.config.own_data { Ok(()) } else { same("data", job.hash.clone(), record.data_hash.clone()) }
 }
 
 /// Whether all ranks go on from the same step. A collective.
@@ -48,8 +50,8 @@ pub(super) fn same_step(record: &Record, comm: &Communicator) -> Result<()> {
     same_facts("checkpoint's", &facts, comm, |_| false)
 }
 
-/// Settings that differ from those of the checkpoint, in a line for those that change the training and one for others.
-/// Settings that ranks may have for themselves are not told.
+/// Settings that differ from those of the checkpoint, in a line for those that change the training and one for
+/// others. Settings that ranks may have for themselves are not told.
 pub(super) fn differing_settings(source: &Source, job: &Job) -> Vec<String> {
     let Some(table) = source.settings().and_then(|text| text.parse::<toml::Table>().ok()) else {
         return Vec::new();

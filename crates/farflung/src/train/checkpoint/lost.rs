@@ -1,4 +1,5 @@
-//! Ranks whose folder is lost take weights and optimizer states from a rank that holds the same parts of the model.
+//! Ranks whose folder is lost take weights and optimizer states from a rank that holds the same parts of the
+//! model.
 
 use farflung_base::Rank;
 use farflung_comm::Communicator;
@@ -32,9 +33,9 @@ struct Pair {
     from: Rank,
 }
 
-/// Gives each rank its files of a step: its own, or for those that have none another's. `None` where a rank had not got as
-/// far as its first checkpoint and no other rank has its parts: all begin anew. `per_pipeline` ranks hold one copy of the
-/// model. A collective.
+/// Gives each rank its files of a step: its own, or for those that have none another's. `None` where a rank had
+/// not got as far as its first checkpoint and no other rank has its parts: all begin anew. `per_pipeline` ranks
+/// hold one copy of the model. A collective.
 ///
 /// Errors: [`Error::NoCopy`] on all ranks, for a rank whose state nobody else holds.
 pub(super) fn share(

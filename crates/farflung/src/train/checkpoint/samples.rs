@@ -1,4 +1,5 @@
-//! What boundary codecs hold of samples: written where it is in memory, and made the same at both ends when a run goes on.
+//! What boundary codecs hold of samples: written where it is in memory, and made the same at both ends when a
+//! run goes on.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;

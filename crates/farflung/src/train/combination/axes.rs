@@ -1,14 +1,14 @@
 //! The axes of a run that go together or not, with the values that their tables have.
 
 use farflung_comm::Algorithm;
-use farflung_compress::CodecSpec;
+use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::Method;
 use farflung_tensor::Precision;
 
 use crate::TrainConfig;
-use crate::config::choice::{OptimizerKind, SamplingKind, SyncKind, TransportKind};
+use crate::config::choice::{OptimizerKind, SamplingKind, SyncKind, TransportName};
 use crate::config::value::Setting;
 
 /// An axis: a setting of which a run has one value.
@@ -45,9 +45,10 @@ fn codecs() -> Vec<String> {
         ("STRIDE[xMULTIPLE]", "2x2"),
         ("STRIDE", "2"),
         ("SIDE", "4"),
+        ("RANK", "2"),
     ];
     let filled = |name: String| numbers.iter().fold(name, |name, (word, number)| name.replace(word, number));
-    let mut names: Vec<String> = farflung_compress::names().into_iter().map(filled).collect();
+    let mut names: Vec<String> = AverageSpec::names().into_iter().map(filled).collect();
     names.extend(["rolling:2/topk:0.2/int4".to_owned(), "dct:4/topk:0.5".to_owned()]);
     names
 }
@@ -71,7 +72,7 @@ pub const AXES: &[Axis] = &[
             config.schedule = if value == NO_STAGES { Method::OneFOneB } else { read(value) };
         },
     },
-    Axis { name: "codec", values: codecs, set: |config, value| config.codec = read::<CodecSpec>(value) },
+    Axis { name: "codec", values: codecs, set: |config, value| config.codec = read::<AverageSpec>(value) },
     Axis {
         name: "boundary",
         values: boundaries,
@@ -84,12 +85,12 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "sync",
-        values: || words(farflung_optim::sync::METHODS.iter().map(|method| method.name)),
+        values: || words(SyncKind::all()),
         set: |config, value| config.sync = read::<SyncKind>(value),
     },
     Axis {
         name: "optimizer",
-        values: || words([OptimizerKind::AdamW, OptimizerKind::Sgd]),
+        values: || words(OptimizerKind::all()),
         set: |config, value| config.optimizer = read(value),
     },
     Axis {
@@ -107,6 +108,11 @@ pub const AXES: &[Axis] = &[
         values: || words([SamplingKind::Random, SamplingKind::Epochs]),
         set: |config, value| config.sampling = read(value),
     },
+    Axis {
+        name: "own-data",
+        values: || words([false, true]),
+        set: |config, value| config.own_data = read(value),
+    },
     Axis { name: "clip", values: || words(["0", "1"]), set: |config, value| config.clip = read(value) },
     Axis {
         name: "overlap",
@@ -120,13 +126,13 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "transport",
-        values: || words([TransportKind::Memory, TransportKind::Simulated, TransportKind::Tcp]),
+        values: || words(TransportName::all()),
         set: |config, value| config.transport = read(value),
     },
 ];
 
-/// The settings in which pairs are looked at: the default value of each axis, in a pipeline of two stages where one of the two
-/// is about pipelines.
+/// The settings in which pairs are looked at: the default value of each axis, in a pipeline of two stages where
+/// one of the two is about pipelines.
 pub(super) fn base() -> TrainConfig {
     let mut config = TrainConfig { stages: 2, ..TrainConfig::default() };
     for axis in AXES.iter().filter(|axis| axis.name != "schedule") {

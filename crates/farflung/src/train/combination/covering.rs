@@ -30,11 +30,11 @@ pub struct RefusedPair {
     pub refusal: Refusal,
 }
 
-/// A covering array of strength 2 over [`AXES`], made greedily: each run begins with a pair that no run has yet, and takes on
-/// each other axis the value, among those that go with all chosen, that adds most pairs.
+/// A covering array of strength 2 over [`AXES`], made greedily: each run begins with a pair that no run has
+/// yet, and takes on each other axis the value, among those that go with all chosen, that adds most pairs.
 ///
-/// Source of the method: Cohen et al. 1997, "The AETG system". Differs: the first of equals is taken, so that the array is the
-/// same each time.
+/// Source of the method: Cohen et al. 1997, "The AETG system". Differs: the first of equals is taken, so that
+/// the array is the same each time.
 #[must_use]
 pub fn covering() -> Covering {
     let values: Vec<Vec<String>> = AXES.iter().map(|axis| (axis.values)()).collect();

@@ -3,10 +3,13 @@
 use std::fmt::Write as _;
 
 use farflung_base::Algorithm;
+use farflung_compress::AverageSpec;
+use farflung_optim::sync::{DDP, DILOCO};
 
 use super::*;
-use crate::config::choice::{ScheduleKind, SyncKind};
+use crate::config::choice::{LrScheduleKind, SyncKind};
 use crate::train::{Quiet, run, run_job, seats};
+use crate::transports::{MEMORY, SIMULATED, TCP};
 use crate::{Stop, TrainConfig};
 
 /// A small model of a few layers on a text of its own, on home links, that takes two steps.
@@ -22,7 +25,7 @@ fn config(folder: &tempfile::TempDir) -> TrainConfig {
         batch: 1,
         steps: 2,
         warmup: 0,
-        lr_schedule: ScheduleKind::Constant,
+        lr_schedule: LrScheduleKind::Constant,
         eval_batches: 2,
         sample_tokens: 0,
         threads: 1,
@@ -41,7 +44,7 @@ fn does_not_work(config: &TrainConfig) {
     let at_once = job(config, Nanos(1));
     let time = slowest(&at_once, &at_once.topology().unwrap()).unwrap().unwrap().time;
     let job = job(config, time.saturating_sub(Nanos(1)));
-    assert_eq!(check(&job, TransportKind::Simulated).unwrap_err().exit_code(), 2);
+    assert_eq!(check(&job, TransportName::of(&SIMULATED)).unwrap_err().exit_code(), 2);
     let result = run_job(&job, seats(&job, None).unwrap(), &mut Quiet);
     let lost = result.as_ref().is_err_and(|error| matches!(error, Error::PeerLost { .. }));
     let settings = config.to_toml();
@@ -59,7 +62,7 @@ fn what_is_refused_would_not_have_worked_whatever_the_algorithm() {
         for (workers, link) in
             [(2, link("1kbit,0ms")), (3, link("1mbit,10s")), (4, link("20kbit,1s")), (8, link("1gbit,200ms"))]
         {
-            let codec = CodecSpec::default();
+            let codec = AverageSpec::default();
             does_not_work(&TrainConfig { workers, codec, link, algorithm, ..config(&folder) });
         }
     }
@@ -69,7 +72,8 @@ fn what_is_refused_would_not_have_worked_whatever_the_algorithm() {
 fn what_is_refused_would_not_have_worked_whatever_the_codec() {
     let folder = tempfile::tempdir().unwrap();
     for codec in ["none", "int8", "int4:128", "sign", "f16", "topk:0.01/f16", "int8+zstd", "rolling:10"] {
-        for (workers, sync) in [(2, SyncKind::Ddp), (4, SyncKind::Diloco), (5, SyncKind::Ddp)] {
+        for (workers, sync) in [(2, SyncKind::of(&DDP)), (4, SyncKind::of(&DILOCO)), (5, SyncKind::of(&DDP))]
+        {
             let (codec, sync_every) = (codec.parse().unwrap(), 2);
             let (link, bucket_mb) = (link("10kbit,50ms"), 0.003);
             let config = config(&folder);
@@ -105,7 +109,7 @@ fn what_is_refused_would_not_have_worked_over_unequal_links() {
             }
             std::fs::write(&path, text).unwrap();
             for algorithm in Algorithm::ALL {
-                let (codec, topology) = (CodecSpec::default(), Some(path.clone()));
+                let (codec, topology) = (AverageSpec::default(), Some(path.clone()));
                 does_not_work(&TrainConfig { workers: 3, codec, topology, algorithm, ..config(&folder) });
             }
         }
@@ -139,13 +143,13 @@ fn a_run_that_works_over_a_slow_link_is_not_refused() {
     // A bucket takes seconds here, and a step several of them.
     let slow = TrainConfig { link: link("20kbit,1s"), codec: "int8".parse().unwrap(), ..base };
     let job = job(&slow, slow.deadline);
-    check(&job, TransportKind::Simulated).unwrap();
+    check(&job, TransportName::of(&SIMULATED)).unwrap();
     run_job(&job, seats(&job, None).unwrap(), &mut Quiet).unwrap().unwrap();
     // Nothing is known of other links than simulated ones.
     let never = TrainConfig { link: link("1kbit,10s"), ..slow };
     let job = self::job(&never, never.deadline);
-    check(&job, TransportKind::Tcp).unwrap();
-    check(&job, TransportKind::Memory).unwrap();
+    check(&job, TransportName::of(&TCP)).unwrap();
+    check(&job, TransportName::of(&MEMORY)).unwrap();
     let never = TrainConfig { out: Some(folder.path().join("never")), ..never };
     let message = run(never, None, Stop::manual(), &mut Quiet).unwrap_err().to_string();
     assert!(

@@ -7,6 +7,7 @@ use farflung_base::{Rank, StageId};
 use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op};
 use farflung_zoo::GptConfig;
 
+use super::super::activations::PerToken;
 use super::super::planned::cut;
 use crate::{Result, TrainConfig};
 use farflung_parallel::Recompute;
@@ -60,37 +61,6 @@ fn parameters(model: &GptConfig, blocks: usize, first: bool, last: bool) -> u128
     blocks as u128 * block + tokens + positions + norm
 }
 
-/// f32 values per token of the tensors of forward and backward passes.
-#[derive(Debug, Clone, Copy)]
-struct PerToken {
-    /// A hidden state.
-    hidden: u128,
-    /// Kept of a block's forward pass: `TransformerSaved`.
-    block: u128,
-    /// Added by the input half of a split backward pass of a block: `Back`.
-    back: u128,
-    /// Used only during the backward pass of a block.
-    while_back: u128,
-    /// Kept of the head's forward pass besides logits: `HeadSaved`.
-    head: u128,
-    logits: u128,
-}
-
-impl PerToken {
-    fn of(model: &GptConfig) -> Self {
-        let c = model.dim as u128;
-        let stats = 2;
-        Self {
-            hidden: c,
-            block: 16 * c + 2 * stats + model.heads as u128,
-            back: 11 * c,
-            while_back: 12 * c,
-            head: 3 * c + stats,
-            logits: model.vocab as u128,
-        }
-    }
-}
-
 /// What a rank with the whole model holds.
 pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     let each = PerToken::of(model);
@@ -99,10 +69,19 @@ pub(super) fn whole(config: &TrainConfig, model: &GptConfig) -> Position {
     let away = config.offload.min(layers - again);
     // A block that is computed again holds its activations during its backward pass.
     let here = (layers - again).max(1) as u128;
+    let kept = match config.recompute {
+        // Beside what a plan keeps, a block that runs again makes all of its tensors.
+        Recompute::Within(budget) => {
+            let tokens = (config.batch as u128).saturating_mul(model.context as u128).max(1);
+            let all = layers as u128 * each.block;
+            all.min(u128::from(budget.0) / (tokens * size_of::<f32>() as u128)) + each.block
+        }
+        _ => again as u128 * each.hidden + here * each.block,
+    };
     Position {
         parameters: parameters(model, layers, true, true),
         copies: 1,
-        held: again as u128 * each.hidden + here * each.block + each.while_back,
+        held: kept + each.while_back,
         logits: each.logits,
         away: away as u128 * each.block,
         ..Position::default()

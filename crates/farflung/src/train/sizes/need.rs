@@ -7,8 +7,9 @@ use std::ops::Range;
 
 use farflung_base::Bytes;
 use farflung_comm::Algorithm;
-use farflung_compress::CodecSpec;
+use farflung_compress::AverageSpec;
 use farflung_compress::link::SampleShape;
+use farflung_optim::LrSchedule;
 use farflung_tensor::{DeviceName, Precision};
 use farflung_zoo::GptConfig;
 
@@ -16,7 +17,7 @@ use super::super::boundary::held_bytes;
 use super::data::Data;
 use super::held::Position;
 use crate::TrainConfig;
-use crate::config::choice::{OptimizerKind, StoreKind, SyncKind, TokenizerKind};
+use crate::config::choice::{StoreKind, TokenizerKind};
 
 /// Bytes of an f32.
 const F32: u128 = size_of::<f32>() as u128;
@@ -152,14 +153,16 @@ pub(super) struct RankGroup<'a> {
 
 /// Bytes of one action of a schedule, over all of a rank's lists. Measured with 1f1b and zb-h1.
 const ACTION: u128 = 80;
-/// Bytes of the process before it reads data, without the pages of its binary. Measured; a GPU backend takes 2 MB more.
+/// Bytes of the process before it reads data, without the pages of its binary. Measured; a GPU backend takes 2
+/// MB more.
 const PROGRAM: u128 = 2 << 20;
 /// Bytes of a worker besides model and data: mainly the 2 MiB page in which its buffers begin. Measured.
 const WORKER: u128 = 5 << 19;
 /// Bytes that a worker keeps for each other worker: queues and codecs.
 const PAIR: u128 = 512;
-/// Bytes of one step of an all-reduce that is chosen by price. A rank makes `2 (n - 1)` steps for each of the `n` ranks, to
-/// choose the cheapest variant; this is the total divided by `n^2`. Measured with 64, 100 and 150 workers.
+/// Bytes of one step of an all-reduce that is chosen by price. A rank makes `2 (n - 1)` steps for each of the
+/// `n` ranks, to choose the cheapest variant; this is the total divided by `n^2`. Measured with 64, 100 and 150
+/// workers.
 const STEP: u128 = 650;
 /// Bytes of a sample that a boundary holds, besides its values.
 const SAMPLE: u128 = 64;
@@ -199,18 +202,14 @@ impl RankGroup<'_> {
         let replicas = (self.world / self.positions.len()).max(1);
         let mut need = Need::default();
         let model = position.parameters.saturating_mul(F32);
-        let states = match config.optimizer {
-            OptimizerKind::AdamW => 2,
-            OptimizerKind::Sgd => u128::from(config.momentum > 0.0),
-        };
-        let diloco = config.sync == SyncKind::Diloco;
-        let outer = u128::from(config.outer_momentum > 0.0);
+        let states = (config.optimizer.buffers)(&config.local(LrSchedule::constant(config.lr))) as u128;
+        let outer = (config.sync.buffers)(config.outer_momentum);
         let here = in_host_memory(config.device.of(rank));
         if here {
             need.add(Part::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
             need.add(Part::Gradients, model);
             need.add(Part::Optimizer, model.saturating_mul(states));
-            need.add(Part::Outer, if diloco { model.saturating_mul(2 + outer) } else { 0 });
+            need.add(Part::Outer, model.saturating_mul(outer.held as u128));
         }
 
         // The ranks that average the same part of the model.
@@ -232,7 +231,7 @@ impl RankGroup<'_> {
         need.add(Part::Losses, tokens.saturating_mul(4 * F32));
 
         // Saving copies the weights (for a moment twice), then all states.
-        let states = model.saturating_mul(states + if diloco { 1 + outer } else { 0 }).saturating_add(saved);
+        let states = model.saturating_mul(states + outer.saved as u128).saturating_add(saved);
         need.add(Part::Checkpoint, model.saturating_add(states.max(model)));
         if position.gathers && rank == 0 {
             let whole = F32.saturating_mul(u128::from(self.model.parameters()));
@@ -250,25 +249,31 @@ impl RankGroup<'_> {
             return 0;
         }
         let codec = match config.codec {
-            _ if alone => CodecSpec::default(),
+            _ if alone => AverageSpec::default(),
             codec if config.error_feedback => codec.with_feedback(),
             codec => codec,
         };
-        let plain = codec == CodecSpec::default();
-        if here || plain {
+        let packs = codec.codec().filter(|_| !codec.is_plain());
+        if here || packs.is_none() {
             need.add(Part::Averaging, model);
         }
         if alone {
             return 0;
         }
         let share = model / holders as u128;
+        let Some(packs) = packs else {
+            need.add(Part::Averaging, model / 2);
+            if codec.is_plain() {
+                return 0;
+            }
+            // A protocol's, in the host's memory: what is committed, the latest and the next.
+            need.add(Part::Residuals, model.saturating_mul(3));
+            return model;
+        };
         let block = 4096_u128;
-        let packed = codec.build().max_payload(block as usize) as u128;
+        let packed = packs.build().max_payload(block as usize) as u128;
         let message = model.saturating_mul(packed) / (block * F32);
-        need.add(
-            Part::Averaging,
-            if plain { model / 2 } else { message.saturating_mul(2).saturating_add(share) },
-        );
+        need.add(Part::Averaging, message.saturating_mul(2).saturating_add(share));
         let residual = if codec.feedback() { model.saturating_add(share) } else { 0 };
         if here {
             need.add(Part::Residuals, residual.saturating_mul(2));
@@ -276,7 +281,8 @@ impl RankGroup<'_> {
         residual
     }
 
-    /// What boundary codecs hold in memory of the windows that a replica sees, shared equally among the ranks of its pipeline.
+    /// What boundary codecs hold in memory of the windows that a replica sees, shared equally among the ranks
+    /// of its pipeline.
     fn samples(&self, replicas: usize) -> u128 {
         let (config, stages) = (self.config, self.positions.len() as u128);
         if stages == 1 || config.boundary_store != StoreKind::Memory {
@@ -315,8 +321,8 @@ impl RankGroup<'_> {
     }
 }
 
-/// Whether a rank makes the steps of all ranks in order to choose by price. Other algorithms do so only for buffers that are
-/// large for the number of ranks, and then hold few.
+/// Whether a rank makes the steps of all ranks in order to choose by price. Other algorithms do so only for
+/// buffers that are large for the number of ranks, and then hold few.
 const fn priced(algorithm: Algorithm) -> bool {
     matches!(algorithm, Algorithm::Auto)
 }

@@ -1,6 +1,8 @@
 //! Runs refused on machines of several sizes, the alternatives that are named, and estimates against a device's own counts.
 
-use farflung_base::Rank;
+use farflung_base::{Bytes, Rank};
+use farflung_optim::local::SGD;
+use farflung_optim::sync::DILOCO;
 use farflung_tensor::Device;
 use farflung_zoo::block::Grads;
 use farflung_zoo::{Input, Keeping, Stage};
@@ -8,7 +10,9 @@ use farflung_zoo::{Input, Keeping, Stage};
 use super::*;
 use crate::config::choice::{OptimizerKind, SyncKind, TransportKind};
 use crate::config::value::Setting;
-use farflung_parallel::Recompute;
+use crate::train::activations;
+use crate::transports::MEMORY;
+use farflung_parallel::{Part, Recompute};
 
 const MB: u64 = 1_000_000;
 
@@ -25,7 +29,7 @@ fn refusal(config: &TrainConfig, available: impl Into<Option<Available>>) -> Opt
 }
 
 fn small() -> TrainConfig {
-    TrainConfig { transport: TransportKind::Memory, ..TrainConfig::default() }
+    TrainConfig { transport: TransportKind::of(&MEMORY), ..TrainConfig::default() }
 }
 
 #[test]
@@ -157,9 +161,9 @@ fn settings_that_hold_more_need_more() {
     let model = 4 * 4 * u128::from(GptConfig::preset("nano").unwrap().parameters());
     let adam = need(small());
     // Two moments, each also copied for the checkpoint.
-    let sgd = TrainConfig { optimizer: OptimizerKind::Sgd, momentum: 0.0, ..small() };
+    let sgd = TrainConfig { optimizer: OptimizerKind::of(&SGD), momentum: 0.0, ..small() };
     assert!(adam - need(sgd) > 3 * model);
-    let diloco = TrainConfig { sync: SyncKind::Diloco, ..small() };
+    let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), ..small() };
     assert!(need(diloco) > adam + 3 * model);
     assert!(need(TrainConfig { error_feedback: false, ..small() }) + 2 * model < adam);
     assert!(need(TrainConfig { recompute: Recompute::Full, ..small() }) < adam);
@@ -185,6 +189,43 @@ fn a_long_order_holds_what_a_short_one_says() {
     }
 }
 
+/// A budget is kept, but for what a block needs that runs: the device allocates no more than was estimated.
+#[test]
+fn a_budget_of_memory_is_kept() {
+    let model = GptConfig::new(6, 4, 128, 64, 50).unwrap();
+    let block = activations::bytes(activations::PerToken::of(&model).block, &model, 4);
+    let mut before = usize::MAX;
+    for blocks in [6, 4, 3, 2] {
+        let recompute = Recompute::Within(Bytes(block.0 * blocks + block.0 / 4));
+        let part = Part { layers: 0..6, recompute, offload: 0 };
+        let plan = activations::within_budget(&part, &model, 4).unwrap().unwrap();
+        let keeping = Keeping { steps: Some(plan.steps.into()), ..Keeping::default() };
+        let measured = measured(model, keeping);
+        let position = held::whole(&TrainConfig { recompute, batch: 4, ..small() }, &model);
+        let estimated = (position.held + position.logits) as usize * 4 * 4 * 64;
+        assert!(measured <= estimated, "{blocks} blocks: {measured} of {estimated} bytes");
+        assert!(measured * 10 > estimated * 7, "{blocks} blocks: {measured} of {estimated} bytes");
+        assert!(measured < before, "{blocks} blocks: {measured} bytes");
+        before = measured;
+    }
+}
+
+/// Bytes that a device allocates for a forward and backward pass of four sequences, and for gradients that are
+/// not there.
+fn measured(model: GptConfig, keeping: Keeping) -> usize {
+    let cpu = Device::cpu(1).unwrap();
+    let mut stage = Stage::whole(model, &cpu).unwrap();
+    stage.set_keeping(keeping);
+    let (params, mut grads) = (stage.init(1).unwrap(), stage.zeros().unwrap());
+    let before = cpu.memory().1;
+    let ids: Vec<u32> = (0..4 * 64).map(|i| i % 50).collect();
+    let (x, y) = (stage.tokens(&ids, 64).unwrap(), stage.tokens(&ids, 64).unwrap());
+    let (_, saved) = stage.forward(&params, Input::Tokens(x), Some((&y, 1.0))).unwrap();
+    let mut grads = Grads { flat: &mut grads, accumulate: false };
+    stage.backward(&params, saved, None, &mut grads, |_, _| {}).unwrap();
+    cpu.memory().1 - before
+}
+
 /// Compares the estimate with the memory that the device allocates for a forward and backward pass.
 #[test]
 fn activations_are_what_a_device_allocates() {
@@ -192,7 +233,7 @@ fn activations_are_what_a_device_allocates() {
     for recompute in [0, 2, 5] {
         let cpu = Device::cpu(1).unwrap();
         let mut stage = Stage::whole(model, &cpu).unwrap();
-        stage.set_keeping(Keeping { recompute, offload: 0 });
+        stage.set_keeping(Keeping { recompute, ..Keeping::default() });
         let (params, mut grads) = (stage.init(1).unwrap(), stage.zeros().unwrap());
         let before = cpu.memory().1;
         let ids: Vec<u32> = (0..4 * 64).collect();

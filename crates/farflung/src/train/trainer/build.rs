@@ -5,16 +5,17 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
-use farflung_optim::{AdamW, Chain, Decay, Schedule as Rate, Sgd, adamw, loss_scale, sgd};
-use farflung_parallel::pipeline::{ComputeKind, Placement, Tie, Updates};
-use farflung_tensor::{Device, Tensor};
+use farflung_optim::{Chain, Decay, LrSchedule, token_weight};
+use farflung_parallel::pipeline::{Placement, Tie, Updates};
+use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::weights::Weights;
 use farflung_zoo::{Keeping, Stage};
 
 use super::Trainer;
-use crate::config::choice::{OptimizerKind, ScheduleKind};
+use crate::config::choice::LrScheduleKind;
+use crate::train::activations::within_budget;
 use crate::train::averages;
-use crate::train::bind::ReplicaSchedule;
+use crate::train::bind::{ReplicaSchedule, last_backwards};
 use crate::train::boundary::{Boundaries, Stores};
 use crate::train::executor::{Executor, Pass, recomputed};
 use crate::train::job::Job;
@@ -36,7 +37,13 @@ impl Trainer {
         let each_step = job.averages_each_step();
         let scale = job.config.loss_scale.start(plan.precision);
 
-        let device = job.device(comm.rank().index(), threads)?;
+        let messages = job.stop.tie_messages(comm.clone());
+        // A step that updates parameters within its pass is not dropped half-way.
+        let flush = schedule.updates() == Updates::Flush;
+        let comm = if flush { job.stop.tie_step(comm) } else { job.stop.tie(comm) };
+        let interrupt = Interrupt::default();
+        let plain = job.device(comm.rank().index(), threads)?;
+        let device = plain.with_interrupt(&interrupt);
         let holders = groups(&comm, &placement, plan.replicas(), position)?;
         let tied = tie(&comm, &placement, plan.replicas() == 1 || !each_step, position)?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank)? };
@@ -48,8 +55,8 @@ impl Trainer {
         };
         let mut parts = BTreeMap::new();
         for stage in placement.stages_of(position) {
-            let part =
-                build_part(job, &schedule, stage, &device, holders.get(&placement.part(stage)), updates)?;
+            let group = holders.get(&placement.part(stage));
+            let part = build_part(job, &schedule, stage, (&device, &plain), group, updates)?;
             parts.insert(stage, part);
         }
 
@@ -70,7 +77,7 @@ impl Trainer {
             parts,
             tied,
             dim: job.model.dim,
-            scale: loss_scale(group as usize, tokens),
+            scale: token_weight(group as usize, tokens),
             last: if schedule.arrivals.is_some() {
                 BTreeMap::new()
             } else {
@@ -89,6 +96,8 @@ impl Trainer {
             placement,
             sampler,
             evaluation,
+            messages,
+            interrupt,
             comm,
         };
         let held_out = executor.evaluation.steps().unwrap_or(0).max(1) as u32;
@@ -113,17 +122,25 @@ impl Trainer {
             updates,
             pass: (Nanos::ZERO, Nanos::ZERO),
             fault: job.fault,
+            failure: job.failure,
+            stop: job.stop.clone(),
+            members: (0..job.world as u32).map(Rank).collect(),
+            mark: None,
+            half_done: false,
+            tries: 0,
+            sound: true,
             schedule,
         })
     }
 }
 
-/// A part of the model with its optimizer, at step 0.
+/// A part of the model with its optimizer, at step 0. Of the device there is a handle whose ops a stop
+/// interrupts, and one for averages, which other ranks may have from it already.
 fn build_part(
     job: &Job,
     schedule: &ReplicaSchedule,
     stage: StageId,
-    device: &Device,
+    (device, plain): (&Device, &Device),
     holders: Option<&Communicator>,
     updates: u64,
 ) -> Result<Part> {
@@ -134,7 +151,9 @@ fn build_part(
         // Within its one stage each layer is computed again from its own input.
         let count = planned.layers.end - planned.layers.start;
         let (recompute, offload) = (planned.recompute.of(count) as usize, planned.offload as usize);
-        model.set_keeping(Keeping { recompute, offload });
+        let steps =
+            within_budget(planned, &job.model, job.plan.batch as usize)?.map(|plan| plan.steps.into());
+        model.set_keeping(Keeping { recompute, offload, steps });
     }
     let params = match &job.config.init_from {
         Some(folder) => model.load(&mut Weights::open(folder)?)?,
@@ -144,7 +163,7 @@ fn build_part(
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
     let sync = match holders {
-        Some(group) if !model.layout().is_empty() => Some(synchroniser(job, group, &model, &params)?),
+        Some(group) if !model.layout().is_empty() => Some(synchroniser(job, group, plain, &model, &params)?),
         _ => None,
     };
     let chain = chain(&job.config, device, &model, updates)?;
@@ -169,6 +188,7 @@ fn build_part(
 fn synchroniser(
     job: &Job,
     group: &Communicator,
+    device: &Device,
     model: &Stage,
     params: &Tensor,
 ) -> Result<Box<dyn Synchroniser>> {
@@ -176,7 +196,7 @@ fn synchroniser(
     let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
     Ok((method.build)(SyncSettings {
         comm: averages::in_regions(group.clone(), &job.plan)?,
-        device: model.device(),
+        device,
         layout: model.layout(),
         average: job.average_config()?,
         every: level.every.into(),
@@ -189,35 +209,13 @@ fn synchroniser(
 /// The optimizer chain of a config that makes so many updates in a step.
 fn chain(config: &TrainConfig, device: &Device, stage: &Stage, updates: u64) -> Result<Chain> {
     let decay = match config.lr_schedule {
-        ScheduleKind::Constant => Decay::Constant,
-        ScheduleKind::Linear => Decay::Linear,
-        ScheduleKind::Cosine => Decay::Cosine,
+        LrScheduleKind::Constant => Decay::Constant,
+        LrScheduleKind::Linear => Decay::Linear,
+        LrScheduleKind::Cosine => Decay::Cosine,
     };
     let least = config.min_lr.min(config.lr);
-    let schedule = Rate::new(config.lr, least, config.warmup * updates, config.steps * updates, decay)?;
-    let clip = (config.clip > 0.0).then_some(config.clip);
-    let weight_decay = config.weight_decay;
-    let links = match config.optimizer {
-        OptimizerKind::AdamW => {
-            let (beta1, beta2) = (config.beta1, config.beta2);
-            adamw(AdamW { beta1, beta2, eps: 1e-8, weight_decay, clip, schedule })
-        }
-        OptimizerKind::Sgd => {
-            sgd(Sgd { momentum: config.momentum, nesterov: false, weight_decay, clip, schedule })
-        }
-    };
-    Ok(links.build(device, stage.layout())?)
-}
-
-/// The microbatch whose whole backward pass is the last in a rank's list, by stage.
-fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
-    let mut last = BTreeMap::new();
-    for (rank, action) in schedule.schedule.order().actions() {
-        if rank == position && action.kind == ComputeKind::Backward {
-            last.insert(action.stage, action.microbatch);
-        }
-    }
-    last
+    let schedule = LrSchedule::new(config.lr, least, config.warmup * updates, config.steps * updates, decay)?;
+    Ok((config.optimizer.build)(config.local(schedule)).build(device, stage.layout())?)
 }
 
 /// A communicator for each part of this rank that others hold too: replicas, or the other copy of the model.

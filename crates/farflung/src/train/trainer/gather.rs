@@ -71,8 +71,8 @@ impl Trainer {
         Ok(Some(all))
     }
 
-    /// Hash of all of the model's parameters: of the hashes of its tensors by name, so that it is the same under any plan. On
-    /// rank 0, `None` elsewhere; all must call it.
+    /// Hash of all of the model's parameters: of the hashes of its tensors by name, so that it is the same
+    /// under any plan. On rank 0, `None` elsewhere; all must call it.
     pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
         let Executor { comm, parts, placement, .. } = &self.executor;
         let first = comm.rank().0 == 0;

@@ -9,6 +9,7 @@ use farflung_tensor::{ParamLayout, Tensor};
 
 use super::{Trainer, named};
 use crate::Result;
+use crate::config::choice::StoreKind;
 use crate::train::boundary::{Boundaries, Stores};
 use crate::train::checkpoint::{Counters, Named, Residuals, Source};
 use crate::train::executor::Executor;
@@ -94,13 +95,20 @@ impl Trainer {
     /// Errors: files that cannot be opened.
     pub(in crate::train) fn hold_samples(&mut self, job: &Job, folder: Option<&Path>) -> Result<()> {
         let (Some(folder), Some(windows)) = (folder, self.executor.sampler.windows()) else { return Ok(()) };
-        let stores = Stores::new(job.config.boundary_store, folder, windows);
+        // The trainer was made with stores in memory.
+        let mapped = match job.config.boundary_store {
+            StoreKind::Memory => return Ok(()),
+            StoreKind::File => false,
+            StoreKind::Mapped => true,
+        };
+        let stores = Stores::files(folder, mapped, windows);
         let (placement, slices) = (&self.executor.placement, &self.schedule.slices);
         self.executor.boundaries = Boundaries::new(job, placement, self.position, slices, &stores)?;
         Ok(())
     }
 
-    /// Both ends of each boundary forget the samples that they do not hold alike; how many this rank forgot. All must call it.
+    /// Both ends of each boundary forget the samples that they do not hold alike; how many this rank forgot.
+    /// All must call it.
     pub(in crate::train) fn agree_on_samples(&mut self) -> Result<usize> {
         let Executor { boundaries, comm, first, sampler, .. } = &mut self.executor;
         boundaries.agree(comm, *first, sampler.windows().unwrap_or(0))

@@ -3,9 +3,10 @@
 use farflung_parallel::pipeline::Method;
 
 use super::*;
-use crate::config::choice::{ScheduleKind, TransportKind};
+use crate::config::choice::{LrScheduleKind, TransportKind};
 use crate::train::job::Job;
 use crate::train::seats;
+use crate::transports::MEMORY;
 use crate::{Stop, TrainConfig};
 
 const STEPS: u64 = 5;
@@ -24,9 +25,9 @@ fn job(schedule: Method, stages: usize, workers: usize) -> Job {
         batch: 1,
         microbatches: Some(4),
         clip: 0.0,
-        lr_schedule: ScheduleKind::Constant,
+        lr_schedule: LrScheduleKind::Constant,
         codec: "none".parse().unwrap(),
-        transport: TransportKind::Memory,
+        transport: TransportKind::of(&MEMORY),
         threads: 1,
         resync_every: 2,
         steps: STEPS,

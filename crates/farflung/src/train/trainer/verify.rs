@@ -1,4 +1,5 @@
-//! Checks before anything is saved, and every so many steps: all values are finite, and copies are equal to the bit.
+//! Checks before anything is saved, and every so many steps: all values are finite, and copies are equal to the
+//! bit.
 
 use std::fmt::Display;
 
@@ -32,11 +33,11 @@ struct Told {
 }
 
 impl Trainer {
-    /// Checks that all values of all ranks are finite, and that copies of parameters and, where the method keeps them equal,
-    /// of optimizer states are. Replicas must be the same now. A collective.
+    /// Checks that all values of all ranks are finite, and that copies of parameters and, where the method
+    /// keeps them equal, of optimizer states are. Replicas must be the same now. A collective.
     ///
-    /// Copies on devices that round differently are compared only where they have just been made equal, and without their
-    /// optimizer states, which nothing makes equal.
+    /// Copies on devices that round differently are compared only where they have just been made equal, and
+    /// without their optimizer states, which nothing makes equal.
     ///
     /// Errors: on all ranks together, [`Error::NotFinite`] or [`Error::OnRank`]; [`Error::Diverged`].
     pub fn verify(&self, thoroughness: Thoroughness) -> Result<()> {
@@ -59,6 +60,7 @@ impl Trainer {
         let all: Vec<Told> = all.iter().enumerate().map(read).collect::<Result<_>>()?;
         if let Some((rank, told)) = all.iter().enumerate().find(|(_, told)| told.broken.is_some()) {
             let message = told.broken.clone().unwrap_or_default();
+            let rank = self.members.get(rank).map_or(rank, |rank| rank.index());
             return Err(Error::OnRank { rank, message, code: 1 });
         }
         self.compare_copies(&all)
@@ -114,7 +116,7 @@ impl Trainer {
         }
         for name in names {
             let mut held: Vec<(&str, Vec<Rank>)> = Vec::new();
-            for (rank, told) in (0..).map(Rank).zip(all) {
+            for (&rank, told) in self.members.iter().zip(all) {
                 for fact in told.copies.iter().filter(|fact| fact.name == name) {
                     match held.iter_mut().find(|(hash, _)| *hash == fact.value) {
                         Some((_, ranks)) => ranks.push(rank),
@@ -139,7 +141,8 @@ struct Odd {
     majority: bool,
 }
 
-/// The ranks that are not among more than half; all where there is no such majority. `groups` have equal copies.
+/// The ranks that are not among more than half; all where there is no such majority. `groups` have equal
+/// copies.
 fn odd(groups: Vec<Vec<Rank>>) -> Odd {
     let all: usize = groups.iter().map(Vec::len).sum();
     let most = groups.iter().position(|ranks| 2 * ranks.len() > all);

@@ -89,12 +89,12 @@ pub(in super::super) unsafe fn micro<
         step::<I, R, N, PACKS>(&mut acc, &rows, column, b.after::<I>(1));
         step::<I, R, N, PACKS>(&mut acc, &rows, 2 * column, b.after::<I>(2));
         step::<I, R, N, PACKS>(&mut acc, &rows, 3 * column, b.after::<I>(3));
-        rows = rows.map(|row| row.wrapping_add(4 * column));
+        advance(&mut rows, 4 * column);
         b = b.after::<I>(4);
     }
     for _ in 0..k % 4 {
         step::<I, R, N, PACKS>(&mut acc, &rows, 0, b);
-        rows = rows.map(|row| row.wrapping_add(column));
+        advance(&mut rows, column);
         b = b.after::<I>(1);
     }
 
@@ -154,6 +154,15 @@ impl RowOfB {
     fn after<I: Registers>(self, k: usize) -> Self {
         let at = self.at.wrapping_add(k * self.stride);
         Self { at, packed: self.packed.wrapping_add(k * I::NR), ..self }
+    }
+}
+
+/// Moves to columns further on. A loop, since `map` on arrays stays a call where crates are built without
+/// link-time optimisation.
+#[inline(always)]
+fn advance<const R: usize>(rows: &mut [*const f32; R], by: usize) {
+    for row in rows {
+        *row = row.wrapping_add(by);
     }
 }
 

@@ -1,6 +1,7 @@
 //! Against the method as it is written down, and what is refused.
 
 use super::*;
+use crate::{MatrixShape, ProtocolSpec};
 
 fn normal(n: usize, stream: u64) -> Vec<f32> {
     let mut x = vec![0.0; n];
@@ -11,21 +12,28 @@ fn normal(n: usize, stream: u64) -> Vec<f32> {
 /// One round of ranks that average exactly.
 fn round(ranks: &mut [PowerSgd], x: &[Vec<f32>]) -> Vec<f32> {
     ranks.iter_mut().zip(x).for_each(|(rank, x)| rank.begin(x).unwrap());
-    loop {
-        let mut buffers: Vec<&mut [f32]> = ranks.iter_mut().filter_map(Protocol::exchange).collect();
-        let Some(len) = buffers.first().map(|b| b.len()) else { break };
-        for i in 0..len {
-            let mean = buffers.iter().map(|b| b[i]).sum::<f32>() / buffers.len() as f32;
-            for buffer in &mut buffers {
-                buffer[i] = mean;
-            }
+    for len in ranks[0].exchanges() {
+        let buffers: Vec<&[f32]> = ranks.iter().filter_map(Protocol::outgoing).collect();
+        assert_eq!((buffers.len(), buffers[0].len()), (ranks.len(), len));
+        let mean = |i: usize| buffers.iter().map(|b| b[i]).sum::<f32>() / buffers.len() as f32;
+        let mean: Vec<f32> = (0..len).map(mean).collect();
+        for rank in ranks.iter_mut() {
+            rank.incoming(&mean).unwrap();
         }
     }
+    assert!(ranks.iter().all(|rank| rank.outgoing().is_none()));
     let mut out = vec![0.0; x[0].len()];
     for rank in ranks.iter_mut() {
         rank.end(&mut out).unwrap();
     }
     out
+}
+
+/// The rest of a round of one rank: its values are the means.
+fn pass(method: &mut PowerSgd) {
+    while let Some(values) = method.outgoing().map(<[f32]>::to_vec) {
+        method.incoming(&values).unwrap();
+    }
 }
 
 /// Alg. 1 as it is written down: the residual is made at the end of each round.
@@ -80,9 +88,9 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
             step(&mut method, &mut eager, stream + 200);
             assert_eq!(method.save("", &mut StateMap::new()), Err(CompressError::Uncommitted));
             method.begin(&normal(rows * columns, 1)).unwrap();
-            method.exchange().unwrap();
+            method.incoming(&vec![1.0; rank * rows]).unwrap();
             method.rollback();
-            assert!(method.exchange().is_none());
+            assert!(method.outgoing().is_none());
             eager = before;
             assert_eq!(bits(&method.residual()), bits(&eager.e));
             // A commit in the middle of the next one changes nothing of it.
@@ -90,7 +98,7 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
             let x = normal(rows * columns, stream + 300);
             method.begin(&x).unwrap();
             method.commit();
-            while method.exchange().is_some() {}
+            pass(&mut method);
             let mut out = vec![0.0; x.len()];
             method.end(&mut out).unwrap();
             assert_eq!(bits(&out), bits(&eager.round(&x, rows, columns)));
@@ -119,24 +127,30 @@ fn a_late_residual_is_the_early_one_to_the_bit() {
     }
 }
 
+/// One rank must not go on where another cannot.
 #[test]
-fn a_residual_that_overflows_is_refused() {
+fn what_could_overflow_is_refused_by_all_ranks_alike() {
+    let edge = f32::from_bits(TOO_LARGE.cast_unsigned());
+    let below = f32::from_bits(TOO_LARGE.cast_unsigned() - 1);
     let mut method = PowerSgd::new(2, 2, 1, 1).unwrap();
-    let x = [f32::MAX, 0.0, 0.0, 1.0];
-    method.begin(&x).unwrap();
-    method.exchange().unwrap().copy_from_slice(&[1.0, 0.0]);
-    // The mean is all that one rank has, with the other sign: finite, unlike the difference.
-    method.exchange().unwrap().copy_from_slice(&[-f32::MAX, 0.0]);
-    let mut out = [0.0; 4];
-    let error = Err(CompressError::NonFinite { index: 0, value: f32::INFINITY });
-    assert_eq!(method.end(&mut out), error);
-    assert!(method.residual().is_empty());
-    // The same magnitudes with the same sign leave something finite.
-    method.begin(&x).unwrap();
-    method.exchange().unwrap().copy_from_slice(&[1.0, 0.0]);
-    method.exchange().unwrap().copy_from_slice(&[f32::MAX, 0.0]);
-    method.end(&mut out).unwrap();
-    assert_eq!((out, method.residual()), ([f32::MAX, 0.0, 0.0, 0.0], vec![0.0, 0.0, 0.0, 1.0]));
+    let error = method.begin(&[1.0, -edge, 0.0, 1.0]);
+    assert!(matches!(error, Err(CompressError::Overflow { index: 1, .. })));
+    assert!(method.outgoing().is_none());
+    let x = [below, 0.0, 0.0, 1.0];
+    let mut round = |mean: f32| {
+        method.begin(&x).unwrap();
+        method.incoming(&[1.0, 0.0]).unwrap();
+        // The mean may have the other sign.
+        method.incoming(&[mean, 0.0]).unwrap();
+        let mut out = [0.0; 4];
+        (method.end(&mut out), out, method.residual())
+    };
+    let (error, _, residual) = round(-edge);
+    assert!(matches!(error, Err(CompressError::Overflow { index: 0, .. })));
+    assert!(residual.is_empty());
+    let (done, out, residual) = round(-below);
+    assert_eq!((done, out), (Ok(()), [-below, 0.0, 0.0, 0.0]));
+    assert_eq!(residual, [2.0 * below, 0.0, 0.0, 1.0]);
 }
 
 #[test]
@@ -180,16 +194,37 @@ fn feedback_brings_the_rest_and_a_rollback_nothing() {
     twin.load("", &mut map).unwrap();
     assert_eq!(round(std::slice::from_mut(&mut twin), &x[..1]), round(&mut ranks[..1], &x[..1]));
     assert_eq!(twin.end(&mut [0.0; 192]), Err(CompressError::Exchange));
+    assert_eq!(twin.incoming(&[0.0; 24]), Err(CompressError::Exchange));
     assert!(PowerSgd::new(16, 12, 13, 1).is_err());
-    // What overflows on the way is refused, and nothing is remembered of it.
+    // A mean that is not finite is refused, and nothing is remembered of it.
     let mut huge = PowerSgd::new(4, 4, 2, 1).unwrap();
-    huge.begin(&[f32::MAX; 16]).unwrap();
-    while huge.exchange().is_some() {}
+    huge.begin(&[8e37; 16]).unwrap();
+    huge.incoming(&[f32::INFINITY; 8]).unwrap();
+    pass(&mut huge);
     assert!(matches!(huge.end(&mut [0.0; 16]), Err(CompressError::NonFinite { .. })));
     assert!(huge.residual().is_empty());
     let error = huge.begin(&[&[1.0; 9][..], &[f32::NAN; 7]].concat());
     assert!(matches!(error, Err(CompressError::NonFinite { index: 9, .. })));
-    assert!(huge.exchange().is_none());
+    assert!(huge.outgoing().is_none());
     // Nothing at all has no direction.
     assert_eq!(round(&mut [PowerSgd::new(4, 4, 2, 1).unwrap()], &[vec![0.0; 16]]), [0.0; 16]);
+}
+
+#[test]
+fn names_build_what_gains() {
+    let spec: ProtocolSpec = "powersgd:4".parse().unwrap();
+    assert_eq!(
+        (spec.to_string(), ProtocolSpec::names()),
+        ("powersgd:4".to_owned(), vec!["powersgd:RANK".to_owned()])
+    );
+    let sizes = |rows, columns| Some(spec.build(MatrixShape { rows, columns }, 1)?.exchanges());
+    assert_eq!(sizes(100, 10), Some(vec![400, 40]));
+    // As many values as the matrix has, and a matrix of a lower rank.
+    assert_eq!((sizes(8, 8), sizes(3, 1000)), (None, None));
+    for (name, wanted) in
+        [("powersgd:0", "whole number"), ("powersgd", "whole number"), ("power:1", "unknown")]
+    {
+        let error = name.parse::<ProtocolSpec>().unwrap_err().to_string();
+        assert!(error.contains(wanted), "{error}");
+    }
 }

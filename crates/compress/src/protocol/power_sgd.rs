@@ -1,50 +1,34 @@
-//! Low rank by rounds: a method whose payloads are averaged on the way, not gathered. Knows no network: it says what is to be
-//! averaged, and waits.
+//! Low rank by rounds: a protocol of two exchanges of values.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use farflung_base::Philox;
 
-use crate::chunked::INFINITE;
-use crate::compressor::{check_finite, first_non_finite};
+use super::{Protocol, Row};
+use crate::chunked::{INFINITE, magnitude};
+use crate::compressor::first_non_finite;
 use crate::low_rank::{Expand, Product, Project, ProjectBack, dot};
 use crate::memory::Memory;
 use crate::simd::Level;
-use crate::{CompressError, StateMap, StateValue};
+use crate::{CompressError, State, StateMap, StateValue};
 
-/// A method of several exchanges. Between two of them the caller averages a buffer over all ranks, which must hold equal means
-/// afterwards.
-///
-/// ```
-/// use farflung_compress::{PowerSgd, Protocol};
-///
-/// let mut method = PowerSgd::new(3, 2, 1, 7)?;
-/// let (gradient, mut mean) = ([2.0, 4.0, 1.0, 2.0, -1.0, -2.0], [0.0; 6]);
-/// method.begin(&gradient)?;
-/// while let Some(buffer) = method.exchange() {
-///     // comm.all_reduce_mean(buffer)
-/// }
-/// method.end(&mut mean)?;
-/// method.commit();
-/// // A matrix of rank one comes back whole.
-/// assert!(mean.iter().zip(gradient).all(|(m, g)| (m - g).abs() < 1e-5));
-/// # Ok::<(), farflung_compress::CompressError>(())
-/// ```
-pub trait Protocol {
-    /// Begins with this rank's vector.
-    ///
-    /// Errors: [`CompressError::LengthMismatch`]; [`CompressError::NonFinite`]. Then nothing has begun.
-    fn begin(&mut self, x: &[f32]) -> Result<(), CompressError>;
+pub(super) const ROW: Row = Row {
+    name: "powersgd",
+    argument: "RANK",
+    build: |rank, shape, seed| {
+        // Where the two factors have no fewer values than the matrix, or the rank is above its own, there is
+        // nothing to gain.
+        let values = (rank as usize).saturating_mul(shape.rows + shape.columns);
+        let gains = values < shape.rows * shape.columns && rank as usize <= shape.rows.min(shape.columns);
+        let method = gains.then(|| PowerSgd::new(shape.rows, shape.columns, rank as usize, seed))?;
+        Some(Box::new(method.expect("the rank was compared with both sides")))
+    },
+};
 
-    /// The next buffer to be averaged in place; `None` when there is no more.
-    fn exchange(&mut self) -> Option<&mut [f32]>;
-
-    /// Writes the mean of all ranks' vectors, as far as the method carried it. Prepared, until it is committed.
-    ///
-    /// Errors: [`CompressError::LengthMismatch`]; [`CompressError::Exchange`] if buffers are still to be averaged;
-    /// [`CompressError::NonFinite`] if a mean was not finite.
-    fn end(&mut self, out: &mut [f32]) -> Result<(), CompressError>;
-}
+/// The bits of `2^126`. What a round takes and what it gives stays below, so that no difference of the two is
+/// beyond the range of f32. All ranks decode the same mean, so they refuse it together.
+const TOO_LARGE: i32 = (127 + 126) << 23;
 
 /// `PowerSGD`: a matrix as the product of two of `rank` columns, by one step of a power iteration from where the last round
 /// ended, with feedback.
@@ -54,6 +38,7 @@ pub trait Protocol {
 /// have one order on the host; devices agree to rounding, and all decode the same means.
 ///
 /// The residual is made by the next round, as it reads `x`: a round's end does nothing but write the mean.
+/// Magnitudes from `2^126` on are refused, with the residual or in the mean.
 ///
 /// State: `residual` (`[rows, columns]`) and `q` (`[rank, columns]`), f32. Memory: two matrices, three
 /// with rounds that are not committed one by one.
@@ -69,9 +54,8 @@ pub struct PowerSgd {
     /// The latest, if that was not committed yet.
     latest: Round,
     pending: bool,
-    /// The one under way, and the largest magnitude of its `m`.
+    /// The one under way.
     next: Round,
-    largest: f32,
     sums: Vec<[f32; 16]>,
     stage: Stage,
     level: Level,
@@ -89,9 +73,9 @@ struct Round {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Idle,
-    /// `P` is to be handed out.
+    /// `P` is to be averaged.
     First,
-    /// `P` was averaged.
+    /// `Q` is to be averaged.
     Second,
     /// `Q` was averaged.
     Done,
@@ -121,7 +105,6 @@ impl PowerSgd {
             latest: Round::default(),
             pending: false,
             next: Round::default(),
-            largest: 0.0,
             sums: Vec::new(),
             stage: Stage::Idle,
             level: Level::detect(),
@@ -140,29 +123,6 @@ impl PowerSgd {
     #[must_use]
     pub fn residual(&self) -> Vec<f32> {
         self.left_by(self.now())
-    }
-
-    /// Forgets the residual, and begins from the seed's `Q`.
-    pub fn reset(&mut self) {
-        let mut q = vec![0.0; self.rank * self.columns];
-        Philox::new(self.seed, 0).fill_normal(1.0, &mut q);
-        self.set(Round { q, ..Round::default() });
-    }
-
-    /// Makes the last round final.
-    pub fn commit(&mut self) {
-        if self.pending {
-            std::mem::swap(&mut self.committed, &mut self.latest);
-            self.drop_latest();
-        }
-    }
-
-    /// Takes back every round since the last commit.
-    pub fn rollback(&mut self) {
-        if self.pending {
-            self.drop_latest();
-        }
-        self.stage = Stage::Idle;
     }
 
     fn set(&mut self, committed: Round) {
@@ -189,11 +149,14 @@ impl PowerSgd {
         left.iter_mut().zip(&round.m).for_each(|(left, m)| *left = m - *left);
         left
     }
+}
 
-    /// Adds the state to `into`.
-    ///
-    /// Errors: [`CompressError::Uncommitted`].
-    pub fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
+fn check(what: &'static str, found: usize, wanted: usize) -> Result<(), CompressError> {
+    if found == wanted { Ok(()) } else { Err(CompressError::LengthMismatch { what, wanted, found }) }
+}
+
+impl State for PowerSgd {
+    fn save<'a>(&'a self, prefix: &str, into: &mut StateMap<'a>) -> Result<(), CompressError> {
         if self.pending {
             return Err(CompressError::Uncommitted);
         }
@@ -202,10 +165,7 @@ impl PowerSgd {
         Ok(())
     }
 
-    /// Takes the state out of `from`.
-    ///
-    /// Errors: [`CompressError::MissingState`]; [`CompressError::NonFinite`]; [`CompressError::LengthMismatch`].
-    pub fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
+    fn load(&mut self, prefix: &str, from: &mut StateMap<'_>) -> Result<(), CompressError> {
         let residual = Memory::load(format!("{prefix}residual"), from)?;
         let q = Memory::load(format!("{prefix}q"), from)?;
         check("the saved q", q.len(), self.rank * self.columns)?;
@@ -215,13 +175,42 @@ impl PowerSgd {
         self.set(Round { m: residual, p: Vec::new(), q });
         Ok(())
     }
-}
 
-fn check(what: &'static str, found: usize, wanted: usize) -> Result<(), CompressError> {
-    if found == wanted { Ok(()) } else { Err(CompressError::LengthMismatch { what, wanted, found }) }
+    /// A matrix cannot be cut: only its own range is taken.
+    fn reshard(&mut self, held: Range<usize>, wanted: Range<usize>) -> Result<(), CompressError> {
+        if held == wanted {
+            return Ok(());
+        }
+        Err(CompressError::LengthChanged { held: held.len(), found: wanted.len() })
+    }
+
+    /// Forgets the residual, and begins from the seed's `Q`.
+    fn reset(&mut self) {
+        let mut q = vec![0.0; self.rank * self.columns];
+        Philox::new(self.seed, 0).fill_normal(1.0, &mut q);
+        self.set(Round { q, ..Round::default() });
+    }
+
+    fn commit(&mut self) {
+        if self.pending {
+            std::mem::swap(&mut self.committed, &mut self.latest);
+            self.drop_latest();
+        }
+    }
+
+    fn rollback(&mut self) {
+        if self.pending {
+            self.drop_latest();
+        }
+        self.stage = Stage::Idle;
+    }
 }
 
 impl Protocol for PowerSgd {
+    fn exchanges(&self) -> Vec<usize> {
+        vec![self.rank * self.rows, self.rank * self.columns]
+    }
+
     fn begin(&mut self, x: &[f32]) -> Result<(), CompressError> {
         check("the matrix", x.len(), self.rows * self.columns)?;
         self.stage = Stage::Idle;
@@ -238,29 +227,37 @@ impl Protocol for PowerSgd {
             sums: &mut self.sums,
             level: self.level,
         });
-        if max >= INFINITE {
-            return Err(first_non_finite(&self.next.m));
-        }
-        self.largest = f32::from_bits(max.cast_unsigned());
+        check_range(max, &self.next.m, "what may be lost of it")?;
         self.stage = Stage::First;
         Ok(())
     }
 
-    fn exchange(&mut self) -> Option<&mut [f32]> {
+    fn outgoing(&self) -> Option<&[f32]> {
         match self.stage {
-            Stage::First => {
-                self.stage = Stage::Second;
-                Some(&mut self.next.p)
-            }
-            Stage::Second => {
-                let Round { m, p, q } = &mut self.next;
-                orthonormalise(p, self.rows);
-                self.level.run(ProjectBack { m, p, q, columns: self.columns });
-                self.stage = Stage::Done;
-                Some(q)
-            }
+            Stage::First => Some(&self.next.p),
+            Stage::Second => Some(&self.next.q),
             Stage::Idle | Stage::Done => None,
         }
+    }
+
+    fn incoming(&mut self, mean: &[f32]) -> Result<(), CompressError> {
+        let Round { m, p, q } = &mut self.next;
+        match self.stage {
+            Stage::First => {
+                check("the mean of P", mean.len(), p.len())?;
+                p.copy_from_slice(mean);
+                orthonormalise(p, self.rows);
+                self.level.run(ProjectBack { m, p, q, columns: self.columns });
+                self.stage = Stage::Second;
+            }
+            Stage::Second => {
+                check("the mean of Q", mean.len(), q.len())?;
+                q.copy_from_slice(mean);
+                self.stage = Stage::Done;
+            }
+            Stage::Idle | Stage::Done => return Err(CompressError::Exchange),
+        }
+        Ok(())
     }
 
     fn end(&mut self, out: &mut [f32]) -> Result<(), CompressError> {
@@ -271,17 +268,23 @@ impl Protocol for PowerSgd {
         self.stage = Stage::Idle;
         let product = self.next.product(self.rows, self.columns);
         let max = self.level.run(Expand { product, out: &mut *out, level: self.level });
-        if max >= INFINITE {
-            return Err(first_non_finite(out));
-        }
-        // A difference is not above the sum of the largest magnitudes: only if that is not finite must the residual be looked at.
-        if !(self.largest + f32::from_bits(max.cast_unsigned())).is_finite() {
-            check_finite(&self.left_by(&self.next))?;
-        }
+        check_range(max, out, "what is lost against it")?;
         std::mem::swap(&mut self.latest, &mut self.next);
         self.pending = true;
         Ok(())
     }
+}
+
+/// Refuses values whose largest magnitude is given, from [`TOO_LARGE`] on.
+fn check_range(largest: i32, x: &[f32], what: &'static str) -> Result<(), CompressError> {
+    if largest >= INFINITE {
+        return Err(first_non_finite(x));
+    }
+    if largest < TOO_LARGE {
+        return Ok(());
+    }
+    let index = x.iter().position(|x| magnitude(*x) >= TOO_LARGE).expect("the largest was seen");
+    Err(CompressError::Overflow { index, value: x[index], what })
 }
 
 /// Gram-Schmidt over the rows of `p`, each of `len`, in order; a row without anything new becomes zeros.

@@ -25,7 +25,7 @@ pub enum Decay {
 /// first below it. Step `steps - 1` and all later ones have `least`. Where `steps <= warmup + 1`, `a` is 1 from
 /// step `warmup` on. `Constant` has the peak throughout.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Schedule {
+pub struct LrSchedule {
     peak: f64,
     least: f64,
     warmup: u64,
@@ -33,7 +33,7 @@ pub struct Schedule {
     decay: Decay,
 }
 
-impl Schedule {
+impl LrSchedule {
     /// One rate for all steps.
     #[must_use]
     pub const fn constant(rate: f64) -> Self {
@@ -84,23 +84,23 @@ mod tests {
 
     #[test]
     fn warms_up_and_decays() {
-        let s = Schedule::new(1.0, 0.1, 4, 12, Decay::Cosine).unwrap();
+        let s = LrSchedule::new(1.0, 0.1, 4, 12, Decay::Cosine).unwrap();
         assert_eq!([0, 1, 3, 4].map(|i| s.rate(i)), [0.25, 0.5, 1.0, 1.0]);
         assert!((s.rate(11) - 0.1).abs() < 1e-12 && (s.rate(1000) - 0.1).abs() < 1e-12);
         // Steps 3 and 4 have the peak; step 5 is the first below it, a seventh of the way from 4 to 11.
         let fifth = 0.1 + 0.9 * (1.0 + (std::f64::consts::PI / 7.0).cos()) / 2.0;
         assert!((s.rate(5) - fifth).abs() < 1e-12 && s.rate(5) < 1.0);
         for steps in [0, 3, 4, 5] {
-            let s = Schedule::new(1.0, 0.1, 4, steps, Decay::Linear).unwrap();
+            let s = LrSchedule::new(1.0, 0.1, 4, steps, Decay::Linear).unwrap();
             assert_eq!([3, 4, 5].map(|i| s.rate(i)), [1.0, 0.1, 0.1]);
         }
-        let s = Schedule::new(1.0, 0.1, 4, 6, Decay::Linear).unwrap();
+        let s = LrSchedule::new(1.0, 0.1, 4, 6, Decay::Linear).unwrap();
         assert_eq!([3, 4, 5].map(|i| s.rate(i)), [1.0, 1.0, 0.1]);
-        let s = Schedule::new(1.0, 0.0, 0, 5, Decay::Linear).unwrap();
+        let s = LrSchedule::new(1.0, 0.0, 0, 5, Decay::Linear).unwrap();
         assert_eq!([0, 1, 2, 3, 4, 9].map(|i| s.rate(i)), [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]);
-        assert_eq!(Schedule::constant(0.3).rate(77), 0.3);
-        assert_eq!(Schedule::new(1.0, 1.0, 50, 0, Decay::Constant).unwrap().rate(60), 1.0);
-        assert!(Schedule::new(0.1, 0.2, 0, 1, Decay::Linear).is_err());
-        assert!(Schedule::new(f64::NAN, 0.0, 0, 1, Decay::Linear).is_err());
+        assert_eq!(LrSchedule::constant(0.3).rate(77), 0.3);
+        assert_eq!(LrSchedule::new(1.0, 1.0, 50, 0, Decay::Constant).unwrap().rate(60), 1.0);
+        assert!(LrSchedule::new(0.1, 0.2, 0, 1, Decay::Linear).is_err());
+        assert!(LrSchedule::new(f64::NAN, 0.0, 0, 1, Decay::Linear).is_err());
     }
 }

@@ -1,0 +1,207 @@
+//! What processes of a job tell each other when one of them ends: heard at once, also while a rank computes or
+//! waits for a third one. Ranks of one process share their [`Stop`] instead.
+
+use std::pin::Pin;
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread;
+use std::time::Duration;
+
+use farflung_base::{Nanos, Pending, Rank};
+use farflung_comm::{CommError, Communicator};
+
+use crate::Stop;
+
+/// Tag of the messages, far from those between stages.
+const TAG: u32 = u32::MAX / 2 - 1;
+
+/// How long a message may take to leave.
+const LEAVING: Nanos = Nanos::from_millis(300);
+
+/// The longest text that is shown, in bytes.
+const TEXT: usize = 2000;
+
+/// What a rank says when it ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Word {
+    /// It was stopped, and dropped its step.
+    Stopped,
+    /// It failed by itself.
+    Failed {
+        /// Its exit code.
+        code: u8,
+        /// Why.
+        text: String,
+    },
+    /// It lost another one.
+    Lost {
+        /// Which.
+        culprit: Rank,
+        /// How it can tell.
+        text: String,
+    },
+}
+
+/// What was heard first, and from whom.
+#[derive(Debug)]
+pub(super) struct Heard {
+    pub(super) from: Rank,
+    pub(super) word: Word,
+}
+
+impl Word {
+    fn encode(&self) -> Vec<u8> {
+        match self {
+            Self::Stopped => vec![0],
+            Self::Failed { code, text } => [&[1, *code], text.as_bytes()].concat(),
+            Self::Lost { culprit, text } => [&[2][..], &culprit.0.to_le_bytes(), text.as_bytes()].concat(),
+        }
+    }
+
+    /// `None` for bytes that are no word.
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let shown = |text: &[u8]| String::from_utf8_lossy(&text[..text.len().min(TEXT)]).into_owned();
+        match bytes {
+            [0] => Some(Self::Stopped),
+            [1, code, text @ ..] => Some(Self::Failed { code: *code, text: shown(text) }),
+            [2, a, b, c, d, text @ ..] => {
+                Some(Self::Lost { culprit: Rank(u32::from_le_bytes([*a, *b, *c, *d])), text: shown(text) })
+            }
+            _ => None,
+        }
+    }
+}
+
+type Message = Pending<Result<(Rank, Vec<u8>), CommError>>;
+
+/// Ends the step in flight when another rank says that it ends; as long as this lives.
+#[derive(Debug)]
+pub(super) struct Hearing {
+    message: Arc<Mutex<Option<Message>>>,
+    heard: Arc<OnceLock<Heard>>,
+}
+
+/// Wakes the thread that looks what came. Whoever calls it may hold what receiving needs.
+struct Bell(Mutex<Sender<()>>);
+
+impl Wake for Bell {
+    fn wake(self: Arc<Self>) {
+        // Nobody listens any more once the run has ended.
+        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).send(());
+    }
+}
+
+impl Hearing {
+    /// Listens to all other ranks.
+    pub(super) fn new(comm: &Communicator, stop: &Stop) -> Self {
+        let others: Vec<Rank> = others(comm).collect();
+        let mut message = comm.clone().with_deadline(Nanos::MAX).start_recv_any(&others, TAG);
+        let (ring, rings) = mpsc::channel();
+        let waker = Waker::from(Arc::new(Bell(Mutex::new(ring))));
+        // One that is there already is kept as such.
+        if let Poll::Ready(there) = Pin::new(&mut message).poll(&mut Context::from_waker(&waker)) {
+            message = Pending::ready(there);
+            waker.wake_by_ref();
+        }
+        drop(waker);
+        let message = Arc::new(Mutex::new(Some(message)));
+        let heard = Arc::new(OnceLock::new());
+        let (awaited, hears, stop) = (Arc::clone(&message), Arc::clone(&heard), stop.clone());
+        let listen = move || {
+            // Ends without a ring where the message is dropped.
+            if rings.recv().is_ok()
+                && let Some(message) = awaited.lock().unwrap_or_else(PoisonError::into_inner).take()
+                && let Ok((from, bytes)) = message.wait()
+                && let Some(word) = Word::decode(&bytes)
+                && hears.set(Heard { from, word }).is_ok()
+            {
+                stop.abandon();
+            }
+        };
+        // Without the thread, a rank hears nothing, and learns of the end when its next message fails.
+        let _ = thread::Builder::new().name("hearing".to_owned()).spawn(listen);
+        Self { message, heard }
+    }
+
+    /// What was heard so far.
+    pub(super) fn heard(&self) -> Option<&Heard> {
+        self.heard.get()
+    }
+
+    /// What is heard in a moment: whoever says why it ends does so just before it leaves.
+    pub(super) fn listen(&self, mut looks: u32) -> Option<&Heard> {
+        while self.heard().is_none() && looks > 0 {
+            thread::sleep(Duration::from_millis(10));
+            looks -= 1;
+        }
+        self.heard()
+    }
+}
+
+impl Drop for Hearing {
+    fn drop(&mut self) {
+        // The network closes once nothing is received from it.
+        drop(self.message.lock().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
+
+/// Tells all others why this rank ends. The messages leave while the result lives.
+pub(super) fn start_to_tell(comm: &Communicator, word: &Word) -> Vec<Pending<Result<(), CommError>>> {
+    let comm = comm.clone().with_deadline(LEAVING);
+    others(&comm).map(|rank| comm.start_send(rank, TAG, word.encode())).collect()
+}
+
+/// [`start_to_tell`], and waits until the messages have left.
+pub(super) fn tell(comm: &Communicator, word: &Word) {
+    for telling in start_to_tell(comm, word) {
+        // Whoever cannot be told has its own way of noticing.
+        let _ = telling.wait();
+    }
+}
+
+fn others(comm: &Communicator) -> impl Iterator<Item = Rank> + use<> {
+    let me = comm.rank();
+    (0..comm.size() as u32).map(Rank).filter(move |&rank| rank != me)
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_comm::memory;
+
+    use super::*;
+
+    #[test]
+    fn words_come_back_and_others_are_none() {
+        let text = "a".to_owned();
+        let words = [
+            Word::Stopped,
+            Word::Failed { code: 2, text: text.clone() },
+            Word::Lost { culprit: Rank(300), text },
+        ];
+        for word in words {
+            assert_eq!(Word::decode(&word.encode()), Some(word));
+        }
+        for bytes in [&[][..], &[0, 0], &[1], &[2, 0, 0, 0], &[3]] {
+            assert_eq!(Word::decode(bytes), None);
+        }
+        let long = [&[1, 1][..], &[b'x'; 3 * TEXT]].concat();
+        assert!(matches!(Word::decode(&long), Some(Word::Failed { text, .. }) if text.len() == TEXT));
+    }
+
+    #[test]
+    fn a_word_is_heard_by_a_rank_that_waits_for_another() {
+        let ranks: Vec<_> = memory::cluster(3).into_iter().map(|rank| Communicator::new(rank)).collect();
+        let stop = Stop::manual();
+        let hearing = Hearing::new(&ranks[0], &stop);
+        assert!(hearing.heard().is_none());
+        let waits = stop.tie_step(ranks[0].clone());
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| waits.recv(Rank(1), 0));
+            tell(&ranks[2], &Word::Stopped);
+            assert!(waiting.join().unwrap().unwrap_err().is_cancelled());
+        });
+        let heard = hearing.listen(100).unwrap();
+        assert_eq!((heard.from, &heard.word), (Rank(2), &Word::Stopped));
+    }
+}

@@ -1,0 +1,171 @@
+//! What a plan is predicted to take: each rank's acts are written down by the schedule's own executor and in
+//! the trainer's own order, and played in virtual time over the links that the ranks share. Nothing is computed
+//! or sent.
+
+mod operations;
+mod recorder;
+
+use farflung_base::{Nanos, Rank};
+use farflung_parallel::pipeline::run;
+use farflung_parallel::script::{Act, Played, Script};
+use farflung_parallel::{Cluster, Plan};
+use farflung_zoo::GptConfig;
+
+use super::bind::ReplicaSchedule;
+use super::costs::Machines;
+use super::job::Job;
+use super::{averages, costs, links};
+use crate::{Result, TrainConfig};
+use operations::Operations;
+use recorder::{Marks, Recorder};
+
+/// What a plan's steps are predicted to take.
+///
+/// With the links and rates of a run on the virtual clock this is what it takes. Not in it: evaluations,
+/// checkpoints, and what ranks compare now and then.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Prediction {
+    /// Sequence after which the pattern repeats: those between two averages.
+    pub period: u32,
+    /// All of a period, until the last rank has agreed on its end.
+    pub total: Nanos,
+    /// From the common start of a step until the last microbatch has passed its last part.
+    pub pass: Nanos,
+    /// What the busiest rank computes in a step.
+    pub compute: Nanos,
+    /// Part of the pass in which ranks stand still, from 0 to 1.
+    pub bubble: f64,
+}
+
+impl Prediction {
+    /// Of a plan for a model on some machines, one of each for each rank.
+    ///
+    /// Errors: those of [`ReplicaSchedule::new`]; that a codec or algorithm of the plan has no price.
+    pub fn new(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Self> {
+        let of_replica = |replica| ReplicaSchedule::of(plan, model, machines, replica);
+        let schedules: Vec<_> = (0..plan.replicas()).map(of_replica).collect::<Result<_>>()?;
+        let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
+        // A replica alone meets itself after each step.
+        let meets = !averages::each_step(plan);
+        let period = if meets && plan.replicas() > 1 { plan.outermost().every.max(1) } else { 1 };
+        let steps = period.min(EXACT);
+        let all = Sequence { schedules: &schedules, machines, before: &[], steps, meets };
+        if period == steps {
+            return Ok(all.play(&mut operations)?.predicted(period));
+        }
+        // The others are as long as the last local step that was played, on each rank.
+        let local = Sequence { meets: false, ..all }.play(&mut operations)?;
+        let others = |took: Nanos| Nanos(took.0.saturating_mul(u64::from(period - steps)));
+        let before: Vec<Nanos> = local.last_steps().map(others).collect();
+        let last = Sequence { before: &before, ..all }.play(&mut operations)?;
+        Ok(Self { total: last.played.makespan(), ..local.predicted(period) })
+    }
+
+    /// Of a plan for a model on those machines of a topology file that it names.
+    ///
+    /// Errors: as [`Prediction::new`]; [`Error::Setting`](crate::Error::Setting) for a machine that the file
+    /// does not have.
+    pub fn on(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Self> {
+        // Where there is a file, nothing of the settings is looked at.
+        let config = TrainConfig::default();
+        let topology = links::of_plan(&config, plan, Some(cluster))?;
+        let rates = costs::rates(&config, model, plan, Some(cluster));
+        Self::new(plan, model, &Machines { topology, rates })
+    }
+
+    /// Of a job.
+    ///
+    /// Errors: as [`Prediction::new`].
+    pub fn of(job: &Job) -> Result<Self> {
+        Self::new(&job.plan, &job.model, &job.machines()?)
+    }
+
+    /// A step, averages included, in the mean of a period.
+    #[must_use]
+    pub const fn step(&self) -> Nanos {
+        Nanos(self.total.0 / self.period as u64)
+    }
+}
+
+/// Local steps of a period that are played one by one: ranks drift apart, and back into step, within a few.
+const EXACT: u32 = 8;
+
+/// Some steps of all replicas.
+#[derive(Clone, Copy)]
+struct Sequence<'a> {
+    schedules: &'a [ReplicaSchedule],
+    machines: &'a Machines,
+    /// How long each rank is busy before; empty: not at all.
+    before: &'a [Nanos],
+    steps: u32,
+    /// Whether replicas become the same after the last, where they are not after each step.
+    meets: bool,
+}
+
+/// Sequence that were played.
+struct PlayedSequence {
+    played: Played,
+    ranks: Vec<Vec<Act>>,
+    marks: Vec<Marks>,
+}
+
+impl Sequence<'_> {
+    fn play(&self, operations: &mut Operations<'_>) -> Result<PlayedSequence> {
+        operations.begin();
+        let (mut ranks, mut marks) = (Vec::new(), Vec::new());
+        for (replica, schedule) in (0..).zip(self.schedules) {
+            for position in (0..schedule.placement().ranks()).map(Rank) {
+                let mut recorder = Recorder::new(schedule, replica, position, operations)?;
+                if let Some(&before) = self.before.get(ranks.len()) {
+                    recorder.compute(before);
+                }
+                for step in 0..self.steps {
+                    recorder.begin_step(step);
+                    run(&schedule.schedule, position, &mut recorder)?;
+                    recorder.after_pass()?;
+                    if self.meets && step + 1 == self.steps {
+                        recorder.meet()?;
+                    }
+                    recorder.end_step();
+                }
+                let (acts, mark) = recorder.done();
+                ranks.push(acts);
+                marks.push(mark);
+            }
+        }
+        let script = Script { operations: operations.take(), ranks };
+        let played = script.play(&self.machines.topology)?;
+        Ok(PlayedSequence { played, ranks: script.ranks, marks })
+    }
+}
+
+impl PlayedSequence {
+    /// When a rank was done with so many of its acts.
+    fn ended(&self, rank: usize, acts: usize) -> Nanos {
+        self.played.ends[rank][..acts].last().copied().unwrap_or_default()
+    }
+
+    /// How long the last step took each rank.
+    fn last_steps(&self) -> impl Iterator<Item = Nanos> {
+        self.marks.iter().enumerate().map(|(rank, marks)| {
+            let before = marks.steps.len().checked_sub(2).map_or(0, |step| marks.steps[step]);
+            self.ended(rank, self.ranks[rank].len()).saturating_sub(self.ended(rank, before))
+        })
+    }
+
+    fn predicted(&self, period: u32) -> Prediction {
+        let marks = || self.marks.iter().enumerate();
+        let pass = marks().map(|(rank, marks)| self.ended(rank, marks.passed)).max().unwrap_or_default();
+        let busy = |act: &Act| if let Act::Compute(time) = act { time.0 } else { 0 };
+        let first_step = |(rank, marks): (usize, &Marks)| &self.ranks[rank][..marks.steps[0]];
+        let busy: Vec<u64> = marks().map(first_step).map(|acts| acts.iter().map(busy).sum()).collect();
+        let whole = (pass.0 * self.ranks.len() as u64).max(1);
+        Prediction {
+            period,
+            total: self.played.makespan(),
+            pass,
+            compute: Nanos(busy.iter().copied().max().unwrap_or_default()),
+            bubble: 1.0 - busy.iter().sum::<u64>() as f64 / whole as f64,
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! The messages and collectives of a plan's step, as what each sends: priced by the step lists that
+//! `farflung-comm` runs.
+
+use std::collections::BTreeMap;
+
+use farflung_base::{Bytes, Operation, Rank, StageId, Topology};
+use farflung_comm::{
+    AllReduce as _, CodedAllReduce as _, CodedBuffer, message_operation, operation, operation_coded,
+};
+use farflung_compress::AverageSpec;
+use farflung_parallel::Plan;
+use farflung_parallel::pipeline::{Content, Message};
+use farflung_tensor::Device;
+use farflung_zoo::{GptConfig, Stage};
+
+use crate::Result;
+use crate::train::averages;
+use crate::train::bind::ReplicaSchedule;
+use crate::train::boundary;
+use crate::train::costs::Machines;
+
+/// Which operation of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Key {
+    /// Between two stages of a replica.
+    Message(u32, Message),
+    /// The average of a part's bucket, in an update.
+    Bucket { part: u32, update: u32, bucket: usize, exchange: usize },
+    /// The sum of a replica's token table gradients.
+    Table { replica: u32, round: u32 },
+    /// The average of the token table, from its first user to its last.
+    TakenTable { replica: u32 },
+    /// What ranks agree on: a replica's, or those of all.
+    Vote(Option<u32>),
+    /// Whether replicas can meet.
+    Refusals,
+    /// The losses of all replicas' steps.
+    Window,
+}
+
+/// A part of the model, as those that hold it see it.
+pub(super) struct PartFacts {
+    /// Elements of its flat buffer, padding included, and of the ranges that its backward makes final, in
+    /// order.
+    pub(super) elements: u64,
+    pub(super) ranges: Vec<u64>,
+    /// What the average of each bucket sends in each of its exchanges; none where a rank holds it alone.
+    pub(super) buckets: Vec<Vec<Operation>>,
+    /// The range after which each bucket is final.
+    pub(super) ready_after: Vec<usize>,
+}
+
+/// The operations of some steps, each made when a rank first names it.
+pub(super) struct Operations<'a> {
+    pub(super) plan: &'a Plan,
+    model: &'a GptConfig,
+    topology: &'a Topology,
+    pub(super) parts: Vec<PartFacts>,
+    /// By step and key.
+    numbers: BTreeMap<(u32, Key), usize>,
+    made: Vec<Operation>,
+}
+
+impl<'a> Operations<'a> {
+    pub(super) fn new(
+        plan: &'a Plan,
+        model: &'a GptConfig,
+        machines: &'a Machines,
+        schedule: &ReplicaSchedule,
+    ) -> Result<Self> {
+        let (placement, topology) = (schedule.placement(), &machines.topology);
+        let (level, device) = (plan.outermost(), Device::cpu(1)?);
+        let codec = level.codec.parse::<AverageSpec>()?;
+        let cut = averages::config_of(level)?;
+        let mut parts = Vec::new();
+        for (part, layers) in (0..).zip(&schedule.layers) {
+            let stage = Stage::new(*model, layers.clone(), &device)?;
+            let holders = averages::holders(plan, placement, part);
+            let among = topology.among(&holders);
+            let lens: Vec<Vec<usize>> = match cut.exchanges(stage.layout()) {
+                _ if holders.len() == 1 => Vec::new(),
+                Some(exchanges) => exchanges,
+                None => cut.buckets(stage.layout()).into_iter().map(|len| vec![len]).collect(),
+            };
+            let exchange = |&len: &usize| Ok(average(plan, codec, len, &among)?.among(&holders));
+            let bucket = |lens: &Vec<usize>| lens.iter().map(exchange).collect::<Result<_>>();
+            let ranges = stage.backward_ranges();
+            parts.push(PartFacts {
+                elements: stage.layout().len() as u64,
+                buckets: lens.iter().map(bucket).collect::<Result<_>>()?,
+                ready_after: cut.ready_after(stage.layout(), &ranges),
+                ranges: ranges.iter().map(|range| range.len() as u64).collect(),
+            });
+        }
+        Ok(Self { plan, model, topology, parts, numbers: BTreeMap::new(), made: Vec::new() })
+    }
+
+    /// Steps begin: nothing is on its way.
+    pub(super) fn begin(&mut self) {
+        self.numbers.clear();
+        self.made.clear();
+    }
+
+    /// What was named.
+    pub(super) fn take(&mut self) -> Vec<Operation> {
+        self.numbers.clear();
+        std::mem::take(&mut self.made)
+    }
+
+    /// The number of an operation, which every rank that takes part names alike.
+    pub(super) fn number(&mut self, step: u32, key: Key, schedule: &ReplicaSchedule) -> Result<usize> {
+        if let Some(&number) = self.numbers.get(&(step, key)) {
+            return Ok(number);
+        }
+        let made = self.make(key, schedule)?;
+        self.made.push(made);
+        self.numbers.insert((step, key), self.made.len() - 1);
+        Ok(self.made.len() - 1)
+    }
+
+    fn make(&self, key: Key, schedule: &ReplicaSchedule) -> Result<Operation> {
+        let depth = schedule.placement().depth();
+        let votes = 2 + if depth > 1 { depth as usize } else { 0 };
+        Ok(match key {
+            Key::Message(replica, message) => {
+                let slices = &schedule.slices;
+                let slice = &slices[usize::from(message.slice)..=usize::from(message.slice)];
+                let part = schedule.placement().part(message.from);
+                let boundary = if message.content == Content::Activation { part } else { part - 1 };
+                let bytes =
+                    boundary::bytes(self.plan, boundary as usize, message.content, slice, self.model.dim)?;
+                let rank = |stage| self.rank(schedule, replica, stage);
+                message_operation(rank(message.from), rank(message.to()), bytes)
+            }
+            Key::Bucket { part, bucket, exchange, .. } => {
+                self.parts[part as usize].buckets[bucket][exchange].clone()
+            }
+            Key::Table { replica, .. } | Key::TakenTable { replica } => {
+                let rank = |stage| self.rank(schedule, replica, StageId(stage));
+                let (first, last) = (rank(0), rank(depth - 1));
+                let bytes = Bytes((self.model.vocab * self.model.dim * size_of::<f32>()) as u64);
+                match key {
+                    Key::Table { .. } => both_ways(first, last, bytes),
+                    _ => message_operation(first, last, bytes),
+                }
+            }
+            Key::Vote(Some(replica)) => {
+                let ranks = self.plan.stages();
+                let pipeline: Vec<Rank> = (replica * ranks..(replica + 1) * ranks).map(Rank).collect();
+                self.sum(votes, &self.topology.among(&pipeline)).among(&pipeline)
+            }
+            Key::Vote(None) => self.sum(votes, self.topology),
+            Key::Refusals => self.sum(1, self.topology),
+            Key::Window => self.sum(self.plan.outermost().every as usize + 1, self.topology),
+        })
+    }
+
+    fn rank(&self, schedule: &ReplicaSchedule, replica: u32, stage: StageId) -> Rank {
+        Rank(replica * self.plan.stages() + schedule.placement().rank(stage).0)
+    }
+
+    /// An all-reduce of so many f64.
+    fn sum(&self, numbers: usize, topology: &Topology) -> Operation {
+        let bytes = Bytes((numbers * size_of::<f64>()) as u64);
+        let algorithm = averages::plain_algorithm(self.plan.outermost());
+        operation(&algorithm.programs(numbers, bytes, topology), bytes)
+    }
+}
+
+/// An exchange of so many of a bucket's values between all that hold a part.
+fn average(plan: &Plan, spec: AverageSpec, values: usize, holders: &Topology) -> Result<Operation> {
+    let level = plan.outermost();
+    let regions = averages::regions(plan);
+    let regions = regions.as_deref();
+    let Some(codec) = spec.codec().filter(|_| !spec.is_plain()) else {
+        let bytes = Bytes((values * size_of::<f32>()) as u64);
+        let programs = averages::plain_algorithm(level).programs_in(values, bytes, holders, regions);
+        return Ok(operation(&programs, bytes));
+    };
+    let codec = codec.build();
+    let payload = |values: usize| codec.max_payload(values);
+    let buffer = CodedBuffer { len: values, payload: &payload, topology: holders, regions };
+    Ok(operation_coded(&level.algorithm.coded_programs(&buffer)?, values, &payload))
+}
+
+/// Both send each other as much.
+fn both_ways(a: Rank, b: Rank, bytes: Bytes) -> Operation {
+    let mut there = message_operation(a, b, bytes);
+    let back = message_operation(b, a, bytes);
+    for (rank, side) in back.sides {
+        let mine = &mut there.sides.get_mut(&rank).expect("the same two").lanes[0][0];
+        let theirs = side.lanes.into_iter().flatten();
+        for turn in theirs {
+            mine.sends.extend(turn.sends);
+            mine.receives.extend(turn.receives);
+        }
+    }
+    there
+}

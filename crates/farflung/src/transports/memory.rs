@@ -1,0 +1,16 @@
+//! Within the process.
+
+use farflung_comm::{Transport, memory};
+use std::sync::Arc;
+
+use super::{Ends, TransportMethod};
+
+/// [`farflung_comm::memory`].
+pub const MEMORY: TransportMethod = TransportMethod {
+    name: "memory",
+    summary: "between threads of one process, as fast as memory",
+    simulated: false,
+    ends: Ends::Threads(|world, _| {
+        memory::cluster(world).into_iter().map(|end| end as Arc<dyn Transport>).collect()
+    }),
+};

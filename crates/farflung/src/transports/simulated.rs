@@ -1,0 +1,17 @@
+//! Within the process, over links of virtual time.
+
+use farflung_comm::{Transport, simulated};
+use std::sync::Arc;
+
+use super::{Ends, TransportMethod};
+
+/// [`farflung_comm::simulated`].
+pub const SIMULATED: TransportMethod = TransportMethod {
+    name: "simulated",
+    summary: "between threads of one process, over the links of --link or --topology in virtual time",
+    simulated: true,
+    ends: Ends::Threads(|_, topology| {
+        let topology = topology.expect("links are declared where a transport is simulated");
+        simulated::cluster(topology).into_iter().map(|end| end as Arc<dyn Transport>).collect()
+    }),
+};

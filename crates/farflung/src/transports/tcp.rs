@@ -1,0 +1,21 @@
+//! Sockets between processes.
+
+use std::time::Duration;
+
+use farflung_comm::{Communicator, tcp};
+
+use super::{Ends, Meeting, TransportMethod};
+
+/// [`farflung_comm::tcp`].
+pub const TCP: TransportMethod = TransportMethod {
+    name: "tcp",
+    summary: "sockets between processes, as `farflung launch` starts them",
+    simulated: false,
+    ends: Ends::Processes(|meeting| {
+        let Meeting { rank, world_size, master, job, deadline } = meeting;
+        let mut join = tcp::Config::new(*rank, *world_size, master.clone());
+        join.deadline = Duration::from(*deadline);
+        join.job.clone_from(job);
+        Ok(Communicator::new(tcp::join(&join)?).with_deadline(*deadline))
+    }),
+};

@@ -1,0 +1,24 @@
+//! Processes that a test starts, signals and waits for.
+
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// How long anything that is waited for may take.
+const PATIENCE: Duration = Duration::from_mins(2);
+
+pub(crate) fn send(process: u32, signal: Signal) {
+    kill_process(Pid::from_raw(i32::try_from(process).unwrap()).unwrap(), signal).unwrap();
+}
+
+pub(crate) fn wait_until<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
+    let pause = Duration::from_millis(10);
+    for _ in 0..PATIENCE.as_millis() / pause.as_millis() {
+        if let Some(value) = done() {
+            return value;
+        }
+        thread::sleep(pause);
+    }
+    panic!("waited for {what} in vain")
+}

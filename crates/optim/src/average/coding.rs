@@ -1,0 +1,165 @@
+//! What a bucket's values go through on their way to a mean, as data or as a caller's own code. Knows no
+//! bucket.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use farflung_comm::Phase;
+use farflung_compress::device::Stream;
+use farflung_compress::{AverageSpec, CodecSpec, CompressError, Compressor, MatrixShape, Protocol};
+use farflung_tensor::Device;
+
+use crate::OptimError;
+use crate::device_codec::Vectors;
+
+/// Makes a codec for one stream of vectors.
+pub type MakeCompressor = dyn Fn() -> Box<dyn Compressor> + Send + Sync;
+
+/// Makes a protocol for matrices of a shape from a seed that all ranks share; `None` for one that is to travel
+/// as it is.
+pub type MakeProtocol = dyn Fn(MatrixShape, u64) -> Option<Box<dyn Protocol>> + Send + Sync;
+
+/// What averaged values go through: a method that has a name, or the caller's own.
+///
+/// ```
+/// use farflung_compress::{CodecId, CompressError, Compressor, Payload, PayloadRef, RoundKey, State};
+/// use farflung_optim::{AverageConfig, Coding};
+///
+/// /// Every value as one byte of sixteenths.
+/// #[derive(Debug)]
+/// struct Sixteenths;
+///
+/// impl State for Sixteenths {}
+///
+/// impl Compressor for Sixteenths {
+///     fn compress(&mut self, x: &[f32], _: RoundKey, out: &mut Payload) -> Result<(), CompressError> {
+///         let body: Vec<u8> = x.iter().map(|x| ((x * 16.0).round() as i8).cast_unsigned()).collect();
+///         out.seal(CodecId::OWN, x.len(), body.len(), |bytes| Ok(bytes.copy_from_slice(&body)))
+///     }
+///     fn decompress(&self, p: PayloadRef<'_>, out: &mut [f32]) -> Result<(), CompressError> {
+///         // A body of another length is somebody's mistake, or worse.
+///         let (what, wanted, found) = ("the body", out.len(), p.body().len());
+///         if found != wanted {
+///             return Err(CompressError::LengthMismatch { what, wanted, found });
+///         }
+///         out.iter_mut().zip(p.body()).for_each(|(x, byte)| *x = f32::from(byte.cast_signed()) / 16.0);
+///         Ok(())
+///     }
+///     fn max_payload(&self, len: usize) -> usize {
+///         28 + len
+///     }
+/// }
+///
+/// let config = AverageConfig { codec: Coding::compressor(|| Box::new(Sixteenths)), ..Default::default() };
+/// ```
+#[derive(Clone)]
+#[non_exhaustive]
+pub enum Coding {
+    /// By its name.
+    Named(AverageSpec),
+    /// Codecs of the caller's own, one for each stream. They work in the host's memory.
+    Compressor(Arc<MakeCompressor>),
+    /// Protocols of the caller's own, one for each matrix.
+    Protocol(Arc<MakeProtocol>),
+}
+
+impl Coding {
+    /// Codecs of the caller's own.
+    pub fn compressor(make: impl Fn() -> Box<dyn Compressor> + Send + Sync + 'static) -> Self {
+        Self::Compressor(Arc::new(make))
+    }
+
+    /// Protocols of the caller's own.
+    pub fn protocol(
+        make: impl Fn(MatrixShape, u64) -> Option<Box<dyn Protocol>> + Send + Sync + 'static,
+    ) -> Self {
+        Self::Protocol(Arc::new(make))
+    }
+
+    /// How buckets are coded; `None` where f32 travels plainly.
+    pub(super) fn streams(&self, device: &Device) -> Result<Option<Streams>, OptimError> {
+        Ok(match self {
+            Self::Named(AverageSpec::Codec(spec)) if *spec == CodecSpec::default() => None,
+            Self::Named(AverageSpec::Codec(spec)) => Some(Streams::Named(Vectors::of(device, *spec)?, *spec)),
+            Self::Compressor(make) => Some(Streams::Own(Vectors::in_memory()?, Arc::clone(make))),
+            Self::Named(AverageSpec::Protocol(_)) | Self::Protocol(_) => None,
+        })
+    }
+
+    /// What makes protocols, if they are what values go through.
+    pub(super) fn protocols(&self) -> Option<Arc<MakeProtocol>> {
+        match self {
+            Self::Named(AverageSpec::Protocol(spec)) => {
+                let spec = *spec;
+                Some(Arc::new(move |shape, seed| spec.build(shape, seed)))
+            }
+            Self::Protocol(make) => Some(Arc::clone(make)),
+            Self::Named(AverageSpec::Codec(_)) | Self::Compressor(_) => None,
+        }
+    }
+}
+
+/// Makes the codecs of buckets.
+pub(super) enum Streams {
+    Named(Vectors, CodecSpec),
+    Own(Vectors, Arc<MakeCompressor>),
+}
+
+impl Streams {
+    /// One for a side of a reduction.
+    pub(super) fn stream(&self, phase: Phase) -> Stream<Vectors> {
+        match self {
+            Self::Named(vectors, spec) => {
+                let spec = if phase == Phase::Server { spec.of_results() } else { *spec };
+                Stream::new(vectors.clone(), spec).expect("they were chosen for this codec")
+            }
+            Self::Own(vectors, make) => Stream::on_host(vectors.clone(), make()),
+        }
+    }
+
+    /// One that says how many bytes there are at most.
+    pub(super) fn sizes(&self) -> Box<dyn Compressor> {
+        match self {
+            Self::Named(_, spec) => spec.build(),
+            Self::Own(_, make) => make(),
+        }
+    }
+}
+
+impl Default for Coding {
+    /// Every value as it is.
+    fn default() -> Self {
+        Self::Named(AverageSpec::default())
+    }
+}
+
+impl From<AverageSpec> for Coding {
+    fn from(spec: AverageSpec) -> Self {
+        Self::Named(spec)
+    }
+}
+
+impl From<CodecSpec> for Coding {
+    fn from(spec: CodecSpec) -> Self {
+        Self::Named(spec.into())
+    }
+}
+
+impl FromStr for Coding {
+    type Err = CompressError;
+
+    fn from_str(name: &str) -> Result<Self, CompressError> {
+        name.parse().map(Self::Named)
+    }
+}
+
+impl fmt::Debug for Coding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Named(spec) => fmt::Debug::fmt(spec, f),
+            Self::Compressor(_) => f.write_str("Compressor"),
+            Self::Protocol(_) => f.write_str("Protocol"),
+        }
+    }
+}

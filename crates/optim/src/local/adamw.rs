@@ -1,0 +1,52 @@
+//! Adam with decoupled weight decay.
+
+use super::{LocalMethod, LocalSettings, clipped, decayed};
+use crate::transform::{scale_by_adam, scale_by_schedule};
+use crate::{ChainBuilder, LrSchedule};
+
+/// [`adamw`] with the decays, weight decay and clipping of the settings.
+pub const ADAMW: LocalMethod = LocalMethod {
+    name: "adamw",
+    summary: "Adam with decoupled weight decay",
+    reads: &["beta1", "beta2"],
+    buffers: |_| 2,
+    build: |settings| {
+        let LocalSettings { beta1, beta2, weight_decay, clip, schedule, .. } = settings;
+        adamw(AdamW { beta1, beta2, weight_decay, clip, schedule, ..AdamW::default() })
+    },
+};
+
+/// Settings of [`adamw`]; PyTorch's defaults, but no clipping.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Decay of the first moment.
+    pub beta1: f64,
+    /// Decay of the second moment.
+    pub beta2: f64,
+    /// Added to the root of the second moment.
+    pub eps: f64,
+    /// Decoupled weight decay of matrices; vectors do not decay.
+    pub weight_decay: f64,
+    /// Global l2 norm that gradients are scaled down to.
+    pub clip: Option<f64>,
+    /// The learning rate.
+    pub schedule: LrSchedule,
+}
+
+impl Default for AdamW {
+    fn default() -> Self {
+        let schedule = LrSchedule::constant(1e-3);
+        Self { beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01, clip: None, schedule }
+    }
+}
+
+/// Adam with decoupled weight decay: `p -= lr (m^ / (sqrt(v^) + eps) + decay p)`.
+///
+/// Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", Alg. 2, with PyTorch's `lr
+/// decay`.
+#[must_use]
+pub fn adamw(settings: AdamW) -> ChainBuilder {
+    let AdamW { beta1, beta2, eps, weight_decay, clip, schedule } = settings;
+    let chain = clipped(clip).then(scale_by_adam(beta1, beta2, eps));
+    decayed(chain, weight_decay).then(scale_by_schedule(schedule))
+}

@@ -1,0 +1,48 @@
+//! Gradient descent with momentum.
+
+use super::{LocalMethod, LocalSettings, clipped, decayed, with_momentum};
+use crate::transform::scale_by_schedule;
+use crate::{ChainBuilder, LrSchedule};
+
+/// [`sgd`] with the momentum, weight decay and clipping of the settings.
+pub const SGD: LocalMethod = LocalMethod {
+    name: "sgd",
+    summary: "gradient descent with momentum",
+    reads: &["momentum"],
+    buffers: |settings| usize::from(settings.momentum != 0.0),
+    build: |settings| {
+        let LocalSettings { momentum, weight_decay, clip, schedule, .. } = settings;
+        sgd(Sgd { momentum, nesterov: false, weight_decay, clip, schedule })
+    },
+};
+
+/// Settings of [`sgd`]; the default is plain gradient descent at PyTorch's rate.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sgd {
+    /// Momentum; 0 keeps no buffer.
+    pub momentum: f64,
+    /// Nesterov's look-ahead.
+    pub nesterov: bool,
+    /// l2 regularisation of matrices, added to the gradient before momentum.
+    pub weight_decay: f64,
+    /// Global l2 norm that gradients are scaled down to.
+    pub clip: Option<f64>,
+    /// The learning rate.
+    pub schedule: LrSchedule,
+}
+
+impl Default for Sgd {
+    fn default() -> Self {
+        let schedule = LrSchedule::constant(1e-3);
+        Self { momentum: 0.0, nesterov: false, weight_decay: 0.0, clip: None, schedule }
+    }
+}
+
+/// Gradient descent with momentum, as PyTorch's SGD without dampening.
+///
+/// Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning".
+#[must_use]
+pub fn sgd(settings: Sgd) -> ChainBuilder {
+    let Sgd { momentum, nesterov, weight_decay, clip, schedule } = settings;
+    with_momentum(decayed(clipped(clip), weight_decay), momentum, nesterov).then(scale_by_schedule(schedule))
+}

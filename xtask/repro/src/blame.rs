@@ -1,0 +1,216 @@
+//! Whom the others name when a rank of a launched job is killed, stopped or cut off.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use farflung::base::Philox;
+use rustix::net::{Shutdown, shutdown};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, kill_process, pidfd_getfd, pidfd_open};
+
+use crate::binary::farflung;
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "blame",
+    claim: "each rank of ddp, DiLoCo and pipelines under `launch` is killed, stopped, or loses its connections: every \
+            survivor names it, also one that never waited for it, it says itself that it was cut off, the launcher \
+            names it where it is dead or stopped, and all end with 75",
+    source: "ours",
+    seed: 1337,
+    run,
+};
+
+/// A run that takes longer to start or to end hangs.
+const PATIENCE: Duration = Duration::from_secs(40);
+
+/// What happens to a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Blow {
+    Kill,
+    Stop,
+    /// All of its connections end, and the rank lives.
+    Cut,
+}
+
+/// A kind of job.
+struct Case {
+    name: &'static str,
+    ranks: usize,
+    args: &'static str,
+}
+
+const CASES: [Case; 4] = [
+    Case { name: "ddp", ranks: 3, args: "--sync ddp" },
+    Case { name: "diloco", ranks: 3, args: "--sync diloco --sync-every 5" },
+    Case { name: "3 stages", ranks: 3, args: "--stages 3 --microbatches 4" },
+    Case { name: "2 stages, 2 replicas", ranks: 4, args: "--stages 2 --microbatches 2 --sync ddp" },
+];
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let text = folder.path().join("text.txt");
+    fs::write(&text, "the quick brown fox jumps over the lazy dog. ".repeat(500))?;
+    // Every second kind of job, where there is little time.
+    for (stream, case) in (0..).zip(&CASES).step_by(if options.quick { 2 } else { 1 }) {
+        let random = Philox::new(report.seed(), stream);
+        for (number, blow) in (0..).zip([Blow::Kill, Blow::Stop, Blow::Cut]) {
+            let (mut survivors, mut wrong, mut codes, mut launcher) = (0_u32, 0_u32, 0_u32, 0_u32);
+            let victims = if options.quick {
+                random.below(100 + number, case.ranks as u64)..case.ranks as u64
+            } else {
+                0..case.ranks as u64
+            };
+            for victim in victims.take(if options.quick { 1 } else { case.ranks }) {
+                let late = Duration::from_millis(random.below(number * 8 + victim, 300));
+                let seen = strike(case, blow, victim as usize, late, &text)
+                    .with_context(|| format!("{}, {blow:?} of rank {victim}", case.name))?;
+                survivors += seen.survivors;
+                wrong += seen.wrong;
+                codes += u32::from(!seen.right_code);
+                launcher += u32::from(!seen.launcher_names);
+            }
+            let of = format!("{}, {blow:?}", case.name).to_lowercase();
+            report.row(&format!("{of}: survivors"), f64::from(survivors), "1", Mark::None)?;
+            report.row(&format!("{of}: that name another"), f64::from(wrong), "1", Mark::AtMost(0.0))?;
+            report.row(&format!("{of}: wrong exit codes"), f64::from(codes), "1", Mark::AtMost(0.0))?;
+            if blow != Blow::Cut {
+                let metric = format!("{of}: launcher names another");
+                report.row(&metric, f64::from(launcher), "1", Mark::AtMost(0.0))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What the ranks and the launcher said.
+struct Seen {
+    survivors: u32,
+    wrong: u32,
+    right_code: bool,
+    launcher_names: bool,
+}
+
+fn strike(case: &Case, blow: Blow, victim: usize, late: Duration, text: &Path) -> Result<Seen> {
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let out = folder.path().join("run");
+    let ranks = case.ranks.to_string();
+    let mut command: Command = farflung(&["launch", "-n", &ranks, "--grace", "2s", "--", "train"])?;
+    command.args(["--layers", "3", "--heads", "2", "--dim", "16", "--context", "16", "--batch", "2"]);
+    command.args(["--warmup", "0", "--threads", "1", "--steps", "1000000", "--eval-batches", "1"]);
+    command.args(["--checkpoint-every", "0", "--deadline", "3s"]).args(case.args.split_whitespace());
+    command.arg("--data").arg(text).arg("--out").arg(&out).stdin(Stdio::null()).stdout(Stdio::null());
+    let said = folder.path().join("said");
+    command.stderr(fs::File::create(&said)?);
+    let mut job = Job(command.spawn().context("failed to start `farflung`")?);
+    let rows = out.join("metrics.jsonl");
+    job.wait_for(|| fs::metadata(&rows).is_ok_and(|rows| rows.len() > 0))?;
+    thread::sleep(late);
+    let processes = job.ranks()?;
+    ensure!(processes.len() == case.ranks, "the launcher has {} ranks", processes.len());
+    match blow {
+        Blow::Kill => kill_process(processes[victim], Signal::KILL)?,
+        Blow::Stop => kill_process(processes[victim], Signal::STOP)?,
+        Blow::Cut => cut(processes[victim])?,
+    }
+    let code = job.end()?;
+    let said = fs::read_to_string(&said)?;
+    let errors = |rank: usize| {
+        let prefix = format!("[{rank}] error: ");
+        said.lines().filter_map(move |line| line.strip_prefix(&prefix)).map(str::to_owned).next()
+    };
+    let (mut survivors, mut wrong) = (0, 0);
+    for rank in 0..case.ranks {
+        let right = match (rank == victim, blow) {
+            (true, Blow::Cut) => format!("rank {victim} has lost all other ranks"),
+            (true, _) => continue,
+            (false, _) => format!("peer {victim} was lost"),
+        };
+        survivors += 1;
+        let error = errors(rank).unwrap_or_default();
+        if !error.starts_with(&right) {
+            wrong += 1;
+            tracing_of(case, blow, victim, rank, &error, &said);
+        }
+    }
+    let launcher_names = said.lines().any(|line| line.starts_with(&format!("error: rank {victim} failed")));
+    Ok(Seen { survivors, wrong, right_code: code == Some(75), launcher_names })
+}
+
+/// Says what was wrong, where the benches' own lines go.
+fn tracing_of(case: &Case, blow: Blow, victim: usize, rank: usize, error: &str, said: &str) {
+    let all: Vec<&str> =
+        said.lines().filter(|line| line.contains("error") || line.contains("cause")).collect();
+    farflung::terminal::say(format!(
+        "{}, {blow:?} of rank {victim}: rank {rank} says `{error}`\n{}\n",
+        case.name,
+        all.join("\n")
+    ));
+}
+
+/// Ends all connections of a process, as a switch that loses its power does, except that it is told at once.
+fn cut(process: Pid) -> Result<()> {
+    let handle = pidfd_open(process, PidfdFlags::empty())?;
+    // All at once: over a connection that is still there it would name the end of one that is not.
+    kill_process(process, Signal::STOP)?;
+    for entry in fs::read_dir(format!("/proc/{}/fd", process.as_raw_nonzero()))? {
+        let entry = entry?;
+        let is_socket =
+            fs::read_link(entry.path()).is_ok_and(|to| to.to_string_lossy().starts_with("socket:"));
+        if let (true, Some(Ok(number))) = (is_socket, entry.file_name().to_str().map(str::parse::<i32>)) {
+            let socket = pidfd_getfd(&handle, number, PidfdGetfdFlags::empty())?;
+            // One that listens has nothing to end.
+            let _ = shutdown(&socket, Shutdown::Both);
+        }
+    }
+    kill_process(process, Signal::CONT)?;
+    Ok(())
+}
+
+/// A launched job, which ends with this.
+struct Job(Child);
+
+impl Job {
+    fn wait_for(&mut self, is_there: impl Fn() -> bool) -> Result<()> {
+        for _ in 0..PATIENCE.as_millis() {
+            if is_there() {
+                return Ok(());
+            }
+            if let Some(status) = self.0.try_wait()? {
+                anyhow::bail!("it ended too early: {status}");
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        anyhow::bail!("it does not get on")
+    }
+
+    /// The processes of its ranks, in their order.
+    fn ranks(&self) -> Result<Vec<Pid>> {
+        let id = self.0.id();
+        let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
+        let pid = |word: &str| word.parse().ok().and_then(Pid::from_raw).context("a process has a number");
+        text.split_whitespace().map(pid).collect()
+    }
+
+    /// Its exit code; `None` if it hangs, or was killed.
+    fn end(&mut self) -> Result<Option<i32>> {
+        for _ in 0..PATIENCE.as_millis() {
+            if let Some(status) = self.0.try_wait()? {
+                return Ok(status.code());
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
+        Ok(None)
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        // Its ranks end with it. It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}

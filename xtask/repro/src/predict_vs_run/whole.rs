@@ -1,0 +1,259 @@
+//! Whole plans on uneven machines: everything that goes over a link in a step shares it.
+
+use anyhow::{Context, Result};
+use farflung::TrainConfig;
+use farflung::base::Bytes;
+use farflung::config::choice::{SamplingKind, SyncKind};
+use farflung::optim::sync::DILOCO;
+use farflung::parallel::pipeline::Method;
+use farflung::parallel::{Plan, Recompute};
+use farflung::train::Job;
+
+use super::one_period;
+use crate::harness::{Mark, Report};
+use crate::plan_exact::in_two_levels;
+use crate::workers::{Over, again, with_transport};
+
+/// Machines and links.
+struct Place {
+    name: &'static str,
+    text: &'static str,
+}
+
+const PLACES: [Place; 4] = [
+    Place {
+        name: "homes with slow uplinks",
+        text: r#"
+default = "1gbit,15ms"
+[[device]]
+name = "desk"
+flops = "2 GFLOPS"
+up = "40mbit"
+down = "200mbit"
+[[device]]
+name = "laptop"
+count = 2
+flops = "1 GFLOPS"
+up = "20mbit"
+down = "100mbit"
+[[device]]
+name = "old"
+flops = "500 MFLOPS"
+up = "80mbit"
+down = "80mbit"
+"#,
+    },
+    Place {
+        name: "two regions with a shared line each",
+        text: r#"
+[[region]]
+name = "north"
+inside = "1gbit,500us"
+up = "50mbit"
+down = "100mbit"
+[[region]]
+name = "south"
+inside = "500mbit,1ms"
+up = "100mbit"
+down = "50mbit"
+[[link]]
+between = ["north", "south"]
+link = "1gbit,20ms"
+[[device]]
+name = "n"
+count = 2
+flops = "1 GFLOPS"
+region = "north"
+[[device]]
+name = "s"
+count = 2
+flops = "2 GFLOPS"
+region = "south"
+"#,
+    },
+    Place {
+        name: "speeds of 8 to 1 on equal links",
+        text: r#"
+default = "200mbit,2ms"
+[[device]]
+name = "server"
+flops = "4 GFLOPS"
+[[device]]
+name = "desk"
+flops = "2 GFLOPS"
+[[device]]
+name = "laptop"
+flops = "1 GFLOPS"
+[[device]]
+name = "phone"
+flops = "500 MFLOPS"
+"#,
+    },
+    Place {
+        name: "an office and two homes",
+        text: r#"
+default = "100mbit,20ms"
+[[region]]
+name = "office"
+inside = "1gbit,200us"
+up = "60mbit"
+down = "200mbit"
+[[device]]
+name = "rack"
+count = 2
+flops = "3 GFLOPS"
+region = "office"
+[[device]]
+name = "alice"
+flops = "1 GFLOPS"
+up = "20mbit"
+down = "50mbit"
+[[device]]
+name = "bob"
+flops = "1500 MFLOPS"
+up = "40mbit"
+down = "250mbit"
+"#,
+    },
+];
+
+/// A way to train on four machines: settings, and what is changed in the plan that they make.
+struct Way {
+    name: &'static str,
+    config: TrainConfig,
+    change: fn(&mut Plan),
+}
+
+const fn way(name: &'static str, config: TrainConfig) -> Way {
+    Way { name, config, change: |_| {} }
+}
+
+/// Parts of unequal length.
+fn unevenly_cut(plan: &mut Plan) {
+    let bounds = [0, 1, 3, 7, 10];
+    for (part, ends) in plan.parts.iter_mut().zip(bounds.windows(2)) {
+        part.layers = ends[0]..ends[1];
+    }
+}
+
+fn ways(base: &TrainConfig) -> Result<Vec<Way>> {
+    let pipeline = TrainConfig { stages: 4, microbatches: Some(8), ..base.clone() };
+    let two = TrainConfig { stages: 2, microbatches: Some(4), ..base.clone() };
+    let replicas = TrainConfig { accumulate: 2, ..base.clone() };
+    let by = |config: &TrainConfig, schedule| TrainConfig { schedule, ..config.clone() };
+    let diloco =
+        |config: &TrainConfig| TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 3, ..config.clone() };
+    let crossing = |config: &TrainConfig, forward: &str, backward: &str| -> Result<TrainConfig> {
+        Ok(TrainConfig {
+            sampling: SamplingKind::Epochs,
+            boundary: forward.parse()?,
+            boundary_backward: backward.parse()?,
+            ..config.clone()
+        })
+    };
+    let averages = |config: &TrainConfig, codec: &str| -> Result<TrainConfig> {
+        Ok(TrainConfig { codec: codec.parse()?, ..config.clone() })
+    };
+    let recomputed =
+        |plan: &mut Plan| plan.parts.iter_mut().for_each(|part| part.recompute = Recompute::Full);
+    Ok(vec![
+        way("4 replicas", replicas.clone()),
+        way("4 replicas, averages in int8", averages(&replicas, "int8+ef")?),
+        way("4 replicas, averages in int4", averages(&replicas, "int4+ef")?),
+        way("4 replicas, averages by PowerSGD", averages(&replicas, "powersgd:4")?),
+        way("2 x 2, 1f1b, averages by PowerSGD", averages(&two, "powersgd:4")?),
+        Way {
+            name: "4 replicas, averages in buckets of 300 kB",
+            change: |plan| plan.levels[0].bucket_bytes = 300_000,
+            ..way("", replicas.clone())
+        },
+        Way {
+            name: "4 replicas, averages in int8 in buckets of 300 kB, all at the end",
+            change: |plan| (plan.levels[0].bucket_bytes, plan.levels[0].overlap) = (300_000, false),
+            ..way("", averages(&replicas, "int8+ef")?)
+        },
+        Way {
+            name: "4 replicas of 1, 2, 1 and 4 microbatches within 1.3 MB of activations",
+            change: |plan| {
+                plan.microbatches = vec![1, 2, 1, 4];
+                plan.parts.iter_mut().for_each(|part| part.recompute = Recompute::Within(Bytes(1_300_000)));
+            },
+            ..way("", replicas.clone())
+        },
+        Way {
+            name: "4 replicas, averages in f32 in two levels",
+            change: |plan| in_two_levels(plan, &[&[0, 1], &[2, 3]]),
+            ..way("", replicas.clone())
+        },
+        Way {
+            name: "4 replicas, averages in int8 in two levels",
+            change: |plan| in_two_levels(plan, &[&[0, 1], &[2, 3]]),
+            ..way("", averages(&replicas, "int8+ef")?)
+        },
+        way("4 replicas, DiLoCo", diloco(&replicas)),
+        way("4 replicas, DiLoCo in int8", averages(&diloco(&replicas), "int8+ef")?),
+        way("4 stages of 1f1b", by(&pipeline, Method::OneFOneB)),
+        Way {
+            name: "4 stages of 1f1b, of 1, 2, 4 and 3 layers that are computed again",
+            change: |plan| {
+                unevenly_cut(plan);
+                plan.parts.iter_mut().for_each(|part| part.recompute = Recompute::Full);
+            },
+            ..way("", pipeline.clone())
+        },
+        way("4 stages of zb-h1, boundaries in int8", by(&crossing(&pipeline, "int8", "int8")?, Method::ZbH1)),
+        way("4 stages of 1f1b, boundaries in int4 and e4m3", crossing(&pipeline, "int4", "e4m3")?),
+        way("4 stages of pipedream", by(&pipeline, Method::PipeDream)),
+        way("4 stages of gpipe", by(&pipeline, Method::GPipe)),
+        way("4 stages of terapipe", by(&pipeline, Method::TeraPipe)),
+        way("4 stages of varuna", by(&pipeline, Method::Varuna)),
+        way("2 x 2, 1f1b", two.clone()),
+        Way {
+            name: "2 x 2, zb-h1, of 6 and 2 microbatches",
+            change: |plan| plan.microbatches = vec![6, 2],
+            ..way("", by(&two, Method::ZbH1))
+        },
+        way("2 x 2, zbv, averages in int8", by(&averages(&two, "int8+ef")?, Method::ZbV)),
+        way(
+            "2 x 2, interleaved, boundaries in int8, averages in int8",
+            by(&averages(&crossing(&two, "int8", "int8")?, "int8+ef")?, Method::Interleaved),
+        ),
+        Way {
+            name: "2 x 2, zbv, averages in int8 in buckets of 300 kB",
+            change: |plan| plan.levels[0].bucket_bytes = 300_000,
+            ..way("", by(&averages(&two, "int8+ef")?, Method::ZbV))
+        },
+        way("2 x 2, chimera", by(&two, Method::Chimera)),
+        way("2 x 2, pipedream", by(&two, Method::PipeDream)),
+        way("2 x 2, DiLoCo", diloco(&two)),
+        Way { change: recomputed, ..way("2 x 2, DiLoCo of what is computed again", diloco(&two)) },
+        way(
+            "2 x 2, DiLoCo in int8, boundaries in int8",
+            averages(&diloco(&crossing(&two, "int8", "int8")?), "int8+ef")?,
+        ),
+    ])
+}
+
+/// All ways in all places; `quick`: each fourth one in each place.
+pub(super) fn run(report: &mut Report<'_>, first: &Job, quick: bool) -> Result<()> {
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    for (i, Place { name: place, text }) in PLACES.iter().enumerate() {
+        let file = folder.path().join(format!("place{i}.toml"));
+        std::fs::write(&file, text).context("failed to write the topology")?;
+        let base = TrainConfig { topology: Some(file), stages: 1, ..first.config.clone() };
+        let wanted = |(j, _): &(usize, Way)| !quick || (i + j).is_multiple_of(4);
+        for (_, Way { name, config, change }) in ways(&base)?.into_iter().enumerate().filter(wanted) {
+            let over = Over::Simulated(config.link);
+            let job = again(first, config, over);
+            let mut plan = job.plan.clone();
+            change(&mut plan);
+            let mut job = job.with_plan(plan)?;
+            job.config = with_transport(job.config, over);
+            let (_, taken) = one_period(&job)?;
+            let row = |what: &str| format!("{place}: {name}: {what}");
+            report.row(&row("predicted"), taken.predicted.as_secs_f64() * 1e3, "ms", Mark::None)?;
+            report.row(&row("off"), taken.off(), "%", Mark::AtMost(1.0))?;
+        }
+    }
+    Ok(())
+}

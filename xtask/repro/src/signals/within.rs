@@ -1,0 +1,187 @@
+//! Signals at a run that cannot end its step in time: it is long, or another rank stands still, or there is
+//! none yet since the data does not come.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use farflung::base::Philox;
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::{Outcome, PATIENCE, Running, left};
+use crate::binary::farflung;
+use crate::harness::{Mark, Options, Report};
+use crate::machine::now;
+
+/// What keeps a run from ending its step.
+#[derive(Clone, Copy)]
+enum Held {
+    /// A step of seconds.
+    LongStep,
+    /// A rank is stopped; the launcher is signalled.
+    Launched,
+    /// A rank is stopped; the others are signalled, one by one.
+    Alone,
+    /// The data is a pipe that nobody writes to.
+    Loading,
+}
+
+impl Held {
+    const ALL: [Self; 4] = [Self::LongStep, Self::Launched, Self::Alone, Self::Loading];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::LongStep => "within a long step",
+            Self::Launched => "a rank stands still, the launcher is signalled",
+            Self::Alone => "a rank stands still, the others are signalled",
+            Self::Loading => "while loading",
+        }
+    }
+}
+
+pub(super) fn run(report: &mut Report<'_>, options: &Options, text: &Path) -> Result<()> {
+    let signals = [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)];
+    let times = if options.quick { 2 } else { 10 };
+    for (stream, held) in (1..).zip(Held::ALL) {
+        let random = Philox::new(report.seed(), stream);
+        let (mut lost, mut wrong, mut slowest) = (0_u32, 0_u32, 0.0_f64);
+        for time in 0..times {
+            let (signal, code) = signals[time as usize % signals.len()];
+            let late = Duration::from_millis(random.below(time * 2, 800));
+            let stands = random.below(time * 2 + 1, 3) as usize;
+            let outcome = stop(held, text, late, stands, (signal, code))
+                .with_context(|| format!("{}, signal {time}", held.name()))?;
+            lost += u32::from(!outcome.saved);
+            wrong += u32::from(!outcome.right_code);
+            slowest = slowest.max(outcome.took);
+        }
+        let name = held.name();
+        report.row(&format!("{name}: checkpoints lost"), f64::from(lost), "1", Mark::AtMost(0.0))?;
+        report.row(&format!("{name}: wrong exit codes"), f64::from(wrong), "1", Mark::AtMost(0.0))?;
+        report.row(&format!("{name}: slowest to end"), slowest, "s", Mark::AtMost(2.0))?;
+    }
+    Ok(())
+}
+
+fn command(held: Held, text: &Path, out: &Path) -> Result<Command> {
+    let model =
+        ["train", "--layers", "2", "--heads", "2", "--warmup", "0", "--threads", "1", "--steps", "1000000"];
+    let mut command = match held {
+        Held::LongStep | Held::Loading => farflung(&model)?,
+        Held::Launched | Held::Alone => farflung(&[&["launch", "-n", "3", "--"][..], &model].concat())?,
+    };
+    match held {
+        // A step of one or two seconds on two cores.
+        Held::LongStep => {
+            command.args(["--dim", "64", "--context", "128", "--batch", "192", "--workers", "2"])
+        }
+        _ => command.args(["--dim", "16", "--context", "16", "--batch", "2"]),
+    };
+    command.args(["--eval-batches", "1", "--checkpoint-every", "0", "--sync", "ddp"]);
+    command.arg("--data").arg(text).arg("--out").arg(out);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    Ok(command)
+}
+
+/// Starts a run, holds it, signals it so much later, and looks what it left.
+fn stop(
+    held: Held,
+    text: &Path,
+    late: Duration,
+    stands: usize,
+    (signal, code): (Signal, i32),
+) -> Result<Outcome> {
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let out = folder.path().join("run");
+    let mut data = text.to_owned();
+    if let Held::Loading = held {
+        data = folder.path().join("pipe");
+        ensure!(Command::new("mkfifo").arg(&data).status()?.success(), "failed to make a pipe");
+    }
+    let mut running = Running(command(held, &data, &out)?.spawn().context("failed to start `farflung`")?);
+    if let Held::Loading = held {
+        thread::sleep(Duration::from_millis(200) + late);
+        let start = now();
+        running.signal(signal)?;
+        let status = running.end()?;
+        let right_code = status.is_some_and(|status| status.code() == Some(code));
+        // There is nothing to save.
+        return Ok(Outcome {
+            took: start.elapsed().as_secs_f64(),
+            right_code,
+            saved: !out.join("latest").exists(),
+        });
+    }
+    wait_for(&mut running, || Ok((left(&out)?.0 >= 1).then_some(())))?;
+    thread::sleep(late);
+    let ranks = children(&running)?;
+    let own = |rank: usize| match rank {
+        0 => out.clone(),
+        rank => out.join(format!("ranks/rank-{rank:05}")),
+    };
+    match held {
+        Held::LongStep | Held::Loading => {}
+        Held::Launched | Held::Alone => {
+            ensure!(ranks.len() == 3, "the launcher has {} ranks", ranks.len());
+            kill_process(ranks[stands], Signal::STOP)?;
+            // The others come to where they need it.
+            thread::sleep(Duration::from_millis(200));
+        }
+    }
+    let start = now();
+    let Held::Alone = held else {
+        running.signal(signal)?;
+        let status = running.end()?;
+        let took = start.elapsed().as_secs_f64();
+        let (logged, saved) = left(&out)?;
+        let saved = saved == Some(logged)
+            && (ranks.len() < 3 || left(&own(1))?.1 == saved && left(&own(2))?.1 == saved);
+        return Ok(Outcome { took, right_code: status.is_some_and(|s| s.code() == Some(code)), saved });
+    };
+    let others: Vec<usize> = (0..3).filter(|&rank| rank != stands).collect();
+    for &rank in &others {
+        kill_process(ranks[rank], signal)?;
+    }
+    wait_for(&mut running, || Ok(others.iter().all(|&rank| has_ended(ranks[rank])).then_some(())))?;
+    let took = start.elapsed().as_secs_f64();
+    kill_process(ranks[stands], Signal::KILL)?;
+    // It was killed, which a restart mends.
+    let right_code = running.end()?.is_some_and(|status| status.code() == Some(75));
+    let steps = others.iter().map(|&rank| Ok(left(&own(rank))?.1)).collect::<Result<Vec<_>>>()?;
+    // A step that is done on one of them alone counts: the others go on from it.
+    let logged = if stands == 0 { 1 } else { left(&out)?.0 };
+    let saved = steps.iter().all(Option::is_some) && steps.iter().flatten().any(|&step| step >= logged);
+    Ok(Outcome { took, right_code, saved })
+}
+
+/// Looks until there is something, while the process runs.
+fn wait_for(running: &mut Running, mut look: impl FnMut() -> Result<Option<()>>) -> Result<()> {
+    for _ in 0..PATIENCE.as_millis() {
+        if look()?.is_some() {
+            return Ok(());
+        }
+        if let Some(status) = running.0.try_wait()? {
+            anyhow::bail!("it ended too early: {status}");
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    anyhow::bail!("it does not get on")
+}
+
+/// The processes that a process has started, in their order.
+fn children(running: &Running) -> Result<Vec<Pid>> {
+    let id = running.0.id();
+    let text = fs::read_to_string(format!("/proc/{id}/task/{id}/children"))?;
+    let pid = |word: &str| word.parse().ok().and_then(Pid::from_raw).context("a process has a number");
+    text.split_whitespace().map(pid).collect()
+}
+
+/// Whether a process has ended, though its parent may not have looked yet.
+fn has_ended(pid: Pid) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()));
+    stat.is_ok_and(|stat| stat.contains(") Z "))
+        || !Path::new(&format!("/proc/{}", pid.as_raw_nonzero())).exists()
+}

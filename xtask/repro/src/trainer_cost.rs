@@ -1,0 +1,111 @@
+//! What a training step costs beside its arithmetic: instructions, bytes and losses of a short run, next to
+//! those that the two trainers before this one had.
+//!
+//! It needs valgrind, which counts instructions, and a processor with AVX2, for which they were recorded.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use farflung::metrics;
+use serde_json::Value;
+
+use crate::binary::farflung;
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "trainer-cost",
+    claim: "one trainer for all plans takes at most 2% more instructions than the two before it, no more bytes, and has \
+            the same losses",
+    source: "valgrind's callgrind; records/trainer.txt, on x86-64 with AVX2",
+    seed: 1337,
+    run,
+};
+
+/// Name and figure of each row.
+const RECORD: &str = include_str!("../records/trainer.txt");
+
+/// Settings of both runs; any corpus would do that is the same each time.
+const SHORT: [&str; 11] = [
+    "train",
+    "--model",
+    "nano",
+    "--threads",
+    "1",
+    "--batch",
+    "2",
+    "--eval-batches",
+    "1",
+    "--sample-tokens",
+    "0",
+];
+
+fn recorded(name: &str) -> Result<&'static str> {
+    let line = RECORD.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(": "));
+    line.with_context(|| format!("the record has no {name}"))
+}
+
+fn figure(name: &str) -> Result<f64> {
+    recorded(name)?.parse().context("a figure of the record")
+}
+
+/// Whether this processor has the instructions with which the model was recorded.
+fn vectors() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx2");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let data = folder.path().join("text.txt");
+    std::fs::write(&data, "the quick brown fox jumps over the lazy dog. ".repeat(2000))?;
+    let data = data.to_str().context("a folder's name is text")?;
+    // Bytes and losses of four workers behind slow links, the default but for its size.
+    let out = folder.path().join("four");
+    let told = train(data, &out, &["--steps", "6"])?;
+    let sent: Vec<u64> =
+        metrics::read(&out.join("metrics.jsonl"))?.iter().map(|row| row.bytes_sent).collect();
+    let most = sent.windows(2).take(4).map(|two| two[1] - two[0]).max().context("no rows")?;
+    // The last row has more: what is compared before the model is saved.
+    report.row("bytes of a step of 4 workers", most as f64, "B", Mark::AtMost(figure("bytes of a step")?))?;
+    let loss = told["val_loss"].as_f64().context("a report without a loss")?;
+    report.row("validation loss after 6 steps", loss, "nats", Mark::None)?;
+    let off = (loss - figure("validation loss")?).abs();
+    report.row("off the record", off, "nats", Mark::AtMost(1e-6))?;
+    let other = f64::from(u8::from(told["hash"].as_str() != Some(recorded("model")?)));
+    // Processors without AVX2 add in another order.
+    let mark = if vectors() { Mark::AtMost(0.0) } else { Mark::None };
+    report.row("a model of other bits than recorded", other, "", mark)?;
+    if options.quick {
+        return Ok(());
+    }
+    let counted = instructions(folder.path(), data)?;
+    report.row("instructions of 2 steps of one worker", counted, "", Mark::None)?;
+    report.row("over those before", counted / figure("instructions")?, "x", Mark::AtMost(1.02))
+}
+
+/// The report of a run.
+fn train(data: &str, out: &Path, more: &[&str]) -> Result<Value> {
+    let out_text = out.to_str().context("a folder's name is text")?;
+    let status = farflung(&SHORT)?.args(["--data", data, "--out", out_text]).args(more).status()?;
+    ensure!(status.success(), "the run ended with {status}");
+    let text = std::fs::read_to_string(out.join("report.json")).context("no report")?;
+    serde_json::from_str(&text).context("the report")
+}
+
+/// Instructions of a whole run of two steps.
+fn instructions(folder: &Path, data: &str) -> Result<f64> {
+    let (out, counts) = (folder.join("counted"), folder.join("counts"));
+    let plain = farflung(&SHORT)?;
+    let mut valgrind = Command::new("valgrind");
+    valgrind.arg("--tool=callgrind").arg(format!("--callgrind-out-file={}", counts.display()));
+    valgrind.arg(plain.get_program()).args(plain.get_args());
+    valgrind.args(["--steps", "2", "--workers", "1", "--data", data, "--out"]).arg(out);
+    let ran = valgrind.output().context("failed to run valgrind: install it (apt-get install valgrind)")?;
+    ensure!(ran.status.success(), "the run under valgrind: {}", String::from_utf8_lossy(&ran.stderr));
+    let text = std::fs::read_to_string(counts).context("no counts")?;
+    let total = text.lines().find_map(|line| line.strip_prefix("totals: ")).context("no total")?;
+    Ok(total.trim().parse()?)
+}

@@ -1,0 +1,95 @@
+//! The short form of every bench whose marks no clock decides and that ends in seconds: a mark that breaks is
+//! seen with the tests.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::process::Command;
+
+use farflung_repro::BENCHES;
+
+/// Benches that are not run here, with the reason.
+const LEFT_OUT: &[(&str, &str)] = &[
+    ("all-reduce", "decided by the clock"),
+    ("all-reduce-limit", "decided by the clock"),
+    ("blame", "half a minute of deadlines"),
+    ("boundary", "half a minute"),
+    ("codec-speed", "decided by the clock"),
+    ("default-run", "decided by the clock"),
+    ("device-parity", "for a device"),
+    ("device-train", "for a device"),
+    ("divergence", "one mark is decided by the clock"),
+    ("failure", "deadlines of real processes, which tests beside it would miss"),
+    ("gemm", "decided by the clock"),
+    ("gpt-step", "decided by the clock"),
+    ("gpu", "for a device"),
+    ("instructions", "counts those of a release build, with a tool that may be missing"),
+    ("learn-nano", "half a minute"),
+    ("overlap-comm", "half a minute"),
+    ("overlap-ddp", "half a minute"),
+    ("relay", "decided by the clock"),
+    ("rendezvous", "half a minute of deadlines"),
+    ("signals", "decided by the clock"),
+    ("sim-scale", "decided by the clock"),
+    ("simulate-scale", "decided by the clock"),
+];
+
+/// Runs a bench, all of whose marks must be met.
+fn short(name: &str) {
+    let output = Command::new(env!("CARGO_BIN_EXE_farflung-repro")).args([name, "--quick"]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}\n{errors}");
+}
+
+/// A test for each bench, and the list of them.
+macro_rules! short {
+    ($($test:ident: $name:literal,)*) => {
+        const RUN: &[&str] = &[$($name),*];
+        $(
+            #[test]
+            fn $test() {
+                short($name);
+            }
+        )*
+    };
+}
+
+short! {
+    aqsgd_cache: "aqsgd-cache",
+    cocktail_ratio: "cocktail-ratio",
+    codec_bytes: "codec-bytes",
+    codec_laws: "codec-laws",
+    collective_cost: "collective-cost",
+    collective_laws: "collective-laws",
+    compositions: "compositions",
+    ddp_exact: "ddp-exact",
+    diloco_exact: "diloco-exact",
+    hostile_frames: "hostile-frames",
+    hostile_payloads: "hostile-payloads",
+    mismatch: "mismatch",
+    pipeline_exact: "pipeline-exact",
+    plan_exact: "plan-exact",
+    plan_text: "plan-text",
+    predict_vs_run: "predict-vs-run",
+    regions: "regions",
+    replan: "replan",
+    resume: "resume",
+    schedule_laws: "schedule-laws",
+    schedule_vectors: "schedule-vectors",
+    slow_link: "slow-link",
+    soak: "soak",
+    uneven: "uneven",
+    uneven_plan: "uneven-plan",
+    trainer_cost: "trainer-cost",
+    zero_bubble: "zero-bubble",
+}
+
+/// A new bench is either run here or left out for a reason.
+#[test]
+fn every_bench_is_run_here_or_left_out_for_a_reason() {
+    for bench in BENCHES {
+        let left_out = LEFT_OUT.iter().any(|(name, _)| *name == bench.name);
+        assert!(RUN.contains(&bench.name) != left_out, "{}", bench.name);
+    }
+    assert!(RUN.iter().all(|name| BENCHES.iter().any(|bench| bench.name == *name)));
+}
