@@ -222,11 +222,6 @@ pub enum Error {
         /// The rank.
         rank: farflung_base::Rank,
     },
-    /// A step that changes parameters as it goes cannot be taken back.
-    #[error(
-        "the step in flight cannot be taken back: its schedule updates parameters before all ranks agree"
-    )]
-    HalfDone,
     /// Copies of the same values are no longer equal: a fault of a machine, or of this program.
     #[error("after step {step} {}; nothing of it was saved", diverged(what, ranks, *majority))]
     Diverged {

@@ -92,7 +92,8 @@ fn goes_on(run: &Run, command: impl Fn() -> Command, args: &str, more: u64) {
 /// A step of many seconds, in which nothing is done yet.
 #[test]
 fn a_first_step_that_is_long_is_dropped() {
-    for args in ["", "--sync diloco", "--workers 2 --stages 2 --microbatches 2"] {
+    let pipedream = "--workers 2 --stages 2 --microbatches 2 --schedule pipedream --clip 0";
+    for args in ["", "--sync diloco", "--workers 2 --stages 2 --microbatches 2", pipedream] {
         let run = Run::new();
         let large = "--layers 4 --dim 512 --heads 8 --context 64 --batch 64";
         let args = format!("{args} {large} --out {}", run.at("run").display());
@@ -118,6 +119,10 @@ fn long_steps_are_saved_up_to_the_last_that_was_done() {
     for args in [
         "--batch 160 --dim 32 --context 64 --sync ddp --codec int4",
         "--batch 160 --dim 32 --context 64 --workers 2 --stages 2 --microbatches 2",
+        // Parameters change within a step.
+        "--batch 80 --dim 32 --context 64 --workers 2 --stages 2 --microbatches 4 --schedule pipedream --clip 0",
+        "--batch 80 --dim 32 --context 64 --workers 4 --stages 2 --microbatches 4 --schedule pipedream-2bw --clip 0 \
+         --codec int8",
     ] {
         let run = Run::new();
         let out = run.at("run");

@@ -108,12 +108,6 @@ impl Executor {
         self.parts.values_mut().for_each(Part::begin);
     }
 
-    /// For the messages of this pass: a step that updates parameters within it cannot be dropped.
-    fn line(&self) -> &Communicator {
-        let kept = self.pass != Pass::Evaluation && self.updates != Updates::Flush;
-        if kept { &self.comm } else { &self.messages }
-    }
-
     /// What was sent has left.
     pub(super) fn sent(&mut self) -> Result<()> {
         self.sending.drain(..).try_for_each(|sending| Ok(sending.wait()?))
@@ -383,14 +377,14 @@ impl Worker for Executor {
         };
         let bytes = coded.unwrap_or_else(|| values.iter().flat_map(|v| v.to_le_bytes()).collect());
         let to = Rank(self.first + to.0);
-        let sending = self.line().start_send(to, self.tag(message), bytes);
+        let sending = self.messages.start_send(to, self.tag(message), bytes);
         self.sending.push(sending);
         Ok(())
     }
 
     fn receive(&mut self, from: Rank, message: Message) -> Result<Self::Pending> {
         let from = Rank(self.first + from.0);
-        Ok((message, self.line().start_recv(from, self.tag(message))))
+        Ok((message, self.messages.start_recv(from, self.tag(message))))
     }
 
     fn wait(&mut self, (message, pending): Self::Pending) -> Result<Tensor> {

@@ -80,7 +80,7 @@ pub struct Trainer {
     stop: Stop,
     /// Ranks of the job by their number in the communicator: those that are left after a retreat.
     members: Vec<Rank>,
-    /// Where all replicas were last the same, for methods that let them move apart in between.
+    /// Where all replicas were last the same, where they move apart in between or change within a step.
     mark: Option<Mark>,
     /// Whether parameters of a step that is not done may have changed.
     half_done: bool,
@@ -410,9 +410,9 @@ impl Trainer {
         }
         let first = self.step * self.all_microbatches + self.first_microbatch;
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
-        // Without a flush there are updates within the pass, which nothing takes back.
+        // Without a flush there are updates within the pass, which only a return to the mark takes back.
         self.half_done = self.schedule.updates() != Updates::Flush;
-        let armed = (!self.half_done).then(|| self.armed());
+        let armed = self.armed();
         let begun = self.executor.comm.now();
         let (schedule, position) = (&self.schedule.schedule, self.position);
         match self.schedule.arrivals {

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use farflung_base::{Rank, StageId};
-use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op};
+use farflung_parallel::pipeline::{Action, ComputeKind, ComputeOrder, Op, Updates};
 use farflung_zoo::GptConfig;
 
 use super::super::activations::PerToken;
@@ -19,6 +19,8 @@ pub(super) struct Position {
     pub(super) parameters: u128,
     /// f32 values of older versions of its parameters and of the second gradient buffer that goes with them.
     pub(super) versions: u128,
+    /// Whether parameters change within a step.
+    pub(super) within: bool,
     /// Number of ranks of one pipeline that hold the same part.
     pub(super) copies: u32,
     /// Activations without logits: f32 values per token of a microbatch, at the peak.
@@ -106,6 +108,7 @@ pub(super) fn pipeline(
             let size = parameters(model, blocks(stage), first, last);
             let versions = order.updates().versions_held(part, depth);
             position.parameters += size;
+            position.within = order.updates() != Updates::Flush;
             position.versions += size * u128::from(if versions > 1 { versions } else { 0 });
         }
         let list = &order.lists()[rank.index()];

@@ -30,6 +30,7 @@ pub(super) enum Part {
     Gradients,
     Optimizer,
     Outer,
+    Mark,
     Averaging,
     Residuals,
     Samples,
@@ -46,11 +47,12 @@ pub(super) enum Part {
 }
 
 impl Part {
-    const ALL: [Self; 17] = [
+    const ALL: [Self; 18] = [
         Self::Parameters,
         Self::Gradients,
         Self::Optimizer,
         Self::Outer,
+        Self::Mark,
         Self::Averaging,
         Self::Residuals,
         Self::Samples,
@@ -72,6 +74,7 @@ impl Part {
             Self::Gradients => "gradients",
             Self::Optimizer => "optimizer",
             Self::Outer => "DiLoCo's anchor, delta and momentum",
+            Self::Mark => "what a stop within a step goes back to",
             Self::Averaging => "buckets and messages",
             Self::Residuals => "codec residuals",
             Self::Samples => "samples of boundaries",
@@ -211,6 +214,14 @@ impl RankGroup<'_> {
             need.add(Part::Optimizer, model.saturating_mul(states));
             need.add(Part::Outer, model.saturating_mul(outer.held as u128));
         }
+
+        // On the rank's device where it is taken at each step, else in the host's memory.
+        let mark = match (position.within, outer.held > 0) {
+            (_, true) => model.saturating_mul(states),
+            (true, false) if here => model.saturating_mul(states + 1),
+            _ => 0,
+        };
+        need.add(Part::Mark, mark);
 
         // The ranks that average the same part of the model.
         let holders = replicas * position.copies as usize;

@@ -38,9 +38,7 @@ impl Trainer {
         let scale = job.config.loss_scale.start(plan.precision);
 
         let messages = job.stop.tie_messages(comm.clone());
-        // A step that updates parameters within its pass is not dropped half-way.
-        let flush = schedule.updates() == Updates::Flush;
-        let comm = if flush { job.stop.tie_step(comm) } else { job.stop.tie(comm) };
+        let comm = job.stop.tie_step(comm);
         let interrupt = Interrupt::default();
         let plain = job.device(comm.rank().index(), threads)?;
         let device = plain.with_interrupt(&interrupt);

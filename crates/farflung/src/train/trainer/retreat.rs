@@ -3,61 +3,110 @@
 use std::collections::BTreeMap;
 
 use farflung_base::{Nanos, Rank, StageId};
+use farflung_optim::Average;
+use farflung_parallel::pipeline::Updates;
+use farflung_tensor::{Device, Tensor};
 
 use super::Trainer;
+use crate::Result;
 use crate::train::executor::Pass;
 use crate::train::hearing::{Word, start_to_tell};
 use crate::train::job::Job;
-use crate::train::part::Part;
+use crate::train::part::{Part, copy};
 use crate::train::parting::missing;
-use crate::{Error, Result};
 
-/// What a rank needs to go back to where all replicas were last the same. Its parameters were then the anchor
-/// of its method, which has it still, as it has its own state.
+/// What a rank needs to go back to where all replicas were last the same.
 #[derive(Debug)]
 pub(super) struct Mark {
     step: u64,
     scale: Vec<f32>,
-    chains: BTreeMap<StageId, Chained>,
+    parts: BTreeMap<StageId, Marked>,
 }
 
-/// The optimizer state of a part.
+/// A part as it was then.
 #[derive(Debug)]
-struct Chained {
+struct Marked {
+    /// None where the part's method has them still: its anchor.
+    params: Option<Tensor>,
     updates: u64,
-    states: BTreeMap<String, Vec<f32>>,
+    states: BTreeMap<String, Tensor>,
+    rounds: u64,
+    residuals: BTreeMap<String, Vec<f32>>,
 }
 
 /// The name of the parameters among the states of a method that lets replicas move apart.
 const ANCHOR: &str = "anchor";
 
+impl Marked {
+    /// Copies stay on the device where they are made at each step, `host` is for those that are rare.
+    fn new(part: &Part, host: Option<&Device>) -> Result<Self> {
+        let kept = |x: &Tensor| match host {
+            Some(host) => Ok(host.tensor(&x.to_vec::<f32>()?, x.shape())?),
+            None => copy(x),
+        };
+        let states = part.chain.states().map(|(name, state)| Ok((name.to_owned(), kept(state)?)));
+        let states = states.collect::<Result<_>>()?;
+        let anchored = anchor(part).is_some();
+        let params = if anchored { None } else { Some(kept(&part.params)?) };
+        // Between its averages, a method with an anchor leaves residuals alone.
+        let average = part.sync.as_ref().filter(|_| !anchored).map(|sync| sync.average());
+        let residuals = average.map_or(Ok(Vec::new()), |average| average.save(""))?.into_iter().collect();
+        let rounds = average.map_or(0, Average::round);
+        Ok(Self { params, updates: part.chain.step(), states, rounds, residuals })
+    }
+
+    fn restore(self, part: &mut Part) -> Result<()> {
+        let Self { params, updates, states, rounds, residuals } = self;
+        match params {
+            Some(params) => {
+                part.params.write(&params.to_vec::<f32>()?)?;
+                if let Some(sync) = &mut part.sync {
+                    let get = |name: &str| residuals.get(name).map(Vec::as_slice);
+                    sync.average_mut().restore("", rounds, get)?;
+                }
+            }
+            None => {
+                if let Some(anchor) = anchor(part) {
+                    let values = anchor.to_vec::<f32>()?;
+                    part.params.write(&values)?;
+                }
+            }
+        }
+        let values = states.into_iter().map(|(name, state)| Ok((name, state.to_vec::<f32>()?)));
+        let values = values.collect::<Result<BTreeMap<_, _>>>()?;
+        Ok(part.chain.restore(updates, |name| values.get(name).map(Vec::as_slice))?)
+    }
+}
+
+/// The parameters of a part where all replicas were last the same, which a method has that lets them move apart.
+fn anchor(part: &Part) -> Option<&Tensor> {
+    let mut states = part.sync.iter().flat_map(|sync| sync.states());
+    states.find(|(name, _)| *name == ANCHOR).map(|(_, anchor)| anchor)
+}
+
 impl Trainer {
-    /// Replicas are the same now. Where they move apart before they next are, this is what a stop in between
-    /// goes back to.
+    /// Replicas are the same now. Where they move apart before they next are, or parameters change within a
+    /// step, this is what a stop in between goes back to.
     pub(in crate::train) fn mark(&mut self) -> Result<()> {
         let parts = &self.executor.parts;
-        if self.each_step || parts.values().all(|part| part.sync.is_none()) {
+        let within = self.schedule.updates() != Updates::Flush;
+        let apart = !self.each_step && parts.values().any(|part| part.sync.is_some());
+        if !within && !apart {
             return Ok(());
         }
-        let chained = |part: &Part| -> Result<Chained> {
-            let states = part.chain.states().map(|(name, state)| Ok((name.to_owned(), state.to_vec()?)));
-            Ok(Chained { updates: part.chain.step(), states: states.collect::<Result<_>>()? })
-        };
-        let chains = parts.iter().map(|(&stage, part)| Ok((stage, chained(part)?))).collect::<Result<_>>()?;
-        self.mark = Some(Mark { step: self.step, scale: self.scale.save().to_vec(), chains });
+        let host = if apart { Some(Device::cpu(1)?) } else { None };
+        let marked = |(&stage, part): (&StageId, &Part)| Ok((stage, Marked::new(part, host.as_ref())?));
+        let parts = parts.iter().map(marked).collect::<Result<_>>()?;
+        self.mark = Some(Mark { step: self.step, scale: self.scale.save().to_vec(), parts });
         Ok(())
     }
 
     fn return_to_mark(&mut self) -> Result<()> {
-        let Some(mark) = self.mark.take().filter(|mark| mark.step != self.step) else { return Ok(()) };
+        let half_done = std::mem::take(&mut self.half_done);
+        let gone_on = |mark: &Mark| half_done || mark.step != self.step;
+        let Some(mut mark) = self.mark.take().filter(gone_on) else { return Ok(()) };
         for (stage, part) in &mut self.executor.parts {
-            let anchor = part.sync.iter().flat_map(|sync| sync.states()).find(|(name, _)| *name == ANCHOR);
-            if let Some((_, anchor)) = anchor {
-                let values = anchor.to_vec::<f32>()?;
-                part.params.write(&values)?;
-            }
-            let Chained { updates, states } = &mark.chains[stage];
-            part.chain.restore(*updates, |name| states.get(name).map(Vec::as_slice))?;
+            mark.parts.remove(stage).expect("a rank has the same parts all along").restore(part)?;
         }
         self.scale.restore(&mark.scale);
         self.step = mark.step;
@@ -67,17 +116,12 @@ impl Trainer {
 
     /// Drops the step in flight, and meets those that answer in time: they are all that this trainer knows from
     /// now on, and it can only save what it has. Gives the ranks that do not answer, or are at another step.
-    /// For all ranks to call that can.
-    ///
-    /// Errors: [`Error::HalfDone`].
+    /// For all ranks to call that can, if they have [marked](Self::mark) the steps that they agreed on.
     pub(in crate::train) fn retreat(&mut self, job: &Job, answer: Nanos) -> Result<Vec<Rank>> {
         let world = self.members.len();
         if world > 1 {
             // Others may still be about to commit a step that this rank has: they need its frames.
             self.stop.wait_until_abandoned();
-        }
-        if self.half_done {
-            return Err(Error::HalfDone);
         }
         self.executor.begin(Pass::Evaluation, 0);
         self.executor.tied.give_up();
