@@ -61,6 +61,8 @@ fn a_killed_run_resumes_with_the_same_bits() {
         "--stages 4 --schedule 1f1b",
         "--stages 2 --schedule chimera --codec int8",
         "--workers 2 --codec int8",
+        "--workers 2 --optimizer onebit-adam --codec-warmup 2",
+        "--workers 4 --stages 2 --microbatches 4 --optimizer qadam --codec-warmup 4",
     ] {
         let (alone, twice) = (format!("alone {args}"), format!("twice {args}"));
         let constant = format!("{args} --lr-schedule constant");
@@ -207,6 +209,30 @@ fn local_steps_of_pipelines_meet_as_those_of_whole_replicas() {
     same("lossy", &twice, &constant);
     assert_eq!(model(&run.at("twice")), model(&run.at("constant")));
     assert!(once[5].train_loss < once[0].train_loss, "{once:?}");
+}
+
+#[test]
+fn momentum_of_pipelines_is_averaged_as_that_of_whole_replicas() {
+    let run = Run::new();
+    for optimizer in ["onebit-adam", "qadam"] {
+        for momentum in ["--clip 0", "--clip 0.5"] {
+            let settings = format!("--optimizer {optimizer} --codec none {momentum}");
+            let done = |args: &str, warmup: u64| {
+                let args = format!("{args} {settings} --codec-warmup {warmup}");
+                run.done(&[], &args, &args)
+            };
+            let whole = done("--workers 2 --accumulate 4", 2);
+            // Both users of the token table on one rank, and on two.
+            for args in ["--schedule zbv", "--schedule 1f1b"] {
+                same(args, &done(&format!("--workers 4 --stages 2 --microbatches 4 {args}"), 2), &whole);
+            }
+            // One replica has nobody to average with.
+            let alone = done("--workers 1 --accumulate 4", 2);
+            same("one replica", &done("--workers 2 --stages 2 --microbatches 4", 2), &alone);
+            let warm = done("--workers 1 --accumulate 4", 6);
+            assert!((warm[5].train_loss - alone[5].train_loss).abs() > 1e-6, "the variance never froze");
+        }
+    }
 }
 
 #[test]

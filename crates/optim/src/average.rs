@@ -35,6 +35,9 @@ pub struct AverageConfig {
     pub algorithm: Algorithm,
     /// Most f32 bytes of a bucket; a larger parameter is a bucket alone.
     pub bucket_bytes: usize,
+    /// Rounds at the beginning that travel as plain f32, before [`AverageConfig::codec`] holds: from the first
+    /// step on, lossy codecs lose more than later.
+    pub warmup: u64,
     /// Whether buckets start as soon as they are ready, rather than all at the end.
     pub overlap: bool,
     /// Seed of the codecs that draw.
@@ -48,6 +51,7 @@ impl Default for AverageConfig {
             codec: Coding::default(),
             algorithm: Algorithm::Direct,
             bucket_bytes: 4 << 20,
+            warmup: 0,
             overlap: true,
             seed: 0,
         }
@@ -154,6 +158,8 @@ pub struct Average {
     device: Device,
     /// One for each bucket.
     ways: Vec<Way>,
+    /// Those after the warm-up, until it is over.
+    warm: Option<Vec<Way>>,
     /// Buckets whose values come from a device, behind those in flight.
     fetching: VecDeque<Fetch>,
     in_flight: Vec<Travelling>,
@@ -201,17 +207,29 @@ impl Average {
             buckets,
             device: device.clone(),
             ways: Vec::new(),
+            warm: None,
             round: 0,
             uncommitted: false,
         };
-        average.ways = average.new_ways()?;
-        for (bucket, way) in average.buckets.iter_mut().zip(&average.ways) {
+        let ways = average.new_ways()?;
+        average.take(ways);
+        Ok(average)
+    }
+
+    /// Sends buckets these ways from now on; if the warm-up is not over, plain until then.
+    fn take(&mut self, ways: Vec<Way>) {
+        let plain = |bucket: &Bucket| Way::Plain(bucket.len);
+        (self.ways, self.warm) = if self.round < self.config.warmup {
+            (self.buckets.iter().map(plain).collect(), Some(ways))
+        } else {
+            (ways, None)
+        };
+        for (bucket, way) in self.buckets.iter_mut().zip(&self.ways) {
             match way {
                 Way::Plain(_) | Way::Rounds(_) => bucket.place(std::slice::from_ref(&(0..bucket.len))),
                 Way::Coded(codecs) => bucket.place(&codecs.blocks()),
             }
         }
-        Ok(average)
     }
 
     fn new_ways(&self) -> Result<Vec<Way>, OptimError> {
@@ -243,6 +261,9 @@ impl Average {
         self.fetching.clear();
         self.in_flight.clear();
         self.rollback();
+        if let Some(ways) = self.warm.take() {
+            self.take(ways);
+        }
         for slot in &mut self.slots {
             slot.ready = false;
         }
@@ -343,10 +364,14 @@ impl Average {
         get: impl Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
         let mut restored = self.new_ways()?;
-        for (bucket, way) in restored.iter_mut().enumerate() {
-            way.restore(&format!("{prefix}bucket{bucket}."), &get)?;
+        // In the last round of the warm-up no codec has anything to remember yet.
+        if round > self.config.warmup || self.config.warmup == 0 {
+            for (bucket, way) in restored.iter_mut().enumerate() {
+                way.restore(&format!("{prefix}bucket{bucket}."), &get)?;
+            }
         }
-        (self.ways, self.round, self.uncommitted) = (restored, round, false);
+        (self.round, self.uncommitted) = (round, false);
+        self.take(restored);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use farflung_tensor::{DType, Device, Op, ParamLayout, Program, ProgramBuilder, Tensor, TensorError};
 
 use crate::OptimError;
-use crate::transform::{Emit, StepInfo, Transform};
+use crate::transform::{Contribution, Emit, StepInfo, Transform};
 
 /// Links in order, before they are bound to a device and a layout.
 #[derive(Debug, Default)]
@@ -37,6 +37,13 @@ impl ChainBuilder {
                 });
             }
         }
+        let mut contribution = ProgramBuilder::new();
+        let (state, gradient) = (contribution.read(0), contribution.read(1));
+        let (keep, take) = (contribution.scalar(0), contribution.scalar(1));
+        let (kept, taken) = (contribution.mul(keep, state), contribution.mul(take, gradient));
+        let blended = contribution.add(kept, taken);
+        contribution.store(0, blended);
+        let contribution = contribution.build()?;
         let (decayed, plain) = (program(&self.links, true)?, program(&self.links, false)?);
         let parts = if decayed == plain { vec![(0..layout.len(), true)] } else { parts(layout) };
         let mut named = Vec::new();
@@ -52,6 +59,7 @@ impl ChainBuilder {
             links: self.links,
             decayed,
             plain,
+            contribution,
             parts,
             states: named,
             step: 0,
@@ -107,6 +115,8 @@ pub struct Chain {
     /// For parameters that decay, and for those that do not.
     decayed: Program,
     plain: Program,
+    /// From a state and the gradient to what replicas average.
+    contribution: Program,
     /// Ranges of the flat buffers, and whether they decay.
     parts: Vec<(Range<usize>, bool)>,
     states: Vec<(String, Tensor)>,
@@ -170,6 +180,40 @@ impl Chain {
     #[must_use]
     pub const fn step(&self) -> u64 {
         self.step
+    }
+
+    /// Whether replicas average something else than gradients in the next step: [`Chain::contribute`].
+    #[must_use]
+    pub fn contributes(&self) -> bool {
+        self.links.iter().any(|link| link.contribution(self.step).is_some())
+    }
+
+    /// What replicas average in the next step in the place of a range of the gradient, and the chain then takes
+    /// for it: 1-bit Adam's momentum. The gradient itself for most chains. `share` is the state's part in it,
+    /// 1 but where several contributions are added up to one.
+    ///
+    /// Errors: [`OptimError::Tensor`] for a range that is not in the buffers.
+    pub fn contribute(
+        &self,
+        grads: &Tensor,
+        range: Range<usize>,
+        share: f32,
+        into: &mut Tensor,
+    ) -> Result<(), OptimError> {
+        let x = grads.view().part(range.start, range.len())?;
+        let y = into.view_mut().part(range.start, range.len())?;
+        let device = grads.device();
+        let mut states = 0;
+        for link in &self.links {
+            if let Some(Contribution { state, keep, take }) = link.contribution(self.step) {
+                let (_, state) = &self.states[states + usize::from(state)];
+                let reads = &[state.view().part(range.start, range.len())?, x];
+                let (program, scalars) = (&self.contribution, &[share * keep, take]);
+                return Ok(device.run(Op::Map { program, scalars, reads, writes: &mut [y] })?);
+            }
+            states += link.states().len();
+        }
+        Ok(device.run(Op::Cast { x, y })?)
     }
 
     /// What a step needs before any element moves. Changes nothing, so a step that is given up here never was.

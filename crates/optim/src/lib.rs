@@ -26,7 +26,7 @@ pub use average::{
 pub use chain::{Chain, ChainBuilder, Prepared, global_norm, sum_of_squares};
 pub use error::OptimError;
 pub use finite::all_finite;
-pub use local::{AdamW, Sgd, adamw, sgd};
+pub use local::{AdamW, OnebitAdam, Sgd, adamw, onebit_adam, qadam, sgd};
 pub use lr_schedule::{Decay, LrSchedule};
 pub use outer::{OuterOptimizer, diloco_outer};
 pub use scaling::LossScale;

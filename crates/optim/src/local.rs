@@ -2,12 +2,16 @@
 //! arithmetic and the order of PyTorch's.
 
 mod adamw;
+mod frozen_variance;
+mod onebit_adam;
 mod sgd;
 
 use crate::transform::{add_decayed_weights, clip_by_global_norm, trace};
 use crate::{Chain, ChainBuilder, LrSchedule};
 
 pub use adamw::{ADAMW, AdamW, adamw};
+pub use frozen_variance::{FrozenAdam, scale_by_frozen_adam};
+pub use onebit_adam::{ONEBIT_ADAM, OnebitAdam, QADAM, onebit_adam, qadam};
 pub use sgd::{SGD, Sgd, sgd};
 
 /// The numbers that methods are made of; each reads those that it has a use for.
@@ -25,6 +29,20 @@ pub struct LocalSettings {
     pub clip: Option<f64>,
     /// The learning rate.
     pub schedule: LrSchedule,
+    /// Updates after which a second moment stands still.
+    pub freeze: u64,
+}
+
+/// What replicas average where their gradients meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Averages {
+    /// Gradients.
+    Gradients,
+    /// Gradients in a warm-up, then the first moment.
+    Momentum {
+        /// The codec that it goes through, unless another is asked for.
+        codec: &'static str,
+    },
 }
 
 /// A row of the table of optimizers.
@@ -36,6 +54,8 @@ pub struct LocalMethod {
     pub summary: &'static str,
     /// The settings that only some methods read, by their names on command lines.
     pub reads: &'static [&'static str],
+    /// What replicas average.
+    pub averages: Averages,
     /// Buffers that it keeps, each as long as the parameters.
     pub buffers: fn(&LocalSettings) -> usize,
     /// Its chain.
@@ -43,7 +63,7 @@ pub struct LocalMethod {
 }
 
 /// All methods; the first is the default.
-pub const METHODS: &[LocalMethod] = &[ADAMW, SGD];
+pub const METHODS: &[LocalMethod] = &[ADAMW, SGD, ONEBIT_ADAM, QADAM];
 
 impl LocalMethod {
     /// The method of a name.
@@ -88,6 +108,7 @@ mod tests {
                 weight_decay: 0.1,
                 clip: Some(1.0),
                 schedule,
+                freeze: 1,
             };
             for method in METHODS {
                 let chain = (method.build)(settings).build(&device, &layout).unwrap();

@@ -33,6 +33,17 @@ pub struct StepInfo {
     pub norm: f64,
 }
 
+/// What replicas average in a step in the place of the gradient: `keep * state + take * gradient`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Contribution {
+    /// Which of the link's states.
+    pub state: u16,
+    /// The state's part.
+    pub keep: f32,
+    /// The gradient's part.
+    pub take: f32,
+}
+
 /// One link of a chain.
 pub trait Transform: Debug + Send {
     /// Its name, the prefix of its state's names.
@@ -61,11 +72,17 @@ pub trait Transform: Debug + Send {
     /// The scalars of a step.
     fn scalars(&self, _info: StepInfo, _out: &mut Vec<f32>) {}
 
+    /// What replicas average in a step, counted from 0, if that is not the gradient: the chain takes the mean
+    /// for its gradient. For one link of a chain at most.
+    fn contribution(&self, _step: u64) -> Option<Contribution> {
+        None
+    }
+
     /// Writes the instructions from the incoming update to its own.
     fn emit(&self, e: &mut Emit<'_>, update: Value) -> Value;
 }
 
-fn require(
+pub(crate) fn require(
     ok: bool,
     transform: &'static str,
     field: &'static str,

@@ -27,7 +27,7 @@ use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::LrSchedule;
-use farflung_optim::local::LocalSettings;
+use farflung_optim::local::{Averages, LocalSettings};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
@@ -157,9 +157,12 @@ macro_rules! settings {
             /// Fills in the defaults; nothing is checked.
             fn fill(args: TrainArgs) -> Self {
                 let given = Given::Only(args.given());
-                let min_lr = args.min_lr;
+                let (min_lr, codec) = (args.min_lr, args.codec);
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
+                if let (None, Averages::Momentum { codec: name }) = (codec, config.optimizer.averages) {
+                    config.codec = name.parse().expect("a row's codec is in the list of codecs");
+                }
                 config
             }
 
@@ -254,6 +257,9 @@ settings! {
         /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95) or is
         /// unbiased.
         error_feedback: bool, "BOOL", true;
+        /// Steps at the beginning in which averages travel as they are, before --codec holds; unless told 0, and
+        /// 15% of --steps under the optimizers that average momentum, which it is the warm-up of.
+        codec_warmup: u64, "STEPS";
         /// Megabytes of gradients that are averaged together.
         bucket_mb: f64, "MB", 4.0;
         /// Average a bucket while the backward pass still computes the next.
@@ -429,11 +435,21 @@ impl TrainConfig {
         all.find(|(key, _)| dashed(key) == name)?.1
     }
 
-    /// The numbers of the optimizer, with a learning rate.
-    pub(crate) fn local(&self, schedule: LrSchedule) -> LocalSettings {
+    /// The numbers of the optimizer, with a learning rate and updates in a step.
+    pub(crate) fn local(&self, schedule: LrSchedule, updates: u64) -> LocalSettings {
         let Self { beta1, beta2, momentum, weight_decay, .. } = *self;
         let clip = (self.clip > 0.0).then_some(self.clip);
-        LocalSettings { beta1, beta2, momentum, weight_decay, clip, schedule }
+        let freeze = self.warm_steps() * updates;
+        LocalSettings { beta1, beta2, momentum, weight_decay, clip, schedule, freeze }
+    }
+
+    /// Steps before `codec` holds.
+    pub(crate) fn warm_steps(&self) -> u64 {
+        const PERCENT: u64 = 15;
+        self.codec_warmup.unwrap_or(match self.optimizer.averages {
+            Averages::Gradients => 0,
+            Averages::Momentum { .. } => (self.steps * PERCENT).div_ceil(100),
+        })
     }
 
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.

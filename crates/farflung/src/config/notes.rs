@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_compress::{AverageSpec, CodecSpec};
+use farflung_optim::local::Averages;
 use farflung_parallel::Recompute;
 use farflung_tensor::Precision;
 use farflung_zoo::GptConfig;
@@ -111,6 +112,7 @@ impl TrainConfig {
         notes.idle(run.world != self.workers, &["workers"], &launched);
         let exchanged = [
             "codec",
+            "codec-warmup",
             "error-feedback",
             "bucket-mb",
             "overlap",
@@ -139,6 +141,8 @@ impl TrainConfig {
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.idle(!each_step, &["overlap"], &after);
         let codec = self.codec;
+        let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
+        notes.idle(plain, &["codec-warmup"], "all averages travel as they are");
         let why = match codec {
             AverageSpec::Codec(codec) if codec.feedback() => "the codec's name sets its feedback",
             AverageSpec::Protocol(_) => "a protocol has its own feedback",

@@ -7,6 +7,7 @@ mod covering;
 use std::fmt;
 
 use farflung_compress::link::LinkSpec;
+use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method};
 use farflung_parallel::{Level, Plan, ScheduleSource};
@@ -26,6 +27,7 @@ struct Choices {
     /// How replicas average.
     levels: Vec<Level>,
     sync: Option<&'static SyncMethod>,
+    optimizer: &'static LocalMethod,
     /// None without stages.
     schedule: Option<Order>,
     /// Codecs of boundaries, forward.
@@ -77,6 +79,7 @@ impl Choices {
         Self {
             levels: vec![level(config, replicas)],
             sync: Some(config.sync.row()),
+            optimizer: config.optimizer.row(),
             schedule: (config.stages > 1 && named).then(|| Order::named(config.schedule)),
             forward: boundary(config.boundary),
             backward: boundary(config.boundary_backward),
@@ -106,6 +109,13 @@ impl Choices {
             stages: plan.stages() as usize,
             ..Self::wished(config, plan.ranks() as usize)
         }
+    }
+}
+
+impl Choices {
+    /// The optimizer, if replicas average its momentum.
+    fn momentum(&self) -> Option<&'static LocalMethod> {
+        (self.optimizer.averages != Averages::Gradients).then_some(self.optimizer)
     }
 }
 
@@ -154,6 +164,24 @@ const RULES: &[Rule] = &[
             let name = &order.name;
             let expected = format!("ddp with {name}: its parts are averaged inside of a step");
             local.then(|| refuse("sync", method.name, expected))
+        },
+    },
+    Rule {
+        axes: ["optimizer", "sync"],
+        refuses: |choices| {
+            let (optimizer, method) = (choices.momentum()?, choices.sync?);
+            let expected =
+                format!("ddp with {}: it has replicas average momentum at each step", optimizer.name);
+            (!method.each_step).then(|| refuse("sync", method.name, expected))
+        },
+    },
+    Rule {
+        axes: ["optimizer", "schedule"],
+        refuses: |choices| {
+            let (optimizer, order) = (choices.momentum()?, choices.schedule.as_ref()?);
+            let why = "it adds whole gradients to its momentum, once a step";
+            let expected = format!("with {}, another such as adamw: {why}", order.name);
+            (order.copies || !order.flushes).then(|| refuse("optimizer", optimizer.name, expected))
         },
     },
     Rule {

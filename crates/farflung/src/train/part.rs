@@ -31,6 +31,10 @@ pub(super) struct Part {
     pub(super) recompute: Recompute,
     /// Layers whose activations wait in the host's memory.
     pub(super) offload: usize,
+    /// Whether another part has the token table too.
+    shares_table: bool,
+    /// What replicas average, where that is not the gradient.
+    contribution: Option<Tensor>,
     /// Whether `grads` hold what the next update takes, rather than what the last one took.
     pending: bool,
     reducing: Reducing,
@@ -99,11 +103,32 @@ pub(super) struct Parts {
     pub(super) costs: Vec<StageCost>,
     pub(super) recompute: Recompute,
     pub(super) offload: usize,
+    pub(super) shares_table: bool,
+}
+
+/// Writes what replicas average of a range of the gradients into `into`. A token table that another part has too
+/// brings half of the chain's state: the sum of both contributions is that of the whole gradient.
+fn contribute(
+    chain: &Chain,
+    grads: &Tensor,
+    range: Range<usize>,
+    shared: &Range<usize>,
+    into: &mut Tensor,
+) -> Result<()> {
+    let inside = shared.start.clamp(range.start, range.end)..shared.end.clamp(range.start, range.end);
+    for (piece, share) in
+        [(range.start..inside.start, 1.0), (inside.clone(), 0.5), (inside.end..range.end, 1.0)]
+    {
+        if !piece.is_empty() {
+            chain.contribute(grads, piece, share, into)?;
+        }
+    }
+    Ok(())
 }
 
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
-        let Parts { stage, params, chain, sync, costs, recompute, offload } = made_of;
+        let Parts { stage, params, chain, sync, costs, recompute, offload, shares_table } = made_of;
         Ok(Self {
             grads: stage.zeros()?,
             stage,
@@ -113,6 +138,8 @@ impl Part {
             costs,
             recompute,
             offload,
+            shares_table,
+            contribution: None,
             pending: false,
             reducing: Reducing::No,
             version: 0,
@@ -225,6 +252,11 @@ impl Part {
         leaving: Leaving,
     ) -> Result<Option<Tensor>> {
         let accumulate = std::mem::replace(&mut self.pending, true);
+        let shared = self.shared();
+        if leaving == Leaving::AsReady {
+            self.make_room()?;
+        }
+        let (chain, contribution) = (&self.chain, &mut self.contribution);
         let params = if version == self.version {
             &self.params
         } else {
@@ -243,7 +275,11 @@ impl Part {
         let dx = self.stage.backward(params, saved, dy, &mut grads, |range, flat| {
             passed(&range);
             if let (Some(average), Ok(())) = (&mut average, &failed) {
-                failed = average.ready(range, flat);
+                failed = match contribution {
+                    Some(into) => contribute(chain, flat, range.clone(), &shared, into)
+                        .and_then(|()| Ok(average.ready(range, into)?)),
+                    None => average.ready(range, flat).map_err(Into::into),
+                };
             }
         })?;
         failed?;
@@ -266,10 +302,46 @@ impl Part {
             // A copy of the model that saw no microbatch adds nothing.
             self.grads = self.stage.zeros()?;
         }
+        let shared = self.shared();
+        self.make_room()?;
         if let Some(average) = self.sync.as_mut().and_then(|sync| sync.gradients()) {
-            average.start_all(&self.grads)?;
+            let leaves = match &mut self.contribution {
+                Some(into) => {
+                    contribute(&self.chain, &self.grads, 0..self.grads.shape().len(), &shared, into)?;
+                    &*into
+                }
+                None => &self.grads,
+            };
+            average.start_all(leaves)?;
         }
         self.reducing = Reducing::All;
+        Ok(())
+    }
+
+    /// Has a buffer for what replicas average in this step, if that is not the gradient.
+    fn make_room(&mut self) -> Result<()> {
+        match (self.chain.contributes(), &self.contribution) {
+            (true, None) => self.contribution = Some(self.stage.zeros()?),
+            (false, Some(_)) => self.contribution = None,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// The elements of a token table that another part has too.
+    fn shared(&self) -> Range<usize> {
+        if self.shares_table { self.table() } else { 0..0 }
+    }
+
+    /// Makes of gradients that nobody averages, and that are complete, what the chain takes for them.
+    pub(super) fn contribute_alone(&mut self) -> Result<()> {
+        if self.average().is_some() || !self.chain.contributes() {
+            return Ok(());
+        }
+        self.make_room()?;
+        let Some(into) = &mut self.contribution else { return Ok(()) };
+        self.chain.contribute(&self.grads, 0..self.grads.shape().len(), 1.0, into)?;
+        std::mem::swap(&mut self.grads, into);
         Ok(())
     }
 

@@ -438,6 +438,7 @@ impl Trainer {
             let Executor { parts, placement, tied, .. } = &mut self.executor;
             by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
             tied.finish(parts, placement)?;
+            parts.values_mut().try_for_each(Part::contribute_alone)?;
         }
         self.executor.parts.values_mut().try_for_each(|part| part.catch_up(None))?;
         match early {

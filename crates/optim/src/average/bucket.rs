@@ -132,8 +132,10 @@ pub(super) fn cut(layout: &ParamLayout, bytes: usize) -> (Vec<Slot>, Vec<Bucket>
 }
 
 impl Bucket {
-    /// Its elements go side by side into these shards.
+    /// From the next round on its elements go side by side into these shards.
     pub(super) fn place(&mut self, shards: &[Range<usize>]) {
+        self.parts.clear();
+        self.packed = None;
         let mut start = 0;
         for piece in &self.pieces {
             for (shard, range) in shards.iter().enumerate() {

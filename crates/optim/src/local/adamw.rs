@@ -1,6 +1,6 @@
 //! Adam with decoupled weight decay.
 
-use super::{LocalMethod, LocalSettings, clipped, decayed};
+use super::{Averages, LocalMethod, LocalSettings, clipped, decayed};
 use crate::transform::{scale_by_adam, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
@@ -9,6 +9,7 @@ pub const ADAMW: LocalMethod = LocalMethod {
     name: "adamw",
     summary: "Adam with decoupled weight decay",
     reads: &["beta1", "beta2"],
+    averages: Averages::Gradients,
     buffers: |_| 2,
     build: |settings| {
         let LocalSettings { beta1, beta2, weight_decay, clip, schedule, .. } = settings;

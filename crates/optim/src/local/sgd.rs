@@ -1,6 +1,6 @@
 //! Gradient descent with momentum.
 
-use super::{LocalMethod, LocalSettings, clipped, decayed, with_momentum};
+use super::{Averages, LocalMethod, LocalSettings, clipped, decayed, with_momentum};
 use crate::transform::scale_by_schedule;
 use crate::{ChainBuilder, LrSchedule};
 
@@ -9,6 +9,7 @@ pub const SGD: LocalMethod = LocalMethod {
     name: "sgd",
     summary: "gradient descent with momentum",
     reads: &["momentum"],
+    averages: Averages::Gradients,
     buffers: |settings| usize::from(settings.momentum != 0.0),
     build: |settings| {
         let LocalSettings { momentum, weight_decay, clip, schedule, .. } = settings;

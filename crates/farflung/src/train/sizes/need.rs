@@ -205,7 +205,7 @@ impl RankGroup<'_> {
         let replicas = (self.world / self.positions.len()).max(1);
         let mut need = Need::default();
         let model = position.parameters.saturating_mul(F32);
-        let states = (config.optimizer.buffers)(&config.local(LrSchedule::constant(config.lr))) as u128;
+        let states = (config.optimizer.buffers)(&config.local(LrSchedule::constant(config.lr), 1)) as u128;
         let outer = (config.sync.buffers)(config.outer_momentum);
         let here = in_host_memory(config.device.of(rank));
         if here {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
-use farflung_optim::{Chain, Decay, LrSchedule, token_weight};
+use farflung_optim::{AverageConfig, Chain, Decay, LrSchedule, token_weight};
 use farflung_parallel::pipeline::{Placement, Tie, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::weights::Weights;
@@ -161,10 +161,18 @@ fn build_part(
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
     let sync = match holders {
-        Some(group) if !model.layout().is_empty() => Some(synchroniser(job, group, plain, &model, &params)?),
+        Some(group) if !model.layout().is_empty() => {
+            let level = job.plan.outermost();
+            let rounds = if job.averages_each_step() { updates } else { 1 };
+            let warmup = (job.config.warm_steps() * rounds).div_ceil(u64::from(level.every).max(1));
+            Some(synchroniser(job, group, plain, &model, (&params, warmup))?)
+        }
         _ => None,
     };
     let chain = chain(&job.config, device, &model, updates)?;
+    let placement = schedule.placement();
+    let shares_table =
+        placement.tie() != Tie::Whole && (placement.is_first(stage) != placement.is_last(stage));
     let slices = schedule.slices.len();
     let by_slice = schedule.cost.by_slice(schedule.schedule.order())?;
     let (recompute, offload) = match schedule.placement().depth() {
@@ -179,16 +187,18 @@ fn build_part(
         costs: by_slice[stage.index() * slices..][..slices].to_vec(),
         recompute,
         offload,
+        shares_table,
     })
 }
 
-/// How the holders of a part keep it equal: the plan's method.
+/// How the holders of a part keep it equal: the plan's method. With the parameters as they begin, and rounds
+/// before codecs hold.
 fn synchroniser(
     job: &Job,
     group: &Communicator,
     device: &Device,
     model: &Stage,
-    params: &Tensor,
+    (params, warmup): (&Tensor, u64),
 ) -> Result<Box<dyn Synchroniser>> {
     let level = job.plan.outermost();
     let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
@@ -196,7 +206,7 @@ fn synchroniser(
         comm: averages::in_regions(group.clone(), &job.plan)?,
         device,
         layout: model.layout(),
-        average: job.average_config()?,
+        average: AverageConfig { warmup, ..job.average_config()? },
         every: level.every.into(),
         outer_lr: job.config.outer_lr,
         outer_momentum: job.config.outer_momentum,
@@ -213,7 +223,7 @@ fn chain(config: &TrainConfig, device: &Device, stage: &Stage, updates: u64) -> 
     };
     let least = config.min_lr.min(config.lr);
     let schedule = LrSchedule::new(config.lr, least, config.warmup * updates, config.steps * updates, decay)?;
-    Ok((config.optimizer.build)(config.local(schedule)).build(device, stage.layout())?)
+    Ok((config.optimizer.build)(config.local(schedule, updates)).build(device, stage.layout())?)
 }
 
 /// A communicator for each part of this rank that others hold too: replicas, or the other copy of the model.
