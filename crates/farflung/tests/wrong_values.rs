@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Output;
 
 use farflung::config::choice::{LrScheduleKind, Resume, SyncKind, TransportKind};
-use farflung::optim::sync::DILOCO;
+use farflung::optim::sync::{COCKTAIL, DILOCO, STREAMING};
 use farflung::train::{Failure, Fault, FaultyValue, Job, Moment, Quiet, run_job, seats};
 use farflung::transports::MEMORY;
 use farflung::{Checkpoint, Error, Result, Stop, TrainConfig, What, events};
@@ -159,7 +159,20 @@ fn six_steps(folder: &Path, config: TrainConfig) -> Result<Job> {
 fn a_rank_may_fail_at_any_moment_of_a_step() {
     let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() };
     let pipeline = TrainConfig { stages: 2, microbatches: Some(2), ..TrainConfig::default() };
-    for (config, workers) in [(TrainConfig::default(), 3), (diloco, 3), (pipeline, 4)] {
+    // Averages are in flight as the checkpoint is written, and as the rank fails.
+    let delayed = |sync| TrainConfig {
+        sync: SyncKind::of(sync),
+        sync_every: 2,
+        fragments: Some(2),
+        codec: "int4+ef".parse().unwrap(),
+        ..TrainConfig::default()
+    };
+    let (streaming, cocktail) = (delayed(&STREAMING), delayed(&COCKTAIL));
+    let piped =
+        TrainConfig { sync: SyncKind::of(&STREAMING), sync_every: 2, fragments: Some(2), ..pipeline.clone() };
+    let ways =
+        [(TrainConfig::default(), 3), (diloco, 3), (streaming, 3), (cocktail, 3), (pipeline, 4), (piped, 4)];
+    for (config, workers) in ways {
         let config = TrainConfig { workers, checkpoint_every: 2, ..config };
         let train = |folder: &Path, resume: Resume, failure: Option<Failure>| {
             let job = six_steps(folder, TrainConfig { resume, ..config.clone() }).unwrap();

@@ -4,6 +4,7 @@
 mod bucket;
 mod coder;
 mod coding;
+mod config;
 mod rounds;
 mod way;
 
@@ -11,91 +12,19 @@ use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use farflung_base::{Algorithm, Bytes, Nanos};
+use farflung_base::{Bytes, Nanos};
 use farflung_comm::{Communicator, ReduceOp};
 use farflung_compress::{StateMap, StateValue};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
-use bucket::{Bucket, Fetch, Slot, cut};
+use bucket::{Bucket, Fetch, Slot};
 use coder::Codecs;
 use rounds::Rounds;
 use way::{Came, Travelling, Way};
 
 pub use coding::{Coding, MakeCompressor, MakeProtocol};
-
-/// How buffers are averaged.
-#[derive(Debug, Clone)]
-pub struct AverageConfig {
-    /// What travels: plain f32 (`none`, reduced as the communicator does), a codec's bytes, or what a protocol
-    /// exchanges (plain, as well).
-    pub codec: Coding,
-    /// How a codec's bytes are reduced: one of [`Algorithm::CODED`], or `auto`, the cheapest on the
-    /// communicator's links.
-    pub algorithm: Algorithm,
-    /// Most f32 bytes of a bucket; a larger parameter is a bucket alone.
-    pub bucket_bytes: usize,
-    /// Rounds at the beginning that travel as plain f32, before [`AverageConfig::codec`] holds: from the first
-    /// step on, lossy codecs lose more than later.
-    pub warmup: u64,
-    /// Whether buckets start as soon as they are ready, rather than all at the end.
-    pub overlap: bool,
-    /// Seed of the codecs that draw.
-    pub seed: u64,
-}
-
-impl Default for AverageConfig {
-    /// Plain f32, buckets of 4 MiB, overlapped; a codec's bytes by a scatter-gather of equal shards.
-    fn default() -> Self {
-        Self {
-            codec: Coding::default(),
-            algorithm: Algorithm::Direct,
-            bucket_bytes: 4 << 20,
-            warmup: 0,
-            overlap: true,
-            seed: 0,
-        }
-    }
-}
-
-impl AverageConfig {
-    /// Elements of each bucket into which a layout is cut, in the order in which they travel.
-    #[must_use]
-    pub fn buckets(&self, layout: &ParamLayout) -> Vec<usize> {
-        cut(layout, self.bucket_bytes).1.iter().map(|bucket| bucket.len).collect()
-    }
-
-    /// Values of each bucket's exchanges where a protocol averages them, in the order of
-    /// [`AverageConfig::buckets`]; `None` where none does.
-    #[must_use]
-    pub fn exchanges(&self, layout: &ParamLayout) -> Option<Vec<Vec<usize>>> {
-        let make = self.codec.protocols()?;
-        let (slots, buckets) = cut(layout, self.bucket_bytes);
-        let of = |bucket: usize| {
-            let slots = slots.iter().filter(|slot| slot.bucket == bucket);
-            Rounds::new(slots, &*make, self.seed).sizes().to_vec()
-        };
-        Some((0..buckets.len()).map(of).collect())
-    }
-
-    /// For each bucket, after which of some ranges of a layout, which become final in this order, it leaves:
-    /// when its parameters are all final and those of the buckets before it too. The number of ranges where
-    /// that never is.
-    #[must_use]
-    pub fn ready_after(&self, layout: &ParamLayout, ranges: &[Range<usize>]) -> Vec<usize> {
-        let (slots, buckets) = cut(layout, self.bucket_bytes);
-        let mut ready = vec![0; buckets.len()];
-        for slot in slots {
-            let whole = |range: &Range<usize>| range.start <= slot.range.start && slot.range.end <= range.end;
-            let at = ranges.iter().position(whole).unwrap_or(ranges.len());
-            ready[slot.bucket] = at.max(ready[slot.bucket]);
-        }
-        for i in 1..ready.len() {
-            ready[i] = ready[i].max(ready[i - 1]);
-        }
-        ready
-    }
-}
+pub use config::AverageConfig;
 
 /// Averages flat buffers of one layout over the ranks of a communicator.
 ///
@@ -164,7 +93,10 @@ pub struct Average {
     fetching: VecDeque<Fetch>,
     in_flight: Vec<Travelling>,
     round: u64,
-    uncommitted: bool,
+    /// Buckets of this round that came back.
+    came: usize,
+    /// Those among them that are not committed.
+    uncommitted: Range<usize>,
 }
 
 /// What a round of averaging was.
@@ -184,7 +116,7 @@ pub struct Averaged {
 impl Average {
     /// For flat buffers of `layout` on `device`, over all ranks of `comm`.
     ///
-    /// Errors: [`OptimError::Setting`] for buckets of no bytes; [`OptimError::Comm`] for an algorithm by which
+    /// Errors: [`OptimError::Setting`] for buckets of no bytes or no fragments; [`OptimError::Comm`] for an algorithm by which
     /// a codec's bytes cannot be reduced.
     pub fn new(
         comm: Communicator,
@@ -192,11 +124,13 @@ impl Average {
         layout: &ParamLayout,
         config: AverageConfig,
     ) -> Result<Self, OptimError> {
-        if config.bucket_bytes == 0 {
-            let (transform, field, expected) = ("average", "bucket_bytes", "above 0");
-            return Err(OptimError::Setting { transform, field, value: 0.0, expected });
+        for (field, value) in [("bucket_bytes", config.bucket_bytes), ("fragments", config.fragments)] {
+            if value == 0 {
+                let (transform, expected) = ("average", "above 0");
+                return Err(OptimError::Setting { transform, field, value: 0.0, expected });
+            }
         }
-        let (slots, buckets) = cut(layout, config.bucket_bytes);
+        let (slots, buckets) = config.cut(layout);
         let mut average = Self {
             comm,
             config,
@@ -209,7 +143,8 @@ impl Average {
             ways: Vec::new(),
             warm: None,
             round: 0,
-            uncommitted: false,
+            came: 0,
+            uncommitted: 0..0,
         };
         let ways = average.new_ways()?;
         average.take(ways);
@@ -261,9 +196,7 @@ impl Average {
         self.fetching.clear();
         self.in_flight.clear();
         self.rollback();
-        if let Some(ways) = self.warm.take() {
-            self.take(ways);
-        }
+        self.came = 0;
         for slot in &mut self.slots {
             slot.ready = false;
         }
@@ -312,18 +245,93 @@ impl Average {
         Averaging { average: self, finished: false }.finish(flat)
     }
 
-    /// Makes the finished round final: all ranks agreed on the step. Without one it does nothing.
+    /// Makes what came back final: all ranks agreed on the step. Where that is nothing it does nothing.
     pub fn commit(&mut self) {
-        if std::mem::take(&mut self.uncommitted) {
-            self.ways.iter_mut().for_each(Way::commit);
-            self.round += 1;
+        let committed = std::mem::take(&mut self.uncommitted);
+        if !committed.is_empty() {
+            self.round += u64::from(self.came == self.buckets.len());
+            self.ways[committed].iter_mut().for_each(Way::commit);
+            if self.round == self.config.warmup
+                && let Some(ways) = self.warm.take()
+            {
+                self.take(ways);
+            }
         }
     }
 
-    /// Takes the finished round back: the step was given up.
+    /// Takes back what came and was not committed: the step was given up.
     pub fn rollback(&mut self) {
-        self.uncommitted = false;
+        self.uncommitted = 0..0;
         self.ways.iter_mut().for_each(Way::rollback);
+    }
+
+    /// Elements of a fragment, the runs of its parameters in the order of the layout.
+    #[must_use]
+    pub fn fragment(&self, fragment: usize) -> Vec<Range<usize>> {
+        let buckets = self.buckets.iter().filter(|bucket| bucket.fragment == fragment);
+        let mut pieces: Vec<_> = buckets.flat_map(Bucket::pieces).cloned().collect();
+        pieces.sort_unstable_by_key(|piece| piece.start);
+        pieces
+    }
+
+    /// Sends a fragment of `flat`, whose values are final; nobody has to wait for it yet. The round was
+    /// [opened](Average::open), and fragments follow each other: those before this one that were not sent are
+    /// passed over. All ranks must do the same.
+    ///
+    /// Errors: as [`Averaging::ready`].
+    pub fn start_fragment(&mut self, fragment: usize, flat: &Tensor) -> Result<(), OptimError> {
+        self.check(flat)?;
+        if self.in_flight.is_empty() && self.fetching.is_empty() {
+            self.came = self.buckets.partition_point(|bucket| bucket.fragment < fragment);
+        }
+        for piece in self.fragment(fragment) {
+            self.mark(piece)?;
+        }
+        self.start(flat)?;
+        self.send(self.fetching.len())
+    }
+
+    /// Waits for the fragments that were sent, then writes their means into `flat`: all of them, or none.
+    ///
+    /// Errors: as [`Averaging::finish`].
+    pub fn finish_fragments(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
+        self.check(flat)?;
+        self.arrive(flat)
+    }
+
+    /// Waits for the buckets that left.
+    fn arrive(&mut self, flat: &mut Tensor) -> Result<Averaged, OptimError> {
+        let began = self.comm.now();
+        let mut travelling: Vec<_> = self.in_flight.drain(..).map(Some).collect();
+        let came = self.came..self.came + travelling.len();
+        // Buckets of several exchanges go on in their order, the same on all ranks.
+        while travelling.iter().any(Option::is_some) {
+            let (ways, buckets) = (&mut self.ways[came.clone()], &mut self.buckets[came.clone()]);
+            for ((pending, way), bucket) in travelling.iter_mut().zip(ways).zip(buckets) {
+                let Some(packed) = pending.take().map(Travelling::wait) else { continue };
+                match way.came(&self.comm, packed?)? {
+                    Came::Mean(packed) => bucket.packed = Some(packed),
+                    Came::Goes(next) => *pending = Some(next),
+                }
+            }
+        }
+        let wait = self.comm.now().saturating_sub(began);
+        for bucket in &mut self.buckets[came.clone()] {
+            bucket.unpack(flat)?;
+        }
+        let elements = self.buckets[came.clone()].iter().map(|b| b.len).sum();
+        let payload = Bytes(self.ways[came.clone()].iter().map(Way::sent).sum());
+        let averaged = Averaged { buckets: came.len(), elements, payload, wait };
+        tracing::debug!(
+            buckets = averaged.buckets,
+            payload_bytes = payload.0,
+            wait_ns = wait.0,
+            round = self.round,
+            "averaged"
+        );
+        self.came = came.end;
+        self.uncommitted = if self.uncommitted.is_empty() { came } else { self.uncommitted.start..came.end };
+        Ok(averaged)
     }
 
     /// Rounds committed so far.
@@ -364,13 +372,12 @@ impl Average {
         get: impl Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
         let mut restored = self.new_ways()?;
-        // In the last round of the warm-up no codec has anything to remember yet.
-        if round > self.config.warmup || self.config.warmup == 0 {
+        if round >= self.config.warmup {
             for (bucket, way) in restored.iter_mut().enumerate() {
                 way.restore(&format!("{prefix}bucket{bucket}."), &get)?;
             }
         }
-        (self.round, self.uncommitted) = (round, false);
+        (self.round, self.came, self.uncommitted) = (round, 0, 0..0);
         self.take(restored);
         Ok(())
     }
@@ -415,12 +422,12 @@ impl Average {
     fn start(&mut self, flat: &Tensor) -> Result<(), OptimError> {
         let earlier = self.fetching.len();
         loop {
-            let next = self.in_flight.len() + self.fetching.len();
+            let next = self.came + self.in_flight.len() + self.fetching.len();
             let Some(bucket) = self.buckets.get_mut(next).filter(|b| b.missing == 0) else { break };
             let way = &self.ways[next];
             self.fetching.push_back(bucket.fetch(flat, |len| way.empty(len))?);
         }
-        let all = self.in_flight.len() + self.fetching.len() == self.buckets.len();
+        let all = self.came + self.in_flight.len() + self.fetching.len() == self.buckets.len();
         self.send(if all { self.fetching.len() } else { earlier })
     }
 
@@ -430,7 +437,7 @@ impl Average {
             let Some(fetch) = self.fetching.pop_front_if(|fetch| sent < due || fetch.is_here()) else {
                 break;
             };
-            let way = &mut self.ways[self.in_flight.len()];
+            let way = &mut self.ways[self.came + self.in_flight.len()];
             let pending = way.start(&self.comm, fetch.wait()?)?;
             self.in_flight.push(pending);
         }
@@ -470,34 +477,7 @@ impl Averaging<'_> {
             return Err(OptimError::Ready { parameter: slot.name.clone(), problem });
         }
         average.start(flat)?;
-        let began = average.comm.now();
-        let mut travelling: Vec<_> = average.in_flight.drain(..).map(Some).collect();
-        // Buckets of several exchanges go on in their order, the same on all ranks.
-        while travelling.iter().any(Option::is_some) {
-            let all = travelling.iter_mut().zip(&mut average.ways).zip(&mut average.buckets);
-            for ((pending, way), bucket) in all {
-                let Some(packed) = pending.take().map(Travelling::wait) else { continue };
-                match way.came(&average.comm, packed?)? {
-                    Came::Mean(packed) => bucket.packed = Some(packed),
-                    Came::Goes(next) => *pending = Some(next),
-                }
-            }
-        }
-        let wait = average.comm.now().saturating_sub(began);
-        for bucket in &mut average.buckets {
-            bucket.unpack(flat)?;
-        }
-        let elements = average.buckets.iter().map(|b| b.len).sum();
-        let payload = Bytes(average.ways.iter().map(Way::sent).sum());
-        let averaged = Averaged { buckets: average.buckets.len(), elements, payload, wait };
-        tracing::debug!(
-            buckets = averaged.buckets,
-            payload_bytes = payload.0,
-            wait_ns = wait.0,
-            round = average.round,
-            "averaged"
-        );
-        average.uncommitted = true;
+        let averaged = average.arrive(flat)?;
         self.finished = true;
         Ok(averaged)
     }

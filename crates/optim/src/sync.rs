@@ -2,35 +2,53 @@
 //!
 //! A trainer calls a [`Synchroniser`] at the moments of a step and does not depend on which method it is.
 
+mod cocktail;
 mod ddp;
+mod delayed;
 mod diloco;
+mod streaming;
+mod timeline;
 
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
 use crate::{Average, AverageConfig, OptimError};
 
+pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
+pub use delayed::{Delayed, DelayedSettings, Merge};
 pub use diloco::{DILOCO, DiLoCo};
+pub use streaming::STREAMING;
+pub use timeline::Timeline;
+
+/// A moment of a run: after which step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct After {
+    /// The step, counted from 1.
+    pub step: u64,
+    /// Whether it is the run's last.
+    pub last: bool,
+}
 
 /// Keeps a rank's copy of some parameters equal to the copies of others.
 ///
 /// Order of the calls in a step: where [`Synchroniser::gradients`] gives an average, the step's gradients go
 /// through it and the optimizer's update follows. Then, where [`Synchroniser::is_due`],
-/// [`Synchroniser::exchange`], [`Synchroniser::prepare`] and, once all ranks agreed, [`Synchroniser::commit`].
-/// [`Synchroniser::rollback`] instead of a commit leaves no trace.
+/// [`Synchroniser::exchange`], [`Synchroniser::prepare`] and, once all ranks agreed, [`Synchroniser::commit`]:
+/// once more where [`Synchroniser::goes_on`]. [`Synchroniser::rollback`] instead of a commit leaves no trace.
+/// After each step, [`Synchroniser::depart`].
 pub trait Synchroniser: std::fmt::Debug + Send {
     /// The average that the gradients of each step go through; `None` for a method whose steps are local.
     fn gradients(&mut self) -> Option<&mut Average>;
 
-    /// Whether all copies are to agree after this step, counted from 1; they always do after the last one.
-    fn is_due(&self, step: u64, is_last: bool) -> bool;
+    /// Whether all copies meet now; they always do after the last step.
+    fn is_due(&self, after: After) -> bool;
 
     /// Averages over all copies. No parameter has changed when it returns. `weight` is this copy's part of the
     /// mean, where 1 is an equal part.
     ///
     /// Errors: a peer that was lost; a codec that refuses values which are not finite.
-    fn exchange(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError>;
+    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError>;
 
     /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
@@ -44,6 +62,42 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Takes the step that was exchanged, or makes the average of gradients final.
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError>;
 
+    /// After each local step, and after the commit where copies met: sends what leaves now and comes back at a
+    /// later meeting, and tells whether that is something. Nobody waits for it.
+    ///
+    /// Errors: those of the copies' device, and of codecs.
+    fn depart(&mut self, _params: &Tensor, _after: After, _weight: f64) -> Result<bool, OptimError> {
+        Ok(false)
+    }
+
+    /// Whether copies meet once more after the step that was just committed.
+    fn goes_on(&self) -> bool {
+        false
+    }
+
+    /// The parameters that all copies have in common where each has its own between their meetings, and after
+    /// them: those of the model that the run trains. `None` where copies are the same whenever they met.
+    fn common(&self) -> Option<&Tensor> {
+        None
+    }
+
+    /// The same, to be set to what all copies have.
+    fn common_mut(&mut self) -> Option<&mut Tensor> {
+        None
+    }
+
+    /// Waits for what is in flight, so that [`Synchroniser::states`] has it. For all copies to call.
+    ///
+    /// Errors: a peer that was lost.
+    fn settle(&mut self) -> Result<(), OptimError> {
+        Ok(())
+    }
+
+    /// Gives up what is in flight. Nothing but saving follows.
+    fn abandon(&mut self) {
+        self.average_mut().open();
+    }
+
     /// Gives up what was not committed.
     fn rollback(&mut self);
 
@@ -53,10 +107,17 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Averages of its own that were committed.
     fn steps(&self) -> u64;
 
-    /// Its state by name, each of the layout's length, so that it can be cut in another way.
+    /// Its state by name, each of the layout's length, so that it can be cut in another way: the same on all
+    /// copies.
     fn states(&self) -> Vec<(&str, &Tensor)>;
 
-    /// Restores what [`Synchroniser::states`] gave.
+    /// State of this copy alone, by name.
+    fn own_states(&self) -> Vec<(&str, &Tensor)> {
+        Vec::new()
+    }
+
+    /// Restores what [`Synchroniser::states`] and [`Synchroniser::own_states`] gave; without the latter, and
+    /// without what is in flight, it goes on as if that had never left.
     ///
     /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed then.
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError>;
@@ -85,6 +146,12 @@ pub struct SyncSettings<'a> {
     pub outer_lr: f64,
     /// Nesterov momentum of an outer optimizer.
     pub outer_momentum: f64,
+    /// Parts of the parameters that travel at different times.
+    pub fragments: usize,
+    /// Steps that an average may take.
+    pub delay: u64,
+    /// What stays of a copy's own parameters where it takes up an average.
+    pub mixing: f64,
     /// The parameters as all copies have them.
     pub params: &'a Tensor,
 }
@@ -100,6 +167,10 @@ pub struct SyncMethod {
     pub each_step: bool,
     /// The settings that only some methods read, by their names on command lines.
     pub reads: &'static [&'static str],
+    /// Steps between averages, where the method itself decides that.
+    pub every: Option<u64>,
+    /// The codec that its averages go through, unless another is asked for.
+    pub codec: Option<&'static str>,
     /// What it keeps, by the outer optimizer's momentum.
     pub buffers: fn(f64) -> Buffers,
     /// Makes one.
@@ -116,7 +187,7 @@ pub struct Buffers {
 }
 
 /// All methods; the first is the default.
-pub const METHODS: &[SyncMethod] = &[DDP, DILOCO];
+pub const METHODS: &[SyncMethod] = &[DDP, DILOCO, STREAMING, COCKTAIL];
 
 impl SyncMethod {
     /// The method of a name.

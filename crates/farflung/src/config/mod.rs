@@ -26,8 +26,9 @@ use farflung_base::{Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
-use farflung_optim::LrSchedule;
 use farflung_optim::local::{Averages, LocalSettings};
+use farflung_optim::sync::Timeline;
+use farflung_optim::{LrSchedule, OptimError};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
@@ -160,7 +161,11 @@ macro_rules! settings {
                 let (min_lr, codec) = (args.min_lr, args.codec);
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
-                if let (None, Averages::Momentum { codec: name }) = (codec, config.optimizer.averages) {
+                let by_optimizer = match config.optimizer.averages {
+                    Averages::Momentum { codec } => Some(codec),
+                    Averages::Gradients => None,
+                };
+                if let (None, Some(name)) = (codec, by_optimizer.or(config.sync.codec)) {
                     config.codec = name.parse().expect("a row's codec is in the list of codecs");
                 }
                 config
@@ -250,6 +255,12 @@ settings! {
         outer_lr: f64, "RATE", 0.7;
         /// DiLoCo's outer Nesterov momentum.
         outer_momentum: f64, "X", 0.9;
+        /// Parts of the parameters that streaming averages at different times; unless told 4, or one a step.
+        fragments: usize, "N";
+        /// Steps that streaming lets an average take, while it trains on.
+        sync_delay: u64, "STEPS", 1u64;
+        /// What stays of a worker's own parameters where streaming takes up an average: 0 takes the average.
+        mixing: f64, "X", 0.5;
         /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01
         /// (momentum is gathered before the selection), powersgd:4 (matrices as products of rank 4), and many
         /// more; a wrong name lists them.
@@ -443,6 +454,12 @@ impl TrainConfig {
         LocalSettings { beta1, beta2, momentum, weight_decay, clip, schedule, freeze }
     }
 
+    /// Parts of the parameters that are averaged at different times.
+    pub(crate) fn fragments(&self) -> usize {
+        const UNLESS_TOLD: u64 = 4;
+        self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
+    }
+
     /// Steps before `codec` holds.
     pub(crate) fn warm_steps(&self) -> u64 {
         const PERCENT: u64 = 15;
@@ -537,6 +554,17 @@ impl TrainConfig {
                 (microbatches == self.accumulate, "the same as `accumulate`, which is its other name");
             check("microbatches", &microbatches, good, expected)?;
         }
+        if self.sync.reads.contains(&"fragments") {
+            let timeline = Timeline::new(self.sync_every, self.fragments() as u64, self.sync_delay);
+            timeline.map_err(|refused| match refused {
+                OptimError::Setting { field, value, expected, .. } => {
+                    let field = if field == "delay" { "sync-delay" } else { field };
+                    Error::Setting { field, value: value.to_string(), expected: expected.to_owned() }
+                }
+                other => other.into(),
+            })?;
+        }
+        check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
         check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
         check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than no time")

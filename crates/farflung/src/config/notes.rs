@@ -52,8 +52,9 @@ impl Notes<'_> {
         for &setting in rows.iter().flat_map(|row| row.settings) {
             let readers: Vec<_> =
                 rows.iter().filter(|row| row.settings.contains(&setting)).map(|row| row.name).collect();
-            if !readers.contains(&chosen) {
-                by_readers.entry(readers.join(" or ")).or_default().push(setting);
+            let settings = by_readers.entry(readers.join(" or ")).or_default();
+            if !readers.contains(&chosen) && !settings.contains(&setting) {
+                settings.push(setting);
             }
         }
         for (readers, settings) in by_readers {

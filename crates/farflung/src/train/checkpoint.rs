@@ -108,6 +108,7 @@ fn write(
 /// Writes this rank's checkpoint; all ranks must call it after the same step, with replicas the same. It becomes the
 /// newest on any rank only after all have written theirs. Gives its path.
 pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
+    trainer.settle()?;
     save_without(trainer, job, run, totals, &[])
 }
 
@@ -119,7 +120,20 @@ pub(super) fn save_without(
     totals: Totals,
     absent: &[Rank],
 ) -> Result<PathBuf> {
-    trainer.gather_whole()?;
+    trainer.with_common(|trainer| {
+        trainer.gather_whole()?;
+        save_common(trainer, job, run, totals, absent)
+    })
+}
+
+/// [`save_without`] of parameters that all replicas have in common.
+fn save_common(
+    trainer: &mut Trainer,
+    job: &Job,
+    run: &RunDir,
+    totals: Totals,
+    absent: &[Rank],
+) -> Result<PathBuf> {
     let packing = if job.config.compress_checkpoints { Packing::Zstd } else { Packing::Plain };
     let Counters { step, outer_step, rounds } = trainer.counters();
     let mut writer = run.begin_checkpoint(step, packing)?;

@@ -31,6 +31,8 @@ pub(super) struct Part {
     pub(super) recompute: Recompute,
     /// Layers whose activations wait in the host's memory.
     pub(super) offload: usize,
+    /// This replica's own parameters, while `params` are those that all have in common.
+    pub(super) own: Option<Tensor>,
     /// Whether another part has the token table too.
     shares_table: bool,
     /// What replicas average, where that is not the gradient.
@@ -138,6 +140,7 @@ impl Part {
             costs,
             recompute,
             offload,
+            own: None,
             shares_table,
             contribution: None,
             pending: false,

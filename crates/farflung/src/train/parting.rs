@@ -83,7 +83,9 @@ pub(super) fn part(
     stopper: Option<Rank>,
     error: Error,
 ) -> Error {
-    let by = error.cancelled_by().or(stopper.filter(|_| error.is_interruption()));
+    // Ranks of one process share their stop: who ends another's step there without it has failed.
+    let others = job.processes > 1;
+    let by = error.cancelled_by().or(stopper.filter(|_| error.is_interruption())).filter(|_| others);
     let signal = job.stop.requested();
     let stops = match (&error, signal) {
         (Error::Stopped(signal), _) => Some(*signal),
@@ -134,7 +136,7 @@ fn save(job: &Job, trainer: &mut Trainer, run: &RunDir, kept: &Kept) -> Result<O
     {
         return Err(Error::NoAnswer { rank: *rank });
     }
-    trainer.verify(Thoroughness::All)?;
+    trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
     checkpoint::save_without(trainer, job, run, kept.totals, &missing).map(Some)
 }
 

@@ -156,7 +156,7 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
         codec => codec,
     };
     let period = u32::try_from(config.sync_every).unwrap_or(u32::MAX);
-    let every = if config.sync.each_step { 1 } else { period };
+    let every = config.sync.every.map_or(period, |every| u32::try_from(every).unwrap_or(u32::MAX));
     let name = if codec.is_plain() { NO_CODEC.to_owned() } else { codec.to_string() };
     let algorithm = match codec {
         _ if config.was_given("algorithm") => config.algorithm,

@@ -227,6 +227,8 @@ struct Record<'a, 'w> {
     metrics: Option<MetricsWriter>,
     watch: Option<&'a mut (dyn Watch + 'w)>,
     rows: Vec<StepMetrics>,
+    /// Those among them whose losses are known.
+    told: usize,
     /// The run's clock after the last step.
     time_s: f64,
 }
@@ -268,14 +270,17 @@ impl Record<'_, '_> {
             watch.step(&row, link_use(self.link, totals));
         }
         self.rows.push(row);
-        if done.synced == Synced::Yes {
-            let waiting = self.rows.len().saturating_sub(done.losses.len());
-            for (row, &loss) in self.rows[waiting..].iter_mut().zip(&done.losses) {
-                row.train_loss = loss;
-                if let Some(metrics) = &mut self.metrics {
-                    metrics.write(row)?;
-                }
+        self.tell(&done.losses)
+    }
+
+    /// Takes down the losses of the first steps that still wait for theirs.
+    fn tell(&mut self, losses: &[f64]) -> Result<()> {
+        for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
+            row.train_loss = loss;
+            if let Some(metrics) = &mut self.metrics {
+                metrics.write(row)?;
             }
+            self.told += 1;
         }
         Ok(())
     }
@@ -343,7 +348,7 @@ fn train(
         return Ok(report.map(|report| *report));
     }
     // Of copies that were read, and of a start from weights.
-    trainer.verify(Thoroughness::All)?;
+    trainer.with_common(|trainer| trainer.verify(Thoroughness::All))?;
     // Only now that nothing in the folder stands against these settings.
     if let Some(run) = run {
         run.write_config(&config.to_toml())?;
@@ -356,7 +361,7 @@ fn train(
         trainer.mark()?;
     }
     job.stop.begin();
-    let mut record = Record { job, link, metrics, watch, rows: Vec::new(), time_s: before.time_s };
+    let mut record = Record { job, link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
     if let Some(watch) = record.watch.as_deref_mut() {
         announce(job, trainer, simulated, resumed.as_ref(), watch)?;
     }
@@ -373,9 +378,7 @@ fn train(
         let agreed = done.synced == Synced::Yes;
         if agreed {
             kept.totals = clock.totals(trainer.comm());
-            if run.is_some() {
-                trainer.mark()?;
-            }
+            run.map_or(Ok(()), |_| trainer.mark())?;
         }
         events.time_s = clock.totals(trainer.comm()).time_s;
         if done.skipped > 0 {
@@ -391,6 +394,7 @@ fn train(
                 .then_some(if end || saves { Thoroughness::All } else { Thoroughness::Usual }),
             evaluate: agreed && (end || due(config.eval_every, last_evaluated)),
             digest: agreed && wants_digest,
+            saves,
         };
         let (seen, looked) = looks.look(trainer);
         if looks.verify.is_some() {
@@ -403,6 +407,7 @@ fn train(
         // A step that was done has its row, whether or not it could be looked at.
         if first && looked.as_ref().err().is_none_or(Error::is_interruption) {
             record.step(&done, seen.val_loss, seen.digest, &clock.totals(trainer.comm()))?;
+            record.tell(&seen.losses)?;
         }
         looked?;
         if let Some(run) = run.filter(|_| saves) {
@@ -418,7 +423,7 @@ fn train(
     }
     if begun == config.steps {
         // Of a run that was cut off before its report.
-        last_loss = Some(evaluated(trainer)?);
+        last_loss = Some(trainer.with_common(evaluated)?);
         record.rows = if first { finished::rows(run)? } else { Vec::new() };
     }
     let totals = clock.totals(trainer.comm());
@@ -460,6 +465,8 @@ struct Looks {
     verify: Option<Thoroughness>,
     evaluate: bool,
     digest: bool,
+    /// Whether a checkpoint follows.
+    saves: bool,
 }
 
 /// What was seen of a step.
@@ -467,13 +474,15 @@ struct Looks {
 struct Seen {
     val_loss: Option<f64>,
     digest: Option<String>,
+    /// Of steps that were not told yet: a run that goes on from a checkpoint knows nothing of them.
+    losses: Vec<f64>,
 }
 
 impl Looks {
     /// What is seen until something fails, and whether something did.
     fn look(&self, trainer: &mut Trainer) -> (Seen, Result<()>) {
         let mut seen = Seen::default();
-        let mut look = || {
+        let look = |trainer: &mut Trainer| {
             self.verify.map_or(Ok(()), |thoroughness| trainer.verify(thoroughness))?;
             if self.evaluate {
                 seen.val_loss = Some(evaluated(trainer)?);
@@ -481,9 +490,13 @@ impl Looks {
             if self.digest {
                 seen.digest = trainer.digest()?;
             }
+            if self.saves {
+                seen.losses = trainer.tell_losses()?;
+            }
             Ok(())
         };
-        let looked = look();
+        let any = self.verify.is_some() || self.evaluate || self.digest;
+        let looked = if any { trainer.with_common(look) } else { Ok(()) };
         (seen, looked)
     }
 }

@@ -22,6 +22,7 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
+use farflung_optim::sync::After;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
 use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
 use farflung_tensor::{Param, Tensor, TensorError};
@@ -35,7 +36,7 @@ use super::resync::{Drift, Resync};
 use super::tied::{Across, Tied};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
-use agree::Vote;
+use agree::{Met, Vote, Voting};
 use retreat::Mark;
 pub use verify::Thoroughness;
 
@@ -60,6 +61,8 @@ pub struct Trainer {
     each_step: bool,
     /// Losses of this replica's steps since the replicas were last the same.
     window: Vec<f64>,
+    /// A vote that left with an average.
+    voting: Option<Voting<Met>>,
     /// All that hold a part, by the part's number, where others hold it too.
     holders: BTreeMap<u32, Communicator>,
     resync: Resync,
@@ -109,7 +112,8 @@ pub struct StepDone {
     pub step: u64,
     /// Mean loss of the step's tokens in nats: of all replicas where they are the same now, else of this one's.
     pub loss: f64,
-    /// Where replicas have met: the mean loss over all of them of each step since they last did, this one's last.
+    /// Where replicas have met: the mean loss over all of them of the first steps that were not told yet. This
+    /// one's is the last of them, unless the method lets averages and votes take some steps.
     pub losses: Vec<f64>,
     /// Whether all replicas are the same now.
     pub synced: Synced,
@@ -284,11 +288,13 @@ impl Trainer {
     /// A step of this replica alone, after which all replicas may agree.
     fn local_step(&mut self, vote: &Vote, stop: bool) -> Result<StepDone> {
         self.window.push(vote.loss);
-        let (step, last) = (self.step, self.step == self.steps);
-        let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(step, last)));
+        let (step, last, stop) = (self.step, self.step == self.steps, stop || vote.stop);
+        let after = After { step, last };
+        let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(after)));
         // A single replica is always the same as itself.
         let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
         if !due && !alone {
+            self.depart(after, stop)?;
             let (loss, losses, skipped) = (vote.loss, Vec::new(), 0);
             return Ok(StepDone {
                 step,
@@ -300,21 +306,27 @@ impl Trainer {
                 skipped,
             });
         }
-        let vote = self.vote_on_window(stop || vote.stop);
-        let exchanged = self.exchange();
-        let vote = match exchanged.and_then(|()| vote.wait()) {
+        // What left with an earlier vote comes back with it.
+        let voting = self.voting.take();
+        let voting = voting.unwrap_or_else(|| self.vote_on_window(stop));
+        let exchanged = self.exchange(after);
+        let mut vote = match exchanged.and_then(|()| voting.wait()) {
             Ok(vote) => vote,
             Err(error) => {
                 self.executor.parts.values_mut().for_each(Part::rollback);
                 return Err(error);
             }
         };
-        for part in self.executor.parts.values_mut() {
-            if let Some(sync) = &mut part.sync {
-                sync.commit(&mut part.params)?;
+        while self.take_up()? {
+            if let Err(error) = self.exchange(after) {
+                self.executor.parts.values_mut().for_each(Part::rollback);
+                return Err(error);
             }
         }
-        self.window.clear();
+        self.depart(after, stop)?;
+        if last {
+            vote.losses.extend(self.tell_losses()?);
+        }
         Ok(StepDone {
             step,
             loss: vote.losses.last().copied().unwrap_or(f64::NAN),
@@ -326,14 +338,55 @@ impl Trainer {
         })
     }
 
+    /// Takes what was exchanged. Whether replicas are to meet once more: all or none.
+    fn take_up(&mut self) -> Result<bool> {
+        let mut goes_on = false;
+        for part in self.executor.parts.values_mut() {
+            if let Some(sync) = &mut part.sync {
+                sync.commit(&mut part.params)?;
+                goes_on |= sync.goes_on();
+            }
+        }
+        Ok(goes_on)
+    }
+
+    /// Sends what leaves after a step, and with it the vote on the steps so far: replicas that wait for neither
+    /// have the next steps' time for both.
+    fn depart(&mut self, after: After, stop: bool) -> Result<()> {
+        let (weight, mut departs) = (self.weight, false);
+        let Executor { parts, placement, .. } = &mut self.executor;
+        for (_, part) in by_number(parts, placement) {
+            if let Some(sync) = &mut part.sync {
+                departs |= sync.depart(&part.params, after, weight)?;
+            }
+        }
+        if departs {
+            self.voting = Some(self.vote_on_window(stop));
+        }
+        Ok(())
+    }
+
+    /// The mean losses of all replicas that no step has told yet: those since they last met, or since their last
+    /// vote left. For all ranks to call.
+    pub(in crate::train) fn tell_losses(&mut self) -> Result<Vec<f64>> {
+        let mut losses = match self.voting.take() {
+            Some(voting) => voting.wait()?.losses,
+            None => Vec::new(),
+        };
+        if !self.each_step && !self.window.is_empty() {
+            losses.extend(self.vote_on_window(false).wait()?.losses);
+        }
+        Ok(losses)
+    }
+
     /// Averages each part over its holders and computes its next values; nothing has changed when it returns.
     ///
     /// Errors: on all ranks together where the next values of any part would not be finite.
-    fn exchange(&mut self) -> Result<()> {
+    fn exchange(&mut self, after: After) -> Result<()> {
         let Executor { parts, placement, tied, .. } = &mut self.executor;
         let mut refused = None;
         for (_, part) in by_number(parts, placement) {
-            match part.sync.as_mut().map(|sync| sync.exchange(&part.params, self.weight)) {
+            match part.sync.as_mut().map(|sync| sync.exchange(&part.params, after, self.weight)) {
                 None | Some(Ok(())) => {}
                 Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
                 // The same on all holders of this part. Those of other parts go on, and so does this rank with
@@ -382,7 +435,8 @@ impl Trainer {
         for (number, part) in by_number(parts, placement) {
             let all = 0..part.stage.layout().len();
             if let Some(holders) = self.holders.get(&number).filter(|_| !all.is_empty()) {
-                comparison.mend(holders, &mut part.params, all)?;
+                let common = part.sync.as_mut().and_then(|sync| sync.common_mut());
+                comparison.mend(holders, common.unwrap_or(&mut part.params), all)?;
             }
         }
         // The table is the same in all pipelines now, and its two users in each may differ: on one rank they take the same
@@ -395,7 +449,7 @@ impl Trainer {
         let found = comparison.done()?;
         if found.distance > 0.0 {
             for part in parts.values_mut() {
-                if let Some(sync) = &mut part.sync {
+                if let Some(sync) = part.sync.as_mut().filter(|sync| sync.common().is_none()) {
                     sync.moved(&part.params)?;
                 }
             }

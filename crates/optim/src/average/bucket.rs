@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use farflung_base::Pending;
-use farflung_tensor::{Op, ParamLayout, Shape, Tensor, TensorError};
+use farflung_tensor::{Op, Param, ParamLayout, Shape, Tensor, TensorError};
 
 use crate::OptimError;
 
@@ -26,6 +26,7 @@ pub(super) struct Bucket {
     pieces: Vec<Range<usize>>,
     /// Where they lie in what travels.
     parts: Vec<Part>,
+    pub(super) fragment: usize,
     /// Elements of all pieces.
     pub(super) len: usize,
     pub(super) params: usize,
@@ -102,16 +103,39 @@ impl Fetch {
     }
 }
 
-/// Cuts a layout into buckets of at most `bytes`, from its end to its start; a larger parameter is a bucket alone. The
-/// slots are in the layout's order, the buckets in the opposite one.
-pub(super) fn cut(layout: &ParamLayout, bytes: usize) -> (Vec<Slot>, Vec<Bucket>) {
+/// The fragment of each parameter that has elements, from the layout's end to its start: `count` runs of about the
+/// same number of elements. The last holds the first parameter in any case, so that parts of a model which share
+/// that one have it in the same fragment.
+pub(super) fn fragments(layout: &ParamLayout, count: usize) -> Vec<usize> {
+    let params = || layout.params().iter().rev().filter(|p| !p.shape.is_empty());
+    let total: usize = params().map(|p| p.range().len()).sum();
+    let mut before = 0;
+    let fragment = |param: &Param| {
+        let number = before * count / total;
+        before += param.range().len();
+        number
+    };
+    let mut of: Vec<usize> = params().map(fragment).collect();
+    if let Some(first) = of.last_mut() {
+        *first = count - 1;
+    }
+    of
+}
+
+/// Cuts a layout into buckets of at most `bytes`, from its end to its start; a larger parameter is a bucket alone,
+/// and none lies in two of `count` [fragments]. The slots are in the layout's order, the buckets in the
+/// opposite one.
+pub(super) fn cut(layout: &ParamLayout, bytes: usize, count: usize) -> (Vec<Slot>, Vec<Bucket>) {
     let mut buckets: Vec<Bucket> = Vec::new();
     let mut slots = Vec::new();
-    for param in layout.params().iter().rev().filter(|p| !p.shape.is_empty()) {
+    let params = layout.params().iter().rev().filter(|p| !p.shape.is_empty());
+    for (param, fragment) in params.zip(fragments(layout, count)) {
         let range = param.range();
-        let fits = |b: &Bucket| (b.len + range.len()).saturating_mul(size_of::<f32>()) <= bytes;
+        let fits = |b: &Bucket| {
+            b.fragment == fragment && (b.len + range.len()).saturating_mul(size_of::<f32>()) <= bytes
+        };
         if !buckets.last().is_some_and(fits) {
-            buckets.push(Bucket::default());
+            buckets.push(Bucket { fragment, ..Bucket::default() });
         }
         let index = buckets.len() - 1;
         let bucket = &mut buckets[index];
@@ -147,6 +171,11 @@ impl Bucket {
             }
             start += piece.len();
         }
+    }
+
+    /// Its runs of the flat buffer, in order.
+    pub(super) fn pieces(&self) -> &[Range<usize>] {
+        &self.pieces
     }
 
     /// Starts to fetch its elements of `flat`, into the buffers of the last round if these came back, else into `new` ones.
@@ -204,7 +233,7 @@ mod tests {
 
     #[test]
     fn buckets_run_from_the_end_to_the_start_and_hold_no_padding() {
-        let (slots, buckets) = cut(&layout(&[64, 64, 10, 0, 200, 3]), 4 * 128);
+        let (slots, buckets) = cut(&layout(&[64, 64, 10, 0, 200, 3]), 4 * 128, 1);
         // 3 and 200 do not fit together; 200 is too large and stands alone; 10 + 64 fit, and 64 more do not.
         let seen: Vec<_> = buckets.iter().map(|b| (b.pieces.clone(), b.len, b.params)).collect();
         assert_eq!(
@@ -212,13 +241,24 @@ mod tests {
             [(vec![448..451], 3, 1), (vec![192..392], 200, 1), (vec![64..138], 74, 2), (vec![0..64], 64, 1)]
         );
         assert_eq!(slots.iter().map(|s| s.bucket).collect::<Vec<_>>(), [3, 2, 2, 1, 0]);
-        assert_eq!(cut(&layout(&[]), 1).1.len(), 0);
+        assert_eq!(cut(&layout(&[]), 1, 1).1.len(), 0);
+    }
+
+    #[test]
+    fn fragments_are_about_as_long_and_no_bucket_lies_in_two() {
+        // The first parameter is in the last fragment, however long it is.
+        assert_eq!(fragments(&layout(&[100, 10, 10, 10, 10]), 2), [0, 0, 0, 0, 1]);
+        assert_eq!(fragments(&layout(&[10, 10, 10, 0, 10]), 4), [0, 1, 2, 3]);
+        assert_eq!(fragments(&layout(&[10, 30]), 4), [0, 3]);
+        assert_eq!(fragments(&layout(&[]), 4), []);
+        let (_, buckets) = cut(&layout(&[10, 10, 10, 10]), usize::MAX, 2);
+        assert_eq!(buckets.iter().map(|b| (b.fragment, b.len)).collect::<Vec<_>>(), [(0, 20), (1, 20)]);
     }
 
     #[test]
     fn unpacking_undoes_packing_and_leaves_padding_alone() {
         let layout = layout(&[65, 3, 64]);
-        let (_, mut buckets) = cut(&layout, usize::MAX);
+        let (_, mut buckets) = cut(&layout, usize::MAX, 1);
         let cpu = Device::cpu(1).unwrap();
         let values: Vec<f32> = (0..layout.len()).map(|i| i as f32).collect();
         let flat = cpu.tensor(&values, layout.len()).unwrap();

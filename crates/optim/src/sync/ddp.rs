@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{Buffers, SyncMethod, Synchroniser};
+use super::{After, Buffers, SyncMethod, Synchroniser};
 use crate::{Average, OptimError};
 
 /// [`Ddp`].
@@ -11,6 +11,8 @@ pub const DDP: SyncMethod = SyncMethod {
     summary: "gradients are averaged at each step",
     each_step: true,
     reads: &[],
+    every: Some(1),
+    codec: None,
     buffers: |_| Buffers { held: 0, saved: 0 },
     build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
 };
@@ -35,10 +37,10 @@ impl Synchroniser for Ddp {
     fn gradients(&mut self) -> Option<&mut Average> {
         Some(&mut self.average)
     }
-    fn is_due(&self, _: u64, _: bool) -> bool {
+    fn is_due(&self, _: After) -> bool {
         false
     }
-    fn exchange(&mut self, _: &Tensor, _: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, _: &Tensor, _: After, _: f64) -> Result<(), OptimError> {
         Ok(())
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {

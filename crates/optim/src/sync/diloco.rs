@@ -2,7 +2,7 @@
 
 use farflung_tensor::{Op, ProgramBuilder, Tensor};
 
-use super::{Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer};
 
 /// [`DiLoCo`].
@@ -11,6 +11,8 @@ pub const DILOCO: SyncMethod = SyncMethod {
     summary: "parameters are averaged every so many steps, through an outer Nesterov step",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
+    every: None,
+    codec: None,
     // The anchor, the delta, and the outer momentum.
     buffers: |momentum| {
         let momentum = usize::from(momentum != 0.0);
@@ -36,7 +38,7 @@ impl DiLoCo {
     ///
     /// Errors: those of [`Average::new`] and of the outer chain.
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
-        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params } =
+        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params, .. } =
             settings;
         let outer = diloco_outer(outer_lr, outer_momentum).build(device, layout)?;
         Ok(Self {
@@ -64,10 +66,10 @@ impl Synchroniser for DiLoCo {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn is_due(&self, step: u64, is_last: bool) -> bool {
-        step.is_multiple_of(self.every) || is_last
+    fn is_due(&self, after: After) -> bool {
+        after.step.is_multiple_of(self.every) || after.last
     }
-    fn exchange(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError> {
+    fn exchange(&mut self, params: &Tensor, _: After, weight: f64) -> Result<(), OptimError> {
         let delta = self.outer.delta(params)?;
         #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
         if weight != 1.0 {

@@ -33,6 +33,12 @@ pub(super) struct Voting<T> {
     read: Box<dyn FnOnce(Vec<f64>) -> T + Send>,
 }
 
+impl<T> std::fmt::Debug for Voting<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Voting")
+    }
+}
+
 impl<T> Voting<T> {
     pub(super) fn wait(self) -> Result<T> {
         Ok((self.read)(self.sums.wait()?))
@@ -57,11 +63,12 @@ impl Trainer {
         Voting { sums, read: Box::new(read) }
     }
 
-    /// Starts the vote of all replicas on the steps since they last met.
-    pub(super) fn vote_on_window(&self, stop: bool) -> Voting<Met> {
+    /// Starts the vote of all replicas on the steps since they last voted.
+    pub(super) fn vote_on_window(&mut self, stop: bool) -> Voting<Met> {
         // All ranks of a pipeline know its losses: one tells them.
         let weight = if self.position.0 == 0 { self.weight } else { 0.0 };
-        let mut mine: Vec<f64> = self.window.iter().map(|loss| loss * weight).collect();
+        let mut mine: Vec<f64> =
+            std::mem::take(&mut self.window).into_iter().map(|loss| loss * weight).collect();
         mine.push(f64::from(u8::from(stop)));
         let sums = self.executor.comm.start_all_reduce(mine, ReduceOp::Sum);
         let replicas = f64::from(self.replicas);

@@ -111,6 +111,7 @@ impl Trainer {
             voters,
             each_step,
             window: Vec::new(),
+            voting: None,
             holders,
             resync,
             scale,
@@ -210,6 +211,9 @@ fn synchroniser(
         every: level.every.into(),
         outer_lr: job.config.outer_lr,
         outer_momentum: job.config.outer_momentum,
+        fragments: job.config.fragments(),
+        delay: job.config.sync_delay,
+        mixing: job.config.mixing,
         params,
     })?)
 }

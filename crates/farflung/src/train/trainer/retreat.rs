@@ -8,12 +8,12 @@ use farflung_parallel::pipeline::Updates;
 use farflung_tensor::{Device, Tensor};
 
 use super::Trainer;
-use crate::Result;
 use crate::train::executor::Pass;
 use crate::train::hearing::{Word, start_to_tell};
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
 use crate::train::parting::missing;
+use crate::{Error, Result};
 
 /// What a rank needs to go back to where all replicas were last the same.
 #[derive(Debug)]
@@ -30,8 +30,8 @@ struct Marked {
     params: Option<Tensor>,
     updates: u64,
     states: BTreeMap<String, Tensor>,
-    rounds: u64,
-    residuals: BTreeMap<String, Vec<f32>>,
+    /// What the average of gradients remembers, and its rounds. Others change where replicas meet alone.
+    gradients: Option<(u64, BTreeMap<String, Vec<f32>>)>,
 }
 
 /// The name of the parameters among the states of a method that lets replicas move apart.
@@ -39,32 +39,29 @@ const ANCHOR: &str = "anchor";
 
 impl Marked {
     /// Copies stay on the device where they are made at each step, `host` is for those that are rare.
-    fn new(part: &Part, host: Option<&Device>) -> Result<Self> {
+    fn new(part: &Part, each_step: bool, host: Option<&Device>) -> Result<Self> {
         let kept = |x: &Tensor| match host {
             Some(host) => Ok(host.tensor(&x.to_vec::<f32>()?, x.shape())?),
             None => copy(x),
         };
         let states = part.chain.states().map(|(name, state)| Ok((name.to_owned(), kept(state)?)));
         let states = states.collect::<Result<_>>()?;
-        let anchored = anchor(part).is_some();
-        let params = if anchored { None } else { Some(kept(&part.params)?) };
-        // Between its averages, a method with an anchor leaves residuals alone.
-        let average = part.sync.as_ref().filter(|_| !anchored).map(|sync| sync.average());
-        let residuals = average.map_or(Ok(Vec::new()), |average| average.save(""))?.into_iter().collect();
-        let rounds = average.map_or(0, Average::round);
-        Ok(Self { params, updates: part.chain.step(), states, rounds, residuals })
+        let params = if anchor(part).is_some() { None } else { Some(kept(&part.params)?) };
+        let average = part.sync.as_ref().filter(|_| each_step).map(|sync| sync.average());
+        let saved =
+            |average: &Average| Ok::<_, Error>((average.round(), average.save("")?.into_iter().collect()));
+        let gradients = average.map(saved).transpose()?;
+        Ok(Self { params, updates: part.chain.step(), states, gradients })
     }
 
     fn restore(self, part: &mut Part) -> Result<()> {
-        let Self { params, updates, states, rounds, residuals } = self;
+        let Self { params, updates, states, gradients } = self;
+        if let (Some((rounds, saved)), Some(sync)) = (gradients, &mut part.sync) {
+            let get = |name: &str| saved.get(name).map(Vec::as_slice);
+            sync.average_mut().restore("", rounds, get)?;
+        }
         match params {
-            Some(params) => {
-                part.params.write(&params.to_vec::<f32>()?)?;
-                if let Some(sync) = &mut part.sync {
-                    let get = |name: &str| residuals.get(name).map(Vec::as_slice);
-                    sync.average_mut().restore("", rounds, get)?;
-                }
-            }
+            Some(params) => part.params.write(&params.to_vec::<f32>()?)?,
             None => {
                 if let Some(anchor) = anchor(part) {
                     let values = anchor.to_vec::<f32>()?;
@@ -78,8 +75,11 @@ impl Marked {
     }
 }
 
-/// The parameters of a part where all replicas were last the same, which a method has that lets them move apart.
+/// The parameters of a part where all replicas were last the same, where its method has them.
 fn anchor(part: &Part) -> Option<&Tensor> {
+    if part.sync.as_ref().is_some_and(|sync| sync.common().is_some()) {
+        return None;
+    }
     let mut states = part.sync.iter().flat_map(|sync| sync.states());
     states.find(|(name, _)| *name == ANCHOR).map(|(_, anchor)| anchor)
 }
@@ -95,7 +95,9 @@ impl Trainer {
             return Ok(());
         }
         let host = if apart { Some(Device::cpu(1)?) } else { None };
-        let marked = |(&stage, part): (&StageId, &Part)| Ok((stage, Marked::new(part, host.as_ref())?));
+        let marked = |(&stage, part): (&StageId, &Part)| {
+            Ok((stage, Marked::new(part, self.each_step, host.as_ref())?))
+        };
         let parts = parts.iter().map(marked).collect::<Result<_>>()?;
         self.mark = Some(Mark { step: self.step, scale: self.scale.save().to_vec(), parts });
         Ok(())
@@ -123,13 +125,13 @@ impl Trainer {
             // Others may still be about to commit a step that this rank has: they need its frames.
             self.stop.wait_until_abandoned();
         }
+        self.voting = None;
         self.executor.begin(Pass::Evaluation, 0);
         self.executor.tied.give_up();
         self.executor.boundaries.rollback();
         for part in self.executor.parts.values_mut() {
             if let Some(sync) = &mut part.sync {
-                // Ends what is in flight.
-                sync.average_mut().open();
+                sync.abandon();
             }
             part.rollback();
         }

@@ -7,14 +7,17 @@ use std::path::Path;
 use farflung_base::StageId;
 use farflung_tensor::{ParamLayout, Tensor};
 
-use super::{Trainer, named};
+use super::{Trainer, by_number, named};
 use crate::Result;
 use crate::config::choice::StoreKind;
 use crate::train::boundary::{Boundaries, Stores};
 use crate::train::checkpoint::{Counters, Named, Residuals, Source};
 use crate::train::executor::Executor;
 use crate::train::job::Job;
-use crate::train::part::Part;
+use crate::train::part::{Part, copy};
+
+/// The name of a replica's own parameters among a rank's states.
+const OWN: &str = "own";
 
 /// The name of the loss scale among a rank's states.
 const LOSS_SCALE: &str = "loss_scale";
@@ -27,6 +30,36 @@ impl Trainer {
             (layers.start, layers.end)
         };
         self.executor.parts.keys().map(layers).collect()
+    }
+
+    /// Does something with the parameters that all replicas have in common, where each has its own. Replicas have
+    /// met. For all ranks to call.
+    pub(in crate::train) fn with_common<T>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
+        for part in self.executor.parts.values_mut() {
+            if let Some(common) =
+                part.sync.as_ref().and_then(|sync| sync.common()).filter(|_| part.own.is_none())
+            {
+                let common = copy(common)?;
+                part.own = Some(std::mem::replace(&mut part.params, common));
+            }
+        }
+        let done = work(self);
+        for part in self.executor.parts.values_mut() {
+            if let Some(own) = part.own.take() {
+                part.params = own;
+            }
+        }
+        done
+    }
+
+    /// Waits for what is in flight between replicas: it belongs to what is saved. For all ranks to call.
+    pub(in crate::train) fn settle(&mut self) -> Result<()> {
+        let Executor { parts, placement, .. } = &mut self.executor;
+        let syncs = by_number(parts, placement).into_iter().filter_map(|(_, part)| part.sync.as_mut());
+        syncs.into_iter().try_for_each(|sync| Ok(sync.settle()?))
     }
 
     /// Steps done, and those of what has a pace of its own.
@@ -65,7 +98,10 @@ impl Trainer {
         let mut states = self.tensors(|part| {
             let chain = part.chain.states().map(|(name, state)| (format!("chain.{name}/"), state));
             let sync = part.sync.iter().flat_map(|sync| sync.states());
-            chain.chain(sync.map(|(name, state)| (format!("outer.{name}/"), state))).collect()
+            let own_states = part.sync.iter().flat_map(|sync| sync.own_states());
+            let sync = sync.chain(own_states).map(|(name, state)| (format!("outer.{name}/"), state));
+            let own = part.own.iter().map(|own| (format!("{OWN}/"), own));
+            chain.chain(sync).chain(own).collect()
         })?;
         let scale = self.scale.save().to_vec();
         states.push(Named { name: LOSS_SCALE.to_owned(), shape: vec![scale.len()], values: scale });
@@ -122,7 +158,17 @@ impl Trainer {
             part.params.write(&from.weights(&layout)?)?;
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
-            sync.restore(from.outer_step(), &|name| from.flat(&format!("outer.{name}"), &layout))?;
+            // Of a run that was cut in another way, nobody's own values and nothing in flight can be told apart.
+            let alike = from.residuals != Residuals::None;
+            let shared: Vec<String> = sync.states().into_iter().map(|(name, _)| name.to_owned()).collect();
+            let state = |name: &str| {
+                let known = alike || shared.iter().any(|shared| shared == name);
+                known.then(|| from.flat(&format!("outer.{name}"), &layout)).flatten()
+            };
+            sync.restore(from.outer_step(), &state)?;
+            if let Some(own) = sync.common().and_then(|_| from.flat(OWN, &layout)).filter(|_| alike) {
+                part.params.write(&own)?;
+            }
             let (prefix, average) = (format!("average.{stage}."), sync.average_mut());
             match from.residuals {
                 Residuals::Own => average.restore(&prefix, from.rounds(), |name| from.state(name))?,

@@ -1,0 +1,29 @@
+//! Streaming `DiLoCo`.
+
+use super::{Buffers, Delayed, DelayedSettings, Merge, SyncMethod};
+
+/// [`Delayed`] outer steps of fragments, which copies mix with their own parameters.
+///
+/// Source: Douillard et al. 2025, "Streaming `DiLoCo` with overlapping communication", Alg. 2. Differs: a fragment
+/// is a run of neighbouring parameters with its share of all elements, where theirs has every so manyth layer;
+/// after the last step all parameters are averaged once more.
+pub const STREAMING: SyncMethod = SyncMethod {
+    name: "streaming",
+    summary: "diloco by fragments that travel while the next steps are computed, and are mixed in",
+    each_step: false,
+    reads: &["sync-every", "outer-lr", "outer-momentum", "fragments", "sync-delay", "mixing"],
+    every: None,
+    codec: None,
+    buffers: |momentum| {
+        let momentum = usize::from(momentum != 0.0);
+        // Anchor, momentum, what they become, delta, mean; saved with a copy's own parameters.
+        Buffers { held: 4 + 2 * momentum, saved: 4 + momentum }
+    },
+    build: |s| {
+        let merge = Merge::Mix(s.mixing);
+        let (every, fragments, delay) = (s.every, s.fragments, s.delay);
+        let (outer_lr, outer_momentum) = (s.outer_lr, s.outer_momentum);
+        let settings = DelayedSettings { every, fragments, delay, outer_lr, outer_momentum, merge };
+        Ok(Box::new(Delayed::new(s, settings)?))
+    },
+};
