@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Output;
 
 use farflung::config::choice::{LrScheduleKind, Resume, SyncKind, TransportKind};
-use farflung::optim::sync::{COCKTAIL, DILOCO, STREAMING};
+use farflung::optim::sync::{COCKTAIL, D_PSGD, DILOCO, SHIFT_ONE, STREAMING};
 use farflung::train::{Failure, Fault, FaultyValue, Job, Moment, Quiet, run_job, seats};
 use farflung::transports::MEMORY;
 use farflung::{Checkpoint, Error, Result, Stop, TrainConfig, What, events};
@@ -168,6 +168,7 @@ fn a_rank_may_fail_at_any_moment_of_a_step() {
         ..TrainConfig::default()
     };
     let (streaming, cocktail) = (delayed(&STREAMING), delayed(&COCKTAIL));
+    let gossip = |sync| TrainConfig { codec: "none".parse().unwrap(), ..delayed(sync) };
     let piped =
         TrainConfig { sync: SyncKind::of(&STREAMING), sync_every: 2, fragments: Some(2), ..pipeline.clone() };
     let ways =

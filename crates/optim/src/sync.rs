@@ -1,4 +1,5 @@
-//! Methods by which copies of the same parameters stay one model: one file a method, one row in [`METHODS`].
+//! Methods by which copies of the same parameters stay one model: one file a method or a family of them, one row
+//! each in [`METHODS`].
 //!
 //! A trainer calls a [`Synchroniser`] at the moments of a step and does not depend on which method it is.
 
@@ -6,6 +7,8 @@ mod cocktail;
 mod ddp;
 mod delayed;
 mod diloco;
+mod gossip;
+mod neighbours;
 mod streaming;
 mod timeline;
 
@@ -18,6 +21,8 @@ pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
 pub use delayed::{Delayed, DelayedSettings, Merge};
 pub use diloco::{DILOCO, DiLoCo};
+pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, SHIFT_ONE};
+pub use neighbours::{Graph, Meeting, Neighbour};
 pub use streaming::STREAMING;
 pub use timeline::Timeline;
 
@@ -40,6 +45,13 @@ pub struct After {
 pub trait Synchroniser: std::fmt::Debug + Send {
     /// The average that the gradients of each step go through; `None` for a method whose steps are local.
     fn gradients(&mut self) -> Option<&mut Average>;
+
+    /// After each local step: takes up what neighbours sent. Only they wait for each other.
+    ///
+    /// Errors: a neighbour that was lost.
+    fn mix(&mut self, _params: &mut Tensor) -> Result<(), OptimError> {
+        Ok(())
+    }
 
     /// Whether all copies meet now; they always do after the last step.
     fn is_due(&self, after: After) -> bool;
@@ -75,8 +87,21 @@ pub trait Synchroniser: std::fmt::Debug + Send {
         false
     }
 
-    /// The parameters that all copies have in common where each has its own between their meetings, and after
-    /// them: those of the model that the run trains. `None` where copies are the same whenever they met.
+    /// Whether each copy has parameters of its own also after they met; the model that the run trains is then
+    /// [`Synchroniser::common`].
+    fn is_apart(&self) -> bool {
+        self.common().is_some()
+    }
+
+    /// Computes what copies have in common, where they do not have it already. For all copies to call.
+    ///
+    /// Errors: a peer that was lost.
+    fn gather_common(&mut self, _params: &Tensor) -> Result<(), OptimError> {
+        Ok(())
+    }
+
+    /// The parameters that all copies have in common where they are apart, after
+    /// [`Synchroniser::gather_common`].
     fn common(&self) -> Option<&Tensor> {
         None
     }
@@ -169,7 +194,7 @@ pub struct SyncMethod {
     pub reads: &'static [&'static str],
     /// Steps between averages, where the method itself decides that.
     pub every: Option<u64>,
-    /// The codec that its averages go through, unless another is asked for.
+    /// The codec that its averages go through, unless another is asked for; `none` where there is no other.
     pub codec: Option<&'static str>,
     /// What it keeps, by the outer optimizer's momentum.
     pub buffers: fn(f64) -> Buffers,
@@ -187,7 +212,7 @@ pub struct Buffers {
 }
 
 /// All methods; the first is the default.
-pub const METHODS: &[SyncMethod] = &[DDP, DILOCO, STREAMING, COCKTAIL];
+pub const METHODS: &[SyncMethod] = &[DDP, DILOCO, STREAMING, COCKTAIL, D_PSGD, SHIFT_ONE, EXPONENTIAL];
 
 impl SyncMethod {
     /// The method of a name.

@@ -1,4 +1,4 @@
-//! Averages that are taken up later: against plain loops, as the methods that they degenerate to, and from any step.
+//! Averages that are taken up later, and neighbours that mix: against plain loops, as the methods that they degenerate to, and from any step.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -10,8 +10,8 @@ use farflung_base::Philox;
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
-    After, COCKTAIL, DILOCO, Delayed, DelayedSettings, Merge, STREAMING, SyncMethod, SyncSettings,
-    Synchroniser, Timeline,
+    After, COCKTAIL, D_PSGD, DILOCO, Delayed, DelayedSettings, EXPONENTIAL, Graph, Merge, Neighbour,
+    SHIFT_ONE, STREAMING, SyncMethod, SyncSettings, Synchroniser, Timeline,
 };
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
@@ -90,6 +90,7 @@ fn trace(method: &SyncMethod, case: Case, ranks: usize, weights: &[f64], cut: Op
             let moved: Vec<f32> = params.to_vec::<f32>().unwrap();
             let moved: Vec<f32> = moved.iter().zip(local(number, step)).map(|(p, g)| p - 0.01 * g).collect();
             params.write(&moved).unwrap();
+            sync.mix(&mut params).unwrap();
             let mut meets = sync.is_due(after);
             while meets {
                 sync.exchange(&params, after, weights[number]).unwrap();
@@ -262,12 +263,51 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
         (&STREAMING, lossy),
         (&STREAMING, Case { fragments: 2, delay: 3, codec: "powersgd:2", ..PLAIN }),
         (&COCKTAIL, Case { codec: "rolling:2/topk:0.5/int4+ef", ..PLAIN }),
+        (&D_PSGD, PLAIN),
+        (&SHIFT_ONE, PLAIN),
+        (&EXPONENTIAL, PLAIN),
     ];
     for (method, case) in cases {
-        let whole = trace(method, case, 2, &EQUAL, None);
+        let whole = trace(method, case, 3, &EQUAL, None);
         for cut in 1..STEPS {
-            let gone_on = trace(method, case, 2, &EQUAL, Some(cut));
+            let gone_on = trace(method, case, 3, &EQUAL, Some(cut));
             assert!(gone_on == whole, "{}, after step {cut}", method.name);
+        }
+    }
+}
+
+#[test]
+fn gossip_does_what_plain_loops_do() {
+    let graphs = [(&D_PSGD, Graph::Ring), (&SHIFT_ONE, Graph::ShiftOne), (&EXPONENTIAL, Graph::Exponential)];
+    for (method, graph) in graphs {
+        for ranks in [1, 2, 3, 5] {
+            let got = trace(method, PLAIN, ranks, &[1.0; 5], None);
+            let mut params = vec![random(1).into_iter().map(f64::from).collect::<Vec<_>>(); ranks];
+            for step in 1..=STEPS {
+                let before = params.clone();
+                for (rank, params) in params.iter_mut().enumerate() {
+                    for (p, g) in params.iter_mut().zip(local(rank, step)) {
+                        *p -= 0.01 * f64::from(g);
+                    }
+                    // What neighbours had before the step, from the second on.
+                    let round = step.checked_sub(2);
+                    let meeting = round.map(|round| graph.meeting(rank as u32, ranks as u32, round));
+                    for Neighbour { rank: from, weight } in meeting.unwrap_or_default().from {
+                        for i in 0..params.len() {
+                            params[i] += weight * (before[from as usize][i] - before[rank][i]);
+                        }
+                    }
+                }
+                if step == STEPS {
+                    let mean = |i: usize| params.iter().map(|p| p[i]).sum::<f64>() / ranks as f64;
+                    let mean: Vec<f64> = (0..params[0].len()).map(mean).collect();
+                    params.fill(mean);
+                }
+                for (rank, params) in params.iter().enumerate() {
+                    let off = far(&got[rank][step as usize - 1].0, params);
+                    assert!(off < 1e-6, "{}, {ranks} ranks, step {step}, rank {rank}: {off}", method.name);
+                }
+            }
         }
     }
 }

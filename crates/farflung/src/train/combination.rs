@@ -10,6 +10,7 @@ use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method};
+use farflung_parallel::plan::NO_CODEC;
 use farflung_parallel::{Level, Plan, ScheduleSource};
 use farflung_tensor::Precision;
 
@@ -190,6 +191,15 @@ const RULES: &[Rule] = &[
             let refusal = |level: &Level| Some((level.algorithm, averages::refusal(level)?));
             let (algorithm, expected) = choices.levels.iter().find_map(refusal)?;
             Some(refuse("algorithm", algorithm, expected))
+        },
+    },
+    Rule {
+        axes: ["sync", "codec"],
+        refuses: |choices| {
+            let method = choices.sync.filter(|method| method.codec == Some(NO_CODEC))?;
+            let level = choices.levels.iter().find(|level| level.codec != NO_CODEC)?;
+            let expected = format!("{NO_CODEC} with {}: parameters travel as they are", method.name);
+            Some(refuse("codec", &level.codec, expected))
         },
     },
     Rule {

@@ -290,6 +290,10 @@ impl Trainer {
         self.window.push(vote.loss);
         let (step, last, stop) = (self.step, self.step == self.steps, stop || vote.stop);
         let after = After { step, last };
+        let Executor { parts, placement, .. } = &mut self.executor;
+        for (_, part) in by_number(parts, placement) {
+            part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params))?;
+        }
         let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(after)));
         // A single replica is always the same as itself.
         let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
@@ -435,8 +439,11 @@ impl Trainer {
         for (number, part) in by_number(parts, placement) {
             let all = 0..part.stage.layout().len();
             if let Some(holders) = self.holders.get(&number).filter(|_| !all.is_empty()) {
+                let apart = part.sync.as_ref().is_some_and(|sync| sync.is_apart());
                 let common = part.sync.as_mut().and_then(|sync| sync.common_mut());
-                comparison.mend(holders, common.unwrap_or(&mut part.params), all)?;
+                if let Some(same) = common.or((!apart).then_some(&mut part.params)) {
+                    comparison.mend(holders, same, all)?;
+                }
             }
         }
         // The table is the same in all pipelines now, and its two users in each may differ: on one rank they take the same
@@ -449,7 +456,7 @@ impl Trainer {
         let found = comparison.done()?;
         if found.distance > 0.0 {
             for part in parts.values_mut() {
-                if let Some(sync) = part.sync.as_mut().filter(|sync| sync.common().is_none()) {
+                if let Some(sync) = part.sync.as_mut().filter(|sync| !sync.is_apart()) {
                     sync.moved(&part.params)?;
                 }
             }

@@ -77,7 +77,7 @@ impl Marked {
 
 /// The parameters of a part where all replicas were last the same, where its method has them.
 fn anchor(part: &Part) -> Option<&Tensor> {
-    if part.sync.as_ref().is_some_and(|sync| sync.common().is_some()) {
+    if part.sync.as_ref().is_some_and(|sync| sync.is_apart()) {
         return None;
     }
     let mut states = part.sync.iter().flat_map(|sync| sync.states());

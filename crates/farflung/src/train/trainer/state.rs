@@ -38,10 +38,13 @@ impl Trainer {
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
-        for part in self.executor.parts.values_mut() {
-            if let Some(common) =
-                part.sync.as_ref().and_then(|sync| sync.common()).filter(|_| part.own.is_none())
-            {
+        let Executor { parts, placement, .. } = &mut self.executor;
+        for (_, part) in by_number(parts, placement) {
+            let Some(sync) = part.sync.as_mut().filter(|sync| sync.is_apart() && part.own.is_none()) else {
+                continue;
+            };
+            sync.gather_common(&part.params)?;
+            if let Some(common) = sync.common() {
                 let common = copy(common)?;
                 part.own = Some(std::mem::replace(&mut part.params, common));
             }
@@ -166,7 +169,7 @@ impl Trainer {
                 known.then(|| from.flat(&format!("outer.{name}"), &layout)).flatten()
             };
             sync.restore(from.outer_step(), &state)?;
-            if let Some(own) = sync.common().and_then(|_| from.flat(OWN, &layout)).filter(|_| alike) {
+            if let Some(own) = from.flat(OWN, &layout).filter(|_| alike && sync.is_apart()) {
                 part.params.write(&own)?;
             }
             let (prefix, average) = (format!("average.{stage}."), sync.average_mut());

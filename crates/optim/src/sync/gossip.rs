@@ -1,0 +1,284 @@
+//! Decentralised training: each copy mixes its parameters with those of a few others after each step.
+
+use std::ops::Range;
+
+use farflung_base::{PeerId, Pending, Rank};
+use farflung_comm::CommError;
+use farflung_tensor::{Device, Op, Program, ProgramBuilder, Tensor};
+
+use super::neighbours::{Graph, Meeting};
+use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use crate::finite::is_finite;
+use crate::{Average, OptimError};
+
+/// [`Gossip`] on a ring.
+///
+/// Source: Lian et al. 2017, "Can decentralized algorithms outperform centralized algorithms?", Alg. 1.
+pub const D_PSGD: SyncMethod = SyncMethod {
+    name: "d-psgd",
+    summary: "each worker mixes its parameters with both neighbours on a ring after each step",
+    each_step: false,
+    reads: &["sync-every"],
+    every: None,
+    codec: Some("none"),
+    // What was sent, what comes back, and the mean; saved with a copy's own parameters.
+    buffers: |_| Buffers { held: 3, saved: 2 },
+    build: |s| Ok(Box::new(Gossip::new(s, Graph::Ring)?)),
+};
+
+/// [`Gossip`] in pairs that change in each step.
+///
+/// Source: Gan et al. 2021, "BAGUA", its decentralised algorithm with `shift_one`.
+pub const SHIFT_ONE: SyncMethod = SyncMethod {
+    name: "shift-one",
+    summary: "as d-psgd, in pairs of workers that change in each step",
+    build: |s| Ok(Box::new(Gossip::new(s, Graph::ShiftOne)?)),
+    ..D_PSGD
+};
+
+/// [`Gossip`] on exponential graphs.
+///
+/// Source: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training".
+pub const EXPONENTIAL: SyncMethod = SyncMethod {
+    name: "exponential",
+    summary: "as d-psgd, from the worker 1, 2, 4 and so on before in turn",
+    build: |s| Ok(Box::new(Gossip::new(s, Graph::Exponential)?)),
+    ..D_PSGD
+};
+
+/// After a step, each copy sends its parameters to its neighbours, which have the next step's time to arrive; then
+///
+/// ```text
+/// x_i = x_i - step_i + sum over neighbours j of w_ij (x_j - x_i)      where x are the parameters that were sent
+/// ```
+///
+/// Copies are never quite the same; the model of the run is their mean, which is computed where it is evaluated or
+/// saved, and which all take after the last step. Every so many steps all meet to tell their losses, and average
+/// nothing. Copies count alike, whatever their numbers of tokens. Parameters travel as f32.
+#[derive(Debug)]
+pub struct Gossip {
+    average: Average,
+    graph: Graph,
+    every: u64,
+    /// Runs of the flat buffer without padding.
+    pieces: Vec<Range<usize>>,
+    add: Program,
+    /// What neighbours' parameters change, once they came.
+    change: Tensor,
+    mean: Tensor,
+    gathered: bool,
+    flight: Flight,
+    last: bool,
+    rounds: u64,
+}
+
+/// What neighbours sent.
+#[derive(Debug)]
+enum Flight {
+    Nothing,
+    Away(Away),
+    /// It is in `change`.
+    Here,
+}
+
+#[derive(Debug)]
+struct Away {
+    sent: Vec<f32>,
+    leaving: Vec<Pending<Result<(), CommError>>>,
+    coming: Vec<Coming>,
+}
+
+#[derive(Debug)]
+struct Coming {
+    from: Rank,
+    weight: f64,
+    bytes: Pending<Result<Vec<u8>, CommError>>,
+}
+
+/// Messages of even and odd rounds have a tag each.
+const TAG: u32 = 0x6055_1900;
+
+impl Gossip {
+    /// On a graph over the ranks of `settings`.
+    ///
+    /// Errors: those of [`Average::new`].
+    pub fn new(settings: SyncSettings<'_>, graph: Graph) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, every, .. } = settings;
+        let average = Average::new(comm, device, layout, average)?;
+        let mut p = ProgramBuilder::new();
+        let (x, change) = (p.load(0), p.read(0));
+        let sum = p.add(x, change);
+        p.store(0, sum);
+        Ok(Self {
+            average,
+            graph,
+            every: every.max(1),
+            pieces: layout.params().iter().map(farflung_tensor::Param::range).collect(),
+            add: p.build()?,
+            change: device.zeros(layout.len())?,
+            mean: device.zeros(layout.len())?,
+            gathered: false,
+            flight: Flight::Nothing,
+            last: false,
+            rounds: 0,
+        })
+    }
+
+    fn device(&self) -> Device {
+        self.mean.device().clone()
+    }
+
+    /// Waits for neighbours, and writes what they change.
+    fn arrive(&mut self) -> Result<(), OptimError> {
+        if !matches!(self.flight, Flight::Away(_)) {
+            return Ok(());
+        }
+        let away = std::mem::replace(&mut self.flight, Flight::Nothing);
+        let Flight::Away(Away { sent, leaving, coming }) = away else { return Ok(()) };
+        let mut change = vec![0.0_f32; sent.len()];
+        for Coming { from, weight, bytes } in coming {
+            let bytes = bytes.wait()?;
+            if bytes.len() != 4 * sent.len() {
+                let peer = PeerId(from.0);
+                let (op, want, got) = ("gossip", 4 * sent.len(), bytes.len());
+                return Err(CommError::Mismatch { op, peer, want, got }.into());
+            }
+            let theirs = bytes.as_chunks::<4>().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+            for ((change, mine), theirs) in change.iter_mut().zip(&sent).zip(theirs) {
+                *change += weight as f32 * (theirs - mine);
+            }
+        }
+        for sent in leaving {
+            sent.wait()?;
+        }
+        let mut start = 0;
+        for piece in &self.pieces {
+            let values = &change[start..start + piece.len()];
+            self.change.view_mut().part(piece.start, piece.len())?.write(values)?;
+            start += piece.len();
+        }
+        self.flight = Flight::Here;
+        Ok(())
+    }
+
+    /// The mean over all copies, exactly the same on all.
+    fn average_all(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.device().run(Op::Cast { x: params.view(), y: self.mean.view_mut() })?;
+        self.average.all(&mut self.mean)?;
+        Ok(())
+    }
+}
+
+impl Synchroniser for Gossip {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        None
+    }
+    fn mix(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        self.arrive()?;
+        if matches!(self.flight, Flight::Here) {
+            let (program, reads) = (&self.add, &[self.change.view()]);
+            self.device().run(Op::Map { program, scalars: &[], reads, writes: &mut [params.view_mut()] })?;
+            self.flight = Flight::Nothing;
+        }
+        Ok(())
+    }
+    fn is_due(&self, after: After) -> bool {
+        after.step.is_multiple_of(self.every) || after.last
+    }
+    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+        self.last = after.last;
+        if after.last { self.average_all(params) } else { Ok(()) }
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        if self.last { Some(&mut self.mean) } else { None }
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        if self.last && !is_finite(&self.mean)? {
+            return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
+        }
+        Ok(())
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        if std::mem::take(&mut self.last) {
+            self.device().run(Op::Cast { x: self.mean.view(), y: params.view_mut() })?;
+            self.average.commit();
+        }
+        Ok(())
+    }
+    fn depart(&mut self, params: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
+        if after.last {
+            return Ok(false);
+        }
+        let comm = self.average.communicator();
+        let Meeting { to, from } = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
+        let tag = TAG + (self.rounds % 2) as u32;
+        let all = params.to_vec::<f32>()?;
+        let sent = self.pieces.iter().flat_map(|piece| &all[piece.clone()]).copied().collect::<Vec<f32>>();
+        let bytes = || sent.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+        let coming = from.into_iter().map(|neighbour| Coming {
+            from: Rank(neighbour.rank),
+            weight: neighbour.weight,
+            bytes: comm.start_recv(Rank(neighbour.rank), tag),
+        });
+        let coming = coming.collect();
+        let leaving = to.into_iter().map(|rank| comm.start_send(Rank(rank), tag, bytes())).collect();
+        self.flight = Flight::Away(Away { sent, leaving, coming });
+        self.rounds += 1;
+        Ok(false)
+    }
+    fn is_apart(&self) -> bool {
+        true
+    }
+    fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.average_all(params)?;
+        self.average.commit();
+        self.gathered = true;
+        Ok(())
+    }
+    fn common(&self) -> Option<&Tensor> {
+        self.gathered.then_some(&self.mean)
+    }
+    fn settle(&mut self) -> Result<(), OptimError> {
+        self.arrive()
+    }
+    fn abandon(&mut self) {
+        self.flight = Flight::Nothing;
+        self.average.open();
+    }
+    fn rollback(&mut self) {
+        self.last = false;
+        self.average.rollback();
+    }
+    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+        Ok(())
+    }
+    fn steps(&self) -> u64 {
+        self.rounds
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        Vec::new()
+    }
+    fn own_states(&self) -> Vec<(&str, &Tensor)> {
+        if matches!(self.flight, Flight::Here) { vec![("change", &self.change)] } else { Vec::new() }
+    }
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        let expected = self.change.shape().len();
+        let change = get("change");
+        if let Some(values) = &change {
+            if values.len() != expected {
+                let (name, found) = ("change".to_owned(), values.len());
+                return Err(OptimError::State { name, found, expected });
+            }
+            self.change.write(values)?;
+        }
+        self.flight = if change.is_some() { Flight::Here } else { Flight::Nothing };
+        self.rounds = steps;
+        Ok(())
+    }
+    fn average(&self) -> &Average {
+        &self.average
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.average
+    }
+}

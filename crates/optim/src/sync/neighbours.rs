@@ -1,0 +1,178 @@
+//! Who mixes with whom in a round: a pure function of the round, as data.
+
+use farflung_base::Philox;
+
+/// A graph over ranks in which each mixes its parameters with those of a few others.
+///
+/// What ranks receive, with what they keep, makes a doubly stochastic matrix in every round: the mean over all
+/// ranks stays what it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Graph {
+    /// Both neighbours on a ring, a third each (Lian et al. 2017, D-PSGD).
+    Ring,
+    /// Pairs that change in each round until all have met: the lower half against the shifted upper one, as
+    /// BAGUA's `shift_one`. Of an odd number one rests, each in turn.
+    ShiftOne,
+    /// Half from the rank `2^k` before it, where `k` counts up to the logarithm of all and begins again (Ying et
+    /// al. 2021, one-peer exponential graphs; SGP's graph of Assran et al. 2019).
+    Exponential,
+    /// Random pairs that all ranks draw alike (`NoLoCo`, Kolehmainen et al. 2025). Of an odd number one rests.
+    RandomPairs {
+        /// Of the drawing.
+        seed: u64,
+    },
+}
+
+/// Another rank that a rank receives from, and what part of the result that is.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Neighbour {
+    /// The rank.
+    pub rank: u32,
+    /// Its part; the rank keeps what is left to 1 of its own.
+    pub weight: f64,
+}
+
+/// What a rank does in a round.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Meeting {
+    /// Whom it sends to.
+    pub to: Vec<u32>,
+    /// Whom it receives from.
+    pub from: Vec<Neighbour>,
+}
+
+impl Meeting {
+    fn both(others: impl IntoIterator<Item = u32>, weight: f64) -> Self {
+        let to: Vec<u32> = others.into_iter().collect();
+        Self { from: to.iter().map(|&rank| Neighbour { rank, weight }).collect(), to }
+    }
+}
+
+impl Graph {
+    /// Whom `rank` of `size` meets in a round, counted from 0.
+    #[must_use]
+    pub fn meeting(self, rank: u32, size: u32, round: u64) -> Meeting {
+        let others = |shift: u32| (rank + shift) % size;
+        match self {
+            _ if size < 2 => Meeting::default(),
+            Self::Ring if size == 2 => Meeting::both([1 - rank], 0.5),
+            Self::Ring => Meeting::both([others(size - 1), others(1)], 1.0 / 3.0),
+            Self::Exponential => {
+                let rounds = u64::from(size.next_power_of_two().trailing_zeros());
+                let shift = 1 << (round % rounds);
+                let from = vec![Neighbour { rank: others(size - shift), weight: 0.5 }];
+                Meeting { to: vec![others(shift)], from }
+            }
+            Self::ShiftOne => {
+                let half = size.div_ceil(2);
+                let step = (round % u64::from(half)) as u32;
+                let other = if rank < half {
+                    half + (step + rank) % half
+                } else {
+                    (rank - half + half - step) % half
+                };
+                Meeting::both((other < size).then_some(other), 0.5)
+            }
+            Self::RandomPairs { seed } => {
+                let mut order: Vec<u32> = (0..size).collect();
+                let draw = Philox::new(seed, round);
+                for i in (1..order.len()).rev() {
+                    order.swap(i, (f64::from(draw.uniform(i as u64)) * (i + 1) as f64) as usize);
+                }
+                let mut pairs = order.chunks_exact(2);
+                let other = pairs.find_map(|pair| match *pair {
+                    [a, b] if a == rank => Some(b),
+                    [a, b] if b == rank => Some(a),
+                    _ => None,
+                });
+                Meeting::both(other, 0.5)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRAPHS: [Graph; 4] =
+        [Graph::Ring, Graph::ShiftOne, Graph::Exponential, Graph::RandomPairs { seed: 7 }];
+
+    /// What each rank has of each one's values after a round.
+    fn matrix(graph: Graph, size: u32, round: u64) -> Vec<Vec<f64>> {
+        let row = |rank: u32| {
+            let mut row = vec![0.0; size as usize];
+            row[rank as usize] = 1.0;
+            for Neighbour { rank: from, weight } in graph.meeting(rank, size, round).from {
+                row[from as usize] += weight;
+                row[rank as usize] -= weight;
+            }
+            row
+        };
+        (0..size).map(row).collect()
+    }
+
+    #[test]
+    fn the_mean_stays_and_whoever_receives_is_sent_to() {
+        for graph in GRAPHS {
+            for size in 1..12 {
+                for round in 0..20 {
+                    let matrix = matrix(graph, size, round);
+                    for i in 0..size as usize {
+                        let column: f64 = matrix.iter().map(|row| row[i]).sum();
+                        assert!((column - 1.0).abs() < 1e-12, "{graph:?} {size} {round}");
+                        assert!(matrix[i].iter().all(|&x| x >= -1e-12));
+                    }
+                    for rank in 0..size {
+                        let meeting = graph.meeting(rank, size, round);
+                        assert!(meeting.from.iter().all(|n| n.rank != rank));
+                        for to in meeting.to {
+                            let from = graph.meeting(to, size, round).from;
+                            assert_eq!(from.iter().filter(|n| n.rank == rank).count(), 1);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn ranks_come_together_in_time() {
+        for graph in GRAPHS {
+            for size in 2..12_u32 {
+                let mut values: Vec<f64> = (0..size).map(f64::from).collect();
+                for round in 0..200 {
+                    let mixed = matrix(graph, size, round).into_iter();
+                    values = mixed.map(|row| row.iter().zip(&values).map(|(w, x)| w * x).sum()).collect();
+                }
+                let mean = f64::from(size - 1) / 2.0;
+                assert!(values.iter().all(|x| (x - mean).abs() < 1e-3), "{graph:?} {size}: {values:?}");
+            }
+        }
+        // With a power of two of ranks, an exponential graph is exact after as many rounds.
+        let mut values = vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0];
+        for round in 0..3 {
+            let mixed = matrix(Graph::Exponential, 8, round).into_iter();
+            values = mixed.map(|row| row.iter().zip(&values).map(|(w, x)| w * x).sum()).collect();
+        }
+        assert!(values.iter().all(|x: &f64| (x - 3.5).abs() < 1e-12), "{values:?}");
+    }
+
+    /// BAGUA's formula for an even number of ranks.
+    #[test]
+    fn shift_one_is_baguas() {
+        for n in [2_u32, 4, 6, 8] {
+            for step in 0..9_u32 {
+                for r in 0..n {
+                    let (half, shifted) = (n / 2, i64::from(r) - i64::from(n / 2) - i64::from(step));
+                    let peer = if r < half {
+                        (step + r) % half + half
+                    } else {
+                        shifted.rem_euclid(i64::from(half)) as u32
+                    };
+                    assert_eq!(Graph::ShiftOne.meeting(r, n, step.into()).to, [peer]);
+                }
+            }
+        }
+    }
+}
