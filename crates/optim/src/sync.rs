@@ -192,6 +192,8 @@ pub struct SyncMethod {
     pub each_step: bool,
     /// The settings that only some methods read, by their names on command lines.
     pub reads: &'static [&'static str],
+    /// Whether what replicas send travels while they compute the next steps, so that they need not wait for it.
+    pub overlaps: bool,
     /// Steps between averages, where the method itself decides that.
     pub every: Option<u64>,
     /// The codec that its averages go through, unless another is asked for; `none` where there is no other.

@@ -72,6 +72,11 @@ pub(super) fn each_step(plan: &Plan) -> bool {
     SyncMethod::by_name(&plan.outermost().method).is_none_or(|method| method.each_step)
 }
 
+/// Whether what a plan's replicas send travels while they compute the next steps.
+pub(super) fn overlaps(plan: &Plan) -> bool {
+    SyncMethod::by_name(&plan.outermost().method).is_some_and(|method| method.overlaps)
+}
+
 /// The ranks that hold a part of the model, in order: of all replicas, and of both copies of the model.
 pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank> {
     let of_replica = |replica: u32, copy: u32| {

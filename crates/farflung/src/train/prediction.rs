@@ -22,7 +22,8 @@ use recorder::{Marks, Recorder};
 /// What a plan's steps are predicted to take.
 ///
 /// With the links and rates of a run on the virtual clock this is what it takes. Not in it: evaluations,
-/// checkpoints, and what ranks compare now and then.
+/// checkpoints, and what ranks compare now and then. Of averages that travel while the next steps are computed
+/// it is taken that they arrive in time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Prediction {
     /// Sequence after which the pattern repeats: those between two averages.
@@ -46,7 +47,7 @@ impl Prediction {
         let schedules: Vec<_> = (0..plan.replicas()).map(of_replica).collect::<Result<_>>()?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         // A replica alone meets itself after each step.
-        let meets = !averages::each_step(plan);
+        let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let period = if meets && plan.replicas() > 1 { plan.outermost().every.max(1) } else { 1 };
         let steps = period.min(EXACT);
         let all = Sequence { schedules: &schedules, machines, before: &[], steps, meets };

@@ -12,6 +12,7 @@ pub const COCKTAIL: SyncMethod = SyncMethod {
     summary: "a mean of parameters at each step, taken up one step later, while the next is computed",
     each_step: false,
     reads: &[],
+    overlaps: true,
     every: Some(1),
     codec: Some("rolling:10/topk:0.2/int4"),
     // Anchor, what it becomes, delta, mean; saved with a copy's own parameters.

@@ -11,6 +11,7 @@ pub const DDP: SyncMethod = SyncMethod {
     summary: "gradients are averaged at each step",
     each_step: true,
     reads: &[],
+    overlaps: false,
     every: Some(1),
     codec: None,
     buffers: |_| Buffers { held: 0, saved: 0 },

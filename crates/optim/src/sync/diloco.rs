@@ -11,6 +11,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     summary: "parameters are averaged every so many steps, through an outer Nesterov step",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
+    overlaps: false,
     every: None,
     codec: None,
     // The anchor, the delta, and the outer momentum.

@@ -19,6 +19,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     summary: "each worker mixes its parameters with both neighbours on a ring after each step",
     each_step: false,
     reads: &["sync-every"],
+    overlaps: true,
     every: None,
     codec: Some("none"),
     // What was sent, what comes back, and the mean; saved with a copy's own parameters.

@@ -12,6 +12,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     summary: "diloco by fragments that travel while the next steps are computed, and are mixed in",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum", "fragments", "sync-delay", "mixing"],
+    overlaps: true,
     every: None,
     codec: None,
     buffers: |momentum| {
