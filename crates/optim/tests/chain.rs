@@ -8,8 +8,10 @@
 use std::sync::LazyLock;
 
 use farflung_base::Philox;
+use farflung_optim::local::{LocalSettings, Lookahead, METHODS};
 use farflung_optim::transform::{
-    add_decayed_weights, clip_by_global_norm, scale_by_adam, scale_by_schedule, trace,
+    MuonScale, Outputs, add_decayed_weights, clip_by_global_norm, lookahead, orthogonalize, scale_by_adam,
+    scale_by_schedule, trace,
 };
 use farflung_optim::{
     AdamW, Chain, ChainBuilder, Decay, LrSchedule, OptimError, OuterOptimizer, Sgd, adamw, diloco_outer,
@@ -48,9 +50,19 @@ fn step(chain: &mut Chain, params: &mut Tensor, grads: &[f32]) -> f64 {
 fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
     let schedule = LrSchedule::new(0.1, 0.01, 2, 8, Decay::Cosine).unwrap();
     let rate = || scale_by_schedule(schedule);
-    vec![
+    let mut chains = vec![
         ("adamw", adamw(AdamW { weight_decay: 0.1, clip: Some(1.0), schedule, ..AdamW::default() })),
-        ("sgd", sgd(Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1, clip: Some(1.0), schedule })),
+        (
+            "sgd",
+            sgd(Sgd {
+                momentum: 0.9,
+                nesterov: true,
+                weight_decay: 0.1,
+                clip: Some(1.0),
+                schedule,
+                ..Sgd::default()
+            }),
+        ),
         ("plain sgd", sgd(Sgd { schedule, ..Sgd::default() })),
         ("outer", diloco_outer(0.7, 0.9)),
         ("clip", Chain::new().then(clip_by_global_norm(0.5)).then(rate())),
@@ -59,7 +71,26 @@ fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
         ("decay", Chain::new().then(add_decayed_weights(0.2)).then(rate())),
         // Four buffers to rewrite: as many as a pass can have.
         ("two traces", Chain::new().then(trace(0.9, false)).then(trace(0.5, true)).then(rate())),
-    ]
+        // Five: two passes.
+        (
+            "five buffers",
+            Chain::new()
+                .then(trace(0.1, false))
+                .then(scale_by_adam(0.9, 0.9, 1e-8))
+                .then(trace(0.1, false))
+                .then(rate()),
+        ),
+    ];
+    let settings = LocalSettings {
+        weight_decay: 0.1,
+        clip: Some(1.0),
+        schedule,
+        centered: true,
+        lookahead: Some(Lookahead { every: 2, alpha: 0.5 }),
+        ..LocalSettings::default()
+    };
+    chains.extend(METHODS.iter().map(|method| (method.name, method.chain(settings))));
+    chains
 }
 
 /// The transforms once more, as loops in f64 over one parameter vector.
@@ -264,7 +295,8 @@ fn padding_stays_zero_and_outside_the_norm() {
             let padding = values[w.end..b.start].iter().chain(&values[b.end..]);
             assert!(padding.clone().count() > 0);
             assert!(padding.into_iter().all(|v| v.to_bits() == 0), "{name}");
-            assert!(values[w].iter().any(|&v| v != 0.0), "{name}");
+            // Muon keeps moments of vectors only.
+            assert!([w, b].into_iter().any(|range| values[range].iter().any(|&v| v != 0.0)), "{name}");
         }
     }
 }
@@ -343,8 +375,13 @@ fn settings_outside_their_domain_are_refused() {
     assert_eq!(field(diloco_outer(0.7, f64::NAN)), "trace.momentum");
     assert_eq!(field(diloco_outer(0.7, 1.0)), "trace.momentum");
     assert_eq!(field(Chain::new().then(trace(0.9, false)).then(clip_by_global_norm(1.0))), "clip.position");
-    let crowded = Chain::new().then(trace(0.1, false)).then(scale_by_adam(0.9, 0.9, 1e-8));
-    assert!(matches!(crowded.then(trace(0.1, false)).build(&CPU, &layout), Err(OptimError::Tensor(_))));
+    assert_eq!(field(Chain::new().then(lookahead(5, 0.5)).then(trace(0.9, false))), "lookahead.position");
+    assert_eq!(field(Chain::new().then(lookahead(0, 0.5))), "lookahead.every");
+    assert_eq!(field(Chain::new().then(lookahead(5, 0.0))), "lookahead.alpha");
+    // A vector cannot be orthogonalized.
+    let all = Chain::new().then(orthogonalize(MuonScale::Original, Outputs::Rows));
+    let error = all.build(&CPU, &layout).unwrap_err().to_string();
+    assert_eq!(error, "orthogonalize: parameter `b` is [13], expected two dimensions");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the run's folder.
+//! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the
+//! run's folder.
 //!
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single
 //! settings are in [`choice`], how a file is read in [`mod@file`], the flags as a command has them in
@@ -11,6 +12,7 @@ pub mod flags;
 pub mod given;
 pub(crate) mod nearest;
 pub mod notes;
+mod optimizer;
 pub mod plan;
 pub mod shared;
 pub mod value;
@@ -26,8 +28,7 @@ use farflung_base::{Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
-use farflung_optim::LrSchedule;
-use farflung_optim::local::LocalSettings;
+use farflung_optim::Groups;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
@@ -96,7 +97,8 @@ macro_rules! settings {
                       value_parser = <$ty as Setting>::from_flag)]
                 pub $name: Option<$ty>,
             )+)+
-            /// Settings that a file marks as defaults ([`BY_DEFAULT`]): they have a value but do not count as given.
+            /// Settings that a file marks as defaults ([`BY_DEFAULT`]): they have a value but do not count as
+            /// given.
             #[arg(skip)]
             pub by_default: BTreeSet<&'static str>,
         }
@@ -158,8 +160,10 @@ macro_rules! settings {
             fn fill(args: TrainArgs) -> Self {
                 let given = Given::Only(args.given());
                 let min_lr = args.min_lr;
+                let own = args.optimizer_defaults();
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
+                own.fill(&mut config);
                 config
             }
 
@@ -218,24 +222,52 @@ settings! {
         min_lr: f64, "RATE", 1e-4;
         /// Steps over which the learning rate rises from zero.
         warmup: u64, "N", 50u64;
-        /// The learning rate's way after the warm-up: cosine, linear or constant.
+        /// The learning rate's way after the warm-up: cosine, linear, constant, wsd (constant, and a line at
+        /// the end) or inverse-sqrt.
         lr_schedule: LrScheduleKind, "KIND", LrScheduleKind::Cosine;
-        /// Decoupled weight decay of matrices.
+        /// Share of the steps in which wsd's learning rate falls.
+        decay_fraction: f64, "X", 0.2;
+        /// Weight decay of matrices.
         weight_decay: f64, "X", 0.1;
-        /// Decay of AdamW's first moment.
+        /// Rules for parameters by patterns of their names, `;` between them:
+        /// `*.bias:lr=0.1,decay=0;h.0.*:lr=2`. lr is a factor of --lr, decay is instead of --weight-decay; the
+        /// last rule that matches decides.
+        group: Groups, "RULES";
+        /// Decay of the first moment of Adam and its kin, and Lion's share of momentum.
         beta1: f64, "X", 0.9;
-        /// Decay of AdamW's second moment.
+        /// Decay of the second moment of Adam and its kin, and of Lion's momentum (0.99 there unless told).
         beta2: f64, "X", 0.95;
-        /// Momentum of SGD.
+        /// What optimizers add to what they divide by; unless told 1e-6 for lamb, 1e-10 for adagrad, 1e-16 for
+        /// adabelief.
+        eps: f64, "X", 1e-8;
+        /// Momentum of sgd, signum, rmsprop (0 unless told) and muon (0.95 unless told).
         momentum: f64, "X", 0.9;
+        /// Nesterov's look-ahead for sgd and muon (which has it unless told).
+        nesterov: bool, "BOOL", false;
+        /// What sgd leaves out of each gradient after the first as it joins the momentum.
+        dampening: f64, "X", 0.0;
+        /// Decay of rmsprop's average of squares.
+        rho: f64, "X", 0.99;
+        /// Subtract the square of the average gradient from rmsprop's average of squares.
+        centered: bool, "BOOL", false;
+        /// The learning rate of adagrad's step t is divided by 1 + t times this.
+        lr_decay: f64, "X", 0.0;
+        /// What adabound's rates go to at the highest learning rate.
+        final_lr: f64, "RATE", 0.1;
+        /// How fast adabound's rates go there.
+        gamma: f64, "X", 1e-3;
+        /// Steps between moves of Lookahead's slow weights, around any optimizer; 0 is none.
+        lookahead: u64, "STEPS", 0u64;
+        /// How far the slow weights go towards the fast ones.
+        lookahead_alpha: f64, "X", 0.5;
         /// Longest global gradient norm; 0 is no clipping.
         clip: f64, "NORM", 1.0;
         /// Seed of all randomness.
         seed: u64, "N", 1337u64;
     }
     "Workers and links" {
-        /// TOML file with the plan, as `farflung plan --out` and --print-plan write it; it decides what the other settings of
-        /// workers, pipeline, batch and precision would.
+        /// TOML file with the plan, as `farflung plan --out` and --print-plan write it; it decides what the
+        /// other settings of workers, pipeline, batch and precision would.
         plan: PathBuf, "FILE" => "its path is; what the file says is compared";
         /// Workers in this process; a launched job has one in each process.
         workers: usize, "N", 4usize => "a job of several processes has a worker in each";
@@ -251,8 +283,8 @@ settings! {
         /// (momentum is gathered before the selection), powersgd:4 (matrices as products of rank 4), and many
         /// more; a wrong name lists them.
         codec: AverageSpec, "CODEC", default_codec();
-        /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95) or is
-        /// unbiased.
+        /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95)
+        /// or is unbiased.
         error_feedback: bool, "BOOL", true;
         /// Megabytes of gradients that are averaged together.
         bucket_mb: f64, "MB", 4.0;
@@ -271,7 +303,8 @@ settings! {
         /// unless told), butterfly (shards by access links), hierarchical (plain inside a region, packed
         /// between regions), ring (packed anew at each hop, and loses at each), or auto.
         algorithm: Algorithm, "NAME", Algorithm::Ring;
-        /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its machine's speed.
+        /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its
+        /// machine's speed.
         compute_rate: f64, "FLOPS", 5e10;
         /// Longest wait for a peer.
         deadline: Nanos, "TIME", Nanos::from_millis(60_000) => "how long a process waits changes no value";
@@ -294,13 +327,14 @@ settings! {
         /// at its own. Where there is none, an amount of memory such as 2GB too: the fastest way whose
         /// activations of a microbatch fit into it.
         recompute: Recompute, "WHAT", Recompute::None;
-        /// Layers (in a pipeline of each stage), behind those that are computed again, whose activations wait in the host's
-        /// memory for their backward passes, so that a GPU holds less. Nothing changes where a processor computes.
+        /// Layers (in a pipeline of each stage), behind those that are computed again, whose activations wait
+        /// in the host's memory for their backward passes, so that a GPU holds less. Nothing changes where a
+        /// processor computes.
         offload: usize, "LAYERS", 0_usize;
         /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna.
         memory: usize, "N";
-        /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are chosen so that
-        /// the pipeline takes least; unless told an eighth of the context.
+        /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are
+        /// chosen so that the pipeline takes least; unless told an eighth of the context.
         slice_grain: usize, "N";
         /// How hidden states are packed from a stage to the next: any --codec without feedback, aqsgd:4 (the
         /// change since the sample came last, in 4 bits; needs --sampling epochs) or direct:4 (its quantiser
@@ -311,25 +345,28 @@ settings! {
         /// Where aqsgd holds samples: memory (checkpoints hold them too), file or mapped (in the run's folder,
         /// at both ends of each boundary; a resumed run goes on with what the files hold).
         boundary_store: StoreKind, "KIND", StoreKind::Memory => "each rank holds its own";
-        /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that the first
-        /// had) or newest (each stage's own; the last then waits for the first at each update of their token table).
+        /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that
+        /// the first had) or newest (each stage's own; the last then waits for the first at each update of
+        /// their token table).
         version_sync: VersionSync, "KIND", VersionSync::Vertical;
     }
     "Machine" {
-        /// Where tensors live: auto (the best there is), cpu, `wgpu[:n]` or `cuda[:n]`, as `farflung devices` lists them; several
-        /// with commas are taken in turn by the ranks.
+        /// Where tensors live: auto (the best there is), cpu, `wgpu[:n]` or `cuda[:n]`, as `farflung devices`
+        /// lists them; several with commas are taken in turn by the ranks.
         device: Devices, "NAMES", Devices::cpu() => "each machine has its own devices";
-        /// What matrix products round their operands to: f32, bf16 or f16. They add up in f32, and parameters, gradients
-        /// and optimizer states are f32; devices without tensor cores for it compute the same, no faster.
+        /// What matrix products round their operands to: f32, bf16 or f16. They add up in f32, and parameters,
+        /// gradients and optimizer states are f32; devices without tensor cores for it compute the same, no
+        /// faster.
         precision: Precision, "KIND", Precision::F32;
-        /// What gradients are multiplied with where products round them: auto (found by trial in f16, 1 in others) or a
-        /// power of two.
+        /// What gradients are multiplied with where products round them: auto (found by trial in f16, 1 in
+        /// others) or a power of two.
         loss_scale: LossScaling, "SCALE", LossScaling::Auto;
-        /// Refuse to train on a device that does not give the same bits twice, by a trial before the first step. Kernels are
-        /// never chosen by timing, so that runs repeat themselves on all others.
+        /// Refuse to train on a device that does not give the same bits twice, by a trial before the first
+        /// step. Kernels are never chosen by timing, so that runs repeat themselves on all others.
         deterministic: bool, "BOOL", false => "a trial of this device alone";
-        /// Where copies of parameters (of replicas, of the token table in a pipeline) are on devices that round differently:
-        /// steps between comparisons, after which all have those of the first rank again; 0 is never.
+        /// Where copies of parameters (of replicas, of the token table in a pipeline) are on devices that round
+        /// differently: steps between comparisons, after which all have those of the first rank again; 0 is
+        /// never.
         resync_every: u64, "STEPS", 50u64;
         /// Threads of each worker; 0 shares the cores among the workers.
         threads: usize, "N", 0usize => "no result depends on the number of threads";
@@ -391,6 +428,9 @@ impl TrainConfig {
         if given.lr.is_some() && file.by_default.remove("min_lr") {
             file.min_lr = None;
         }
+        if given.optimizer.is_some() {
+            file.forget_optimizer_defaults();
+        }
         let args = given.or(file);
         args.beside_plan()?;
         let config = Self::fill(args);
@@ -403,8 +443,8 @@ impl TrainConfig {
         Self::resolve(TrainArgs::default(), Some(path))
     }
 
-    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. Settings that were not given are marked
-    /// with [`BY_DEFAULT`], so that they do not count as given when the file is read.
+    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. Settings that were not given
+    /// are marked with [`BY_DEFAULT`], so that they do not count as given when the file is read.
     #[must_use]
     pub fn to_toml(&self) -> String {
         let mut text = String::new();
@@ -427,13 +467,6 @@ impl TrainConfig {
     pub fn get(&self, name: &str) -> Option<toml::Value> {
         let mut all = self.entries().into_iter().flat_map(|(_, entries)| entries);
         all.find(|(key, _)| dashed(key) == name)?.1
-    }
-
-    /// The numbers of the optimizer, with a learning rate.
-    pub(crate) fn local(&self, schedule: LrSchedule) -> LocalSettings {
-        let Self { beta1, beta2, momentum, weight_decay, .. } = *self;
-        let clip = (self.clip > 0.0).then_some(self.clip);
-        LocalSettings { beta1, beta2, momentum, weight_decay, clip, schedule }
     }
 
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
@@ -498,6 +531,7 @@ impl TrainConfig {
             ("beta2", self.beta2),
             ("momentum", self.momentum),
             ("outer-momentum", self.outer_momentum),
+            ("rho", self.rho),
         ];
         for (field, value) in fractions {
             check(field, &value, (0.0..1.0).contains(&value), "at least 0 and below 1")?;
@@ -507,6 +541,8 @@ impl TrainConfig {
             ("min-lr", self.min_lr),
             ("outer-lr", self.outer_lr),
             ("weight-decay", self.weight_decay),
+            ("lr-decay", self.lr_decay),
+            ("final-lr", self.final_lr),
             ("clip", self.clip),
             ("temperature", self.temperature),
         ];
@@ -521,6 +557,7 @@ impl TrainConfig {
                 (microbatches == self.accumulate, "the same as `accumulate`, which is its other name");
             check("microbatches", &microbatches, good, expected)?;
         }
+        self.validate_optimizer()?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
         check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
         check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than no time")
