@@ -57,7 +57,7 @@ impl OptimizerDefaults {
 
 impl TrainArgs {
     pub(super) fn optimizer_defaults(&self) -> OptimizerDefaults {
-        let row = self.optimizer.unwrap_or_else(OptimizerKind::default);
+        let row = self.optimizer.unwrap_or_default();
         let open = FOLLOWS.iter().filter(|setting| !(setting.is_given)(self));
         OptimizerDefaults(open.filter_map(|setting| Some((setting, row.default_of(setting.name)?))).collect())
     }
