@@ -518,3 +518,56 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
     outer.undo();
     assert_eq!((outer.step(), outer.anchor().to_vec::<f32>().unwrap()[0]), (0, 1.0));
 }
+
+/// In a pipeline a rank holds some of a model's tensors. Each tensor's step is its own, to the bit, in every optimizer.
+#[test]
+fn a_part_of_a_model_steps_as_within_the_whole() {
+    let shapes: [(&str, &[usize]); 4] =
+        [("h.0.w", &[9, 13]), ("h.0.b", &[13]), ("wte.weight", &[5, 4]), ("h.1.w", &[6, 4])];
+    let shapes = shapes.map(|(name, shape)| (name.to_owned(), Shape::new(shape).unwrap()));
+    let whole = ParamLayout::new(shapes.clone());
+    let (start, grads) = (random(&whole, 20, 1.0), [random(&whole, 21, 1.0), random(&whole, 22, 0.1)]);
+    let schedule = LrSchedule::constant(0.1);
+    for method in METHODS {
+        let settings = LocalSettings { weight_decay: 0.1, schedule, ..LocalSettings::default() };
+        let steps = |layout: &ParamLayout, from: usize| {
+            let at = from..from + layout.len();
+            let mut chain = method.chain(settings).build(&CPU, layout).unwrap();
+            let mut params = flat(&start[at.clone()]);
+            for grads in &grads {
+                step(&mut chain, &mut params, &grads[at.clone()]);
+            }
+            params.to_vec::<f32>().unwrap()
+        };
+        let all = steps(&whole, 0);
+        for (param, shape) in whole.params().iter().zip(&shapes) {
+            let part = ParamLayout::new([shape.clone()]);
+            assert_eq!(steps(&part, param.start), all[param.start..][..part.len()], "{}", method.name);
+        }
+    }
+}
+
+#[test]
+fn groups_decide_rates_and_decay_and_rules_without_effect_change_no_bit() {
+    let layout = layout();
+    let start = random(&layout, 30, 1.0);
+    let grads = random(&layout, 31, 1.0);
+    let run = |rules: &str| {
+        let settings = AdamW { weight_decay: 0.1, clip: Some(1.0), ..AdamW::default() };
+        let mut chain = adamw(settings).groups(rules.parse().unwrap()).build(&CPU, &layout).unwrap();
+        let mut params = flat(&start);
+        step(&mut chain, &mut params, &grads);
+        params.to_vec::<f32>().unwrap()
+    };
+    let plain = run("none:lr=3");
+    assert_eq!(run("*:lr=1"), plain);
+    assert_eq!(run("w:decay=0.1;b:decay=0"), plain);
+    let [w, b] = [0, 1].map(|i| layout.params()[i].range());
+    let still = run("w:lr=0");
+    assert_eq!((&still[w.clone()], &still[b.clone()]), (&start[w.clone()], &plain[b.clone()]));
+    let all = run("*:decay=0.1");
+    assert_eq!(all[w.clone()], plain[w]);
+    for i in b {
+        assert!((f64::from(plain[i] - all[i]) - 1e-3 * 0.1 * f64::from(start[i])).abs() < 2e-7);
+    }
+}

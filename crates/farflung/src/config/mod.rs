@@ -1,5 +1,4 @@
-//! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the
-//! run's folder.
+//! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the run's folder.
 //!
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single
 //! settings are in [`choice`], how a file is read in [`mod@file`], the flags as a command has them in
