@@ -5,7 +5,7 @@ use farflung_optim::local::{LocalSettings, Lookahead};
 use farflung_optim::{Decay, LrSchedule, OptimError};
 use farflung_zoo::GptConfig;
 
-use super::choice::{LrScheduleKind, OptimizerKind};
+use super::choice::LrScheduleKind;
 use super::nearest::nearest;
 use super::{TrainArgs, TrainConfig, check};
 use crate::{Error, Result};
@@ -147,6 +147,7 @@ mod tests {
     use farflung_optim::local::{ADABELIEF, ADAMW, LION, METHODS, MUON, RMSPROP};
 
     use super::*;
+    use crate::config::choice::OptimizerKind;
 
     fn config(text: &str) -> TrainConfig {
         let file = TrainArgs::from_toml(text, Path::new("run.toml")).unwrap();
