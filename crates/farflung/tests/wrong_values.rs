@@ -171,8 +171,16 @@ fn a_rank_may_fail_at_any_moment_of_a_step() {
     let gossip = |sync| TrainConfig { codec: "none".parse().unwrap(), ..delayed(sync) };
     let piped =
         TrainConfig { sync: SyncKind::of(&STREAMING), sync_every: 2, fragments: Some(2), ..pipeline.clone() };
-    let ways =
-        [(TrainConfig::default(), 3), (diloco, 3), (streaming, 3), (cocktail, 3), (pipeline, 4), (piped, 4)];
+    let ways = [
+        (TrainConfig::default(), 3),
+        (diloco, 3),
+        (streaming, 3),
+        (cocktail, 3),
+        (gossip(&D_PSGD), 3),
+        (gossip(&SHIFT_ONE), 4),
+        (pipeline, 4),
+        (piped, 4),
+    ];
     for (config, workers) in ways {
         let config = TrainConfig { workers, checkpoint_every: 2, ..config };
         let train = |folder: &Path, resume: Resume, failure: Option<Failure>| {

@@ -1,125 +1,172 @@
 //! A chain of transforms, fused: one pass for the norm, one pass for everything else.
 
+mod pass;
+
+use std::fmt;
 use std::ops::Range;
 
-use farflung_tensor::{DType, Device, Op, ParamLayout, Program, ProgramBuilder, Tensor, TensorError};
+use farflung_tensor::{
+    Device, Op, Param, ParamLayout, Program, ProgramBuilder, Tensor, TensorError, ViewMut,
+};
 
 use crate::OptimError;
-use crate::transform::{Contribution, Emit, StepInfo, Transform};
+use crate::group::{Groups, ParamGroup};
+use crate::norm::global_norm;
+use crate::per_tensor::{Tensors, factor};
+use crate::transform::{Contribution, StepInfo, Transform};
+use pass::{Class, Numbered, Pass, Place, classify, close, passes};
+
+/// Which parameters a link is for.
+type Select = Box<dyn Fn(&Param) -> bool + Send>;
+
+/// A link, and which parameters it is for: all unless told.
+struct Link {
+    transform: Box<dyn Transform>,
+    select: Option<Select>,
+}
+
+impl Link {
+    fn is_for(&self, param: &Param) -> bool {
+        self.select.as_ref().is_none_or(|select| select(param))
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let some = if self.select.is_some() { " for some parameters" } else { "" };
+        write!(f, "{:?}{some}", self.transform)
+    }
+}
 
 /// Links in order, before they are bound to a device and a layout.
 #[derive(Debug, Default)]
 pub struct ChainBuilder {
-    links: Vec<Box<dyn Transform>>,
+    links: Vec<Link>,
+    groups: Groups,
 }
 
 impl ChainBuilder {
     /// Adds a link at the end.
     #[must_use]
     pub fn then(mut self, link: impl Transform + 'static) -> Self {
-        self.links.push(Box::new(link));
+        self.links.push(Link { transform: Box::new(link), select: None });
         self
     }
 
-    /// Binds the chain to a device and a layout: matrices of the layout decay, vectors do not.
+    /// Adds a link at the end, for some parameters: the others go past it. Its state buffers are as long as the
+    /// layout.
+    #[must_use]
+    pub fn then_for(
+        mut self,
+        select: impl Fn(&Param) -> bool + Send + 'static,
+        link: impl Transform + 'static,
+    ) -> Self {
+        self.links.push(Link { transform: Box::new(link), select: Some(Box::new(select)) });
+        self
+    }
+
+    /// Sets rules for parameters by name. Without any, tensors of two and more dimensions decay and vectors do
+    /// not.
+    #[must_use]
+    pub fn groups(mut self, groups: Groups) -> Self {
+        self.groups = groups;
+        self
+    }
+
+    /// Binds the chain to a device and a layout.
     ///
-    /// Errors: [`OptimError::Setting`] for a link's setting, or for a link that needs the incoming gradient's norm but
-    /// does not stand first; [`OptimError::Tensor`] when the links together need more buffers than a pass can have.
+    /// Links are fused into one pass over memory. A link that sees whole tensors, or one that would be the
+    /// owner of a fourth state buffer in a pass, begins a new one, and the update between two passes is a
+    /// buffer of the layout's length.
+    ///
+    /// Errors: [`OptimError::Setting`] for a link's setting, for a link that needs the incoming gradient's norm
+    /// but does not stand first, or for one that does not stand last but rewrites parameters;
+    /// [`OptimError::NotAMatrix`]; [`OptimError::Tensor`] for a link that needs more buffers than a pass can
+    /// have.
     pub fn build(self, device: &Device, layout: &ParamLayout) -> Result<Chain, OptimError> {
-        for (i, link) in self.links.iter().enumerate() {
-            link.validate()?;
-            if link.needs_norm() && i > 0 {
-                return Err(OptimError::Setting {
-                    transform: link.name(),
-                    field: "position",
-                    value: i as f64,
-                    expected: "0: it needs the norm of the incoming gradient",
-                });
-            }
-        }
-        let mut contribution = ProgramBuilder::new();
-        let (state, gradient) = (contribution.read(0), contribution.read(1));
-        let (keep, take) = (contribution.scalar(0), contribution.scalar(1));
-        let (kept, taken) = (contribution.mul(keep, state), contribution.mul(take, gradient));
-        let blended = contribution.add(kept, taken);
-        contribution.store(0, blended);
-        let contribution = contribution.build()?;
-        let (decayed, plain) = (program(&self.links, true)?, program(&self.links, false)?);
-        let parts = if decayed == plain { vec![(0..layout.len(), true)] } else { parts(layout) };
+        self.check()?;
         let mut named = Vec::new();
-        for (i, link) in self.links.iter().enumerate() {
+        let (mut numbers, mut scalars) = (Vec::new(), 0);
+        for (i, Link { transform: link, .. }) in self.links.iter().enumerate() {
             // The second of two alike has names of its own.
-            let before = self.links[..i].iter().filter(|l| l.name() == link.name()).count();
+            let before = self.links[..i].iter().filter(|l| l.transform.name() == link.name()).count();
             let number = if before == 0 { String::new() } else { (before + 1).to_string() };
+            numbers.push((scalars, named.len()));
+            scalars += link.scalar_count();
             for state in link.states() {
                 named.push((format!("{}{number}.{state}", link.name()), device.zeros(layout.len())?));
             }
         }
+        let passes_of = |selected: &dyn Fn(&Link) -> bool, group: ParamGroup| {
+            let all = self.links.iter().zip(&numbers).enumerate().filter(|(_, (link, _))| selected(link));
+            let all: Vec<_> = all
+                .map(|(index, (link, &(scalars, states)))| Numbered {
+                    index,
+                    link: &*link.transform,
+                    scalars,
+                    states,
+                })
+                .collect();
+            passes(&all, group)
+        };
+        // A layout may have no parameters, and its chain is checked like others.
+        passes_of(&|_| true, ParamGroup { lr: 1.0, decay: None })?;
+        let (mut classes, mut last) = (Vec::new(), None);
+        for param in layout.params() {
+            for link in self.links.iter().filter(|link| link.is_for(param)) {
+                link.transform.per_tensor().map_or(Ok(()), |link| link.check(param))?;
+            }
+            let passes = passes_of(&|link| link.is_for(param), self.groups.of(param))?;
+            last = Some(classify(&mut classes, last, passes, param));
+        }
+        close(&mut classes, last, layout);
+        let several = classes.iter().any(|class| class.passes.len() > 1);
+        let update = several.then(|| device.zeros(layout.len())).transpose()?;
         Ok(Chain {
-            links: self.links,
-            decayed,
-            plain,
-            contribution,
-            parts,
+            links: self.links.into_iter().map(|link| link.transform).collect(),
+            classes,
+            contribution: blend()?,
             states: named,
+            update,
+            factor: factor()?,
             step: 0,
             len: layout.len(),
             scalars: Vec::new(),
         })
     }
-}
 
-/// All links as one program. Rewritten buffer 0 holds the parameters, the states follow; read-only buffer 0 holds the
-/// gradient.
-fn program(links: &[Box<dyn Transform>], decays: bool) -> Result<Program, OptimError> {
-    let mut program = ProgramBuilder::new();
-    let (param, mut update) = (program.load(0), program.read(0));
-    let (mut scalars, mut states) = (0, 1);
-    for link in links {
-        let mut emit = Emit { program: &mut program, param, decays, scalars, states };
-        update = link.emit(&mut emit, update);
-        scalars += link.scalar_count();
-        states += link.states().len() as u16;
-    }
-    let moved = program.sub(param, update);
-    program.store(0, moved);
-    Ok(program.build()?)
-}
-
-/// Ranges of a layout's flat buffer that decay (matrices) and that do not (vectors), as long as they can be; padding
-/// goes with what stands before it.
-fn parts(layout: &ParamLayout) -> Vec<(Range<usize>, bool)> {
-    let mut parts: Vec<(Range<usize>, bool)> = Vec::new();
-    for p in layout.params() {
-        let decays = p.shape.dims().len() >= 2;
-        match parts.last_mut() {
-            Some((range, same)) if *same == decays => range.end = p.range().end,
-            last => {
-                if let Some((range, _)) = last {
-                    range.end = p.start;
-                }
-                parts.push((p.range(), decays));
+    /// Whether each link has settings in their domain, and a place where it can stand.
+    fn check(&self) -> Result<(), OptimError> {
+        let links = self.links.iter().map(|link| &link.transform);
+        for (i, link) in links.clone().enumerate() {
+            link.validate()?;
+            let position = |expected| {
+                let (transform, field, value) = (link.name(), "position", i as f64);
+                Err(OptimError::Setting { transform, field, value, expected })
+            };
+            if link.needs_norm() && i > 0 {
+                return position("0: it needs the norm of the incoming gradient");
+            }
+            if link.finishes() && links.clone().skip(i).any(|link| !link.finishes()) {
+                return position("the last: it rewrites moved parameters");
             }
         }
+        Ok(())
     }
-    if let Some((range, _)) = parts.last_mut() {
-        range.end = layout.len();
-    }
-    parts
 }
 
 /// A chain of transforms bound to a layout, with its state.
 #[derive(Debug)]
 pub struct Chain {
     links: Vec<Box<dyn Transform>>,
-    /// For parameters that decay, and for those that do not.
-    decayed: Program,
-    plain: Program,
+    classes: Vec<Class>,
     /// From a state and the gradient to what replicas average.
     contribution: Program,
-    /// Ranges of the flat buffers, and whether they decay.
-    parts: Vec<(Range<usize>, bool)>,
     states: Vec<(String, Tensor)>,
+    /// The update between two passes, if there are several.
+    update: Option<Tensor>,
+    /// The program that multiplies a tensor's update.
+    factor: Program,
     step: u64,
     len: usize,
     scalars: Vec<f32>,
@@ -134,7 +181,8 @@ pub struct Prepared {
 
 impl Prepared {
     /// A step of a part of a model whose whole gradient has this global l2 norm: the root of what
-    /// [`sum_of_squares`] gives, summed over all parts. [`Chain::prepare`] is for a chain that has the whole model.
+    /// [`sum_of_squares`] gives, summed over all parts. [`Chain::prepare`] is for a chain that has the whole
+    /// model.
     ///
     /// Errors: [`OptimError::NotFinite`].
     pub fn with_norm(norm: f64) -> Result<Self, OptimError> {
@@ -146,23 +194,6 @@ impl Prepared {
     pub const fn norm(&self) -> f64 {
         self.norm
     }
-}
-
-/// Global l2 norm of a flat buffer, padding (which is zero) included; partial sums are added in f64 in order.
-pub fn global_norm(flat: &Tensor) -> Result<f64, TensorError> {
-    Ok(sum_of_squares(flat, 0..flat.shape().len())?.sqrt())
-}
-
-/// Sum of the squares of a part of a flat buffer: what several holders of a model add up to a global norm. Partial sums
-/// are added in f64 in order.
-pub fn sum_of_squares(flat: &Tensor, range: Range<usize>) -> Result<f64, TensorError> {
-    let x = flat.view().part(range.start, range.len())?;
-    let mut partials = flat.device().empty(DType::F32, range.len().div_ceil(Op::SQUARES_CHUNK))?;
-    flat.device().run(Op::SumSquares { x, partials: partials.view_mut() })?;
-    Ok(match partials.host::<f32>() {
-        Some(partials) => partials.iter().map(|&s| f64::from(s)).sum(),
-        None => partials.to_vec::<f32>()?.iter().map(|&s| f64::from(s)).sum(),
-    })
 }
 
 impl Chain {
@@ -218,13 +249,13 @@ impl Chain {
 
     /// What a step needs before any element moves. Changes nothing, so a step that is given up here never was.
     ///
-    /// Errors: [`OptimError::NotFinite`] if the gradient's norm is not finite, whether or not a link asks for it: a step
-    /// that would leave no number in the parameters is not taken.
+    /// Errors: [`OptimError::NotFinite`] if the gradient's norm is not finite, whether or not a link asks for
+    /// it: a step that would leave no number in the parameters is not taken.
     pub fn prepare(&self, grads: &Tensor) -> Result<Prepared, OptimError> {
         Prepared::with_norm(global_norm(grads)?)
     }
 
-    /// Takes the step: one pass over parameters, gradients and state, in place.
+    /// Takes the step in place: one pass over parameters, gradients and state, unless links see whole tensors.
     pub fn commit(
         &mut self,
         params: &mut Tensor,
@@ -236,22 +267,27 @@ impl Chain {
         for link in &self.links {
             link.scalars(info, &mut self.scalars);
         }
-        let device = grads.device().clone();
-        for (range, decays) in &self.parts {
-            let program = if *decays { &self.decayed } else { &self.plain };
-            let scalars = &self.scalars[..program.scalars()];
-            let (start, len) = (range.start, range.len());
-            let reads = &[grads.view().part(start, len)?][..program.reads()];
-            let p = params.view_mut().part(start, len)?;
-            let mut states = self.states.iter_mut().map(|(_, s)| s.view_mut().part(start, len));
-            let mut next = || states.next().expect("a program has as many states as its links");
-            match program.writes() {
-                1 => device.run(Op::Map { program, scalars, reads, writes: &mut [p] })?,
-                2 => device.run(Op::Map { program, scalars, reads, writes: &mut [p, next()?] })?,
-                3 => device.run(Op::Map { program, scalars, reads, writes: &mut [p, next()?, next()?] })?,
-                _ => {
-                    let writes = &mut [p, next()?, next()?, next()?];
-                    device.run(Op::Map { program, scalars, reads, writes })?;
+        for class in &self.classes {
+            for pass in &class.passes {
+                match pass {
+                    Pass::PerTensor(link) => {
+                        let update = self.update.as_mut().expect(IN_MEMORY);
+                        let tensors =
+                            &mut Tensors { list: &class.tensors, params, update, factor: &self.factor };
+                        self.links[*link].per_tensor().map_or(Ok(()), |link| link.rewrite(tensors))?;
+                    }
+                    Pass::Fused { program, place, states } => {
+                        let mut buffers = Buffers {
+                            params: &mut *params,
+                            grads,
+                            update: self.update.as_mut(),
+                            states: &mut self.states,
+                        };
+                        for range in &class.ranges {
+                            let (start, len) = (range.start, range.len());
+                            buffers.run(program, &self.scalars, *place, states, start, len)?;
+                        }
+                    }
                 }
             }
         }
@@ -272,9 +308,16 @@ impl Chain {
         self.states.iter().map(|(name, t)| (name.as_str(), t))
     }
 
+    /// Buffers of the layout's length that are in use during a step only.
+    #[must_use]
+    pub const fn work_buffers(&self) -> usize {
+        self.update.is_some() as usize
+    }
+
     /// Restores the step counter and all state buffers; `get` gives each by name.
     ///
-    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed then.
+    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed
+    /// then.
     pub fn restore<'a>(
         &mut self,
         step: u64,
@@ -294,6 +337,75 @@ impl Chain {
             state.write(values)?;
         }
         self.step = step;
+        Ok(())
+    }
+}
+
+/// The program of a [`Contribution`].
+fn blend() -> Result<Program, TensorError> {
+    let mut p = ProgramBuilder::new();
+    let (state, gradient, keep, take) = (p.read(0), p.read(1), p.scalar(0), p.scalar(1));
+    let (kept, taken) = (p.mul(keep, state), p.mul(take, gradient));
+    let blended = p.add(kept, taken);
+    p.store(0, blended);
+    p.build()
+}
+
+/// Why an update is there.
+const IN_MEMORY: &str = "a chain with several passes has a buffer for the update";
+
+/// The flat buffers of a step.
+struct Buffers<'a> {
+    params: &'a mut Tensor,
+    grads: &'a Tensor,
+    update: Option<&'a mut Tensor>,
+    states: &'a mut [(String, Tensor)],
+}
+
+impl Buffers<'_> {
+    /// Runs a fused pass over a range.
+    fn run(
+        &mut self,
+        program: &Program,
+        scalars: &[f32],
+        place: Place,
+        states: &[usize],
+        start: usize,
+        len: usize,
+    ) -> Result<(), OptimError> {
+        let device = self.grads.device();
+        let scalars = &scalars[..program.scalars()];
+        let grads = self.grads.view().part(start, len)?;
+        let (reads, first) = match (place.first, place.last) {
+            (true, true) => ([grads, grads], self.params.view_mut()),
+            (true, false) => {
+                let update = self.update.as_mut().expect(IN_MEMORY);
+                ([grads, self.params.view().part(start, len)?], update.view_mut())
+            }
+            (false, true) => {
+                let update = self.update.as_ref().expect(IN_MEMORY).view().part(start, len)?;
+                ([update, update], self.params.view_mut())
+            }
+            (false, false) => {
+                let params = self.params.view().part(start, len)?;
+                ([params, params], self.update.as_mut().expect(IN_MEMORY).view_mut())
+            }
+        };
+        let (reads, first) = (&reads[..program.reads()], first.part(start, len)?);
+        let picked = self.states.iter_mut().enumerate().filter(|(i, _)| states.contains(i));
+        let mut picked = picked.map(|(_, (_, state))| state.view_mut().part(start, len));
+        let mut next = || -> Result<ViewMut<'_>, OptimError> {
+            Ok(picked.next().expect("a program has as many states as its links")?)
+        };
+        match program.writes() {
+            1 => device.run(Op::Map { program, scalars, reads, writes: &mut [first] })?,
+            2 => device.run(Op::Map { program, scalars, reads, writes: &mut [first, next()?] })?,
+            3 => device.run(Op::Map { program, scalars, reads, writes: &mut [first, next()?, next()?] })?,
+            _ => {
+                let writes = &mut [first, next()?, next()?, next()?];
+                device.run(Op::Map { program, scalars, reads, writes })?;
+            }
+        }
         Ok(())
     }
 }
@@ -318,15 +430,27 @@ mod tests {
         for (builder, parts, writes) in [(adamw, 2, 3), (diloco_outer(0.7, 0.9), 1, 2)] {
             let mut chain = builder.build(&cpu, &layout).unwrap();
             // Parameters and states are each stored once, and each read-only buffer is read once.
-            assert_eq!((chain.decayed.reads(), chain.decayed.writes()), (1, writes));
-            assert_eq!(chain.decayed.stores().len(), writes);
+            assert!(chain.update.is_none());
+            let programs: Vec<_> = chain
+                .classes
+                .iter()
+                .map(|class| match &class.passes[..] {
+                    [Pass::Fused { program, .. }] => program.clone(),
+                    passes => panic!("{passes:?}"),
+                })
+                .collect();
+            for program in &programs {
+                assert_eq!((program.reads(), program.writes()), (1, writes));
+                assert_eq!(program.stores().len(), writes);
+            }
             // Links that tell matrices from vectors cut the pass where one kind ends, and leave nothing out.
-            assert_eq!(chain.parts.len(), parts);
-            assert!(chain.parts.windows(2).all(|p| p[0].0.end == p[1].0.start));
-            assert_eq!((chain.parts[0].0.start, chain.parts[parts - 1].0.end), (0, layout.len()));
+            let ranges: Vec<_> = chain.classes.iter().flat_map(|class| class.ranges.clone()).collect();
+            assert_eq!(ranges.len(), parts);
+            assert!(ranges.windows(2).all(|p| p[0].end == p[1].start));
+            assert_eq!((ranges[0].start, ranges[parts - 1].end), (0, layout.len()));
             let values = |f: fn(usize) -> f32| {
                 let mut values = vec![0.0; layout.len()];
-                for i in layout.params().iter().flat_map(farflung_tensor::Param::range) {
+                for i in layout.params().iter().flat_map(Param::range) {
                     values[i] = f(i);
                 }
                 values
@@ -342,8 +466,8 @@ mod tests {
             for i in 0..layout.len() {
                 let mut element = vec![0.0; writes];
                 element[0] = start[i];
-                let matrix = layout.params()[0].range().contains(&i);
-                let program = if matrix { &chain.decayed } else { &chain.plain };
+                let class = ranges.iter().position(|range| range.contains(&i)).unwrap();
+                let program = &programs[class];
                 program.eval(&chain.scalars, &[grad[i]], &mut element);
                 let after: Vec<f32> = std::iter::once(got[i]).chain(states.iter().map(|s| s[i])).collect();
                 assert_eq!(after, element, "{i}");

@@ -1,6 +1,6 @@
 //! What can go wrong in an optimizer.
 
-use farflung_tensor::TensorError;
+use farflung_tensor::{Shape, TensorError};
 
 /// An error of this crate; completes "failed to ...".
 #[derive(Debug, thiserror::Error)]
@@ -32,6 +32,14 @@ pub enum OptimError {
     StepNotFinite {
         /// Which values.
         name: String,
+    },
+    /// A tensor whose update would be orthogonalized, and which is not a matrix.
+    #[error("orthogonalize: parameter `{name}` is {shape}, expected two dimensions")]
+    NotAMatrix {
+        /// The parameter.
+        name: String,
+        /// Its shape.
+        shape: Shape,
     },
     /// Saved state that does not fit.
     #[error("optimizer state `{name}`: {found} elements, expected {expected}")]

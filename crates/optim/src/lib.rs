@@ -2,6 +2,9 @@
 
 mod error;
 mod finite;
+mod group;
+mod norm;
+mod per_tensor;
 
 pub mod lr_schedule;
 pub mod transform;
@@ -23,11 +26,14 @@ pub mod sync;
 pub use average::{
     Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, agree, token_weight,
 };
-pub use chain::{Chain, ChainBuilder, Prepared, global_norm, sum_of_squares};
+pub use chain::{Chain, ChainBuilder, Prepared};
 pub use error::OptimError;
 pub use finite::all_finite;
-pub use local::{AdamW, OnebitAdam, Sgd, adamw, onebit_adam, qadam, sgd};
+pub use group::{GroupError, GroupRule, Groups, ParamGroup};
+pub use local::{AdamW, Lookahead, OnebitAdam, Sgd, adamw, onebit_adam, qadam, sgd};
 pub use lr_schedule::{Decay, LrSchedule};
+pub use norm::{global_norm, sum_of_squares};
 pub use outer::{OuterOptimizer, diloco_outer};
+pub use per_tensor::{PerTensor, Tensors};
 pub use scaling::LossScale;
 pub use transform::Transform;

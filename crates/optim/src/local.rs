@@ -1,18 +1,38 @@
 //! Optimizers of one rank by name: one file a method, one row in [`METHODS`]. Each is a chain with the
-//! arithmetic and the order of PyTorch's.
+//! arithmetic and the order of PyTorch's, or of its paper where PyTorch has none.
 
+mod adabelief;
+mod adabound;
+mod adagrad;
+mod adam;
 mod adamw;
-mod frozen_variance;
+mod amsgrad;
+mod lamb;
+mod lion;
+mod muon;
 mod onebit_adam;
+mod radam;
+mod rmsprop;
 mod sgd;
+mod signum;
 
-use crate::transform::{add_decayed_weights, clip_by_global_norm, trace};
+use crate::transform::{clip_by_global_norm, lookahead, trace};
 use crate::{Chain, ChainBuilder, LrSchedule};
 
+pub use adabelief::{ADABELIEF, AdaBelief, adabelief};
+pub use adabound::{ADABOUND, AdaBound, adabound};
+pub use adagrad::{ADAGRAD, AdaGrad, adagrad};
+pub use adam::{ADAM, Adam, adam};
 pub use adamw::{ADAMW, AdamW, adamw};
-pub use frozen_variance::{FrozenAdam, scale_by_frozen_adam};
+pub use amsgrad::{AMSGRAD, AmsGrad, amsgrad};
+pub use lamb::{LAMB, Lamb, lamb};
+pub use lion::{LION, Lion, lion};
+pub use muon::{MUON, Muon, is_hidden_matrix, muon};
 pub use onebit_adam::{ONEBIT_ADAM, OnebitAdam, QADAM, onebit_adam, qadam};
+pub use radam::{RADAM, RAdam, radam};
+pub use rmsprop::{RMSPROP, RmsProp, rmsprop};
 pub use sgd::{SGD, Sgd, sgd};
+pub use signum::{SIGNUM, Signum, signum};
 
 /// The numbers that methods are made of; each reads those that it has a use for.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,8 +41,24 @@ pub struct LocalSettings {
     pub beta1: f64,
     /// Decay of the second moment.
     pub beta2: f64,
+    /// Added to what is divided by.
+    pub eps: f64,
     /// Momentum; 0 keeps no buffer.
     pub momentum: f64,
+    /// What SGD leaves out of each gradient after the first as it joins the momentum.
+    pub dampening: f64,
+    /// Nesterov's look-ahead.
+    pub nesterov: bool,
+    /// Decay of `RMSprop`'s average of squares.
+    pub rho: f64,
+    /// Whether `RMSprop` subtracts the square of the average gradient.
+    pub centered: bool,
+    /// `AdaGrad`'s own decay of the learning rate.
+    pub lr_decay: f64,
+    /// What `AdaBound`'s rates go to.
+    pub final_lr: f64,
+    /// How fast they do.
+    pub gamma: f64,
     /// Weight decay of matrices.
     pub weight_decay: f64,
     /// Global l2 norm that gradients are scaled down to.
@@ -31,6 +67,48 @@ pub struct LocalSettings {
     pub schedule: LrSchedule,
     /// Updates after which a second moment stands still.
     pub freeze: u64,
+    /// Slow weights around the method.
+    pub lookahead: Option<Lookahead>,
+}
+
+impl Default for LocalSettings {
+    /// PyTorch's, where its optimizers agree.
+    fn default() -> Self {
+        Self {
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            momentum: 0.9,
+            dampening: 0.0,
+            nesterov: false,
+            rho: 0.99,
+            centered: false,
+            lr_decay: 0.0,
+            final_lr: 0.1,
+            gamma: 1e-3,
+            weight_decay: 0.0,
+            clip: None,
+            schedule: LrSchedule::constant(1e-3),
+            freeze: u64::MAX,
+            lookahead: None,
+        }
+    }
+}
+
+/// Settings of [`lookahead`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Lookahead {
+    /// Steps between two moves of the slow weights.
+    pub every: u64,
+    /// How far these then go towards the fast ones.
+    pub alpha: f64,
+}
+
+impl Default for Lookahead {
+    /// The paper's.
+    fn default() -> Self {
+        Self { every: 5, alpha: 0.5 }
+    }
 }
 
 /// What replicas average where their gradients meet.
@@ -54,22 +132,75 @@ pub struct LocalMethod {
     pub summary: &'static str,
     /// The settings that only some methods read, by their names on command lines.
     pub reads: &'static [&'static str],
+    /// Those of them whose value, where none is given, is the method's own; a flag's is 0 or 1.
+    pub defaults: &'static [(&'static str, f64)],
     /// What replicas average.
     pub averages: Averages,
     /// Buffers that it keeps, each as long as the parameters.
     pub buffers: fn(&LocalSettings) -> usize,
+    /// Whether it sees whole tensors, so that a step has several passes.
+    pub per_tensor: bool,
     /// Its chain.
     pub build: fn(LocalSettings) -> ChainBuilder,
 }
 
 /// All methods; the first is the default.
-pub const METHODS: &[LocalMethod] = &[ADAMW, SGD, ONEBIT_ADAM, QADAM];
+pub const METHODS: &[LocalMethod] = &[
+    ADAMW,
+    SGD,
+    ADAM,
+    AMSGRAD,
+    RMSPROP,
+    ADAGRAD,
+    RADAM,
+    LAMB,
+    ADABELIEF,
+    ADABOUND,
+    LION,
+    MUON,
+    SIGNUM,
+    ONEBIT_ADAM,
+    QADAM,
+];
+
+/// Buffers of a method, each as long as the parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalBuffers {
+    /// Its state, which checkpoints hold.
+    pub states: usize,
+    /// Those that are in use during a step only.
+    pub work: usize,
+}
 
 impl LocalMethod {
     /// The method of a name.
     #[must_use]
     pub fn by_name(name: &str) -> Option<&'static Self> {
         METHODS.iter().find(|method| method.name == name)
+    }
+
+    /// Its own default of a setting, if it has one.
+    #[must_use]
+    pub fn default_of(&self, setting: &str) -> Option<f64> {
+        self.defaults.iter().find(|(name, _)| *name == setting).map(|(_, value)| *value)
+    }
+
+    /// Its chain, with slow weights around it where the settings say so.
+    #[must_use]
+    pub fn chain(&self, settings: LocalSettings) -> ChainBuilder {
+        let chain = (self.build)(settings);
+        match settings.lookahead {
+            Some(Lookahead { every, alpha }) => chain.then(lookahead(every, alpha)),
+            None => chain,
+        }
+    }
+
+    /// The buffers of [`LocalMethod::chain`].
+    #[must_use]
+    pub fn memory(&self, settings: &LocalSettings) -> LocalBuffers {
+        let states = (self.buffers)(settings) + usize::from(settings.lookahead.is_some());
+        // A pass has room for three states.
+        LocalBuffers { states, work: usize::from(self.per_tensor || states > 3) }
     }
 }
 
@@ -78,11 +209,6 @@ fn clipped(clip: Option<f64>) -> ChainBuilder {
         Some(max) => Chain::new().then(clip_by_global_norm(max)),
         None => Chain::new(),
     }
-}
-
-fn decayed(chain: ChainBuilder, decay: f64) -> ChainBuilder {
-    // A decay of 0 would cut the pass for nothing. Not a number goes on, to be refused.
-    if decay == 0.0 { chain } else { chain.then(add_decayed_weights(decay)) }
 }
 
 pub(crate) fn with_momentum(chain: ChainBuilder, momentum: f64, nesterov: bool) -> ChainBuilder {
@@ -97,26 +223,23 @@ mod tests {
 
     #[test]
     fn each_row_builds_a_chain_with_the_buffers_that_it_says() {
-        let layout = ParamLayout::new([("w".to_owned(), Shape::from([3, 4]))]);
+        let shapes = [("w".to_owned(), Shape::from([3, 4])), ("b".to_owned(), Shape::from(4))];
+        let layout = ParamLayout::new(shapes);
         let device = Device::cpu(1).unwrap();
-        let schedule = LrSchedule::constant(1e-3);
-        for momentum in [0.0, 0.9] {
-            let settings = LocalSettings {
-                beta1: 0.9,
-                beta2: 0.95,
-                momentum,
-                weight_decay: 0.1,
-                clip: Some(1.0),
-                schedule,
-                freeze: 1,
-            };
+        for (momentum, centered, lookahead) in
+            [(0.0, false, None), (0.9, true, None), (0.9, true, Some(Lookahead::default()))]
+        {
+            let clip = Some(1.0);
+            let settings = LocalSettings { momentum, centered, clip, lookahead, ..LocalSettings::default() };
             for method in METHODS {
-                let chain = (method.build)(settings).build(&device, &layout).unwrap();
-                assert_eq!(chain.states().count(), (method.buffers)(&settings), "{}", method.name);
+                let chain = method.chain(settings).build(&device, &layout).unwrap();
+                let found = LocalBuffers { states: chain.states().count(), work: chain.work_buffers() };
+                assert_eq!(found, method.memory(&settings), "{}", method.name);
                 assert_eq!(
                     LocalMethod::by_name(method.name).map(|found| found.summary),
                     Some(method.summary)
                 );
+                assert!(method.defaults.iter().all(|(name, _)| method.reads.contains(name)));
             }
         }
     }

@@ -4,6 +4,7 @@ use crate::OptimError;
 
 /// What follows the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Decay {
     /// The peak for ever.
     Constant,
@@ -11,6 +12,14 @@ pub enum Decay {
     Linear,
     /// Half a cosine from the peak to the least rate (Loshchilov and Hutter 2017).
     Cosine,
+    /// Warm-up, stable, decay (Hu et al. 2024, "MiniCPM"): the peak, and in the last steps a straight line to the least
+    /// rate.
+    Wsd {
+        /// Steps of that line, at the end of the schedule.
+        steps: u64,
+    },
+    /// The peak divided by the root of the step (Vaswani et al. 2017), but not below the least rate.
+    InverseSqrt,
 }
 
 /// Linear warm-up, then decay. The rate of step `s` (counted from 0) is `peak * (s + 1) / warmup` below step
@@ -23,7 +32,9 @@ pub enum Decay {
 ///
 /// So the last step of the warm-up and the first of the decay both have the peak, and step `warmup + 1` is the
 /// first below it. Step `steps - 1` and all later ones have `least`. Where `steps <= warmup + 1`, `a` is 1 from
-/// step `warmup` on. `Constant` has the peak throughout.
+/// step `warmup` on. `Constant` has the peak throughout. `Wsd` is `Linear` that begins at step `steps - 1 - n` where
+/// its line has `n` steps, or at the end of the warm-up if that is later. `InverseSqrt` has
+/// `max(least, peak * sqrt(t / (t + s - warmup)))`, where `t` is `warmup`, or 10000 without one, as in Hugging Face's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
     peak: f64,
@@ -32,6 +43,9 @@ pub struct LrSchedule {
     steps: u64,
     decay: Decay,
 }
+
+/// The time scale of [`Decay::InverseSqrt`] without a warm-up.
+const TIME_SCALE: u64 = 10_000;
 
 impl LrSchedule {
     /// One rate for all steps.
@@ -60,18 +74,39 @@ impl LrSchedule {
         Ok(Self { peak, least, warmup, steps, decay })
     }
 
+    /// The highest rate.
+    #[must_use]
+    pub const fn peak(&self) -> f64 {
+        self.peak
+    }
+
     /// The rate of a step, counted from 0.
     #[must_use]
     pub fn rate(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;
         }
-        let span = self.steps.saturating_sub(self.warmup + 1);
-        let along = if span == 0 { 1.0 } else { ((step - self.warmup) as f64 / span as f64).min(1.0) };
+        let end = self.steps.saturating_sub(1);
+        let begin = match self.decay {
+            Decay::Wsd { steps } => self.warmup.max(end.saturating_sub(steps)),
+            _ => self.warmup,
+        };
+        let (since, span) = (step.saturating_sub(begin), end.saturating_sub(begin));
+        let along = if step < begin {
+            0.0
+        } else if span == 0 {
+            1.0
+        } else {
+            (since as f64 / span as f64).min(1.0)
+        };
         let left = match self.decay {
             Decay::Constant => return self.peak,
-            Decay::Linear => 1.0 - along,
+            Decay::Linear | Decay::Wsd { .. } => 1.0 - along,
             Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * along).cos()),
+            Decay::InverseSqrt => {
+                let scale = if self.warmup == 0 { TIME_SCALE } else { self.warmup } as f64;
+                return self.least.max(self.peak * (scale / (scale + since as f64)).sqrt());
+            }
         };
         self.least + (self.peak - self.least) * left
     }
@@ -102,5 +137,32 @@ mod tests {
         assert_eq!(LrSchedule::new(1.0, 1.0, 50, 0, Decay::Constant).unwrap().rate(60), 1.0);
         assert!(LrSchedule::new(0.1, 0.2, 0, 1, Decay::Linear).is_err());
         assert!(LrSchedule::new(f64::NAN, 0.0, 0, 1, Decay::Linear).is_err());
+    }
+
+    #[test]
+    fn wsd_is_stable_and_then_a_line() {
+        let s = LrSchedule::new(1.0, 0.2, 3, 11, Decay::Wsd { steps: 4 }).unwrap();
+        let rates = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 99].map(|i| s.rate(i));
+        let third = 1.0 / 3.0;
+        let want = [third, 2.0 * third, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2];
+        assert!(rates.iter().zip(want).all(|(rate, want)| (rate - want).abs() < 1e-12), "{rates:?}");
+        // A line longer than the schedule is `Linear`; one of no steps falls at the end.
+        let [long, line] = [Decay::Wsd { steps: 99 }, Decay::Linear]
+            .map(|decay| LrSchedule::new(1.0, 0.2, 3, 11, decay).unwrap());
+        assert!((0..20).all(|i| long.rate(i) == line.rate(i)));
+        let none = LrSchedule::new(1.0, 0.2, 3, 11, Decay::Wsd { steps: 0 }).unwrap();
+        assert_eq!([8, 9, 10].map(|i| none.rate(i)), [1.0, 1.0, 0.2]);
+    }
+
+    #[test]
+    fn the_inverse_root_is_hugging_faces() {
+        // transformers.get_inverse_sqrt_schedule with 4 steps of warm-up: 1 / sqrt((step - 4 + 4) / 4) from step 4 on.
+        let s = LrSchedule::new(1.0, 0.25, 4, 8, Decay::InverseSqrt).unwrap();
+        assert_eq!(
+            [0, 3, 4, 16, 36, 64, 1000].map(|i| s.rate(i)),
+            [0.25, 1.0, 1.0, 0.5, 1.0 / 3.0, 0.25, 0.25]
+        );
+        let s = LrSchedule::new(1.0, 0.0, 0, 8, Decay::InverseSqrt).unwrap();
+        assert_eq!([0, 30_000].map(|i| s.rate(i)), [1.0, 0.5]);
     }
 }

@@ -8,8 +8,10 @@
 use std::sync::LazyLock;
 
 use farflung_base::Philox;
+use farflung_optim::local::{LocalSettings, Lookahead, METHODS};
 use farflung_optim::transform::{
-    add_decayed_weights, clip_by_global_norm, scale_by_adam, scale_by_schedule, trace,
+    MuonScale, Outputs, add_decayed_weights, clip_by_global_norm, lookahead, orthogonalize, scale_by_adam,
+    scale_by_schedule, trace,
 };
 use farflung_optim::{
     AdamW, Chain, ChainBuilder, Decay, LrSchedule, OptimError, OuterOptimizer, Sgd, adamw, diloco_outer,
@@ -48,9 +50,19 @@ fn step(chain: &mut Chain, params: &mut Tensor, grads: &[f32]) -> f64 {
 fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
     let schedule = LrSchedule::new(0.1, 0.01, 2, 8, Decay::Cosine).unwrap();
     let rate = || scale_by_schedule(schedule);
-    vec![
+    let mut chains = vec![
         ("adamw", adamw(AdamW { weight_decay: 0.1, clip: Some(1.0), schedule, ..AdamW::default() })),
-        ("sgd", sgd(Sgd { momentum: 0.9, nesterov: true, weight_decay: 0.1, clip: Some(1.0), schedule })),
+        (
+            "sgd",
+            sgd(Sgd {
+                momentum: 0.9,
+                nesterov: true,
+                weight_decay: 0.1,
+                clip: Some(1.0),
+                schedule,
+                ..Sgd::default()
+            }),
+        ),
         ("plain sgd", sgd(Sgd { schedule, ..Sgd::default() })),
         ("outer", diloco_outer(0.7, 0.9)),
         ("clip", Chain::new().then(clip_by_global_norm(0.5)).then(rate())),
@@ -59,7 +71,26 @@ fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
         ("decay", Chain::new().then(add_decayed_weights(0.2)).then(rate())),
         // Four buffers to rewrite: as many as a pass can have.
         ("two traces", Chain::new().then(trace(0.9, false)).then(trace(0.5, true)).then(rate())),
-    ]
+        // Five: two passes.
+        (
+            "five buffers",
+            Chain::new()
+                .then(trace(0.1, false))
+                .then(scale_by_adam(0.9, 0.9, 1e-8))
+                .then(trace(0.1, false))
+                .then(rate()),
+        ),
+    ];
+    let settings = LocalSettings {
+        weight_decay: 0.1,
+        clip: Some(1.0),
+        schedule,
+        centered: true,
+        lookahead: Some(Lookahead { every: 2, alpha: 0.5 }),
+        ..LocalSettings::default()
+    };
+    chains.extend(METHODS.iter().map(|method| (method.name, method.chain(settings))));
+    chains
 }
 
 /// The transforms once more, as loops in f64 over one parameter vector.
@@ -264,7 +295,8 @@ fn padding_stays_zero_and_outside_the_norm() {
             let padding = values[w.end..b.start].iter().chain(&values[b.end..]);
             assert!(padding.clone().count() > 0);
             assert!(padding.into_iter().all(|v| v.to_bits() == 0), "{name}");
-            assert!(values[w].iter().any(|&v| v != 0.0), "{name}");
+            // Muon keeps moments of vectors only.
+            assert!([w, b].into_iter().any(|range| values[range].iter().any(|&v| v != 0.0)), "{name}");
         }
     }
 }
@@ -343,8 +375,13 @@ fn settings_outside_their_domain_are_refused() {
     assert_eq!(field(diloco_outer(0.7, f64::NAN)), "trace.momentum");
     assert_eq!(field(diloco_outer(0.7, 1.0)), "trace.momentum");
     assert_eq!(field(Chain::new().then(trace(0.9, false)).then(clip_by_global_norm(1.0))), "clip.position");
-    let crowded = Chain::new().then(trace(0.1, false)).then(scale_by_adam(0.9, 0.9, 1e-8));
-    assert!(matches!(crowded.then(trace(0.1, false)).build(&CPU, &layout), Err(OptimError::Tensor(_))));
+    assert_eq!(field(Chain::new().then(lookahead(5, 0.5)).then(trace(0.9, false))), "lookahead.position");
+    assert_eq!(field(Chain::new().then(lookahead(0, 0.5))), "lookahead.every");
+    assert_eq!(field(Chain::new().then(lookahead(5, 0.0))), "lookahead.alpha");
+    // A vector cannot be orthogonalized.
+    let all = Chain::new().then(orthogonalize(MuonScale::Original, Outputs::Rows));
+    let error = all.build(&CPU, &layout).unwrap_err().to_string();
+    assert_eq!(error, "orthogonalize: parameter `b` is [13], expected two dimensions");
 }
 
 #[test]
@@ -480,4 +517,57 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
     outer.try_step(prepared).unwrap();
     outer.undo();
     assert_eq!((outer.step(), outer.anchor().to_vec::<f32>().unwrap()[0]), (0, 1.0));
+}
+
+/// In a pipeline a rank holds some of a model's tensors. Each tensor's step is its own, to the bit, in every optimizer.
+#[test]
+fn a_part_of_a_model_steps_as_within_the_whole() {
+    let shapes: [(&str, &[usize]); 4] =
+        [("h.0.w", &[9, 13]), ("h.0.b", &[13]), ("wte.weight", &[5, 4]), ("h.1.w", &[6, 4])];
+    let shapes = shapes.map(|(name, shape)| (name.to_owned(), Shape::new(shape).unwrap()));
+    let whole = ParamLayout::new(shapes.clone());
+    let (start, grads) = (random(&whole, 20, 1.0), [random(&whole, 21, 1.0), random(&whole, 22, 0.1)]);
+    let schedule = LrSchedule::constant(0.1);
+    for method in METHODS {
+        let settings = LocalSettings { weight_decay: 0.1, schedule, ..LocalSettings::default() };
+        let steps = |layout: &ParamLayout, from: usize| {
+            let at = from..from + layout.len();
+            let mut chain = method.chain(settings).build(&CPU, layout).unwrap();
+            let mut params = flat(&start[at.clone()]);
+            for grads in &grads {
+                step(&mut chain, &mut params, &grads[at.clone()]);
+            }
+            params.to_vec::<f32>().unwrap()
+        };
+        let all = steps(&whole, 0);
+        for (param, shape) in whole.params().iter().zip(&shapes) {
+            let part = ParamLayout::new([shape.clone()]);
+            assert_eq!(steps(&part, param.start), all[param.start..][..part.len()], "{}", method.name);
+        }
+    }
+}
+
+#[test]
+fn groups_decide_rates_and_decay_and_rules_without_effect_change_no_bit() {
+    let layout = layout();
+    let start = random(&layout, 30, 1.0);
+    let grads = random(&layout, 31, 1.0);
+    let run = |rules: &str| {
+        let settings = AdamW { weight_decay: 0.1, clip: Some(1.0), ..AdamW::default() };
+        let mut chain = adamw(settings).groups(rules.parse().unwrap()).build(&CPU, &layout).unwrap();
+        let mut params = flat(&start);
+        step(&mut chain, &mut params, &grads);
+        params.to_vec::<f32>().unwrap()
+    };
+    let plain = run("none:lr=3");
+    assert_eq!(run("*:lr=1"), plain);
+    assert_eq!(run("w:decay=0.1;b:decay=0"), plain);
+    let [w, b] = [0, 1].map(|i| layout.params()[i].range());
+    let still = run("w:lr=0");
+    assert_eq!((&still[w.clone()], &still[b.clone()]), (&start[w.clone()], &plain[b.clone()]));
+    let all = run("*:decay=0.1");
+    assert_eq!(all[w.clone()], plain[w]);
+    for i in b {
+        assert!((f64::from(plain[i] - all[i]) - 1e-3 * 0.1 * f64::from(start[i])).abs() < 2e-7);
+    }
 }

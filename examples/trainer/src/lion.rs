@@ -1,4 +1,5 @@
-//! Lion, which farflung-optim does not have: a link of one's own for an optimizer's chain.
+//! Lion as a link of one's own for an optimizer's chain: all that an elementwise optimizer needs from outside the crate.
+//! (`farflung_optim::transform::scale_by_lion` is the same.)
 
 use farflung_optim::transform::Emit;
 use farflung_optim::{OptimError, Transform};

@@ -62,6 +62,7 @@ mod hostile_frames;
 mod hostile_payloads;
 mod instructions;
 mod learn_nano;
+mod local_optimizers;
 mod mismatch;
 mod overlap_comm;
 mod overlap_ddp;
@@ -125,6 +126,7 @@ pub const BENCHES: &[Bench] = &[
     hostile_payloads::BENCH,
     instructions::BENCH,
     learn_nano::BENCH,
+    local_optimizers::BENCH,
     default_run::BENCH,
     schedule_vectors::BENCH,
     schedule_laws::BENCH,

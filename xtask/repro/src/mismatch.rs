@@ -161,6 +161,9 @@ impl Fixtures {
         if setting == "out" {
             return Some(self.path(&format!("other-out-{case}")).display().to_string());
         }
+        if setting == "group" {
+            return Some("*.bias:lr=0.5".to_owned());
+        }
         let fixture = self.path(&format!("other-{setting}"));
         if fixture.exists() {
             return Some(fixture.display().to_string());

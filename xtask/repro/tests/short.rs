@@ -66,6 +66,7 @@ short! {
     diloco_exact: "diloco-exact",
     hostile_frames: "hostile-frames",
     hostile_payloads: "hostile-payloads",
+    local_optimizers: "local-optimizers",
     mismatch: "mismatch",
     pipeline_exact: "pipeline-exact",
     plan_exact: "plan-exact",

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use farflung_comm::Algorithm;
 use farflung_compress::link::{self, LinkSpec};
 use farflung_compress::{AverageSpec, CodecSpec, CompressError};
-use farflung_optim::LossScale;
 use farflung_optim::local::{self, LocalMethod};
 use farflung_optim::sync::{self, SyncMethod};
+use farflung_optim::{Groups, LossScale};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::{DeviceName, Precision};
@@ -68,6 +68,10 @@ choice!(
         Linear = "linear",
         /// Stays.
         Constant = "constant",
+        /// Warm-up, stable, decay: stays, and at the end a line down to `min-lr`.
+        Wsd = "wsd",
+        /// Falls with the root of the step, not below `min-lr`.
+        InverseSqrt = "inverse-sqrt",
     }
 );
 choice!(
@@ -364,6 +368,24 @@ impl Setting for VersionSync {
     }
     fn value(&self) -> Value {
         Value::String(self.name().to_owned())
+    }
+}
+
+impl Setting for Groups {
+    fn expected() -> String {
+        "rules such as `*.bias:lr=0.1,decay=0` with `;` between them".to_owned()
+    }
+    fn expected_not(text: &str) -> String {
+        match text.parse::<Self>() {
+            Err(error) => format!("{}: {error}", Self::expected()),
+            Ok(_) => Self::expected(),
+        }
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
     }
 }
 

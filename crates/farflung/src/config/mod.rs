@@ -11,6 +11,7 @@ pub mod flags;
 pub mod given;
 pub(crate) mod nearest;
 pub mod notes;
+mod optimizer;
 pub mod plan;
 pub mod shared;
 pub mod value;
@@ -26,9 +27,9 @@ use farflung_base::{Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
-use farflung_optim::local::{Averages, LocalSettings};
+use farflung_optim::local::Averages;
 use farflung_optim::sync::Timeline;
-use farflung_optim::{LrSchedule, OptimError};
+use farflung_optim::{Groups, OptimError};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
@@ -159,8 +160,10 @@ macro_rules! settings {
             fn fill(args: TrainArgs) -> Self {
                 let given = Given::Only(args.given());
                 let (min_lr, codec) = (args.min_lr, args.codec);
+                let own = args.optimizer_defaults();
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
+                own.fill(&mut config);
                 let by_optimizer = match config.optimizer.averages {
                     Averages::Momentum { codec } => Some(codec),
                     Averages::Gradients => None,
@@ -226,16 +229,44 @@ settings! {
         min_lr: f64, "RATE", 1e-4;
         /// Steps over which the learning rate rises from zero.
         warmup: u64, "N", 50u64;
-        /// The learning rate's way after the warm-up: cosine, linear or constant.
+        /// The learning rate's way after the warm-up: cosine, linear, constant, wsd (constant, and a line at
+        /// the end) or inverse-sqrt.
         lr_schedule: LrScheduleKind, "KIND", LrScheduleKind::Cosine;
-        /// Decoupled weight decay of matrices.
+        /// Share of the steps in which wsd's learning rate falls.
+        decay_fraction: f64, "X", 0.2;
+        /// Weight decay of matrices.
         weight_decay: f64, "X", 0.1;
-        /// Decay of AdamW's first moment.
+        /// Rules for parameters by patterns of their names, `;` between them:
+        /// `*.bias:lr=0.1,decay=0;h.0.*:lr=2`. lr is a factor of --lr, decay is instead of --weight-decay; the
+        /// last rule that matches decides.
+        group: Groups, "RULES";
+        /// Decay of the first moment of Adam and its kin, and Lion's share of momentum.
         beta1: f64, "X", 0.9;
-        /// Decay of AdamW's second moment.
+        /// Decay of the second moment of Adam and its kin, and of Lion's momentum (0.99 there unless told).
         beta2: f64, "X", 0.95;
-        /// Momentum of SGD.
+        /// What optimizers add to what they divide by; unless told 1e-6 for lamb, 1e-10 for adagrad, 1e-16 for
+        /// adabelief.
+        eps: f64, "X", 1e-8;
+        /// Momentum of sgd, signum, rmsprop (0 unless told) and muon (0.95 unless told).
         momentum: f64, "X", 0.9;
+        /// Nesterov's look-ahead for sgd and muon (which has it unless told).
+        nesterov: bool, "BOOL", false;
+        /// What sgd leaves out of each gradient after the first as it joins the momentum.
+        dampening: f64, "X", 0.0;
+        /// Decay of rmsprop's average of squares.
+        rho: f64, "X", 0.99;
+        /// Subtract the square of the average gradient from rmsprop's average of squares.
+        centered: bool, "BOOL", false;
+        /// The learning rate of adagrad's step t is divided by 1 + t times this.
+        lr_decay: f64, "X", 0.0;
+        /// What adabound's rates go to at the highest learning rate.
+        final_lr: f64, "RATE", 0.1;
+        /// How fast adabound's rates go there.
+        gamma: f64, "X", 1e-3;
+        /// Steps between moves of Lookahead's slow weights, around any optimizer; 0 is none.
+        lookahead: u64, "STEPS", 0u64;
+        /// How far the slow weights go towards the fast ones.
+        lookahead_alpha: f64, "X", 0.5;
         /// Longest global gradient norm; 0 is no clipping.
         clip: f64, "NORM", 1.0;
         /// Seed of all randomness.
@@ -408,6 +439,9 @@ impl TrainConfig {
         if given.lr.is_some() && file.by_default.remove("min_lr") {
             file.min_lr = None;
         }
+        if given.optimizer.is_some() {
+            file.forget_optimizer_defaults();
+        }
         let args = given.or(file);
         args.beside_plan()?;
         let config = Self::fill(args);
@@ -446,27 +480,10 @@ impl TrainConfig {
         all.find(|(key, _)| dashed(key) == name)?.1
     }
 
-    /// The numbers of the optimizer, with a learning rate and updates in a step.
-    pub(crate) fn local(&self, schedule: LrSchedule, updates: u64) -> LocalSettings {
-        let Self { beta1, beta2, momentum, weight_decay, .. } = *self;
-        let clip = (self.clip > 0.0).then_some(self.clip);
-        let freeze = self.warm_steps() * updates;
-        LocalSettings { beta1, beta2, momentum, weight_decay, clip, schedule, freeze }
-    }
-
     /// Parts of the parameters that are averaged at different times.
     pub(crate) fn fragments(&self) -> usize {
         const UNLESS_TOLD: u64 = 4;
         self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
-    }
-
-    /// Steps before `codec` holds.
-    pub(crate) fn warm_steps(&self) -> u64 {
-        const PERCENT: u64 = 15;
-        self.codec_warmup.unwrap_or(match self.optimizer.averages {
-            Averages::Gradients => 0,
-            Averages::Momentum { .. } => (self.steps * PERCENT).div_ceil(100),
-        })
     }
 
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
@@ -531,6 +548,7 @@ impl TrainConfig {
             ("beta2", self.beta2),
             ("momentum", self.momentum),
             ("outer-momentum", self.outer_momentum),
+            ("rho", self.rho),
         ];
         for (field, value) in fractions {
             check(field, &value, (0.0..1.0).contains(&value), "at least 0 and below 1")?;
@@ -540,6 +558,8 @@ impl TrainConfig {
             ("min-lr", self.min_lr),
             ("outer-lr", self.outer_lr),
             ("weight-decay", self.weight_decay),
+            ("lr-decay", self.lr_decay),
+            ("final-lr", self.final_lr),
             ("clip", self.clip),
             ("temperature", self.temperature),
         ];
@@ -565,6 +585,7 @@ impl TrainConfig {
             })?;
         }
         check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
+        self.validate_optimizer()?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
         check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
         check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than no time")

@@ -95,11 +95,20 @@ impl TrainConfig {
         let readers: Vec<_> =
             OptimizerKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();
         notes.unread("optimizer", self.optimizer.name, &readers);
+        notes.idle(
+            self.lookahead == 0,
+            &["lookahead-alpha"],
+            "`lookahead` is 0, so there are no slow weights",
+        );
+        let wsd = self.lr_schedule == LrScheduleKind::Wsd;
+        notes.idle(!wsd, &["decay-fraction"], &format!("`lr-schedule` is {}, not wsd", self.lr_schedule));
+        let still = self.momentum == 0.0;
+        notes.idle(still, &["dampening", "nesterov"], "`momentum` is 0");
         let constant = self.lr_schedule == LrScheduleKind::Constant;
         notes.idle(constant, &["min-lr"], "the learning rate of `lr-schedule` constant does not decay");
         let (warmup, steps) = (self.warmup, self.steps);
         let ends = "the run ends before its warm-up";
-        notes.idle(warmup >= steps, &["min-lr", "lr-schedule"], ends);
+        notes.idle(warmup >= steps, &["min-lr", "lr-schedule", "decay-fraction"], ends);
         notes.say(warmup > steps, || {
             format!(
                 "`warmup` is {warmup} and the run has {steps} steps: the learning rate does not reach `lr`"

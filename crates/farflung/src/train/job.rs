@@ -245,6 +245,7 @@ pub(super) fn shape(config: &TrainConfig, vocab: usize) -> Result<GptConfig> {
         *field = value.unwrap_or(*field);
     }
     model.validate()?;
+    config.check_groups(&model)?;
     Ok(model)
 }
 

@@ -1,19 +1,21 @@
 //! Adam with decoupled weight decay.
 
-use super::{Averages, LocalMethod, LocalSettings, clipped, decayed};
-use crate::transform::{scale_by_adam, scale_by_schedule};
+use super::{Averages, LocalMethod, LocalSettings, clipped};
+use crate::transform::{add_decayed_weights, scale_by_adam, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`adamw`] with the decays, weight decay and clipping of the settings.
+/// [`adamw`] with the settings' numbers.
 pub const ADAMW: LocalMethod = LocalMethod {
     name: "adamw",
     summary: "Adam with decoupled weight decay",
-    reads: &["beta1", "beta2"],
+    reads: &["beta1", "beta2", "eps"],
+    defaults: &[],
     averages: Averages::Gradients,
     buffers: |_| 2,
+    per_tensor: false,
     build: |settings| {
-        let LocalSettings { beta1, beta2, weight_decay, clip, schedule, .. } = settings;
-        adamw(AdamW { beta1, beta2, weight_decay, clip, schedule, ..AdamW::default() })
+        let LocalSettings { beta1, beta2, eps, weight_decay, clip, schedule, .. } = settings;
+        adamw(AdamW { beta1, beta2, eps, weight_decay, clip, schedule })
     },
 };
 
@@ -49,5 +51,5 @@ impl Default for AdamW {
 pub fn adamw(settings: AdamW) -> ChainBuilder {
     let AdamW { beta1, beta2, eps, weight_decay, clip, schedule } = settings;
     let chain = clipped(clip).then(scale_by_adam(beta1, beta2, eps));
-    decayed(chain, weight_decay).then(scale_by_schedule(schedule))
+    chain.then(add_decayed_weights(weight_decay)).then(scale_by_schedule(schedule))
 }

@@ -1,17 +1,18 @@
 //! 1-bit Adam, and `QAdam`, which is the same with moments corrected for their start and another codec.
 
-use super::frozen_variance::{FrozenAdam, scale_by_frozen_adam};
-use super::{Averages, LocalMethod, LocalSettings, clipped, decayed};
-use crate::transform::scale_by_schedule;
+use super::{Averages, LocalMethod, LocalSettings, clipped};
+use crate::transform::{FrozenAdam, add_decayed_weights, scale_by_frozen_adam, scale_by_schedule};
 use crate::{ChainBuilder, LrSchedule};
 
 /// [`onebit_adam`] with the decays, weight decay and clipping of the settings.
 pub const ONEBIT_ADAM: LocalMethod = LocalMethod {
     name: "onebit-adam",
     summary: "Adam whose variance stands still after --codec-warmup, while momentum is averaged in 1 bit",
-    reads: &["beta1", "beta2"],
+    reads: &["beta1", "beta2", "eps"],
+    defaults: &[],
     averages: Averages::Momentum { codec: "sign" },
     buffers: |_| 2,
+    per_tensor: false,
     build: |settings| onebit_adam(settings.into()),
 };
 
@@ -52,8 +53,8 @@ impl Default for OnebitAdam {
 
 impl From<LocalSettings> for OnebitAdam {
     fn from(settings: LocalSettings) -> Self {
-        let LocalSettings { beta1, beta2, weight_decay, clip, schedule, freeze, .. } = settings;
-        Self { beta1, beta2, freeze, weight_decay, clip, schedule, ..Self::default() }
+        let LocalSettings { beta1, beta2, eps, weight_decay, clip, schedule, freeze, .. } = settings;
+        Self { beta1, beta2, eps, freeze, weight_decay, clip, schedule }
     }
 }
 
@@ -80,5 +81,5 @@ pub fn qadam(settings: OnebitAdam) -> ChainBuilder {
 fn chain(settings: OnebitAdam, corrects: bool) -> ChainBuilder {
     let OnebitAdam { beta1, beta2, eps, freeze, weight_decay, clip, schedule } = settings;
     let adam = scale_by_frozen_adam(FrozenAdam { beta1, beta2, eps, freeze, corrects });
-    decayed(clipped(clip).then(adam), weight_decay).then(scale_by_schedule(schedule))
+    clipped(clip).then(adam).then(add_decayed_weights(weight_decay)).then(scale_by_schedule(schedule))
 }

@@ -1,19 +1,21 @@
 //! Gradient descent with momentum.
 
-use super::{Averages, LocalMethod, LocalSettings, clipped, decayed, with_momentum};
-use crate::transform::scale_by_schedule;
+use super::{Averages, LocalMethod, LocalSettings, clipped};
+use crate::transform::{add_decayed_weights, scale_by_schedule, trace_with};
 use crate::{ChainBuilder, LrSchedule};
 
-/// [`sgd`] with the momentum, weight decay and clipping of the settings.
+/// [`sgd`] with the settings' numbers.
 pub const SGD: LocalMethod = LocalMethod {
     name: "sgd",
     summary: "gradient descent with momentum",
-    reads: &["momentum"],
+    reads: &["momentum", "dampening", "nesterov"],
+    defaults: &[],
     averages: Averages::Gradients,
     buffers: |settings| usize::from(settings.momentum != 0.0),
+    per_tensor: false,
     build: |settings| {
-        let LocalSettings { momentum, weight_decay, clip, schedule, .. } = settings;
-        sgd(Sgd { momentum, nesterov: false, weight_decay, clip, schedule })
+        let LocalSettings { momentum, dampening, nesterov, weight_decay, clip, schedule, .. } = settings;
+        sgd(Sgd { momentum, dampening, nesterov, weight_decay, clip, schedule })
     },
 };
 
@@ -22,6 +24,8 @@ pub const SGD: LocalMethod = LocalMethod {
 pub struct Sgd {
     /// Momentum; 0 keeps no buffer.
     pub momentum: f64,
+    /// What is left out of each gradient after the first as it joins the momentum.
+    pub dampening: f64,
     /// Nesterov's look-ahead.
     pub nesterov: bool,
     /// l2 regularisation of matrices, added to the gradient before momentum.
@@ -35,15 +39,19 @@ pub struct Sgd {
 impl Default for Sgd {
     fn default() -> Self {
         let schedule = LrSchedule::constant(1e-3);
-        Self { momentum: 0.0, nesterov: false, weight_decay: 0.0, clip: None, schedule }
+        Self { momentum: 0.0, dampening: 0.0, nesterov: false, weight_decay: 0.0, clip: None, schedule }
     }
 }
 
-/// Gradient descent with momentum, as PyTorch's SGD without dampening.
+/// Gradient descent with momentum, as PyTorch's SGD.
 ///
 /// Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning".
 #[must_use]
 pub fn sgd(settings: Sgd) -> ChainBuilder {
-    let Sgd { momentum, nesterov, weight_decay, clip, schedule } = settings;
-    with_momentum(decayed(clipped(clip), weight_decay), momentum, nesterov).then(scale_by_schedule(schedule))
+    let Sgd { momentum, dampening, nesterov, weight_decay, clip, schedule } = settings;
+    let mut chain = clipped(clip).then(add_decayed_weights(weight_decay));
+    if momentum != 0.0 {
+        chain = chain.then(trace_with(momentum, dampening, nesterov));
+    }
+    chain.then(scale_by_schedule(schedule))
 }

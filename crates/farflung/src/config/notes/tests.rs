@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that change a run whatever the others are.
-const ALWAYS: [&str; 37] = [
+const ALWAYS: [&str; 39] = [
     "plan",
     "layers",
     "heads",
@@ -25,6 +25,8 @@ const ALWAYS: [&str; 37] = [
     "lr",
     "warmup",
     "weight-decay",
+    "group",
+    "lookahead",
     "clip",
     "seed",
     "sync",
@@ -50,13 +52,47 @@ type Case = (&'static str, usize, bool, &'static str);
 
 const CASES: &[Case] = &[
     ("model = 'baby'\ninit-from = 'w'", 4, true, "`model` changes nothing: the weights of `init-from` have"),
-    ("momentum = 0.9", 4, true, "`momentum` changes nothing: `optimizer` is adamw, not sgd"),
+    (
+        "momentum = 0.9",
+        4,
+        true,
+        "`momentum` changes nothing: `optimizer` is adamw, not sgd or rmsprop or muon or signum",
+    ),
     (
         "beta1 = 0.9\nbeta2 = 0.95\noptimizer = 'sgd'",
         4,
         true,
-        "`beta1`, `beta2` change nothing: `optimizer` is sgd, not adamw",
+        "`beta1`, `beta2` change nothing: `optimizer` is sgd, not adamw or adam or amsgrad",
     ),
+    (
+        "eps = 1e-5\noptimizer = 'lion'",
+        4,
+        true,
+        "`eps` changes nothing: `optimizer` is lion, not adamw or adam",
+    ),
+    (
+        "rho = 0.9\ncentered = true",
+        4,
+        true,
+        "`rho`, `centered` change nothing: `optimizer` is adamw, not rmsprop",
+    ),
+    ("dampening = 0.1", 4, true, "`dampening` changes nothing: `optimizer` is adamw, not sgd"),
+    ("nesterov = true", 4, true, "`nesterov` changes nothing: `optimizer` is adamw, not sgd or muon"),
+    (
+        "nesterov = true\noptimizer = 'sgd'\nmomentum = 0.0",
+        4,
+        true,
+        "`nesterov` changes nothing: `momentum` is 0",
+    ),
+    ("lr-decay = 0.1", 4, true, "`lr-decay` changes nothing: `optimizer` is adamw, not adagrad"),
+    (
+        "final-lr = 0.1\ngamma = 0.1",
+        4,
+        true,
+        "`final-lr`, `gamma` change nothing: `optimizer` is adamw, not adabound",
+    ),
+    ("lookahead-alpha = 0.9", 4, true, "`lookahead-alpha` changes nothing: `lookahead` is 0"),
+    ("decay-fraction = 0.5", 4, true, "`decay-fraction` changes nothing: `lr-schedule` is cosine, not wsd"),
     (
         "min-lr = 1e-4\nlr-schedule = 'constant'",
         4,
@@ -102,6 +138,18 @@ const CASES: &[Case] = &[
         4,
         true,
         "`outer-lr`, `outer-momentum` change nothing: `sync` is ddp, not diloco",
+    ),
+    (
+        "fragments = 2\nsync-delay = 1\nmixing = 0.5\nsync = 'diloco'",
+        4,
+        true,
+        "`fragments`, `sync-delay`, `mixing` change nothing: `sync` is diloco, not streaming",
+    ),
+    (
+        "codec-warmup = 9\ncodec = 'none'",
+        4,
+        true,
+        "`codec-warmup` changes nothing: all averages travel as they are",
     ),
     (
         "sync-every = 20",

@@ -94,6 +94,11 @@ pub const AXES: &[Axis] = &[
         set: |config, value| config.optimizer = read(value),
     },
     Axis {
+        name: "lookahead",
+        values: || words(["0", "2"]),
+        set: |config, value| config.lookahead = read(value),
+    },
+    Axis {
         name: "precision",
         values: || words([Precision::F32, Precision::Bf16, Precision::F16]),
         set: |config, value| config.precision = read(value),

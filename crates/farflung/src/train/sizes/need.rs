@@ -205,13 +205,14 @@ impl RankGroup<'_> {
         let replicas = (self.world / self.positions.len()).max(1);
         let mut need = Need::default();
         let model = position.parameters.saturating_mul(F32);
-        let states = (config.optimizer.buffers)(&config.local(LrSchedule::constant(config.lr), 1)) as u128;
+        let local = config.optimizer.memory(&config.local(LrSchedule::constant(config.lr), 1));
+        let (states, work) = (local.states as u128, local.work as u128);
         let outer = (config.sync.buffers)(config.outer_momentum);
         let here = in_host_memory(config.device.of(rank));
         if here {
             need.add(Part::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
             need.add(Part::Gradients, model);
-            need.add(Part::Optimizer, model.saturating_mul(states));
+            need.add(Part::Optimizer, model.saturating_mul(states + work));
             need.add(Part::Outer, model.saturating_mul(outer.held as u128));
         }
 

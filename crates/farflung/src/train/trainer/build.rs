@@ -5,14 +5,13 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
-use farflung_optim::{AverageConfig, Chain, Decay, LrSchedule, token_weight};
+use farflung_optim::{AverageConfig, Chain, token_weight};
 use farflung_parallel::pipeline::{Placement, Tie, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::weights::Weights;
 use farflung_zoo::{Keeping, Stage};
 
 use super::Trainer;
-use crate::config::choice::LrScheduleKind;
 use crate::train::activations::within_budget;
 use crate::train::averages;
 use crate::train::bind::{ReplicaSchedule, last_backwards};
@@ -220,14 +219,8 @@ fn synchroniser(
 
 /// The optimizer chain of a config that makes so many updates in a step.
 fn chain(config: &TrainConfig, device: &Device, stage: &Stage, updates: u64) -> Result<Chain> {
-    let decay = match config.lr_schedule {
-        LrScheduleKind::Constant => Decay::Constant,
-        LrScheduleKind::Linear => Decay::Linear,
-        LrScheduleKind::Cosine => Decay::Cosine,
-    };
-    let least = config.min_lr.min(config.lr);
-    let schedule = LrSchedule::new(config.lr, least, config.warmup * updates, config.steps * updates, decay)?;
-    Ok((config.optimizer.build)(config.local(schedule, updates)).build(device, stage.layout())?)
+    let local = config.optimizer.chain(config.local(config.schedule(updates)?, updates));
+    Ok(local.groups(config.group.clone().unwrap_or_default()).build(device, stage.layout())?)
 }
 
 /// A communicator for each part of this rank that others hold too: replicas, or the other copy of the model.

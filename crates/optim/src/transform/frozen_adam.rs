@@ -3,8 +3,8 @@
 
 use farflung_tensor::{ProgramBuilder, Value};
 
+use super::{Contribution, Emit, StepInfo, Transform, require};
 use crate::OptimError;
-use crate::transform::{Contribution, Emit, StepInfo, Transform, require};
 
 /// Settings of [`scale_by_frozen_adam`].
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -1,0 +1,79 @@
+//! `AdaBound`'s direction.
+
+use farflung_tensor::Value;
+
+use super::{Emit, StepInfo, Transform, require, require_eps, require_share};
+use crate::OptimError;
+
+/// Between what bounds `AdaBound` keeps the rate of each element.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Bound {
+    /// What both bounds go to, in multiples of the learning rate: the authors' `final_lr / lr`.
+    pub last: f64,
+    /// How fast: the bounds of step `t` (from 1) are `last (1 - 1 / (gamma t + 1))` and
+    /// `last (1 + 1 / (gamma t))`.
+    pub gamma: f64,
+}
+
+/// Adam's direction with the rate of each element clipped: `clip(r, low, high) m` with
+/// `r = sqrt(1 - b2^t) / (1 - b1^t) / (sqrt(v) + eps)`.
+///
+/// Source: Luo et al. 2019, "Adaptive Gradient Methods with Dynamic Bound of Learning Rate", Alg. 1, with the
+/// bias correction of the authors' package. All is in multiples of the learning rate, which scales the bounds
+/// too, as there.
+#[must_use]
+pub fn scale_by_adabound(beta1: f64, beta2: f64, eps: f64, bound: Bound) -> impl Transform {
+    ScaleByAdaBound { beta1, beta2, eps, bound }
+}
+
+#[derive(Debug)]
+struct ScaleByAdaBound {
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+    bound: Bound,
+}
+
+impl Transform for ScaleByAdaBound {
+    fn name(&self) -> &'static str {
+        "adabound"
+    }
+    fn validate(&self) -> Result<(), OptimError> {
+        let Bound { last, gamma } = self.bound;
+        require_share("adabound", "beta1", self.beta1)?;
+        require_share("adabound", "beta2", self.beta2)?;
+        require_eps("adabound", self.eps)?;
+        require(last >= 0.0 && last.is_finite(), "adabound", "final-lr", last, "at least 0")?;
+        require((0.0..1.0).contains(&gamma) && gamma > 0.0, "adabound", "gamma", gamma, "above 0 and below 1")
+    }
+    fn states(&self) -> &'static [&'static str] {
+        &["m", "v"]
+    }
+    fn scalar_count(&self) -> u16 {
+        3
+    }
+    fn scalars(&self, info: StepInfo, out: &mut Vec<f32>) {
+        let t = (info.step + 1) as f64;
+        let Bound { last, gamma } = self.bound;
+        out.push(((1.0 - self.beta2.powf(t)).sqrt() / (1.0 - self.beta1.powf(t))) as f32);
+        out.push((last * (1.0 - 1.0 / (gamma * t + 1.0))) as f32);
+        out.push((last * (1.0 + 1.0 / (gamma * t))) as f32);
+    }
+    fn emit(&self, e: &mut Emit<'_>, g: Value) -> Value {
+        let (m, v) = (e.program.load(e.states), e.program.load(e.states + 1));
+        let m = e.average(self.beta1, m, g);
+        let gg = e.program.mul(g, g);
+        let v = e.average(self.beta2, v, gg);
+        let p = &mut *e.program;
+        p.store(e.states, m);
+        p.store(e.states + 1, v);
+        let [fix, low, high] = [0, 1, 2].map(|i| p.scalar(e.scalars + i));
+        let eps = p.constant(self.eps as f32);
+        let root = p.sqrt(v);
+        let under = p.add(root, eps);
+        let rate = p.div(fix, under);
+        let rate = p.max(rate, low);
+        let rate = p.min(rate, high);
+        p.mul(rate, m)
+    }
+}

@@ -1,0 +1,79 @@
+//! `RAdam`'s direction.
+
+use farflung_tensor::Value;
+
+use super::{Emit, StepInfo, Transform, require_eps, require_share};
+use crate::OptimError;
+
+/// Adam's direction once the second moment can be relied on, scaled by how far; before that the first moment
+/// alone.
+///
+/// Source: Liu et al. 2020, "On the Variance of the Adaptive Learning Rate and Beyond", Alg. 2; the second
+/// moment is used from a length of more than 5 on, and `eps` is added to the root before its correction, both
+/// as in PyTorch.
+#[must_use]
+pub fn scale_by_radam(beta1: f64, beta2: f64, eps: f64) -> impl Transform {
+    ScaleByRAdam { beta1, beta2, eps }
+}
+
+#[derive(Debug)]
+struct ScaleByRAdam {
+    beta1: f64,
+    beta2: f64,
+    eps: f64,
+}
+
+impl ScaleByRAdam {
+    /// The rectification of step `t`, counted from 1; `None` where the variance is not tractable.
+    fn rectification(&self, t: f64) -> Option<f64> {
+        let most = 2.0 / (1.0 - self.beta2) - 1.0;
+        let power = self.beta2.powf(t);
+        let length = most - 2.0 * t * power / (1.0 - power);
+        let ratio = (length - 4.0) * (length - 2.0) * most / ((most - 4.0) * (most - 2.0) * length);
+        (length > 5.0).then(|| ratio.sqrt())
+    }
+}
+
+impl Transform for ScaleByRAdam {
+    fn name(&self) -> &'static str {
+        "radam"
+    }
+    fn validate(&self) -> Result<(), OptimError> {
+        require_share("radam", "beta1", self.beta1)?;
+        require_share("radam", "beta2", self.beta2)?;
+        require_eps("radam", self.eps)
+    }
+    fn states(&self) -> &'static [&'static str] {
+        &["m", "v"]
+    }
+    fn scalar_count(&self) -> u16 {
+        4
+    }
+    fn scalars(&self, info: StepInfo, out: &mut Vec<f32>) {
+        let t = (info.step + 1) as f64;
+        let rectification = self.rectification(t);
+        out.push((rectification.unwrap_or(1.0) / (1.0 - self.beta1.powf(t))) as f32);
+        out.push((1.0 / (1.0 - self.beta2.powf(t)).sqrt()) as f32);
+        // One program for both cases: the denominator is `adaptive x + plain`, which is exact.
+        let adaptive = if rectification.is_some() { 1.0 } else { 0.0 };
+        out.extend([adaptive, 1.0 - adaptive]);
+    }
+    fn emit(&self, e: &mut Emit<'_>, g: Value) -> Value {
+        let (m, v) = (e.program.load(e.states), e.program.load(e.states + 1));
+        let m = e.average(self.beta1, m, g);
+        let gg = e.program.mul(g, g);
+        let v = e.average(self.beta2, v, gg);
+        let p = &mut *e.program;
+        p.store(e.states, m);
+        p.store(e.states + 1, v);
+        let [fix_m, fix_v, adaptive, plain] = [0, 1, 2, 3].map(|i| p.scalar(e.scalars + i));
+        let eps = p.constant(self.eps as f32);
+        let root = p.sqrt(v);
+        let under = p.add(root, eps);
+        let under = p.mul(under, fix_v);
+        let under = p.mul(under, adaptive);
+        let under = p.add(under, plain);
+        let m = p.mul(m, fix_m);
+        p.div(m, under)
+    }
+}

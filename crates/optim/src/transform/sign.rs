@@ -1,0 +1,25 @@
+//! The sign of an update.
+
+use farflung_tensor::Value;
+
+use super::{Emit, Transform};
+
+/// The sign of each element: 1, -1, or 0. After [`super::trace`] it is Signum's direction, alone `signSGD`'s.
+///
+/// Source: Bernstein et al. 2018, "signSGD: Compressed Optimisation for Non-Convex Problems", Alg. 1 and 2.
+#[must_use]
+pub fn sign() -> impl Transform {
+    Sign
+}
+
+#[derive(Debug)]
+struct Sign;
+
+impl Transform for Sign {
+    fn name(&self) -> &'static str {
+        "sign"
+    }
+    fn emit(&self, e: &mut Emit<'_>, update: Value) -> Value {
+        e.program.sign(update)
+    }
+}

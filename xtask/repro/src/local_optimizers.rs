@@ -1,0 +1,66 @@
+//! Each optimizer's trajectory against PyTorch's or its paper's, and how far each gets on text.
+
+use anyhow::Result;
+use farflung::config::choice::OptimizerKind;
+use farflung::optim::local::METHODS;
+use farflung::tensor::Device;
+use farflung::{TrainConfig, optim, tensor};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::workers::{Over, again, config, job, on_all};
+
+#[path = "../../../crates/optim/tests/trajectories/mod.rs"]
+mod trajectories;
+
+use trajectories::{MOST, STEPS, chains, errors};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "local-optimizers",
+    claim: "20 steps of each optimizer are within 1e-5 of PyTorch's in f64, or of its paper's formulas where PyTorch has none",
+    source: "PyTorch 2.15; the papers that crates/optim names",
+    seed: 1337,
+    run,
+};
+
+/// Steps on text, and fewer for a short run.
+const TEXT_STEPS: [u64; 2] = [100, 10];
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let device = Device::cpu(1)?;
+    for (name, chain) in chains() {
+        let [first, last] = errors(&device, name, chain)?;
+        report.row(&format!("{name}: off after 1 step"), first, "", Mark::AtMost(MOST[0]))?;
+        report.row(&format!("{name}: off after {STEPS} steps"), last, "", Mark::AtMost(MOST[1]))?;
+    }
+    // The losses are for reading: one rate cannot suit all, and none was tuned.
+    let steps = TEXT_STEPS[usize::from(options.quick)];
+    let first = TrainConfig { steps, workers: 1, ..config(report.seed(), !options.quick) };
+    let text = job(first.clone(), Over::Memory)?;
+    for method in METHODS {
+        let row = OptimizerKind::of(method);
+        let rate = RATES.iter().find(|(name, _)| *name == method.name).map_or(1e-3, |(_, rate)| *rate);
+        let own = |setting, or| method.default_of(setting).unwrap_or(or);
+        let config = TrainConfig {
+            optimizer: row,
+            lr: rate,
+            beta2: own("beta2", first.beta2),
+            eps: own("eps", first.eps),
+            momentum: own("momentum", first.momentum),
+            nesterov: own("nesterov", 0.0) != 0.0,
+            ..first.clone()
+        };
+        let losses = on_all(&again(&text, config, Over::Memory), |worker| {
+            for _ in 0..steps {
+                worker.step(false)?;
+            }
+            Ok(worker.evaluate()?)
+        })?;
+        let metric = format!("{}, rate {rate}: validation loss after {steps} steps", method.name);
+        report.row(&metric, losses[0], "nats", Mark::None)?;
+    }
+    Ok(())
+}
+
+/// Learning rates other than 1e-3.
+const RATES: [(&str, f64); 6] =
+    [("sgd", 1e-1), ("adagrad", 1e-2), ("lamb", 1e-2), ("lion", 1e-4), ("signum", 1e-4), ("muon", 1e-3)];
