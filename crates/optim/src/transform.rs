@@ -77,6 +77,8 @@ pub struct StepInfo {
     pub step: u64,
     /// Global l2 norm of the incoming gradient.
     pub norm: f64,
+    /// Factor of the learning rate of the parameters that the scalars are for.
+    pub lr: f64,
 }
 
 /// One link of a chain.
@@ -104,7 +106,7 @@ pub trait Transform: Debug + Send {
         0
     }
 
-    /// The scalars of a step.
+    /// The scalars of a step, for parameters of one group.
     fn scalars(&self, _info: StepInfo, _out: &mut Vec<f32>) {}
 
     /// What it does with whole tensors before its instructions, if anything. The links before it run as a pass

@@ -295,7 +295,7 @@ fn padding_stays_zero_and_outside_the_norm() {
             let padding = values[w.end..b.start].iter().chain(&values[b.end..]);
             assert!(padding.clone().count() > 0);
             assert!(padding.into_iter().all(|v| v.to_bits() == 0), "{name}");
-            // Muon keeps moments of vectors only.
+            // Muon's second moments are those of vectors only.
             assert!([w, b].into_iter().any(|range| values[range].iter().any(|&v| v != 0.0)), "{name}");
         }
     }

@@ -15,7 +15,7 @@ pub const MUON: LocalMethod = LocalMethod {
     summary: "momentum with orthogonal steps for hidden matrices, AdamW for the rest",
     reads: &["beta1", "beta2", "eps", "momentum", "nesterov"],
     defaults: &[("momentum", 0.95), ("nesterov", 1.0)],
-    buffers: |_| 3,
+    buffers: |_| 2,
     per_tensor: true,
     build: |settings| {
         let LocalSettings { beta1, beta2, eps, momentum, nesterov, weight_decay, clip, schedule, .. } =
@@ -83,7 +83,8 @@ pub fn is_hidden_matrix(param: &Param) -> bool {
 /// a tied token table take the same step.
 ///
 /// Each matrix has a step of its own. In a pipeline a rank holds whole matrices, so that ranks share nothing. It keeps
-/// three buffers of the parameters' length, though a parameter uses one or two of them.
+/// two buffers of the parameters' length: the momentum, which is AdamW's first moment elsewhere, and AdamW's second
+/// moment, which hidden matrices leave at zero.
 ///
 /// Source: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks"; weight decay as in Liu et al. 2025,
 /// "Muon is Scalable for LLM Training".
@@ -93,8 +94,8 @@ pub fn muon(settings: Muon) -> ChainBuilder {
         settings;
     clipped(clip)
         .then_for(is_hidden_matrix, trace(momentum, nesterov))
+        .otherwise(scale_by_adam(beta1, beta2, eps))
         .then_for(is_hidden_matrix, orthogonalize(scale, outputs))
-        .then_for(|param| !is_hidden_matrix(param), scale_by_adam(beta1, beta2, eps))
         .then(add_decayed_weights(weight_decay))
         .then(scale_by_schedule(schedule))
 }
