@@ -13,16 +13,15 @@ use crate::{ChainBuilder, LrSchedule};
 pub const MUON: LocalMethod = LocalMethod {
     name: "muon",
     summary: "momentum with orthogonal steps for hidden matrices, AdamW for the rest",
-    reads: &["beta1", "beta2", "eps", "momentum", "nesterov"],
+    reads: &["beta1", "beta2", "eps", "momentum", "nesterov", "muon-scale"],
     defaults: &[("momentum", 0.95), ("nesterov", 1.0)],
     buffers: |_| 2,
     per_tensor: true,
     build: |settings| {
-        let LocalSettings { beta1, beta2, eps, momentum, nesterov, weight_decay, clip, schedule, .. } =
-            settings;
-        let (scale, outputs) = (MuonScale::MatchAdamW, Outputs::Columns);
-        let muon_settings = Muon { momentum, nesterov, scale, outputs, ..Muon::default() };
-        muon(Muon { beta1, beta2, eps, weight_decay, clip, schedule, ..muon_settings })
+        let LocalSettings { momentum, nesterov, muon_scale, beta1, beta2, eps, .. } = settings;
+        let LocalSettings { weight_decay, clip, schedule, .. } = settings;
+        let (scale, outputs) = (muon_scale, Outputs::Columns);
+        muon(Muon { momentum, nesterov, scale, outputs, beta1, beta2, eps, weight_decay, clip, schedule })
     },
 };
 
