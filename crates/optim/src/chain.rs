@@ -64,8 +64,9 @@ impl ChainBuilder {
         self
     }
 
-    /// Adds a link for the parameters that the link before goes past: all that [`ChainBuilder::then_for`] did not select.
-    /// Since no parameter has both, the two have state buffers together: those of the first, and what more the second has.
+    /// Adds a link for the parameters that the link before goes past: all that [`ChainBuilder::then_for`] did
+    /// not select. Since no parameter has both, the two have state buffers together: those of the first, and
+    /// what more the second has.
     #[must_use]
     pub fn otherwise(mut self, link: impl Transform + 'static) -> Self {
         self.links.push(Link { transform: Box::new(link), is_for: For::Others });

@@ -254,8 +254,8 @@ settings! {
         final_lr: f64, "RATE", 0.1;
         /// How fast adabound's rates go there.
         gamma: f64, "X", 1e-3;
-        /// How far muon moves hidden matrices: match-adamw (0.2 times the root of the longer side, so that one rate suits
-        /// both) or original (the root of outputs over inputs, if above 1).
+        /// How far muon moves hidden matrices: match-adamw (0.2 times the root of the longer side, so that one rate
+        /// suits both) or original (the root of outputs over inputs, if above 1).
         muon_scale: MuonScaleKind, "KIND", MuonScaleKind::MatchAdamW;
         /// Steps between moves of Lookahead's slow weights, around any optimizer; 0 is none.
         lookahead: u64, "STEPS", 0u64;

@@ -77,16 +77,16 @@ pub fn is_hidden_matrix(param: &Param) -> bool {
     param.shape.dims().len() == 2 && !EMBEDDINGS.iter().any(|part| param.name.contains(part))
 }
 
-/// Muon: hidden matrices move along their momentum `b = mu b + g` (with Nesterov along `g + mu b`) after all its
-/// singular values are made 1. Embeddings, heads and vectors have AdamW ([`is_hidden_matrix`]), so that both users of
-/// a tied token table take the same step.
+/// Muon: hidden matrices move along their momentum `b = mu b + g` (with Nesterov along `g + mu b`) after all
+/// its singular values are made 1. Embeddings, heads and vectors have AdamW ([`is_hidden_matrix`]), so that
+/// both users of a tied token table take the same step.
 ///
-/// Each matrix has a step of its own. In a pipeline a rank holds whole matrices, so that ranks share nothing. It keeps
-/// two buffers of the parameters' length: the momentum, which is AdamW's first moment elsewhere, and AdamW's second
-/// moment, which hidden matrices leave at zero.
+/// Each matrix has a step of its own. In a pipeline a rank holds whole matrices, so that ranks share nothing.
+/// It keeps two buffers of the parameters' length: the momentum, which is AdamW's first moment elsewhere, and
+/// AdamW's second moment, which hidden matrices leave at zero.
 ///
-/// Source: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks"; weight decay as in Liu et al. 2025,
-/// "Muon is Scalable for LLM Training".
+/// Source: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks"; weight decay as in Liu et
+/// al. 2025, "Muon is Scalable for LLM Training".
 #[must_use]
 pub fn muon(settings: Muon) -> ChainBuilder {
     let Muon { momentum, nesterov, scale, outputs, beta1, beta2, eps, weight_decay, clip, schedule } =
