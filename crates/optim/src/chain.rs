@@ -16,24 +16,26 @@ use crate::per_tensor::{Tensors, factor};
 use crate::transform::{Contribution, StepInfo, Transform};
 use pass::{Class, Numbered, Pass, Place, classify, close, passes};
 
-/// Which parameters a link is for.
+/// Tells whether a link is for a parameter.
 type Select = Box<dyn Fn(&Param) -> bool + Send>;
 
-/// A link, and which parameters it is for: all unless told.
-struct Link {
-    transform: Box<dyn Transform>,
-    select: Option<Select>,
+/// Which parameters a link is for.
+enum For {
+    All,
+    Some(Select),
+    /// Those that the link before is not for; it uses that one's state buffers.
+    Others,
 }
 
-impl Link {
-    fn is_for(&self, param: &Param) -> bool {
-        self.select.as_ref().is_none_or(|select| select(param))
-    }
+/// A link, and which parameters it is for.
+struct Link {
+    transform: Box<dyn Transform>,
+    is_for: For,
 }
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let some = if self.select.is_some() { " for some parameters" } else { "" };
+        let some = if matches!(self.is_for, For::All) { "" } else { " for some parameters" };
         write!(f, "{:?}{some}", self.transform)
     }
 }
@@ -49,7 +51,7 @@ impl ChainBuilder {
     /// Adds a link at the end.
     #[must_use]
     pub fn then(mut self, link: impl Transform + 'static) -> Self {
-        self.links.push(Link { transform: Box::new(link), select: None });
+        self.links.push(Link { transform: Box::new(link), is_for: For::All });
         self
     }
 
@@ -61,8 +63,31 @@ impl ChainBuilder {
         select: impl Fn(&Param) -> bool + Send + 'static,
         link: impl Transform + 'static,
     ) -> Self {
-        self.links.push(Link { transform: Box::new(link), select: Some(Box::new(select)) });
+        self.links.push(Link { transform: Box::new(link), is_for: For::Some(Box::new(select)) });
         self
+    }
+
+    /// Adds a link for the parameters that the link before goes past: all that [`ChainBuilder::then_for`] did
+    /// not select. Since no parameter has both, the two have state buffers together: those of the first, and
+    /// what more the second has.
+    #[must_use]
+    pub fn otherwise(mut self, link: impl Transform + 'static) -> Self {
+        self.links.push(Link { transform: Box::new(link), is_for: For::Others });
+        self
+    }
+
+    /// Whether each link is for a parameter.
+    fn selection(&self, param: &Param) -> Vec<bool> {
+        let mut last = true;
+        let each = self.links.iter().map(|link| {
+            last = match &link.is_for {
+                For::All => true,
+                For::Some(select) => select(param),
+                For::Others => !last,
+            };
+            last
+        });
+        each.collect()
     }
 
     /// Sets rules for parameters by name. Without any, tensors of two and more dimensions decay and vectors do
@@ -85,20 +110,21 @@ impl ChainBuilder {
     /// have.
     pub fn build(self, device: &Device, layout: &ParamLayout) -> Result<Chain, OptimError> {
         self.check()?;
-        let mut named = Vec::new();
-        let (mut numbers, mut scalars) = (Vec::new(), 0);
-        for (i, Link { transform: link, .. }) in self.links.iter().enumerate() {
+        let mut named: Vec<(String, Tensor)> = Vec::new();
+        let (mut numbers, mut scalars, mut begun) = (Vec::new(), 0, 0);
+        for (i, Link { transform: link, is_for }) in self.links.iter().enumerate() {
             // The second of two alike has names of its own.
             let before = self.links[..i].iter().filter(|l| l.transform.name() == link.name()).count();
             let number = if before == 0 { String::new() } else { (before + 1).to_string() };
-            numbers.push((scalars, named.len()));
+            begun = if matches!(is_for, For::Others) { begun } else { named.len() };
+            numbers.push((scalars, begun));
             scalars += link.scalar_count();
-            for state in link.states() {
+            for state in link.states().iter().skip(named.len() - begun) {
                 named.push((format!("{}{number}.{state}", link.name()), device.zeros(layout.len())?));
             }
         }
-        let passes_of = |selected: &dyn Fn(&Link) -> bool, group: ParamGroup| {
-            let all = self.links.iter().zip(&numbers).enumerate().filter(|(_, (link, _))| selected(link));
+        let passes_of = |selected: &[bool], group: ParamGroup| {
+            let all = self.links.iter().zip(&numbers).enumerate().filter(|(i, _)| selected[*i]);
             let all: Vec<_> = all
                 .map(|(index, (link, &(scalars, states)))| Numbered {
                     index,
@@ -110,14 +136,16 @@ impl ChainBuilder {
             passes(&all, group)
         };
         // A layout may have no parameters, and its chain is checked like others.
-        passes_of(&|_| true, ParamGroup { lr: 1.0, decay: None })?;
+        passes_of(&vec![true; self.links.len()], ParamGroup { lr: 1.0, decay: None })?;
         let (mut classes, mut last) = (Vec::new(), None);
         for param in layout.params() {
-            for link in self.links.iter().filter(|link| link.is_for(param)) {
+            let selected = self.selection(param);
+            for (link, _) in self.links.iter().zip(&selected).filter(|(_, selected)| **selected) {
                 link.transform.per_tensor().map_or(Ok(()), |link| link.check(param))?;
             }
-            let passes = passes_of(&|link| link.is_for(param), self.groups.of(param))?;
-            last = Some(classify(&mut classes, last, passes, param));
+            let group = self.groups.of(param);
+            let passes = passes_of(&selected, group)?;
+            last = Some(classify(&mut classes, last, group.lr, passes, param));
         }
         close(&mut classes, last, layout);
         let several = classes.iter().any(|class| class.passes.len() > 1);
@@ -262,12 +290,12 @@ impl Chain {
         grads: &Tensor,
         prepared: Prepared,
     ) -> Result<(), OptimError> {
-        let info = StepInfo { step: self.step, norm: prepared.norm };
-        self.scalars.clear();
-        for link in &self.links {
-            link.scalars(info, &mut self.scalars);
-        }
         for class in &self.classes {
+            let info = StepInfo { step: self.step, norm: prepared.norm, lr: class.lr };
+            self.scalars.clear();
+            for link in &self.links {
+                link.scalars(info, &mut self.scalars);
+            }
             for pass in &class.passes {
                 match pass {
                     Pass::PerTensor(link) => {

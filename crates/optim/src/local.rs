@@ -16,7 +16,7 @@ mod rmsprop;
 mod sgd;
 mod signum;
 
-use crate::transform::{clip_by_global_norm, lookahead, trace};
+use crate::transform::{MuonScale, clip_by_global_norm, lookahead, trace};
 use crate::{Chain, ChainBuilder, LrSchedule};
 
 pub use adabelief::{ADABELIEF, AdaBelief, adabelief};
@@ -59,6 +59,8 @@ pub struct LocalSettings {
     pub final_lr: f64,
     /// How fast they do.
     pub gamma: f64,
+    /// How far Muon moves hidden matrices.
+    pub muon_scale: MuonScale,
     /// Weight decay of matrices.
     pub weight_decay: f64,
     /// Global l2 norm that gradients are scaled down to.
@@ -86,6 +88,7 @@ impl Default for LocalSettings {
             lr_decay: 0.0,
             final_lr: 0.1,
             gamma: 1e-3,
+            muon_scale: MuonScale::Original,
             weight_decay: 0.0,
             clip: None,
             schedule: LrSchedule::constant(1e-3),

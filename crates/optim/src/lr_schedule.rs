@@ -12,8 +12,8 @@ pub enum Decay {
     Linear,
     /// Half a cosine from the peak to the least rate (Loshchilov and Hutter 2017).
     Cosine,
-    /// Warm-up, stable, decay (Hu et al. 2024, "MiniCPM"): the peak, and in the last steps a straight line to the least
-    /// rate.
+    /// Warm-up, stable, decay (Hu et al. 2024, "MiniCPM"): the peak, and in the last steps a straight line to
+    /// the least rate.
     Wsd {
         /// Steps of that line, at the end of the schedule.
         steps: u64,
@@ -32,9 +32,10 @@ pub enum Decay {
 ///
 /// So the last step of the warm-up and the first of the decay both have the peak, and step `warmup + 1` is the
 /// first below it. Step `steps - 1` and all later ones have `least`. Where `steps <= warmup + 1`, `a` is 1 from
-/// step `warmup` on. `Constant` has the peak throughout. `Wsd` is `Linear` that begins at step `steps - 1 - n` where
-/// its line has `n` steps, or at the end of the warm-up if that is later. `InverseSqrt` has
-/// `max(least, peak * sqrt(t / (t + s - warmup)))`, where `t` is `warmup`, or 10000 without one, as in Hugging Face's.
+/// step `warmup` on. `Constant` has the peak throughout. `Wsd` is `Linear` that begins at step `steps - 1 - n`
+/// where its line has `n` steps, or at the end of the warm-up if that is later. `InverseSqrt` has
+/// `max(least, peak * sqrt(t / (t + s - warmup)))`, where `t` is `warmup`, or 10000 without one, as in Hugging
+/// Face's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LrSchedule {
     peak: f64,
@@ -156,7 +157,8 @@ mod tests {
 
     #[test]
     fn the_inverse_root_is_hugging_faces() {
-        // transformers.get_inverse_sqrt_schedule with 4 steps of warm-up: 1 / sqrt((step - 4 + 4) / 4) from step 4 on.
+        // transformers.get_inverse_sqrt_schedule with 4 steps of warm-up: 1 / sqrt((step - 4 + 4) / 4) from
+        // step 4 on.
         let s = LrSchedule::new(1.0, 0.25, 4, 8, Decay::InverseSqrt).unwrap();
         assert_eq!(
             [0, 3, 4, 16, 36, 64, 1000].map(|i| s.rate(i)),

@@ -79,6 +79,8 @@ pub struct StepInfo {
     pub step: u64,
     /// Global l2 norm of the incoming gradient.
     pub norm: f64,
+    /// Factor of the learning rate of the parameters that the scalars are for.
+    pub lr: f64,
 }
 
 /// What replicas average in a step in the place of the gradient: `keep * state + take * gradient`.
@@ -117,7 +119,7 @@ pub trait Transform: Debug + Send {
         0
     }
 
-    /// The scalars of a step.
+    /// The scalars of a step, for parameters of one group.
     fn scalars(&self, _info: StepInfo, _out: &mut Vec<f32>) {}
 
     /// What replicas average in a step, counted from 0, if that is not the gradient: the chain takes the mean

@@ -295,7 +295,7 @@ fn padding_stays_zero_and_outside_the_norm() {
             let padding = values[w.end..b.start].iter().chain(&values[b.end..]);
             assert!(padding.clone().count() > 0);
             assert!(padding.into_iter().all(|v| v.to_bits() == 0), "{name}");
-            // Muon keeps moments of vectors only.
+            // Muon's second moments are those of vectors only.
             assert!([w, b].into_iter().any(|range| values[range].iter().any(|&v| v != 0.0)), "{name}");
         }
     }
@@ -519,7 +519,8 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
     assert_eq!((outer.step(), outer.anchor().to_vec::<f32>().unwrap()[0]), (0, 1.0));
 }
 
-/// In a pipeline a rank holds some of a model's tensors. Each tensor's step is its own, to the bit, in every optimizer.
+/// In a pipeline a rank holds some of a model's tensors. In every optimizer each tensor's step is its own, to the
+/// bit.
 #[test]
 fn a_part_of_a_model_steps_as_within_the_whole() {
     let shapes: [(&str, &[usize]); 4] =

@@ -1,5 +1,5 @@
-//! Lion as a link of one's own for an optimizer's chain: all that an elementwise optimizer needs from outside the crate.
-//! (`farflung_optim::transform::scale_by_lion` is the same.)
+//! Lion as a link of one's own for an optimizer's chain: all that an elementwise optimizer needs from outside
+//! the crate. (`farflung_optim::transform::scale_by_lion` is the same.)
 
 use farflung_optim::transform::Emit;
 use farflung_optim::{OptimError, Transform};
@@ -7,8 +7,8 @@ use farflung_tensor::Value;
 
 /// The sign of an interpolated momentum: `sign(b1 m + (1 - b1) g)`, then `m = b2 m + (1 - b2) g`.
 ///
-/// Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Alg. 2. Weight decay and the learning rate
-/// are links of their own.
+/// Source: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Alg. 2. Weight decay and the
+/// learning rate are links of their own.
 #[derive(Debug)]
 pub struct Lion {
     pub beta1: f64,

@@ -16,7 +16,7 @@ use trajectories::{MOST, STEPS, chains, errors};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "local-optimizers",
-    claim: "20 steps of each optimizer are within 1e-5 of PyTorch's in f64, or of its paper's formulas where PyTorch has none",
+    claim: "20 steps of each optimizer are within 1e-5 of PyTorch's, or of its paper's formulas, in f64",
     source: "PyTorch 2.15; the papers that crates/optim names",
     seed: 1337,
     run,

@@ -75,6 +75,15 @@ choice!(
     }
 );
 choice!(
+    /// How far Muon moves hidden matrices.
+    MuonScaleKind {
+        /// About as far as AdamW, so that one learning rate suits both.
+        MatchAdamW = "match-adamw",
+        /// By the root of outputs over inputs, if that is above 1.
+        Original = "original",
+    }
+);
+choice!(
     /// Which sequences a step trains on.
     SamplingKind {
         /// Windows at random places.

@@ -37,8 +37,8 @@ use farflung_tensor::Precision;
 
 use crate::{Error, Result};
 use choice::{
-    Devices, LossScaling, LrScheduleKind, OptimizerKind, Resume, SamplingKind, StoreKind, SyncKind,
-    TokenizerKind, TransportKind, TransportName,
+    Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, Resume, SamplingKind, StoreKind,
+    SyncKind, TokenizerKind, TransportKind, TransportName,
 };
 use given::{BY_DEFAULT, Given};
 use shared::Own;
@@ -263,6 +263,9 @@ settings! {
         final_lr: f64, "RATE", 0.1;
         /// How fast adabound's rates go there.
         gamma: f64, "X", 1e-3;
+        /// How far muon moves hidden matrices: match-adamw (0.2 times the root of the longer side, so that one rate
+        /// suits both) or original (the root of outputs over inputs, if above 1).
+        muon_scale: MuonScaleKind, "KIND", MuonScaleKind::MatchAdamW;
         /// Steps between moves of Lookahead's slow weights, around any optimizer; 0 is none.
         lookahead: u64, "STEPS", 0u64;
         /// How far the slow weights go towards the fast ones.

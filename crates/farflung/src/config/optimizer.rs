@@ -2,10 +2,11 @@
 //! parameters' names.
 
 use farflung_optim::local::{Averages, LocalSettings, Lookahead};
+use farflung_optim::transform::MuonScale;
 use farflung_optim::{Decay, LrSchedule, OptimError};
 use farflung_zoo::GptConfig;
 
-use super::choice::LrScheduleKind;
+use super::choice::{LrScheduleKind, MuonScaleKind};
 use super::nearest::nearest;
 use super::{TrainArgs, TrainConfig, check};
 use crate::{Error, Result};
@@ -88,6 +89,10 @@ impl TrainConfig {
             lr_decay: self.lr_decay,
             final_lr: self.final_lr,
             gamma: self.gamma,
+            muon_scale: match self.muon_scale {
+                MuonScaleKind::MatchAdamW => MuonScale::MatchAdamW,
+                MuonScaleKind::Original => MuonScale::Original,
+            },
             weight_decay: self.weight_decay,
             clip: (self.clip > 0.0).then_some(self.clip),
             schedule,

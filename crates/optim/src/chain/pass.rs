@@ -40,6 +40,8 @@ pub(super) enum Pass {
 /// Parameters that are treated alike.
 #[derive(Debug)]
 pub(super) struct Class {
+    /// Factor of their learning rate.
+    pub(super) lr: f64,
     pub(super) passes: Vec<Pass>,
     pub(super) tensors: Vec<Param>,
     /// Their ranges of the flat buffers, as long as they can be; padding goes with what stands before it.
@@ -117,11 +119,13 @@ fn fuse(links: &[Numbered<'_>], place: Place, group: ParamGroup) -> Result<Pass,
 pub(super) fn classify(
     classes: &mut Vec<Class>,
     last: Option<usize>,
+    lr: f64,
     passes: Vec<Pass>,
     param: &Param,
 ) -> usize {
-    let found = classes.iter().position(|class| class.passes == passes).unwrap_or_else(|| {
-        classes.push(Class { passes, tensors: Vec::new(), ranges: Vec::new() });
+    let same = |class: &Class| class.lr.to_bits() == lr.to_bits() && class.passes == passes;
+    let found = classes.iter().position(same).unwrap_or_else(|| {
+        classes.push(Class { lr, passes, tensors: Vec::new(), ranges: Vec::new() });
         classes.len() - 1
     });
     if let Some(before) = last.filter(|before| *before != found)

@@ -13,17 +13,16 @@ use crate::{ChainBuilder, LrSchedule};
 pub const MUON: LocalMethod = LocalMethod {
     name: "muon",
     summary: "momentum with orthogonal steps for hidden matrices, AdamW for the rest",
-    reads: &["beta1", "beta2", "eps", "momentum", "nesterov"],
+    reads: &["beta1", "beta2", "eps", "momentum", "nesterov", "muon-scale"],
     defaults: &[("momentum", 0.95), ("nesterov", 1.0)],
     averages: Averages::Gradients,
-    buffers: |_| 3,
+    buffers: |_| 2,
     per_tensor: true,
     build: |settings| {
-        let LocalSettings { beta1, beta2, eps, momentum, nesterov, weight_decay, clip, schedule, .. } =
-            settings;
-        let (scale, outputs) = (MuonScale::MatchAdamW, Outputs::Columns);
-        let muon_settings = Muon { momentum, nesterov, scale, outputs, ..Muon::default() };
-        muon(Muon { beta1, beta2, eps, weight_decay, clip, schedule, ..muon_settings })
+        let LocalSettings { momentum, nesterov, muon_scale, beta1, beta2, eps, .. } = settings;
+        let LocalSettings { weight_decay, clip, schedule, .. } = settings;
+        let (scale, outputs) = (muon_scale, Outputs::Columns);
+        muon(Muon { momentum, nesterov, scale, outputs, beta1, beta2, eps, weight_decay, clip, schedule })
     },
 };
 
@@ -79,23 +78,24 @@ pub fn is_hidden_matrix(param: &Param) -> bool {
     param.shape.dims().len() == 2 && !EMBEDDINGS.iter().any(|part| param.name.contains(part))
 }
 
-/// Muon: hidden matrices move along their momentum `b = mu b + g` (with Nesterov along `g + mu b`) after all its
-/// singular values are made 1. Embeddings, heads and vectors have AdamW ([`is_hidden_matrix`]), so that both users of
-/// a tied token table take the same step.
+/// Muon: hidden matrices move along their momentum `b = mu b + g` (with Nesterov along `g + mu b`) after all
+/// its singular values are made 1. Embeddings, heads and vectors have AdamW ([`is_hidden_matrix`]), so that
+/// both users of a tied token table take the same step.
 ///
-/// Each matrix has a step of its own. In a pipeline a rank holds whole matrices, so that ranks share nothing. It keeps
-/// three buffers of the parameters' length, though a parameter uses one or two of them.
+/// Each matrix has a step of its own. In a pipeline a rank holds whole matrices, so that ranks share nothing.
+/// It keeps two buffers of the parameters' length: the momentum, which is AdamW's first moment elsewhere, and
+/// AdamW's second moment, which hidden matrices leave at zero.
 ///
-/// Source: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks"; weight decay as in Liu et al. 2025,
-/// "Muon is Scalable for LLM Training".
+/// Source: Jordan 2024, "Muon: An optimizer for hidden layers in neural networks"; weight decay as in Liu et
+/// al. 2025, "Muon is Scalable for LLM Training".
 #[must_use]
 pub fn muon(settings: Muon) -> ChainBuilder {
     let Muon { momentum, nesterov, scale, outputs, beta1, beta2, eps, weight_decay, clip, schedule } =
         settings;
     clipped(clip)
         .then_for(is_hidden_matrix, trace(momentum, nesterov))
+        .otherwise(scale_by_adam(beta1, beta2, eps))
         .then_for(is_hidden_matrix, orthogonalize(scale, outputs))
-        .then_for(|param| !is_hidden_matrix(param), scale_by_adam(beta1, beta2, eps))
         .then(add_decayed_weights(weight_decay))
         .then(scale_by_schedule(schedule))
 }

@@ -25,16 +25,10 @@ impl Transform for ScaleBySchedule {
         1
     }
     fn scalars(&self, info: StepInfo, out: &mut Vec<f32>) {
-        out.push(self.schedule.rate(info.step) as f32);
+        out.push((info.lr * self.schedule.rate(info.step)) as f32);
     }
     fn emit(&self, e: &mut Emit<'_>, update: Value) -> Value {
-        let p = &mut *e.program;
-        let mut rate = p.scalar(e.scalars);
-        // A factor of 1 would cost an instruction, and AdamW's step would not be one that is compiled ahead.
-        if (e.group.lr as f32).to_bits() != 1.0_f32.to_bits() {
-            let factor = p.constant(e.group.lr as f32);
-            rate = p.mul(factor, rate);
-        }
-        p.mul(rate, update)
+        let rate = e.program.scalar(e.scalars);
+        e.program.mul(rate, update)
     }
 }
