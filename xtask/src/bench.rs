@@ -9,11 +9,12 @@ use crate::shell;
 pub(crate) const HELP: &str = "\
 Run the reproductions of xtask/repro in release: every claim that we make, measured.
 
-Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl] [--beside COMMAND]
+Usage: cargo xtask bench [NAME...] [--quick | --long] [--json] [--against PEERS.jsonl] [--beside COMMAND]
        cargo xtask bench --list
 
   NAME...         only these benches; all of them without a name
-  --quick         shorter runs: at most 20 s a bench instead of 3 minutes
+  --quick         shorter runs: at most a minute a bench instead of 5
+  --long          as long as a bench wants, as `diloco` with H=500
   --json          an object a line: bench, metric, value, unit, mark, pass, claim, seed
   --against FILE  the JSON lines that the peers' scripts print; adds the ratio rows
   --beside COMMAND

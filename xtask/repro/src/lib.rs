@@ -30,6 +30,7 @@ mod allocations;
 mod binary;
 mod blame;
 mod boundary;
+mod lab;
 mod machine;
 mod mutate;
 mod ranks;
@@ -41,6 +42,7 @@ mod compositions;
 mod all_reduce;
 mod all_reduce_limit;
 mod aqsgd_cache;
+mod bagua;
 mod cocktail_ratio;
 mod codec_bytes;
 mod codec_laws;
@@ -51,6 +53,7 @@ mod default_run;
 mod device_parity;
 #[cfg(feature = "wgpu")]
 mod device_train;
+mod diloco;
 mod diloco_exact;
 mod divergence;
 mod failure;
@@ -96,6 +99,8 @@ pub const BENCHES: &[Bench] = &[
     gemm::BENCH,
     ddp_exact::BENCH,
     diloco_exact::BENCH,
+    diloco::BENCH,
+    bagua::BENCH,
     #[cfg(feature = "wgpu")]
     device_parity::BENCH,
     #[cfg(feature = "wgpu")]
@@ -157,7 +162,11 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
         Some((first, rest)) if first == failure::processes::CHILD => {
             told(failure::processes::child(rest, out), err)
         }
-        _ => harness::main(BENCHES, args, out, err),
+        _ => {
+            let code = harness::main(BENCHES, args, out, err);
+            lab::kept::clean();
+            code
+        }
     }
 }
 
