@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use serde_json::{Value, json};
 
+use crate::docs;
+use crate::docs::Record;
 use crate::peers::Peers;
 
 const USAGE: &str = "\
@@ -296,6 +298,18 @@ fn serve(
         let outcome = run_one(bench, &options, request.json, out, err)?;
         unmatched |= outcome.unmatched;
         bad += usize::from(outcome.bad);
+        let Some(folder) = &request.report else { continue };
+        if let Err(error) = outcome.record.map_or(Ok(()), |record| record.save(folder)) {
+            writeln!(err, "error: {}: {error:#}", bench.name)?;
+            bad += usize::from(!outcome.bad);
+        }
+    }
+    if let Some(folder) = &request.report {
+        let names: Vec<_> = benches.iter().map(|bench| bench.name).collect();
+        if let Err(error) = docs::write(folder, &names) {
+            writeln!(err, "error: {error:#}")?;
+            return Ok(1);
+        }
     }
     if unmatched && options.peers.is_empty() && options.beside.is_none() {
         write!(err, "{NO_PEERS}")?;
@@ -315,6 +329,8 @@ fn list(benches: &[Bench], to: &mut dyn Write) -> std::io::Result<()> {
 struct Outcome {
     bad: bool,
     unmatched: bool,
+    /// None of a bench that could not be run to its end.
+    record: Option<Record>,
 }
 
 fn run_one(
@@ -346,6 +362,13 @@ fn run_one(
     }
     let Report { rows, missed, unmatched, added, .. } = report;
     let mut bad = missed > 0;
+    let record = result.is_ok().then(|| Record {
+        name: bench.name.to_owned(),
+        claim: bench.claim.to_owned(),
+        source: bench.source.to_owned(),
+        rows: rows.clone(),
+        added: added.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
+    });
     if let Err(error) = result {
         writeln!(err, "error: {}: {error:#}", bench.name)?;
         bad = true;
@@ -371,7 +394,7 @@ fn run_one(
         rows.len(),
         taken.as_secs_f64()
     )?;
-    Ok(Outcome { bad, unmatched: !unmatched.is_empty() })
+    Ok(Outcome { bad, unmatched: !unmatched.is_empty(), record })
 }
 
 #[expect(clippy::disallowed_methods, reason = "a bench measures real time")]

@@ -30,6 +30,7 @@ mod allocations;
 mod binary;
 mod blame;
 mod boundary;
+mod docs;
 mod lab;
 mod machine;
 mod mutate;
@@ -53,6 +54,7 @@ mod default_run;
 mod device_parity;
 #[cfg(feature = "wgpu")]
 mod device_train;
+mod dgc;
 mod diloco;
 mod diloco_exact;
 mod divergence;
@@ -71,6 +73,8 @@ mod overlap_ddp;
 mod pipeline_exact;
 mod plan_exact;
 mod plan_text;
+mod powersgd;
+mod precision;
 mod predict_vs_run;
 mod regions;
 mod relay;
@@ -101,6 +105,9 @@ pub const BENCHES: &[Bench] = &[
     diloco_exact::BENCH,
     diloco::BENCH,
     bagua::BENCH,
+    powersgd::BENCH,
+    dgc::BENCH,
+    precision::BENCH,
     #[cfg(feature = "wgpu")]
     device_parity::BENCH,
     #[cfg(feature = "wgpu")]

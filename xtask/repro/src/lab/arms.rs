@@ -96,7 +96,85 @@ pub(crate) const DILOCO_INT8: Arm = arm(
 )
 .sends(int8);
 
-/// Every arm of the common setting.
+/// `DiLoCo` on text that is not shared out evenly.
+pub(crate) const DILOCO_FILES: Arm = arm(
+    "DiLoCo H=50, files",
+    "--sync diloco --sync-every 50 --shards files",
+    "the same, each replica on files of its own",
+)
+.sends(f32_ring);
+/// `DiLoCo` where each replica has another kind of text.
+pub(crate) const DILOCO_KMEANS: Arm = arm(
+    "DiLoCo H=50, kmeans:8",
+    "--sync diloco --sync-every 50 --shards kmeans:8",
+    "the same, each replica on a cluster of similar chunks",
+)
+.sends(f32_ring);
+
+/// Of a matrix its two factors by rings, of a vector or a small matrix all values.
+fn power_sgd(sizes: &Sizes, rank: f64) -> f64 {
+    let values = |shape: &Vec<f64>| match shape[..] {
+        [rows, columns] if rank * (rows + columns) < rows * columns => rank * (rows + columns),
+        _ => shape.iter().product(),
+    };
+    let all = sizes.tensors.iter().map(values).sum::<f64>();
+    2.0 * (sizes.ranks - 1.0) / sizes.ranks * 4.0 * all
+}
+
+/// Matrices as products of rank 4.
+pub(crate) const POWER_SGD_4: Arm =
+    arm("PowerSGD rank 4", "--codec powersgd:4", "matrices as products of rank 4, feedback of its own")
+        .sends(|sizes| power_sgd(sizes, 4.0));
+/// Matrices as products of rank 1.
+pub(crate) const POWER_SGD_1: Arm =
+    arm("PowerSGD rank 1", "--codec powersgd:1", "matrices as products of rank 1, feedback of its own")
+        .sends(|sizes| power_sgd(sizes, 1.0));
+
+/// A hundredth of the gradients, with momentum gathered before the selection and none behind it.
+pub(crate) const DGC: Arm = arm(
+    "DGC 1 %",
+    "--codec dgc:0.01 --beta1 0 --lr 1e-3 --min-lr 1e-4",
+    "a hundredth of the gradients with momentum correction, into AdamW without a first moment",
+);
+/// A hundredth of the gradients.
+pub(crate) const TOP_K: Arm =
+    arm("top 1 %", "--codec topk:0.01", "the largest hundredth of the gradients, with feedback, into AdamW");
+/// The same without feedback.
+pub(crate) const TOP_K_ALONE: Arm = arm(
+    "top 1 %, no feedback",
+    "--codec topk:0.01 --error-feedback false",
+    "a control: what is not selected is gone",
+);
+
+/// Products in bf16.
+pub(crate) const BF16: Arm =
+    arm("products in bf16", "--precision bf16", "operands of matrix products in bf16").sends(f32_ring);
+/// Products in f16.
+pub(crate) const F16_PRODUCTS: Arm =
+    arm("products in f16", "--precision f16", "operands of matrix products in f16, scaled losses")
+        .sends(f32_ring);
+
+/// Every arm.
 #[cfg(test)]
-pub(crate) const ALL: &[Arm] =
-    &[F32, ALONE, F16, BYTE_GRAD, INT8, SIGN, SIGN_ALONE, DILOCO_10, DILOCO_50, DILOCO_500, DILOCO_INT8];
+pub(crate) const ALL: &[Arm] = &[
+    F32,
+    ALONE,
+    F16,
+    BYTE_GRAD,
+    INT8,
+    SIGN,
+    SIGN_ALONE,
+    DILOCO_10,
+    DILOCO_50,
+    DILOCO_500,
+    DILOCO_INT8,
+    DILOCO_FILES,
+    DILOCO_KMEANS,
+    POWER_SGD_4,
+    POWER_SGD_1,
+    DGC,
+    TOP_K,
+    TOP_K_ALONE,
+    BF16,
+    F16_PRODUCTS,
+];

@@ -37,8 +37,9 @@ pub(crate) fn clean() {
 /// Errors: settings that do not go together.
 fn job(config: &TrainConfig) -> Result<Job> {
     let over = Over::Simulated(config.link);
-    let TrainConfig { model, layers, heads, dim, context, init_from, data, .. } = config;
-    let key = format!("{model} {layers:?} {heads:?} {dim:?} {context:?} {init_from:?} {data:?}");
+    let TrainConfig { model, layers, heads, dim, context, init_from, data, shards, .. } = config;
+    // The default text is read file by file only where shards need its files.
+    let key = format!("{model} {layers:?} {heads:?} {dim:?} {context:?} {init_from:?} {data:?} {shards}");
     let mut jobs = lock(&JOBS);
     if let Some(job) = jobs.get(&key) {
         return Ok(again(job, config.clone(), over));

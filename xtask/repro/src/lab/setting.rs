@@ -35,7 +35,7 @@ const QUICK_STEPS: (u64, u64) = (110, 100);
 const LONG_STEPS: (u64, u64) = (4000, 10_000);
 
 /// What a closed form of bytes needs.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Sizes {
     /// Parameters of the model.
     pub params: f64,
@@ -43,6 +43,8 @@ pub(crate) struct Sizes {
     pub ranks: f64,
     /// Steps between averages.
     pub every: f64,
+    /// Shapes of the model's tensors.
+    pub tensors: Vec<Vec<f64>>,
 }
 
 impl Setting {
@@ -57,11 +59,6 @@ impl Setting {
             flags: format!("{COMMON} {TRAINING} --steps {steps}"),
             pretraining: format!("{MODEL} {COMMON} {PRETRAINING} --steps {before}"),
         }
-    }
-
-    /// The same with other values of some flags, but for the pretraining.
-    pub(crate) fn and(self, flags: &str) -> Self {
-        Self { flags: format!("{} {flags}", self.flags), ..self }
     }
 
     /// The command that trains an arm.
@@ -105,7 +102,9 @@ impl Setting {
         let model = super::kept::model(&self.pretraining_config(0)?)?;
         let every = if config.sync.each_step { 1.0 } else { config.sync_every as f64 };
         let (params, ranks) = (model.parameters() as f64, config.workers as f64);
-        Ok(Sizes { params, ranks, every })
+        let shape = |shape: Vec<usize>| shape.into_iter().map(|n| n as f64).collect();
+        let tensors = model.tensors().into_iter().map(|tensor| shape(tensor.shape)).collect();
+        Ok(Sizes { params, ranks, every, tensors })
     }
 }
 
@@ -129,7 +128,6 @@ mod tests {
         let config = setting.config(&arm, 7).unwrap();
         assert_eq!((config.steps, config.workers, config.seed), (6, 2, 7));
         assert_eq!(config.codec.to_string(), "int8");
-        assert_eq!(setting.and("--steps 9").config(&arm, 7).unwrap().steps, 9);
     }
 
     #[test]

@@ -50,6 +50,8 @@ type Case = (&'static str, usize, bool, &'static str);
 
 const CASES: &[Case] = &[
     ("model = 'baby'\ninit-from = 'w'", 4, true, "`model` changes nothing: the weights of `init-from` have"),
+    ("shards = 'files'", 1, true, "`shards` changes nothing: there is one replica, which has all data"),
+    ("codec = 'sign'", 4, true, "1-bit Adam sends its moments instead: `--optimizer onebit-adam`"),
     ("momentum = 0.9", 4, true, "`momentum` changes nothing: `optimizer` is adamw, not sgd"),
     (
         "beta1 = 0.9\nbeta2 = 0.95\noptimizer = 'sgd'",
