@@ -9,13 +9,14 @@ use crate::shell;
 pub(crate) const HELP: &str = "\
 Run the reproductions of xtask/repro in release: every claim that we make, measured.
 
-Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report] [--against PEERS.jsonl] [--beside COMMAND]
+Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report] [--against PEERS.jsonl]
+                         [--beside COMMAND]
        cargo xtask bench --list
 
   NAME...         only these benches; all of them without a name
   --all           all of them, said aloud
-  --report        write what they measured to docs/: the records, reproductions.md, choosing.md and two charts; benches
-                  that did not run keep their records
+  --report        write what they measured to docs/: the records, reproductions.md, choosing.md and two
+                  charts; benches that did not run keep their records
   --quick         shorter runs: at most a minute a bench instead of 5
   --long          as long as a bench wants, as `diloco` with H=500
   --json          an object a line: bench, metric, value, unit, mark, pass, claim, seed

@@ -108,8 +108,8 @@ pub enum ZooError {
     },
     /// Too few parts of a text to give each replica one.
     #[error(
-        "the training data have {found} parts of more than {context} tokens as `{kind}` cuts them, and {replicas} \
-         replicas need one each"
+        "the training data have {found} parts of more than {context} tokens as `{kind}` cuts them, and \
+         {replicas} replicas need one each"
     )]
     Shards {
         /// How the text was to be cut.

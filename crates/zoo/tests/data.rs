@@ -341,7 +341,7 @@ fn a_sampler_within_ranges_draws_each_of_their_windows_alike_and_no_other() {
     assert_eq!(counts.keys().copied().collect::<Vec<_>>(), [3, 4, 30, 31]);
     // 1000 each is expected, with a standard deviation of 27.
     assert!(counts.values().all(|&count| (890..1110).contains(&count)), "{counts:?}");
-    let none: std::sync::Arc<[_]> = vec![0..4].into();
+    let none: std::sync::Arc<[_]> = std::iter::once(0..4).collect();
     let error = Sampler::within(split, &none, 5, Shard::whole(1), context).unwrap_err();
     assert!(matches!(error, ZooError::TooShort { tokens: 4, needed: 5, .. }), "{error}");
 }
@@ -349,7 +349,7 @@ fn a_sampler_within_ranges_draws_each_of_their_windows_alike_and_no_other() {
 #[test]
 fn one_range_of_everything_draws_what_no_range_does() {
     let split = counting();
-    let everything: std::sync::Arc<[_]> = vec![0..split.len()].into();
+    let everything: std::sync::Arc<[_]> = std::iter::once(0..split.len()).collect();
     let plain = Sampler::random(split.clone(), 9, Shard::whole(3), 4).unwrap();
     let within = Sampler::within(split, &everything, 9, Shard::whole(3), 4).unwrap();
     let (mut a, mut b, mut rest) = (Vec::new(), Vec::new(), Vec::new());

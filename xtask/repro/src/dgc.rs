@@ -7,8 +7,8 @@ use crate::lab::{Lab, Published, arms};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "dgc",
-    claim: "a hundredth of the gradients with momentum correction trains better than the largest hundredth with feedback \
-            alone, which trains better than without",
+    claim: "a hundredth of the gradients with momentum correction trains better than the largest hundredth \
+            with feedback alone, which trains better than without",
     source: "Lin et al. 2018, Deep Gradient Compression; Stich et al. 2018 (feedback)",
     seed: 1337,
     run,
@@ -41,8 +41,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::DGC),
         holds: gap.mean <= MOST,
-        note: "the paper's optimizer is SGD, with which a GPT hardly learns; 0.1 % of a shard would be four values here, \
-               and there is no warm-up of the density",
+        note: "the paper's optimizer is SGD, with which a GPT hardly learns; 0.1 % of a shard would be four \
+               values here, and there is no warm-up of the density",
     }
     .record(report);
     Ok(())

@@ -1,7 +1,7 @@
 //! `--report FOLDER`: what benches measured, as files of a folder.
 //!
-//! Each bench that ran has its record in `reproductions/NAME.json`; those that did not run keep theirs. The pages and the
-//! charts are written from the records alone, so that no figure in them can be changed by hand.
+//! Each bench that ran has its record in `reproductions/NAME.json`; those that did not run keep theirs. The
+//! pages and the charts are written from the records alone, so that no figure in them can be changed by hand.
 
 mod chart;
 mod choosing;

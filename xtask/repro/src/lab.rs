@@ -1,9 +1,9 @@
 //! The lab: trains a small GPT by several methods on the same tokens and compares losses, bytes and time.
 //!
-//! A method is an [`Arm`]: a name and the flags that `farflung train` would take. [`Lab::outcome`] trains it for each
-//! seed and keeps the result for the rest of the process, so that arms which several benches need run once.
-//! Bytes are those that the transport counted, times are those of its virtual clock. The lab does not know which
-//! bench asks, nor what a result should be.
+//! A method is an [`Arm`]: a name and the flags that `farflung train` would take. [`Lab::outcome`] trains it
+//! for each seed and keeps the result for the rest of the process, so that arms which several benches need run
+//! once. Bytes are those that the transport counted, times are those of its virtual clock. The lab does not
+//! know which bench asks, nor what a result should be.
 
 pub(crate) mod arms;
 mod clock;

@@ -13,7 +13,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that the loss with rank 4 may be above f32's, in percent: the mark of the issue for methods with feedback.
+/// The most that the loss with rank 4 may be above f32's, in percent: the mark of the issue for methods with
+/// feedback.
 const MOST: f64 = 2.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -35,7 +36,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::POWER_SGD_4),
         holds: gap.mean <= MOST,
-        note: "matrices of 32 rows leave little to gain; AdamW behind it, where the paper has SGD with momentum",
+        note: "matrices of 32 rows leave little to gain; AdamW behind it, where the paper has SGD with \
+               momentum",
     }
     .record(report);
     Ok(())

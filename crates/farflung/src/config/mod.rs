@@ -198,8 +198,8 @@ settings! {
         /// overlap, each once an epoch, in another order each time).
         sampling: SamplingKind, "KIND", SamplingKind::Random;
         /// Which data each replica trains on: random (all of them), files (some files of a folder, or what
-        /// end-of-text tokens separate) or kmeans:K (chunks of the text are put into K clusters of similar ones, and
-        /// each replica has some of the clusters).
+        /// end-of-text tokens separate) or kmeans:K (chunks of the text are put into K clusters of similar
+        /// ones, and each replica has some of the clusters).
         shards: Sharding, "KIND", Sharding::Random;
         /// The run's folder; without it, the next free runs/MODEL-N.
         out: PathBuf, "DIR" => "each machine has its own folders";

@@ -123,8 +123,9 @@ impl TrainConfig {
         notes.idle(run.world <= self.stages, &["shards"], "there is one replica, which has all data");
         notes.say(self.signs_into_adam(run.world), || {
             format!(
-                "`codec` {} sends gradients in one bit, and `optimizer` {} divides by what it knows of their sizes: \
-                 the loss ends higher. 1-bit Adam sends its moments instead: `--optimizer onebit-adam`",
+                "`codec` {} sends gradients in one bit, and `optimizer` {} divides by what it knows of their \
+                 sizes: the loss ends higher. 1-bit Adam sends its moments instead: `--optimizer \
+                 onebit-adam`",
                 self.codec, self.optimizer.name
             )
         });

@@ -113,7 +113,7 @@ impl Job {
         let Decided { config, plan, cluster, rates } = Decided::of(config, &self.model, world)?;
         let world = plan.ranks() as usize;
         let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
-        Ok(Self { config, plan, cluster, rates, world, shards, ..self.clone() })
+        Ok(Self { config, plan, cluster, rates, shards, world, ..self.clone() })
     }
 
     /// The job under another plan, for the same model and data.
@@ -129,7 +129,7 @@ impl Job {
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
         let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
-        Ok(Self { config, plan, rates, world, shards, ..self.clone() })
+        Ok(Self { config, plan, rates, shards, world, ..self.clone() })
     }
 
     /// The links between the ranks.
@@ -146,8 +146,8 @@ impl Job {
         Ok(Machines { topology: self.topology()?, rates: self.rates.clone() })
     }
 
-    /// The training sequences of a replica, by their numbers over all replicas and steps. Without `--shards` they are
-    /// the same for all.
+    /// The training sequences of a replica, by their numbers over all replicas and steps. Without `--shards`
+    /// they are the same for all.
     pub fn sampler(&self, replica: usize) -> Result<Sampler, ZooError> {
         let shard = Shard::whole(self.plan.batch as usize);
         let (training, seed, context) = (self.training.clone(), self.config.seed, self.model.context);

@@ -166,8 +166,8 @@ impl Corpus {
         builder.finish(Path::new(name), None)
     }
 
-    /// Several texts in memory, one after the other with nothing between them, each a document; `name` stands for the
-    /// path in messages.
+    /// Several texts in memory, one after the other with nothing between them, each a document; `name` stands
+    /// for the path in messages.
     ///
     /// Errors: as [`Corpus::from_bytes`].
     pub fn from_texts<'t>(

@@ -16,8 +16,8 @@ type Point = [f64; BUCKETS];
 /// The cluster of each chunk of `chunk` tokens of a split, numbers from 0 on; the last chunk may be shorter.
 ///
 /// A chunk's features are the square roots of its tokens' frequencies, between which the Euclidean distance is
-/// Hellinger's. Centres start as k-means++ has them. A tie goes to the lower cluster, and a cluster that has lost all
-/// chunks keeps its centre. The result depends on the tokens, the seed and the numbers alone.
+/// Hellinger's. Centres start as k-means++ has them. A tie goes to the lower cluster, and a cluster that has
+/// lost all chunks keeps its centre. The result depends on the tokens, the seed and the numbers alone.
 ///
 /// Sources: Lloyd 1982; Arthur and Vassilvitskii 2007, "k-means++".
 pub(super) fn clusters(split: &Split, chunk: usize, count: usize, seed: u64) -> Vec<usize> {

@@ -187,9 +187,9 @@ impl Sampler {
         Self::new(split, shard, context, source)
     }
 
-    /// As [`Sampler::random`], but only windows that lie within one of some ranges of the split: what a replica has of
-    /// [`Shards`](super::Shards). Sequences have the same numbers as without ranges, and each offset is as likely as
-    /// any other.
+    /// As [`Sampler::random`], but only windows that lie within one of some ranges of the split: what a
+    /// replica has of [`Shards`](super::Shards). Sequences have the same numbers as without ranges, and each
+    /// offset is as likely as any other.
     ///
     /// Errors: as [`Sampler::random`]; [`ZooError::TooShort`] if no range has `context + 1` tokens.
     ///

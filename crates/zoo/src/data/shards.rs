@@ -61,7 +61,8 @@ impl FromStr for Sharding {
     }
 }
 
-/// The ranges of a split that each replica trains on: a pure function of tokens, seed, context and number of replicas.
+/// The ranges of a split that each replica trains on: a pure function of tokens, seed, context and number of
+/// replicas.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shards {
     of_replicas: Vec<Arc<[Range<usize>]>>,
@@ -71,8 +72,9 @@ pub struct Shards {
 const CHUNK_SEQUENCES: usize = 16;
 
 impl Shards {
-    /// Shares out a split. Parts of the text, the longest first, go each to the replica that has the fewest tokens so
-    /// far, the first of equals; a part is a document, or a cluster. Parts shorter than a sequence are left out.
+    /// Shares out a split. Parts of the text, the longest first, go each to the replica that has the fewest
+    /// tokens so far, the first of equals; a part is a document, or a cluster. Parts shorter than a sequence
+    /// are left out.
     ///
     /// `None` for [`Sharding::Random`], which shares out nothing.
     ///
@@ -153,7 +155,9 @@ mod tests {
 
     fn letters(split: &Split, ranges: &[Range<usize>]) -> Vec<u32> {
         let mut tokens = Vec::new();
-        ranges.iter().for_each(|range| split.append_to(range.start, range.len(), &mut tokens));
+        for range in ranges {
+            split.append_to(range.start, range.len(), &mut tokens);
+        }
         tokens.sort_unstable();
         tokens.dedup();
         tokens

@@ -1,7 +1,8 @@
 //! BAGUA's published speed-ups by model and link, beside the virtual clock's.
 //!
-//! Sixteen machines average a thousandth of the model's values over a thousandth of the bandwidth. A machine computes at
-//! the f32 peak of a V100, which no real step reaches: an assumption, since the paper's step times are not published.
+//! Sixteen machines average a thousandth of the model's values over a thousandth of the bandwidth. A machine
+//! computes at the f32 peak of a V100, which no real step reaches: an assumption, since the paper's step times
+//! are not published.
 
 use std::sync::Arc;
 
@@ -75,13 +76,16 @@ pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
             let [plain, overlapped] = gains;
             let bits = model.bits;
             Published {
-                what: &format!("{}, {gbit} Gbit/s: speed-up of {bits} over the best other system", model.name),
+                what: &format!(
+                    "{}, {gbit} Gbit/s: speed-up of {bits} over the best other system",
+                    model.name
+                ),
                 paper: &format!("{published} on 128 V100"),
                 ours: format!("{overlapped:.2} overlapped, {plain:.2} without overlap, over 16 bits"),
                 setting: "16 machines on the virtual clock, computing at a V100's f32 peak".to_owned(),
                 holds: (overlapped.min(plain) * 0.9..=overlapped.max(plain) * 1.1).contains(&published),
-                note: "holds where the published figure is between the two, or within a tenth of one: the paper does not \
-                       say how long a step computes",
+                note: "holds where the published figure is between the two, or within a tenth of one: the \
+                       paper does not say how long a step computes",
             }
             .record(report);
         }
@@ -89,7 +93,8 @@ pub(super) fn rows(report: &mut Report<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Seconds of a step: a third forward, two thirds backward, in which each part's gradients leave as they are final.
+/// Seconds of a step: a third forward, two thirds backward, in which each part's gradients leave as they are
+/// final.
 fn step(model: &Model, codec: &str, gbit: u64, overlap: bool) -> Result<f64> {
     let bandwidth = Bandwidth(gbit * 1_000_000_000 / SCALE);
     let topology = Topology::uniform(MACHINES, Link { bandwidth, latency: Nanos::ZERO });

@@ -76,11 +76,11 @@ fn draw(svg: &mut String, arms: &[ArmRecord], against: Against) -> Result<(), Bo
         .light_line_style(TRANSPARENT)
         .bold_line_style(BLACK.mix(0.1))
         .draw()?;
-    for (number, (arm, points)) in drawn.iter().enumerate() {
-        let colour = HSLColor((number as f64 * 0.381_966) % 1.0, 0.7, 0.42);
+    for (number, (arm, points)) in (0_i32..).zip(&drawn) {
+        let colour = HSLColor((f64::from(number) * 0.381_966) % 1.0, 0.7, 0.42);
         chart.draw_series(LineSeries::new(points.iter().copied(), colour.stroke_width(2)))?;
         chart.draw_series(points.last().map(|&end| Circle::new(end, 4, colour.filled())))?;
-        let at = 40 + 22 * number as i32;
+        let at = 40 + 22 * number;
         legend.draw(&PathElement::new([(4, at), (26, at)], colour.stroke_width(3)))?;
         legend.draw(&Text::new(arm.name.clone(), (32, at - 8), ("sans-serif", 14)))?;
     }

@@ -10,10 +10,11 @@ const HEAD: &str = "\
 
 Written by `cargo xtask bench --all --report` from the records in `reproductions/`; do not edit.
 
-Eight workers train a model of 34 thousand parameters, each method on the same tokens from the same pretrained weights.
-A worker has 256 tokens a step and computes 50 GFLOP/s on a virtual clock. Bytes and operations are to each other as for
-workers with 256 thousand tokens a step and 50 TFLOP/s each, whatever the model's size: read the step times as relative
-to each other. Latency is left out; with 25 ms, methods that meet at each step lose more than the table shows.
+Eight workers train a model of 34 thousand parameters, each method on the same tokens from the same pretrained
+weights. A worker has 256 tokens a step and computes 50 GFLOP/s on a virtual clock. Bytes and operations are to
+each other as for workers with 256 thousand tokens a step and 50 TFLOP/s each, whatever the model's size: read
+the step times as relative to each other. Latency is left out; with 25 ms, methods that meet at each step lose
+more than the table shows.
 
 - **loss** is the held-out loss above that of f32, in percent, with the standard deviation over seeds.
 - **bytes** are what a worker sends in a step, without frames, and how many times fewer than f32.

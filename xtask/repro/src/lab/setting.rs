@@ -15,15 +15,15 @@ pub(crate) struct Setting {
     pretraining: String,
 }
 
-/// The model: 34000 parameters, so that a run of a few seconds brings it near what it can learn. Far from there, every
-/// method that learns more slowly per step looks bad, and none of the papers is about that.
+/// The model: 34000 parameters, so that a run of a few seconds brings it near what it can learn. Far from
+/// there, every method that learns more slowly per step looks bad, and none of the papers is about that.
 const MODEL: &str = "--layers 2 --heads 2 --dim 32 --context 64";
 
-/// Data and links. A worker has 256 tokens a step and computes 50 GFLOP/s on the virtual clock: bytes and operations
-/// are to each other as for a worker with 256 thousand tokens and 50 TFLOP/s, whatever the model's size. A latency that
-/// matters to such a model would hide everything here, so there is almost none.
-const COMMON: &str = "--batch 4 --workers 8 --eval-batches 64 --transport simulated --link 100mbit,1us --codec none \
-                      --threads 1";
+/// Data and links. A worker has 256 tokens a step and computes 50 GFLOP/s on the virtual clock: bytes and
+/// operations are to each other as for a worker with 256 thousand tokens and 50 TFLOP/s, whatever the model's
+/// size. A latency that matters to such a model would hide everything here, so there is almost none.
+const COMMON: &str = "--batch 4 --workers 8 --eval-batches 64 --transport simulated --link 100mbit,1us \
+                      --codec none --threads 1";
 
 /// Arms start where these steps of f32 end, as in the papers of `DiLoCo`: a third of the steps of an arm.
 const PRETRAINING: &str = "--lr 1e-2 --min-lr 3e-3 --warmup 100";

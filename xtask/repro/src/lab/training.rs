@@ -30,7 +30,8 @@ pub(crate) struct Point {
 pub(crate) struct Run {
     /// From the first evaluation to the end.
     pub points: Vec<Point>,
-    /// Payload that a rank sends in a step, in bytes: a mean over ranks and steps. Votes on steps are not in it.
+    /// Payload that a rank sends in a step, in bytes: a mean over ranks and steps. Votes on steps are not in
+    /// it.
     pub payload: f64,
     /// Steps.
     pub steps: u64,
