@@ -9,11 +9,16 @@ use crate::shell;
 pub(crate) const HELP: &str = "\
 Run the reproductions of xtask/repro in release: every claim that we make, measured.
 
-Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl] [--beside COMMAND]
+Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report] [--against PEERS.jsonl]
+                         [--beside COMMAND]
        cargo xtask bench --list
 
   NAME...         only these benches; all of them without a name
-  --quick         shorter runs: at most 20 s a bench instead of 3 minutes
+  --all           all of them, said aloud
+  --report        write what they measured to docs/: the records, reproductions.md, choosing.md and two
+                  charts; benches that did not run keep their records
+  --quick         shorter runs: at most a minute a bench instead of 5
+  --long          as long as a bench wants, as `diloco` with H=500
   --json          an object a line: bench, metric, value, unit, mark, pass, claim, seed
   --against FILE  the JSON lines that the peers' scripts print; adds the ratio rows
   --beside COMMAND
@@ -30,12 +35,15 @@ Exit code: 0, 1 if a marked row fails or a bench cannot run, 2 for a wrong comma
 Examples:
   cargo xtask bench --list
   cargo xtask bench gpt-step --quick
+  cargo xtask bench diloco bagua --report
   cargo xtask bench gpt-step gemm --against peers.jsonl --json
   cargo xtask bench gpt-step --beside 'RAYON_NUM_THREADS=$THREADS burn_gpt $CONFIG 3'
 ";
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     let (cuda, args): (Vec<String>, Vec<String>) = args.iter().cloned().partition(|a| a == "--cuda");
+    let docs = shell::root().join("docs").display().to_string();
+    let args = with_folder(&args, &docs);
     let features = features(&args, !cuda.is_empty());
     build(&features)?;
     let mut command = reproductions(&features);
@@ -44,6 +52,12 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     command.current_dir(std::env::current_dir().context("failed to find the current folder")?);
     let status = command.stdin(Stdio::null()).status().context("failed to start cargo")?;
     Ok(status.code().and_then(|c| u8::try_from(c).ok()).map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// The arguments with the folder that `--report` writes to.
+fn with_folder(args: &[String], docs: &str) -> Vec<String> {
+    let folder = |arg: &String| (arg == "--report").then(|| docs.to_owned());
+    args.iter().flat_map(|arg| std::iter::once(arg.clone()).chain(folder(arg))).collect()
 }
 
 /// Builds the reproductions, and the command that some of them run.
@@ -109,6 +123,12 @@ mod tests {
     fn what_a_clock_decides_is_left_out() {
         let listed = "gemm    f32 products\nsoak    ends [ours]\n\nrelay x\nresume  same bits\n";
         assert_eq!(everywhere(listed), ["soak", "resume"]);
+    }
+
+    #[test]
+    fn a_report_goes_to_the_docs() {
+        let args = ["--all", "--report", "--json"].map(str::to_owned);
+        assert_eq!(with_folder(&args, "/root/docs"), ["--all", "--report", "/root/docs", "--json"]);
     }
 
     #[test]

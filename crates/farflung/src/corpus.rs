@@ -34,8 +34,7 @@ pub const EXPECTED: &str = "d931b6eae46e91ebeb028231f24af58fca469996698f04a80df6
 ///
 /// Errors: [`Error::NoCorpus`] on a machine without them, [`Error::CorpusHash`] if they are not [`EXPECTED`].
 pub fn default_text() -> Result<(Vec<u8>, Hash)> {
-    let folders = from_metadata().or_else(|_| from_cargo_home())?;
-    let text = assemble(&folders)?;
+    let text = default_documents()?.concat();
     let hash = blake3::hash(&text);
     if hash.to_hex().as_str() != EXPECTED {
         return Err(Error::CorpusHash { found: hash.to_hex().to_string(), expected: EXPECTED });
@@ -43,19 +42,27 @@ pub fn default_text() -> Result<(Vec<u8>, Hash)> {
     Ok((text, hash))
 }
 
-/// Joins the sources of the crates, whose folders stand in the order of [`CRATES`].
-fn assemble(folders: &[PathBuf]) -> Result<Vec<u8>> {
-    let mut text = Vec::new();
+/// The files of the default text with their headings, in its order.
+///
+/// Errors: as [`default_text`], but that their hash is not looked at.
+pub fn default_documents() -> Result<Vec<Vec<u8>>> {
+    assemble(&from_metadata().or_else(|_| from_cargo_home())?)
+}
+
+/// The sources of the crates, whose folders stand in the order of [`CRATES`].
+fn assemble(folders: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
+    let mut documents = Vec::new();
     for ((name, _), folder) in CRATES.iter().zip(folders) {
         let mut files = Vec::new();
         rust_files(&folder.join("src"), "src", &mut files)?;
         files.sort_unstable();
         for (inner, path) in files {
-            text.extend_from_slice(format!("// {name}/{inner}\n").as_bytes());
+            let mut text = format!("// {name}/{inner}\n").into_bytes();
             text.extend(fs::read(&path).map_err(Error::io("read", &path))?);
+            documents.push(text);
         }
     }
-    Ok(text)
+    Ok(documents)
 }
 
 /// Collects the `.rs` files below `folder` with their paths from the crate's root, `/` between the parts.
@@ -141,7 +148,7 @@ mod tests {
         assert_eq!(hash.to_hex().as_str(), EXPECTED);
         assert!((3_000_000..6_000_000).contains(&text.len()), "{}", text.len());
         assert!(text.starts_with(b"// serde_core/src/"));
-        let text_at_home = from_cargo_home().map(|folders| assemble(&folders).unwrap());
+        let text_at_home = from_cargo_home().map(|folders| assemble(&folders).unwrap().concat());
         assert_eq!(blake3::hash(&text_at_home.unwrap()), hash);
     }
 

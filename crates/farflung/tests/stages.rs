@@ -129,7 +129,7 @@ fn stale(config: &TrainConfig, updates: Updates) -> (Vec<f64>, Vec<f32>) {
         (0..config.stages).map(|k| Stage::new(job.model, k..k + 1, &device).unwrap()).collect();
     let mut params: Vec<Vec<f32>> =
         stages.iter().map(|s| s.init(config.seed).unwrap().to_vec().unwrap()).collect();
-    let sampler = job.sampler().unwrap();
+    let sampler = job.sampler(0).unwrap();
     let tokens = 16.0 * 2.0;
     let mut losses = Vec::new();
     for step in 0..STEPS {

@@ -106,6 +106,21 @@ pub enum ZooError {
         /// Tokens it needs: context + 1.
         needed: usize,
     },
+    /// Too few parts of a text to give each replica one.
+    #[error(
+        "the training data have {found} parts of more than {context} tokens as `{kind}` cuts them, and \
+         {replicas} replicas need one each"
+    )]
+    Shards {
+        /// How the text was to be cut.
+        kind: String,
+        /// Parts that there are.
+        found: usize,
+        /// Replicas.
+        replicas: usize,
+        /// Tokens of a sequence.
+        context: usize,
+    },
     /// A share to hold out that leaves nothing or is not a share.
     #[error(
         "hold-out of {found} of {tokens} tokens, expected a share in [0, 1) or fewer tokens than there are"

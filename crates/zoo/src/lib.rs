@@ -13,7 +13,7 @@ pub mod stage;
 mod error;
 
 pub use config::{GptConfig, Init, TensorSpec};
-pub use data::{Corpus, HoldOut, Offsets, Sampler, Shard, Split};
+pub use data::{Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split};
 pub use error::ZooError;
 pub use generate::{Sampling, generate};
 pub use stage::{Cache, Input, Keeping, Output, Saved, Slices, Stage};

@@ -5,7 +5,7 @@
 use std::fs;
 
 use farflung_zoo::tokenizer::Byte;
-use farflung_zoo::{Corpus, HoldOut, Offsets, Sampler, Shard, Split, ZooError};
+use farflung_zoo::{Corpus, HoldOut, Offsets, Sampler, Shard, Sharding, Shards, Split, ZooError};
 
 fn all(split: &Split) -> Vec<u32> {
     let mut tokens = Vec::new();
@@ -285,4 +285,90 @@ fn epochs_give_each_window_once_whoever_takes_it() {
     assert_ne!(epochs[0], epochs[1], "each epoch has its own order");
     let error = Sampler::epochs(training, 1, Shard::whole(3), 4, 11).unwrap_err().to_string();
     assert!(error.contains("11") && error.contains("at most 10"), "{error}");
+}
+
+/// The documents of a split, token by token.
+fn documents(split: &Split) -> Vec<Vec<u32>> {
+    let tokens = all(split);
+    split.documents().into_iter().map(|range| tokens[range].to_vec()).collect()
+}
+
+#[test]
+fn documents_are_files_and_a_split_cuts_them() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text) in [("a.txt", "aaaa"), ("b.txt", "bb"), ("c.txt", "cccc")] {
+        fs::write(dir.path().join(name), text).unwrap();
+    }
+    let corpus = Corpus::open(dir.path(), &Byte).unwrap();
+    let (training, held_out) = corpus.split(HoldOut::Tokens(3)).unwrap();
+    let texts = |split: &Split| -> Vec<String> {
+        documents(split).iter().map(|d| d.iter().map(|&t| t as u8 as char).collect()).collect()
+    };
+    assert_eq!(texts(&training), ["aaaa", "bb", "c"]);
+    assert_eq!(texts(&held_out), ["ccc"]);
+    assert_eq!(
+        documents(&Corpus::from_bytes("one", b"a text", &Byte).unwrap().split(HoldOut::Tokens(0)).unwrap().0)
+            .len(),
+        1
+    );
+}
+
+#[cfg(feature = "bpe")]
+#[test]
+fn an_end_of_text_token_ends_a_document() {
+    use farflung_zoo::tokenizer::Gpt2;
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("train.bin");
+    fs::write(&path, llm_c(&[50256, 15496, 995, 50256, 15496, 995, 995])).unwrap();
+    let (training, _) = Corpus::open(&path, &Gpt2).unwrap().split(HoldOut::Tokens(0)).unwrap();
+    assert_eq!(documents(&training), [vec![50256], vec![15496, 995, 50256], vec![15496, 995, 995]]);
+}
+
+#[test]
+fn a_sampler_within_ranges_draws_each_of_their_windows_alike_and_no_other() {
+    let split = counting();
+    let context = 4;
+    let ranges: std::sync::Arc<[_]> = vec![3..9, 20..24, 30..36].into();
+    let sampler = Sampler::within(split.clone(), &ranges, 5, Shard::whole(1), context).unwrap();
+    let (mut inputs, mut targets) = (Vec::new(), Vec::new());
+    let mut counts = std::collections::BTreeMap::<u32, u32>::new();
+    for sequence in 0..4000 {
+        sampler.sequences(sequence, 1, &mut inputs, &mut targets).unwrap();
+        assert_eq!(targets[0], inputs[0] + 1);
+        *counts.entry(inputs[0]).or_default() += 1;
+    }
+    // A range of six tokens has two windows of four and their targets; one of four has none.
+    assert_eq!(counts.keys().copied().collect::<Vec<_>>(), [3, 4, 30, 31]);
+    // 1000 each is expected, with a standard deviation of 27.
+    assert!(counts.values().all(|&count| (890..1110).contains(&count)), "{counts:?}");
+    let none: std::sync::Arc<[_]> = std::iter::once(0..4).collect();
+    let error = Sampler::within(split, &none, 5, Shard::whole(1), context).unwrap_err();
+    assert!(matches!(error, ZooError::TooShort { tokens: 4, needed: 5, .. }), "{error}");
+}
+
+#[test]
+fn one_range_of_everything_draws_what_no_range_does() {
+    let split = counting();
+    let everything: std::sync::Arc<[_]> = std::iter::once(0..split.len()).collect();
+    let plain = Sampler::random(split.clone(), 9, Shard::whole(3), 4).unwrap();
+    let within = Sampler::within(split, &everything, 9, Shard::whole(3), 4).unwrap();
+    let (mut a, mut b, mut rest) = (Vec::new(), Vec::new(), Vec::new());
+    for step in 0..20 {
+        plain.batch(step, &mut a, &mut rest).unwrap();
+        within.batch(step, &mut b, &mut rest).unwrap();
+        assert_eq!(a, b, "{step}");
+    }
+}
+
+#[test]
+fn shards_cover_all_files_once() {
+    let dir = tempfile::tempdir().unwrap();
+    for i in 0..9 {
+        fs::write(dir.path().join(format!("{i}.txt")), vec![b'a' + i; 40 + 10 * usize::from(i)]).unwrap();
+    }
+    let (split, _) = Corpus::open(dir.path(), &Byte).unwrap().split(HoldOut::Tokens(0)).unwrap();
+    let shards = Shards::new(Sharding::Files, &split, 8, 4, 1).unwrap().unwrap();
+    let mut ranges: Vec<_> = (0..4).flat_map(|replica| shards.of(replica).iter().cloned()).collect();
+    ranges.sort_by_key(|range| range.start);
+    assert_eq!(ranges, split.documents());
 }

@@ -2,17 +2,21 @@
 //!
 //! It refuses to know what is measured.
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use serde_json::json;
+use serde_json::{Value, json};
 
+use crate::docs;
+use crate::docs::Record;
 use crate::peers::Peers;
 
 const USAGE: &str = "\
-Usage: cargo xtask bench [NAME...] [--quick] [--json] [--against PEERS.jsonl] [--beside COMMAND] [--list]
+Usage: cargo xtask bench [NAME...] [--all] [--quick] [--long] [--json] [--report FOLDER] [--against PEERS.jsonl]
+                         [--beside COMMAND] [--list]
 ";
 
 /// How to get the file that `--against` wants.
@@ -39,8 +43,10 @@ pub struct Bench {
 /// What a bench may know of the command line.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// At most 20 s on 2 cores; else at most 3 minutes.
+    /// At most a minute on 2 cores; else at most 5 minutes.
     pub quick: bool,
+    /// As long as a bench wants: the settings of the papers, where they can be had at all.
+    pub long: bool,
     /// The figures of other systems; empty without `--against`.
     pub peers: Peers,
     /// A shell's command that measures another system, for benches that take turns with it.
@@ -83,8 +89,11 @@ pub struct Report<'a> {
     bench: &'a Bench,
     json: bool,
     out: &'a mut dyn Write,
+    err: &'a mut dyn Write,
     rows: Vec<[String; 5]>,
     missed: usize,
+    /// What the bench adds to its record, by name.
+    added: BTreeMap<&'static str, Value>,
     /// Ratio rows that had no figure to compare with.
     unmatched: Vec<String>,
 }
@@ -130,6 +139,22 @@ impl Report<'_> {
         Ok(())
     }
 
+    /// A line on what is being measured, for whoever waits.
+    ///
+    /// Errors: stderr is closed.
+    pub fn progress(&mut self, text: &str) -> Result<()> {
+        writeln!(self.err, "{}: {text}", self.bench.name)?;
+        Ok(())
+    }
+
+    /// Adds a value to the list `name` of the bench's record, which `--report` keeps beside its rows.
+    pub fn add(&mut self, name: &'static str, value: Value) {
+        let list = self.added.entry(name).or_insert_with(|| Value::Array(Vec::new()));
+        if let Value::Array(list) = list {
+            list.push(value);
+        }
+    }
+
     /// A row of `ours / theirs`; without a figure of theirs there is no row, and a note says so.
     ///
     /// Errors: stdout is closed.
@@ -173,10 +198,13 @@ fn figure(value: f64) -> String {
 #[derive(Debug, Default)]
 struct Request {
     names: Vec<String>,
+    all: bool,
     quick: bool,
+    long: bool,
     json: bool,
     list: bool,
     help: bool,
+    report: Option<PathBuf>,
     against: Option<PathBuf>,
     beside: Option<String>,
 }
@@ -187,15 +215,27 @@ impl Request {
         let mut args = args.iter();
         while let Some(arg) = args.next() {
             match arg.as_str() {
+                "--all" => request.all = true,
                 "--quick" => request.quick = true,
+                "--long" => request.long = true,
                 "--json" => request.json = true,
                 "--list" => request.list = true,
                 "-h" | "--help" => request.help = true,
+                "--report" => request.report = Some(args.next().ok_or("--report needs a folder")?.into()),
                 "--against" => request.against = Some(args.next().ok_or("--against needs a file")?.into()),
                 "--beside" => request.beside = Some(args.next().ok_or("--beside needs a command")?.clone()),
                 flag if flag.starts_with('-') => return Err(format!("unknown flag `{flag}`")),
                 name => request.names.push(name.to_owned()),
             }
+        }
+        if request.quick && request.long {
+            return Err("--quick and --long exclude each other".to_owned());
+        }
+        if request.all && !request.names.is_empty() {
+            return Err("--all takes no names of benches".to_owned());
+        }
+        if request.report.is_some() && request.quick {
+            return Err("--report records full runs, not those of --quick".to_owned());
         }
         Ok(request)
     }
@@ -252,12 +292,24 @@ fn serve(
             return Ok(2);
         }
     };
-    let options = Options { quick: request.quick, peers, beside: request.beside };
+    let options = Options { quick: request.quick, long: request.long, peers, beside: request.beside };
     let (mut unmatched, mut bad) = (false, 0);
     for bench in &chosen {
         let outcome = run_one(bench, &options, request.json, out, err)?;
         unmatched |= outcome.unmatched;
         bad += usize::from(outcome.bad);
+        let Some(folder) = &request.report else { continue };
+        if let Err(error) = outcome.record.map_or(Ok(()), |record| record.save(folder)) {
+            writeln!(err, "error: {}: {error:#}", bench.name)?;
+            bad += usize::from(!outcome.bad);
+        }
+    }
+    if let Some(folder) = &request.report {
+        let names: Vec<_> = benches.iter().map(|bench| bench.name).collect();
+        if let Err(error) = docs::write(folder, &names) {
+            writeln!(err, "error: {error:#}")?;
+            return Ok(1);
+        }
     }
     if unmatched && options.peers.is_empty() && options.beside.is_none() {
         write!(err, "{NO_PEERS}")?;
@@ -277,6 +329,8 @@ fn list(benches: &[Bench], to: &mut dyn Write) -> std::io::Result<()> {
 struct Outcome {
     bad: bool,
     unmatched: bool,
+    /// None of a bench that could not be run to its end.
+    record: Option<Record>,
 }
 
 fn run_one(
@@ -291,14 +345,30 @@ fn run_one(
         out.flush()?;
     }
     let start = now();
-    let mut report = Report { bench, json, out, rows: Vec::new(), missed: 0, unmatched: Vec::new() };
+    let mut report = Report {
+        bench,
+        json,
+        out,
+        err,
+        rows: Vec::new(),
+        missed: 0,
+        added: BTreeMap::new(),
+        unmatched: Vec::new(),
+    };
     let result = (bench.run)(&mut report, options);
     let taken = now() - start;
     if !json {
         report.table()?;
     }
-    let Report { rows, missed, unmatched, .. } = report;
+    let Report { rows, missed, unmatched, added, .. } = report;
     let mut bad = missed > 0;
+    let record = result.is_ok().then(|| Record {
+        name: bench.name.to_owned(),
+        claim: bench.claim.to_owned(),
+        source: bench.source.to_owned(),
+        rows: rows.clone(),
+        added: added.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
+    });
     if let Err(error) = result {
         writeln!(err, "error: {}: {error:#}", bench.name)?;
         bad = true;
@@ -311,9 +381,12 @@ fn run_one(
             writeln!(err, "note: {}: the file has no figure for `{metric}`", bench.name)?;
         }
     }
-    let limit = if options.quick { Duration::from_secs(20) } else { Duration::from_mins(3) };
-    let slow =
-        if taken > limit { format!(", over the {} s it may take", limit.as_secs()) } else { String::new() };
+    let limit = if options.quick { Duration::from_mins(1) } else { Duration::from_mins(5) };
+    let slow = if taken > limit && !options.long {
+        format!(", over the {} s it may take", limit.as_secs())
+    } else {
+        String::new()
+    };
     writeln!(
         err,
         "{}: {} rows, {missed} missed, {:.1} s{slow}",
@@ -321,7 +394,7 @@ fn run_one(
         rows.len(),
         taken.as_secs_f64()
     )?;
-    Ok(Outcome { bad, unmatched: !unmatched.is_empty() })
+    Ok(Outcome { bad, unmatched: !unmatched.is_empty(), record })
 }
 
 #[expect(clippy::disallowed_methods, reason = "a bench measures real time")]

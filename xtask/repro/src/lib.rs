@@ -30,6 +30,8 @@ mod allocations;
 mod binary;
 mod blame;
 mod boundary;
+mod docs;
+mod lab;
 mod machine;
 mod mutate;
 mod ranks;
@@ -41,6 +43,7 @@ mod compositions;
 mod all_reduce;
 mod all_reduce_limit;
 mod aqsgd_cache;
+mod bagua;
 mod cocktail_ratio;
 mod codec_bytes;
 mod codec_laws;
@@ -51,6 +54,8 @@ mod default_run;
 mod device_parity;
 #[cfg(feature = "wgpu")]
 mod device_train;
+mod dgc;
+mod diloco;
 mod diloco_exact;
 mod divergence;
 mod failure;
@@ -69,6 +74,8 @@ mod overlap_ddp;
 mod pipeline_exact;
 mod plan_exact;
 mod plan_text;
+mod powersgd;
+mod precision;
 mod predict_vs_run;
 mod regions;
 mod relay;
@@ -97,6 +104,11 @@ pub const BENCHES: &[Bench] = &[
     gemm::BENCH,
     ddp_exact::BENCH,
     diloco_exact::BENCH,
+    diloco::BENCH,
+    bagua::BENCH,
+    powersgd::BENCH,
+    dgc::BENCH,
+    precision::BENCH,
     #[cfg(feature = "wgpu")]
     device_parity::BENCH,
     #[cfg(feature = "wgpu")]
@@ -159,7 +171,11 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
         Some((first, rest)) if first == failure::processes::CHILD => {
             told(failure::processes::child(rest, out), err)
         }
-        _ => harness::main(BENCHES, args, out, err),
+        _ => {
+            let code = harness::main(BENCHES, args, out, err);
+            lab::kept::clean();
+            code
+        }
     }
 }
 

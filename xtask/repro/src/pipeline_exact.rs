@@ -152,7 +152,7 @@ fn stale_trace(job: &Job, updates: Updates, steps: u64) -> Result<Trace> {
     let microbatches = job.plan.microbatches[0];
     let per_update = if let Updates::TwoVersions { every } = updates { every } else { 1 };
     let tokens = (config.batch * job.model.context) as f32;
-    let sampler = job.sampler()?;
+    let sampler = job.sampler(0)?;
     let mut losses = Vec::new();
     for step in 0..steps {
         let mut versions = vec![params.clone()];

@@ -32,6 +32,8 @@ const EXAMPLES: &str = "Examples:
   farflung train --stages 4 --schedule zb-h1 --microbatches 8
   farflung train --stages 2 --print-plan > plan.toml; farflung train --plan plan.toml
   farflung launch -n 4 -- train --sync ddp
+
+Which method for which link, with measured losses, bytes and step times: docs/choosing.md
 ";
 
 fn help() -> String {

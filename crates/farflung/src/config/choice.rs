@@ -12,6 +12,8 @@ use farflung_optim::{Groups, LossScale};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::{DeviceName, Precision};
+use farflung_zoo::Sharding;
+use farflung_zoo::data::NoSharding;
 use toml::Value;
 
 use super::value::Setting;
@@ -365,6 +367,18 @@ impl Setting for LossScaling {
             Self::Auto => Value::String("auto".to_owned()),
             Self::Fixed(scale) => Value::Integer(*scale as i64),
         }
+    }
+}
+
+impl Setting for Sharding {
+    fn expected() -> String {
+        NoSharding.to_string().replacen("expected ", "", 1)
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(self.to_string())
     }
 }
 

@@ -34,6 +34,7 @@ use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
 use farflung_tensor::Precision;
+use farflung_zoo::Sharding;
 
 use crate::{Error, Result};
 use choice::{
@@ -207,6 +208,10 @@ settings! {
         /// Which sequences a step trains on: random (windows at random places) or epochs (windows that do not
         /// overlap, each once an epoch, in another order each time).
         sampling: SamplingKind, "KIND", SamplingKind::Random;
+        /// Which data each replica trains on: random (all of them), files (some files of a folder, or what
+        /// end-of-text tokens separate) or kmeans:K (chunks of the text are put into K clusters of similar
+        /// ones, and each replica has some of the clusters).
+        shards: Sharding, "KIND", Sharding::Random;
         /// The run's folder; without it, the next free runs/MODEL-N.
         out: PathBuf, "DIR" => "each machine has its own folders";
         /// Print results as JSON on stdout.

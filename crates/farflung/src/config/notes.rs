@@ -132,6 +132,15 @@ impl TrainConfig {
             "resync-every",
         ];
         notes.idle(alone, &exchanged, "the run has one worker, which sends nothing");
+        notes.idle(run.world <= self.stages, &["shards"], "there is one replica, which has all data");
+        notes.say(self.signs_into_adam(run.world), || {
+            format!(
+                "`codec` {} sends gradients in one bit, and `optimizer` {} divides by what it knows of their \
+                 sizes: the loss ends higher. 1-bit Adam sends its moments instead: `--optimizer \
+                 onebit-adam`",
+                self.codec, self.optimizer.name
+            )
+        });
         notes.idle(
             self.averages_nothing(run.world),
             &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
@@ -240,6 +249,14 @@ impl TrainConfig {
         notes.idle(self.sample_tokens == 0, &sample, "`sample-tokens` is 0, so no sample is written");
         let likeliest = "`temperature` 0 takes the likeliest token";
         notes.idle(self.temperature == 0.0, &["top-k", "top-p"], likeliest);
+    }
+
+    /// Whether gradients lose their sizes before an optimizer that adapts to these.
+    fn signs_into_adam(&self, world: usize) -> bool {
+        let method = self.codec.codec().and_then(|codec| codec.method());
+        let one_bit = method.is_some_and(|(name, _)| name.starts_with("sign"));
+        let adapts = self.optimizer.name == "adamw";
+        one_bit && adapts && self.sync.each_step && world > 1 && !self.averages_nothing(world)
     }
 
     /// Whether no two ranks hold the same part of the model; false if a schedule file decides that.

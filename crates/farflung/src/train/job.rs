@@ -10,7 +10,8 @@ use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
 use farflung_zoo::{
-    Corpus, GptConfig, HoldOut, Sampler, Shard, Split, Stage, Tokenizer, ZooError, tokenizer,
+    Corpus, GptConfig, HoldOut, Sampler, Shard, Sharding, Shards, Split, Stage, Tokenizer, ZooError,
+    tokenizer,
 };
 
 use super::costs::Machines;
@@ -41,6 +42,8 @@ pub struct Job {
     pub training: Split,
     /// What losses are validated on: the last tenth.
     pub held_out: Split,
+    /// What each replica has of the training data, where they do not all have all of it.
+    pub shards: Option<Shards>,
     /// Where the text came from, in words.
     pub source: String,
     /// Hash of the data.
@@ -74,12 +77,13 @@ impl Job {
             (Corpus::open(path, &*tokenizer)?, path.display().to_string())
         } else {
             let name = "the source of our own dependencies";
-            (Corpus::from_bytes(name, &corpus::default_text()?.0, &*tokenizer)?, name.to_owned())
+            (default_corpus(name, config.shards, &*tokenizer)?, name.to_owned())
         };
         let hash = corpus.hash();
         let initial = config.init_from.as_deref().map(weights_hash).transpose()?;
         let (training, held_out) = corpus.split(HoldOut::Standard)?;
         let world = plan.ranks() as usize;
+        let shards = shards_of(&config, &plan, &training, model.context)?;
         Ok(Self {
             config,
             model,
@@ -89,6 +93,7 @@ impl Job {
             tokenizer,
             training,
             held_out,
+            shards,
             source,
             hash,
             initial,
@@ -107,7 +112,8 @@ impl Job {
     pub fn with_config(&self, config: TrainConfig, world: usize) -> Result<Self> {
         let Decided { config, plan, cluster, rates } = Decided::of(config, &self.model, world)?;
         let world = plan.ranks() as usize;
-        Ok(Self { config, plan, cluster, rates, world, ..self.clone() })
+        let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
+        Ok(Self { config, plan, cluster, rates, shards, world, ..self.clone() })
     }
 
     /// The job under another plan, for the same model and data.
@@ -122,7 +128,8 @@ impl Job {
         averages::resolve(&mut plan, &self.model, &config, self.cluster.as_ref())?;
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
-        Ok(Self { config, plan, rates, world, ..self.clone() })
+        let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
+        Ok(Self { config, plan, rates, shards, world, ..self.clone() })
     }
 
     /// The links between the ranks.
@@ -139,10 +146,14 @@ impl Job {
         Ok(Machines { topology: self.topology()?, rates: self.rates.clone() })
     }
 
-    /// The training sequences, by their numbers over all replicas and steps.
-    pub fn sampler(&self) -> Result<Sampler, ZooError> {
+    /// The training sequences of a replica, by their numbers over all replicas and steps. Without `--shards`
+    /// they are the same for all.
+    pub fn sampler(&self, replica: usize) -> Result<Sampler, ZooError> {
         let shard = Shard::whole(self.plan.batch as usize);
         let (training, seed, context) = (self.training.clone(), self.config.seed, self.model.context);
+        if let Some(shards) = &self.shards {
+            return Sampler::within(training, shards.of(replica), seed, shard, context);
+        }
         match self.config.sampling {
             SamplingKind::Random => Sampler::random(training, seed, shard, context),
             SamplingKind::Epochs => Sampler::epochs(training, seed, shard, context, self.plan.sequences()),
@@ -211,6 +222,37 @@ impl Job {
             n => n,
         }
     }
+}
+
+/// The default text; its files are documents where data are shared out by them.
+fn default_corpus(name: &str, sharding: Sharding, tokenizer: &dyn Tokenizer) -> Result<Corpus> {
+    let (text, _) = corpus::default_text()?;
+    if sharding != Sharding::Files {
+        return Ok(Corpus::from_bytes(name, &text, tokenizer)?);
+    }
+    let documents = corpus::default_documents()?;
+    Ok(Corpus::from_texts(name, documents.iter().map(Vec::as_slice), tokenizer)?)
+}
+
+/// What each replica has of the training data, where they do not all have all of it.
+///
+/// Errors: [`Error::Setting`] for what does not go together with shards; too few parts for the replicas.
+fn shards_of(config: &TrainConfig, plan: &Plan, training: &Split, context: usize) -> Result<Option<Shards>> {
+    let shards = config.shards;
+    if shards == Sharding::Random {
+        return Ok(None);
+    }
+    let refuse = |expected: &str| {
+        let (field, value, expected) = ("shards", shards.to_string(), expected.to_owned());
+        Err(Error::Setting { field, value, expected })
+    };
+    if config.sampling == SamplingKind::Epochs {
+        return refuse("random with `sampling` epochs, whose windows are numbered over the whole text");
+    }
+    if config.own_data {
+        return refuse("random with `own-data`: each process has a text of its own already");
+    }
+    Ok(Shards::new(shards, training, context, plan.replicas() as usize, config.seed)?)
 }
 
 /// Hash of the weights in a folder, tensor by tensor.

@@ -15,6 +15,8 @@ pub struct Corpus {
     hash: blake3::Hash,
     /// Where the held-out part begins, for a source that has files of its own for it.
     boundary: Option<usize>,
+    /// Where documents begin: each file, and what follows an end-of-text token; the first is 0.
+    documents: Arc<[usize]>,
 }
 
 /// How much of a corpus is kept for validation. What is held out is always the end.
@@ -36,11 +38,13 @@ struct Builder<'a> {
     tokenizer: &'a dyn Tokenizer,
     tokens: Tokens,
     hasher: blake3::Hasher,
+    files: Vec<usize>,
 }
 
 impl<'a> Builder<'a> {
     fn new(tokenizer: &'a dyn Tokenizer) -> Self {
-        Self { tokenizer, tokens: Tokens::for_vocab(tokenizer.vocab_size()), hasher: blake3::Hasher::new() }
+        let tokens = Tokens::for_vocab(tokenizer.vocab_size());
+        Self { tokenizer, tokens, hasher: blake3::Hasher::new(), files: Vec::new() }
     }
 
     fn text(&mut self, path: &Path, bytes: &[u8]) -> Result<(), ZooError> {
@@ -49,6 +53,7 @@ impl<'a> Builder<'a> {
             .encode_bytes(bytes)
             .map_err(|e| ZooError::NotUtf8 { path: path.to_owned(), offset: e.valid_up_to() })?;
         self.hasher.update(bytes);
+        self.files.push(self.tokens.len());
         self.tokens.extend(ids);
         Ok(())
     }
@@ -60,6 +65,7 @@ impl<'a> Builder<'a> {
             return Err(ZooError::TokenOutOfRange { path: Some(path.to_owned()), position, token, vocab });
         }
         self.hasher.update(bytes);
+        self.files.push(self.tokens.len());
         self.tokens.extend(token_file::read(path, bytes)?);
         Ok(())
     }
@@ -68,7 +74,15 @@ impl<'a> Builder<'a> {
         if self.tokens.is_empty() {
             return Err(ZooError::EmptyCorpus { path: path.to_owned() });
         }
-        Ok(Corpus { tokens: Arc::new(self.tokens), hash: self.hasher.finalize(), boundary })
+        let mut documents = self.files;
+        if let Some(end) = self.tokenizer.end_of_text() {
+            documents.extend(self.tokens.positions(end).map(|at| at + 1));
+        }
+        documents.retain(|&at| at < self.tokens.len());
+        documents.sort_unstable();
+        documents.dedup();
+        let (tokens, hash) = (Arc::new(self.tokens), self.hasher.finalize());
+        Ok(Corpus { tokens, hash, boundary, documents: documents.into() })
     }
 }
 
@@ -152,6 +166,22 @@ impl Corpus {
         builder.finish(Path::new(name), None)
     }
 
+    /// Several texts in memory, one after the other with nothing between them, each a document; `name` stands
+    /// for the path in messages.
+    ///
+    /// Errors: as [`Corpus::from_bytes`].
+    pub fn from_texts<'t>(
+        name: &str,
+        texts: impl IntoIterator<Item = &'t [u8]>,
+        tokenizer: &dyn Tokenizer,
+    ) -> Result<Self, ZooError> {
+        let mut builder = Builder::new(tokenizer);
+        for text in texts {
+            builder.text(Path::new(name), text)?;
+        }
+        builder.finish(Path::new(name), None)
+    }
+
     /// Number of tokens.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -184,7 +214,10 @@ impl Corpus {
             HoldOut::Tokens(held) if held < n => n - held,
             HoldOut::Tokens(held) => return Err(ZooError::HoldOut { found: held as f64, tokens: n }),
         };
-        let part = |name, range| Split { name, tokens: Arc::clone(&self.tokens), range };
+        let part = |name, range| {
+            let (tokens, documents) = (Arc::clone(&self.tokens), Arc::clone(&self.documents));
+            Split { name, tokens, range, documents }
+        };
         Ok((part("training", 0..training), part("held-out", training..n)))
     }
 }

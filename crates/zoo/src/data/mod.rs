@@ -6,11 +6,14 @@
 
 mod corpus;
 mod epochs;
+mod kmeans;
 mod sampler;
+mod shards;
 mod token_file;
 mod tokens;
 
 pub use corpus::{Corpus, HoldOut};
 pub use sampler::{Offsets, Sampler, Shard};
+pub use shards::{NoSharding, Sharding, Shards};
 
 pub use tokens::{Split, Tokens};

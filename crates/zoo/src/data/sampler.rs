@@ -2,7 +2,9 @@
 //! step counter alone, and any number of workers sees what one worker with the whole batch would see.
 
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 
 use farflung_base::Philox;
 
@@ -105,8 +107,40 @@ impl Offsets {
 #[derive(Debug, Clone)]
 enum Source {
     Random(Philox),
+    Within(Philox, Within),
     Epochs(Epochs),
     Recorded(Offsets),
+}
+
+/// The offsets at which a sequence lies within one of some ranges.
+#[derive(Debug, Clone)]
+struct Within {
+    ranges: Arc<[Range<usize>]>,
+    /// Offsets in the ranges up to and with each.
+    ends: Arc<[u64]>,
+}
+
+impl Within {
+    fn new(ranges: &Arc<[Range<usize>]>, context: usize) -> Self {
+        let mut all = 0;
+        let ends = ranges.iter().map(|range| {
+            all += range.len().saturating_sub(context) as u64;
+            all
+        });
+        Self { ends: ends.collect(), ranges: Arc::clone(ranges) }
+    }
+
+    /// How many there are.
+    fn count(&self) -> u64 {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    /// The offset of a number below [`Within::count`].
+    fn offset(&self, number: u64) -> usize {
+        let at = self.ends.partition_point(|&end| end <= number);
+        let before = if at == 0 { 0 } else { self.ends[at - 1] };
+        self.ranges[at].start + (number - before) as usize
+    }
 }
 
 /// Draws batches from a split.
@@ -151,6 +185,34 @@ impl Sampler {
     pub fn random(split: Split, seed: u64, shard: Shard, context: usize) -> Result<Self, ZooError> {
         let source = Source::Random(Philox::new(seed, STREAM));
         Self::new(split, shard, context, source)
+    }
+
+    /// As [`Sampler::random`], but only windows that lie within one of some ranges of the split: what a
+    /// replica has of [`Shards`](super::Shards). Sequences have the same numbers as without ranges, and each
+    /// offset is as likely as any other.
+    ///
+    /// Errors: as [`Sampler::random`]; [`ZooError::TooShort`] if no range has `context + 1` tokens.
+    ///
+    /// # Panics
+    /// If a range ends beyond the split.
+    pub fn within(
+        split: Split,
+        ranges: &Arc<[Range<usize>]>,
+        seed: u64,
+        shard: Shard,
+        context: usize,
+    ) -> Result<Self, ZooError> {
+        let end = ranges.iter().map(|range| range.end).max().unwrap_or(0);
+        assert!(end <= split.len(), "a range ends at {end} of {}", split.len());
+        let mut sampler = Self::new(split, shard, context, Source::Random(Philox::new(seed, STREAM)))?;
+        let within = Within::new(ranges, context);
+        if within.count() == 0 {
+            let tokens = ranges.iter().map(Range::len).max().unwrap_or(0);
+            let (split, needed) = (sampler.split.name, context.saturating_add(1));
+            return Err(ZooError::TooShort { split, tokens, needed });
+        }
+        sampler.source = Source::Within(Philox::new(seed, STREAM), within);
+        Ok(sampler)
     }
 
     /// Windows that do not overlap, in shuffled epochs: window `w` begins at token `w * context`. Of `lanes`
@@ -249,7 +311,7 @@ impl Sampler {
     #[must_use]
     pub const fn steps(&self) -> Option<usize> {
         match &self.source {
-            Source::Random(_) | Source::Epochs(_) => None,
+            Source::Random(_) | Source::Within(..) | Source::Epochs(_) => None,
             Source::Recorded(offsets) => Some(offsets.steps()),
         }
     }
@@ -259,7 +321,7 @@ impl Sampler {
     pub const fn windows(&self) -> Option<u64> {
         match &self.source {
             Source::Epochs(epochs) => Some(epochs.windows()),
-            Source::Random(_) | Source::Recorded(_) => None,
+            Source::Random(_) | Source::Within(..) | Source::Recorded(_) => None,
         }
     }
 
@@ -269,7 +331,7 @@ impl Sampler {
     pub fn window(&self, sequence: u64) -> Option<u64> {
         match &self.source {
             Source::Epochs(epochs) => Some(epochs.window(sequence)),
-            Source::Random(_) | Source::Recorded(_) => None,
+            Source::Random(_) | Source::Within(..) | Source::Recorded(_) => None,
         }
     }
 
@@ -277,6 +339,7 @@ impl Sampler {
     fn offset(&self, sequence: u64) -> Result<usize, ZooError> {
         match &self.source {
             Source::Random(philox) => Ok(philox.below(sequence, self.last_offset() as u64 + 1) as usize),
+            Source::Within(philox, within) => Ok(within.offset(philox.below(sequence, within.count()))),
             Source::Epochs(epochs) => Ok(epochs.window(sequence) as usize * self.context),
             Source::Recorded(offsets) => {
                 let offset = usize::try_from(sequence).ok().and_then(|i| offsets.values.get(i));

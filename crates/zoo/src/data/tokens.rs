@@ -50,6 +50,16 @@ impl Tokens {
         }
     }
 
+    /// Where a token stands.
+    pub(super) fn positions(&self, token: u32) -> impl Iterator<Item = usize> {
+        let at = move |i: usize| match self {
+            Self::U8(t) => u32::from(t[i]),
+            Self::U16(t) => u32::from(t[i]),
+            Self::U32(t) => t[i],
+        };
+        (0..self.len()).filter(move |&i| at(i) == token)
+    }
+
     /// Appends the tokens of a range to `out`.
     fn append_to(&self, range: Range<usize>, out: &mut Vec<u32>) {
         match self {
@@ -66,6 +76,8 @@ pub struct Split {
     pub(super) name: &'static str,
     pub(super) tokens: Arc<Tokens>,
     pub(super) range: Range<usize>,
+    /// Where documents of the corpus begin.
+    pub(super) documents: Arc<[usize]>,
 }
 
 impl Split {
@@ -85,6 +97,18 @@ impl Split {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.range.is_empty()
+    }
+
+    /// The ranges of its documents, in order; the first and the last may be parts of documents of the corpus.
+    ///
+    /// A document is a file of a folder, or what stands between end-of-text tokens. Without either, all is one.
+    #[must_use]
+    pub fn documents(&self) -> Vec<Range<usize>> {
+        let inside = |at: &&usize| self.range.start < **at && **at < self.range.end;
+        let starts = self.documents.iter().filter(inside).map(|at| at - self.range.start);
+        let starts: Vec<usize> = std::iter::once(0).chain(starts).collect();
+        let ends = starts[1..].iter().copied().chain([self.len()]);
+        starts.iter().copied().zip(ends).map(|(start, end)| start..end).collect()
     }
 
     /// Appends `count` tokens from `offset` on to `out`.

@@ -58,6 +58,8 @@ const CASES: &[Case] = &[
         true,
         "`momentum` changes nothing: `optimizer` is adamw, not sgd or rmsprop or muon or signum",
     ),
+    ("shards = 'files'", 1, true, "`shards` changes nothing: there is one replica, which has all data"),
+    ("codec = 'sign'", 4, true, "`codec` sign sends gradients in one bit, and `optimizer` adamw divides"),
     (
         "beta1 = 0.9\nbeta2 = 0.95\noptimizer = 'sgd'",
         4,
@@ -301,7 +303,7 @@ fn what_was_not_given_has_no_note_and_what_matters_has_none() {
     assert_eq!(chunks.notes(&run).len(), 1);
     let useful = "stages = 4\nschedule = 'pipedream'\nversion-sync = 'newest'\nclip = 0.0\ncodec = 'none'";
     assert_eq!(notes(useful, 8, true), [""; 0]);
-    let chimera = "stages = 4\nschedule = 'chimera'\ncodec = 'sign'\nbucket-mb = 1.0";
+    let chimera = "stages = 4\nschedule = 'chimera'\ncodec = 'int4'\nbucket-mb = 1.0";
     assert_eq!(notes(chimera, 4, true), [""; 0], "two copies of the model are averaged");
 }
 

@@ -57,7 +57,7 @@ impl Trainer {
             parts.insert(stage, part);
         }
 
-        let (sampler, evaluation) = (job.sampler()?, job.evaluation(replica as usize)?);
+        let (sampler, evaluation) = (job.sampler(replica as usize)?, job.evaluation(replica as usize)?);
         let group = if each_step { plan.replicas() * placement.copies() } else { 1 };
         let microbatches = match (schedule.updates(), each_step) {
             (Updates::Flush, true) => plan.all_microbatches(),

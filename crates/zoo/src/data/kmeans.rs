@@ -1,0 +1,90 @@
+//! K-means over token histograms: which chunks of a text are alike.
+
+use farflung_base::Philox;
+
+use super::tokens::Split;
+
+/// Buckets of a histogram: token ids modulo this, which for bytes are the bytes themselves.
+const BUCKETS: usize = 256;
+/// Rounds at most; it ends before where no chunk changes its cluster.
+const ROUNDS: usize = 50;
+/// The stream of a seed.
+const STREAM: u64 = u64::from_le_bytes(*b"kmeans\0\0");
+
+type Point = [f64; BUCKETS];
+
+/// The cluster of each chunk of `chunk` tokens of a split, numbers from 0 on; the last chunk may be shorter.
+///
+/// A chunk's features are the square roots of its tokens' frequencies, between which the Euclidean distance is
+/// Hellinger's. Centres start as k-means++ has them. A tie goes to the lower cluster, and a cluster that has
+/// lost all chunks keeps its centre. The result depends on the tokens, the seed and the numbers alone.
+///
+/// Sources: Lloyd 1982; Arthur and Vassilvitskii 2007, "k-means++".
+pub(super) fn clusters(split: &Split, chunk: usize, count: usize, seed: u64) -> Vec<usize> {
+    let starts = (0..split.len()).step_by(chunk.max(1));
+    let points: Vec<Point> =
+        starts.map(|start| features(split, start, chunk.min(split.len() - start))).collect();
+    let mut centres = first_centres(&points, count, &Philox::new(seed, STREAM));
+    let mut found = vec![usize::MAX; points.len()];
+    for _ in 0..ROUNDS {
+        let next: Vec<usize> = points.iter().map(|point| nearest(&centres, point).0).collect();
+        if next == found {
+            break;
+        }
+        found = next;
+        for (number, centre) in centres.iter_mut().enumerate() {
+            let members = points.iter().zip(&found).filter(|(_, cluster)| **cluster == number);
+            if let Some(mean) = mean(members.map(|(point, _)| point)) {
+                *centre = mean;
+            }
+        }
+    }
+    found
+}
+
+fn features(split: &Split, start: usize, len: usize) -> Point {
+    let mut tokens = Vec::with_capacity(len);
+    split.append_to(start, len, &mut tokens);
+    let mut counts = [0.0; BUCKETS];
+    for token in tokens {
+        counts[token as usize % BUCKETS] += 1.0;
+    }
+    counts.map(|count: f64| (count / len as f64).sqrt())
+}
+
+fn distance(a: &Point, b: &Point) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b) * (a - b)).sum()
+}
+
+/// The nearest centre and the square of its distance.
+fn nearest(centres: &[Point], point: &Point) -> (usize, f64) {
+    let distances = centres.iter().map(|centre| distance(centre, point)).enumerate();
+    distances.fold((0, f64::INFINITY), |best, next| if next.1 < best.1 { next } else { best })
+}
+
+fn mean<'a>(points: impl Iterator<Item = &'a Point>) -> Option<Point> {
+    let (mut sum, mut count) = ([0.0; BUCKETS], 0_u32);
+    for point in points {
+        count += 1;
+        sum.iter_mut().zip(point).for_each(|(sum, x)| *sum += x);
+    }
+    (count > 0).then(|| sum.map(|x: f64| x / f64::from(count)))
+}
+
+/// The first centre is any point; each other one is drawn with a probability that grows with the square of its
+/// distance from those there are.
+fn first_centres(points: &[Point], count: usize, random: &Philox) -> Vec<Point> {
+    let mut centres: Vec<Point> = Vec::with_capacity(count);
+    let uniform = |i: u64| random.below(i, 1 << 53) as f64 / (1_u64 << 53) as f64;
+    for number in 0..count.min(points.len()) {
+        let weights: Vec<f64> =
+            points.iter().map(|point| if number == 0 { 1.0 } else { nearest(&centres, point).1 }).collect();
+        let mut left = uniform(number as u64) * weights.iter().sum::<f64>();
+        let at = weights.iter().position(|weight| {
+            left -= weight;
+            left < 0.0
+        });
+        centres.push(points[at.unwrap_or(0)]);
+    }
+    centres
+}

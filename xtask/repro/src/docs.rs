@@ -1,0 +1,72 @@
+//! `--report FOLDER`: what benches measured, as files of a folder.
+//!
+//! Each bench that ran has its record in `reproductions/NAME.json`; those that did not run keep theirs. The
+//! pages and the charts are written from the records alone, so that no figure in them can be changed by hand.
+
+mod chart;
+mod choosing;
+mod record;
+mod reproductions;
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+pub(crate) use record::{ArmRecord, Record};
+
+/// The pages and charts of some records, by file name.
+fn pages(records: &[Record]) -> Result<Vec<(&'static str, String)>> {
+    let arms = record::arms(records)?;
+    Ok(vec![
+        ("reproductions.md", reproductions::page(records)),
+        ("choosing.md", choosing::page(&arms)),
+        ("loss-by-bytes.svg", chart::svg(&arms, chart::Against::Bytes)?),
+        ("loss-by-time.svg", chart::svg(&arms, chart::Against::Time)?),
+    ])
+}
+
+/// Writes the pages of the records in a folder, in the order of `benches`.
+///
+/// Errors: a record that cannot be read; a page that cannot be written.
+pub(crate) fn write(folder: &Path, benches: &[&str]) -> Result<()> {
+    for (name, text) in pages(&Record::all(folder, benches)?)? {
+        std::fs::write(folder.join(name), text).with_context(|| format!("failed to write {name}"))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The committed pages are those of the committed records.
+    #[test]
+    fn nobody_changed_the_pages_by_hand() {
+        let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs"));
+        let benches: Vec<_> = crate::BENCHES.iter().map(|bench| bench.name).collect();
+        let records = Record::all(folder, &benches).unwrap();
+        assert!(!records.is_empty());
+        for (name, text) in pages(&records).unwrap() {
+            let found = std::fs::read_to_string(folder.join(name)).unwrap();
+            assert!(
+                found == text,
+                "docs/{name} is not what the records say: `cargo xtask bench --all --report`"
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_saved_is_read_again_and_strangers_are_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = Record {
+            name: "diloco".to_owned(),
+            claim: "a claim".to_owned(),
+            source: "a paper".to_owned(),
+            rows: vec![["loss", "2.5", "nats", "<= 3", "ok"].map(str::to_owned)],
+            added: [("published".to_owned(), serde_json::json!([]))].into(),
+        };
+        record.save(folder.path()).unwrap();
+        assert_eq!(Record::all(folder.path(), &["diloco", "bagua"]).unwrap(), [record]);
+        assert!(Record::all(folder.path(), &["bagua"]).unwrap().is_empty());
+    }
+}

@@ -1,0 +1,107 @@
+//! The page for those who have to choose a method for their link.
+
+use std::fmt::Write as _;
+
+use super::ArmRecord;
+use super::reproductions::cell;
+
+const HEAD: &str = "\
+# Which method for which link
+
+Written by `cargo xtask bench --all --report` from the records in `reproductions/`; do not edit.
+
+Eight workers train a model of 34 thousand parameters, each method on the same tokens from the same pretrained
+weights. A worker has 256 tokens a step and computes 50 GFLOP/s on a virtual clock. Bytes and operations are to
+each other as for workers with 256 thousand tokens a step and 50 TFLOP/s each, whatever the model's size: read
+the step times as relative to each other. Latency is left out; with 25 ms, methods that meet at each step lose
+more than the table shows.
+
+- **loss** is the held-out loss above that of f32, in percent, with the standard deviation over seeds.
+- **bytes** are what a worker sends in a step, without frames, and how many times fewer than f32.
+- **step** is the time of a step on links of 100 Mbit/s, 1 Gbit/s and 10 Gbit/s.
+";
+
+const NAMES: [&str; 3] = ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"];
+
+/// Losses above f32's, in percent, up to which a method is recommended.
+const NEAR: f64 = 1.0;
+const FAIR: f64 = 3.0;
+
+/// The page.
+pub(super) fn page(arms: &[ArmRecord]) -> String {
+    let mut text = HEAD.to_owned();
+    text.push_str(
+        "\n| method | loss, % | bytes | fewer | step, 100 Mbit/s | 1 Gbit/s | 10 Gbit/s | what it does |\n",
+    );
+    text.push_str("|-|-|-|-|-|-|-|-|\n");
+    let f32 = arms.iter().find(|arm| arm.name == "f32").map_or(0.0, |arm| arm.payload);
+    for arm in arms {
+        let fewer = if arm.payload > 0.0 { format!("{:.1}", f32 / arm.payload) } else { "-".to_owned() };
+        let times: Vec<_> = arm.step_times.iter().map(|s| format!("{:.2} ms", s * 1e3)).collect();
+        let _ = writeln!(
+            text,
+            "| {} | {:+.2} ± {:.2} | {:.0} | {fewer} | {} | {} |",
+            cell(&arm.name),
+            arm.gap[0],
+            arm.gap[1],
+            arm.payload,
+            times.join(" | "),
+            cell(&arm.what)
+        );
+    }
+    text.push_str("\n## By link\n");
+    for (link, name) in NAMES.iter().enumerate() {
+        let _ = write!(text, "\n**{name}.** ");
+        let [near, fair] = [NEAR, FAIR].map(|most| fastest(arms, link, most));
+        let _ =
+            writeln!(text, "Fastest step within {NEAR} % of f32's loss: {near}. Within {FAIR} %: {fair}.");
+    }
+    text.push_str("\n## Commands\n\n`PRETRAINED` is the folder of a checkpoint.\n\n");
+    for arm in arms {
+        let _ = writeln!(text, "- {}: `{}`", arm.name, arm.command);
+    }
+    text
+}
+
+/// The three arms with the shortest steps over a link among those whose loss is near enough.
+fn fastest(arms: &[ArmRecord], link: usize, most: f64) -> String {
+    let fit = |arm: &&ArmRecord| arm.gap[0] <= most && arm.payload > 0.0 && arm.step_times.len() > link;
+    let mut fit: Vec<_> = arms.iter().filter(fit).collect();
+    fit.sort_by(|a, b| a.step_times[link].total_cmp(&b.step_times[link]));
+    let name = |arm: &&ArmRecord| format!("{} ({:.2} ms)", arm.name, arm.step_times[link] * 1e3);
+    let names: Vec<_> = fit.iter().take(3).map(name).collect();
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arm(name: &str, gap: f64, time: f64) -> ArmRecord {
+        ArmRecord {
+            name: name.to_owned(),
+            what: "does | something".to_owned(),
+            command: "farflung train".to_owned(),
+            seeds: 3,
+            gap: [gap, 0.1],
+            payload: 100.0,
+            sent: 110.0,
+            step_times: vec![time, time, time],
+            curve: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn the_fastest_that_learn_as_well_are_named() {
+        let arms =
+            [arm("f32", 0.0, 5.0), arm("poor", 9.0, 1.0), arm("fair", 2.0, 2.0), arm("good", 0.5, 3.0)];
+        assert!(fastest(&arms, 0, NEAR).starts_with("good (3000.00 ms), f32"));
+        assert!(fastest(&arms, 0, FAIR).starts_with("fair (2000.00 ms), good"));
+        assert_eq!(fastest(&arms[1..2], 0, FAIR), "none");
+        let page = page(&arms);
+        assert!(
+            page.contains("| poor | +9.00 ± 0.10 | 100 | 1.0 |") && page.contains("does \\| something"),
+            "{page}"
+        );
+    }
+}

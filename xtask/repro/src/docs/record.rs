@@ -1,0 +1,132 @@
+//! The record of a bench: its rows, and what it added to them.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+/// What a bench measured.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Record {
+    pub name: String,
+    pub claim: String,
+    pub source: String,
+    /// Metric, value, unit, mark, verdict.
+    pub rows: Vec<[String; 5]>,
+    /// Lists by name: `published`, `arms`.
+    pub added: BTreeMap<String, Value>,
+}
+
+/// An arm of the lab as records have it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct ArmRecord {
+    pub name: String,
+    pub what: String,
+    pub command: String,
+    pub seeds: u64,
+    /// Above the reference's loss, in percent, and the standard deviation of that.
+    pub gap: [f64; 2],
+    /// Bytes of a step: without and with frames.
+    pub payload: f64,
+    pub sent: f64,
+    /// Seconds of a step over the links of [`crate::lab::LINKS`].
+    pub step_times: Vec<f64>,
+    /// Step, bytes, seconds, loss.
+    pub curve: Vec<[f64; 4]>,
+}
+
+impl Record {
+    fn path(folder: &Path, name: &str) -> PathBuf {
+        folder.join("reproductions").join(format!("{name}.json"))
+    }
+
+    /// Writes it into a folder.
+    ///
+    /// Errors: the file cannot be written.
+    pub(crate) fn save(&self, folder: &Path) -> Result<()> {
+        let path = Self::path(folder, &self.name);
+        fs::create_dir_all(folder.join("reproductions")).context("failed to make the folder of records")?;
+        let Self { name, claim, source, rows, added } = self;
+        let value = json!({ "name": name, "claim": claim, "source": source, "rows": rows, "added": added });
+        let text = serde_json::to_string_pretty(&value)? + "\n";
+        fs::write(&path, text).with_context(|| format!("failed to write {}", path.display()))
+    }
+
+    /// Those of a folder, of these benches and in their order.
+    ///
+    /// Errors: a file that is no record.
+    pub(crate) fn all(folder: &Path, benches: &[&str]) -> Result<Vec<Self>> {
+        let paths = benches.iter().map(|name| Self::path(folder, name)).filter(|path| path.is_file());
+        paths
+            .map(|path| Self::read(&path).with_context(|| format!("failed to read {}", path.display())))
+            .collect()
+    }
+
+    fn read(path: &Path) -> Result<Self> {
+        let value: Value = serde_json::from_slice(&fs::read(path)?)?;
+        let row = |row: &Value| -> Result<[String; 5]> {
+            let cells = row.as_array().context("a row is a list")?;
+            let cells: Vec<String> = cells.iter().filter_map(Value::as_str).map(str::to_owned).collect();
+            cells.try_into().ok().context("a row has five texts")
+        };
+        let rows = value["rows"].as_array().context("`rows` is a list")?.iter().map(row);
+        let added = value["added"].as_object().context("`added` is an object")?.clone();
+        Ok(Self {
+            name: text(&value, "name")?,
+            claim: text(&value, "claim")?,
+            source: text(&value, "source")?,
+            rows: rows.collect::<Result<_>>()?,
+            added: added.into_iter().collect(),
+        })
+    }
+
+    /// A list that the bench added; empty if it did not.
+    pub(super) fn list(&self, name: &str) -> &[Value] {
+        self.added.get(name).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// A text of an object.
+pub(super) fn text(value: &Value, name: &str) -> Result<String> {
+    Ok(value[name].as_str().with_context(|| format!("`{name}` is a text"))?.to_owned())
+}
+
+fn number(value: &Value, name: &str) -> Result<f64> {
+    value[name].as_f64().with_context(|| format!("`{name}` is a number"))
+}
+
+fn numbers(value: &Value, name: &str) -> Result<Vec<f64>> {
+    let list = value.as_array().with_context(|| format!("`{name}` is a list"))?;
+    list.iter().map(|x| x.as_f64().with_context(|| format!("`{name}` has numbers"))).collect()
+}
+
+/// All arms of some records, each once: the first record that has it.
+///
+/// Errors: an entry that lacks a field.
+pub(super) fn arms(records: &[Record]) -> Result<Vec<ArmRecord>> {
+    let mut found: Vec<ArmRecord> = Vec::new();
+    for value in records.iter().flat_map(|record| record.list("arms")) {
+        let name = text(value, "name")?;
+        if found.iter().any(|arm| arm.name == name) {
+            continue;
+        }
+        let point = |point: &Value| -> Result<[f64; 4]> {
+            numbers(point, "curve")?.try_into().ok().context("a point of `curve` has four numbers")
+        };
+        let curve = value["curve"].as_array().context("`curve` is a list")?.iter().map(point);
+        found.push(ArmRecord {
+            name,
+            what: text(value, "what")?,
+            command: text(value, "command")?,
+            seeds: value["seeds"].as_u64().context("`seeds` is a number")?,
+            gap: [number(value, "gap")?, number(value, "gap_sigma")?],
+            payload: number(value, "payload")?,
+            sent: number(value, "sent")?,
+            step_times: numbers(&value["step_times"], "step_times")?,
+            curve: curve.collect::<Result<_>>()?,
+        });
+    }
+    Ok(found)
+}

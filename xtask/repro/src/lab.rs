@@ -1,0 +1,112 @@
+//! The lab: trains a small GPT by several methods on the same tokens and compares losses, bytes and time.
+//!
+//! A method is an [`Arm`]: a name and the flags that `farflung train` would take. [`Lab::outcome`] trains it
+//! for each seed and keeps the result for the rest of the process, so that arms which several benches need run
+//! once. Bytes are those that the transport counted, times are those of its virtual clock. The lab does not
+//! know which bench asks, nor what a result should be.
+
+pub(crate) mod arms;
+mod clock;
+pub(crate) mod kept;
+mod outcome;
+mod pretraining;
+mod published;
+mod setting;
+mod training;
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use farflung::base::Link;
+
+use crate::harness::{Options, Report};
+
+pub(crate) use arms::Arm;
+pub(crate) use outcome::Outcome;
+pub(crate) use published::Published;
+pub(crate) use setting::{Setting, Sizes};
+pub(crate) use training::{Point, Run};
+
+/// What one bench trains: a setting, its seeds, and the arms that ran so far.
+#[derive(Debug)]
+pub(crate) struct Lab {
+    setting: Setting,
+    seeds: Vec<u64>,
+}
+
+/// Links of the table of step times, each with the setting's latency.
+pub(crate) const LINKS: [&str; 3] = ["100mbit,1us", "1gbit,1us", "10gbit,1us"];
+
+impl Lab {
+    /// The common setting: three seeds, or one and few steps for `--quick`.
+    pub(crate) fn new(report: &Report<'_>, options: &Options) -> Self {
+        Self::with(Setting::of(options), report, options)
+    }
+
+    /// Another setting.
+    pub(crate) fn with(setting: Setting, report: &Report<'_>, options: &Options) -> Self {
+        let seeds = if options.quick { 1 } else { 3 };
+        Self { setting, seeds: (0..seeds).map(|i| report.seed() + i).collect() }
+    }
+
+    /// The setting that its arms share.
+    pub(crate) const fn setting(&self) -> &Setting {
+        &self.setting
+    }
+
+    /// Parameters and ranks of an arm.
+    ///
+    /// Errors: flags that do not go together.
+    pub(crate) fn sizes(&self, arm: &Arm) -> Result<Sizes> {
+        self.setting.sizes(arm)
+    }
+
+    /// Trains an arm for each seed, unless this process already has.
+    ///
+    /// Errors: flags that do not go together; a run that fails.
+    pub(crate) fn outcome(&self, report: &mut Report<'_>, arm: &Arm) -> Result<Outcome> {
+        let mut runs = Vec::new();
+        for &seed in &self.seeds {
+            runs.push(kept::run(report, &self.setting, arm, seed)?);
+        }
+        Ok(Outcome { name: arm.name, runs })
+    }
+
+    /// Seconds of a step of an arm on the virtual clock over a link.
+    ///
+    /// Errors: as [`Lab::outcome`].
+    pub(crate) fn step_time(&self, report: &mut Report<'_>, arm: &Arm, link: Link) -> Result<f64> {
+        clock::step_time(report, &self.setting, arm, link)
+    }
+
+    /// The rows of an arm beside the synchronous f32 arm, and its entry in the bench's record.
+    ///
+    /// `marks.gap` is the most by which the loss may be above, in percent.
+    ///
+    /// Errors: as [`Lab::outcome`]; stdout is closed.
+    pub(crate) fn compare(
+        &self,
+        report: &mut Report<'_>,
+        arm: &Arm,
+        reference: &Outcome,
+        gap: crate::harness::Mark,
+    ) -> Result<Outcome> {
+        let outcome = self.outcome(report, arm)?;
+        outcome.rows(report, reference, gap)?;
+        let mut step_times = Vec::new();
+        for link in LINKS {
+            step_times.push(self.step_time(report, arm, link.parse()?)?);
+        }
+        if let Some(form) = arm.sent {
+            let form = form(&self.sizes(arm)?);
+            let off = (outcome.payload() / form - 1.0).abs() * 100.0;
+            let metric = format!("{}: payload off its closed form", arm.name);
+            report.row(&metric, off, "%", crate::harness::Mark::AtMost(1.0))?;
+        }
+        report.add("arms", outcome.record(&self.setting, arm, reference, &step_times));
+        Ok(outcome)
+    }
+}
+
+/// A run that others may hold too.
+pub(crate) type Shared = Arc<Run>;

@@ -1,0 +1,180 @@
+//! The table of arms: one row a method.
+
+use super::Sizes;
+
+/// A method that is compared with others.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Arm {
+    /// As in tables and charts; no two arms share one.
+    pub name: &'static str,
+    /// Its flags on top of the setting's.
+    pub flags: &'static str,
+    /// One line for a reader who has to choose.
+    pub what: &'static str,
+    /// Closed form of the payload that a rank sends in a step, in bytes; `None` where it depends on the values.
+    pub sent: Option<fn(&Sizes) -> f64>,
+}
+
+/// Ring all-reduce, or scatter and gather of encoded shards: `2 (n - 1)` messages of a shard.
+fn scattered(sizes: &Sizes, shard: impl Fn(f64) -> f64) -> f64 {
+    2.0 * (sizes.ranks - 1.0) * shard(sizes.params / sizes.ranks) / sizes.every
+}
+
+/// Bytes of a shard whose values come in blocks, each with a scale, behind a header.
+fn blocks(values: f64, bits: f64, block: f64, scale: f64) -> f64 {
+    HEADER + values * bits / 8.0 + (values / block).ceil() * scale
+}
+
+/// A payload's header and its codec's parameters.
+const HEADER: f64 = 32.0;
+
+fn f32_ring(sizes: &Sizes) -> f64 {
+    scattered(sizes, |values| 4.0 * values)
+}
+
+fn half(sizes: &Sizes) -> f64 {
+    scattered(sizes, |values| blocks(values, 16.0, f64::INFINITY, 0.0))
+}
+
+fn int8(sizes: &Sizes) -> f64 {
+    scattered(sizes, |values| blocks(values, 8.0, 256.0, 2.0))
+}
+
+fn min_max(sizes: &Sizes) -> f64 {
+    scattered(sizes, |values| blocks(values, 8.0, 4096.0, 32.0))
+}
+
+fn sign(sizes: &Sizes) -> f64 {
+    scattered(sizes, |values| blocks(values, 1.0, 4096.0, 4.0))
+}
+
+const fn arm(name: &'static str, flags: &'static str, what: &'static str) -> Arm {
+    Arm { name, flags, what, sent: None }
+}
+
+impl Arm {
+    const fn sends(self, sent: fn(&Sizes) -> f64) -> Self {
+        Self { sent: Some(sent), ..self }
+    }
+}
+
+/// What all others are compared with.
+pub(crate) const F32: Arm = arm("f32", "", "gradients as they are, averaged in each step").sends(f32_ring);
+/// A single worker, which has an eighth of the data.
+pub(crate) const ALONE: Arm = arm("one worker", "--workers 1", "no communication, an eighth of the tokens");
+
+/// Gradients in 16 bits.
+pub(crate) const F16: Arm = arm("f16", "--codec f16", "gradients in 16 bits").sends(half);
+/// `ByteGrad`.
+pub(crate) const BYTE_GRAD: Arm =
+    arm("ByteGrad", "--codec minmax8:4096 --error-feedback false", "gradients in 8 bits, no feedback")
+        .sends(min_max);
+/// Gradients in 8 bits.
+pub(crate) const INT8: Arm = arm("int8", "--codec int8", "gradients in 8 bits with feedback").sends(int8);
+/// Gradients in one bit.
+pub(crate) const SIGN: Arm =
+    arm("1 bit", "--codec sign", "gradients in one bit with feedback, into AdamW").sends(sign);
+/// The same without feedback.
+pub(crate) const SIGN_ALONE: Arm =
+    arm("1 bit, no feedback", "--codec sign --error-feedback false", "a control: what the bit loses is gone")
+        .sends(sign);
+
+/// `DiLoCo`.
+pub(crate) const DILOCO_10: Arm =
+    arm("DiLoCo H=10", "--sync diloco --sync-every 10", "averages every 10 steps").sends(f32_ring);
+/// `DiLoCo`, less often.
+pub(crate) const DILOCO_50: Arm =
+    arm("DiLoCo H=50", "--sync diloco --sync-every 50", "averages every 50 steps").sends(f32_ring);
+/// `DiLoCo`, as often as in the paper.
+pub(crate) const DILOCO_500: Arm =
+    arm("DiLoCo H=500", "--sync diloco --sync-every 500", "averages every 500 steps").sends(f32_ring);
+/// `DiLoCo` whose averages are coded.
+pub(crate) const DILOCO_INT8: Arm = arm(
+    "DiLoCo H=50, int8",
+    "--sync diloco --sync-every 50 --codec int8",
+    "averages every 50 steps in 8 bits",
+)
+.sends(int8);
+
+/// `DiLoCo` on text that is not shared out evenly.
+pub(crate) const DILOCO_FILES: Arm = arm(
+    "DiLoCo H=50, files",
+    "--sync diloco --sync-every 50 --shards files",
+    "the same, each replica on files of its own",
+)
+.sends(f32_ring);
+/// `DiLoCo` where each replica has another kind of text.
+pub(crate) const DILOCO_KMEANS: Arm = arm(
+    "DiLoCo H=50, kmeans:8",
+    "--sync diloco --sync-every 50 --shards kmeans:8",
+    "the same, each replica on a cluster of similar chunks",
+)
+.sends(f32_ring);
+
+/// Of a matrix its two factors by rings, of a vector or a small matrix all values.
+fn power_sgd(sizes: &Sizes, rank: f64) -> f64 {
+    let values = |shape: &Vec<f64>| match shape[..] {
+        [rows, columns] if rank * (rows + columns) < rows * columns => rank * (rows + columns),
+        _ => shape.iter().product(),
+    };
+    let all = sizes.tensors.iter().map(values).sum::<f64>();
+    2.0 * (sizes.ranks - 1.0) / sizes.ranks * 4.0 * all
+}
+
+/// Matrices as products of rank 4.
+pub(crate) const POWER_SGD_4: Arm =
+    arm("PowerSGD rank 4", "--codec powersgd:4", "matrices as products of rank 4, feedback of its own")
+        .sends(|sizes| power_sgd(sizes, 4.0));
+/// Matrices as products of rank 1.
+pub(crate) const POWER_SGD_1: Arm =
+    arm("PowerSGD rank 1", "--codec powersgd:1", "matrices as products of rank 1, feedback of its own")
+        .sends(|sizes| power_sgd(sizes, 1.0));
+
+/// A hundredth of the gradients, with momentum gathered before the selection and none behind it.
+pub(crate) const DGC: Arm = arm(
+    "DGC 1 %",
+    "--codec dgc:0.01 --beta1 0 --lr 1e-3 --min-lr 1e-4",
+    "a hundredth of the gradients with momentum correction, into AdamW without a first moment",
+);
+/// A hundredth of the gradients.
+pub(crate) const TOP_K: Arm =
+    arm("top 1 %", "--codec topk:0.01", "the largest hundredth of the gradients, with feedback, into AdamW");
+/// The same without feedback.
+pub(crate) const TOP_K_ALONE: Arm = arm(
+    "top 1 %, no feedback",
+    "--codec topk:0.01 --error-feedback false",
+    "a control: what is not selected is gone",
+);
+
+/// Products in bf16.
+pub(crate) const BF16: Arm =
+    arm("products in bf16", "--precision bf16", "operands of matrix products in bf16").sends(f32_ring);
+/// Products in f16.
+pub(crate) const F16_PRODUCTS: Arm =
+    arm("products in f16", "--precision f16", "operands of matrix products in f16, scaled losses")
+        .sends(f32_ring);
+
+/// Every arm.
+#[cfg(test)]
+pub(crate) const ALL: &[Arm] = &[
+    F32,
+    ALONE,
+    F16,
+    BYTE_GRAD,
+    INT8,
+    SIGN,
+    SIGN_ALONE,
+    DILOCO_10,
+    DILOCO_50,
+    DILOCO_500,
+    DILOCO_INT8,
+    DILOCO_FILES,
+    DILOCO_KMEANS,
+    POWER_SGD_4,
+    POWER_SGD_1,
+    DGC,
+    TOP_K,
+    TOP_K_ALONE,
+    BF16,
+    F16_PRODUCTS,
+];

@@ -1,0 +1,49 @@
+//! Step times of an arm on the virtual clock, over links of one's choice.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use anyhow::Result;
+use farflung::TrainConfig;
+use farflung::base::{Link, Nanos};
+use farflung::train::{Job, Synced};
+
+use super::{Arm, Setting};
+use crate::harness::Report;
+use crate::workers::{Over, again, on_all};
+
+/// Times by command and link.
+static TIMES: Mutex<BTreeMap<String, f64>> = Mutex::new(BTreeMap::new());
+
+/// Seconds of a step over a link: a mean over the second period, from one meeting of all replicas to the next.
+///
+/// The seed is the bench's; it matters only where a payload's size depends on the values.
+///
+/// Errors: settings that do not go together; a run that fails.
+pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, link: Link) -> Result<f64> {
+    let key = format!("{} / {} {link}", setting.pretraining(), setting.command(arm));
+    if let Some(&time) = TIMES.lock().unwrap_or_else(PoisonError::into_inner).get(&key) {
+        return Ok(time);
+    }
+    let job = super::kept::arm_job(report, setting, arm, report.seed())?;
+    let config = TrainConfig { link, ..job.config.clone() };
+    let time = period(&again(&job, config, Over::Simulated(link)))?;
+    TIMES.lock().unwrap_or_else(PoisonError::into_inner).insert(key, time);
+    Ok(time)
+}
+
+/// Seconds of a step of a job, from one meeting of all replicas to the next.
+///
+/// Errors: a run that fails.
+pub(super) fn period(job: &Job) -> Result<f64> {
+    let times = on_all(job, |rank| {
+        while rank.step(false)?.synced == Synced::No {}
+        let (begun, before) = (rank.comm().now(), rank.steps_done());
+        while rank.step(false)?.synced == Synced::No {}
+        let steps = rank.steps_done() - before;
+        Ok((rank.comm().now().saturating_sub(begun), steps))
+    })?;
+    let slowest = times.iter().map(|(time, _)| *time).max().unwrap_or(Nanos::ZERO);
+    let steps = times.first().map_or(1, |(_, steps)| *steps);
+    Ok(slowest.as_secs_f64() / steps as f64)
+}

@@ -1,0 +1,106 @@
+//! Runs and data of this process: a run that several benches need is trained once, and so are the weights that
+//! arms start from; the text is read once.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use anyhow::{Context, Result};
+use farflung::TrainConfig;
+use farflung::train::Job;
+use farflung::zoo::GptConfig;
+use tempfile::TempDir;
+
+use super::{Arm, Setting, Shared};
+use super::{pretraining, training};
+use crate::harness::Report;
+use crate::workers::{Over, again};
+
+/// Runs by the command that they would have.
+static RUNS: Mutex<BTreeMap<String, Shared>> = Mutex::new(BTreeMap::new());
+/// Jobs by their model and the weights that they start from.
+static JOBS: Mutex<BTreeMap<String, Job>> = Mutex::new(BTreeMap::new());
+/// Folders of weights by the command that would train them. A static is never dropped: [`clean`] is.
+static WEIGHTS: Mutex<BTreeMap<String, TempDir>> = Mutex::new(BTreeMap::new());
+
+fn lock<T>(kept: &'static Mutex<T>) -> MutexGuard<'static, T> {
+    kept.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Removes what is on disk.
+pub(crate) fn clean() {
+    lock(&WEIGHTS).clear();
+}
+
+/// The job of some settings; data that another job of this process has are not read again.
+///
+/// Errors: settings that do not go together.
+fn job(config: &TrainConfig) -> Result<Job> {
+    let over = Over::Simulated(config.link);
+    let TrainConfig { model, layers, heads, dim, context, init_from, data, shards, .. } = config;
+    // The default text is read file by file only where shards need its files.
+    let key = format!("{model} {layers:?} {heads:?} {dim:?} {context:?} {init_from:?} {data:?} {shards}");
+    let mut jobs = lock(&JOBS);
+    if let Some(job) = jobs.get(&key) {
+        return Ok(again(job, config.clone(), over));
+    }
+    let job = crate::workers::job(config.clone(), over)?;
+    jobs.insert(key, job.clone());
+    Ok(job)
+}
+
+/// The shape of a model.
+///
+/// Errors: settings that do not go together.
+pub(super) fn model(config: &TrainConfig) -> Result<GptConfig> {
+    Ok(job(config)?.model)
+}
+
+/// The job of an arm, which starts from the setting's weights.
+///
+/// Errors: as [`run`].
+pub(super) fn arm_job(report: &mut Report<'_>, setting: &Setting, arm: &Arm, seed: u64) -> Result<Job> {
+    let config = setting.config(arm, seed)?;
+    job(&TrainConfig { init_from: Some(weights(report, setting, seed)?), ..config })
+}
+
+/// The folder with the weights that arms of a seed start from, trained now unless this process has them.
+fn weights(report: &mut Report<'_>, setting: &Setting, seed: u64) -> Result<PathBuf> {
+    let key = format!("{} --seed {seed}", setting.pretraining());
+    if let Some(folder) = lock(&WEIGHTS).get(&key) {
+        return Ok(folder.path().to_owned());
+    }
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let job = job(&setting.pretraining_config(seed)?)?;
+    let loss = pretraining::train(&job, folder.path())?;
+    report.progress(&format!("pretraining, seed {seed}: loss {loss:.4} after {} steps", job.config.steps))?;
+    let path = folder.path().to_owned();
+    lock(&WEIGHTS).insert(key, folder);
+    Ok(path)
+}
+
+/// The run of an arm, trained now unless this process has it.
+///
+/// Errors: settings that do not go together; a run that fails; stderr is closed.
+pub(super) fn run(report: &mut Report<'_>, setting: &Setting, arm: &Arm, seed: u64) -> Result<Shared> {
+    let key = format!("{} / {} --seed {seed}", setting.pretraining(), setting.command(arm));
+    if let Some(run) = lock(&RUNS).get(&key) {
+        return Ok(Arc::clone(run));
+    }
+    let job = arm_job(report, setting, arm, seed)?;
+    let begun = now();
+    let run = Arc::new(training::run(&job)?);
+    let (end, took) = (run.last(), (now() - begun).as_secs_f64());
+    let name = arm.name;
+    report.progress(&format!(
+        "{name}, seed {seed}: loss {:.4} after {} steps, {took:.1} s",
+        end.loss, end.step
+    ))?;
+    lock(&RUNS).insert(key, Arc::clone(&run));
+    Ok(run)
+}
+
+#[expect(clippy::disallowed_methods, reason = "how long a run took is told to whoever waits")]
+fn now() -> std::time::Instant {
+    std::time::Instant::now()
+}

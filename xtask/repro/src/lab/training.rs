@@ -1,0 +1,112 @@
+//! One run of one arm: held-out losses, bytes and virtual time as it goes.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use farflung::base::Nanos;
+use farflung::comm::ReduceOp;
+use farflung::train::{Job, StepDone, Synced, Trainer};
+
+use crate::workers::on_all;
+
+/// Evaluations of a run, evenly spread.
+const EVALUATIONS: u64 = 10;
+
+/// The state of a run after some steps. Bytes and time are those of steps alone, without evaluations.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Point {
+    /// Steps done.
+    pub step: u64,
+    /// Bytes that the rank with the most has sent: payloads with their frames.
+    pub sent: f64,
+    /// Seconds on the virtual clock of the slowest rank.
+    pub seconds: f64,
+    /// Held-out loss in nats per token.
+    pub loss: f64,
+}
+
+/// What came of a run.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Run {
+    /// From the first evaluation to the end.
+    pub points: Vec<Point>,
+    /// Payload that a rank sends in a step, in bytes: a mean over ranks and steps. Votes on steps are not in
+    /// it.
+    pub payload: f64,
+    /// Steps.
+    pub steps: u64,
+}
+
+impl Run {
+    /// The end of the run.
+    ///
+    /// # Panics
+    /// Never: a run has at least one step, and is evaluated after its last.
+    pub(crate) fn last(&self) -> Point {
+        *self.points.last().expect("a run is evaluated at its end")
+    }
+}
+
+/// What one rank saw.
+struct Seen {
+    points: Vec<Point>,
+    payload: f64,
+}
+
+/// Trains all ranks of a job.
+///
+/// Errors: a rank that fails.
+pub(super) fn run(job: &Job) -> Result<Run> {
+    let seen = on_all(job, |rank| watch(rank, job.config.steps))?;
+    let mut points = seen.first().context("a job has ranks")?.points.clone();
+    for other in &seen[1..] {
+        for (point, theirs) in points.iter_mut().zip(&other.points) {
+            point.sent = point.sent.max(theirs.sent);
+            point.seconds = point.seconds.max(theirs.seconds);
+        }
+    }
+    let steps = job.config.steps;
+    let payload = seen.iter().map(|rank| rank.payload).sum::<f64>() / seen.len() as f64 / steps as f64;
+    Ok(Run { points, payload, steps })
+}
+
+fn watch(rank: &mut Trainer, steps: u64) -> Result<Seen> {
+    let (mut points, mut payload, mut wire) = (Vec::new(), 0_u64, 0_u64);
+    let (mut clock, mut evaluated) = (Nanos::ZERO, 0);
+    let mut votes = BTreeMap::<usize, u64>::new();
+    for step in 1..=steps {
+        let (begun, before) = (rank.comm().now(), rank.comm().stats().sent);
+        let done = rank.step(false)?;
+        let after = rank.comm().stats().sent;
+        payload += after.payload.0 - before.payload.0;
+        wire += after.wire.0 - before.wire.0;
+        clock = clock.saturating_add(rank.comm().now().saturating_sub(begun));
+        if voted(&done) {
+            *votes.entry(done.losses.len()).or_default() += 1;
+        }
+        let due = (step - evaluated) * EVALUATIONS >= steps && done.synced == Synced::Yes;
+        if due || step == steps {
+            evaluated = step;
+            let loss = rank.evaluate()?;
+            points.push(Point { step, sent: wire as f64, seconds: clock.as_secs_f64(), loss });
+        }
+    }
+    let mut voting = 0;
+    for (losses, times) in votes {
+        voting += times * vote_bytes(rank, losses)?;
+    }
+    rank.comm().barrier()?;
+    Ok(Seen { points, payload: payload.saturating_sub(voting) as f64 })
+}
+
+/// Whether ranks told each other their losses in this step.
+fn voted(done: &StepDone) -> bool {
+    done.synced == Synced::Yes
+}
+
+/// Bytes of a vote on so many losses, by holding one: each loss and whether to stop, as f64.
+fn vote_bytes(rank: &Trainer, losses: usize) -> Result<u64> {
+    let before = rank.comm().stats().sent.payload.0;
+    rank.comm().all_reduce(&mut vec![0.0_f64; losses + 1], ReduceOp::Sum)?;
+    Ok(rank.comm().stats().sent.payload.0 - before)
+}
