@@ -44,6 +44,7 @@ mod all_reduce;
 mod all_reduce_limit;
 mod aqsgd_cache;
 mod bagua;
+mod cocktail;
 mod cocktail_ratio;
 mod codec_bytes;
 mod codec_laws;
@@ -60,6 +61,7 @@ mod diloco_exact;
 mod divergence;
 mod failure;
 mod gemm;
+mod gossip;
 mod gpt_step;
 #[cfg(feature = "wgpu")]
 mod gpu;
@@ -69,6 +71,7 @@ mod instructions;
 mod learn_nano;
 mod local_optimizers;
 mod mismatch;
+mod onebit;
 mod overlap_comm;
 mod overlap_ddp;
 mod pipeline_exact;
@@ -90,6 +93,7 @@ mod trainer_cost;
 mod simulate_scale;
 mod slow_link;
 mod soak;
+mod streaming;
 mod uneven;
 mod uneven_plan;
 mod zero_bubble;
@@ -107,6 +111,10 @@ pub const BENCHES: &[Bench] = &[
     diloco::BENCH,
     bagua::BENCH,
     powersgd::BENCH,
+    onebit::BENCH,
+    streaming::BENCH,
+    cocktail::BENCH,
+    gossip::BENCH,
     dgc::BENCH,
     precision::BENCH,
     #[cfg(feature = "wgpu")]

@@ -423,7 +423,7 @@ fn train(
     }
     if begun == config.steps {
         // Of a run that was cut off before its report.
-        last_loss = Some(trainer.with_common(evaluated)?);
+        last_loss = Some(evaluated(trainer)?);
         record.rows = if first { finished::rows(run)? } else { Vec::new() };
     }
     let totals = clock.totals(trainer.comm());

@@ -12,6 +12,7 @@
 mod agree;
 mod build;
 mod gather;
+mod meeting;
 mod retreat;
 mod state;
 #[cfg(test)]
@@ -22,7 +23,6 @@ use std::collections::BTreeMap;
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
-use farflung_optim::sync::After;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
 use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
 use farflung_tensor::{Param, Tensor, TensorError};
@@ -285,145 +285,6 @@ impl Trainer {
         }
     }
 
-    /// A step of this replica alone, after which all replicas may agree.
-    fn local_step(&mut self, vote: &Vote, stop: bool) -> Result<StepDone> {
-        self.window.push(vote.loss);
-        let (step, last, stop) = (self.step, self.step == self.steps, stop || vote.stop);
-        let after = After { step, last };
-        let Executor { parts, placement, .. } = &mut self.executor;
-        for (_, part) in by_number(parts, placement) {
-            part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params))?;
-        }
-        let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(after)));
-        // A single replica is always the same as itself.
-        let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
-        if !due && !alone {
-            self.depart(after, stop)?;
-            let (loss, losses, skipped) = (vote.loss, Vec::new(), 0);
-            return Ok(StepDone {
-                step,
-                loss,
-                losses,
-                synced: Synced::No,
-                stop: false,
-                drift: None,
-                skipped,
-            });
-        }
-        // What left with an earlier vote comes back with it.
-        let voting = self.voting.take();
-        let voting = voting.unwrap_or_else(|| self.vote_on_window(stop));
-        let exchanged = self.exchange(after);
-        let mut vote = match exchanged.and_then(|()| voting.wait()) {
-            Ok(vote) => vote,
-            Err(error) => {
-                self.executor.parts.values_mut().for_each(Part::rollback);
-                return Err(error);
-            }
-        };
-        while self.take_up()? {
-            if let Err(error) = self.exchange(after) {
-                self.executor.parts.values_mut().for_each(Part::rollback);
-                return Err(error);
-            }
-        }
-        self.depart(after, stop)?;
-        if last {
-            vote.losses.extend(self.tell_losses()?);
-        }
-        Ok(StepDone {
-            step,
-            loss: vote.losses.last().copied().unwrap_or(f64::NAN),
-            losses: vote.losses,
-            synced: Synced::Yes,
-            stop: vote.stop,
-            drift: None,
-            skipped: 0,
-        })
-    }
-
-    /// Takes what was exchanged. Whether replicas are to meet once more: all or none.
-    fn take_up(&mut self) -> Result<bool> {
-        let mut goes_on = false;
-        for part in self.executor.parts.values_mut() {
-            if let Some(sync) = &mut part.sync {
-                sync.commit(&mut part.params)?;
-                goes_on |= sync.goes_on();
-            }
-        }
-        Ok(goes_on)
-    }
-
-    /// Sends what leaves after a step, and with it the vote on the steps so far: replicas that wait for neither
-    /// have the next steps' time for both.
-    fn depart(&mut self, after: After, stop: bool) -> Result<()> {
-        let (weight, mut departs) = (self.weight, false);
-        let Executor { parts, placement, .. } = &mut self.executor;
-        for (_, part) in by_number(parts, placement) {
-            if let Some(sync) = &mut part.sync {
-                departs |= sync.depart(&part.params, after, weight)?;
-            }
-        }
-        if departs {
-            self.voting = Some(self.vote_on_window(stop));
-        }
-        Ok(())
-    }
-
-    /// The mean losses of all replicas that no step has told yet: those since they last met, or since their last
-    /// vote left. For all ranks to call.
-    pub(in crate::train) fn tell_losses(&mut self) -> Result<Vec<f64>> {
-        let mut losses = match self.voting.take() {
-            Some(voting) => voting.wait()?.losses,
-            None => Vec::new(),
-        };
-        if !self.each_step && !self.window.is_empty() {
-            losses.extend(self.vote_on_window(false).wait()?.losses);
-        }
-        Ok(losses)
-    }
-
-    /// Averages each part over its holders and computes its next values; nothing has changed when it returns.
-    ///
-    /// Errors: on all ranks together where the next values of any part would not be finite.
-    fn exchange(&mut self, after: After) -> Result<()> {
-        let Executor { parts, placement, tied, .. } = &mut self.executor;
-        let mut refused = None;
-        for (_, part) in by_number(parts, placement) {
-            match part.sync.as_mut().map(|sync| sync.exchange(&part.params, after, self.weight)) {
-                None | Some(Ok(())) => {}
-                Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
-                // The same on all holders of this part. Those of other parts go on, and so does this rank with
-                // them.
-                Some(Err(error)) => refused = refused.or(Some(error)),
-            }
-        }
-        // Both users of the token table take the same step: codecs may have rounded their averages differently.
-        tied.take_first(parts, placement, |part| part.sync.as_mut().and_then(|sync| sync.exchanged()))?;
-        self.suffer(FaultyValue::Reduced, self.step)?;
-        let Executor { comm, parts, placement, .. } = &mut self.executor;
-        for sync in parts.values_mut().filter_map(|part| part.sync.as_mut()) {
-            if refused.is_none() {
-                refused = sync.prepare().err();
-            }
-        }
-        // Holders of one part decide alike, from the same average.
-        let elsewhere = if placement.depth() == 1 {
-            false
-        } else {
-            let mut refusals = [f64::from(u8::from(refused.is_some()))];
-            comm.all_reduce(&mut refusals, farflung_comm::ReduceOp::Sum)?;
-            refusals[0] > 0.0
-        };
-        match refused {
-            Some(error) => Err(error.into()),
-            None if elsewhere => {
-                Err(OptimError::StepNotFinite { name: "parameters on another rank".to_owned() }.into())
-            }
-            None => Ok(()),
-        }
-    }
-
     /// What a step needs before any element moves.
     fn prepare(&self, vote: &Vote) -> Result<Prepared, OptimError> {
         Prepared::with_norm(match vote.squares {
@@ -554,6 +415,10 @@ impl Trainer {
 
     /// Mean loss of the held-out batches in nats, shared out among the replicas; all must call it.
     pub fn evaluate(&mut self) -> Result<f64> {
+        self.with_common(Self::evaluate_common)
+    }
+
+    fn evaluate_common(&mut self) -> Result<f64> {
         let microbatches = self.evaluation.order().microbatches();
         let armed = self.armed();
         self.executor.begin(Pass::Evaluation, microbatches);

@@ -146,6 +146,82 @@ pub(crate) const TOP_K_ALONE: Arm = arm(
     "a control: what is not selected is gone",
 );
 
+/// Part of the steps in which 1-bit Adam's averages travel as they are.
+const WARMUP: f64 = 0.15;
+
+/// Momentum in one bit.
+pub(crate) const ONEBIT_ADAM: Arm = arm(
+    "1-bit Adam",
+    "--optimizer onebit-adam --codec sign",
+    "momentum in one bit with feedback, after 15 % of the steps as f32",
+)
+.sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
+/// Momentum in 8 bits.
+pub(crate) const QADAM: Arm = arm(
+    "QAdam",
+    "--optimizer qadam --codec minmax8:4096",
+    "momentum in 8 bits, after 15 % of the steps as f32",
+)
+.sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * min_max(sizes));
+
+/// `DiLoCo` by fragments, which travel in 4 bits.
+pub(crate) const STREAMING: Arm = arm(
+    "streaming DiLoCo H=50, E3M0",
+    "--sync streaming --sync-every 50 --codec e3m0 --error-feedback false",
+    "four fragments in 4 bits, one after the other, a step late and mixed by half",
+);
+/// The same without loss.
+pub(crate) const STREAMING_F32: Arm = arm(
+    "streaming DiLoCo H=50",
+    "--sync streaming --sync-every 50 --sync-delay 6",
+    "four fragments, one after the other, six steps late and mixed by half",
+);
+/// The same without delay and mixing.
+pub(crate) const FRAGMENTS: Arm = arm(
+    "DiLoCo H=50 in fragments",
+    "--sync streaming --sync-every 50 --sync-delay 0 --mixing 0",
+    "a control: four fragments that are waited for",
+);
+
+/// `CocktailSGD`.
+pub(crate) const COCKTAIL: Arm = arm(
+    "CocktailSGD",
+    "--sync cocktail --codec rolling:10/topk:0.2/int4",
+    "a tenth of the elements in turn, the largest fifth of them, in 4 bits, a step late",
+);
+/// The same without the selections.
+pub(crate) const COCKTAIL_INT4: Arm =
+    arm("a step late, int4", "--sync cocktail --codec int4", "parameters averaged in 4 bits, a step late");
+/// The same without loss: BAGUA's decentralised algorithm with all.
+pub(crate) const COCKTAIL_F32: Arm =
+    arm("a step late", "--sync cocktail --codec none", "a control: parameters averaged as f32, a step late")
+        .sends(f32_ring);
+/// A selection of as many bytes, without the mask.
+pub(crate) const TOP_TWO: Arm = arm(
+    "a step late, top 2 %",
+    "--sync cocktail --codec topk:0.02/int4",
+    "a control: the largest elements alone",
+);
+/// A mask of as many bytes, without the selection.
+pub(crate) const MASK: Arm = arm(
+    "a step late, rolling 2 %",
+    "--sync cocktail --codec rolling:50/int4",
+    "a control: elements in turn alone",
+);
+
+/// D-PSGD on a ring.
+pub(crate) const D_PSGD: Arm =
+    arm("D-PSGD", "--sync d-psgd", "parameters mixed with both neighbours on a ring")
+        .sends(|sizes| 8.0 * sizes.params);
+/// BAGUA's pairs.
+pub(crate) const SHIFT_ONE: Arm =
+    arm("shift-one", "--sync shift-one", "parameters mixed in pairs that change")
+        .sends(|sizes| 4.0 * sizes.params);
+/// Exponential graphs.
+pub(crate) const EXPONENTIAL: Arm =
+    arm("exponential", "--sync exponential", "parameters mixed with the worker 1, 2, 4 before in turn")
+        .sends(|sizes| 4.0 * sizes.params);
+
 /// Products in bf16.
 pub(crate) const BF16: Arm =
     arm("products in bf16", "--precision bf16", "operands of matrix products in bf16").sends(f32_ring);
@@ -175,6 +251,19 @@ pub(crate) const ALL: &[Arm] = &[
     DGC,
     TOP_K,
     TOP_K_ALONE,
+    ONEBIT_ADAM,
+    QADAM,
+    STREAMING,
+    STREAMING_F32,
+    FRAGMENTS,
+    COCKTAIL,
+    COCKTAIL_INT4,
+    COCKTAIL_F32,
+    TOP_TWO,
+    MASK,
+    D_PSGD,
+    SHIFT_ONE,
+    EXPONENTIAL,
     BF16,
     F16_PRODUCTS,
 ];

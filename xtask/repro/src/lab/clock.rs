@@ -26,7 +26,9 @@ pub(super) fn step_time(report: &mut Report<'_>, setting: &Setting, arm: &Arm, l
         return Ok(time);
     }
     let job = super::kept::arm_job(report, setting, arm, report.seed())?;
-    let config = TrainConfig { link, ..job.config.clone() };
+    // The steps after a warm-up, from the first.
+    let codec_warmup = job.config.codec_warmup.or(Some(0));
+    let config = TrainConfig { link, codec_warmup, ..job.config.clone() };
     let time = period(&again(&job, config, Over::Simulated(link)))?;
     TIMES.lock().unwrap_or_else(PoisonError::into_inner).insert(key, time);
     Ok(time)

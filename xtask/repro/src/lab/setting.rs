@@ -100,7 +100,7 @@ impl Setting {
     pub(super) fn sizes(&self, arm: &Arm) -> Result<Sizes> {
         let config = self.config(arm, 0)?;
         let model = super::kept::model(&self.pretraining_config(0)?)?;
-        let every = if config.sync.each_step { 1.0 } else { config.sync_every as f64 };
+        let every = config.sync.every.unwrap_or(config.sync_every) as f64;
         let (params, ranks) = (model.parameters() as f64, config.workers as f64);
         let shape = |shape: Vec<usize>| shape.into_iter().map(|n| n as f64).collect();
         let tensors = model.tensors().into_iter().map(|tensor| shape(tensor.shape)).collect();

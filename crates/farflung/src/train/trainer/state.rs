@@ -32,17 +32,18 @@ impl Trainer {
         self.executor.parts.keys().map(layers).collect()
     }
 
-    /// Does something with the parameters that all replicas have in common, where each has its own. Replicas have
-    /// met. For all ranks to call.
+    /// Does something with the parameters that all replicas have in common, where each has its own. For all ranks
+    /// to call.
     pub(in crate::train) fn with_common<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
         let Executor { parts, placement, .. } = &mut self.executor;
+        if parts.values().any(|part| part.own.is_some()) {
+            return work(self);
+        }
         for (_, part) in by_number(parts, placement) {
-            let Some(sync) = part.sync.as_mut().filter(|sync| sync.is_apart() && part.own.is_none()) else {
-                continue;
-            };
+            let Some(sync) = part.sync.as_mut().filter(|sync| sync.is_apart()) else { continue };
             sync.gather_common(&part.params)?;
             if let Some(common) = sync.common() {
                 let common = copy(common)?;

@@ -1,0 +1,44 @@
+//! Workers that mix parameters with neighbours only.
+
+use anyhow::Result;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::{Lab, Published, arms};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "gossip",
+    claim: "decentralised training ends near averaging at each step, and wins where latency is what counts",
+    source: "Lian et al. 2017, D-PSGD; Gan et al. 2021, BAGUA; Ying et al. 2021, exponential graphs",
+    seed: 1337,
+    run,
+};
+
+/// The most that losses may be above f32's, in percent: the mark of the facts.
+const MOST: f64 = 3.0;
+/// A link of which latency is what counts.
+const FAR: &str = "10gbit,5ms";
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let lab = Lab::new(report, options);
+    let f32 = lab.outcome(report, &arms::F32)?;
+    let judged = if options.quick { Mark::None } else { Mark::AtMost(MOST) };
+    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let mut said = Vec::new();
+    let synchronous = lab.step_time(report, &arms::F32, FAR.parse()?)?;
+    for arm in [&arms::D_PSGD, &arms::SHIFT_ONE, &arms::EXPONENTIAL] {
+        let outcome = lab.compare(report, arm, &f32, judged)?;
+        let faster = synchronous / lab.step_time(report, arm, FAR.parse()?)?;
+        report.row(&format!("{}: speed-up over f32 at {FAR}", arm.name), faster, "x", Mark::AtLeast(1.0))?;
+        said.push((outcome.gap(&f32).mean, format!("{} {:+.2} %", arm.name, outcome.gap(&f32).mean)));
+    }
+    Published {
+        what: "loss of the mean model of decentralised training against averaging at each step",
+        paper: "the same convergence as centralised training (D-PSGD; BAGUA's Transformer on 64 GPUs)",
+        ours: said.iter().map(|(_, text)| text.as_str()).collect::<Vec<_>>().join(", "),
+        setting: lab.setting().command(&arms::D_PSGD),
+        holds: said.iter().all(|(gap, _)| *gap <= MOST),
+        note: "eight workers; each trains with AdamW on its own gradients",
+    }
+    .record(report);
+    Ok(())
+}

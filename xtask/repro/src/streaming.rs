@@ -1,0 +1,64 @@
+//! `DiLoCo` by fragments that travel while workers train on.
+
+use anyhow::Result;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::{LINKS, Lab, Published, arms};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "streaming",
+    claim: "streaming DiLoCo ends at DiLoCo's loss, in 4 bits, and its averages cost no time",
+    source: "Douillard et al. 2025, Streaming DiLoCo",
+    seed: 1337,
+    run,
+};
+
+/// The most that losses may be above plain `DiLoCo`'s, in percent: the mark of the issue.
+const MOST: f64 = 1.0;
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let lab = Lab::new(report, options);
+    let f32 = lab.outcome(report, &arms::F32)?;
+    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let diloco = lab.compare(report, &arms::DILOCO_50, &f32, Mark::None)?;
+    let fragments = lab.compare(report, &arms::FRAGMENTS, &f32, Mark::None)?;
+    let plain = lab.compare(report, &arms::STREAMING_F32, &f32, Mark::None)?;
+    let coded = lab.compare(report, &arms::STREAMING, &f32, Mark::None)?;
+    let judged = |most| if options.quick { Mark::None } else { most };
+    for arm in [&fragments, &plain, &coded] {
+        let gap = arm.gap(&diloco);
+        let metric = format!("{}: loss above plain DiLoCo's", arm.name);
+        report.row(&metric, gap.mean, "%", judged(Mark::AtMost(MOST)))?;
+    }
+    let link = LINKS[0];
+    let alone = lab.step_time(report, &arms::ALONE, link.parse()?)?;
+    for (arm, mark) in [(&arms::DILOCO_50, Mark::None), (&arms::STREAMING_F32, Mark::AtMost(1.0))] {
+        let slower = (lab.step_time(report, arm, link.parse()?)? / alone - 1.0) * 100.0;
+        report.row(
+            &format!("{}: step above one that sends nothing, at {link}", arm.name),
+            slower,
+            "%",
+            mark,
+        )?;
+    }
+    let gap = coded.gap(&diloco);
+    Published {
+        what: "loss of streaming DiLoCo in 4 bits against plain DiLoCo's",
+        paper: "3.53 against 3.54 at 35M parameters, 2.48 against 2.49 at 1B (H=30)",
+        ours: format!("{:+.2} % with H=50 (standard deviation {:.2} %)", gap.mean, gap.sigma),
+        setting: lab.setting().command(&arms::STREAMING),
+        holds: gap.mean <= MOST,
+        note: "fragments are runs of neighbouring tensors, theirs every so manyth layer",
+    }
+    .record(report);
+    Published {
+        what: "bytes of averaging at each step over those of streaming in 4 bits",
+        paper: "400 with H=100 (1B on Dolma)",
+        ours: format!("{:.1} with H=50", f32.payload() / coded.payload()),
+        setting: lab.setting().command(&arms::STREAMING),
+        holds: f32.payload() / coded.payload() > 300.0,
+        note: "after the last step all parameters are averaged once more, in 4 bits too",
+    }
+    .record(report);
+    Ok(())
+}
