@@ -17,8 +17,8 @@ pub(crate) const BENCH: Bench = Bench {
 /// The most that losses may be above ddp's, in percent: the mark of the issue.
 const MOST_50: f64 = 3.0;
 const MOST_500: f64 = 6.0;
-/// On clusters: measured over three seeds, 4.29, and two standard deviations of 1.95. It is above the mark of even
-/// data, and the record says so.
+/// On clusters: measured over three seeds, 4.29, and two standard deviations of 1.95. It is above the mark
+/// of even data, and the record says so.
 const MOST_KMEANS: f64 = 8.2;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
