@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn a_report_goes_to_the_docs() {
         let args = ["--all", "--report", "--json"].map(str::to_owned);
-        assert_eq!(with_folder(&args, "/root/docs"), ["--all", "--report", "/root/docs", "--json"]);
+        assert_eq!(with_folder(&args, "folder/docs"), ["--all", "--report", "folder/docs", "--json"]);
     }
 
     #[test]

@@ -17,8 +17,8 @@ pub(crate) const BENCH: Bench = Bench {
 /// The most that losses may be above ddp's, in percent: the mark of the issue.
 const MOST_50: f64 = 3.0;
 const MOST_500: f64 = 6.0;
-/// On clusters: measured over three seeds, 4.29, and two standard deviations of 1.95. It is above the mark of even
-/// data, and the record says so.
+/// On clusters: measured over three seeds, 4.29, and two standard deviations of 1.95. It is above the mark
+/// of even data, and the record says so.
 const MOST_KMEANS: f64 = 8.2;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -51,7 +51,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ours: format!("loss {:+.2} % with H=50 (standard deviation {:.2} %)", gap.mean, gap.sigma),
         setting: lab.setting().command(&arms::DILOCO_50),
         holds: gap.mean <= MOST_50,
-        note: "500 steps are ten averages; the paper has 128 averages after 24000 steps of pretraining",
+        note: "40 averages after 1000 steps of pretraining; the paper has 128 after 24000. The setting was \
+               chosen after others: 200 thousand parameters for 500 steps from scratch ended 16 % above f32 \
+               with H=50 (one seed), above one worker's loss",
     }
     .record(report);
     Published {

@@ -14,6 +14,24 @@ use anyhow::{Context, Result};
 
 pub(crate) use record::{ArmRecord, Record};
 
+/// A command as one can type it: of a flag that comes again, the last value. Records have the flags of the setting and
+/// then those of the arm.
+fn command(recorded: &str) -> String {
+    let words: Vec<&str> = recorded.split_whitespace().collect();
+    let again = |i: usize| words[i].starts_with("--") && words[i + 1..].contains(&words[i]);
+    let mut kept = Vec::new();
+    let mut dropped = false;
+    for (i, word) in words.iter().enumerate() {
+        if word.starts_with("--") {
+            dropped = again(i);
+        }
+        if !dropped {
+            kept.push(*word);
+        }
+    }
+    kept.join(" ")
+}
+
 /// The pages and charts of some records, by file name.
 fn pages(records: &[Record]) -> Result<Vec<(&'static str, String)>> {
     let arms = record::arms(records)?;
@@ -53,6 +71,13 @@ mod tests {
                 "docs/{name} is not what the records say: `cargo xtask bench --all --report`"
             );
         }
+    }
+
+    #[test]
+    fn a_flag_stands_in_a_command_once() {
+        let recorded = "farflung train --codec none --batch 4 --quiet --lr 1e-3 --codec int8 --lr -1 --quiet";
+        assert_eq!(command(recorded), "farflung train --batch 4 --codec int8 --lr -1 --quiet");
+        assert_eq!(command("8 workers, nano"), "8 workers, nano");
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub(super) fn page(arms: &[ArmRecord]) -> String {
     }
     text.push_str("\n## Commands\n\n`PRETRAINED` is the folder of a checkpoint.\n\n");
     for arm in arms {
-        let _ = writeln!(text, "- {}: `{}`", arm.name, arm.command);
+        let _ = writeln!(text, "- {}: `{}`", arm.name, super::command(&arm.command));
     }
     text
 }

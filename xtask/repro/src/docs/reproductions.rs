@@ -55,7 +55,7 @@ fn claim(value: &Value) -> String {
     let mut text = format!("\n- **{}**\n", field("what"));
     let _ = writeln!(text, "  - Paper: {}.", field("paper"));
     let _ = writeln!(text, "  - Ours: {}.", field("ours"));
-    let _ = writeln!(text, "  - Setting: `{}`.", field("setting"));
+    let _ = writeln!(text, "  - Setting: `{}`.", super::command(&field("setting")));
     let _ = writeln!(text, "  - {verdict}{note}");
     text
 }

@@ -81,8 +81,18 @@ fn exit_codes() {
     ] {
         assert_eq!(run(line).0, code, "{line}");
     }
-    for line in ["nothing", "good nothing", "--fast", "--against", "--beside", "good --against no/such/file"]
-    {
+    for line in [
+        "nothing",
+        "good nothing",
+        "--fast",
+        "--against",
+        "--beside",
+        "good --against no/such/file",
+        "good --quick --long",
+        "good --all",
+        "good --report",
+        "good --quick --report docs",
+    ] {
         let (code, out, err) = run(line);
         assert_eq!((code, out.as_str()), (2, ""), "{line}");
         assert!(err.starts_with("error: "), "{err}");
