@@ -14,6 +14,7 @@ pub mod notes;
 mod optimizer;
 pub mod plan;
 pub mod shared;
+mod sync;
 pub mod value;
 
 #[cfg(test)]
@@ -27,9 +28,7 @@ use farflung_base::{Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
-use farflung_optim::local::Averages;
-use farflung_optim::sync::Timeline;
-use farflung_optim::{Groups, OptimError};
+use farflung_optim::Groups;
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
 
@@ -165,12 +164,8 @@ macro_rules! settings {
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
                 own.fill(&mut config);
-                let by_optimizer = match config.optimizer.averages {
-                    Averages::Momentum { codec } => Some(codec),
-                    Averages::Gradients => None,
-                };
-                if let (None, Some(name)) = (codec, by_optimizer.or(config.sync.codec)) {
-                    config.codec = name.parse().expect("a row's codec is in the list of codecs");
+                if codec.is_none() {
+                    config.take_codec_of_rows();
                 }
                 config
             }
@@ -488,12 +483,6 @@ impl TrainConfig {
         all.find(|(key, _)| dashed(key) == name)?.1
     }
 
-    /// Parts of the parameters that are averaged at different times.
-    pub(crate) fn fragments(&self) -> usize {
-        const UNLESS_TOLD: u64 = 4;
-        self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
-    }
-
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
     ///
     /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for one between
@@ -582,17 +571,7 @@ impl TrainConfig {
                 (microbatches == self.accumulate, "the same as `accumulate`, which is its other name");
             check("microbatches", &microbatches, good, expected)?;
         }
-        if self.sync.reads.contains(&"fragments") {
-            let timeline = Timeline::new(self.sync_every, self.fragments() as u64, self.sync_delay);
-            timeline.map_err(|refused| match refused {
-                OptimError::Setting { field, value, expected, .. } => {
-                    let field = if field == "delay" { "sync-delay" } else { field };
-                    Error::Setting { field, value: value.to_string(), expected: expected.to_owned() }
-                }
-                other => other.into(),
-            })?;
-        }
-        check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
+        self.validate_sync()?;
         self.validate_optimizer()?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
         check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;

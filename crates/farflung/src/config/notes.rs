@@ -255,7 +255,8 @@ impl TrainConfig {
     fn signs_into_adam(&self, world: usize) -> bool {
         let method = self.codec.codec().and_then(|codec| codec.method());
         let one_bit = method.is_some_and(|(name, _)| name.starts_with("sign"));
-        let adapts = self.optimizer.name == "adamw";
+        let reads = |setting| self.optimizer.reads.contains(&setting);
+        let adapts = reads("beta2") && reads("eps") && self.optimizer.averages == Averages::Gradients;
         one_bit && adapts && self.sync.each_step && world > 1 && !self.averages_nothing(world)
     }
 

@@ -1,7 +1,7 @@
 //! The settings of the optimizer: those that follow its choice, what its chain is made of, and rules by
 //! parameters' names.
 
-use farflung_optim::local::{Averages, LocalSettings, Lookahead};
+use farflung_optim::local::{LocalSettings, Lookahead};
 use farflung_optim::transform::MuonScale;
 use farflung_optim::{Decay, LrSchedule, OptimError};
 use farflung_zoo::GptConfig;
@@ -99,15 +99,6 @@ impl TrainConfig {
             freeze: self.warm_steps().saturating_mul(updates),
             lookahead: (every > 0).then_some(Lookahead { every, alpha: self.lookahead_alpha }),
         }
-    }
-
-    /// Steps before `codec` holds.
-    pub(crate) fn warm_steps(&self) -> u64 {
-        const PERCENT: u64 = 15;
-        self.codec_warmup.unwrap_or(match self.optimizer.averages {
-            Averages::Gradients => 0,
-            Averages::Momentum { .. } => (self.steps * PERCENT).div_ceil(100),
-        })
     }
 
     /// The learning rates of a run that makes so many updates in a step.

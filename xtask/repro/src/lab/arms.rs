@@ -176,6 +176,12 @@ pub(crate) const STREAMING_F32: Arm = arm(
     "--sync streaming --sync-every 50 --sync-delay 6",
     "four fragments, one after the other, six steps late and mixed by half",
 );
+/// The same without mixing.
+pub(crate) const STREAMING_TAKEN: Arm = arm(
+    "streaming DiLoCo H=50, not mixed",
+    "--sync streaming --sync-every 50 --sync-delay 6 --mixing 0",
+    "a control: what was learned on the way is dropped",
+);
 /// The same without delay and mixing.
 pub(crate) const FRAGMENTS: Arm = arm(
     "DiLoCo H=50 in fragments",
@@ -255,6 +261,7 @@ pub(crate) const ALL: &[Arm] = &[
     QADAM,
     STREAMING,
     STREAMING_F32,
+    STREAMING_TAKEN,
     FRAGMENTS,
     COCKTAIL,
     COCKTAIL_INT4,

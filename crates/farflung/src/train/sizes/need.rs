@@ -208,17 +208,19 @@ impl RankGroup<'_> {
         let local = config.optimizer.memory(&config.local(LrSchedule::constant(config.lr), 1));
         let (states, work) = (local.states as u128, local.work as u128);
         let outer = (config.sync.buffers)(config.outer_momentum);
+        let apart = u128::from(config.sync.overlaps);
         let here = in_host_memory(config.device.of(rank));
         if here {
             need.add(Part::Parameters, model.saturating_add(position.versions.saturating_mul(F32)));
             need.add(Part::Gradients, model);
             need.add(Part::Optimizer, model.saturating_mul(states + work));
-            need.add(Part::Outer, model.saturating_mul(outer.held as u128));
+            // With own parameters aside while those in common are looked at.
+            need.add(Part::Outer, model.saturating_mul(outer.held as u128 + apart));
         }
 
         // On the rank's device where it is taken at each step, else in the host's memory.
         let mark = match (position.within, outer.held > 0) {
-            (_, true) => model.saturating_mul(states),
+            (_, true) => model.saturating_mul(states + apart),
             (true, false) if here => model.saturating_mul(states + 1),
             _ => 0,
         };

@@ -1,0 +1,51 @@
+//! The settings of how replicas stay one model: those that follow the method or the optimizer.
+
+use farflung_optim::OptimError;
+use farflung_optim::local::Averages;
+use farflung_optim::sync::Timeline;
+
+use super::{TrainConfig, check};
+use crate::{Error, Result};
+
+impl TrainConfig {
+    /// Takes the codec that the optimizer or the method of synchronisation has of its own, if one has.
+    pub(super) fn take_codec_of_rows(&mut self) {
+        let by_optimizer = match self.optimizer.averages {
+            Averages::Momentum { codec } => Some(codec),
+            Averages::Gradients => None,
+        };
+        if let Some(name) = by_optimizer.or(self.sync.codec) {
+            self.codec = name.parse().expect("a row's codec is in the list of codecs");
+        }
+    }
+
+    /// Parts of the parameters that are averaged at different times.
+    pub(crate) fn fragments(&self) -> usize {
+        const UNLESS_TOLD: u64 = 4;
+        self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
+    }
+
+    /// Steps before `codec` holds.
+    pub(crate) fn warm_steps(&self) -> u64 {
+        const PERCENT: u64 = 15;
+        self.codec_warmup.unwrap_or(match self.optimizer.averages {
+            Averages::Gradients => 0,
+            Averages::Momentum { .. } => (self.steps * PERCENT).div_ceil(100),
+        })
+    }
+
+    pub(super) fn validate_sync(&self) -> Result<()> {
+        check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
+        if !self.sync.reads.contains(&"fragments") {
+            return Ok(());
+        }
+        match Timeline::new(self.sync_every, self.fragments() as u64, self.sync_delay) {
+            Ok(_) => Ok(()),
+            Err(OptimError::Setting { field, value, expected, .. }) => {
+                let field = if field == "delay" { "sync-delay" } else { field };
+                Err(Error::Setting { field, value: value.to_string(), expected: expected.to_owned() })
+            }
+            Err(other) => Err(other.into()),
+        }
+    }
+}
