@@ -116,8 +116,8 @@ pub struct Averaged {
 impl Average {
     /// For flat buffers of `layout` on `device`, over all ranks of `comm`.
     ///
-    /// Errors: [`OptimError::Setting`] for buckets of no bytes or no fragments; [`OptimError::Comm`] for an algorithm by which
-    /// a codec's bytes cannot be reduced.
+    /// Errors: [`OptimError::Setting`] for buckets of no bytes or no fragments; [`OptimError::Comm`] for an
+    /// algorithm by which a codec's bytes cannot be reduced.
     pub fn new(
         comm: Communicator,
         device: &Device,

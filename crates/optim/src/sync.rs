@@ -1,5 +1,5 @@
-//! Methods by which copies of the same parameters stay one model: one file a method or a family of them, one row
-//! each in [`METHODS`].
+//! Methods by which copies of the same parameters stay one model: one file a method or a family of them, one
+//! row each in [`METHODS`].
 //!
 //! A trainer calls a [`Synchroniser`] at the moments of a step and does not depend on which method it is.
 

@@ -519,8 +519,8 @@ fn an_outer_step_that_would_not_be_finite_changes_nothing() {
     assert_eq!((outer.step(), outer.anchor().to_vec::<f32>().unwrap()[0]), (0, 1.0));
 }
 
-/// In a pipeline a rank holds some of a model's tensors. In every optimizer each tensor's step is its own, to the
-/// bit.
+/// In a pipeline a rank holds some of a model's tensors. In every optimizer each tensor's step is its own, to
+/// the bit.
 #[test]
 fn a_part_of_a_model_steps_as_within_the_whole() {
     let shapes: [(&str, &[usize]); 4] =

@@ -1,4 +1,5 @@
-//! Averages that are taken up later, and neighbours that mix: against plain loops, as the methods that they degenerate to, and from any step.
+//! Averages that are taken up later, and neighbours that mix: against plain loops, as the methods that they
+//! degenerate to, and from any step.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -273,6 +274,25 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
             let gone_on = trace(method, case, 3, &EQUAL, Some(cut));
             assert!(gone_on == whole, "{}, after step {cut}", method.name);
         }
+    }
+}
+
+/// What left on another timeline is of other elements: it is dropped, and nothing is lost but its delay.
+#[test]
+fn what_is_in_flight_is_not_taken_up_on_another_timeline() {
+    let params = CPU.tensor(&random(1), layout().len()).unwrap();
+    let sync = |case| make(&STREAMING, case, Communicator::new(memory::cluster(1).pop().unwrap()), &params);
+    let mut leaves = sync(PLAIN);
+    leaves.depart(&params, After { step: 2, last: false }, 1.0).unwrap();
+    leaves.settle().unwrap();
+    let states = leaves.states().into_iter().chain(leaves.own_states());
+    let states: BTreeMap<String, Vec<f32>> =
+        states.map(|(name, state)| (name.to_owned(), state.to_vec().unwrap())).collect();
+    assert_eq!(states.len(), 4);
+    for (case, flies) in [(PLAIN, true), (Case { fragments: 2, ..PLAIN }, false)] {
+        let mut other = sync(case);
+        other.restore(0, &|name| states.get(name).cloned()).unwrap();
+        assert_eq!(other.own_states().len(), usize::from(flies));
     }
 }
 

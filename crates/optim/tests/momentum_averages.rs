@@ -1,5 +1,5 @@
-//! Chains whose momentum replicas average: against the papers' algorithms in f64, and averages that travel plain at
-//! first.
+//! Chains whose momentum replicas average: against the papers' algorithms in f64, and averages that travel
+//! plain at first.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 

@@ -14,8 +14,8 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that the loss may be above f32's, in percent, for the claim to hold: the mark of the issue for methods
-/// with feedback.
+/// The most that the loss may be above f32's, in percent, for the claim to hold: the mark of the issue for
+/// methods with feedback.
 const TARGET: f64 = 2.0;
 /// The most that it may be for the bench: measured over three seeds, 7.34, and two standard deviations of 0.45.
 const MOST: f64 = 8.3;

@@ -14,8 +14,8 @@ use anyhow::{Context, Result};
 
 pub(crate) use record::{ArmRecord, Record};
 
-/// A command as one can type it: of a flag that comes again, the last value. Records have the flags of the setting and
-/// then those of the arm.
+/// A command as one can type it: of a flag that comes again, the last value. Records have the flags of the
+/// setting and then those of the arm.
 fn command(recorded: &str) -> String {
     let words: Vec<&str> = recorded.split_whitespace().collect();
     let again = |i: usize| words[i].starts_with("--") && words[i + 1..].contains(&words[i]);

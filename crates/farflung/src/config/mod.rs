@@ -263,8 +263,8 @@ settings! {
         final_lr: f64, "RATE", 0.1;
         /// How fast adabound's rates go there.
         gamma: f64, "X", 1e-3;
-        /// How far muon moves hidden matrices: match-adamw (0.2 times the root of the longer side, so that one rate
-        /// suits both) or original (the root of outputs over inputs, if above 1).
+        /// How far muon moves hidden matrices: match-adamw (0.2 times the root of the longer side, so that one
+        /// rate suits both) or original (the root of outputs over inputs, if above 1).
         muon_scale: MuonScaleKind, "KIND", MuonScaleKind::MatchAdamW;
         /// Steps between moves of Lookahead's slow weights, around any optimizer; 0 is none.
         lookahead: u64, "STEPS", 0u64;
@@ -302,8 +302,8 @@ settings! {
         /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95) or is
         /// unbiased.
         error_feedback: bool, "BOOL", true;
-        /// Steps at the beginning in which averages travel as they are, before --codec holds; unless told 0, and
-        /// 15% of --steps under the optimizers that average momentum, which it is the warm-up of.
+        /// Steps at the beginning in which averages travel as they are, before --codec holds; unless told 0,
+        /// and 15% of --steps under the optimizers that average momentum, which it is the warm-up of.
         codec_warmup: u64, "STEPS";
         /// Megabytes of gradients that are averaged together.
         bucket_mb: f64, "MB", 4.0;

@@ -108,8 +108,8 @@ pub(super) struct Parts {
     pub(super) shares_table: bool,
 }
 
-/// Writes what replicas average of a range of the gradients into `into`. A token table that another part has too
-/// brings half of the chain's state: the sum of both contributions is that of the whole gradient.
+/// Writes what replicas average of a range of the gradients into `into`. A token table that another part has
+/// too brings half of the chain's state: the sum of both contributions is that of the whole gradient.
 fn contribute(
     chain: &Chain,
     grads: &Tensor,

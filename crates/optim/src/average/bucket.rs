@@ -103,9 +103,9 @@ impl Fetch {
     }
 }
 
-/// The fragment of each parameter that has elements, from the layout's end to its start: `count` runs of about the
-/// same number of elements. The last holds the first parameter in any case, so that parts of a model which share
-/// that one have it in the same fragment.
+/// The fragment of each parameter that has elements, from the layout's end to its start: `count` runs of about
+/// the same number of elements. The last holds the first parameter in any case, so that parts of a model which
+/// share that one have it in the same fragment.
 pub(super) fn fragments(layout: &ParamLayout, count: usize) -> Vec<usize> {
     let params = || layout.params().iter().rev().filter(|p| !p.shape.is_empty());
     let total: usize = params().map(|p| p.range().len()).sum();
@@ -122,8 +122,8 @@ pub(super) fn fragments(layout: &ParamLayout, count: usize) -> Vec<usize> {
     of
 }
 
-/// Cuts a layout into buckets of at most `bytes`, from its end to its start; a larger parameter is a bucket alone,
-/// and none lies in two of `count` [fragments]. The slots are in the layout's order, the buckets in the
+/// Cuts a layout into buckets of at most `bytes`, from its end to its start; a larger parameter is a bucket
+/// alone, and none lies in two of `count` [fragments]. The slots are in the layout's order, the buckets in the
 /// opposite one.
 pub(super) fn cut(layout: &ParamLayout, bytes: usize, count: usize) -> (Vec<Slot>, Vec<Bucket>) {
     let mut buckets: Vec<Bucket> = Vec::new();

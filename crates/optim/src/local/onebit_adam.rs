@@ -58,8 +58,8 @@ impl From<LocalSettings> for OnebitAdam {
     }
 }
 
-/// 1-bit Adam: Adam without bias correction for `freeze` steps; then the second moment stays, and replicas average
-/// the momentum to which each has added its own gradient, through a codec with feedback on both sides
+/// 1-bit Adam: Adam without bias correction for `freeze` steps; then the second moment stays, and replicas
+/// average the momentum to which each has added its own gradient, through a codec with feedback on both sides
 /// ([`AverageConfig::warmup`](crate::AverageConfig) is to be `freeze` as well).
 ///
 /// Source: Tang et al. 2021, "1-bit Adam", Alg. 1. Differs: clipping, if any, is of what was averaged; and as
@@ -71,8 +71,8 @@ pub fn onebit_adam(settings: OnebitAdam) -> ChainBuilder {
 
 /// `QAdam`: as [`onebit_adam`], with bias correction.
 ///
-/// Source: BAGUA's `QAdam` (Gan et al. 2021). Differs: the correction of the second moment stands still with it;
-/// theirs goes on, and so changes the step's size.
+/// Source: BAGUA's `QAdam` (Gan et al. 2021). Differs: the correction of the second moment stands still with
+/// it; theirs goes on, and so changes the step's size.
 #[must_use]
 pub fn qadam(settings: OnebitAdam) -> ChainBuilder {
     chain(settings, true)

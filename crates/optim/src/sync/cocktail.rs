@@ -2,8 +2,8 @@
 
 use super::{Buffers, Delayed, DelayedSettings, Merge, SyncMethod};
 
-/// After each step the difference from the common model leaves, and its mean is taken up one step later: a whole
-/// step's compute hides the exchange.
+/// After each step the difference from the common model leaves, and its mean is taken up one step later: a
+/// whole step's compute hides the exchange.
 ///
 /// Source: Wang et al. 2023, "`CocktailSGD`", Alg. 1, whose compressor is the codec `rolling:10/topk:0.2/int4`.
 /// Differs: what the codec dropped waits in its residual, where theirs stays in the copy's parameters.

@@ -49,8 +49,8 @@ pub struct DelayedSettings {
 ///                 Mix(a): params = a params + (1 - a) anchor     Rebase: params += d + the anchor's move
 /// ```
 ///
-/// With one fragment, no delay and `Mix(0)` it is `DiLoCo`. After the last step of a run everything comes back, and
-/// all parameters are averaged once more, without delay.
+/// With one fragment, no delay and `Mix(0)` it is `DiLoCo`. After the last step of a run everything comes back,
+/// and all parameters are averaged once more, without delay.
 #[derive(Debug)]
 pub struct Delayed {
     average: Average,
@@ -67,6 +67,8 @@ pub struct Delayed {
     /// The mean of that over all copies, once it came.
     mean: Tensor,
     flight: Option<Flight>,
+    /// The name of `mean` among the states: it says on what timeline, so that no other takes it up.
+    mean_name: String,
     merging: Option<Merging>,
     /// Whether fragments have left in this round of averaging.
     opened: bool,
@@ -134,8 +136,8 @@ impl Outer {
 impl Delayed {
     /// Anchored at the parameters of `sync`; of its settings the averages' hold, the others are in `settings`.
     ///
-    /// Errors: those of [`Timeline::new`] and [`Average::new`]; [`OptimError::Setting`] for a mixing that is not
-    /// between 0 and 1.
+    /// Errors: those of [`Timeline::new`] and [`Average::new`]; [`OptimError::Setting`] for a mixing that is
+    /// not between 0 and 1.
     pub fn new(sync: SyncSettings<'_>, settings: DelayedSettings) -> Result<Self, OptimError> {
         let SyncSettings { comm, device, layout, average, params, .. } = sync;
         let DelayedSettings { every, fragments, delay, outer_momentum, merge, .. } = settings;
@@ -161,6 +163,7 @@ impl Delayed {
             delta: device.zeros(len)?,
             mean: device.zeros(len)?,
             flight: None,
+            mean_name: format!("mean@{every}.{fragments}.{delay}"),
             merging: None,
             opened: false,
             steps: 0,
@@ -353,7 +356,9 @@ impl Synchroniser for Delayed {
     }
     fn states(&self) -> Vec<(&str, &Tensor)> {
         let came = matches!(self.flight, Some(Flight::Here(_) | Flight::Restored));
-        self.outer.tensors().chain(came.then_some(("mean", &self.mean))).collect()
+        let mut states: Vec<(&str, &Tensor)> = self.outer.tensors().collect();
+        states.extend(came.then_some((self.mean_name.as_str(), &self.mean)));
+        states
     }
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
         self.flight.map(|_| ("delta", &self.delta)).into_iter().collect()
@@ -365,8 +370,8 @@ impl Synchroniser for Delayed {
             values => Err(OptimError::State { name: name.to_owned(), found: values.len(), expected }),
         };
         let outer = self.outer.tensors().map(|(name, _)| found(name)).collect::<Result<Vec<_>, _>>()?;
-        let flight = match (get("mean"), get("delta")) {
-            (Some(_), Some(_)) => Some((found("mean")?, found("delta")?)),
+        let flight = match (get(&self.mean_name), get("delta")) {
+            (Some(_), Some(_)) => Some((found(&self.mean_name)?, found("delta")?)),
             _ => None,
         };
         for ((_, tensor), values) in self.outer.tensors_mut().zip(outer) {

@@ -47,15 +47,16 @@ pub const EXPONENTIAL: SyncMethod = SyncMethod {
     ..D_PSGD
 };
 
-/// After a step, each copy sends its parameters to its neighbours, which have the next step's time to arrive; then
+/// After a step, each copy sends its parameters to its neighbours, which have the next step's time to arrive;
+/// then
 ///
 /// ```text
-/// x_i = x_i - step_i + sum over neighbours j of w_ij (x_j - x_i)      where x are the parameters that were sent
+/// x_i = x_i - step_i + sum over neighbours j of w_ij (x_j - x_i)      x: as they were sent
 /// ```
 ///
-/// Copies are never quite the same; the model of the run is their mean, which is computed where it is evaluated or
-/// saved, and which all take after the last step. Every so many steps all meet to tell their losses, and average
-/// nothing. Copies count alike, whatever their numbers of tokens. Parameters travel as f32.
+/// Copies are never quite the same; the model of the run is their mean, which is computed where it is evaluated
+/// or saved, and which all take after the last step. Every so many steps all meet to tell their losses, and
+/// average nothing. Copies count alike, whatever their numbers of tokens. Parameters travel as f32.
 #[derive(Debug)]
 pub struct Gossip {
     average: Average,

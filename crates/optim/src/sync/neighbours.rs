@@ -13,8 +13,8 @@ pub enum Graph {
     /// Pairs that change in each round until all have met: the lower half against the shifted upper one, as
     /// BAGUA's `shift_one`. Of an odd number one rests, each in turn.
     ShiftOne,
-    /// Half from the rank `2^k` before it, where `k` counts up to the logarithm of all and begins again (Ying et
-    /// al. 2021, one-peer exponential graphs; SGP's graph of Assran et al. 2019).
+    /// Half from the rank `2^k` before it, where `k` counts up to the logarithm of all and begins again (Ying
+    /// et al. 2021, one-peer exponential graphs; SGP's graph of Assran et al. 2019).
     Exponential,
     /// Random pairs that all ranks draw alike (`NoLoCo`, Kolehmainen et al. 2025). Of an odd number one rests.
     RandomPairs {

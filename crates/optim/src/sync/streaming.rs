@@ -4,9 +4,9 @@ use super::{Buffers, Delayed, DelayedSettings, Merge, SyncMethod};
 
 /// [`Delayed`] outer steps of fragments, which copies mix with their own parameters.
 ///
-/// Source: Douillard et al. 2025, "Streaming `DiLoCo` with overlapping communication", Alg. 2. Differs: a fragment
-/// is a run of neighbouring parameters with its share of all elements, where theirs has every so manyth layer;
-/// after the last step all parameters are averaged once more.
+/// Source: Douillard et al. 2025, "Streaming `DiLoCo` with overlapping communication", Alg. 2. Differs: a
+/// fragment is a run of neighbouring parameters with its share of all elements, where theirs has every so
+/// manyth layer; after the last step all parameters are averaged once more.
 pub const STREAMING: SyncMethod = SyncMethod {
     name: "streaming",
     summary: "diloco by fragments that travel while the next steps are computed, and are mixed in",

@@ -2,8 +2,8 @@
 
 use crate::OptimError;
 
-/// Fragment `p` of `P` leaves after the steps `(p + 1) H / P`, `(p + 1) H / P + H` and so on (rounded down), and
-/// comes back `delay` steps later, at most as the next one leaves.
+/// Fragment `p` of `P` leaves after the steps `(p + 1) H / P`, `(p + 1) H / P + H` and so on (rounded down),
+/// and comes back `delay` steps later, at most as the next one leaves.
 ///
 /// ```
 /// use farflung_optim::sync::Timeline;
@@ -28,8 +28,8 @@ fn require(ok: bool, field: &'static str, value: u64, expected: &'static str) ->
 impl Timeline {
     /// Each of `fragments` leaves every `every` steps.
     ///
-    /// Errors: [`OptimError::Setting`] for no steps, no fragments, more fragments than steps, and a delay beyond
-    /// the next departure.
+    /// Errors: [`OptimError::Setting`] for no steps, no fragments, more fragments than steps, and a delay
+    /// beyond the next departure.
     pub fn new(every: u64, fragments: u64, delay: u64) -> Result<Self, OptimError> {
         require(every > 0, "every", every, "above 0")?;
         let some = (1..=every).contains(&fragments);

@@ -1,5 +1,5 @@
-//! Adam whose second moment stands still after a warm-up, so that replicas can average first moments through any
-//! codec: the step is linear in them then, and what a codec carries over is not lost.
+//! Adam whose second moment stands still after a warm-up, so that replicas can average first moments through
+//! any codec: the step is linear in them then, and what a codec carries over is not lost.
 
 use farflung_tensor::{ProgramBuilder, Value};
 

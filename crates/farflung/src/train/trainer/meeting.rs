@@ -96,8 +96,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// The mean losses of all replicas that no step has told yet: those since they last met, or since their last
-    /// vote left. For all ranks to call.
+    /// The mean losses of all replicas that no step has told yet: those since they last met, or since their
+    /// last vote left. For all ranks to call.
     pub(in crate::train) fn tell_losses(&mut self) -> Result<Vec<f64>> {
         let mut losses = match self.voting.take() {
             Some(voting) => voting.wait()?.losses,

@@ -32,8 +32,8 @@ impl Trainer {
         self.executor.parts.keys().map(layers).collect()
     }
 
-    /// Does something with the parameters that all replicas have in common, where each has its own. For all ranks
-    /// to call.
+    /// Does something with the parameters that all replicas have in common, where each has its own. For all
+    /// ranks to call.
     pub(in crate::train) fn with_common<T>(
         &mut self,
         work: impl FnOnce(&mut Self) -> Result<T>,
@@ -162,7 +162,8 @@ impl Trainer {
             part.params.write(&from.weights(&layout)?)?;
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
-            // Of a run that was cut in another way, nobody's own values and nothing in flight can be told apart.
+            // Of a run that was cut in another way, nobody's own values and nothing in flight can be told
+            // apart.
             let alike = from.residuals != Residuals::None;
             let shared: Vec<String> = sync.states().into_iter().map(|(name, _)| name.to_owned()).collect();
             let state = |name: &str| {
