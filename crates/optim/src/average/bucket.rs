@@ -250,7 +250,7 @@ mod tests {
         assert_eq!(fragments(&layout(&[100, 10, 10, 10, 10]), 2), [0, 0, 0, 0, 1]);
         assert_eq!(fragments(&layout(&[10, 10, 10, 0, 10]), 4), [0, 1, 2, 3]);
         assert_eq!(fragments(&layout(&[10, 30]), 4), [0, 3]);
-        assert_eq!(fragments(&layout(&[]), 4), []);
+        assert!(fragments(&layout(&[]), 4).is_empty());
         let (_, buckets) = cut(&layout(&[10, 10, 10, 10]), usize::MAX, 2);
         assert_eq!(buckets.iter().map(|b| (b.fragment, b.len)).collect::<Vec<_>>(), [(0, 20), (1, 20)]);
     }
