@@ -13,11 +13,10 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-/// The most that losses may be above plain `DiLoCo`'s, in percent: the issue's mark, which fragments alone
-/// meet.
+/// The most that losses may be above plain `DiLoCo`'s, in percent: the issue's mark.
 const MOST: f64 = 1.0;
-/// With delay and mixing: measured over three seeds, 3.28 and 3.13 in 4 bits, and two standard deviations of
-/// 0.2. It is above the issue's mark, and the record says so.
+/// Mixed by half, as in the paper: measured over three seeds, 3.28, and two standard deviations of 0.2. It is
+/// above the issue's mark, and the record says so.
 const MOST_MIXED: f64 = 3.7;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -29,12 +28,11 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let plain = lab.compare(report, &arms::STREAMING_F32, &f32, Mark::None)?;
     let coded = lab.compare(report, &arms::STREAMING, &f32, Mark::None)?;
     let judged = |most| if options.quick { Mark::None } else { most };
-    let taken = lab.compare(report, &arms::STREAMING_TAKEN, &f32, Mark::None)?;
-    let most = [MOST, MOST_MIXED, MOST_MIXED].map(Mark::AtMost);
-    for (arm, mark) in [&fragments, &plain, &coded].into_iter().zip(most).chain([(&taken, Mark::None)]) {
+    let mixed = lab.compare(report, &arms::STREAMING_MIXED, &f32, Mark::None)?;
+    for (arm, most) in [(&fragments, MOST), (&plain, MOST), (&coded, MOST), (&mixed, MOST_MIXED)] {
         let gap = arm.gap(&diloco);
         let metric = format!("{}: loss above plain DiLoCo's", arm.name);
-        report.row(&metric, gap.mean, "%", judged(mark))?;
+        report.row(&metric, gap.mean, "%", judged(Mark::AtMost(most)))?;
     }
     let link = LINKS[0];
     let alone = lab.step_time(report, &arms::ALONE, link.parse()?)?;
@@ -51,11 +49,16 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Published {
         what: "loss of streaming DiLoCo in 4 bits against plain DiLoCo's",
         paper: "3.53 against 3.54 at 35M parameters, 2.48 against 2.49 at 1B (H=30)",
-        ours: format!("{:+.2} % with H=50 (standard deviation {:.2} %)", gap.mean, gap.sigma),
+        ours: format!(
+            "{:+.2} % with H=50 (standard deviation {:.2} %); mixed by half and six steps late {:+.2} %",
+            gap.mean,
+            gap.sigma,
+            mixed.gap(&diloco).mean
+        ),
         setting: lab.setting().command(&arms::STREAMING),
         holds: gap.mean <= MOST,
-        note: "40 averages of a small model at a high learning rate: replicas are far apart when they mix. \
-               Fragments without delay and mixing hold",
+        note: "not mixed, as torchft does it. The paper's half costs more here: 40 averages of a small model \
+               at a high learning rate, where replicas are far apart as they mix",
     }
     .record(report);
     Published {

@@ -293,8 +293,9 @@ settings! {
         fragments: usize, "N";
         /// Steps that streaming lets an average take, while it trains on.
         sync_delay: u64, "STEPS", 1u64;
-        /// What stays of a worker's own parameters where streaming takes up an average: 0 takes the average.
-        mixing: f64, "X", 0.5;
+        /// What stays of a worker's own parameters where streaming takes up an average: 0 takes the average, as
+        /// torchft does; the paper has 0.5.
+        mixing: f64, "X", 0.0;
         /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01
         /// (momentum is gathered before the selection), powersgd:4 (matrices as products of rank 4), and many
         /// more; a wrong name lists them.

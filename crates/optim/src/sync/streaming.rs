@@ -9,7 +9,7 @@ use super::{Buffers, Delayed, DelayedSettings, Merge, SyncMethod};
 /// manyth layer; after the last step all parameters are averaged once more.
 pub const STREAMING: SyncMethod = SyncMethod {
     name: "streaming",
-    summary: "diloco by fragments that travel while the next steps are computed, and are mixed in",
+    summary: "diloco by fragments that travel while the next steps are computed, and are taken up later",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum", "fragments", "sync-delay", "mixing"],
     overlaps: true,

@@ -168,24 +168,24 @@ pub(crate) const QADAM: Arm = arm(
 pub(crate) const STREAMING: Arm = arm(
     "streaming DiLoCo H=50, E3M0",
     "--sync streaming --sync-every 50 --codec e3m0 --error-feedback false",
-    "four fragments in 4 bits, one after the other, a step late and mixed by half",
+    "four fragments in 4 bits, one after the other, a step late",
 );
 /// The same without loss.
 pub(crate) const STREAMING_F32: Arm = arm(
     "streaming DiLoCo H=50",
     "--sync streaming --sync-every 50 --sync-delay 6",
-    "four fragments, one after the other, six steps late and mixed by half",
+    "four fragments, one after the other, six steps late",
 );
-/// The same without mixing.
-pub(crate) const STREAMING_TAKEN: Arm = arm(
-    "streaming DiLoCo H=50, not mixed",
-    "--sync streaming --sync-every 50 --sync-delay 6 --mixing 0",
-    "a control: what was learned on the way is dropped",
+/// The same, mixed as in the paper.
+pub(crate) const STREAMING_MIXED: Arm = arm(
+    "streaming DiLoCo H=50, mixed by half",
+    "--sync streaming --sync-every 50 --sync-delay 6 --mixing 0.5",
+    "the same, half of what a worker had stays",
 );
-/// The same without delay and mixing.
+/// The same without delay.
 pub(crate) const FRAGMENTS: Arm = arm(
     "DiLoCo H=50 in fragments",
-    "--sync streaming --sync-every 50 --sync-delay 0 --mixing 0",
+    "--sync streaming --sync-every 50 --sync-delay 0",
     "a control: four fragments that are waited for",
 );
 
@@ -261,7 +261,7 @@ pub(crate) const ALL: &[Arm] = &[
     QADAM,
     STREAMING,
     STREAMING_F32,
-    STREAMING_TAKEN,
+    STREAMING_MIXED,
     FRAGMENTS,
     COCKTAIL,
     COCKTAIL_INT4,
