@@ -21,7 +21,7 @@ pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
 pub use delayed::{Delayed, DelayedSettings, Merge};
 pub use diloco::{DILOCO, DiLoCo};
-pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, SHIFT_ONE};
+pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
 pub use neighbours::{Graph, Meeting, Neighbour};
 pub use streaming::STREAMING;
 pub use timeline::Timeline;
@@ -214,7 +214,8 @@ pub struct Buffers {
 }
 
 /// All methods; the first is the default.
-pub const METHODS: &[SyncMethod] = &[DDP, DILOCO, STREAMING, COCKTAIL, D_PSGD, SHIFT_ONE, EXPONENTIAL];
+pub const METHODS: &[SyncMethod] =
+    &[DDP, DILOCO, STREAMING, COCKTAIL, D_PSGD, SHIFT_ONE, EXPONENTIAL, RANDOM_PAIRS];
 
 impl SyncMethod {
     /// The method of a name.

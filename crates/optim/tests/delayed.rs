@@ -12,7 +12,7 @@ use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
     After, COCKTAIL, D_PSGD, DILOCO, Delayed, DelayedSettings, EXPONENTIAL, Graph, Merge, Neighbour,
-    SHIFT_ONE, STREAMING, SyncMethod, SyncSettings, Synchroniser, Timeline,
+    RANDOM_PAIRS, SHIFT_ONE, STREAMING, SyncMethod, SyncSettings, Synchroniser, Timeline,
 };
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
@@ -267,6 +267,7 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
         (&D_PSGD, PLAIN),
         (&SHIFT_ONE, PLAIN),
         (&EXPONENTIAL, PLAIN),
+        (&RANDOM_PAIRS, PLAIN),
     ];
     for (method, case) in cases {
         let whole = trace(method, case, 3, &EQUAL, None);
@@ -298,7 +299,12 @@ fn what_is_in_flight_is_not_taken_up_on_another_timeline() {
 
 #[test]
 fn gossip_does_what_plain_loops_do() {
-    let graphs = [(&D_PSGD, Graph::Ring), (&SHIFT_ONE, Graph::ShiftOne), (&EXPONENTIAL, Graph::Exponential)];
+    let graphs = [
+        (&D_PSGD, Graph::Ring),
+        (&SHIFT_ONE, Graph::ShiftOne),
+        (&EXPONENTIAL, Graph::Exponential),
+        (&RANDOM_PAIRS, Graph::RandomPairs { seed: 0 }),
+    ];
     for (method, graph) in graphs {
         for ranks in [1, 2, 3, 5] {
             let got = trace(method, PLAIN, ranks, &[1.0; 5], None);

@@ -47,6 +47,19 @@ pub const EXPONENTIAL: SyncMethod = SyncMethod {
     ..D_PSGD
 };
 
+/// [`Gossip`] in pairs that are drawn.
+///
+/// Source: Boyd et al. 2006, "Randomized gossip algorithms"; all ranks draw alike.
+pub const RANDOM_PAIRS: SyncMethod = SyncMethod {
+    name: "random-pairs",
+    summary: "as d-psgd, in pairs of workers that are drawn in each step",
+    build: |s| {
+        let seed = s.average.seed;
+        Ok(Box::new(Gossip::new(s, Graph::RandomPairs { seed })?))
+    },
+    ..D_PSGD
+};
+
 /// After a step, each copy sends its parameters to its neighbours, which have the next step's time to arrive;
 /// then
 ///

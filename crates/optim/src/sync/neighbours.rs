@@ -16,7 +16,7 @@ pub enum Graph {
     /// Half from the rank `2^k` before it, where `k` counts up to the logarithm of all and begins again (Ying
     /// et al. 2021, one-peer exponential graphs; SGP's graph of Assran et al. 2019).
     Exponential,
-    /// Random pairs that all ranks draw alike (`NoLoCo`, Kolehmainen et al. 2025). Of an odd number one rests.
+    /// Random pairs that all ranks draw alike. Of an odd number one rests.
     RandomPairs {
         /// Of the drawing.
         seed: u64,
