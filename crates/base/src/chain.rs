@@ -12,7 +12,7 @@ pub enum ChainStep {
     Forward(u32),
     /// Run layer i from input i and keep all that its backward needs.
     ForwardAll(u32),
-    /// Run layer i backward; what was kept for it is gone.
+    /// Run layer i backward. Its activations are freed.
     Backward(u32),
     /// Go back to input i, which is kept.
     Restore(u32),

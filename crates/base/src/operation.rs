@@ -142,7 +142,7 @@ struct Progress {
 /// Exchanges in virtual time over one network.
 ///
 /// Ranks begin their sides at times of their own. [`NetworkSimulator::next_end`] gives the ends, in the order
-/// in which they become known: whoever begins something new because of an end begins it no earlier.
+/// in which they become known. What begins because of an end does not begin before it.
 #[derive(Debug)]
 pub struct NetworkSimulator<'a> {
     network: Network,
@@ -158,7 +158,7 @@ pub struct NetworkSimulator<'a> {
 }
 
 impl<'a> NetworkSimulator<'a> {
-    /// Idle links, and operations that nobody has begun.
+    /// All links are idle, and no operation has begun.
     #[must_use]
     pub fn new(topology: &Topology, operations: &'a [Operation]) -> Self {
         Self {

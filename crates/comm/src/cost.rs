@@ -61,7 +61,7 @@ impl Sizes<'_> {
     }
 }
 
-/// What programs over a buffer of `bytes` send, for whoever prices several collectives at once.
+/// What programs over a buffer of `bytes` send. It is for callers that price several collectives at once.
 ///
 /// `programs` has one program per rank.
 #[must_use]

@@ -1,6 +1,6 @@
 //! Whether values are finite.
 
-use farflung_tensor::{Tensor, TensorError};
+use farflung_tensor::{TensorError, View};
 
 /// Whether all values are finite. One pass without an early exit, which runs at the speed of memory.
 #[must_use]
@@ -8,10 +8,10 @@ pub fn all_finite(values: &[f32]) -> bool {
     values.iter().fold(true, |all, value| all & value.is_finite())
 }
 
-/// Whether all elements of a tensor of f32 are finite.
+/// Whether all elements of a view of f32 are finite.
 ///
-/// Errors: those of a download from the tensor's device.
-pub(crate) fn is_finite(x: &Tensor) -> Result<bool, TensorError> {
+/// Errors: those of a download from the view's device.
+pub(crate) fn is_finite(x: View<'_>) -> Result<bool, TensorError> {
     match x.host::<f32>() {
         Some(values) => Ok(all_finite(values)),
         None => Ok(all_finite(&x.to_vec::<f32>()?)),

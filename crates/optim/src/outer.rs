@@ -84,7 +84,7 @@ impl OuterOptimizer {
         self.chain.commit(&mut self.anchor, &self.delta, prepared)?;
         let mut broken = None;
         for (name, tensor) in [("parameters", &self.anchor)].into_iter().chain(self.chain.states()) {
-            if broken.is_none() && !is_finite(tensor)? {
+            if broken.is_none() && !is_finite(tensor.view())? {
                 broken = Some(name.to_owned());
             }
         }

@@ -87,6 +87,11 @@ pub trait Synchroniser: std::fmt::Debug + Send {
         false
     }
 
+    /// The parameters as all copies last had them, where the method holds them until they meet again.
+    fn agreed(&self) -> Option<&Tensor> {
+        None
+    }
+
     /// Whether each copy has parameters of its own also after they met; the model that the run trains is then
     /// [`Synchroniser::common`].
     fn is_apart(&self) -> bool {

@@ -70,6 +70,17 @@ impl Emit<'_> {
         let (old, new) = (p.mul(keep, old), p.mul(take, new));
         p.add(old, new)
     }
+
+    /// Adam's two moments of the gradient after this step, which are the link's first two states.
+    fn moments(&mut self, beta1: f64, beta2: f64, g: Value) -> (Value, Value) {
+        let (m, v) = (self.program.load(self.states), self.program.load(self.states + 1));
+        let m = self.average(beta1, m, g);
+        let gg = self.program.mul(g, g);
+        let v = self.average(beta2, v, gg);
+        self.program.store(self.states, m);
+        self.program.store(self.states + 1, v);
+        (m, v)
+    }
 }
 
 /// What the scalars of a step depend on.

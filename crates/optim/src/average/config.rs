@@ -20,8 +20,9 @@ pub struct AverageConfig {
     pub algorithm: Algorithm,
     /// Most f32 bytes of a bucket; a larger parameter is a bucket alone.
     pub bucket_bytes: usize,
-    /// Parts of a round that can leave at different times ([`Average::start_fragment`]): runs of neighbouring
-    /// parameters with about the same number of elements, from the layout's end to its start. At least 1.
+    /// Parts of a round that can leave at different times, by
+    /// [`Average::start_fragment`](super::Average::start_fragment): runs of neighbouring parameters with about
+    /// the same number of elements, from the layout's end to its start. At least 1.
     pub fragments: usize,
     /// Rounds at the beginning that travel as plain f32, before [`AverageConfig::codec`] holds: from the first
     /// step on, lossy codecs lose more than later.

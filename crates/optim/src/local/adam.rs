@@ -2,7 +2,7 @@
 
 use super::{Averages, LocalMethod, LocalSettings, clipped};
 use crate::transform::{add_decayed_weights, scale_by_adam, scale_by_schedule};
-use crate::{ChainBuilder, LrSchedule};
+use crate::{ChainBuilder, LrSchedule, Transform};
 
 /// [`adam`] with the settings' numbers.
 pub const ADAM: LocalMethod = LocalMethod {
@@ -13,13 +13,11 @@ pub const ADAM: LocalMethod = LocalMethod {
     averages: Averages::Gradients,
     buffers: |_| 2,
     per_tensor: false,
-    build: |settings| {
-        let LocalSettings { beta1, beta2, eps, weight_decay, clip, schedule, .. } = settings;
-        adam(Adam { beta1, beta2, eps, weight_decay, clip, schedule })
-    },
+    build: |settings| adam(settings.into()),
 };
 
-/// Settings of [`adam`]; PyTorch's defaults, but no clipping.
+/// Settings of [`adam`], [`amsgrad`](super::amsgrad()) and [`radam`](super::radam()); PyTorch's defaults, but no
+/// clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Adam {
     /// Decay of the first moment.
@@ -43,12 +41,29 @@ impl Default for Adam {
     }
 }
 
+impl From<LocalSettings> for Adam {
+    fn from(settings: LocalSettings) -> Self {
+        let LocalSettings { beta1, beta2, eps, weight_decay, clip, schedule, .. } = settings;
+        Self { beta1, beta2, eps, weight_decay, clip, schedule }
+    }
+}
+
+impl Adam {
+    /// A chain with this direction, made of both decays and `eps`.
+    pub(super) fn chain<T: Transform + 'static>(
+        self,
+        direction: impl Fn(f64, f64, f64) -> T,
+    ) -> ChainBuilder {
+        let Self { beta1, beta2, eps, weight_decay, clip, schedule } = self;
+        let chain = clipped(clip).then(add_decayed_weights(weight_decay)).then(direction(beta1, beta2, eps));
+        chain.then(scale_by_schedule(schedule))
+    }
+}
+
 /// Adam: `p -= lr m^ / (sqrt(v^) + eps)`.
 ///
 /// Source: Kingma and Ba 2015, "Adam: A Method for Stochastic Optimization", Alg. 1, in PyTorch's form.
 #[must_use]
 pub fn adam(settings: Adam) -> ChainBuilder {
-    let Adam { beta1, beta2, eps, weight_decay, clip, schedule } = settings;
-    let chain = clipped(clip).then(add_decayed_weights(weight_decay)).then(scale_by_adam(beta1, beta2, eps));
-    chain.then(scale_by_schedule(schedule))
+    settings.chain(scale_by_adam)
 }

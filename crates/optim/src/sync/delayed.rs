@@ -7,7 +7,7 @@ use std::ops::Range;
 use farflung_tensor::{Device, Op, Tensor, TensorError, View};
 
 use super::{After, SyncSettings, Synchroniser, Timeline};
-use crate::finite::all_finite;
+use crate::finite::is_finite;
 use crate::{Average, AverageConfig, OptimError};
 use programs::Programs;
 
@@ -278,7 +278,7 @@ impl Synchroniser for Delayed {
                 }
             }
             for (name, tensor) in self.next.tensors() {
-                if !all_finite(&part(tensor, range)?.to_vec::<f32>()?) {
+                if !is_finite(part(tensor, range)?)? {
                     let name = if name == "anchor" { "parameters" } else { name };
                     return Err(OptimError::StepNotFinite { name: name.to_owned() });
                 }

@@ -95,6 +95,9 @@ impl Synchroniser for DiLoCo {
         }
         Ok(())
     }
+    fn agreed(&self) -> Option<&Tensor> {
+        Some(self.outer.anchor())
+    }
     fn rollback(&mut self) {
         self.prepared = None;
         self.outer.undo();

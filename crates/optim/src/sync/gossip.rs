@@ -145,11 +145,13 @@ impl Gossip {
 
     /// Waits for neighbours, and writes what they change.
     fn arrive(&mut self) -> Result<(), OptimError> {
-        if !matches!(self.flight, Flight::Away(_)) {
-            return Ok(());
-        }
-        let away = std::mem::replace(&mut self.flight, Flight::Nothing);
-        let Flight::Away(Away { sent, leaving, coming }) = away else { return Ok(()) };
+        let Away { sent, leaving, coming } = match std::mem::replace(&mut self.flight, Flight::Nothing) {
+            Flight::Away(away) => away,
+            other => {
+                self.flight = other;
+                return Ok(());
+            }
+        };
         let mut change = vec![0.0_f32; sent.len()];
         for Coming { from, weight, bytes } in coming {
             let bytes = bytes.wait()?;
@@ -208,7 +210,7 @@ impl Synchroniser for Gossip {
         if self.last { Some(&mut self.mean) } else { None }
     }
     fn prepare(&mut self) -> Result<(), OptimError> {
-        if self.last && !is_finite(&self.mean)? {
+        if self.last && !is_finite(self.mean.view())? {
             return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
         }
         Ok(())
@@ -229,14 +231,14 @@ impl Synchroniser for Gossip {
         let tag = TAG + (self.rounds % 2) as u32;
         let all = params.to_vec::<f32>()?;
         let sent = self.pieces.iter().flat_map(|piece| &all[piece.clone()]).copied().collect::<Vec<f32>>();
-        let bytes = || sent.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+        let bytes: Vec<u8> = sent.iter().flat_map(|value| value.to_le_bytes()).collect();
         let coming = from.into_iter().map(|neighbour| Coming {
             from: Rank(neighbour.rank),
             weight: neighbour.weight,
             bytes: comm.start_recv(Rank(neighbour.rank), tag),
         });
         let coming = coming.collect();
-        let leaving = to.into_iter().map(|rank| comm.start_send(Rank(rank), tag, bytes())).collect();
+        let leaving = to.into_iter().map(|rank| comm.start_send(Rank(rank), tag, bytes.clone())).collect();
         self.flight = Flight::Away(Away { sent, leaving, coming });
         self.rounds += 1;
         Ok(false)

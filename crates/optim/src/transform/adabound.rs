@@ -60,13 +60,8 @@ impl Transform for ScaleByAdaBound {
         out.push((last * (1.0 + 1.0 / (gamma * t))) as f32);
     }
     fn emit(&self, e: &mut Emit<'_>, g: Value) -> Value {
-        let (m, v) = (e.program.load(e.states), e.program.load(e.states + 1));
-        let m = e.average(self.beta1, m, g);
-        let gg = e.program.mul(g, g);
-        let v = e.average(self.beta2, v, gg);
+        let (m, v) = e.moments(self.beta1, self.beta2, g);
         let p = &mut *e.program;
-        p.store(e.states, m);
-        p.store(e.states + 1, v);
         let [fix, low, high] = [0, 1, 2].map(|i| p.scalar(e.scalars + i));
         let eps = p.constant(self.eps as f32);
         let root = p.sqrt(v);

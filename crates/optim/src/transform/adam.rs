@@ -52,13 +52,8 @@ impl Transform for ScaleByAdam {
         out.push((1.0 / (1.0 - self.beta2.powf(t)).sqrt()) as f32);
     }
     fn emit(&self, e: &mut Emit<'_>, g: Value) -> Value {
-        let (m, v) = (e.program.load(e.states), e.program.load(e.states + 1));
-        let m = e.average(self.beta1, m, g);
-        let gg = e.program.mul(g, g);
-        let mut v = e.average(self.beta2, v, gg);
+        let (m, mut v) = e.moments(self.beta1, self.beta2, g);
         let p = &mut *e.program;
-        p.store(e.states, m);
-        p.store(e.states + 1, v);
         if self.states.len() == 3 {
             let largest = p.load(e.states + 2);
             v = p.max(largest, v);

@@ -6,8 +6,8 @@ use super::{Emit, Transform, require};
 use crate::OptimError;
 
 /// Adds `decay * parameter` to matrices, not to vectors, unless the parameter's group says otherwise: decoupled
-/// weight decay when it stands after [`scale_by_adam`] (Loshchilov and Hutter 2019), l2 regularisation when it
-/// stands before.
+/// weight decay when it stands after [`scale_by_adam`](super::scale_by_adam) (Loshchilov and Hutter 2019), l2
+/// regularisation when it stands before.
 #[must_use]
 pub fn add_decayed_weights(decay: f64) -> impl Transform {
     AddDecayedWeights { decay }

@@ -3,7 +3,7 @@
 
 use farflung_tensor::{ProgramBuilder, Value};
 
-use super::{Contribution, Emit, StepInfo, Transform, require};
+use super::{Contribution, Emit, StepInfo, Transform, require_eps, require_share};
 use crate::OptimError;
 
 /// Settings of [`scale_by_frozen_adam`].
@@ -58,9 +58,9 @@ impl Transform for ScaleByFrozenAdam {
     }
     fn validate(&self) -> Result<(), OptimError> {
         let FrozenAdam { beta1, beta2, eps, .. } = self.0;
-        require((0.0..1.0).contains(&beta1), "adam", "beta1", beta1, "at least 0 and below 1")?;
-        require((0.0..1.0).contains(&beta2), "adam", "beta2", beta2, "at least 0 and below 1")?;
-        require(eps as f32 > 0.0, "adam", "eps", eps, "above 0 in f32")
+        require_share("adam", "beta1", beta1)?;
+        require_share("adam", "beta2", beta2)?;
+        require_eps("adam", eps)
     }
     fn states(&self) -> &'static [&'static str] {
         &["m", "v"]

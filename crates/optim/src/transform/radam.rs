@@ -59,13 +59,8 @@ impl Transform for ScaleByRAdam {
         out.extend([adaptive, 1.0 - adaptive]);
     }
     fn emit(&self, e: &mut Emit<'_>, g: Value) -> Value {
-        let (m, v) = (e.program.load(e.states), e.program.load(e.states + 1));
-        let m = e.average(self.beta1, m, g);
-        let gg = e.program.mul(g, g);
-        let v = e.average(self.beta2, v, gg);
+        let (m, v) = e.moments(self.beta1, self.beta2, g);
         let p = &mut *e.program;
-        p.store(e.states, m);
-        p.store(e.states + 1, v);
         let [fix_m, fix_v, adaptive, plain] = [0, 1, 2, 3].map(|i| p.scalar(e.scalars + i));
         let eps = p.constant(self.eps as f32);
         let root = p.sqrt(v);

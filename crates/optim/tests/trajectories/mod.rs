@@ -3,8 +3,8 @@
 //! file too: whoever includes it says where the crates are.
 
 use super::optim::local::{
-    AdaBelief, AdaBound, AdaGrad, Adam, AdamW, AmsGrad, Lamb, Lion, Muon, RAdam, RmsProp, Sgd, Signum,
-    adabelief, adabound, adagrad, adam, adamw, amsgrad, lamb, lion, muon, radam, rmsprop, sgd, signum,
+    AdaBelief, AdaBound, AdaGrad, Adam, AdamW, Lamb, Lion, Muon, RmsProp, Sgd, Signum, adabelief, adabound,
+    adagrad, adam, adamw, amsgrad, lamb, lion, muon, radam, rmsprop, sgd, signum,
 };
 use super::optim::transform::{MuonScale, lookahead};
 use super::optim::{ChainBuilder, Decay, Groups, LrSchedule, OptimError};
@@ -52,7 +52,6 @@ pub(crate) fn chains() -> Vec<(&'static str, ChainBuilder)> {
     let (beta1, beta2, eps, weight_decay) = (0.8, 0.9, 1e-3, 0.1);
     let adam_settings = Adam { beta1, beta2, eps, weight_decay, clip: None, schedule };
     let adamw_settings = AdamW { beta1, beta2, eps, weight_decay, clip: None, schedule };
-    let amsgrad_settings = AmsGrad { beta1, beta2, eps, weight_decay, clip: None, schedule };
     let rms = RmsProp { rho: 0.9, eps, weight_decay, schedule, ..RmsProp::default() };
     let muon_settings = Muon { momentum: 0.9, beta1, beta2, eps, weight_decay, schedule, ..Muon::default() };
     let bound =
@@ -66,16 +65,16 @@ pub(crate) fn chains() -> Vec<(&'static str, ChainBuilder)> {
         ),
         ("adam", adam(adam_settings)),
         ("adamw", adamw(adamw_settings)),
-        ("amsgrad", amsgrad(amsgrad_settings)),
+        ("amsgrad", amsgrad(adam_settings)),
         ("rmsprop", rmsprop(rms)),
         ("rmsprop-momentum", rmsprop(RmsProp { momentum: 0.7, ..rms })),
         ("rmsprop-centered", rmsprop(RmsProp { momentum: 0.7, centered: true, ..rms })),
         ("adagrad", adagrad(AdaGrad { lr_decay: 0.1, eps, weight_decay, clip: None, schedule })),
-        ("radam", radam(RAdam { beta1, beta2: 0.95, eps, weight_decay, clip: None, schedule })),
+        ("radam", radam(Adam { beta1, beta2: 0.95, eps, weight_decay, clip: None, schedule })),
         ("lookahead-adamw", adamw(AdamW { schedule: warm, ..adamw_settings }).then(lookahead(3, 0.4))),
         ("groups", adamw(adamw_settings).groups(rules)),
         // Five buffers to rewrite: a pass has room for four.
-        ("lookahead-amsgrad", amsgrad(amsgrad_settings).then(lookahead(3, 0.4))),
+        ("lookahead-amsgrad", amsgrad(adam_settings).then(lookahead(3, 0.4))),
         ("muon", muon(muon_settings)),
         ("muon-match", muon(Muon { scale: MuonScale::MatchAdamW, ..muon_settings })),
         ("lamb", lamb(Lamb { beta1, beta2, eps, weight_decay, clip: None, schedule })),

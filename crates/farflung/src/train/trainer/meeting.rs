@@ -39,19 +39,9 @@ impl Trainer {
         // What left with an earlier vote comes back with it.
         let voting = self.voting.take();
         let voting = voting.unwrap_or_else(|| self.vote_on_window(stop));
-        let exchanged = self.exchange(after);
-        let mut vote = match exchanged.and_then(|()| voting.wait()) {
-            Ok(vote) => vote,
-            Err(error) => {
-                self.executor.parts.values_mut().for_each(Part::rollback);
-                return Err(error);
-            }
-        };
+        let mut vote = self.meet(after, || voting.wait())?;
         while self.take_up()? {
-            if let Err(error) = self.exchange(after) {
-                self.executor.parts.values_mut().for_each(Part::rollback);
-                return Err(error);
-            }
+            self.meet(after, || Ok(()))?;
         }
         self.depart(after, stop)?;
         if last {
@@ -66,6 +56,15 @@ impl Trainer {
             drift: None,
             skipped: 0,
         })
+    }
+
+    /// Exchanges, and waits for what goes with it. A failure leaves no trace.
+    fn meet<T>(&mut self, after: After, beside: impl FnOnce() -> Result<T>) -> Result<T> {
+        let met = self.exchange(after).and_then(|()| beside());
+        if met.is_err() {
+            self.executor.parts.values_mut().for_each(Part::rollback);
+        }
+        met
     }
 
     /// Takes what was exchanged. Whether replicas are to meet once more: all or none.

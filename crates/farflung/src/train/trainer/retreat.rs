@@ -26,16 +26,13 @@ pub(super) struct Mark {
 /// A part as it was then.
 #[derive(Debug)]
 struct Marked {
-    /// None where the part's method has them still: its anchor.
+    /// None where the part's method has them still.
     params: Option<Tensor>,
     updates: u64,
     states: BTreeMap<String, Tensor>,
     /// What the average of gradients remembers, and its rounds. Others change where replicas meet alone.
     gradients: Option<(u64, BTreeMap<String, Vec<f32>>)>,
 }
-
-/// The name of the parameters among the states of a method that lets replicas move apart.
-const ANCHOR: &str = "anchor";
 
 impl Marked {
     /// Copies stay on the device where they are made at each step, `host` is for those that are rare.
@@ -46,7 +43,7 @@ impl Marked {
         };
         let states = part.chain.states().map(|(name, state)| Ok((name.to_owned(), kept(state)?)));
         let states = states.collect::<Result<_>>()?;
-        let params = if anchor(part).is_some() { None } else { Some(kept(&part.params)?) };
+        let params = if agreed(part).is_some() { None } else { Some(kept(&part.params)?) };
         let average = part.sync.as_ref().filter(|_| each_step).map(|sync| sync.average());
         let saved =
             |average: &Average| Ok::<_, Error>((average.round(), average.save("")?.into_iter().collect()));
@@ -63,8 +60,8 @@ impl Marked {
         match params {
             Some(params) => part.params.write(&params.to_vec::<f32>()?)?,
             None => {
-                if let Some(anchor) = anchor(part) {
-                    let values = anchor.to_vec::<f32>()?;
+                if let Some(agreed) = agreed(part) {
+                    let values = agreed.to_vec::<f32>()?;
                     part.params.write(&values)?;
                 }
             }
@@ -76,12 +73,8 @@ impl Marked {
 }
 
 /// The parameters of a part where all replicas were last the same, where its method has them.
-fn anchor(part: &Part) -> Option<&Tensor> {
-    if part.sync.as_ref().is_some_and(|sync| sync.is_apart()) {
-        return None;
-    }
-    let mut states = part.sync.iter().flat_map(|sync| sync.states());
-    states.find(|(name, _)| *name == ANCHOR).map(|(_, anchor)| anchor)
+fn agreed(part: &Part) -> Option<&Tensor> {
+    part.sync.as_ref().and_then(|sync| sync.agreed())
 }
 
 impl Trainer {
