@@ -58,12 +58,15 @@ pub enum Algorithm {
     Butterfly,
     /// Along the axes of a grid of ranks, one after the other.
     Moshpit,
+    /// Each rank sends what a codec made of its values to all others, and all add them up. Plain values go by
+    /// [`Algorithm::Ring`].
+    AllGather,
     /// The cheapest of them on the declared topology; ties go to the one named first.
     Auto,
 }
 
 impl Algorithm {
-    /// Every algorithm, in the order of the choice; without `Auto`.
+    /// Every algorithm for plain values, in the order of the choice; without `Auto`.
     pub const ALL: [Self; 9] = [
         Self::Ring,
         Self::BidirectionalRing,
@@ -77,9 +80,10 @@ impl Algorithm {
     ];
 
     /// Those by which values can be averaged through a codec, in the order of the choice: equal shards, shards
-    /// by access links, plain inside a region and coded between regions, and a ring that encodes anew at each
-    /// hop.
-    pub const CODED: [Self; 4] = [Self::Direct, Self::Butterfly, Self::Hierarchical, Self::Ring];
+    /// by access links, plain inside a region and coded between regions, a ring that encodes anew at each hop,
+    /// and everything to all.
+    pub const CODED: [Self; 5] =
+        [Self::Direct, Self::Butterfly, Self::Hierarchical, Self::Ring, Self::AllGather];
 
     /// The name on command lines and in plans.
     #[must_use]
@@ -94,6 +98,7 @@ impl Algorithm {
             Self::Direct => "direct",
             Self::Butterfly => "butterfly",
             Self::Moshpit => "moshpit",
+            Self::AllGather => "all-gather",
             Self::Auto => "auto",
         }
     }
@@ -110,7 +115,7 @@ impl FromStr for Algorithm {
 
     /// Reads a name such as `double-tree` or `auto`.
     fn from_str(text: &str) -> Result<Self, UnknownName> {
-        let all: Vec<Self> = Self::ALL.into_iter().chain([Self::Auto]).collect();
+        let all: Vec<Self> = Self::ALL.into_iter().chain([Self::AllGather, Self::Auto]).collect();
         find("all-reduce algorithm", text, &all, Self::name)
     }
 }

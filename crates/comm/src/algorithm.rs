@@ -74,7 +74,8 @@ impl AllReduce for Algorithm {
 
     fn program(self, rank: Rank, size: usize) -> Program {
         match self {
-            Self::Ring | Self::Auto => ring(rank, size),
+            // An all-gather is for what a codec packs.
+            Self::Ring | Self::AllGather | Self::Auto => ring(rank, size),
             Self::BidirectionalRing => bidirectional_ring(rank, size),
             Self::RecursiveDoubling => recursive_doubling(rank, size),
             Self::HalvingDoubling => halving_doubling(rank, size),

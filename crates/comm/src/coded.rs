@@ -6,6 +6,7 @@
 
 mod choice;
 mod exchange;
+mod gather;
 mod messages;
 mod ring;
 mod two_level;
@@ -18,6 +19,7 @@ use crate::steps::{Merge, Phase};
 
 pub use choice::{CodedAllReduce, CodedBuffer};
 pub use exchange::{coded_exchange, coded_exchange_of};
+pub use gather::coded_all_gather;
 pub(crate) use messages::Messages;
 pub use ring::coded_ring;
 pub use two_level::two_level;

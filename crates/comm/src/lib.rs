@@ -45,8 +45,8 @@ pub use butterfly::{
 };
 pub use cancel::Cancel;
 pub use coded::{
-    Coded, CodedAllReduce, CodedBuffer, CodedSlice, CodedValues, Coder, coded_exchange, coded_exchange_of,
-    coded_ring, two_level,
+    Coded, CodedAllReduce, CodedBuffer, CodedSlice, CodedValues, Coder, coded_all_gather, coded_exchange,
+    coded_exchange_of, coded_ring, two_level,
 };
 pub use communicator::{Communicator, Counter, Look, shift_one};
 pub use control::{Control, Listed};

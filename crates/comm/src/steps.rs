@@ -57,6 +57,8 @@ pub struct Coding {
     pub recvs: Vec<(Rank, usize)>,
     /// What is decoded, and how its values meet those of the block.
     pub decode: Vec<(usize, Merge)>,
+    /// Blocks that then hold complete sums which nobody encodes; for a mean they are divided.
+    pub complete: Vec<usize>,
 }
 
 impl Coding {
@@ -197,7 +199,7 @@ impl fmt::Display for Step {
             write!(f, "{gap}{}..{} {sign} {}", range.start, range.end, from.0)?;
             gap = "  ";
         }
-        let Coding { encode, sends, recvs, decode } = &self.coding;
+        let Coding { encode, sends, recvs, decode, complete } = &self.coding;
         for message in encode {
             write!(f, "{gap}enc {message}")?;
             gap = "  ";
@@ -216,6 +218,10 @@ impl fmt::Display for Step {
                 Merge::Copy => "=",
             };
             write!(f, "{gap}dec {sign} {message}")?;
+            gap = "  ";
+        }
+        for block in complete {
+            write!(f, "{gap}done {block}")?;
             gap = "  ";
         }
         Ok(())

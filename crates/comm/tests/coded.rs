@@ -13,7 +13,8 @@ use common::{TRANSPORTS, on_ranks, over};
 use farflung_base::{Bandwidth, Link, Port, Rank, Topology};
 use farflung_comm::{
     Algorithm, Code, CodedAllReduce as _, CodedBuffer, CodedSlice, Coder, CoderError, CommError, Merge,
-    Phase, Program, ReduceOp, coded_exchange, coded_exchange_of, coded_ring, cost_coded, two_level,
+    Phase, Program, ReduceOp, coded_all_gather, coded_exchange, coded_exchange_of, coded_ring, cost_coded,
+    two_level,
 };
 
 fn all(n: usize, program: impl Fn(Rank) -> Program) -> Vec<Program> {
@@ -31,6 +32,7 @@ fn forms(n: usize) -> Vec<(String, Vec<Program>)> {
     let mut found = vec![
         ("exchange".to_owned(), all(n, |r| coded_exchange(r, n))),
         ("ring".to_owned(), all(n, |r| coded_ring(r, n))),
+        ("all-gather".to_owned(), all(n, |r| coded_all_gather(r, n))),
     ];
     for size in 1..=n {
         let regions = groups(n, size);
@@ -293,11 +295,13 @@ fn the_choice_is_the_cheapest_that_does_not_lose_at_each_hop() {
         (uneven(), 1_000_000, Algorithm::Butterfly),
         // In chunks, of which one is scattered while another is gathered.
         (equal(), 1_000_000, Algorithm::Butterfly),
-        (equal(), 10_000, Algorithm::Direct),
+        (equal(), 60_000, Algorithm::Direct),
+        // One latency, and more bytes.
+        (equal(), 10_000, Algorithm::AllGather),
     ] {
         let price = |form: Algorithm| form.coded_cost(&buffer(len, &topology)).unwrap();
         assert_eq!(Algorithm::Auto.resolve_coded(&buffer(len, &topology)).unwrap(), want);
-        for form in [Algorithm::Direct, Algorithm::Butterfly, Algorithm::Hierarchical] {
+        for form in Algorithm::CODED.into_iter().filter(|form| *form != Algorithm::Ring) {
             assert!(price(want) <= price(form), "{want} {form}");
         }
         assert_eq!(price(Algorithm::Auto), price(want));

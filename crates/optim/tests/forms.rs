@@ -161,6 +161,47 @@ fn the_flat_form_has_the_bits_of_the_compression_as_it_is_written_down() {
 }
 
 #[test]
+fn an_all_gather_has_the_bits_of_the_mean_of_what_each_rank_encoded_once() {
+    let layout = layout();
+    for codec in ["int8:16+ef", "topk:0.1/int4-sr:64+ef", "dct:8/topk:4of64/sign:8+ef", "dgc:0.05"] {
+        let rounds: Vec<Vec<Vec<f32>>> = (0..3)
+            .map(|round| (0..5).map(|rank| random(10 * round + rank, layout.count())).collect())
+            .collect();
+        let mut codecs: Vec<_> = (0..5).map(|_| codec.parse::<CodecSpec>().unwrap().build()).collect();
+        let want: Vec<Vec<u32>> = (0..)
+            .zip(&rounds)
+            .map(|(round, inputs)| {
+                let mut sum = vec![0.0_f32; layout.count()];
+                for (rank, x) in (0..).zip(inputs) {
+                    let key = RoundKey { seed: 5, round, shard: 0, rank: Rank(rank) };
+                    let (mut payload, mut decoded) = (Payload::new(), vec![0.0; x.len()]);
+                    let codec = &mut codecs[rank as usize];
+                    codec.compress(x, key, &mut payload).unwrap();
+                    codec.decompress(payload.view(), &mut decoded).unwrap();
+                    codec.commit();
+                    sum.iter_mut().zip(&decoded).for_each(|(s, d)| *s += d);
+                }
+                sum.iter().map(|s| (s * (1.0 / 5.0)).to_bits()).collect()
+            })
+            .collect();
+        let seen = on_ranks(&topology(), |comm| {
+            let config = config(codec, Algorithm::AllGather, usize::MAX);
+            let mut average = Average::new(comm.clone(), &CPU, &layout, config).unwrap();
+            let round = |inputs: &Vec<Vec<f32>>| {
+                let mut grads = flat(&layout, &inputs[comm.rank().index()]);
+                average.all(&mut grads).unwrap();
+                average.commit();
+                bits(&layout, &grads)
+            };
+            rounds.iter().map(round).collect::<Vec<_>>()
+        });
+        for seen in seen {
+            assert!(seen == want, "{codec}");
+        }
+    }
+}
+
+#[test]
 fn a_momentum_corrected_average_gathers_momentum_once_and_goes_on_after_a_rollback_and_a_resume() {
     let (layout, topology) = (layout(), topology());
     let rounds: Vec<Vec<Vec<f32>>> =

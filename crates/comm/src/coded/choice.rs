@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use farflung_base::{Algorithm, Nanos, Rank, Topology};
 
-use super::{coded_exchange, coded_exchange_of, coded_ring, two_level};
+use super::{coded_all_gather, coded_exchange, coded_exchange_of, coded_ring, two_level};
 use crate::CommError;
 use crate::algorithm::{regions, shares_on};
 use crate::cost::cost_coded;
@@ -42,7 +42,8 @@ impl std::fmt::Debug for CodedBuffer<'_> {
 /// | `butterfly` | [`coded_exchange_of`]: a scatter-gather with shards weighted by access links, perhaps in chunks |
 /// | `hierarchical` | [`two_level`]: plain inside a region, coded between regions |
 /// | `ring` | [`coded_ring`]: encoded anew at each hop |
-/// | `auto` | the cheapest of the first three; ties go to the one named first. Never the ring, which loses at each hop. |
+/// | `all-gather` | [`coded_all_gather`]: every rank's encoded buffer goes to all, which add them up |
+/// | `auto` | the cheapest, the ring aside, which loses at each hop; ties go to the one named first |
 pub trait CodedAllReduce: Sized {
     /// The algorithm that this means; never `Auto`.
     ///
@@ -136,6 +137,7 @@ fn ways(form: Algorithm, buffer: &CodedBuffer<'_>) -> Vec<Way> {
             vec![Box::new(move |rank| two_level(rank, &regions))]
         }
         Algorithm::Ring => vec![Box::new(move |rank| coded_ring(rank, n))],
+        Algorithm::AllGather => vec![Box::new(move |rank| coded_all_gather(rank, n))],
         _ => vec![Box::new(move |rank| coded_exchange(rank, n))],
     }
 }

@@ -186,6 +186,10 @@ impl<V: CodedValues> Messages<V> {
             }
             .map_err(|source| failed(at, source))?;
         }
+        for block in coding.complete.iter().filter(|_| self.op == ReduceOp::Mean) {
+            let range = at.program.elements(&(*block..block + 1), self.values.count());
+            self.values.divide(range, at.members.len()).map_err(|source| failed(at, source))?;
+        }
         let next = at.program.lanes[at.lane].get(at.cursor + 1).map(|step| &step.coding);
         let kept: BTreeSet<usize> = next.map_or_else(BTreeSet::new, |next| {
             let sent = next.sends.iter().map(|(_, number)| *number);

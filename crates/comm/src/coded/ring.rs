@@ -28,6 +28,7 @@ pub fn coded_ring(rank: Rank, size: usize) -> Program {
         sends: vec![(next, s)],
         recvs: vec![(last, hops + s)],
         decode: vec![(hops + s, Merge::Reduce)],
+        ..Coding::default()
     });
     let copies = (0..hops.max(1)).map(|k| {
         let own = if k == 0 { vec![result(0)] } else { Vec::new() };
@@ -37,6 +38,7 @@ pub fn coded_ring(rank: Rank, size: usize) -> Program {
             recvs: came.map(|number| (last, number)).into_iter().collect(),
             decode: own.iter().copied().chain(came).map(|number| (number, Merge::Copy)).collect(),
             encode: own,
+            ..Coding::default()
         }
     });
     let steps = sums.chain(copies).map(|coding| Step { coding, ..Step::default() }).collect();

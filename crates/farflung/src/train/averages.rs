@@ -42,6 +42,7 @@ fn packs(level: &Level) -> bool {
 /// and no weights.
 pub(super) fn plain_algorithm(level: &Level) -> Algorithm {
     match level.algorithm {
+        Algorithm::AllGather => Algorithm::Ring,
         Algorithm::Direct if packs(level) => Algorithm::Ring,
         algorithm => algorithm,
     }
@@ -63,7 +64,8 @@ pub(super) fn config_of(level: &Level) -> Result<AverageConfig> {
 /// The forms in which a level's codec averages.
 fn forms(level: &Level) -> Vec<Algorithm> {
     let corrected = level.codec.parse().is_ok_and(|codec: CodecSpec| codec.momentum().is_some());
-    let alone = |form: &Algorithm| matches!(form, Algorithm::Direct | Algorithm::Butterfly);
+    let alone =
+        |form: &Algorithm| matches!(form, Algorithm::Direct | Algorithm::Butterfly | Algorithm::AllGather);
     Algorithm::CODED.into_iter().filter(|form| !corrected || alone(form)).collect()
 }
 

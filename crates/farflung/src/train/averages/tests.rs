@@ -134,7 +134,10 @@ fn momentum_corrected_selections_train_and_take_only_forms_without_sums_in_betwe
     let auto = job(TrainConfig { dim: Some(128), ..config(&folder, "dgc:0.1", Algorithm::Auto) }).unwrap();
     assert!(forms(auto.plan.outermost()).contains(&auto.plan.outermost().algorithm));
     let refused = job(config(&folder, "dgc:0.1", Algorithm::Hierarchical)).unwrap_err().to_string();
-    assert!(refused.contains("direct, butterfly or auto") && refused.contains("momentum"), "{refused}");
+    assert!(
+        refused.contains("direct, butterfly, all-gather or auto") && refused.contains("momentum"),
+        "{refused}"
+    );
     for codec in ["dgc:0.1", "topk:0.1/f16+dgc:0.5"] {
         let coded =
             loss(&job(TrainConfig { resync_every: 1, ..config(&folder, codec, Algorithm::Ring) }).unwrap());

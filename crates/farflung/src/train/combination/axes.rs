@@ -126,7 +126,7 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "algorithm",
-        values: || words(Algorithm::ALL.into_iter().chain([Algorithm::Auto])),
+        values: || words(Algorithm::ALL.into_iter().chain([Algorithm::AllGather, Algorithm::Auto])),
         set: |config, value| config.algorithm = read(value),
     },
     Axis {
