@@ -60,6 +60,13 @@ pub enum OptimError {
         /// What was wrong.
         problem: &'static str,
     },
+    /// A protocol where a codec is needed: its exchanges are sums over all ranks.
+    #[cfg(feature = "sync")]
+    #[error("sync: `{name}` needs sums over all ranks, expected a codec")]
+    NotACodec {
+        /// The protocol.
+        name: String,
+    },
     /// A collective failed.
     #[cfg(feature = "sync")]
     #[error(transparent)]

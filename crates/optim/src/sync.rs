@@ -7,15 +7,18 @@ mod cocktail;
 mod ddp;
 mod delayed;
 mod diloco;
+mod exchange;
 mod gossip;
 mod neighbours;
+mod noloco;
+mod replicas;
 mod streaming;
 mod timeline;
 
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
-use crate::{Average, AverageConfig, OptimError};
+use crate::{Average, AverageConfig, Coding, OptimError};
 
 pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
@@ -23,6 +26,8 @@ pub use delayed::{Delayed, DelayedSettings, Merge};
 pub use diloco::{DILOCO, DiLoCo};
 pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
 pub use neighbours::{Graph, Meeting, Neighbour};
+pub use noloco::{NOLOCO, NoLoCo};
+pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
 pub use streaming::STREAMING;
 pub use timeline::Timeline;
 
@@ -49,7 +54,7 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// After each local step: takes up what neighbours sent. Only they wait for each other.
     ///
     /// Errors: a neighbour that was lost.
-    fn mix(&mut self, _params: &mut Tensor) -> Result<(), OptimError> {
+    fn mix(&mut self, _params: &mut Tensor, _after: After) -> Result<(), OptimError> {
         Ok(())
     }
 
@@ -182,6 +187,8 @@ pub struct SyncSettings<'a> {
     pub delay: u64,
     /// What stays of a copy's own parameters where it takes up an average.
     pub mixing: f64,
+    /// How far a copy goes towards its neighbours in a step.
+    pub consensus_rate: f64,
     /// The parameters as all copies have them.
     pub params: &'a Tensor,
 }
@@ -203,6 +210,8 @@ pub struct SyncMethod {
     pub every: Option<u64>,
     /// The codec that its averages go through, unless another is asked for; `none` where there is no other.
     pub codec: Option<&'static str>,
+    /// Whether it makes up itself for what a codec loses, so that the codec needs no feedback.
+    pub compensates: bool,
     /// What it keeps, by the outer optimizer's momentum.
     pub buffers: fn(f64) -> Buffers,
     /// Makes one.
@@ -219,8 +228,19 @@ pub struct Buffers {
 }
 
 /// All methods; the first is the default.
-pub const METHODS: &[SyncMethod] =
-    &[DDP, DILOCO, STREAMING, COCKTAIL, D_PSGD, SHIFT_ONE, EXPONENTIAL, RANDOM_PAIRS];
+pub const METHODS: &[SyncMethod] = &[
+    DDP,
+    DILOCO,
+    STREAMING,
+    COCKTAIL,
+    NOLOCO,
+    D_PSGD,
+    SHIFT_ONE,
+    EXPONENTIAL,
+    RANDOM_PAIRS,
+    LOW_PRECISION,
+    CHOCO,
+];
 
 impl SyncMethod {
     /// The method of a name.

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use farflung::config::recipe::RECIPES;
 use farflung::optim::{local, sync};
 use farflung::parallel::pipeline::Method;
 use farflung::train::{Watch, combination, plan_of, refusal, run, world};
@@ -47,6 +48,7 @@ fn help() -> String {
     list("Optimizers of --optimizer", &mut local::METHODS.iter().map(|row| (row.name, row.summary)));
     list("Transports of --transport", &mut TRANSPORTS.iter().map(|row| (row.name, row.summary)));
     list("Methods of --sync", &mut sync::METHODS.iter().map(|row| (row.name, row.summary)));
+    list("Methods of --recipe", &mut RECIPES.iter().map(|row| (row.name, row.summary)));
     text += "\nSchedules of --schedule (`farflung schedule` draws them):\n";
     for method in Method::ALL {
         match refusal(method) {

@@ -16,6 +16,7 @@ use farflung_zoo::Sharding;
 use farflung_zoo::data::NoSharding;
 use toml::Value;
 
+use super::recipe::{self, Recipe};
 use super::value::Setting;
 use crate::transports::{self, TransportMethod};
 
@@ -188,6 +189,11 @@ row!(
 row!(
     /// How replicas stay one model: a row of [`sync::METHODS`].
     SyncKind, SyncMethod, sync::METHODS
+);
+
+row!(
+    /// A published method that is several settings: a row of [`recipe::RECIPES`].
+    RecipeKind, Recipe, recipe::RECIPES
 );
 
 row!(

@@ -13,6 +13,7 @@ pub(crate) mod nearest;
 pub mod notes;
 mod optimizer;
 pub mod plan;
+pub mod recipe;
 pub mod shared;
 mod sync;
 pub mod value;
@@ -37,8 +38,8 @@ use farflung_zoo::Sharding;
 
 use crate::{Error, Result};
 use choice::{
-    Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, Resume, SamplingKind, StoreKind,
-    SyncKind, TokenizerKind, TransportKind, TransportName,
+    Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume, SamplingKind,
+    StoreKind, SyncKind, TokenizerKind, TransportKind, TransportName,
 };
 use given::{BY_DEFAULT, Given};
 use shared::Own;
@@ -140,6 +141,14 @@ macro_rules! settings {
                 let all = [$($((stringify!($name), self.$name.as_ref().map(|v| Setting::value(v).to_string())),)+)+];
                 let given = all.into_iter().filter_map(|(name, value)| Some((name, value?)));
                 given.filter(|(name, _)| !self.by_default.contains(name)).collect()
+            }
+
+            /// Takes back one setting.
+            fn forget(&mut self, key: &str) {
+                match key {
+                    $($(stringify!($name) => self.$name = None,)+)+
+                    _ => {}
+                }
             }
 
             /// Sets one setting from a TOML value. Errors: what was expected, if the value is not that.
@@ -281,6 +290,9 @@ settings! {
         plan: PathBuf, "FILE" => "its path is; what the file says is compared";
         /// Workers in this process; a launched job has one in each process.
         workers: usize, "N", 4usize => "a job of several processes has a worker in each";
+        /// A published method that is several settings, such as demo or sparseloco; the list is below. What is
+        /// given beside it wins.
+        recipe: RecipeKind, "NAME";
         /// What workers average, and when; the list is below.
         sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between DiLoCo's averages.
@@ -296,6 +308,8 @@ settings! {
         /// What stays of a worker's own parameters where streaming takes up an average: 0 takes the average, as
         /// torchft does; the paper has 0.5.
         mixing: f64, "X", 0.0;
+        /// How far choco lets a worker go towards its neighbours in a step: less for codecs that lose more.
+        consensus_rate: f64, "X", 0.5;
         /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01
         /// (momentum is gathered before the selection), powersgd:4 (matrices as products of rank 4), and many
         /// more; a wrong name lists them.
@@ -321,7 +335,8 @@ settings! {
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the
         /// cheapest on the links of --topology; a wrong name lists them. With a codec direct (equal shards,
         /// unless told), butterfly (shards by access links), hierarchical (plain inside a region, packed
-        /// between regions), ring (packed anew at each hop, and loses at each), or auto.
+        /// between regions), ring (packed anew at each hop, and loses at each), all-gather (each worker's to all
+        /// others: packed once, for few workers), or auto.
         algorithm: Algorithm, "NAME", Algorithm::Ring;
         /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its machine's speed.
         compute_rate: f64, "FLOPS", 5e10;
@@ -443,10 +458,10 @@ impl TrainConfig {
         if given.lr.is_some() && file.by_default.remove("min_lr") {
             file.min_lr = None;
         }
-        if given.optimizer.is_some() {
+        if given.optimizer.is_some() || given.recipe.is_some() {
             file.forget_optimizer_defaults();
         }
-        let args = given.or(file);
+        let args = given.with_recipe(file);
         args.beside_plan()?;
         let config = Self::fill(args);
         config.validate()?;

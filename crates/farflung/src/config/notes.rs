@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use farflung_comm::Algorithm;
 use farflung_compress::{AverageSpec, CodecSpec};
 use farflung_optim::local::Averages;
 use farflung_parallel::Recompute;
@@ -146,6 +147,7 @@ impl TrainConfig {
             &["codec", "error-feedback", "bucket-mb", "overlap", "algorithm"],
             "no two ranks hold the same part of the model, so nothing is averaged",
         );
+        notes.idle(self.outweighs_recipe(), &["recipe"], "all settings that it is made of have other values");
         let each_step = self.sync.each_step;
         let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {
             ", but for the report's comparison"
@@ -157,12 +159,16 @@ impl TrainConfig {
         let readers: Vec<_> =
             SyncKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();
         notes.unread("sync", sync.name, &readers);
+        let unpacked = self.algorithm == Algorithm::AllGather
+            && self.codec.codec().is_none_or(|_| self.codec.is_plain());
+        notes.idle(unpacked, &["algorithm"], "all-gather is for what a codec packs: a ring sums the values");
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.idle(!each_step, &["overlap"], &after);
         let codec = self.codec;
         let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
         notes.idle(plain, &["codec-warmup"], "all averages travel as they are");
         let why = match codec {
+            _ if sync.compensates => "the method makes up itself for what the codec loses",
             AverageSpec::Codec(codec) if codec.feedback() => "the codec's name sets its feedback",
             AverageSpec::Protocol(_) => "a protocol has its own feedback",
             AverageSpec::Codec(codec) if codec.method() == CodecSpec::default().method() => {
@@ -170,7 +176,7 @@ impl TrainConfig {
             }
             AverageSpec::Codec(_) => "the codec is unbiased",
         };
-        notes.idle(codec.with_feedback() == codec, &["error-feedback"], why);
+        notes.idle(sync.compensates || codec.with_feedback() == codec, &["error-feedback"], why);
         notes.idle(self.topology.is_some(), &["link"], "`topology` sets the links");
         notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
         let one_process = run.simulated || alone || self.transport == TransportKind::of(&MEMORY);

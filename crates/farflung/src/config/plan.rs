@@ -11,6 +11,7 @@ pub const DECIDED: &[&str] = &[
     "batch",
     "accumulate",
     "workers",
+    "recipe",
     "sync",
     "sync_every",
     "codec",

@@ -1,5 +1,6 @@
 //! The settings of how replicas stay one model: those that follow the method or the optimizer.
 
+use farflung_compress::AverageSpec;
 use farflung_optim::OptimError;
 use farflung_optim::local::Averages;
 use farflung_optim::sync::Timeline;
@@ -19,6 +20,11 @@ impl TrainConfig {
         }
     }
 
+    /// The codec of averages with the feedback that it has.
+    pub(crate) fn averaged_codec(&self) -> AverageSpec {
+        if self.error_feedback && !self.sync.compensates { self.codec.with_feedback() } else { self.codec }
+    }
+
     /// Parts of the parameters that are averaged at different times.
     pub(crate) fn fragments(&self) -> usize {
         const UNLESS_TOLD: u64 = 4;
@@ -35,6 +41,8 @@ impl TrainConfig {
     }
 
     pub(super) fn validate_sync(&self) -> Result<()> {
+        let rate = self.consensus_rate;
+        check("consensus-rate", &rate, rate > 0.0 && rate <= 1.0, "above 0 and at most 1")?;
         check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
         if !self.sync.reads.contains(&"fragments") {
             return Ok(());

@@ -6,6 +6,7 @@ mod covering;
 
 use std::fmt;
 
+use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
@@ -199,6 +200,20 @@ const RULES: &[Rule] = &[
             let method = choices.sync.filter(|method| method.codec == Some(NO_CODEC))?;
             let level = choices.levels.iter().find(|level| level.codec != NO_CODEC)?;
             let expected = format!("{NO_CODEC} with {}: parameters travel as they are", method.name);
+            Some(refuse("codec", &level.codec, expected))
+        },
+    },
+    Rule {
+        axes: ["sync", "codec"],
+        refuses: |choices| {
+            let method = choices.sync.filter(|method| method.compensates)?;
+            let fits = |level: &Level| match level.codec.parse() {
+                Ok(AverageSpec::Codec(codec)) => !codec.feedback(),
+                _ => level.codec == NO_CODEC,
+            };
+            let level = choices.levels.iter().find(|level| !fits(level))?;
+            let name = method.name;
+            let expected = format!("a codec without memory with {name}: it makes up itself for what is lost");
             Some(refuse("codec", &level.codec, expected))
         },
     },

@@ -150,11 +150,7 @@ fn boundary(config: &TrainConfig) -> BoundaryCodecs {
 pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
     // One copy has nobody to send to, and nothing to lose bits for.
     let alone = replicas == 1 && !has_copies(config);
-    let codec = match config.codec {
-        _ if alone => AverageSpec::default(),
-        codec if config.error_feedback => codec.with_feedback(),
-        codec => codec,
-    };
+    let codec = if alone { AverageSpec::default() } else { config.averaged_codec() };
     let period = u32::try_from(config.sync_every).unwrap_or(u32::MAX);
     let every = config.sync.every.map_or(period, |every| u32::try_from(every).unwrap_or(u32::MAX));
     let name = if codec.is_plain() { NO_CODEC.to_owned() } else { codec.to_string() };

@@ -87,6 +87,21 @@ impl Coding {
         })
     }
 
+    /// One codec without memory of its own.
+    ///
+    /// Errors: [`OptimError::NotACodec`] for a protocol.
+    pub(crate) fn memoryless(&self) -> Result<Box<dyn Compressor>, OptimError> {
+        match self {
+            Self::Named(AverageSpec::Codec(spec)) => {
+                let codec: Box<dyn Compressor> = spec.build_memoryless();
+                Ok(codec)
+            }
+            Self::Compressor(make) => Ok(make()),
+            Self::Named(AverageSpec::Protocol(spec)) => Err(OptimError::NotACodec { name: spec.to_string() }),
+            Self::Protocol(_) => Err(OptimError::NotACodec { name: "protocol".to_owned() }),
+        }
+    }
+
     /// What makes protocols, if they are what values go through.
     pub(super) fn protocols(&self) -> Option<Arc<MakeProtocol>> {
         match self {

@@ -14,6 +14,7 @@ pub const DDP: SyncMethod = SyncMethod {
     overlaps: false,
     every: Some(1),
     codec: None,
+    compensates: false,
     buffers: |_| Buffers { held: 0, saved: 0 },
     build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
 };

@@ -14,6 +14,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     overlaps: false,
     every: None,
     codec: None,
+    compensates: false,
     // The anchor, the delta, and the outer momentum.
     buffers: |momentum| {
         let momentum = usize::from(momentum != 0.0);

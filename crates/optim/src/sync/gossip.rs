@@ -1,12 +1,9 @@
 //! Decentralised training: each copy mixes its parameters with those of a few others after each step.
 
-use std::ops::Range;
-
-use farflung_base::{PeerId, Pending, Rank};
-use farflung_comm::CommError;
 use farflung_tensor::{Device, Op, Program, ProgramBuilder, Tensor};
 
-use super::neighbours::{Graph, Meeting};
+use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::neighbours::Graph;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::{Average, OptimError};
@@ -22,6 +19,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     overlaps: true,
     every: None,
     codec: Some("none"),
+    compensates: false,
     // What was sent, what comes back, and the mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 3, saved: 2 },
     build: |s| Ok(Box::new(Gossip::new(s, Graph::Ring)?)),
@@ -39,7 +37,9 @@ pub const SHIFT_ONE: SyncMethod = SyncMethod {
 
 /// [`Gossip`] on exponential graphs.
 ///
-/// Source: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training".
+/// Source: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training"; Assran
+/// et al. 2019, "Stochastic gradient push": where everyone receives as much as it sends, its push-sum weights
+/// stay 1, and this is it.
 pub const EXPONENTIAL: SyncMethod = SyncMethod {
     name: "exponential",
     summary: "as d-psgd, from the worker 1, 2, 4 and so on before in turn",
@@ -75,8 +75,7 @@ pub struct Gossip {
     average: Average,
     graph: Graph,
     every: u64,
-    /// Runs of the flat buffer without padding.
-    pieces: Vec<Range<usize>>,
+    packing: Packing,
     add: Program,
     /// What neighbours' parameters change, once they came.
     change: Tensor,
@@ -91,27 +90,14 @@ pub struct Gossip {
 #[derive(Debug)]
 enum Flight {
     Nothing,
-    Away(Away),
+    Away {
+        /// What this rank sent.
+        sent: Vec<f32>,
+        messages: Exchange,
+    },
     /// It is in `change`.
     Here,
 }
-
-#[derive(Debug)]
-struct Away {
-    sent: Vec<f32>,
-    leaving: Vec<Pending<Result<(), CommError>>>,
-    coming: Vec<Coming>,
-}
-
-#[derive(Debug)]
-struct Coming {
-    from: Rank,
-    weight: f64,
-    bytes: Pending<Result<Vec<u8>, CommError>>,
-}
-
-/// Messages of even and odd rounds have a tag each.
-const TAG: u32 = 0x6055_1900;
 
 impl Gossip {
     /// On a graph over the ranks of `settings`.
@@ -128,7 +114,7 @@ impl Gossip {
             average,
             graph,
             every: every.max(1),
-            pieces: layout.params().iter().map(farflung_tensor::Param::range).collect(),
+            packing: Packing::new(layout),
             add: p.build()?,
             change: device.zeros(layout.len())?,
             mean: device.zeros(layout.len())?,
@@ -145,35 +131,21 @@ impl Gossip {
 
     /// Waits for neighbours, and writes what they change.
     fn arrive(&mut self) -> Result<(), OptimError> {
-        let Away { sent, leaving, coming } = match std::mem::replace(&mut self.flight, Flight::Nothing) {
-            Flight::Away(away) => away,
+        let (sent, messages) = match std::mem::replace(&mut self.flight, Flight::Nothing) {
+            Flight::Away { sent, messages } => (sent, messages),
             other => {
                 self.flight = other;
                 return Ok(());
             }
         };
         let mut change = vec![0.0_f32; sent.len()];
-        for Coming { from, weight, bytes } in coming {
-            let bytes = bytes.wait()?;
-            if bytes.len() != 4 * sent.len() {
-                let peer = PeerId(from.0);
-                let (op, want, got) = ("gossip", 4 * sent.len(), bytes.len());
-                return Err(CommError::Mismatch { op, peer, want, got }.into());
-            }
-            let theirs = bytes.as_chunks::<4>().0.iter().map(|&bytes| f32::from_le_bytes(bytes));
+        for Arrived { from, weight, bytes } in messages.wait()? {
+            let theirs = from_bytes(&bytes, sent.len(), from)?;
             for ((change, mine), theirs) in change.iter_mut().zip(&sent).zip(theirs) {
                 *change += weight as f32 * (theirs - mine);
             }
         }
-        for sent in leaving {
-            sent.wait()?;
-        }
-        let mut start = 0;
-        for piece in &self.pieces {
-            let values = &change[start..start + piece.len()];
-            self.change.view_mut().part(piece.start, piece.len())?.write(values)?;
-            start += piece.len();
-        }
+        self.packing.unpack(&change, &mut self.change)?;
         self.flight = Flight::Here;
         Ok(())
     }
@@ -190,7 +162,7 @@ impl Synchroniser for Gossip {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn mix(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, _: After) -> Result<(), OptimError> {
         self.arrive()?;
         if matches!(self.flight, Flight::Here) {
             let (program, reads) = (&self.add, &[self.change.view()]);
@@ -227,19 +199,10 @@ impl Synchroniser for Gossip {
             return Ok(false);
         }
         let comm = self.average.communicator();
-        let Meeting { to, from } = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
-        let tag = TAG + (self.rounds % 2) as u32;
-        let all = params.to_vec::<f32>()?;
-        let sent = self.pieces.iter().flat_map(|piece| &all[piece.clone()]).copied().collect::<Vec<f32>>();
-        let bytes: Vec<u8> = sent.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let coming = from.into_iter().map(|neighbour| Coming {
-            from: Rank(neighbour.rank),
-            weight: neighbour.weight,
-            bytes: comm.start_recv(Rank(neighbour.rank), tag),
-        });
-        let coming = coming.collect();
-        let leaving = to.into_iter().map(|rank| comm.start_send(Rank(rank), tag, bytes.clone())).collect();
-        self.flight = Flight::Away(Away { sent, leaving, coming });
+        let meeting = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
+        let sent = self.packing.pack(params)?;
+        let messages = Exchange::start(comm, meeting, self.rounds, &to_bytes(&sent));
+        self.flight = Flight::Away { sent, messages };
         self.rounds += 1;
         Ok(false)
     }

@@ -15,6 +15,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     overlaps: true,
     every: None,
     codec: None,
+    compensates: false,
     buffers: |momentum| {
         let momentum = usize::from(momentum != 0.0);
         // Anchor, momentum, what they become, delta, mean; saved with a copy's own parameters.

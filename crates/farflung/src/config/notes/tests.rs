@@ -51,6 +51,18 @@ const ALWAYS: [&str; 39] = [
 type Case = (&'static str, usize, bool, &'static str);
 
 const CASES: &[Case] = &[
+    (
+        "algorithm = 'all-gather'\ncodec = 'none'",
+        4,
+        true,
+        "`algorithm` changes nothing: all-gather is for what a codec packs",
+    ),
+    (
+        "recipe = 'onebit-adam'\noptimizer = 'qadam'\ncodec = 'int8'",
+        4,
+        true,
+        "`recipe` changes nothing: all settings that it is made of have other values",
+    ),
     ("model = 'baby'\ninit-from = 'w'", 4, true, "`model` changes nothing: the weights of `init-from` have"),
     (
         "momentum = 0.9",
@@ -141,6 +153,12 @@ const CASES: &[Case] = &[
         4,
         true,
         "`outer-lr`, `outer-momentum` change nothing: `sync` is ddp, not diloco",
+    ),
+    (
+        "consensus-rate = 0.1\nsync = 'd-psgd'",
+        4,
+        true,
+        "`consensus-rate` changes nothing: `sync` is d-psgd, not choco",
     ),
     (
         "fragments = 2\nsync-delay = 1\nmixing = 0.5\nsync = 'diloco'",

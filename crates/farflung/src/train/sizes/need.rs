@@ -262,11 +262,7 @@ impl RankGroup<'_> {
         if alone && self.positions.len() > 1 {
             return 0;
         }
-        let codec = match config.codec {
-            _ if alone => AverageSpec::default(),
-            codec if config.error_feedback => codec.with_feedback(),
-            codec => codec,
-        };
+        let codec = if alone { AverageSpec::default() } else { config.averaged_codec() };
         let packs = codec.codec().filter(|_| !codec.is_plain());
         if here || packs.is_none() {
             need.add(Part::Averaging, model);

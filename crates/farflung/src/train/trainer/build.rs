@@ -213,6 +213,7 @@ fn synchroniser(
         fragments: job.config.fragments(),
         delay: job.config.sync_delay,
         mixing: job.config.mixing,
+        consensus_rate: job.config.consensus_rate,
         params,
     })?)
 }

@@ -18,7 +18,7 @@ impl Trainer {
         let after = After { step, last };
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {
-            part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params))?;
+            part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params, after))?;
         }
         let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(after)));
         // A single replica is always the same as itself.

@@ -162,6 +162,7 @@ impl Trainer {
             part.params.write(&from.weights(&layout)?)?;
             restore_chain(part, &layout, from, updates)?;
             let Some(sync) = &mut part.sync else { continue };
+            sync.moved(&part.params)?;
             // Of a run that was cut in another way, nobody's own values and nothing in flight can be told
             // apart.
             let alike = from.residuals != Residuals::None;

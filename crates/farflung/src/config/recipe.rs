@@ -1,0 +1,186 @@
+//! Published methods that are several settings: a name for all of them together.
+
+use super::{TrainArgs, TrainConfig};
+
+/// A row of the table of recipes.
+#[derive(Debug, Clone, Copy)]
+pub struct Recipe {
+    /// The name on command lines.
+    pub name: &'static str,
+    /// One line on what it does.
+    pub summary: &'static str,
+    /// Where it was published.
+    pub source: &'static str,
+    /// Settings as flags have them, without the dashes in front.
+    pub settings: &'static [(&'static str, &'static str)],
+}
+
+/// All recipes.
+///
+/// Differs from the papers: where a codec selects, the mean is over all workers, those that did not select an
+/// element included (`DeMo` and `SparseLoCo` divide by those that did). Chunks are of the flat buffer of all
+/// parameters and not of each tensor. The learning rate of `demo` stands outside its momentum.
+pub const RECIPES: &[Recipe] = &[
+    Recipe {
+        name: "bytegrad",
+        summary: "gradients in 8 bits",
+        source: "Gan et al. 2021, BAGUA",
+        settings: &[("codec", "minmax8:4096"), ("error-feedback", "false")],
+    },
+    Recipe {
+        name: "onebit-adam",
+        summary: "Adam's momentum in one bit, after a warm-up",
+        source: "Tang et al. 2021, 1-bit Adam",
+        settings: &[("optimizer", "onebit-adam"), ("codec", "sign")],
+    },
+    Recipe {
+        name: "demo",
+        summary: "the fast parts of a momentum that each worker keeps: 32 of 4096 DCT coefficients",
+        source: "Peng et al. 2024, DeMo",
+        settings: &[
+            ("optimizer", "signum"),
+            ("momentum", "0.0"),
+            ("codec", "dct:64/topk:32of4096/none+ef:0.999"),
+            ("algorithm", "all-gather"),
+        ],
+    },
+    Recipe {
+        name: "distro",
+        summary: "as demo, the signs of 4 of 4096 coefficients",
+        source: "Nous Research 2024, DisTrO; Psyche",
+        settings: &[
+            ("optimizer", "signum"),
+            ("momentum", "0.0"),
+            ("codec", "dct:64/topk:4of4096/sign+ef:0.999"),
+            ("algorithm", "all-gather"),
+        ],
+    },
+    Recipe {
+        name: "intellect-1",
+        summary: "DiLoCo every 100 steps, in 8 bits",
+        source: "Jaghouar et al. 2024, INTELLECT-1",
+        settings: &[
+            ("sync", "diloco"),
+            ("sync-every", "100"),
+            ("codec", "meanstd8"),
+            ("error-feedback", "false"),
+        ],
+    },
+    Recipe {
+        name: "muloco",
+        summary: "DiLoCo every 30 steps with Muon, in 2 bits with feedback",
+        source: "Therien et al. 2025, MuLoCo",
+        settings: &[
+            ("optimizer", "muon"),
+            ("sync", "diloco"),
+            ("sync-every", "30"),
+            ("codec", "meanstd2+ef"),
+        ],
+    },
+    Recipe {
+        name: "sparseloco",
+        summary: "every 30 steps 64 of 4096 elements in 2 bits, with feedback instead of outer momentum",
+        source: "Sarfi et al. 2025, SparseLoCo",
+        settings: &[
+            ("sync", "diloco"),
+            ("sync-every", "30"),
+            ("outer-lr", "1.0"),
+            ("outer-momentum", "0.0"),
+            ("codec", "topk:64of4096/meanstd2+ef:0.95"),
+            ("algorithm", "all-gather"),
+        ],
+    },
+];
+
+impl Recipe {
+    /// Its settings.
+    pub(super) fn args(&self) -> TrainArgs {
+        let mut args = TrainArgs::default();
+        for (name, value) in self.settings {
+            let key = TrainArgs::key(name).expect("recipes have settings that there are");
+            let value = value.parse().unwrap_or_else(|_| toml::Value::String((*value).to_owned()));
+            args.set(key, &value).expect("recipes have values that settings take");
+        }
+        args
+    }
+}
+
+impl TrainArgs {
+    /// The key of a setting by its name on command lines.
+    fn key(name: &str) -> Option<&'static str> {
+        Self::KEYS.iter().copied().find(|key| super::dashed(key) == name)
+    }
+
+    /// These, a file's, and those of the recipe that either names. Where the command line names one, a file's
+    /// defaults give way to it, and so does what the file has of its own recipe.
+    pub(super) fn with_recipe(self, mut file: Self) -> Self {
+        let recipe = self.recipe.or(file.recipe);
+        let Some(recipe) = recipe.map(|recipe| recipe.args()) else { return self.or(file) };
+        if self.recipe.is_some() {
+            for key in recipe.given() {
+                if file.by_default.remove(key) {
+                    file.forget(key);
+                }
+            }
+            let old = file.recipe.map_or_else(Vec::new, |recipe| recipe.args().given_values());
+            let given = file.given_values();
+            old.iter().filter(|setting| given.contains(setting)).for_each(|(key, _)| file.forget(key));
+        }
+        self.or(file).or(recipe)
+    }
+}
+
+impl TrainConfig {
+    /// Whether all settings of its recipe have other values.
+    pub(super) fn outweighs_recipe(&self) -> bool {
+        let Some(recipe) = self.recipe else { return false };
+        let own = TrainConfig { recipe: self.recipe, ..Self::fill(recipe.args()) };
+        recipe.settings.iter().all(|(name, _)| self.get(name) != own.get(name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::choice::RecipeKind;
+    use super::*;
+
+    fn merged(given: TrainArgs, file: &str) -> TrainConfig {
+        let file = TrainArgs::from_toml(file, Path::new("run.toml")).unwrap();
+        TrainConfig::merge(given, file).unwrap()
+    }
+
+    fn of(name: &str) -> TrainArgs {
+        let recipe = RecipeKind::all().find(|row| row.name == name);
+        TrainArgs { recipe, ..TrainArgs::default() }
+    }
+
+    #[test]
+    fn every_recipe_has_the_values_that_it_names_and_goes_into_a_file_and_back() {
+        for row in RECIPES {
+            let config = merged(of(row.name), "");
+            for (name, value) in row.settings {
+                let found = config.get(name).unwrap();
+                let found = found.as_str().map_or_else(|| found.to_string(), str::to_owned);
+                assert_eq!(found, *value, "{} {name}", row.name);
+            }
+            assert_eq!(merged(TrainArgs::default(), &config.to_toml()), config);
+            assert!(!config.outweighs_recipe());
+        }
+    }
+
+    #[test]
+    fn flags_and_files_win_over_a_recipe_and_a_recipe_over_defaults_of_a_file() {
+        let given = TrainArgs { sync_every: Some(7), ..of("sparseloco") };
+        let config = merged(given, "outer-lr = 0.5\nouter-momentum = 0.9 # by default");
+        assert_eq!((config.sync_every, config.outer_lr, config.outer_momentum), (7, 0.5, 0.0));
+        // The run of another recipe goes on as this one.
+        let other = merged(of("muloco"), "").to_toml();
+        let config = merged(of("demo"), &other);
+        assert_eq!(
+            (config.optimizer.name, config.codec.to_string()),
+            ("signum", "dct:64/topk:32of4096/none+ef:0.999".into())
+        );
+    }
+}

@@ -1,0 +1,237 @@
+//! `NoLoCo`: local steps, and an outer step with one other copy instead of all.
+
+use farflung_tensor::{Op, Tensor};
+
+use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::neighbours::Graph;
+use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use crate::finite::is_finite;
+use crate::{Average, OptimError};
+
+/// [`NoLoCo`].
+pub const NOLOCO: SyncMethod = SyncMethod {
+    name: "noloco",
+    summary: "diloco in pairs of workers that are drawn anew each time: no average over all",
+    each_step: false,
+    reads: &["sync-every", "outer-lr", "outer-momentum"],
+    overlaps: false,
+    every: None,
+    codec: Some("none"),
+    compensates: false,
+    // Slow parameters and momentum, what both become, the mean; saved with a copy's own parameters.
+    buffers: |_| Buffers { held: 5, saved: 3 },
+    build: |s| Ok(Box::new(NoLoCo::new(s)?)),
+};
+
+/// Every `every` steps copies meet in pairs `{i, j}` that all draw alike; of an odd number one is alone. With
+/// the slow parameters `s` of each copy and how far it came from them, `d = params - s`:
+///
+/// ```text
+/// v_i = mu v_i + eta mean(d_i, d_j) + eta (mean(s_i, s_j) - s_i);   s_i += v_i;   params_i = s_i
+/// ```
+///
+/// The mean of `d` is by weights; each sends `8 P` bytes. Slow parameters are never quite the same; the model
+/// of the run is the mean of all copies, which all take after the last step.
+///
+/// Source: Kolehmainen et al. 2025, "`NoLoCo`", and its code.
+#[derive(Debug)]
+pub struct NoLoCo {
+    average: Average,
+    graph: Graph,
+    every: u64,
+    rate: f32,
+    momentum: f32,
+    packing: Packing,
+    outer: Outer,
+    /// What the outer state becomes, once all agreed.
+    next: Outer,
+    mean: Tensor,
+    gathered: bool,
+    meeting: Met,
+    rounds: u64,
+}
+
+#[derive(Debug)]
+struct Outer {
+    slow: Tensor,
+    velocity: Tensor,
+}
+
+/// What copies met for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Met {
+    Nothing,
+    Pairs,
+    /// The end of the run.
+    All,
+}
+
+/// A copy's weight, its `d` and its `s`.
+struct Brought {
+    weight: f32,
+    moved: Vec<f32>,
+    slow: Vec<f32>,
+}
+
+impl NoLoCo {
+    /// Slow parameters begin at those of `settings`.
+    ///
+    /// Errors: those of [`Average::new`].
+    pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params, .. } =
+            settings;
+        let outer = || {
+            let (mut slow, velocity) = (device.zeros(layout.len())?, device.zeros(layout.len())?);
+            copy(params, &mut slow)?;
+            Ok::<_, OptimError>(Outer { slow, velocity })
+        };
+        Ok(Self {
+            graph: Graph::RandomPairs { seed: average.seed },
+            average: Average::new(comm, device, layout, average)?,
+            every: every.max(1),
+            rate: outer_lr as f32,
+            momentum: outer_momentum as f32,
+            packing: Packing::new(layout),
+            outer: outer()?,
+            next: outer()?,
+            mean: device.zeros(layout.len())?,
+            gathered: false,
+            meeting: Met::Nothing,
+            rounds: 0,
+        })
+    }
+
+    /// The outer step with the copy that this one meets.
+    fn step(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError> {
+        let slow = self.packing.pack(&self.outer.slow)?;
+        let params = self.packing.pack(params)?;
+        let moved: Vec<f32> = params.iter().zip(&slow).map(|(params, slow)| params - slow).collect();
+        let own = Brought { weight: weight as f32, moved, slow };
+        let comm = self.average.communicator();
+        let meeting = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
+        let other = Exchange::start(comm, meeting, self.rounds, &own.bytes()).wait()?.pop();
+        let other = other.map(|arrived| Brought::read(&arrived, own.slow.len())).transpose()?;
+        let mut velocity = self.packing.pack(&self.outer.velocity)?;
+        for (i, v) in velocity.iter_mut().enumerate() {
+            let (d, s) = other.as_ref().map_or((own.moved[i], own.slow[i]), |other| other.mean_with(&own, i));
+            *v = self.momentum * *v + self.rate * d + self.rate * (s - own.slow[i]);
+        }
+        let slow: Vec<f32> = own.slow.iter().zip(&velocity).map(|(slow, v)| slow + v).collect();
+        self.packing.unpack(&velocity, &mut self.next.velocity)?;
+        self.packing.unpack(&slow, &mut self.next.slow)
+    }
+
+    fn average_all(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        copy(params, &mut self.mean)?;
+        self.average.all(&mut self.mean)?;
+        Ok(())
+    }
+}
+
+impl Brought {
+    fn bytes(&self) -> Vec<u8> {
+        let Self { weight, moved, slow } = self;
+        to_bytes(&[&[*weight][..], moved, slow].concat())
+    }
+
+    fn read(arrived: &Arrived, len: usize) -> Result<Self, OptimError> {
+        let values = from_bytes(&arrived.bytes, 1 + 2 * len, arrived.from)?;
+        let (moved, slow) = values[1..].split_at(len);
+        Ok(Self { weight: values[0], moved: moved.to_vec(), slow: slow.to_vec() })
+    }
+
+    /// Means of how far both came, by weights, and of both slow values.
+    fn mean_with(&self, own: &Self, i: usize) -> (f32, f32) {
+        let all = self.weight + own.weight;
+        let moved = (self.weight * self.moved[i] + own.weight * own.moved[i]) / all;
+        (moved, 0.5 * (self.slow[i] + own.slow[i]))
+    }
+}
+
+fn copy(from: &Tensor, to: &mut Tensor) -> Result<(), OptimError> {
+    Ok(from.device().run(Op::Cast { x: from.view(), y: to.view_mut() })?)
+}
+
+impl Synchroniser for NoLoCo {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        None
+    }
+    fn is_due(&self, after: After) -> bool {
+        after.step.is_multiple_of(self.every) || after.last
+    }
+    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+        self.meeting = if after.last { Met::All } else { Met::Pairs };
+        if after.last { self.average_all(params) } else { self.step(params, weight) }
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        if self.meeting == Met::All { Some(&mut self.mean) } else { None }
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        if self.meeting == Met::All && !is_finite(self.mean.view())? {
+            return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
+        }
+        Ok(())
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        match std::mem::replace(&mut self.meeting, Met::Nothing) {
+            Met::Nothing => {}
+            Met::Pairs => {
+                std::mem::swap(&mut self.outer, &mut self.next);
+                copy(&self.outer.slow, params)?;
+                self.rounds += 1;
+            }
+            Met::All => {
+                copy(&self.mean, params)?;
+                self.average.commit();
+            }
+        }
+        Ok(())
+    }
+    fn is_apart(&self) -> bool {
+        true
+    }
+    fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.average_all(params)?;
+        self.average.commit();
+        self.gathered = true;
+        Ok(())
+    }
+    fn common(&self) -> Option<&Tensor> {
+        self.gathered.then_some(&self.mean)
+    }
+    fn rollback(&mut self) {
+        self.meeting = Met::Nothing;
+        self.average.rollback();
+    }
+    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        copy(params, &mut self.outer.slow)
+    }
+    fn steps(&self) -> u64 {
+        self.rounds
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        Vec::new()
+    }
+    fn own_states(&self) -> Vec<(&str, &Tensor)> {
+        vec![("slow", &self.outer.slow), ("momentum", &self.outer.velocity)]
+    }
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        self.rounds = steps;
+        let (Some(slow), Some(velocity)) = (get("slow"), get("momentum")) else { return Ok(()) };
+        let expected = self.outer.slow.shape().len();
+        for (name, values) in [("slow", &slow), ("momentum", &velocity)] {
+            if values.len() != expected {
+                let (name, found) = (name.to_owned(), values.len());
+                return Err(OptimError::State { name, found, expected });
+            }
+        }
+        self.outer.slow.write(&slow)?;
+        Ok(self.outer.velocity.write(&velocity)?)
+    }
+    fn average(&self) -> &Average {
+        &self.average
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.average
+    }
+}

@@ -1,0 +1,293 @@
+//! Decentralised training whose messages a codec packs: neighbours hold a replica of each copy, and changes of
+//! replicas travel.
+
+use farflung_compress::{Compressor, Payload, PayloadRef, RoundKey};
+use farflung_tensor::{Op, Tensor};
+
+use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::neighbours::{Graph, Neighbour};
+use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use crate::finite::is_finite;
+use crate::{Average, AverageConfig, OptimError};
+
+/// [`Replicas`] whose copies are what was sent of them.
+///
+/// Source: Gan et al. 2021, "BAGUA", `low_precision_decentralized`; Tang et al. 2018, "Communication compression
+/// for decentralized training", DCD-PSGD.
+pub const LOW_PRECISION: SyncMethod = SyncMethod {
+    name: "low-precision",
+    summary: "as d-psgd, where changes of parameters travel, in 8 bits",
+    each_step: false,
+    reads: &["sync-every"],
+    overlaps: true,
+    every: None,
+    codec: Some("minmax8"),
+    compensates: true,
+    // The own replica and those of both neighbours, the mean; saved with a copy's own parameters.
+    buffers: |_| Buffers { held: 4, saved: 2 },
+    build: |s| Ok(Box::new(Replicas::new(s, Rule::Sent)?)),
+};
+
+/// [`Replicas`] beside which copies have parameters of their own.
+///
+/// Source: Koloskova et al. 2019, "Decentralized stochastic optimization and gossip algorithms with compressed
+/// communication", Alg. 2 (`CHOCO-SGD`).
+pub const CHOCO: SyncMethod = SyncMethod {
+    name: "choco",
+    summary: "as low-precision, for codecs that lose more; --consensus-rate is how far a step goes",
+    reads: &["sync-every", "consensus-rate"],
+    codec: Some("sign"),
+    build: |s| {
+        let rate = s.consensus_rate;
+        Ok(Box::new(Replicas::new(s, Rule::Consensus { rate })?))
+    },
+    ..LOW_PRECISION
+};
+
+/// What a copy makes of its parameters `x`, its own replica `w` and its neighbours' `w_j`, and what it sends.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    /// `u = C(x - w + sum W_ij (w_j - w))`, and `x = w + u`.
+    Sent,
+    /// `x += rate sum W_ij (w_j - w)`, and `u = C(x - w)`.
+    Consensus {
+        /// How far a copy goes towards its neighbours; with a codec that loses much it must be small.
+        rate: f64,
+    },
+}
+
+/// After each step, on a ring whose weights are `W`, with replicas that all begin as the parameters: by a
+/// [`Rule`] a copy sends `u`, and everyone who holds its replica, the copy included, adds `u` to it. A message
+/// has the next step's time to arrive, and no rule asks for it sooner.
+///
+/// What a codec loses of a difference stays in the difference, so codecs work without feedback. Copies are never
+/// quite the same; the model of the run is their mean, averaged as f32. A run that goes on begins with a round
+/// of whole replicas as f32. Differs from CHOCO-SGD: neighbours' replicas count one step later.
+#[derive(Debug)]
+pub struct Replicas {
+    average: Average,
+    rule: Rule,
+    every: u64,
+    packing: Packing,
+    codec: Box<dyn Compressor>,
+    seed: u64,
+    /// The replica that neighbours have of this copy.
+    own: Tensor,
+    /// Those of neighbours, in the order of the graph; none until they are known.
+    others: Vec<Vec<f32>>,
+    /// Whether `others` hold.
+    known: bool,
+    flight: Option<Exchange>,
+    mean: Tensor,
+    gathered: bool,
+    last: bool,
+    rounds: u64,
+}
+
+impl Replicas {
+    /// On a ring over the ranks of `settings`.
+    ///
+    /// Errors: those of [`Average::new`]; [`OptimError::Setting`] for a rate that is not above 0 and at most 1,
+    /// and for a protocol in the place of a codec.
+    pub fn new(settings: SyncSettings<'_>, rule: Rule) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, every, params, .. } = settings;
+        if let Rule::Consensus { rate: value } = rule
+            && !(value > 0.0 && value <= 1.0)
+        {
+            let (transform, field, expected) = ("sync", "consensus-rate", "above 0 and at most 1");
+            return Err(OptimError::Setting { transform, field, value, expected });
+        }
+        let codec = average.codec.memoryless()?;
+        let seed = average.seed;
+        // The model of the run is evaluated and saved as it is.
+        let average = AverageConfig { codec: super::Coding::default(), warmup: 0, ..average };
+        let mut own = device.zeros(layout.len())?;
+        copy(params, &mut own)?;
+        let packing = Packing::new(layout);
+        let average = Average::new(comm, device, layout, average)?;
+        let values = packing.pack(params)?;
+        let others = neighbours(&average).into_iter().map(|_| values.clone()).collect();
+        Ok(Self {
+            average,
+            rule,
+            every: every.max(1),
+            packing,
+            codec,
+            seed,
+            own,
+            others,
+            known: true,
+            flight: None,
+            mean: device.zeros(layout.len())?,
+            gathered: false,
+            last: false,
+            rounds: 0,
+        })
+    }
+
+    /// Sends `bytes` to both neighbours, and receives theirs.
+    fn start(&self, bytes: &[u8]) -> Exchange {
+        let comm = self.average.communicator();
+        let meeting = Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0);
+        Exchange::start(comm, meeting, self.rounds, bytes)
+    }
+
+    /// Takes up what neighbours sent.
+    fn arrive(&mut self) -> Result<(), OptimError> {
+        let Some(flight) = self.flight.take() else { return Ok(()) };
+        let mut change = vec![0.0; self.packing.len()];
+        for (Arrived { bytes, .. }, other) in flight.wait()?.iter().zip(&mut self.others) {
+            self.codec.decompress(PayloadRef::parse(bytes)?, &mut change)?;
+            other.iter_mut().zip(&change).for_each(|(w, u)| *w += u);
+        }
+        Ok(())
+    }
+
+    /// Neighbours' replicas as they themselves have them.
+    fn learn(&mut self) -> Result<(), OptimError> {
+        let own = self.packing.pack(&self.own)?;
+        let arrived = self.start(&to_bytes(&own)).wait()?;
+        let read = |arrived: &Arrived| from_bytes(&arrived.bytes, own.len(), arrived.from);
+        self.others = arrived.iter().map(read).collect::<Result<_, _>>()?;
+        self.known = true;
+        Ok(())
+    }
+
+    /// Adds to `x` so many times how far neighbours' replicas are from the own one, by their weights.
+    fn approach(&self, x: &mut [f32], own: &[f32], rate: f64) {
+        for (Neighbour { weight, .. }, other) in neighbours(&self.average).iter().zip(&self.others) {
+            let part = (rate * weight) as f32;
+            x.iter_mut()
+                .zip(other.iter().zip(own))
+                .for_each(|(x, (theirs, own))| *x += part * (theirs - own));
+        }
+    }
+
+    /// The mean over all copies, exactly the same on all.
+    fn average_all(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        copy(params, &mut self.mean)?;
+        self.average.all(&mut self.mean)?;
+        Ok(())
+    }
+}
+
+/// Whose replicas a rank holds, and what part each is of the mean on the ring.
+fn neighbours(average: &Average) -> Vec<Neighbour> {
+    let comm = average.communicator();
+    Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0).from
+}
+
+fn copy(from: &Tensor, to: &mut Tensor) -> Result<(), OptimError> {
+    Ok(from.device().run(Op::Cast { x: from.view(), y: to.view_mut() })?)
+}
+
+impl Synchroniser for Replicas {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        None
+    }
+    fn mix(&mut self, params: &mut Tensor, after: After) -> Result<(), OptimError> {
+        if !self.known {
+            self.learn()?;
+        }
+        self.arrive()?;
+        let mut x = self.packing.pack(params)?;
+        let mut own = self.packing.pack(&self.own)?;
+        match self.rule {
+            Rule::Sent => self.approach(&mut x, &own, 1.0),
+            Rule::Consensus { rate } => self.approach(&mut x, &own, rate),
+        }
+        let difference: Vec<f32> = x.iter().zip(&own).map(|(x, own)| x - own).collect();
+        let rank = self.average.communicator().rank();
+        let key = RoundKey { seed: self.seed, round: self.rounds, shard: 0, rank };
+        let mut payload = Payload::new();
+        self.codec.compress(&difference, key, &mut payload)?;
+        let mut sent = difference;
+        self.codec.decompress(payload.view(), &mut sent)?;
+        own.iter_mut().zip(&sent).for_each(|(w, u)| *w += u);
+        self.packing.unpack(&own, &mut self.own)?;
+        let x = if self.rule == Rule::Sent { &own } else { &x };
+        self.packing.unpack(x, params)?;
+        if !after.last {
+            self.flight = Some(self.start(payload.as_bytes()));
+        }
+        self.rounds += 1;
+        Ok(())
+    }
+    fn is_due(&self, after: After) -> bool {
+        after.step.is_multiple_of(self.every) || after.last
+    }
+    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+        self.last = after.last;
+        if after.last { self.average_all(params) } else { Ok(()) }
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        if self.last { Some(&mut self.mean) } else { None }
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        if self.last && !is_finite(self.mean.view())? {
+            return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
+        }
+        Ok(())
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        if std::mem::take(&mut self.last) {
+            copy(&self.mean, params)?;
+            self.average.commit();
+        }
+        Ok(())
+    }
+    fn is_apart(&self) -> bool {
+        true
+    }
+    fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.average_all(params)?;
+        self.average.commit();
+        self.gathered = true;
+        Ok(())
+    }
+    fn common(&self) -> Option<&Tensor> {
+        self.gathered.then_some(&self.mean)
+    }
+    fn settle(&mut self) -> Result<(), OptimError> {
+        self.arrive()
+    }
+    fn abandon(&mut self) {
+        (self.flight, self.known) = (None, false);
+        self.average.open();
+    }
+    fn rollback(&mut self) {
+        self.last = false;
+        self.average.rollback();
+    }
+    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        copy(params, &mut self.own)
+    }
+    fn steps(&self) -> u64 {
+        self.rounds
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        Vec::new()
+    }
+    fn own_states(&self) -> Vec<(&str, &Tensor)> {
+        vec![("replica", &self.own)]
+    }
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        let expected = self.own.shape().len();
+        if let Some(own) = get("replica") {
+            if own.len() != expected {
+                let (name, found) = ("replica".to_owned(), own.len());
+                return Err(OptimError::State { name, found, expected });
+            }
+            self.own.write(&own)?;
+        }
+        // Neighbours may have begun anew, or have dropped what was in flight.
+        (self.rounds, self.known, self.flight) = (steps, false, None);
+        Ok(())
+    }
+    fn average(&self) -> &Average {
+        &self.average
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.average
+    }
+}
