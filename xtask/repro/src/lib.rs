@@ -70,6 +70,7 @@ mod hostile_payloads;
 mod instructions;
 mod learn_nano;
 mod local_optimizers;
+mod methods;
 mod mismatch;
 mod onebit;
 mod overlap_comm;
@@ -89,6 +90,7 @@ mod schedule_laws;
 mod schedule_vectors;
 mod signals;
 mod sim_scale;
+mod theory;
 mod trainer_cost;
 mod simulate_scale;
 mod slow_link;
@@ -113,6 +115,7 @@ pub const BENCHES: &[Bench] = &[
     powersgd::BENCH,
     onebit::BENCH,
     streaming::BENCH,
+    theory::BENCH,
     cocktail::BENCH,
     gossip::BENCH,
     dgc::BENCH,
@@ -127,6 +130,7 @@ pub const BENCHES: &[Bench] = &[
     resume::BENCH,
     signals::BENCH,
     mismatch::BENCH,
+    methods::BENCH,
     divergence::BENCH,
     collective_laws::BENCH,
     collective_cost::BENCH,

@@ -228,6 +228,51 @@ pub(crate) const EXPONENTIAL: Arm =
     arm("exponential", "--sync exponential", "parameters mixed with the worker 1, 2, 4 before in turn")
         .sends(|sizes| 4.0 * sizes.params);
 
+/// What every rank sends to all others: entries of chunks of 4096, each with an index of 12 bits.
+fn gathered(sizes: &Sizes, kept: f64, bits: f64) -> f64 {
+    let chunks = (sizes.params / 4096.0).ceil();
+    (sizes.ranks - 1.0) * (HEADER + chunks * kept * (12.0 + bits) / 8.0) / sizes.every
+}
+
+/// `DeMo` with many coefficients.
+pub(crate) const DEMO: Arm = arm(
+    "DeMo k=32",
+    "--recipe demo --lr 1e-3",
+    "32 of 4096 DCT coefficients of a momentum that workers keep",
+)
+.sends(|sizes| gathered(sizes, 32.0, 32.0));
+/// `DeMo` with few, in one bit, as in Psyche.
+pub(crate) const DISTRO: Arm =
+    arm("DeMo k=4, 1 bit", "--recipe distro --lr 1e-3", "the signs of 4 of 4096 DCT coefficients");
+/// `DeMo` where a worker's momentum keeps what was sent no longer than what was not: nothing.
+pub(crate) const DEMO_ALONE: Arm = arm(
+    "DeMo k=32, no momentum",
+    "--recipe demo --lr 1e-3 --codec dct:64/topk:32of4096 --error-feedback false",
+    "a control: what is not sent is gone",
+);
+/// Signs of the momentum of whole gradients.
+pub(crate) const SIGNUM: Arm =
+    arm("Signum", "--optimizer signum --lr 1e-3", "the sign of the momentum of gradients that travel as f32")
+        .sends(f32_ring);
+
+/// `SparseLoCo`.
+pub(crate) const SPARSELOCO: Arm =
+    arm("SparseLoCo H=30", "--recipe sparseloco", "every 30 steps 64 of 4096 elements in 2 bits");
+/// The same without feedback.
+pub(crate) const SPARSELOCO_ALONE: Arm = arm(
+    "SparseLoCo H=30, no feedback",
+    "--recipe sparseloco --codec topk:64of4096/meanstd2 --error-feedback false",
+    "a control: what is not selected is gone",
+);
+/// `DiLoCo` every hundred steps in 8 bits.
+pub(crate) const INTELLECT: Arm =
+    arm("DiLoCo H=100, int8", "--recipe intellect-1", "averages every 100 steps in 8 bits");
+/// Muon inside.
+pub(crate) const MULOCO: Arm =
+    arm("MuLoCo H=30", "--recipe muloco", "Muon, and averages every 30 steps in 2 bits with feedback");
+/// Muon at each step.
+pub(crate) const MUON: Arm = arm("Muon", "--optimizer muon", "gradients as f32 into Muon").sends(f32_ring);
+
 /// Products in bf16.
 pub(crate) const BF16: Arm =
     arm("products in bf16", "--precision bf16", "operands of matrix products in bf16").sends(f32_ring);
@@ -271,6 +316,15 @@ pub(crate) const ALL: &[Arm] = &[
     D_PSGD,
     SHIFT_ONE,
     EXPONENTIAL,
+    DEMO,
+    DISTRO,
+    DEMO_ALONE,
+    SIGNUM,
+    SPARSELOCO,
+    SPARSELOCO_ALONE,
+    INTELLECT,
+    MULOCO,
+    MUON,
     BF16,
     F16_PRODUCTS,
 ];

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use clap::{Args as _, Command, FromArgMatches as _};
 use farflung::config::flags::TrainFlags;
+use farflung::config::recipe::RECIPES;
 use farflung::config::{TrainArgs, TrainConfig};
 
 use super::Arm;
@@ -63,7 +64,27 @@ impl Setting {
 
     /// The command that trains an arm.
     pub(crate) fn command(&self, arm: &Arm) -> String {
-        format!("farflung train --init-from PRETRAINED {} {}", self.flags, arm.flags).trim_end().to_owned()
+        format!("farflung train --init-from PRETRAINED {}", self.flags_of(arm))
+    }
+
+    /// The flags of a run: the setting's that neither the arm nor its recipe sets, and the arm's.
+    fn flags_of(&self, arm: &Arm) -> String {
+        let pairs = |flags: &'static str| -> Vec<(&str, &str)> {
+            let words: Vec<&str> = flags.split_whitespace().collect();
+            words.as_chunks::<2>().0.iter().map(|&[flag, value]| (flag, value)).collect()
+        };
+        let own = pairs(arm.flags);
+        let recipe = own.iter().find(|(flag, _)| *flag == "--recipe").map(|(_, name)| *name);
+        let recipe = RECIPES.iter().find(|row| Some(row.name) == recipe);
+        let by_recipe = |flag: &str| {
+            recipe.is_some_and(|row| row.settings.iter().any(|(name, _)| flag == format!("--{name}")))
+        };
+        let taken = |flag: &str| own.iter().any(|(other, _)| *other == flag) || by_recipe(flag);
+        let words: Vec<&str> = self.flags.split_whitespace().collect();
+        let shared = words.as_chunks::<2>().0.iter().filter(|[flag, _]| !taken(flag));
+        let shared = shared.map(|[flag, value]| format!("{flag} {value}"));
+        let own = own.iter().map(|(flag, value)| format!("{flag} {value}"));
+        shared.chain(own).collect::<Vec<_>>().join(" ")
     }
 
     /// The command that trains what arms start from.
@@ -90,8 +111,7 @@ impl Setting {
     ///
     /// Errors: a flag that does not exist, or a value out of its range.
     pub(crate) fn config(&self, arm: &Arm, seed: u64) -> Result<TrainConfig> {
-        let seed = format!("--seed {seed}");
-        let args = parse(&seed)?.or(parse(arm.flags)?).or(parse(&self.flags)?);
+        let args = parse(&format!("--seed {seed} {}", self.flags_of(arm)))?;
         TrainConfig::merge(args, TrainArgs::default())
             .with_context(|| format!("wrong settings of arm `{}`", arm.name))
     }
@@ -108,9 +128,9 @@ impl Setting {
     }
 }
 
-/// Flags as `farflung train` takes them. A flag may come again; the last one holds.
-fn parse(flags: &str) -> Result<TrainArgs> {
-    let command = TrainFlags::augment_args(Command::new("train").args_override_self(true));
+/// Flags as `farflung train` takes them.
+pub(crate) fn parse(flags: &str) -> Result<TrainArgs> {
+    let command = TrainFlags::augment_args(Command::new("train"));
     let matches = command.try_get_matches_from(["train"].into_iter().chain(flags.split_whitespace()))?;
     Ok(TrainFlags::from_arg_matches(&matches)?.args)
 }
@@ -121,13 +141,22 @@ mod tests {
     use crate::lab::arms;
 
     #[test]
-    fn an_arm_wins_over_the_setting_and_the_last_flag_over_the_first() {
-        let flags = "--steps 5 --workers 8 --codec none --steps 6".to_owned();
+    fn an_arm_and_its_recipe_win_over_the_setting() {
+        let flags = "--steps 6 --workers 8 --codec none".to_owned();
         let setting = Setting { flags, pretraining: String::new() };
         let arm = Arm { flags: "--codec int8 --workers 2", ..arms::F32 };
         let config = setting.config(&arm, 7).unwrap();
         assert_eq!((config.steps, config.workers, config.seed), (6, 2, 7));
         assert_eq!(config.codec.to_string(), "int8");
+        let arm = Arm { flags: "--recipe sparseloco --sync-every 9", ..arms::F32 };
+        let command =
+            "farflung train --init-from PRETRAINED --steps 6 --workers 8 --recipe sparseloco --sync-every 9";
+        assert_eq!(setting.command(&arm), command);
+        let config = setting.config(&arm, 7).unwrap();
+        assert_eq!(
+            (config.sync_every, config.codec.to_string().as_str()),
+            (9, "topk:64of4096/meanstd2+ef:0.95")
+        );
     }
 
     #[test]

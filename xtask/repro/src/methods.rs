@@ -1,0 +1,212 @@
+//! Every method and recipe: what it is where it degenerates, over each transport, and from a checkpoint.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use farflung::TrainConfig;
+use farflung::base::Link;
+use farflung::config::TrainArgs;
+use farflung::config::recipe::RECIPES;
+use farflung::optim::local::{Averages, METHODS as OPTIMIZERS};
+use farflung::optim::sync::METHODS;
+use farflung::train::{Job, Trainer};
+
+use crate::binary::farflung;
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::parse;
+use crate::workers::{Over, again, job, on_all, relative_l2};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "methods",
+    claim: "each method of synchronisation and each recipe is another one in its degenerate case, has the same \
+            bits over every transport, and goes on from a checkpoint with the same bits",
+    source: "ours",
+    seed: 1337,
+    run,
+};
+
+/// What is trained, before a method's flags.
+const BASE: &str = "--layers 1 --heads 2 --dim 32 --context 32 --batch 2 --threads 1 --lr-schedule constant \
+                    --min-lr 0 --warmup 0 --sample-tokens 0 --codec none";
+const STEPS: u64 = 8;
+/// The step of the checkpoint, at which some methods have averages in flight; those that meet every 3 steps save at
+/// the next.
+const CHECKPOINT: u64 = 5;
+/// Parameters that were computed in another order, relative.
+const ROUNDED: f64 = 1e-6;
+
+/// A method that is another one.
+struct Degenerate {
+    flags: &'static str,
+    other: &'static str,
+    /// The largest distance of parameters, relative.
+    within: f64,
+}
+
+const fn same(flags: &'static str, other: &'static str) -> Degenerate {
+    Degenerate { flags, other, within: 0.0 }
+}
+
+const fn near(flags: &'static str, other: &'static str) -> Degenerate {
+    Degenerate { flags, other, within: ROUNDED }
+}
+
+const DEGENERATE: &[Degenerate] = &[
+    near(
+        "--sync diloco --sync-every 1 --outer-lr 1 --outer-momentum 0 --optimizer sgd --momentum 0 --clip 0",
+        "--sync ddp --optimizer sgd --momentum 0 --clip 0",
+    ),
+    same(
+        "--sync streaming --fragments 1 --sync-delay 0 --mixing 0 --sync-every 3",
+        "--sync diloco --sync-every 3",
+    ),
+    near("--sync cocktail --workers 1", "--sync ddp --workers 1"),
+    near(
+        "--sync noloco --workers 2 --outer-lr 1 --outer-momentum 0 --sync-every 3",
+        "--sync diloco --workers 2 --outer-lr 1 --outer-momentum 0 --sync-every 3",
+    ),
+    same("--sync shift-one --workers 2", "--sync d-psgd --workers 2"),
+    same("--sync exponential --workers 2", "--sync d-psgd --workers 2"),
+    same("--sync random-pairs --workers 2", "--sync d-psgd --workers 2"),
+    near("--sync d-psgd --workers 1", "--sync ddp --workers 1"),
+    near("--sync low-precision --workers 1", "--sync ddp --workers 1"),
+    near("--sync choco --consensus-rate 1", "--sync d-psgd"),
+    near(
+        "--optimizer qadam --codec minmax8 --codec-warmup 8 --weight-decay 0",
+        "--optimizer adam --weight-decay 0",
+    ),
+    same("--recipe onebit-adam --codec-warmup 8", "--optimizer onebit-adam --codec none --codec-warmup 8"),
+    same(
+        "--recipe sparseloco --codec none --sync-every 4",
+        "--sync diloco --outer-lr 1 --outer-momentum 0 --sync-every 4",
+    ),
+    same("--recipe intellect-1 --codec none --sync-every 4", "--sync diloco --sync-every 4"),
+    same("--recipe muloco --codec none --sync-every 4", "--optimizer muon --sync diloco --sync-every 4"),
+    same("--recipe demo --codec none", "--optimizer signum --momentum 0"),
+    same("--recipe distro --codec none", "--optimizer signum --momentum 0"),
+    same("--recipe bytegrad --codec none", "--sync ddp"),
+    same("--codec none+ef --algorithm all-gather", "--codec none+ef --algorithm direct"),
+    near("--codec topk:1.0", "--codec none"),
+    near("--lookahead 2 --lookahead-alpha 1", "--lookahead 0"),
+];
+
+/// Flags of every method, recipe, and optimizer that averages something of its own, each with its own codec.
+fn all() -> Vec<String> {
+    let methods = METHODS.iter().map(|row| {
+        let codec = row.codec.map_or(String::new(), |codec| format!(" --codec {codec}"));
+        let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
+        format!("--sync {}{every}{codec}", row.name)
+    });
+    let recipes = RECIPES.iter().map(|row| {
+        let local = row.settings.iter().any(|(name, _)| *name == "sync-every");
+        format!("--recipe {}{}", row.name, if local { " --sync-every 3" } else { "" })
+    });
+    let optimizers = OPTIMIZERS.iter().filter_map(|row| match row.averages {
+        Averages::Momentum { codec } => {
+            Some(format!("--optimizer {} --codec {codec} --codec-warmup 3", row.name))
+        }
+        Averages::Gradients => None,
+    });
+    methods.chain(recipes).chain(optimizers).collect()
+}
+
+/// A run's settings: the flags, a recipe's, and the base's that neither has.
+fn config(seed: u64, flags: &str) -> Result<TrainConfig> {
+    let recipe = flags.contains("--recipe");
+    let base = if recipe { BASE.replace(" --codec none", "") } else { BASE.to_owned() };
+    let args = parse(flags)?.or(parse(&format!("--workers 4 --steps {STEPS} --seed {seed} {base}"))?);
+    TrainConfig::merge(args, TrainArgs::default()).with_context(|| format!("wrong settings `{flags}`"))
+}
+
+/// Parameters of each rank after the last step.
+fn ends(job: &Job) -> Result<Vec<Vec<f32>>> {
+    on_all(job, |rank: &mut Trainer| {
+        for _ in 0..STEPS {
+            rank.step(false)?;
+        }
+        let params = rank.params().to_vec::<f32>()?;
+        rank.comm().barrier()?;
+        Ok(params)
+    })
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let base = job(config(report.seed(), "")?, Over::Memory)?;
+    let trained = |flags: &str, over| -> Result<Vec<Vec<f32>>> {
+        let ends = ends(&again(&base, config(base.config.seed, flags)?, over))?;
+        ensure!(
+            ends.windows(2).all(|pair| pair[0] == pair[1]),
+            "{flags}: replicas differ after the last step"
+        );
+        Ok(ends)
+    };
+    for Degenerate { flags, other, within } in DEGENERATE {
+        let off = relative_l2(&trained(flags, Over::Memory)?[0], &trained(other, Over::Memory)?[0]);
+        let metric = format!("{flags}: parameters after {STEPS} steps against {other}");
+        report.row(&metric, off, "", Mark::AtMost(*within))?;
+    }
+    let transports = [("simulated", Over::Simulated(Link::FREE)), ("tcp", Over::Tcp)];
+    for (i, flags) in all().iter().enumerate() {
+        let memory = trained(flags, Over::Memory)?;
+        ensure!(memory[0].iter().all(|value| value.is_finite()), "{flags}: parameters that are not finite");
+        // Each transport in turn where time is short.
+        let over = if options.quick { &transports[i % transports.len()..][..1] } else { &transports[..] };
+        for (name, over) in over {
+            let there = trained(flags, *over)?;
+            let bits = memory[0].iter().zip(&there[0]).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            let metric = format!("{flags}: parameters whose bits differ over {name}");
+            report.row(&metric, bits as f64, "", Mark::AtMost(0.0))?;
+        }
+    }
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let flags = all();
+    let flags = flags.iter().enumerate().filter(|(i, _)| !options.quick || i % 4 == 1);
+    for (i, flags) in flags {
+        let differing = goes_on(flags, report.seed(), &folder.path().join(i.to_string()))?;
+        let metric = format!("{flags}: files that differ in a run that goes on from a checkpoint");
+        report.row(&metric, differing as f64, "files", Mark::AtMost(0.0))?;
+    }
+    Ok(())
+}
+
+/// Trains to the end, and from an earlier checkpoint once more; how many files of the last checkpoints differ.
+fn goes_on(flags: &str, seed: u64, folder: &Path) -> Result<usize> {
+    std::fs::create_dir_all(folder).context("failed to make a folder")?;
+    let config = TrainConfig {
+        checkpoint_every: CHECKPOINT,
+        keep_last: 0,
+        eval_batches: 1,
+        quiet: true,
+        ..config(seed, flags)?
+    };
+    let settings = folder.join("run.toml");
+    std::fs::write(&settings, config.to_toml()).context("failed to write settings")?;
+    let path = |path: &Path| path.to_str().map(str::to_owned).context("the folder's path is no text");
+    let (whole, rest) = (folder.join("whole"), folder.join("rest"));
+    let train = |out: &Path, more: &[&str]| -> Result<()> {
+        let (settings, out) = (path(&settings)?, path(out)?);
+        let args = [&["train", "--config", &settings, "--out", &out][..], more].concat();
+        let output = farflung(&args)?.stderr(std::process::Stdio::piped()).output();
+        let output = output.context("failed to start `farflung`")?;
+        ensure!(output.status.success(), "{flags}: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(())
+    };
+    train(&whole, &[])?;
+    let saved =
+        (CHECKPOINT..STEPS).map(|step| whole.join(format!("step-{step:08}"))).find(|path| path.is_dir());
+    let checkpoint = path(&saved.with_context(|| format!("{flags}: no checkpoint before the last"))?)?;
+    train(&rest, &["--resume", &checkpoint])?;
+    let mut differing = 0;
+    for rank in 0..config.workers {
+        let of =
+            |run: &Path| if rank == 0 { run.to_owned() } else { run.join(format!("ranks/rank-{rank:05}")) };
+        for name in ["model.safetensors", "optimizer.safetensors"] {
+            let read = |run: &Path| {
+                let file = of(run).join(format!("step-{STEPS:08}")).join(name);
+                std::fs::read(&file).with_context(|| format!("failed to read {}", file.display()))
+            };
+            differing += usize::from(read(&whole)? != read(&rest)?);
+        }
+    }
+    Ok(differing)
+}
