@@ -3,6 +3,7 @@
 pub mod average;
 pub mod cluster;
 pub mod error;
+pub mod memory;
 pub mod mesh;
 pub mod model;
 pub mod pipeline;
@@ -13,6 +14,7 @@ pub mod render;
 pub mod replicas;
 pub mod script;
 pub mod share;
+pub mod shipped;
 pub mod simulate;
 pub mod timeline;
 pub mod what_if;

@@ -1,5 +1,15 @@
 //! Chooses between synchronous and local-step training for a cluster, by simulating both. Says why.
 
+pub mod alpa;
+pub mod dtfm;
+pub mod matching;
+pub mod path;
+pub mod pipedream;
+pub mod piper;
+pub mod uneven;
+
+mod draw;
+
 use std::fmt;
 
 use farflung_base::{Bytes, Nanos, Rank};

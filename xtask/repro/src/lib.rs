@@ -41,6 +41,7 @@ mod collective_cost;
 mod collective_laws;
 mod compositions;
 mod all_reduce;
+mod alpa_exact;
 mod all_reduce_limit;
 mod aqsgd_cache;
 mod bagua;
@@ -59,6 +60,9 @@ mod dgc;
 mod diloco;
 mod diloco_exact;
 mod divergence;
+mod dtfm_cost;
+mod dtfm_search;
+mod dtfm_world;
 mod failure;
 mod gemm;
 mod gossip;
@@ -70,12 +74,14 @@ mod hostile_payloads;
 mod instructions;
 mod learn_nano;
 mod local_optimizers;
+mod memory_table;
 mod mismatch;
 mod onebit;
 mod overlap_comm;
 mod overlap_ddp;
 mod pipeline_exact;
 mod plan_exact;
+mod plan_run;
 mod plan_text;
 mod powersgd;
 mod precision;
@@ -159,6 +165,12 @@ pub const BENCHES: &[Bench] = &[
     rendezvous::BENCH,
     replan::BENCH,
     uneven_plan::BENCH,
+    alpa_exact::BENCH,
+    memory_table::BENCH,
+    plan_run::BENCH,
+    dtfm_cost::BENCH,
+    dtfm_search::BENCH,
+    dtfm_world::BENCH,
     blame::BENCH,
     boundary::BENCH,
     compositions::BENCH,

@@ -64,6 +64,7 @@ macro_rules! short {
 }
 
 short! {
+    alpa_exact: "alpa-exact",
     aqsgd_cache: "aqsgd-cache",
     cocktail_ratio: "cocktail-ratio",
     codec_bytes: "codec-bytes",
@@ -73,12 +74,17 @@ short! {
     compositions: "compositions",
     ddp_exact: "ddp-exact",
     diloco_exact: "diloco-exact",
+    dtfm_cost: "dtfm-cost",
+    dtfm_search: "dtfm-search",
+    dtfm_world: "dtfm-world",
     hostile_frames: "hostile-frames",
     hostile_payloads: "hostile-payloads",
     local_optimizers: "local-optimizers",
+    memory_table: "memory-table",
     mismatch: "mismatch",
     pipeline_exact: "pipeline-exact",
     plan_exact: "plan-exact",
+    plan_run: "plan-run",
     plan_text: "plan-text",
     predict_vs_run: "predict-vs-run",
     regions: "regions",
