@@ -90,7 +90,9 @@ fn auto_names_the_fastest_plan_and_what_would_help() {
                 [[device]]\nname = \"slow\"\ncount = 2\nflops = \"100 GFLOPS\"\n";
     std::fs::write(at("machines.toml"), file).unwrap();
     let args = format!("auto {} --model nano -m 12 --out {}", at("machines.toml"), at("plan.toml"));
-    let seen = json(&args);
+    let seen = json(&format!("{args} --map {}", at("map.svg")));
+    let map = std::fs::read_to_string(at("map.svg")).unwrap();
+    assert!(map.starts_with("<svg") && map.contains("fast") && map.contains("layers 0.."), "{map}");
     let steps: Vec<f64> =
         seen["candidates"].as_array().unwrap().iter().map(|c| c["step_s"].as_f64().unwrap()).collect();
     assert!(steps.len() > 5 && steps.is_sorted() && steps[0] > 0.0, "{steps:?}");

@@ -2,6 +2,7 @@
 
 pub mod average;
 pub mod cluster;
+mod draw;
 pub mod error;
 pub mod memory;
 pub mod mesh;
@@ -16,6 +17,7 @@ pub mod script;
 pub mod share;
 pub mod shipped;
 pub mod simulate;
+pub mod swarm;
 pub mod timeline;
 pub mod what_if;
 

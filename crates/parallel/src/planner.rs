@@ -6,9 +6,8 @@ pub mod matching;
 pub mod path;
 pub mod pipedream;
 pub mod piper;
+pub mod ring;
 pub mod uneven;
-
-mod draw;
 
 use std::fmt;
 

@@ -24,9 +24,12 @@ pub(crate) struct Outcome {
     pub(crate) found: Option<u64>,
 }
 
+/// Plans one random instance.
+type One = fn(&mut Draw) -> Outcome;
+
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let rounds = if options.quick { 100 } else { 1000 };
-    let planners: [(&str, fn(&mut Draw) -> Outcome); 4] =
+    let planners: [(&str, One); 4] =
         [("machines in order", in_order), ("Alpa", submeshes), ("PipeDream", replicas), ("Piper", shapes)];
     for (name, one) in planners {
         let mut draw = Draw::new(report.seed());

@@ -42,6 +42,7 @@ mod collective_laws;
 mod compositions;
 mod all_reduce;
 mod alpa_exact;
+mod arithmetic;
 mod all_reduce_limit;
 mod aqsgd_cache;
 mod bagua;
@@ -100,6 +101,7 @@ mod simulate_scale;
 mod slow_link;
 mod soak;
 mod streaming;
+mod swarm_rebalance;
 mod uneven;
 mod uneven_plan;
 mod zero_bubble;
@@ -168,6 +170,8 @@ pub const BENCHES: &[Bench] = &[
     alpa_exact::BENCH,
     memory_table::BENCH,
     plan_run::BENCH,
+    swarm_rebalance::BENCH,
+    arithmetic::BENCH,
     dtfm_cost::BENCH,
     dtfm_search::BENCH,
     dtfm_world::BENCH,

@@ -65,6 +65,7 @@ macro_rules! short {
 
 short! {
     alpa_exact: "alpa-exact",
+    arithmetic: "arithmetic",
     aqsgd_cache: "aqsgd-cache",
     cocktail_ratio: "cocktail-ratio",
     codec_bytes: "codec-bytes",
@@ -94,6 +95,7 @@ short! {
     schedule_vectors: "schedule-vectors",
     slow_link: "slow-link",
     soak: "soak",
+    swarm_rebalance: "swarm-rebalance",
     uneven: "uneven",
     uneven_plan: "uneven-plan",
     trainer_cost: "trainer-cost",

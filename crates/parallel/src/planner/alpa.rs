@@ -196,7 +196,7 @@ impl<'a> Table<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::draw::Draw;
+    use crate::draw::Draw;
 
     /// Every list of stages for the layers from `first` on, over so many devices.
     fn all(size: &AlpaSize, meshes: &[Submesh], first: usize, devices: u32) -> Vec<Vec<SubmeshStage>> {

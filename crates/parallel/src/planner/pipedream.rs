@@ -185,7 +185,7 @@ impl Planner<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::draw::Draw;
+    use crate::draw::Draw;
 
     /// The least period by trying all lists of stages on each level.
     fn by_brute_force(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> u64 {

@@ -163,7 +163,7 @@ impl<'a> Loads<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::planner::draw::Draw;
+    use crate::draw::Draw;
 
     /// The least period over all lists of stages, with how many they are.
     fn by_brute_force(

@@ -331,7 +331,7 @@ mod tests {
     use farflung_base::{Bandwidth, Link};
 
     use super::*;
-    use crate::planner::draw::Draw;
+    use crate::draw::Draw;
 
     fn chain(draw: &mut Draw, layers: usize, machines: usize) -> Chain {
         let layer = |draw: &mut Draw| ChainLayer {

@@ -3,14 +3,15 @@
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use farflung::base::{Bytes, Nanos};
+use farflung::base::{Bytes, Nanos, Rank};
+use farflung::parallel::{Cluster, Plan, render};
 use farflung::terminal::print;
 use farflung::train::PipelineSizes;
 use farflung::train::auto::{Candidate, Improvement, Way, auto, held, improvements, sent};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
-use super::file::read;
+use super::file::{read, write};
 
 /// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which is fastest.
 ///
@@ -47,6 +48,9 @@ pub(crate) struct AutoCommand {
     /// Write the plan as TOML, for `train --plan`.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// Draw which machine has which layers of which pipeline, as SVG.
+    #[arg(long, value_name = "FILE")]
+    map: Option<PathBuf>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -96,11 +100,10 @@ impl AutoCommand {
             expected: format!("a kind that fits these machines: {ways} plans of other kinds do"),
         })?;
         if let Some(path) = &self.out {
-            std::fs::write(path, candidate.plan.to_string()).map_err(|source| Error::Io {
-                action: "write the plan",
-                path: path.clone(),
-                source,
-            })?;
+            write(path, "write the plan", &candidate.plan.to_string())?;
+        }
+        if let Some(path) = &self.map {
+            write(path, "draw the map", &drawn(&candidate.plan, &cluster)?)?;
         }
         let chosen = Chosen {
             candidate,
@@ -115,6 +118,20 @@ impl AutoCommand {
             text(&chosen, &candidates, self.top)
         })
     }
+}
+
+/// The map of a plan.
+fn drawn(plan: &Plan, cluster: &Cluster) -> Result<String> {
+    let names = cluster.rank_names();
+    let rank = |name: &String| names.iter().position(|known| known == name).map(|at| Rank(at as u32));
+    let rows: Vec<Vec<Rank>> = plan
+        .machines
+        .chunks(plan.stages() as usize)
+        .map(|machines| machines.iter().filter_map(rank).collect())
+        .collect();
+    let stages: Vec<String> =
+        plan.parts.iter().map(|part| format!("layers {}..{}", part.layers.start, part.layers.end)).collect();
+    Ok(render::map(&rows, &stages, cluster, &cluster.topology()?))
 }
 
 fn rate(tokens: u64, step: Nanos) -> f64 {

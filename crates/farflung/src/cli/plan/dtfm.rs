@@ -9,10 +9,10 @@ use farflung::parallel::planner::dtfm::{
     Layout, PairCosts, TrainingLoad, Workload, contiguous, evolution, exhaustive, random, search,
     simulate_layout, transposed,
 };
-use farflung::parallel::{Cluster, shipped};
+use farflung::parallel::{Cluster, render, shipped};
 use farflung::terminal::print;
 
-use super::file::read;
+use super::file::{read, write};
 
 /// Place a pipeline with data parallelism by DT-FM's cost model: which devices share a stage, and in which order.
 ///
@@ -58,6 +58,9 @@ pub(crate) struct DtfmCommand {
     /// Layers of the model; the gradients of a stage grow with them.
     #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..=4096))]
     layers: u32,
+    /// Draw which device has which stage of which pipeline, as SVG.
+    #[arg(long, value_name = "FILE")]
+    map: Option<PathBuf>,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -109,6 +112,11 @@ impl DtfmCommand {
             finalists.sort_by_key(|finalist| finalist.step);
         }
         let chosen = &finalists[0];
+        if let Some(path) = &self.map {
+            let stages: Vec<String> = (0..self.stages).map(|stage| format!("stage {stage}")).collect();
+            let svg = render::map(&chosen.layout.pipelines, &stages, &cluster, &cluster.topology()?);
+            write(path, "draw the map", &svg)?;
+        }
         print(&if self.json {
             format!("{}\n", json(chosen, &finalists, evaluations, is_optimal))
         } else {

@@ -1,4 +1,4 @@
-//! Reads the topology file of a command.
+//! Reads the topology file of a command, writes what it makes.
 
 use std::path::Path;
 
@@ -17,4 +17,9 @@ pub(super) fn read(path: &Path) -> Result<Cluster> {
             Err(Error::Io { action: "read", path: path.to_owned(), source })
         }
     }
+}
+
+/// Writes a file; `action` says what failed if it cannot be.
+pub(super) fn write(path: &Path, action: &'static str, text: &str) -> Result<()> {
+    std::fs::write(path, text).map_err(|source| Error::Io { action, path: path.to_owned(), source })
 }

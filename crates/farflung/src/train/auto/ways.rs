@@ -5,9 +5,10 @@ use farflung_parallel::pipeline::Method;
 use farflung_parallel::plan::even_parts;
 use farflung_parallel::planner::dtfm::{PairCosts, Workload, search};
 use farflung_parallel::planner::path::shortest_path;
+use farflung_parallel::planner::ring::bottleneck_ring;
 use farflung_parallel::planner::uneven::{Chain, ChainMachine, ChainPlan, ChainStage, uneven};
 use farflung_parallel::share::largest_remainder;
-use farflung_parallel::{Cluster, Level, Plan, ScheduleSource};
+use farflung_parallel::{Cluster, Level, Machine, Plan, ScheduleSource, Speed};
 use farflung_zoo::GptConfig;
 
 use super::candidate::{Candidate, Way, held, simulated};
@@ -25,6 +26,15 @@ const LAYOUTS: u64 = 300;
 
 /// The most stages of pipelines side by side that are tried.
 const STAGES: u32 = 16;
+
+/// Kinds of machines, from the fastest on, that are tried without the slower ones.
+const KINDS: usize = 4;
+
+/// Some machines, and a name for people behind that of a plan.
+struct Pool {
+    name: String,
+    machines: Vec<Rank>,
+}
 
 /// What a plan is wanted for.
 #[derive(Clone, Copy)]
@@ -146,57 +156,130 @@ impl Asked<'_> {
         Bytes(u64::from(self.sizes.batch) * values as u64)
     }
 
-    /// Replicas of one machine each: shares by speed, and equal shares.
+    /// Replicas of one machine each: shares by speed on a ring, and equal shares as listed.
     pub(super) fn data(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
-        let order: Vec<Rank> = (0..self.cluster.size() as u32).map(Rank).collect();
         let whole = vec![ChainStage { layers: 0..self.model.layers, machine: 0 }];
-        let rows: Vec<Vec<Rank>> = order.iter().map(|&rank| vec![rank]).collect();
-        for (what, equal) in [("replicas by speed", false), ("replicas of equal shares", true)] {
-            let before = candidates.len();
-            self.replicas(Way::Data, what, &rows, &whole, equal, candidates)?;
-            for candidate in &mut candidates[before..] {
-                candidate.is_baseline = equal;
+        let topology = self.cluster.topology()?;
+        for Pool { name, machines } in self.pools() {
+            let around = self.around(&topology.among(&machines), &machines);
+            for (shares, equal) in [("replicas by speed", false), ("replicas of equal shares", true)] {
+                let before = candidates.len();
+                let order = if equal { &machines } else { &around };
+                let rows: Vec<Vec<Rank>> = order.iter().map(|&rank| vec![rank]).collect();
+                self.replicas(Way::Data, &format!("{shares}{name}"), &rows, &whole, equal, candidates)?;
+                for candidate in &mut candidates[before..] {
+                    candidate.is_baseline = equal && name.is_empty();
+                }
             }
         }
         Ok(())
     }
 
+    /// Machines in the order of the ring whose slowest link is fastest, for what a ring's all-reduce sends at once.
+    fn around(&self, topology: &Topology, machines: &[Rank]) -> Vec<Rank> {
+        let n = machines.len();
+        let bytes = Bytes(self.model.parameters() * 4 / n as u64);
+        let rank = |i: usize| Rank(i as u32);
+        let costs: Vec<u64> =
+            (0..n * n).map(|at| one_way(topology, rank(at / n), rank(at % n), bytes)).collect();
+        bottleneck_ring(&costs, n).ranks.into_iter().map(|i| machines[i]).collect()
+    }
+
     /// Pipelines side by side, for every number of stages that divides the machines.
     pub(super) fn both(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
-        let machines = self.cluster.size() as u32;
         let topology = self.cluster.topology()?;
-        let most = STAGES.min(machines / 2).min(self.model.layers as u32);
-        for stages in (2..=most).filter(|&stages| machines.is_multiple_of(stages)) {
-            let replicas = machines / stages;
-            let each = self.sizes.microbatches.div_ceil(replicas);
-            let workload = Workload {
-                gradients: Bytes(self.model.parameters() * 4 / u64::from(stages)),
-                activations: Bytes(self.hidden().0 * u64::from(each)),
-            };
-            // Links that take over an hour are no links for this.
-            let Ok(costs) = PairCosts::new(&topology, stages, workload) else { continue };
-            let rows = search(&costs, LAYOUTS, 0)?.layout.pipelines;
-            let chain = self.slowest(&topology, &rows)?;
-            let what = format!("{replicas} pipelines of {stages}, DT-FM");
-            if let Ok(planned) = uneven(&chain) {
-                // Columns that hold nothing are left out.
-                let used = |row: &Vec<Rank>| planned.stages.iter().map(|stage| row[stage.machine]).collect();
-                let rows: Vec<Vec<Rank>> = rows.iter().map(used).collect();
-                self.replicas(Way::Both, &what, &rows, &planned.stages, false, candidates)?;
-            }
-            let listed: Vec<Vec<Rank>> = (0..replicas)
-                .map(|replica| (0..stages).map(|stage| Rank(stage * replicas + replica)).collect())
-                .collect();
-            if let Some(even) = even(&self.slowest(&topology, &listed)?) {
-                let before = candidates.len();
-                let what = format!("{replicas} pipelines of {stages}, as listed");
-                self.replicas(Way::Both, &what, &listed, &even.stages, true, candidates)?;
-                for candidate in &mut candidates[before..] {
-                    candidate.is_baseline = true;
+        for pool in self.pools() {
+            let count = pool.machines.len() as u32;
+            let most = STAGES.min(count / 2).min(self.model.layers as u32);
+            for stages in (2..=most).filter(|&stages| count.is_multiple_of(stages)) {
+                self.placed(&pool, stages, &topology, candidates)?;
+                if pool.name.is_empty() {
+                    self.listed(stages, &topology, candidates)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Pipelines of so many stages over the machines of a pool, placed by DT-FM's search.
+    fn placed(
+        &self,
+        pool: &Pool,
+        stages: u32,
+        topology: &Topology,
+        candidates: &mut Vec<Candidate>,
+    ) -> Result<()> {
+        let replicas = pool.machines.len() as u32 / stages;
+        let each = self.sizes.microbatches.div_ceil(replicas);
+        let workload = Workload {
+            gradients: Bytes(self.model.parameters() * 4 / u64::from(stages)),
+            activations: Bytes(self.hidden().0 * u64::from(each)),
+        };
+        // Links that take over an hour are no links for this.
+        let Ok(costs) = PairCosts::new(&topology.among(&pool.machines), stages, workload) else {
+            return Ok(());
+        };
+        let machine = |rank: &Rank| pool.machines[rank.index()];
+        let rows = search(&costs, LAYOUTS, 0)?.layout.pipelines;
+        let rows: Vec<Vec<Rank>> = rows.iter().map(|row| row.iter().map(machine).collect()).collect();
+        // A model that these machines do not hold is no error: others may.
+        let Ok(planned) = uneven(&self.slowest(topology, &rows)?) else { return Ok(()) };
+        // Columns that hold nothing are left out.
+        let used = |row: &Vec<Rank>| planned.stages.iter().map(|stage| row[stage.machine]).collect();
+        let rows: Vec<Vec<Rank>> = rows.iter().map(used).collect();
+        let what = format!("{replicas} pipelines of {}, DT-FM{}", planned.stages.len(), pool.name);
+        self.replicas(Way::Both, &what, &rows, &planned.stages, false, candidates)
+    }
+
+    /// Pipelines of so many stages with equal shares, ranks as Megatron numbers them.
+    fn listed(&self, stages: u32, topology: &Topology, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let replicas = self.cluster.size() as u32 / stages;
+        let row = |replica: u32| (0..stages).map(|stage| Rank(stage * replicas + replica)).collect();
+        let rows: Vec<Vec<Rank>> = (0..replicas).map(row).collect();
+        let Some(even) = even(&self.slowest(topology, &rows)?) else { return Ok(()) };
+        let before = candidates.len();
+        let what = format!("{replicas} pipelines of {stages}, as listed");
+        self.replicas(Way::Both, &what, &rows, &even.stages, true, candidates)?;
+        for candidate in &mut candidates[before..] {
+            candidate.is_baseline = true;
+        }
+        Ok(())
+    }
+
+    /// The machines that replicas are tried on: all, the fastest kinds, and those of each region.
+    fn pools(&self) -> Vec<Pool> {
+        let machines: Vec<&Machine> = self.cluster.ranks().collect();
+        let of = |keep: &dyn Fn(&Machine) -> bool| -> Vec<Rank> {
+            (0..)
+                .map(Rank)
+                .zip(&machines)
+                .filter(|(_, machine)| keep(machine))
+                .map(|(rank, _)| rank)
+                .collect()
+        };
+        let all_flops = self.model.flops_per_token(self.model.context);
+        let flops = |machine: &Machine| match machine.speed {
+            Speed::Flops(rate) => rate,
+            Speed::TokensPerSecond(rate) => rate.saturating_mul(all_flops),
+        };
+        let mut pools = vec![Pool { name: String::new(), machines: of(&|_| true) }];
+        let mut add = |name: String, machines: Vec<Rank>| {
+            if machines.len() > 1 && pools.iter().all(|pool| pool.machines != machines) {
+                pools.push(Pool { name, machines });
+            }
+        };
+        for region in &self.cluster.regions {
+            let inside = of(&|machine| machine.region.as_ref() == Some(&region.name));
+            add(format!(", {} alone", region.name), inside);
+        }
+        let mut rates: Vec<u64> = machines.iter().map(|machine| flops(machine)).collect();
+        rates.sort_unstable();
+        rates.dedup();
+        for &rate in rates.iter().rev().take(KINDS) {
+            let fast = of(&|machine| flops(machine) >= rate);
+            add(format!(", the {} fastest", fast.len()), fast);
+        }
+        pools
     }
 
     /// The chain of the slowest machine, the least memory and the slowest link of each column.

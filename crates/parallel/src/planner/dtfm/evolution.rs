@@ -3,7 +3,7 @@
 use super::layout::Layout;
 use super::{Found, PairCosts};
 use crate::ParallelError;
-use crate::planner::draw::Draw;
+use crate::draw::Draw;
 
 /// Layouts to begin with.
 const POPULATION: u64 = 100;

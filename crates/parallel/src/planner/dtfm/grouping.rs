@@ -3,7 +3,7 @@
 use farflung_base::Rank;
 
 use super::PairCosts;
-use crate::planner::draw::Draw;
+use crate::draw::Draw;
 
 /// Neighbours in one group: group `k` has devices `k * size` to `(k + 1) * size - 1`. Averages stay inside a region
 /// where the file lists regions one after another.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::layout::Layout;
 use super::{Found, PairCosts, grouping};
 use crate::ParallelError;
-use crate::planner::draw::Draw;
+use crate::draw::Draw;
 use crate::planner::path::shortest_path;
 
 /// Swaps of chance by which a descent begins away from a layout.

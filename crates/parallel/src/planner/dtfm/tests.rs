@@ -1,7 +1,7 @@
 use farflung_base::Rank;
 
 use super::*;
-use crate::planner::draw::Draw;
+use crate::draw::Draw;
 use crate::shipped;
 
 fn case(number: usize) -> PairCosts {
