@@ -5,9 +5,23 @@ pub(crate) mod quantity;
 
 use std::fmt;
 
-use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank, Topology};
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, ParseUnitError, Port, Rank, Topology};
 
 use crate::{ModelShape, ParallelError};
+use quantity::MemoryText;
+
+/// Reads an amount of memory as topology files write it: `8GB`, `512MiB`.
+///
+/// Errors: a number or a unit that is not one.
+///
+/// ```
+/// let bytes = farflung_parallel::cluster::read_memory("80GB")?;
+/// assert_eq!(bytes.0, 80_000_000_000);
+/// # Ok::<(), farflung_base::ParseUnitError>(())
+/// ```
+pub fn read_memory(text: &str) -> Result<Bytes, ParseUnitError> {
+    text.parse().map(|MemoryText(bytes)| bytes)
+}
 
 /// What a device computes in a second of training, sustained and not the data sheet's peak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

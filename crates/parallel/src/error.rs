@@ -1,6 +1,6 @@
 //! What can go wrong in this crate: input that cannot be read, or asks for what cannot be done. No I/O happens here.
 
-use farflung_base::{Bytes, Rank};
+use farflung_base::{Bandwidth, Bytes, Rank};
 
 use crate::Axis;
 use crate::pipeline::{Action, Lowered, Method};
@@ -134,6 +134,18 @@ pub enum ParallelError {
         from: String,
         /// The other.
         to: String,
+    },
+    /// A pair of devices whose link carries nothing, or not within an hour.
+    #[error("{from} to {to} has {bandwidth} for {bytes}: planners need links that take less than an hour")]
+    UnusableLink {
+        /// One device.
+        from: Rank,
+        /// The other.
+        to: Rank,
+        /// What joins them.
+        bandwidth: Bandwidth,
+        /// What would have to pass.
+        bytes: Bytes,
     },
     /// A cluster without devices.
     #[error("there are no devices")]
@@ -317,6 +329,20 @@ pub enum ParallelError {
         layers: usize,
         /// What was allowed.
         budget: Bytes,
+    },
+    /// A chain of layers that no division among some machines lets fit.
+    #[error(
+        "no division of {layers} layers among {machines} machines in order fits: state and one microbatch need {needs}, all machines have {has}"
+    )]
+    TooSmall {
+        /// Layers of the chain.
+        layers: usize,
+        /// Machines in order.
+        machines: usize,
+        /// State of all layers and activations of one microbatch.
+        needs: Bytes,
+        /// Memory of all machines that tell theirs.
+        has: Bytes,
     },
     /// A device that cannot hold its replica.
     #[error("device `{device}` has {has} and a replica needs {needs}; sharded state is not built yet")]

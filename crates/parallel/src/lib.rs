@@ -2,7 +2,9 @@
 
 pub mod average;
 pub mod cluster;
+mod draw;
 pub mod error;
+pub mod memory;
 pub mod mesh;
 pub mod model;
 pub mod pipeline;
@@ -13,7 +15,9 @@ pub mod render;
 pub mod replicas;
 pub mod script;
 pub mod share;
+pub mod shipped;
 pub mod simulate;
+pub mod swarm;
 pub mod timeline;
 pub mod what_if;
 

@@ -1,5 +1,14 @@
 //! Chooses between synchronous and local-step training for a cluster, by simulating both. Says why.
 
+pub mod alpa;
+pub mod dtfm;
+pub mod matching;
+pub mod path;
+pub mod pipedream;
+pub mod piper;
+pub mod ring;
+pub mod uneven;
+
 use std::fmt;
 
 use farflung_base::{Bytes, Nanos, Rank};

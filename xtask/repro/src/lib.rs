@@ -41,6 +41,8 @@ mod collective_cost;
 mod collective_laws;
 mod compositions;
 mod all_reduce;
+mod alpa_exact;
+mod arithmetic;
 mod all_reduce_limit;
 mod aqsgd_cache;
 mod bagua;
@@ -59,6 +61,9 @@ mod dgc;
 mod diloco;
 mod diloco_exact;
 mod divergence;
+mod dtfm_cost;
+mod dtfm_search;
+mod dtfm_world;
 mod failure;
 mod gemm;
 mod gossip;
@@ -71,12 +76,14 @@ mod instructions;
 mod learn_nano;
 mod local_optimizers;
 mod methods;
+mod memory_table;
 mod mismatch;
 mod onebit;
 mod overlap_comm;
 mod overlap_ddp;
 mod pipeline_exact;
 mod plan_exact;
+mod plan_run;
 mod plan_text;
 mod powersgd;
 mod precision;
@@ -96,6 +103,7 @@ mod simulate_scale;
 mod slow_link;
 mod soak;
 mod streaming;
+mod swarm_rebalance;
 mod uneven;
 mod uneven_plan;
 mod zero_bubble;
@@ -163,6 +171,14 @@ pub const BENCHES: &[Bench] = &[
     rendezvous::BENCH,
     replan::BENCH,
     uneven_plan::BENCH,
+    alpa_exact::BENCH,
+    memory_table::BENCH,
+    plan_run::BENCH,
+    swarm_rebalance::BENCH,
+    arithmetic::BENCH,
+    dtfm_cost::BENCH,
+    dtfm_search::BENCH,
+    dtfm_world::BENCH,
     blame::BENCH,
     boundary::BENCH,
     compositions::BENCH,

@@ -1,28 +1,37 @@
 //! `farflung plan`: how the machines of a topology file should train a model together, and why.
 
+mod auto;
+mod dtfm;
+mod file;
+mod memory;
+
 use std::path::PathBuf;
 
 use clap::builder::RangedU64ValueParser;
 use farflung::base::Bytes;
 use farflung::compress::CodecSpec;
 use farflung::config::value::Setting;
-use farflung::parallel::{
-    Cluster, Limits, ModelShape, ParallelError, Plan, Planned, Recompute, StepTime, plan,
-};
+use farflung::parallel::{Limits, ModelShape, ParallelError, Plan, Planned, Recompute, StepTime, plan};
 use farflung::train::{AveragePrices, Fit, Prediction, fit, planned_codec, planned_model};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
 /// Decide how unequal machines over given links should train a model: in step or with local steps, and each one's share.
 #[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(after_help = "Examples:
   farflung plan homes.toml --model gpt2 --sequences 64
   farflung plan homes.toml --model nano --sequences 16 --out plan.toml; farflung train --plan plan.toml --topology homes.toml
-  farflung plan continents.toml --model gpt3-xl --codec int8 --overhead 10 --json")]
+  farflung plan continents.toml --model gpt3-xl --codec int8 --overhead 10 --json
+  farflung plan auto homes.toml --model gpt2 --microbatches 16 --out plan.toml
+  farflung plan memory --model gpt3-175b
+  farflung plan dtfm --case 5 --layout search")]
 pub(crate) struct PlanCommand {
+    #[command(subcommand)]
+    planner: Option<Planner>,
     /// TOML file with devices, links and regions, as for `train --topology`; devices have a speed.
-    #[arg(value_name = "FILE")]
-    topology: PathBuf,
+    #[arg(value_name = "FILE", required = true)]
+    topology: Option<PathBuf>,
     /// Model preset: nano, baby, gpt2, and the larger ones of GPT-2 and GPT-3.
     #[arg(long, value_name = "NAME", default_value = "gpt2")]
     model: String,
@@ -49,14 +58,23 @@ pub(crate) struct PlanCommand {
     json: bool,
 }
 
+/// Planners beside the one for data parallelism.
+#[derive(Debug, clap::Subcommand)]
+enum Planner {
+    Dtfm(dtfm::DtfmCommand),
+    Auto(auto::AutoCommand),
+    Memory(memory::MemoryCommand),
+}
+
 impl PlanCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let text = std::fs::read_to_string(&self.topology).map_err(|source| Error::Io {
-            action: "read",
-            path: self.topology.clone(),
-            source,
-        })?;
-        let cluster: Cluster = text.parse()?;
+        match self.planner {
+            Some(Planner::Dtfm(command)) => return command.run(),
+            Some(Planner::Auto(command)) => return command.run(),
+            Some(Planner::Memory(command)) => return command.run(),
+            None => {}
+        }
+        let cluster = file::read(&self.topology.unwrap_or_default())?;
         let preset = GptConfig::preset(&self.model)?;
         let model = GptConfig { context: self.context.unwrap_or(preset.context), ..preset };
         let context = model.context as u64;

@@ -4,10 +4,12 @@
 //! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
 
 mod activations;
+pub mod auto;
 mod averages;
 mod bind;
 mod blame;
 mod boundary;
+mod chain;
 mod checkpoint;
 mod claim;
 pub mod combination;
@@ -37,6 +39,7 @@ mod together;
 mod trainer;
 
 pub use bind::ReplicaSchedule;
+pub use chain::{PipelineSizes, chain, pipeline_plan};
 pub use costs::Machines;
 pub use fault::{Failure, Fault, FaultyValue, Moment};
 pub use fit::{Fit, fit};

@@ -1,0 +1,201 @@
+//! `farflung plan auto`: all kinds of plans that the trainer runs, simulated side by side.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use farflung::base::{Bytes, Nanos, Rank};
+use farflung::parallel::{Cluster, Plan, render};
+use farflung::terminal::print;
+use farflung::train::PipelineSizes;
+use farflung::train::auto::{Candidate, Improvement, Way, auto, held, improvements, sent};
+use farflung::zoo::GptConfig;
+use farflung::{Error, Result};
+
+use super::file::{read, write};
+
+/// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which is fastest.
+///
+/// A pipeline's layers are divided exactly by speed and memory, machines in the file's order and in that of the shortest path
+/// over their links. Pipelines side by side are placed by DT-FM's search. Machines that only slow a pipeline down are left out.
+/// All plans average gradients at each step; `farflung plan FILE` decides between that and local steps.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung plan auto homes.toml --model gpt2 --microbatches 16
+  farflung plan auto dtfm-5 --model gpt3-xl --microbatches 512 --only both
+  farflung plan auto homes.toml --model nano --out plan.toml; farflung train --plan plan.toml --topology homes.toml")]
+pub(crate) struct AutoCommand {
+    /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan, home, spot.
+    #[arg(value_name = "FILE")]
+    topology: PathBuf,
+    /// Model preset.
+    #[arg(long, value_name = "NAME", default_value = "gpt2")]
+    model: String,
+    /// Tokens of a sequence, instead of the preset's.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Sequences of a microbatch.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    batch: u32,
+    /// Microbatches of a step, over all machines.
+    #[arg(long, short = 'm', value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    microbatches: u32,
+    /// One kind of plan alone.
+    #[arg(long, value_name = "KIND")]
+    only: Option<Only>,
+    /// Plans that are printed.
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    top: usize,
+    /// Write the plan as TOML, for `train --plan`.
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Draw which machine has which layers of which pipeline, as SVG.
+    #[arg(long, value_name = "FILE")]
+    map: Option<PathBuf>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Only {
+    /// One pipeline.
+    Pipeline,
+    /// Replicas of one machine each.
+    Data,
+    /// Pipelines side by side.
+    Both,
+}
+
+impl Only {
+    const fn way(self) -> Way {
+        match self {
+            Self::Pipeline => Way::Pipeline,
+            Self::Data => Way::Data,
+            Self::Both => Way::Both,
+        }
+    }
+}
+
+/// The chosen plan, with all that is said of it.
+struct Chosen<'a> {
+    candidate: &'a Candidate,
+    tokens: u64,
+    sent: Bytes,
+    held: Vec<Bytes>,
+    improvements: Vec<Improvement>,
+}
+
+impl AutoCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let cluster = read(&self.topology)?;
+        let preset = GptConfig::preset(&self.model)?;
+        let model = GptConfig { context: self.context.map_or(preset.context, |n| n as usize), ..preset };
+        let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
+        let mut candidates = auto(&self.model, &model, &cluster, sizes)?;
+        let ways = candidates.len();
+        candidates.retain(|candidate| self.only.is_none_or(|only| only.way() == candidate.way));
+        let candidate = candidates.first().ok_or_else(|| Error::Setting {
+            field: "only",
+            value: format!("{:?}", self.only).to_lowercase(),
+            expected: format!("a kind that fits these machines: {ways} plans of other kinds do"),
+        })?;
+        if let Some(path) = &self.out {
+            write(path, "write the plan", &candidate.plan.to_string())?;
+        }
+        if let Some(path) = &self.map {
+            write(path, "draw the map", &drawn(&candidate.plan, &cluster)?)?;
+        }
+        let chosen = Chosen {
+            candidate,
+            tokens: candidate.plan.sequences() * model.context as u64,
+            sent: sent(&candidate.plan, &model),
+            held: held(&candidate.plan, &model, &cluster)?,
+            improvements: improvements(&candidate.plan, &model, &cluster, candidate.step)?,
+        };
+        print(&if self.json {
+            format!("{}\n", json(&chosen, &candidates))
+        } else {
+            text(&chosen, &candidates, self.top)
+        })
+    }
+}
+
+/// The map of a plan.
+fn drawn(plan: &Plan, cluster: &Cluster) -> Result<String> {
+    let names = cluster.rank_names();
+    let rank = |name: &String| names.iter().position(|known| known == name).map(|at| Rank(at as u32));
+    let rows: Vec<Vec<Rank>> = plan
+        .machines
+        .chunks(plan.stages() as usize)
+        .map(|machines| machines.iter().filter_map(rank).collect())
+        .collect();
+    let stages: Vec<String> =
+        plan.parts.iter().map(|part| format!("layers {}..{}", part.layers.start, part.layers.end)).collect();
+    Ok(render::map(&rows, &stages, cluster, &cluster.topology()?))
+}
+
+fn rate(tokens: u64, step: Nanos) -> f64 {
+    if step == Nanos::ZERO { 0.0 } else { tokens as f64 / step.as_secs_f64() }
+}
+
+fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
+    let Chosen { candidate, tokens, sent, held, improvements } = chosen;
+    let plan = &candidate.plan;
+    let memory: serde_json::Map<_, _> =
+        plan.machines.iter().cloned().zip(held.iter().map(|bytes| serde_json::json!(bytes.0))).collect();
+    let each = candidates.iter().map(|candidate| {
+        serde_json::json!({
+            "what": candidate.what, "step_s": candidate.step.as_secs_f64(), "bubble": candidate.bubble,
+            "tokens_per_s": rate(*tokens, candidate.step), "compute_s": candidate.compute.as_secs_f64(),
+            "replicas": candidate.plan.replicas(), "stages": candidate.plan.stages(),
+            "baseline": candidate.is_baseline,
+        })
+    });
+    let help = improvements.iter().map(|improvement| {
+        serde_json::json!({ "what": improvement.what, "step_s": improvement.step.as_secs_f64() })
+    });
+    serde_json::json!({
+        "plan": plan.to_string(), "step_s": candidate.step.as_secs_f64(),
+        "tokens_per_s": rate(*tokens, candidate.step), "bytes_per_step": sent.0, "memory": memory,
+        "candidates": each.collect::<Vec<_>>(), "would_help": help.collect::<Vec<_>>(),
+    })
+}
+
+fn text(chosen: &Chosen<'_>, candidates: &[Candidate], top: usize) -> String {
+    let Chosen { candidate, tokens, sent, held, improvements } = chosen;
+    let plan = &candidate.plan;
+    let mut text = format!("{:>16} {:>8} {:>12} {:>10}\n", "machine", "replica", "layers", "holds");
+    for (rank, (machine, held)) in plan.machines.iter().zip(held).enumerate() {
+        let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
+        let layers = format!("{}..{}", part.layers.start, part.layers.end);
+        let _ = writeln!(text, "{machine:>16} {replica:>8} {layers:>12} {held:>10}");
+    }
+    let shares: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
+    let _ = writeln!(text, "\nMicrobatches of each replica: {}. Sent in a step: {sent}.\n", shares.join(" "));
+    let _ = writeln!(text, "  {:<62} {:>10} {:>8} {:>12}", "", "a step", "bubble", "tokens/s");
+    for (at, candidate) in candidates.iter().take(top.max(1)).enumerate() {
+        let mark = if at == 0 { '>' } else { ' ' };
+        let _ = writeln!(
+            text,
+            "{mark} {:<62} {:>10} {:>7.1}% {:>12.0}",
+            candidate.what,
+            candidate.step,
+            100.0 * candidate.bubble,
+            rate(*tokens, candidate.step)
+        );
+    }
+    let ratio = |step: Nanos| step.as_secs_f64() / candidate.step.as_secs_f64().max(1e-9);
+    if let Some(baseline) = candidates.iter().filter(|candidate| candidate.is_baseline).map(|c| c.step).min()
+    {
+        let _ = writeln!(
+            text,
+            "\n{:.2} times as fast as the best of equal shares in the file's order.",
+            ratio(baseline)
+        );
+    }
+    for improvement in improvements.iter().take(3) {
+        let gain = 100.0 * (1.0 - ratio(improvement.step));
+        let _ = writeln!(text, "With {}: {:.1}% less.", improvement.what, gain);
+    }
+    text
+}

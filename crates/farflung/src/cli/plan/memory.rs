@@ -1,0 +1,188 @@
+//! `farflung plan memory`: whether a model fits, by published closed forms.
+
+use std::fmt::Write as _;
+
+use farflung::base::Bytes;
+use farflung::parallel::cluster::read_memory;
+use farflung::parallel::memory::{
+    ActivationMethod, BytesPerParameter, Degrees, Footprint, Transformer, ZeroStage,
+};
+use farflung::terminal::print;
+use farflung::zoo::GptConfig;
+use farflung::{Error, Result};
+
+/// Say what training a model holds in memory: weights, gradients, optimizer state and activations of the rank that holds
+/// most, for each ZeRO stage and each way of recomputing, and the fewest devices that hold it.
+///
+/// The forms are those of Megatron and DeepSpeed: activations in 16 bits, the first stage of a pipeline under 1F1B. Our
+/// trainer runs data and pipeline parallelism; tensor parallelism and ZeRO are priced here and not built yet.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung plan memory --model gpt3-175b
+  farflung plan memory --model gpt3-xl --tensor 2 --pipeline 4 --data 8 --device-memory 24GB
+  farflung plan memory --model gpt2 --precision f32 --batch 8 --json")]
+pub(crate) struct MemoryCommand {
+    /// Model preset.
+    #[arg(long, value_name = "NAME", default_value = "gpt2")]
+    model: String,
+    /// Tokens of a sequence, instead of the preset's.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Sequences of a microbatch.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    batch: u32,
+    /// Microbatches of a step; a pipeline holds as many as it has stages, or fewer.
+    #[arg(long, short = 'm', value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    microbatches: u32,
+    /// Ranks that share each layer.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    tensor: u32,
+    /// Stages.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pipeline: u32,
+    /// Replicas, over which ZeRO shares the state.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    data: u32,
+    /// What a parameter takes.
+    #[arg(long, value_name = "KIND", default_value = "deepspeed")]
+    precision: Kind,
+    /// Memory of a device, for the fewest devices.
+    #[arg(long, value_name = "SIZE", default_value = "80GB", value_parser = memory)]
+    device_memory: Bytes,
+    /// The most tensor ranks of the fewest devices: those of one machine.
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
+    most_tensor: u32,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Kind {
+    /// Weights and gradients in 16 bits, Adam and a copy of the weights in f32: 16 bytes.
+    Deepspeed,
+    /// The same with gradients in f32: 18 bytes.
+    Megatron,
+    /// Weights, gradients and Adam in f32, as our trainer has it: 16 bytes.
+    F32,
+}
+
+fn memory(text: &str) -> std::result::Result<Bytes, String> {
+    read_memory(text).map_err(|error| error.to_string())
+}
+
+/// One row: a ZeRO stage and a way of recomputing.
+struct Row {
+    zero: ZeroStage,
+    method: ActivationMethod,
+    held: Footprint,
+    fewest: Option<Degrees>,
+}
+
+impl MemoryCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let preset = GptConfig::preset(&self.model)?;
+        let model = Transformer {
+            layers: preset.layers as u64,
+            hidden: preset.dim as u64,
+            heads: preset.heads as u64,
+            sequence: self.context.map_or(preset.context as u64, u64::from),
+            vocabulary: preset.vocab as u64,
+        };
+        let degrees = self.degrees(&model)?;
+        let each = match self.precision {
+            Kind::Deepspeed => BytesPerParameter::DEEPSPEED,
+            Kind::Megatron => BytesPerParameter::MEGATRON,
+            Kind::F32 => BytesPerParameter::F32,
+        };
+        let (batch, microbatches) = (u64::from(self.batch), u64::from(self.microbatches));
+        let mut rows = Vec::new();
+        for zero in ZeroStage::ALL {
+            for method in ActivationMethod::ALL {
+                let held = model.footprint(degrees, zero, each, method, batch, microbatches);
+                let memory = self.device_memory.0 as f64;
+                let fewest = model.fewest_devices(memory, u64::from(self.most_tensor), zero, each, method);
+                rows.push(Row { zero, method, held, fewest });
+            }
+        }
+        print(&if self.json {
+            format!("{}\n", json(&model, &rows))
+        } else {
+            text(&model, &rows, self.device_memory)
+        })
+    }
+
+    fn degrees(&self, model: &Transformer) -> Result<Degrees> {
+        let wrong = |field: &'static str, value: u32, expected: String| {
+            Err(Error::Setting { field, value: value.to_string(), expected })
+        };
+        if !model.heads.is_multiple_of(u64::from(self.tensor)) {
+            return wrong("tensor", self.tensor, format!("a divisor of the {} heads", model.heads));
+        }
+        if u64::from(self.pipeline) > model.layers {
+            return wrong("pipeline", self.pipeline, format!("at most the {} layers", model.layers));
+        }
+        Ok(Degrees {
+            tensor: u64::from(self.tensor),
+            pipeline: u64::from(self.pipeline),
+            data: u64::from(self.data),
+        })
+    }
+}
+
+fn devices(degrees: Degrees) -> u64 {
+    degrees.tensor * degrees.pipeline * degrees.data
+}
+
+fn json(model: &Transformer, rows: &[Row]) -> serde_json::Value {
+    let rows = rows.iter().map(|row| {
+        let fewest = row.fewest.map(|degrees| {
+            serde_json::json!({
+                "devices": devices(degrees), "tensor": degrees.tensor, "pipeline": degrees.pipeline,
+                "data": degrees.data,
+            })
+        });
+        serde_json::json!({
+            "zero": row.zero.number(), "activations_kept": row.method.name(),
+            "weights": row.held.state.weights, "gradients": row.held.state.gradients,
+            "optimizer": row.held.state.optimizer, "activations": row.held.activations,
+            "total": row.held.total(), "repeated": row.method.repeated(model), "fewest": fewest,
+        })
+    });
+    serde_json::json!({ "parameters": model.parameters(), "rows": rows.collect::<Vec<_>>() })
+}
+
+/// Bytes for people.
+fn size(bytes: f64) -> String {
+    Bytes(bytes as u64).to_string()
+}
+
+fn text(model: &Transformer, rows: &[Row], memory: Bytes) -> String {
+    let mut text = format!("{} parameters\n\n", model.parameters());
+    let _ = writeln!(
+        text,
+        "{:>4} {:<29} {:>10} {:>10} {:>10} {:>11} {:>10} {:>8}  fewest of {memory} (tensor x pipeline x data)",
+        "ZeRO", "activations", "weights", "gradients", "optimizer", "activations", "all", "again"
+    );
+    for row in rows {
+        let fewest = row.fewest.map_or_else(
+            || "none".to_owned(),
+            |found| format!("{} ({} x {} x {})", devices(found), found.tensor, found.pipeline, found.data),
+        );
+        let state = &row.held.state;
+        let _ = writeln!(
+            text,
+            "{:>4} {:<29} {:>10} {:>10} {:>10} {:>11} {:>10} {:>7.1}%  {fewest}",
+            row.zero.number(),
+            row.method.name(),
+            size(state.weights),
+            size(state.gradients),
+            size(state.optimizer),
+            size(row.held.activations),
+            size(row.held.total()),
+            100.0 * row.method.repeated(model)
+        );
+    }
+    text.push_str("\n`again`: forward operations that run a second time, of all operations of a step.\n");
+    text
+}

@@ -1,0 +1,399 @@
+//! The plans of each kind.
+
+use farflung_base::{Algorithm, Bytes, Link, Rank, Topology};
+use farflung_parallel::pipeline::Method;
+use farflung_parallel::plan::even_parts;
+use farflung_parallel::planner::dtfm::{PairCosts, Workload, search};
+use farflung_parallel::planner::path::shortest_path;
+use farflung_parallel::planner::ring::bottleneck_ring;
+use farflung_parallel::planner::uneven::{Chain, ChainMachine, ChainPlan, ChainStage, uneven};
+use farflung_parallel::share::largest_remainder;
+use farflung_parallel::{Cluster, Level, Machine, Plan, ScheduleSource, Speed};
+use farflung_zoo::GptConfig;
+
+use super::candidate::{Candidate, Way, held, simulated};
+use crate::Result;
+use crate::train::chain::{PipelineSizes, chain, pipeline_plan};
+
+/// Schedules that are tried for each division.
+const SCHEDULES: [Method; 4] = [Method::OneFOneB, Method::OneFOneBSlope, Method::GPipe, Method::ZbH1];
+
+/// All-reduce algorithms that are tried for averages.
+const ALGORITHMS: [Algorithm; 3] = [Algorithm::Ring, Algorithm::HalvingDoubling, Algorithm::Direct];
+
+/// Layouts that DT-FM's search may price for each number of stages.
+const LAYOUTS: u64 = 300;
+
+/// The most stages of pipelines side by side that are tried.
+const STAGES: u32 = 16;
+
+/// Kinds of machines, from the fastest on, that are tried without the slower ones.
+const KINDS: usize = 4;
+
+/// Some machines, and a name for people behind that of a plan.
+struct Pool {
+    name: String,
+    machines: Vec<Rank>,
+}
+
+/// What a plan is wanted for.
+#[derive(Clone, Copy)]
+pub(super) struct Asked<'a> {
+    pub(super) name: &'a str,
+    pub(super) model: &'a GptConfig,
+    pub(super) cluster: &'a Cluster,
+    pub(super) sizes: PipelineSizes,
+}
+
+impl Asked<'_> {
+    /// One pipeline, over machines in some orders.
+    ///
+    /// Errors: as [`uneven`] where no order holds the model.
+    pub(super) fn pipelines(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let mut refused = None;
+        for (name, order) in self.orders()? {
+            let chain = chain(self.model, self.cluster, &order, self.sizes.batch, self.sizes.microbatches)?;
+            match uneven(&chain) {
+                Ok(planned) => {
+                    self.pipeline(&format!("pipeline by speed, {name}"), &order, &planned, candidates)?;
+                }
+                Err(error) => refused = Some(error),
+            }
+            if let Some(even) = even(&chain) {
+                let before = candidates.len();
+                self.pipeline(&format!("pipeline of equal shares, {name}"), &order, &even, candidates)?;
+                for candidate in &mut candidates[before..] {
+                    candidate.is_baseline = name == LISTED;
+                }
+            }
+        }
+        refused.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    fn pipeline(
+        &self,
+        what: &str,
+        order: &[Rank],
+        planned: &ChainPlan,
+        candidates: &mut Vec<Candidate>,
+    ) -> Result<()> {
+        let plan = pipeline_plan(self.name, self.model, self.cluster, order, planned, self.sizes)?;
+        self.schedules(Way::Pipeline, what, &plan, candidates)
+    }
+
+    /// A plan under each schedule that does its sizes.
+    fn schedules(&self, way: Way, what: &str, plan: &Plan, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
+        for &method in methods {
+            let mut plan = plan.clone();
+            plan.pipeline.schedule = ScheduleSource::Named(method);
+            if plan.check().is_ok() && self.fits(&plan)? {
+                let what = if methods.len() > 1 { format!("{what}, {method}") } else { what.to_owned() };
+                candidates.push(simulated(way, what, plan, self.model, self.cluster)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether each machine holds its part. GPipe holds all microbatches, the other schedules as 1F1B or fewer.
+    fn fits(&self, plan: &Plan) -> Result<bool> {
+        let names = self.cluster.rank_names();
+        let memory = |name: &String| {
+            let at = names.iter().position(|known| known == name)?;
+            self.cluster.ranks().nth(at)?.memory
+        };
+        let mut needs = held(plan, self.model, self.cluster)?;
+        let all_held =
+            matches!(plan.pipeline.schedule, ScheduleSource::Named(Method::GPipe | Method::OneFOneBSlope));
+        if all_held && plan.stages() > 1 {
+            // The last stage holds one microbatch, whatever the schedule: what a stage adds for each is more.
+            needs = self.held_by_all(plan)?;
+        }
+        Ok(plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has)))
+    }
+
+    /// What ranks hold where each keeps all microbatches.
+    fn held_by_all(&self, plan: &Plan) -> Result<Vec<Bytes>> {
+        let ranks = Rank(0);
+        let one = chain(self.model, self.cluster, &[ranks], plan.batch, 1)?;
+        let of = |rank: usize| {
+            let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
+            let layers = part.layers.start as usize..part.layers.end as usize;
+            let microbatches = u64::from(plan.microbatches[replica]);
+            let held = one.layers[layers]
+                .iter()
+                .map(|l| l.state.0.saturating_add(l.activations.0.saturating_mul(microbatches)));
+            Bytes(held.fold(0, u64::saturating_add))
+        };
+        Ok((0..plan.machines.len()).map(of).collect())
+    }
+
+    /// The orders of machines that are tried: the file's, and the shortest path over what a microbatch takes from one to another.
+    fn orders(&self) -> Result<Vec<(&'static str, Vec<Rank>)>> {
+        let topology = self.cluster.topology()?;
+        let size = topology.size();
+        let listed: Vec<Rank> = (0..size as u32).map(Rank).collect();
+        let bytes = self.hidden();
+        let hop = |a: Rank, b: Rank| {
+            one_way(&topology, a, b, bytes).saturating_add(one_way(&topology, b, a, bytes)) / 2
+        };
+        let hops: Vec<u64> = listed
+            .iter()
+            .flat_map(|&a| listed.iter().map(move |&b| (a, b)))
+            .map(|(a, b)| hop(a, b))
+            .collect();
+        let nearest: Vec<Rank> =
+            shortest_path(&hops, size).nodes.into_iter().map(|i| Rank(i as u32)).collect();
+        // The direction matters for memory and for the head.
+        let back: Vec<Rank> = nearest.iter().rev().copied().collect();
+        let all = [(LISTED, listed.clone()), ("nearest", nearest), ("nearest, reversed", back)];
+        Ok(all.into_iter().filter(|(name, order)| *name == LISTED || *order != listed).collect())
+    }
+
+    /// Hidden states of a microbatch.
+    fn hidden(&self) -> Bytes {
+        let values = self.model.context * self.model.dim * size_of::<f32>();
+        Bytes(u64::from(self.sizes.batch) * values as u64)
+    }
+
+    /// Replicas of one machine each: shares by speed on a ring, and equal shares as listed.
+    pub(super) fn data(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let whole = vec![ChainStage { layers: 0..self.model.layers, machine: 0 }];
+        let topology = self.cluster.topology()?;
+        for Pool { name, machines } in self.pools() {
+            let around = self.around(&topology.among(&machines), &machines);
+            for (shares, equal) in [("replicas by speed", false), ("replicas of equal shares", true)] {
+                let before = candidates.len();
+                let order = if equal { &machines } else { &around };
+                let rows: Vec<Vec<Rank>> = order.iter().map(|&rank| vec![rank]).collect();
+                self.replicas(Way::Data, &format!("{shares}{name}"), &rows, &whole, equal, candidates)?;
+                for candidate in &mut candidates[before..] {
+                    candidate.is_baseline = equal && name.is_empty();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Machines in the order of the ring whose slowest link is fastest, for what a ring's all-reduce sends at once.
+    fn around(&self, topology: &Topology, machines: &[Rank]) -> Vec<Rank> {
+        let n = machines.len();
+        let bytes = Bytes(self.model.parameters() * 4 / n as u64);
+        let rank = |i: usize| Rank(i as u32);
+        let costs: Vec<u64> =
+            (0..n * n).map(|at| one_way(topology, rank(at / n), rank(at % n), bytes)).collect();
+        bottleneck_ring(&costs, n).ranks.into_iter().map(|i| machines[i]).collect()
+    }
+
+    /// Pipelines side by side, for every number of stages that divides the machines.
+    pub(super) fn both(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let topology = self.cluster.topology()?;
+        for pool in self.pools() {
+            let count = pool.machines.len() as u32;
+            let most = STAGES.min(count / 2).min(self.model.layers as u32);
+            for stages in (2..=most).filter(|&stages| count.is_multiple_of(stages)) {
+                self.placed(&pool, stages, &topology, candidates)?;
+                if pool.name.is_empty() {
+                    self.listed(stages, &topology, candidates)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Pipelines of so many stages over the machines of a pool, placed by DT-FM's search.
+    fn placed(
+        &self,
+        pool: &Pool,
+        stages: u32,
+        topology: &Topology,
+        candidates: &mut Vec<Candidate>,
+    ) -> Result<()> {
+        let replicas = pool.machines.len() as u32 / stages;
+        let each = self.sizes.microbatches.div_ceil(replicas);
+        let workload = Workload {
+            gradients: Bytes(self.model.parameters() * 4 / u64::from(stages)),
+            activations: Bytes(self.hidden().0 * u64::from(each)),
+        };
+        // Links that take over an hour are no links for this.
+        let Ok(costs) = PairCosts::new(&topology.among(&pool.machines), stages, workload) else {
+            return Ok(());
+        };
+        let machine = |rank: &Rank| pool.machines[rank.index()];
+        let rows = search(&costs, LAYOUTS, 0)?.layout.pipelines;
+        let rows: Vec<Vec<Rank>> = rows.iter().map(|row| row.iter().map(machine).collect()).collect();
+        // A model that these machines do not hold is no error: others may.
+        let Ok(planned) = uneven(&self.slowest(topology, &rows)?) else { return Ok(()) };
+        // Columns that hold nothing are left out.
+        let used = |row: &Vec<Rank>| planned.stages.iter().map(|stage| row[stage.machine]).collect();
+        let rows: Vec<Vec<Rank>> = rows.iter().map(used).collect();
+        let what = format!("{replicas} pipelines of {}, DT-FM{}", planned.stages.len(), pool.name);
+        self.replicas(Way::Both, &what, &rows, &planned.stages, false, candidates)
+    }
+
+    /// Pipelines of so many stages with equal shares, ranks as Megatron numbers them.
+    fn listed(&self, stages: u32, topology: &Topology, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let replicas = self.cluster.size() as u32 / stages;
+        let row = |replica: u32| (0..stages).map(|stage| Rank(stage * replicas + replica)).collect();
+        let rows: Vec<Vec<Rank>> = (0..replicas).map(row).collect();
+        let Some(even) = even(&self.slowest(topology, &rows)?) else { return Ok(()) };
+        let before = candidates.len();
+        let what = format!("{replicas} pipelines of {stages}, as listed");
+        self.replicas(Way::Both, &what, &rows, &even.stages, true, candidates)?;
+        for candidate in &mut candidates[before..] {
+            candidate.is_baseline = true;
+        }
+        Ok(())
+    }
+
+    /// The machines that replicas are tried on: all, the fastest kinds, and those of each region.
+    fn pools(&self) -> Vec<Pool> {
+        let machines: Vec<&Machine> = self.cluster.ranks().collect();
+        let of = |keep: &dyn Fn(&Machine) -> bool| -> Vec<Rank> {
+            (0..)
+                .map(Rank)
+                .zip(&machines)
+                .filter(|(_, machine)| keep(machine))
+                .map(|(rank, _)| rank)
+                .collect()
+        };
+        let all_flops = self.model.flops_per_token(self.model.context);
+        let flops = |machine: &Machine| match machine.speed {
+            Speed::Flops(rate) => rate,
+            Speed::TokensPerSecond(rate) => rate.saturating_mul(all_flops),
+        };
+        let mut pools = vec![Pool { name: String::new(), machines: of(&|_| true) }];
+        let mut add = |name: String, machines: Vec<Rank>| {
+            if machines.len() > 1 && pools.iter().all(|pool| pool.machines != machines) {
+                pools.push(Pool { name, machines });
+            }
+        };
+        for region in &self.cluster.regions {
+            let inside = of(&|machine| machine.region.as_ref() == Some(&region.name));
+            add(format!(", {} alone", region.name), inside);
+        }
+        let mut rates: Vec<u64> = machines.iter().map(|machine| flops(machine)).collect();
+        rates.sort_unstable();
+        rates.dedup();
+        for &rate in rates.iter().rev().take(KINDS) {
+            let fast = of(&|machine| flops(machine) >= rate);
+            add(format!(", the {} fastest", fast.len()), fast);
+        }
+        pools
+    }
+
+    /// The chain of the slowest machine, the least memory and the slowest link of each column.
+    fn slowest(&self, topology: &Topology, rows: &[Vec<Rank>]) -> Result<Chain> {
+        let each = self.sizes.microbatches.div_ceil(rows.len() as u32).max(1);
+        let chains: Vec<Chain> = rows
+            .iter()
+            .map(|row| chain(self.model, self.cluster, row, self.sizes.batch, each))
+            .collect::<Result<_>>()?;
+        let columns = rows[0].len();
+        let machine = |column: usize| ChainMachine {
+            flops: chains.iter().map(|chain| chain.machines[column].flops).min().unwrap_or(1),
+            memory: chains.iter().filter_map(|chain| chain.machines[column].memory).min(),
+        };
+        let mut links = Topology::uniform(columns, Link::FREE);
+        for (a, b) in (0..columns).flat_map(|a| (0..columns).map(move |b| (a, b))).filter(|(a, b)| a != b) {
+            let slowest = rows.iter().map(|row| Link {
+                bandwidth: topology.rate(row[a], row[b]),
+                latency: topology.link(row[a], row[b]).latency,
+            });
+            let link = slowest.max_by_key(|link| link.time(self.hidden())).unwrap_or(Link::FREE);
+            links.set_link(Rank(a as u32), Rank(b as u32), link);
+        }
+        Ok(Chain {
+            layers: chains[0].layers.clone(),
+            machines: (0..columns).map(machine).collect(),
+            links,
+            microbatches: each,
+        })
+    }
+
+    /// Plans of pipelines side by side, under each schedule and algorithm.
+    fn replicas(
+        &self,
+        way: Way,
+        what: &str,
+        rows: &[Vec<Rank>],
+        stages: &[ChainStage],
+        equal: bool,
+        candidates: &mut Vec<Candidate>,
+    ) -> Result<()> {
+        let count = rows.len() as u32;
+        if count < 2 || self.sizes.microbatches < count {
+            return Ok(());
+        }
+        let shares = if equal { vec![1; rows.len()] } else { self.rates(rows, stages)? };
+        // Each replica has one at least.
+        let more = largest_remainder(u64::from(self.sizes.microbatches), &shares);
+        let mut microbatches: Vec<u32> = more.into_iter().map(|share| (share as u32).max(1)).collect();
+        while microbatches.iter().sum::<u32>() > self.sizes.microbatches {
+            let Some(most) = microbatches.iter_mut().max() else { break };
+            *most -= 1;
+        }
+        let planned = ChainPlan { stages: stages.to_vec(), time: farflung_base::Nanos::ZERO };
+        // Stages count their columns anew.
+        let renumbered = ChainPlan {
+            stages: planned
+                .stages
+                .iter()
+                .enumerate()
+                .map(|(machine, stage)| ChainStage { layers: stage.layers.clone(), machine })
+                .collect(),
+            ..planned
+        };
+        let mut plan = pipeline_plan(self.name, self.model, self.cluster, &rows[0], &renumbered, self.sizes)?;
+        let names = self.cluster.rank_names();
+        plan.mesh = Plan::mesh_of(count, stages.len() as u32)?;
+        plan.machines = rows.iter().flatten().map(|rank| names[rank.index()].clone()).collect();
+        plan.microbatches = microbatches;
+        for algorithm in ALGORITHMS {
+            plan.levels = vec![Level { algorithm, ..Level::default() }];
+            self.schedules(way, &format!("{what}, {algorithm}"), &plan, candidates)?;
+        }
+        Ok(())
+    }
+
+    /// How fast each pipeline is: by its slowest stage, in numbers that keep nine digits.
+    fn rates(&self, rows: &[Vec<Rank>], stages: &[ChainStage]) -> Result<Vec<u64>> {
+        let mut rates = Vec::new();
+        for row in rows {
+            let chain = chain(self.model, self.cluster, row, self.sizes.batch, 1)?;
+            let time = |(at, stage): (usize, &ChainStage)| {
+                let operations: u64 =
+                    chain.layers[stage.layers.clone()].iter().map(|layer| layer.operations).sum();
+                u128::from(operations) * 1_000_000_000 / u128::from(chain.machines[at].flops.max(1))
+            };
+            let slowest = stages.iter().enumerate().map(time).max().unwrap_or(1).max(1);
+            rates.push(u64::try_from(u128::from(u64::MAX / 4) / slowest).unwrap_or(u64::MAX / 4).max(1));
+        }
+        Ok(rates)
+    }
+}
+
+const LISTED: &str = "as listed";
+
+fn one_way(topology: &Topology, a: Rank, b: Rank, bytes: Bytes) -> u64 {
+    if a == b {
+        return 0;
+    }
+    topology.rate(a, b).transfer(bytes).saturating_add(topology.link(a, b).latency).0
+}
+
+/// As many layers for each machine, as Megatron has it, where that fits.
+fn even(chain: &Chain) -> Option<ChainPlan> {
+    let machines = chain.machines.len().min(chain.layers.len());
+    let parts = even_parts(chain.layers.len() as u32, machines as u32)?;
+    let stage = |(machine, layers): (usize, std::ops::Range<u32>)| ChainStage {
+        layers: layers.start as usize..layers.end as usize,
+        machine,
+    };
+    let stages: Vec<ChainStage> = parts.into_iter().enumerate().map(stage).collect();
+    if stages.iter().any(|stage| stage.layers.is_empty()) {
+        return None;
+    }
+    let time = chain.time(&stages)?;
+    Some(ChainPlan { stages, time })
+}

@@ -1,0 +1,157 @@
+//! One pipeline over machines in order: what its layers take becomes a chain that the planner divides, and the division a
+//! plan.
+
+use farflung_base::{Bytes, Rank};
+use farflung_parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainPlan};
+use farflung_parallel::{
+    BoundaryCodecs, Cluster, Level, ParallelError, Part, Pipeline, Plan, Precision, Recompute, Speed,
+};
+use farflung_zoo::GptConfig;
+
+use super::activations::{PerToken, bytes};
+use super::planned::planned_model;
+use crate::{Error, Result};
+
+/// Weight, gradient and two moments of a parameter in f32.
+const STATE: u64 = 16;
+
+/// The layers of a model as a chain over machines of a cluster, in this order.
+///
+/// The token and position tables belong to the first layer, the head to the last, which then holds a copy of the token
+/// table, as the trainer's parts do.
+///
+/// Errors: [`ParallelError::OffMesh`] for a machine that the cluster does not have; those of [`Cluster::topology`].
+pub fn chain(
+    model: &GptConfig,
+    cluster: &Cluster,
+    order: &[Rank],
+    batch: u32,
+    microbatches: u32,
+) -> Result<Chain> {
+    let topology = cluster.topology()?;
+    let size = topology.size() as u32;
+    if let Some(&rank) = order.iter().find(|rank| rank.0 >= size) {
+        return Err(ParallelError::OffMesh { rank, size }.into());
+    }
+    let each = PerToken::of(model);
+    let of = |values: u128| bytes(values, model, batch as usize);
+    let (d, tokens) = (model.dim as u64, u64::from(batch) * model.context as u64);
+    let count = model.layers as u64;
+    let head_flops = 6 * model.vocab as u64 * d;
+    let all_flops = model.flops_per_token(model.context);
+    let table = model.vocab as u64 * d;
+    let blocks = 12 * d * d + 13 * d;
+    let layer = |at: u64| {
+        let (first, last) = (at == 0, at + 1 == count);
+        let when = |yes: bool, value: u64| if yes { value } else { 0 };
+        let operations = (all_flops - head_flops) / count + when(last, head_flops);
+        // A whole model holds the token table once.
+        let parameters = blocks
+            + when(first, table + model.context as u64 * d)
+            + when(last, 2 * d + when(count > 1, table));
+        let activations = each.block + if last { each.head + each.logits } else { 0 };
+        ChainLayer {
+            operations: operations.saturating_mul(tokens),
+            state: Bytes(parameters.saturating_mul(STATE)),
+            activations: of(activations),
+            output: of(each.hidden),
+        }
+    };
+    let machines: Vec<ChainMachine> = cluster
+        .ranks()
+        .map(|device| {
+            let flops = match device.speed {
+                Speed::Flops(rate) => rate,
+                Speed::TokensPerSecond(rate) => rate.saturating_mul(all_flops),
+            };
+            ChainMachine { flops, memory: device.memory }
+        })
+        .collect();
+    Ok(Chain {
+        layers: (0..count).map(layer).collect(),
+        machines: order.iter().map(|rank| machines[rank.index()]).collect(),
+        links: topology.among(order),
+        microbatches,
+    })
+}
+
+/// The plan of one pipeline whose stages were planned over `order`.
+///
+/// Errors: as [`Plan::check`].
+pub fn pipeline_plan(
+    name: &str,
+    model: &GptConfig,
+    cluster: &Cluster,
+    order: &[Rank],
+    planned: &ChainPlan,
+    sizes: PipelineSizes,
+) -> Result<Plan> {
+    let names = cluster.rank_names();
+    let count = u32::try_from(planned.stages.len()).unwrap_or(u32::MAX);
+    let plan = Plan {
+        model: planned_model(name, model),
+        mesh: Plan::mesh_of(1, count)?,
+        machines: planned.stages.iter().map(|stage| names[order[stage.machine].index()].clone()).collect(),
+        precision: Precision::F32,
+        batch: sizes.batch,
+        microbatches: vec![sizes.microbatches],
+        parts: planned
+            .stages
+            .iter()
+            .map(|stage| Part {
+                layers: stage.layers.start as u32..stage.layers.end as u32,
+                recompute: Recompute::None,
+                offload: 0,
+            })
+            .collect(),
+        pipeline: Pipeline::default(),
+        boundaries: vec![BoundaryCodecs::default(); planned.stages.len().saturating_sub(1)],
+        levels: vec![Level::default()],
+    };
+    plan.check().map_err(Error::from)?;
+    Ok(plan)
+}
+
+/// What a step of a pipeline trains on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PipelineSizes {
+    /// Sequences of a microbatch.
+    pub batch: u32,
+    /// Microbatches of a step.
+    pub microbatches: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_parallel::planner::uneven::uneven;
+
+    use super::*;
+
+    const MACHINES: &str = r#"
+default = "1gbit,1ms"
+[[device]]
+name = "fast"
+flops = "300 GFLOPS"
+[[device]]
+name = "slow"
+flops = "100 GFLOPS"
+"#;
+
+    #[test]
+    fn the_layers_are_the_whole_model_and_the_fast_machine_has_most() {
+        let cluster: Cluster = MACHINES.parse().unwrap();
+        let model = GptConfig::new(8, 4, 64, 32, 100).unwrap();
+        let order = [Rank(1), Rank(0)];
+        let chain = chain(&model, &cluster, &order, 2, 6).unwrap();
+        let operations: u64 = chain.layers.iter().map(|layer| layer.operations).sum();
+        assert_eq!(operations, 2 * 32 * model.flops_per_token(32));
+        let state: u64 = chain.layers.iter().map(|layer| layer.state.0).sum();
+        assert_eq!(state, 16 * (model.parameters() + 100 * 64));
+        let planned = uneven(&chain).unwrap();
+        let sizes = PipelineSizes { batch: 2, microbatches: 6 };
+        let plan = pipeline_plan("mine", &model, &cluster, &order, &planned, sizes).unwrap();
+        assert_eq!(plan.machines, ["slow", "fast"]);
+        assert!(plan.parts[0].layers.len() == 2, "{plan}");
+        assert!(super::chain(&model, &cluster, &[Rank(2)], 1, 1).is_err());
+    }
+}

@@ -1,0 +1,154 @@
+//! `farflung plan` and its planners as a user types them.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::process::{Command, Output};
+
+fn plan(args: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_farflung"));
+    command.arg("plan").args(args.split_whitespace()).output().unwrap()
+}
+
+fn json(args: &str) -> serde_json::Value {
+    let output = plan(&format!("{args} --json"));
+    assert!(output.status.success(), "{args}: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// The error, which is the user's.
+fn refused(args: &str) -> String {
+    let output = plan(args);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(2) && output.stdout.is_empty(), "{args}: {message}");
+    message
+}
+
+#[test]
+fn dtfm_says_what_a_layout_costs() {
+    let close = |value: &serde_json::Value, expected: f64| {
+        assert!((value.as_f64().unwrap() - expected).abs() < 1e-4, "{value} is not {expected}");
+    };
+    let seen = json("dtfm --case 5 --layout contig");
+    close(&seen["data_parallel"], 4.62);
+    close(&seen["pipeline"], 54.8169);
+    close(&seen["total"], 59.4369);
+    assert_eq!(seen["order"].to_string(), "[0,1,5,6,7,2,3,4]");
+    assert_eq!(seen["groups"][7].to_string(), "[56,57,58,59,60,61,62,63]");
+    assert_eq!(seen["evaluations"], 1);
+    close(&json("dtfm --case 3 --layout transp")["total"], 16.0868);
+}
+
+#[test]
+fn a_search_is_no_worse_than_pipelines_of_neighbours_and_is_repeated_by_its_seed() {
+    for case in 1..=5 {
+        let given = json(&format!("dtfm --case {case} --layout transp"))["total"].as_f64().unwrap();
+        let found = json(&format!("dtfm --case {case} --layout search --evaluations 50 --seed 3"));
+        assert!(found["total"].as_f64().unwrap() <= given, "{found}");
+        assert_eq!(found["evaluations"], 50);
+    }
+    let args = "dtfm --case 2 --layout paper --evaluations 120 --seed";
+    assert_eq!(json(&format!("{args} 4")), json(&format!("{args} 4")));
+    assert_ne!(json(&format!("{args} 4"))["groups"], json(&format!("{args} 5"))["groups"]);
+}
+
+#[test]
+fn simulation_may_choose_another_layout_than_the_cost() {
+    let seen = json("dtfm --case 5 --layout search --evaluations 20 --by simulation");
+    let steps: Vec<f64> =
+        seen["finalists"].as_array().unwrap().iter().map(|f| f["simulated_s"].as_f64().unwrap()).collect();
+    assert!(steps.len() > 2 && steps.is_sorted(), "{steps:?}");
+    assert_eq!(seen["simulated_s"].as_f64(), steps.first().copied());
+    assert!(
+        seen["total"].as_f64().unwrap() > 49.3,
+        "the small batch gains from averages inside regions: {seen}"
+    );
+}
+
+#[test]
+fn dtfm_takes_a_file_and_says_what_is_wrong_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("machines.toml");
+    let file = "default = \"100mbit,5ms\"\n[[device]]\nname = \"d\"\ncount = 8\nflops = \"1 TFLOPS\"\n";
+    std::fs::write(&path, file).unwrap();
+    let path = path.to_str().unwrap();
+    let seen = json(&format!("dtfm --topology {path} --stages 4"));
+    assert_eq!((&seen["optimal"], &seen["evaluations"]), (&true.into(), &105.into()));
+    assert!(refused(&format!("dtfm --topology {path} --stages 3")).contains("divisor of the 8 devices"));
+    assert!(refused("dtfm --case 6").contains("1..=5"));
+    assert!(refused("dtfm").contains("--case"));
+    assert!(refused("dtfm --case 1 --evaluations 0").contains("evaluations"));
+    assert!(refused("dtfm --case 1 --layout exhaustive").contains("at most 16"));
+    assert!(refused("dtfm --case 1 --batch 100").contains("multiple of the 8 pipelines"));
+    assert!(refused("dtfm --case 1 --layers 4").contains("at least one"));
+}
+
+#[test]
+fn auto_names_the_fastest_plan_and_what_would_help() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let file = "default = \"1gbit,1ms\"\n[[device]]\nname = \"fast\"\nflops = \"300 GFLOPS\"\n\
+                [[device]]\nname = \"slow\"\ncount = 2\nflops = \"100 GFLOPS\"\n";
+    std::fs::write(at("machines.toml"), file).unwrap();
+    let args = format!("auto {} --model nano -m 12 --out {}", at("machines.toml"), at("plan.toml"));
+    let seen = json(&format!("{args} --map {}", at("map.svg")));
+    let map = std::fs::read_to_string(at("map.svg")).unwrap();
+    assert!(map.starts_with("<svg") && map.contains("fast") && map.contains("layers 0.."), "{map}");
+    let steps: Vec<f64> =
+        seen["candidates"].as_array().unwrap().iter().map(|c| c["step_s"].as_f64().unwrap()).collect();
+    assert!(steps.len() > 5 && steps.is_sorted() && steps[0] > 0.0, "{steps:?}");
+    assert_eq!(seen["step_s"].as_f64(), steps.first().copied());
+    let written = std::fs::read_to_string(at("plan.toml")).unwrap();
+    assert_eq!(seen["plan"].as_str(), Some(written.as_str()));
+    let plan: farflung::parallel::Plan = written.parse().unwrap();
+    assert_eq!(plan.all_microbatches(), 12);
+    assert!(!seen["would_help"].as_array().unwrap().is_empty(), "{seen}");
+    let alone = json(&format!("{args} --only pipeline"));
+    assert!(alone["step_s"].as_f64().unwrap() >= steps[0], "{alone}");
+    let text = String::from_utf8(plan_output(&args)).unwrap();
+    assert!(text.contains("times as fast") && text.contains("Microbatches of each replica"), "{text}");
+}
+
+fn plan_output(args: &str) -> Vec<u8> {
+    let output = plan(args);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    output.stdout
+}
+
+#[test]
+fn auto_refuses_a_model_that_fits_nowhere_and_a_kind_that_does_not_exist() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("small.toml");
+    let file =
+        "default = \"lan\"\n[[device]]\nname = \"d\"\ncount = 2\nflops = \"1 TFLOPS\"\nmemory = \"1MB\"\n";
+    std::fs::write(&path, file).unwrap();
+    let output = plan(&format!("auto {} --model nano", path.display()));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && stderr.contains("all machines have 2 MB"), "{stderr}");
+    std::fs::write(&path, file.replace("count = 2", "count = 1").replace("1MB", "1GB")).unwrap();
+    let message = refused(&format!("auto {} --model nano --only data", path.display()));
+    assert!(message.contains("only"), "{message}");
+}
+
+#[test]
+fn memory_is_that_of_the_published_tables() {
+    let seen = json("memory --model gpt3-175b --tensor 8 --pipeline 1 --data 64");
+    assert_eq!(seen["parameters"], 174_604_259_328_u64);
+    let rows = seen["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 20);
+    let row = |zero: u64, kept: &str| {
+        rows.iter().find(|row| row["zero"] == zero && row["activations_kept"] == kept).unwrap()
+    };
+    let plain = row(0, "tensor + sequence");
+    let state =
+        ["weights", "gradients", "optimizer"].map(|kind| plain[kind].as_f64().unwrap()).iter().sum::<f64>();
+    assert!((state / (16.0 * 174_604_259_328.0 / 8.0) - 1.0).abs() < 1e-6, "{plain}");
+    let sharded = row(3, "tensor + sequence");
+    assert!(sharded["weights"].as_f64().unwrap() * 64.0 / plain["weights"].as_f64().unwrap() > 0.999);
+    // 32.1 GiB of activations, besides those of input and head.
+    let activations = plain["activations"].as_f64().unwrap() / f64::from(1 << 30);
+    assert!((32.0..32.5).contains(&activations), "{activations}");
+    assert!(refused("memory --model gpt3-175b --tensor 7").contains("divisor of the 96 heads"));
+    assert!(refused("memory --model gpt2 --pipeline 13").contains("at most the 12 layers"));
+    assert!(refused("memory --model gpt2 --device-memory lots").contains("lots"));
+    assert!(refused("memory --model gpt9").contains("gpt9"));
+}

@@ -1,0 +1,262 @@
+//! Alpa's outer level: layers into stages, and a submesh of equal devices for each, exactly.
+
+use std::ops::Range;
+
+use farflung_base::Nanos;
+
+use crate::ParallelError;
+
+/// A rectangle of equal devices that one stage runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Submesh {
+    /// Machines.
+    pub nodes: u32,
+    /// Devices of each.
+    pub devices: u32,
+}
+
+impl Submesh {
+    /// All of its devices.
+    #[must_use]
+    pub const fn size(self) -> u32 {
+        self.nodes * self.devices
+    }
+}
+
+/// The submeshes that Alpa allows of `nodes` machines with `devices` devices: one machine's in powers of two, or all devices
+/// of several machines. Any sum of them that is the number of all devices can be laid out.
+#[must_use]
+pub fn submeshes(nodes: u32, devices: u32) -> Vec<Submesh> {
+    let powers = (0..32).map(|power| 1 << power).take_while(|&n| n <= devices);
+    let mut all: Vec<Submesh> = powers.map(|devices| Submesh { nodes: 1, devices }).collect();
+    all.extend((1..=nodes).map(|nodes| Submesh { nodes, devices }));
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+/// One stage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SubmeshStage {
+    /// Its layers.
+    pub layers: Range<usize>,
+    /// What it runs on.
+    pub mesh: Submesh,
+}
+
+/// Stages, first to last, and their time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct SubmeshPlan {
+    /// Together they have all layers and all devices.
+    pub stages: Vec<SubmeshStage>,
+    /// `sum(t) + (microbatches - 1) max(t)`.
+    pub time: Nanos,
+}
+
+/// What is to be planned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AlpaSize {
+    /// Layers of the model.
+    pub layers: usize,
+    /// Machines.
+    pub nodes: u32,
+    /// Devices of each.
+    pub devices: u32,
+    /// Microbatches of a step.
+    pub microbatches: u32,
+}
+
+/// Time of a microbatch for some layers on a submesh with so many stages from there to the end, itself included; `None` if its
+/// memory does not hold them.
+pub type StageTime<'a> = &'a dyn Fn(Range<usize>, Submesh, usize) -> Option<Nanos>;
+
+/// The fastest stages: for each bound on the slowest stage, ascending, the least sum by dynamic programming over
+/// (stages, first layer, devices left); stops when the bound alone is too slow.
+///
+/// Source: Zheng et al. 2022, "Alpa", section 5.2, equations 2 to 5. Differs: bounds are not skipped when they are near each other, so
+/// the answer is exact.
+///
+/// Errors: [`ParallelError::Plan`] where no division fits, or a size is 0.
+pub fn alpa(size: &AlpaSize, time: StageTime<'_>) -> Result<SubmeshPlan, ParallelError> {
+    let meshes = submeshes(size.nodes, size.devices);
+    let all = size.nodes * size.devices;
+    let refused = || ParallelError::Plan {
+        field: "stages".to_owned(),
+        value: format!("{} layers on {} machines of {} devices", size.layers, size.nodes, size.devices),
+        expected: "a model that fits".to_owned(),
+    };
+    if size.layers == 0 || all == 0 || size.microbatches == 0 {
+        return Err(refused());
+    }
+    let table = Table::new(size, &meshes, time);
+    let further = u64::from(size.microbatches) - 1;
+    let mut best: Option<SubmeshPlan> = None;
+    for &bound in &table.bounds {
+        if best.as_ref().is_some_and(|best| bound.saturating_mul(further) >= best.time.0) {
+            break;
+        }
+        let Some(stages) = table.least_sum(bound) else { continue };
+        let times = stages.iter().enumerate().map(|(at, stage)| {
+            let time = time(stage.layers.clone(), stage.mesh, stages.len() - at);
+            time.map_or(0, |time| time.0)
+        });
+        let (sum, slowest) = times.fold((0_u64, 0), |(sum, most), t| (sum.saturating_add(t), t.max(most)));
+        let time = Nanos(sum.saturating_add(slowest.saturating_mul(further)));
+        if best.as_ref().is_none_or(|best| time < best.time) {
+            best = Some(SubmeshPlan { stages, time });
+        }
+    }
+    best.ok_or_else(refused)
+}
+
+/// All stages' times.
+struct Table<'a> {
+    size: &'a AlpaSize,
+    meshes: &'a [Submesh],
+    /// The most stages.
+    most: usize,
+    /// `[stages to the end - 1][first layer][end - 1][mesh]`.
+    times: Vec<Option<u64>>,
+    /// All times, ascending.
+    bounds: Vec<u64>,
+}
+
+#[derive(Clone, Copy)]
+struct Step {
+    sum: u64,
+    end: usize,
+    mesh: usize,
+}
+
+impl<'a> Table<'a> {
+    fn new(size: &'a AlpaSize, meshes: &'a [Submesh], time: StageTime<'_>) -> Self {
+        let layers = size.layers;
+        let most = layers.min((size.nodes * size.devices) as usize);
+        let mut times = Vec::with_capacity(most * layers * layers * meshes.len());
+        for stages in 1..=most {
+            for (first, last) in (0..layers).flat_map(|first| (0..layers).map(move |last| (first, last))) {
+                for mesh in meshes {
+                    let range = first..last + 1;
+                    times.push((first <= last).then(|| time(range, *mesh, stages)).flatten().map(|t| t.0));
+                }
+            }
+        }
+        let mut bounds: Vec<u64> = times.iter().copied().flatten().collect();
+        bounds.sort_unstable();
+        bounds.dedup();
+        Self { size, meshes, most, times, bounds }
+    }
+
+    fn time(&self, stages: usize, first: usize, end: usize, mesh: usize) -> Option<u64> {
+        let layers = self.size.layers;
+        self.times[(((stages - 1) * layers + first) * layers + end - 1) * self.meshes.len() + mesh]
+    }
+
+    /// The stages of the least sum with none slower than `bound`, on all devices.
+    fn least_sum(&self, bound: u64) -> Option<Vec<SubmeshStage>> {
+        let (layers, all) = (self.size.layers, (self.size.nodes * self.size.devices) as usize);
+        let at = |stages: usize, first: usize, devices: usize| {
+            (stages * (layers + 1) + first) * (all + 1) + devices
+        };
+        let mut least: Vec<Option<Step>> = vec![None; (self.most + 1) * (layers + 1) * (all + 1)];
+        least[at(0, layers, 0)] = Some(Step { sum: 0, end: layers, mesh: 0 });
+        for stages in 1..=self.most {
+            for first in (0..layers).rev() {
+                for devices in 1..=all {
+                    let mut best: Option<Step> = None;
+                    for (mesh, submesh) in self.meshes.iter().enumerate() {
+                        let Some(left) = devices.checked_sub(submesh.size() as usize) else { continue };
+                        for end in first + 1..=layers {
+                            let Some(rest) = least[at(stages - 1, end, left)] else { continue };
+                            let time = self.time(stages, first, end, mesh).filter(|&time| time <= bound);
+                            let Some(sum) = time.map(|time| time.saturating_add(rest.sum)) else { continue };
+                            if best.is_none_or(|best| sum < best.sum) {
+                                best = Some(Step { sum, end, mesh });
+                            }
+                        }
+                    }
+                    least[at(stages, first, devices)] = best;
+                }
+            }
+        }
+        let of = |stages: usize| least[at(stages, 0, all)].map(|step| (step.sum, stages));
+        let (_, stages) = (1..=self.most).filter_map(of).min()?;
+        let (mut first, mut devices, mut list) = (0, all, Vec::new());
+        for left in (1..=stages).rev() {
+            let step = least[at(left, first, devices)]?;
+            let mesh = self.meshes[step.mesh];
+            list.push(SubmeshStage { layers: first..step.end, mesh });
+            (first, devices) = (step.end, devices - mesh.size() as usize);
+        }
+        Some(list)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+
+    /// Every list of stages for the layers from `first` on, over so many devices.
+    fn all(size: &AlpaSize, meshes: &[Submesh], first: usize, devices: u32) -> Vec<Vec<SubmeshStage>> {
+        if first == size.layers {
+            return if devices == 0 { vec![Vec::new()] } else { Vec::new() };
+        }
+        let mut found = Vec::new();
+        for &mesh in meshes.iter().filter(|mesh| mesh.size() <= devices) {
+            for end in first + 1..=size.layers {
+                for rest in all(size, meshes, end, devices - mesh.size()) {
+                    let mut stages = vec![SubmeshStage { layers: first..end, mesh }];
+                    stages.extend(rest);
+                    found.push(stages);
+                }
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn no_stages_are_faster() {
+        let mut draw = Draw::new(4, 0);
+        let mut planned = 0;
+        for _ in 0..150 {
+            let size = AlpaSize {
+                layers: 1 + draw.below(5),
+                nodes: 1 + draw.below(2) as u32,
+                devices: 1 << draw.below(3),
+                microbatches: 1 + draw.below(6) as u32,
+            };
+            let table: Vec<u64> = (0..4096).map(|_| 1 + draw.below(50) as u64).collect();
+            // Any function of the stage will do; some stages do not fit.
+            let time = |layers: Range<usize>, mesh: Submesh, stages: usize| {
+                let at =
+                    layers.start * 641 + layers.end * 97 + mesh.size() as usize * 13 + mesh.nodes as usize;
+                let value = table[at % 4096];
+                (value * 3 > stages as u64 * 10).then_some(Nanos(value * (layers.len() as u64) + 1))
+            };
+            let meshes = submeshes(size.nodes, size.devices);
+            let further = u64::from(size.microbatches) - 1;
+            let price = |stages: &Vec<SubmeshStage>| {
+                let times = stages.iter().enumerate();
+                let times = times.map(|(at, s)| time(s.layers.clone(), s.mesh, stages.len() - at));
+                let times: Option<Vec<u64>> = times.map(|time| time.map(|time| time.0)).collect();
+                times.map(|times| {
+                    Nanos(times.iter().sum::<u64>() + further * times.iter().max().unwrap_or(&0))
+                })
+            };
+            let best = all(&size, &meshes, 0, size.nodes * size.devices).iter().filter_map(price).min();
+            let found = alpa(&size, &time).ok();
+            assert_eq!(found.as_ref().map(|plan| plan.time), best, "{size:?}");
+            assert_eq!(found.as_ref().and_then(|plan| price(&plan.stages)), best);
+            planned += u32::from(found.is_some());
+        }
+        assert!((50..150).contains(&planned), "{planned}");
+    }
+
+    #[test]
+    fn the_submeshes_are_those_of_the_paper() {
+        let sizes: Vec<u32> = submeshes(3, 4).into_iter().map(Submesh::size).collect();
+        assert_eq!(sizes, [1, 2, 4, 8, 12]);
+    }
+}

@@ -1,0 +1,95 @@
+//! A layout's step, computed event by event: what its cost model leaves out is that messages overlap with computing.
+
+use farflung_base::{Bytes, Nanos};
+
+use super::{Layout, PairCosts};
+use crate::ParallelError;
+use crate::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
+
+/// What the pipelines of a layout train in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TrainingLoad {
+    /// Blocks of the model; stages share them as equally as they can.
+    pub layers: u32,
+    /// Values of a hidden state.
+    pub hidden: u64,
+    /// Tokens of a sequence; a microbatch is one sequence.
+    pub sequence: u64,
+    /// Entries of the vocabulary; the last stage computes the logits.
+    pub vocabulary: u64,
+    /// Sequences of a step, over all pipelines.
+    pub batch: u32,
+    /// Sustained operations a second of each device.
+    pub flops: u64,
+}
+
+impl TrainingLoad {
+    /// GPT-3 XL as DT-FM trains it, on devices of 50 TFLOP/s.
+    #[must_use]
+    pub const fn gpt3_xl(layers: u32, batch: u32) -> Self {
+        Self { layers, hidden: 2048, sequence: 2048, vocabulary: 50_257, batch, flops: 50_000_000_000_000 }
+    }
+
+    /// Forward of one layer and one sequence: `24 S h^2 (1 + S / 6h)` operations (Narayanan et al. 2021).
+    const fn layer(&self) -> u64 {
+        let (s, h) = (self.sequence, self.hidden);
+        24 * s * h * h + 4 * s * s * h
+    }
+
+    /// Forward of the logits of one sequence.
+    const fn head(&self) -> u64 {
+        2 * self.sequence * self.hidden * self.vocabulary
+    }
+
+    fn time(&self, operations: u64) -> Nanos {
+        let time = u128::from(operations) * 1_000_000_000 / u128::from(self.flops.max(1));
+        Nanos(u64::try_from(time).unwrap_or(u64::MAX))
+    }
+}
+
+/// Time of a step: the slowest pipeline under GPipe, then the averages of `costs`.
+///
+/// Links carry f16 values, one message at a time and direction, beside what devices compute; pipelines do
+/// not share links. A backward takes twice a forward. Averages begin when all pipelines are done.
+///
+/// Errors: a batch that is not a multiple of the pipelines, fewer layers than stages.
+pub fn simulate_layout(
+    layout: &Layout,
+    costs: &PairCosts,
+    load: &TrainingLoad,
+) -> Result<Nanos, ParallelError> {
+    let (stages, replicas) = (costs.groups() as u32, costs.size() as u32);
+    let wrong = |field: &str, value: u32, expected: String| {
+        Err(ParallelError::Plan { field: field.to_owned(), value: value.to_string(), expected })
+    };
+    if load.batch == 0 || !load.batch.is_multiple_of(replicas) {
+        return wrong("batch", load.batch, format!("a multiple of the {replicas} pipelines"));
+    }
+    if load.layers < stages {
+        return wrong("layers", load.layers, format!("at least one for each of {stages} stages"));
+    }
+    let order = Method::GPipe.order(&Settings::new(stages, load.batch / replicas))?;
+    let stage = |s: u32| {
+        let layers = load.layers / stages + u32::from(s < load.layers % stages);
+        let head = if s + 1 == stages { load.head() } else { 0 };
+        let forward = load.time(u64::from(layers) * load.layer() + head);
+        StageCost { forward, input: forward, weight: forward, ..StageCost::default() }
+    };
+    let message = Bytes(load.sequence * load.hidden * 2);
+    let mut slowest = Nanos::ZERO;
+    for pipeline in &layout.pipelines {
+        let boundary = |pair: &[farflung_base::Rank]| Boundary {
+            link: costs.link(pair[0], pair[1]),
+            forward: message,
+            backward: message,
+        };
+        let cost = PipelineCost {
+            stages: (0..stages).map(stage).collect(),
+            boundaries: pipeline.windows(2).map(boundary).collect(),
+            slices: Vec::new(),
+            overlap_percent: 0,
+        };
+        slowest = slowest.max(simulate(&order, &cost)?.makespan());
+    }
+    Ok(slowest.saturating_add(layout.cost.data_parallel))
+}

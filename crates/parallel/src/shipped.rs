@@ -1,0 +1,94 @@
+//! Topology files that come with the crate, by name.
+
+use crate::{Cluster, ParallelError};
+
+/// A topology file.
+#[derive(Debug, Clone, Copy)]
+pub struct Shipped {
+    /// Its name on the command line.
+    pub name: &'static str,
+    /// What it describes, in one line.
+    pub about: &'static str,
+    /// Its text: TOML, as [`Cluster`] reads it.
+    pub text: &'static str,
+}
+
+/// All of them.
+pub const SHIPPED: [Shipped; 9] = [
+    Shipped {
+        name: "dtfm-1",
+        about: "64 V100 in 8 machines of one data centre (DT-FM's case 1)",
+        text: include_str!("../topologies/dtfm-1.toml"),
+    },
+    Shipped {
+        name: "dtfm-2",
+        about: "8 spot machines of 4 V100 and 32 of one (DT-FM's case 2)",
+        text: include_str!("../topologies/dtfm-2.toml"),
+    },
+    Shipped {
+        name: "dtfm-3",
+        about: "64 V100 in two regions (DT-FM's case 3)",
+        text: include_str!("../topologies/dtfm-3.toml"),
+    },
+    Shipped {
+        name: "dtfm-4",
+        about: "64 V100 in four regions of one country (DT-FM's case 4)",
+        text: include_str!("../topologies/dtfm-4.toml"),
+    },
+    Shipped {
+        name: "dtfm-5",
+        about: "64 V100 in eight regions of the world (DT-FM's case 5)",
+        text: include_str!("../topologies/dtfm-5.toml"),
+    },
+    Shipped {
+        name: "one-box",
+        about: "one machine with four GPUs",
+        text: include_str!("../topologies/one-box.toml"),
+    },
+    Shipped {
+        name: "lan",
+        about: "eight machines of three kinds on gigabit Ethernet",
+        text: include_str!("../topologies/lan.toml"),
+    },
+    Shipped {
+        name: "home",
+        about: "eight homes on asymmetric lines, uplinks of 20 to 100 Mbit/s",
+        text: include_str!("../topologies/home.toml"),
+    },
+    Shipped {
+        name: "spot",
+        about: "20 spot GPUs of three clouds, whose regions share their lines",
+        text: include_str!("../topologies/spot.toml"),
+    },
+];
+
+/// Reads the shipped file of this name.
+///
+/// Errors: [`ParallelError::UnknownName`].
+///
+/// ```
+/// let cluster = farflung_parallel::shipped::cluster("dtfm-5")?;
+/// assert_eq!((cluster.size(), cluster.regions.len()), (64, 8));
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+pub fn cluster(name: &str) -> Result<Cluster, ParallelError> {
+    let found = SHIPPED.iter().find(|shipped| shipped.name == name);
+    let known = || SHIPPED.iter().map(|shipped| shipped.name.to_owned()).collect();
+    let unknown =
+        || ParallelError::UnknownName { kind: "shipped topology", name: name.to_owned(), known: known() };
+    found.ok_or_else(unknown)?.text.parse()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_file_reads_and_prints_as_itself() {
+        for shipped in SHIPPED {
+            let read = cluster(shipped.name).unwrap();
+            assert_eq!(read.to_string().parse::<Cluster>().unwrap(), read, "{}", shipped.name);
+        }
+        assert!(cluster("dtfm-6").unwrap_err().to_string().contains("dtfm-5"));
+    }
+}

