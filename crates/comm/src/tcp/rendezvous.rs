@@ -3,7 +3,7 @@
 //! here is refused with the reason.
 
 use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -34,7 +34,8 @@ pub struct Config {
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,
-    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`. Not used with `peers`.
+    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`; several with commas between
+    /// are tried in turn. Not used with `peers`.
     pub master: String,
     /// Where each rank is reached, in their order, as `host:port`; empty where the master knows. Ranks may have
     /// different lists, where a peer is reached by different ways.
@@ -118,11 +119,31 @@ fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
     CommError::Missing { master, ranks, after: config.deadline.into() }
 }
 
+/// The addresses of a `host:port`, or of several with commas between; an error only where none of them is known.
 pub(super) fn resolve(what: &'static str, address: &str) -> Result<Vec<SocketAddr>, CommError> {
-    match address.to_socket_addrs() {
-        Ok(addresses) => Ok(addresses.collect()),
-        Err(e) => Err(CommError::io(what, &address, &e)),
+    let mut all = Vec::new();
+    let mut wrong = None;
+    for one in address.split(',') {
+        match one.to_socket_addrs() {
+            Ok(addresses) => all.extend(addresses),
+            Err(e) => wrong = Some(CommError::io(what, &one, &e)),
+        }
     }
+    wrong.filter(|_| all.is_empty()).map_or(Ok(all), Err)
+}
+
+/// Listens at the master's address; behind a router, which has that address, at all of this machine's.
+fn listen(config: &Config) -> Result<TcpListener, CommError> {
+    let addresses = resolve("master address", &config.master)?;
+    let elsewhere =
+        |e: &std::io::Error| e.kind() == ErrorKind::AddrNotAvailable && config.security.is_sealed();
+    TcpListener::bind(&addresses[..])
+        .or_else(|e| match addresses.first().filter(|_| elsewhere(&e)) {
+            Some(first) if first.is_ipv6() => TcpListener::bind((Ipv6Addr::UNSPECIFIED, first.port())),
+            Some(first) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, first.port())),
+            None => Err(e),
+        })
+        .map_err(|e| CommError::io("listen at", &config.master, &e))
 }
 
 fn nobody(config: &Config) -> Streams {
@@ -131,9 +152,7 @@ fn nobody(config: &Config) -> Streams {
 
 /// Rank 0: lets everyone in, then tells everyone where the others are, and how they know each other.
 fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
-    let addresses = resolve("master address", &config.master)?;
-    let listener =
-        TcpListener::bind(&addresses[..]).map_err(|e| CommError::io("listen at", &config.master, &e))?;
+    let listener = listen(config)?;
     let mut streams = nobody(config);
     let mut table = vec![String::new(); config.world_size as usize];
     let never = AtomicBool::new(false);
