@@ -28,10 +28,24 @@ pub enum Control<'a> {
         job: &'a str,
         /// Where it listens for its peers.
         listen: &'a str,
+        /// The epoch of the membership that it knows; 0 today.
+        epoch: u64,
+        /// Its public key, 32 bytes; empty where connections are not encrypted.
+        key: &'a [u8],
+        /// What all ranks compare before they exchange anything; empty today.
+        digest: &'a [u8],
     },
-    /// Where all ranks listen, in their order.
-    #[serde(borrow)]
-    Table(Listed<&'a str>),
+    /// Where all ranks listen, in their order, and how they know each other.
+    Table {
+        /// Addresses.
+        #[serde(borrow)]
+        addresses: Listed<&'a str>,
+        /// Public keys, 32 bytes each; none where connections are not encrypted.
+        #[serde(borrow)]
+        keys: Listed<&'a [u8]>,
+        /// The secret of connections among the ranks, 32 bytes; empty where they are not encrypted.
+        secret: &'a [u8],
+    },
     /// Come in; the rank that says so.
     Welcome(u32),
     /// Stay out.
@@ -78,6 +92,15 @@ pub enum Control<'a> {
     Absent(Listed<u32>),
     /// From a store: it has no room for more, or the value is no number.
     Denied,
+    /// The first thing that either side says in an encrypted session, the one that connects first.
+    Prove {
+        /// Until when the right to join holds, in seconds since 1970; 0 is always.
+        expiry: u64,
+        /// The time here.
+        clock: u64,
+        /// HMAC-SHA256 by the secret over `farflung/join/1`, the role, the expiry and the session's exporter.
+        mac: &'a [u8],
+    },
 }
 
 impl<'a> Control<'a> {
@@ -140,16 +163,35 @@ mod tests {
     fn all() -> Vec<(Control<'static>, &'static str)> {
         vec![
             (
-                Control::Hello { rank: 3, world_size: 300, job: "night", listen: "[::1]:9" },
-                "00 03 ac02 05 6e69676874 07 5b3a3a315d3a39",
+                Control::Hello {
+                    rank: 3,
+                    world_size: 300,
+                    job: "night",
+                    listen: "[::1]:9",
+                    epoch: 200,
+                    key: &[1, 2],
+                    digest: &[],
+                },
+                "00 03 ac02 05 6e69676874 07 5b3a3a315d3a39 c801 02 0102 00",
             ),
-            (Control::Table(Listed(vec!["a:1", "b:2"])), "01 02 03 613a31 03 623a32"),
+            (
+                Control::Table {
+                    addresses: Listed(vec!["a:1", "b:2"]),
+                    keys: Listed(vec![&[3], &[4]]),
+                    secret: &[5],
+                },
+                "01 02 03 613a31 03 623a32 02 01 03 01 04 01 05",
+            ),
             (Control::Welcome(7), "02 07"),
             (Control::Refuse(Refusal::WorldSize { want: 2, got: 3 }), "03 00 02 03"),
             (Control::Refuse(Refusal::Job), "03 01"),
             (Control::Refuse(Refusal::Rank(9)), "03 02 09"),
             (Control::Refuse(Refusal::Taken(1)), "03 03 01"),
             (Control::Refuse(Refusal::Version { want: 3, got: 4 }), "03 04 03 04"),
+            (Control::Refuse(Refusal::Key), "03 05"),
+            (Control::Refuse(Refusal::Secret), "03 06"),
+            (Control::Refuse(Refusal::Expired { expiry: 5, clock: 300 }), "03 07 05 ac02"),
+            (Control::Refuse(Refusal::Clear), "03 08"),
             (Control::Missing(Listed(vec![1, 130])), "04 02 01 8201"),
             (Control::Open("night"), "05 05 6e69676874"),
             (Control::Put { key: "k", value: &[1, 2], only_new: true }, "06 01 6b 02 0102 01"),
@@ -163,6 +205,7 @@ mod tests {
             (Control::Values(Listed(vec![&[5], &[]])), "0d 02 01 05 00"),
             (Control::Absent(Listed(vec![0])), "0e 01 00"),
             (Control::Denied, "0f"),
+            (Control::Prove { expiry: 5, clock: 300, mac: &[7, 8] }, "10 05 ac02 02 0708"),
         ]
     }
 
@@ -178,7 +221,7 @@ mod tests {
             }
             assert!(Control::decode(&[&bytes[..], &[0]].concat()).is_err());
         }
-        assert!(Control::decode(&[16]).is_err());
+        assert!(Control::decode(&[17]).is_err());
         // A list of four thousand million ranks in seven bytes.
         assert!(Control::decode(&[4, 0xFF, 0xFF, 0xFF, 0xFF, 0x0F, 1]).is_err());
     }

@@ -26,6 +26,9 @@ pub enum DownReason {
     /// A fault rule of the simulated network crashed it.
     #[error("it crashed")]
     Crashed,
+    /// Its encrypted session is broken; the connection was closed.
+    #[error("its encrypted session is broken: {0}")]
+    Sealed(String),
 }
 
 /// What is wrong with bytes that came from a socket.
@@ -49,6 +52,14 @@ pub enum WireError {
     /// A tag channel that does not exist.
     #[error("unknown channel {0}")]
     Channel(u8),
+    /// A frame of another epoch of the membership.
+    #[error("a frame of epoch {got} (modulo 256), this link has {want}")]
+    Epoch {
+        /// This side's, modulo 256.
+        want: u8,
+        /// The one in the frame.
+        got: u8,
+    },
     /// A payload longer than a frame may be.
     #[error("a payload of {got} bytes, at most {max} are allowed")]
     Length {
@@ -94,6 +105,53 @@ pub enum Refusal {
         /// The other side's.
         got: u8,
     },
+    /// Its public key is not the one that is known here, or not in the allow list.
+    #[error("a key that is not known here, or not in the allow list")]
+    Key,
+    /// It does not prove the join secret.
+    #[error("no proof of the join secret: a ticket or secret of another run, or one from before `--rotate`")]
+    Secret,
+    /// Its ticket has expired.
+    #[error("an expired ticket: {} by this clock; `farflung ticket` on the host makes a new one", ago(*.expiry, *.clock))]
+    Expired {
+        /// When, in seconds since 1970.
+        expiry: u64,
+        /// The time where it was refused.
+        clock: u64,
+    },
+    /// It is not encrypted, and the job is, or the other way round.
+    #[error(
+        "one side is encrypted and the other is not: give both the ticket or the secret, or --insecure to both"
+    )]
+    Clear,
+}
+
+impl Refusal {
+    /// One word or two, by which refusals are counted.
+    pub(crate) const fn kind(self) -> &'static str {
+        match self {
+            Self::WorldSize { .. } => "another world size",
+            Self::Job => "another job",
+            Self::Rank(_) => "no such rank",
+            Self::Taken(_) => "rank taken",
+            Self::Version { .. } => "another version",
+            Self::Key => "stranger's key",
+            Self::Secret => "wrong secret",
+            Self::Expired { .. } => "expired ticket",
+            Self::Clear => "not encrypted",
+        }
+    }
+}
+
+/// How long before `clock` a time was.
+fn ago(time: u64, clock: u64) -> String {
+    let seconds = clock.saturating_sub(time);
+    match seconds {
+        0..=119 => format!("{seconds} s ago"),
+        120..=7199 => format!("{} min ago", seconds / 60),
+        7200..=172_799 => format!("{} h ago", seconds / 3600),
+        _ => format!("{} days ago", seconds / 86400),
+    }
 }
 
 /// What a [`Coder`](crate::Coder) failed with.
@@ -287,6 +345,35 @@ pub enum CommError {
         /// The system's words.
         message: String,
     },
+    /// The other side is not who it should be, or does not prove that it belongs to the job.
+    #[error("{peer} is not let near this process: {reason}")]
+    Unproven {
+        /// Address of the other side.
+        peer: String,
+        /// Why.
+        reason: Refusal,
+    },
+    /// No encrypted connection came about.
+    #[error("no encrypted connection with {peer}: {reason}")]
+    Unsealed {
+        /// Address of the other side.
+        peer: String,
+        /// Why.
+        reason: String,
+    },
+    /// The clocks of two machines are far apart, so that a ticket has expired on one of them.
+    #[error(
+        "{peer} refused: the ticket has expired by its clock, which is {} from this one: set the clocks, or make a new ticket",
+        skew(*.host, *.own)
+    )]
+    Clocks {
+        /// Address of the other side.
+        peer: String,
+        /// Its clock, in seconds since 1970.
+        host: u64,
+        /// This machine's.
+        own: u64,
+    },
     /// The other side of a handshake does not speak our protocol.
     #[error("handshake with {peer}: {source}")]
     Handshake {
@@ -296,6 +383,11 @@ pub enum CommError {
         #[source]
         source: WireError,
     },
+}
+
+fn skew(host: u64, own: u64) -> String {
+    let (apart, way) = (host.abs_diff(own), if host > own { "ahead" } else { "behind" });
+    format!("{} {way}", ago(0, apart).trim_end_matches(" ago"))
 }
 
 fn list(ranks: &[Rank]) -> String {

@@ -12,6 +12,7 @@ pub mod tcp;
 mod transport;
 
 mod control;
+pub mod secure;
 mod wire;
 
 mod steps;

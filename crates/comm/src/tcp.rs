@@ -9,7 +9,9 @@ mod growth;
 mod link;
 mod rendezvous;
 mod store;
+mod stream;
 mod streams;
+mod until;
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -31,6 +33,7 @@ pub use growth::{ask_in, let_in};
 use link::Link;
 pub use rendezvous::Config;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
+use stream::Stream;
 
 /// Bytes of a peer that may lie unread here before its socket is left alone.
 pub const HELD: usize = 4 * WINDOW * crate::FRAME_BYTES;
@@ -65,17 +68,20 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
         end.set_nonblocking(true).map_err(io("wake-up pipe for"))?;
     }
     let pool = Pool::new();
-    let near = streams.iter().filter(|peer| peer.first().is_some_and(is_within_one_machine)).count();
+    let near = streams
+        .iter()
+        .filter(|peer| peer.first().is_some_and(|stream| is_within_one_machine(&stream.socket)))
+        .count();
     let inbox = Inbox::new(streams.len());
     let crowded = std::thread::available_parallelism().is_ok_and(|cores| near >= cores.get());
     let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
     let mut links = Vec::new();
     for (peer, streams) in streams.into_iter().enumerate() {
         let peer = PeerId(peer as u32);
-        for stream in &streams {
-            stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true)).map_err(io("socket of"))?;
-            if is_within_one_machine(stream) {
-                tune_within_one_machine(stream, crowded);
+        for Stream { socket, .. } in &streams {
+            socket.set_nodelay(true).and_then(|()| socket.set_nonblocking(true)).map_err(io("socket of"))?;
+            if is_within_one_machine(socket) {
+                tune_within_one_machine(socket, crowded);
             }
         }
         if !streams.is_empty() {
@@ -113,7 +119,13 @@ impl TcpDriver {
 
     /// Waits for sockets for at most `timeout` and moves what they give and take.
     fn drive(&self, timeout: Nanos) {
-        let timeout = timeout.min(Nanos::from_millis(3_600_000));
+        let may_read = |link: &Link| link.may_read(self.inbox.held(link.peer));
+        // Of what a session has opened already the sockets say nothing.
+        let has_more = |link: &&Link| link.is_open() && link.has_more() && may_read(link);
+        let timeout = match self.links.iter().flatten().any(|link| has_more(&link)) {
+            true => Nanos::ZERO,
+            false => timeout.min(Nanos::from_millis(3_600_000)),
+        };
         let wait = Timespec {
             tv_sec: (timeout.0 / 1_000_000_000).cast_signed(),
             tv_nsec: i64::from((timeout.0 % 1_000_000_000) as u32),
@@ -122,10 +134,10 @@ impl TcpDriver {
         let mut fds = vec![PollFd::new(&self.bell.1, PollFlags::IN)];
         for link in self.links.iter().flatten().filter(|link| link.is_open()) {
             let mut flags = PollFlags::empty();
-            flags.set(PollFlags::IN, link.may_read(self.inbox.held(link.peer)));
+            flags.set(PollFlags::IN, may_read(link));
             flags.set(PollFlags::OUT, link.wants_to_write());
             polled.push(link);
-            fds.push(PollFd::from_borrowed_fd(link.stream.as_fd(), flags));
+            fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
         }
         // An interrupted poll is a poll that found nothing.
         if poll(&mut fds, Some(&wait)).is_err() {
@@ -141,7 +153,7 @@ impl TcpDriver {
             if got.intersects(PollFlags::OUT | broken) && link.flush() {
                 self.inbox.signal();
             }
-            if got.intersects(PollFlags::IN | broken) {
+            if got.intersects(PollFlags::IN | broken) || has_more(link) {
                 link.read(&self.inbox, &self.pool);
             }
         }

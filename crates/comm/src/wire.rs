@@ -8,9 +8,9 @@ use crate::{FRAME_BYTES, WireError};
 pub const HEADER_BYTES: usize = 32;
 
 /// The protocol's version; every frame carries it.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 
-const MAGIC: [u8; 4] = *b"FFLC";
+pub(crate) const MAGIC: [u8; 4] = *b"FFLC";
 
 /// What a frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,6 +79,10 @@ pub(crate) fn decode(h: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
     let kind = Kind::ALL.into_iter().find(|k| *k as u8 == h[5]).ok_or(WireError::Kind(h[5]))?;
     let channels = [Channel::User, Channel::Collective, Channel::Abort, Channel::Suspect];
     let channel = channels.into_iter().find(|c| *c as u8 == h[6]).ok_or(WireError::Channel(h[6]))?;
+    // Reserved for the epoch of the membership, by its last eight bits.
+    if h[7] != 0 {
+        return Err(WireError::Epoch { want: 0, got: h[7] });
+    }
     let length = word(24) as usize;
     if length > FRAME_BYTES {
         return Err(WireError::Length { max: FRAME_BYTES, got: length });
@@ -157,9 +161,14 @@ pub(crate) fn framed(message: &Control<'_>) -> Result<Vec<u8>, WireError> {
     if payload.len() > FRAME_BYTES {
         return Err(WireError::Length { max: FRAME_BYTES, got: payload.len() });
     }
-    let mut frame = encode(Kind::Control, NO_TAG, 0, &payload).to_vec();
+    Ok(framed_bytes(&payload))
+}
+
+/// An encoded control message, which fits, as a frame.
+pub(crate) fn framed_bytes(payload: &[u8]) -> Vec<u8> {
+    let mut frame = encode(Kind::Control, NO_TAG, 0, payload).to_vec();
     frame.extend(payload);
-    Ok(frame)
+    frame
 }
 
 #[cfg(test)]
@@ -174,7 +183,7 @@ mod tests {
     fn the_header_is_pinned() {
         let tag = Tag { context: 0x0807_0605_0403_0201, channel: Channel::Collective, number: 9 };
         let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
-        let fields = "46464c43 03 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
+        let fields = "46464c43 04 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
         assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
         // CRC-32/ISO-HDLC, as zlib has it.
         let whole = [&header[..28], b"farflung"].concat();
@@ -199,9 +208,10 @@ mod tests {
             decode(&h)
         };
         assert_eq!(with(0, b'X'), Err(WireError::Magic));
-        assert_eq!(with(4, 1), Err(WireError::Version { want: 3, got: 1 }));
+        assert_eq!(with(4, 1), Err(WireError::Version { want: 4, got: 1 }));
         assert_eq!(with(5, 0), Err(WireError::Kind(0)));
         assert_eq!(with(6, 4), Err(WireError::Channel(4)));
+        assert_eq!(with(7, 1), Err(WireError::Epoch { want: 0, got: 1 }));
         assert!(matches!(with(27, 0xFF), Err(WireError::Length { .. })));
         let rng = farflung_base::Philox::new(1, 2);
         for i in 0..200_000 {

@@ -7,19 +7,20 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use farflung_base::{Philox, Rank};
+use farflung_comm::secure::Security;
 use farflung_comm::tcp::{Store, StoreHost, VALUE_BYTES};
 use farflung_comm::{CommError, Control, Refusal};
 
 const JOB: &str = "night";
 
 fn host() -> (StoreHost, String) {
-    let host = StoreHost::bind("127.0.0.1:0", JOB).unwrap();
+    let host = StoreHost::bind("127.0.0.1:0", JOB, &Security::clear()).unwrap();
     let address = host.address().to_string();
     (host, address)
 }
 
 fn client(address: &str, millis: u64) -> Store {
-    Store::connect(address, JOB, Duration::from_millis(millis)).unwrap()
+    Store::connect(address, JOB, &Security::clear(), Duration::from_millis(millis)).unwrap()
 }
 
 #[test]
@@ -86,7 +87,7 @@ fn gather_waits_for_all_and_names_the_missing() {
 #[test]
 fn other_jobs_and_nonsense_are_turned_away() {
     let (host, address) = host();
-    let refused = Store::connect(&address, "day", Duration::from_secs(5)).unwrap_err();
+    let refused = Store::connect(&address, "day", &Security::clear(), Duration::from_secs(5)).unwrap_err();
     assert!(matches!(refused, CommError::Refused { reason: Refusal::Job, .. }), "{refused}");
     let rng = Philox::new(4, 4);
     for i in 0..50 {
@@ -103,6 +104,6 @@ fn other_jobs_and_nonsense_are_turned_away() {
     assert_eq!(store.get("k").unwrap().unwrap(), Control::Denied.encode());
     drop(host);
     assert!(matches!(store.get("k"), Err(CommError::Io { .. })));
-    let nobody = Store::connect(&address, JOB, Duration::from_millis(100)).unwrap_err();
+    let nobody = Store::connect(&address, JOB, &Security::clear(), Duration::from_millis(100)).unwrap_err();
     assert!(matches!(nobody, CommError::Io { .. }), "{nobody}");
 }

@@ -171,7 +171,15 @@ fn impostor(port: u16, bytes: &[u8]) -> TcpStream {
             Err(_) => std::thread::sleep(Duration::from_millis(5)),
         }
     };
-    let hello = Control::Hello { rank: 1, world_size: 2, job: "farflung", listen: "1.2.3.4:5" };
+    let hello = Control::Hello {
+        rank: 1,
+        world_size: 2,
+        job: "farflung",
+        listen: "1.2.3.4:5",
+        epoch: 0,
+        key: &[],
+        digest: &[],
+    };
     stream.write_all(&message(4, &hello.encode())).unwrap();
     stream.write_all(bytes).unwrap();
     stream
@@ -357,7 +365,15 @@ fn a_rank_that_comes_again_takes_its_own_place() {
                 Err(_) => std::thread::sleep(Duration::from_millis(2)),
             }
         };
-        let greet = Control::Hello { rank: 1, world_size: 3, job: "farflung", listen: "127.0.0.1:9" };
+        let greet = Control::Hello {
+            rank: 1,
+            world_size: 3,
+            job: "farflung",
+            listen: "127.0.0.1:9",
+            epoch: 0,
+            key: &[],
+            digest: &[],
+        };
         dead.write_all(&message(4, &greet.encode())).unwrap();
         // It is in now: whoever else says that it is rank 1 is refused.
         let taken = loop {

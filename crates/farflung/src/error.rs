@@ -62,6 +62,43 @@ pub enum Error {
         /// Its exit code.
         code: u8,
     },
+    /// Ranks would meet where others can reach them, and nothing proves who they are.
+    #[error(
+        "ranks meet at {at}, which other machines can reach, and nothing says who may join: give all ranks the same \
+         --secret-file or FARFLUNG_SECRET, or a ticket of rank 0 (`farflung ticket`), or --insecure where nobody \
+         else is in the network"
+    )]
+    Unprotected {
+        /// Where they would meet.
+        at: String,
+    },
+    /// Others can read a file that holds a secret.
+    #[error("{path} holds a secret and others can read it (mode {mode:o}): chmod 600 {path}")]
+    Exposed {
+        /// The file.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+    },
+    /// A key file is not one.
+    #[error("{path} is no key: it has {got} bytes, expected {want}; move it away, and a new one is made")]
+    KeyFile {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        got: usize,
+        /// The length of keys.
+        want: usize,
+    },
+    /// A ticket cannot be read.
+    #[error("the ticket of {from} cannot be used")]
+    Ticket {
+        /// Where it came from.
+        from: String,
+        /// What is wrong with it.
+        #[source]
+        source: farflung_comm::secure::TicketError,
+    },
     /// A run needs more memory than there is.
     #[error("{0}")]
     TooLarge(Box<crate::train::TooLarge>),
@@ -425,6 +462,13 @@ impl Error {
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::Setting { .. }
+            | Self::Unprotected { .. }
+            | Self::Exposed { .. }
+            | Self::KeyFile { .. }
+            | Self::Ticket { .. }
+            | Self::Comm(
+                CommError::Unproven { .. } | CommError::Unsealed { .. } | CommError::Clocks { .. },
+            )
             | Self::RanksDiffer { .. }
             | Self::ForeignFolder { .. }
             | Self::NoCopy { .. }

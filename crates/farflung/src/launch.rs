@@ -12,6 +12,7 @@ use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use farflung_comm::secure::JoinSecret;
 use rustix::process::{Pid, Signal as SystemSignal, kill_process};
 
 use crate::{Error, Result, Signal, Stop, terminal};
@@ -28,6 +29,8 @@ pub struct Launch {
     pub master: (String, u16),
     /// How long the others may go on after one failed, and again how long they may take to end when asked to.
     pub grace: Duration,
+    /// A join secret for the processes, in `FARFLUNG_SECRET`, unless they have one from elsewhere.
+    pub secret: Option<JoinSecret>,
 }
 
 impl Launch {
@@ -58,6 +61,7 @@ impl Launch {
                 .env("LOCAL_WORLD_SIZE", self.processes.to_string())
                 .env("MASTER_ADDR", &self.master.0)
                 .env("MASTER_PORT", port.to_string())
+                .envs(self.secret.iter().map(|secret| (crate::access::SECRET, as_text(secret))))
                 // A terminal's Ctrl-C goes to a whole group: the children would get it twice, and the second kills.
                 .process_group(0)
                 .stdin(Stdio::null())
@@ -245,6 +249,11 @@ fn prefix(rank: usize, stderr: ChildStderr) {
         terminal::say([format!("[{rank}] ").as_bytes(), &line, b"\n"].concat());
         line.clear();
     }
+}
+
+/// A secret as the text of a variable.
+fn as_text(secret: &JoinSecret) -> String {
+    secret.bytes().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
 }
 
 /// A port on which rank 0 can listen.

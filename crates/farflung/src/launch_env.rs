@@ -5,6 +5,7 @@
 use std::fmt;
 
 use farflung_base::Rank;
+use farflung_comm::secure::Security;
 use farflung_parallel::Cluster;
 
 use crate::{Error, Result};
@@ -32,15 +33,36 @@ pub struct LaunchEnv {
     pub master_port: u16,
     /// Whose variables said so.
     pub source: &'static str,
+    /// Further addresses of rank 0, `host:port`, tried in turn after the first.
+    pub more_addresses: Vec<String>,
+    /// How connections are protected, and who may join; nothing at first.
+    pub security: Security,
 }
 
 impl LaunchEnv {
     /// Whether ranks meet at this machine's loopback, which nobody else reaches.
     #[must_use]
     pub fn is_local(&self) -> bool {
-        let address: Result<std::net::IpAddr, _> = self.master_addr.parse();
-        self.master_addr == "localhost" || address.is_ok_and(|address| address.is_loopback())
+        is_loopback(&self.master_addr)
     }
+
+    /// Where rank 0 is reached: `host:port`, or several with commas between.
+    #[must_use]
+    pub fn meeting_place(&self) -> String {
+        let host = match self.master_addr.contains(':') {
+            true => format!("[{}]", self.master_addr),
+            false => self.master_addr.clone(),
+        };
+        let first = format!("{host}:{}", self.master_port);
+        [&[first], &self.more_addresses[..]].concat().join(",")
+    }
+}
+
+/// Whether a host is this machine's loopback.
+#[must_use]
+pub fn is_loopback(host: &str) -> bool {
+    let address: Result<std::net::IpAddr, _> = host.parse();
+    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
 }
 
 impl fmt::Display for LaunchEnv {
@@ -178,6 +200,8 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         master_addr,
         master_port,
         source: family.source,
+        more_addresses: Vec::new(),
+        security: Security::clear(),
     })
 }
 

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod access;
 pub mod checkpoint;
 pub mod config;
 pub mod corpus;
@@ -23,6 +24,7 @@ pub mod threads;
 pub mod train;
 pub mod transports;
 
+pub use access::{AccessArgs, Home};
 pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
 pub use config::flags::TrainFlags;
 pub use config::{TrainArgs, TrainConfig};

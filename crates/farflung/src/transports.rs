@@ -7,6 +7,7 @@ mod tcp;
 use std::sync::Arc;
 
 use farflung_base::{Nanos, Topology};
+use farflung_comm::secure::Security;
 use farflung_comm::{Communicator, Transport};
 
 use crate::Result;
@@ -22,8 +23,10 @@ pub struct Meeting {
     pub rank: u32,
     /// All processes.
     pub world_size: u32,
-    /// Host and port of rank 0.
+    /// Host and port of rank 0; several with commas between.
     pub master: String,
+    /// How connections are protected, and who may join.
+    pub security: Security,
     /// The job's name.
     pub job: String,
     /// Longest wait for the others.

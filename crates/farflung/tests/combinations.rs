@@ -59,6 +59,8 @@ fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> Seat + Send + '_>> {
             master_addr: "127.0.0.1".to_owned(),
             master_port: port,
             source: "the test",
+            more_addresses: Vec::new(),
+            security: farflung::comm::secure::Security::clear(),
         };
         let joined = farflung::train::join(&job.config, &env).unwrap();
         seats(job, Some(joined)).unwrap().pop().unwrap()

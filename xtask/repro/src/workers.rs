@@ -123,6 +123,8 @@ fn join(job: &Job, rank: usize, port: u16) -> Result<Seat> {
         master_addr: "127.0.0.1".to_owned(),
         master_port: port,
         source: "the bench",
+        more_addresses: Vec::new(),
+        security: farflung::comm::secure::Security::clear(),
     };
     seats(job, Some(farflung::train::join(&job.config, &env)?))?.pop().context("a process has one seat")
 }

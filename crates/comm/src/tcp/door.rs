@@ -1,15 +1,24 @@
-//! Connections that have not said yet who they are: how many wait, for how long, and what they say. It depends
-//! on no job.
+//! Connections that have not said yet who they are: how many wait, for how long, what they say, and what proves that
+//! they belong here. It depends on no job.
+//!
+//! What a connection may cost before its proof: [`STRANGER`](crate::secure) bytes read and one handshake where
+//! connections are encrypted, a greeting of 1024 bytes where they are not, [`GREETING`], and one of [`MOST_OF_ONE`] places
+//! of its address. Nobody waits for it: nothing here blocks.
 
 use std::collections::BTreeMap;
-use std::io::{ErrorKind, Read};
-use std::net::{IpAddr, TcpListener, TcpStream};
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::stream::{Stream, session_error};
 use crate::WireError;
 use crate::control::{Control, HELLO};
+use crate::error::Refusal;
 use crate::memory::real_start;
-use crate::wire::{self, Message, Parsed};
+use crate::secure::{Role, Security, SessionError};
+use crate::wire::{self, Message, Parsed, VERSION};
 
 /// Connections that wait at a time. Of more, the oldest go: a rank that is turned away so tries again.
 const MOST: usize = 256;
@@ -20,93 +29,157 @@ const GREETING: Duration = Duration::from_secs(10);
 
 /// A connection that has not greeted yet.
 struct Waiting {
-    stream: TcpStream,
-    from: Option<IpAddr>,
+    stream: Stream,
+    from: SocketAddr,
     since: Instant,
     bytes: Vec<u8>,
 }
 
-/// What a connection said.
-pub(super) enum Said {
-    /// A greeting, whole.
-    Hello(Vec<u8>),
-    /// That it speaks another version.
-    Other(u8),
+/// A connection that belongs here, and the frame by which it greeted.
+pub(super) struct Guest {
+    pub(super) stream: Stream,
+    pub(super) greeting: Vec<u8>,
 }
 
 /// The connections that wait, oldest first.
-pub(super) struct Door(Vec<Waiting>);
+pub(super) struct Door {
+    security: Security,
+    waiting: Vec<Waiting>,
+}
 
 enum Heard {
     Nothing,
-    Nonsense,
-    Said(Said),
+    /// It was refused, or ended.
+    End,
+    Greeting(Vec<u8>),
 }
 
 impl Door {
-    pub(super) const fn new() -> Self {
-        Self(Vec::new())
+    pub(super) const fn new(security: Security) -> Self {
+        Self { security, waiting: Vec::new() }
     }
 
-    /// Lets connections in from a listener that does not block, and gives those that said something. Each is
-    /// heard at least once before it has to make room.
-    pub(super) fn listen(&mut self, listener: &TcpListener) -> Vec<(TcpStream, Said)> {
+    /// Waits until somebody comes or says something, for at most `limit`.
+    pub(super) fn wait(&self, listener: &TcpListener, limit: Duration) {
+        let mut fds: Vec<PollFd<'_>> =
+            self.waiting.iter().map(|waiting| PollFd::new(&waiting.stream.socket, PollFlags::IN)).collect();
+        fds.push(PollFd::new(listener, PollFlags::IN));
+        let limit = limit.min(Duration::from_secs(1));
+        let limit = Timespec { tv_sec: limit.as_secs().cast_signed(), tv_nsec: limit.subsec_nanos().into() };
+        // An interrupted poll is a poll that found nothing.
+        let _ = poll(&mut fds, Some(&limit));
+    }
+
+    /// Lets connections in from a listener that does not block, and gives those that greeted. Each is heard at least
+    /// once before it has to make room.
+    pub(super) fn listen(&mut self, listener: &TcpListener) -> Vec<Guest> {
         for _ in 0..MOST {
-            let Ok((stream, address)) = listener.accept() else { break };
-            if stream.set_nonblocking(true).is_ok() {
-                let (from, since) = (Some(address.ip()), real_start());
-                self.0.push(Waiting { stream, from, since, bytes: Vec::new() });
+            let Ok((socket, from)) = listener.accept() else { break };
+            let ready = socket.set_nonblocking(true).is_ok();
+            if let (true, Ok(stream)) = (ready, Stream::new(socket, &self.security, Role::Server, None)) {
+                self.waiting.push(Waiting { stream, from, since: real_start(), bytes: Vec::new() });
             }
         }
-        let mut said = Vec::new();
+        let mut guests = Vec::new();
         let mut still = Vec::new();
-        for mut waiting in self.0.drain(..) {
-            match hear(&mut waiting.stream, &mut waiting.bytes) {
+        for mut waiting in std::mem::take(&mut self.waiting) {
+            match self.hear(&mut waiting) {
                 Heard::Nothing => still.push(waiting),
-                Heard::Nonsense => {}
-                Heard::Said(what) => said.push((waiting.stream, what)),
+                Heard::End => {}
+                Heard::Greeting(greeting) => guests.push(Guest { stream: waiting.stream, greeting }),
             }
         }
-        self.0 = still;
+        self.waiting = still;
         self.make_room();
-        said
+        guests
     }
 
     fn make_room(&mut self) {
-        self.0.retain(|waiting| waiting.since.elapsed() < GREETING);
-        let mut of_address: BTreeMap<Option<IpAddr>, usize> = BTreeMap::new();
-        for waiting in &self.0 {
-            *of_address.entry(waiting.from).or_default() += 1;
-        }
-        self.0.retain(|waiting| {
-            let count = of_address.get_mut(&waiting.from).expect("each was counted");
-            let stays = *count <= MOST_OF_ONE;
-            *count -= usize::from(!stays);
+        let refused = self.security.refused();
+        self.waiting.retain(|waiting| {
+            let stays = waiting.since.elapsed() < GREETING;
+            if !stays {
+                refused.note(Some(waiting.from), "silent", &format_args!("no greeting within {GREETING:?}"));
+            }
             stays
         });
-        let excess = self.0.len().saturating_sub(MOST);
-        self.0.drain(..excess);
-    }
-}
-
-/// Reads on in a greeting without blocking, and not a byte further: what follows belongs to the link.
-fn hear(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Heard {
-    let mut buffer = [0; 512];
-    loop {
-        let want = match wire::parse(bytes) {
-            Ok(Parsed::Part(want)) if want <= HELLO => want,
-            Ok(Parsed::Whole(Message::Control(Control::Hello { .. }), _)) => {
-                return Heard::Said(Said::Hello(std::mem::take(bytes)));
+        let mut of_address: BTreeMap<IpAddr, usize> = BTreeMap::new();
+        for waiting in &self.waiting {
+            *of_address.entry(waiting.from.ip()).or_default() += 1;
+        }
+        let mut all = self.waiting.len();
+        self.waiting.retain(|waiting| {
+            let count = of_address.get_mut(&waiting.from.ip()).expect("each was counted");
+            let stays = *count <= MOST_OF_ONE && all <= MOST;
+            if !stays {
+                *count -= 1;
+                all -= 1;
+                let limits = format_args!("{MOST_OF_ONE} connections of an address, {MOST} in all, may wait");
+                refused.note(Some(waiting.from), "too many", &limits);
             }
-            Err(WireError::Version { got, .. }) => return Heard::Said(Said::Other(got)),
-            _ => return Heard::Nonsense,
+            stays
+        });
+    }
+
+    /// Turns a connection away with the reason.
+    pub(super) fn refuse(&self, stream: &Stream, reason: Refusal) {
+        self.security.refused().note(stream.address(), reason.kind(), &reason);
+        // Whoever is refused may be gone already.
+        let _ = stream.say(&Control::Refuse(reason));
+    }
+
+    /// Reads on in a greeting, and not a byte further: what follows belongs to the link.
+    fn hear(&self, Waiting { stream, from, bytes, .. }: &mut Waiting) -> Heard {
+        let mut buffer = [0; 512];
+        let note = |kind, detail: &dyn std::fmt::Display| {
+            self.security.refused().note(Some(*from), kind, detail);
+            Heard::End
         };
-        match stream.read(&mut buffer[..(want - bytes.len()).min(512)]) {
-            Ok(0) => return Heard::Nonsense,
-            Ok(n) => bytes.extend_from_slice(&buffer[..n]),
-            Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) if e.kind() == ErrorKind::WouldBlock => return Heard::Nothing,
-            Err(_) => return Heard::Nonsense,
+        loop {
+            let want = match wire::parse(bytes) {
+                Ok(Parsed::Part(want)) if want <= HELLO => want,
+                Ok(Parsed::Whole(Message::Control(message), _)) => match message {
+                    Control::Hello { .. } | Control::Open(_) if stream.is_proven() => {
+                        return Heard::Greeting(std::mem::take(bytes));
+                    }
+                    proof @ Control::Prove { .. } if stream.is_sealed() && !stream.is_proven() => {
+                        if let Err(reason) = stream.admit(&proof) {
+                            self.refuse(stream, reason);
+                            return Heard::End;
+                        }
+                        bytes.clear();
+                        continue;
+                    }
+                    _ => return note("no greeting", &"another message came first"),
+                },
+                Err(WireError::Version { got, .. }) => {
+                    self.refuse(stream, Refusal::Version { want: VERSION, got });
+                    return Heard::End;
+                }
+                Err(WireError::Magic) if bytes[..2] == [0x16, 3] => {
+                    self.refuse(stream, Refusal::Clear);
+                    return Heard::End;
+                }
+                Err(error) => return note("garbage", &error),
+                Ok(_) => return note("no greeting", &"a frame that is none"),
+            };
+            match stream.read_now(&mut buffer[..(want - bytes.len()).min(512)], &mut []) {
+                Ok(0) if bytes.is_empty() => return note("silent", &"it came and went"),
+                Ok(0) => return note("gave up", &"it ended within its greeting"),
+                Ok(n) => bytes.extend_from_slice(&buffer[..n]),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == ErrorKind::WouldBlock => return Heard::Nothing,
+                Err(e) => {
+                    return match session_error(&e) {
+                        Some(SessionError::Clear) => {
+                            stream.say_clear(&Control::Refuse(Refusal::Clear));
+                            note(SessionError::Clear.kind(), &Refusal::Clear)
+                        }
+                        Some(error) => note(error.kind(), error),
+                        None => note("gave up", &e),
+                    };
+                }
+            }
         }
     }
 }

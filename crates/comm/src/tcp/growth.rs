@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use super::{Config, Store, join};
+use crate::secure::Security;
 use crate::{CommError, Communicator};
 
 /// Numbers in the store: processes that have asked, that were answered, and the epoch.
@@ -19,8 +20,10 @@ fn answer_to(ticket: i64) -> String {
     format!("farflung/answer/{ticket}")
 }
 
-fn place((epoch, world_size, master, rank): Place, job: &str, deadline: Duration) -> Config {
+fn place(place: Place, job: &str, security: &Security, deadline: Duration) -> Config {
+    let (epoch, world_size, master, rank) = place;
     let mut config = Config::new(rank, world_size, master);
+    config.security = security.clone();
     config.job = format!("{job}#{epoch}");
     config.deadline = deadline;
     config
@@ -31,12 +34,18 @@ fn place((epoch, world_size, master, rank): Place, job: &str, deadline: Duration
 /// # Errors
 /// [`CommError::Absent`] if it was not let in within the store's deadline; what kept the members of the new epoch from
 /// meeting within `deadline`.
-pub fn ask_in(store: &Store, job: &str, deadline: Duration) -> Result<Communicator, CommError> {
+pub fn ask_in(
+    store: &Store,
+    job: &str,
+    security: &Security,
+    deadline: Duration,
+) -> Result<Communicator, CommError> {
     let ticket = store.add(ASKED, 1)?;
     let answers = store.wait(&[&answer_to(ticket)])?;
     let found: Place = postcard::from_bytes(&answers[0])
         .map_err(|_| CommError::Denied { op: "ask_in", key: answer_to(ticket) })?;
-    let comm = Communicator::new(join(&place(found, job, deadline))?).with_deadline(deadline.into());
+    let comm =
+        Communicator::new(join(&place(found, job, security, deadline))?).with_deadline(deadline.into());
     comm.barrier()?;
     Ok(comm)
 }
@@ -51,6 +60,7 @@ pub fn let_in(
     comm: &Communicator,
     store: Option<&Store>,
     job: &str,
+    security: &Security,
     deadline: Duration,
 ) -> Result<Option<Communicator>, CommError> {
     let news = match (comm.rank().0, store) {
@@ -65,7 +75,7 @@ pub fn let_in(
     let malformed = CommError::Denied { op: "let_in", key: EPOCH.to_owned() };
     let told: Option<Option<Place>> = postcard::from_bytes(&told[0]).map_err(|_| malformed.clone())?;
     let Some((epoch, size, master, _)) = told.ok_or(malformed)? else { return Ok(None) };
-    let config = place((epoch, size, master, comm.rank().0), job, deadline);
+    let config = place((epoch, size, master, comm.rank().0), job, security, deadline);
     comm.settle(join(&config).map(|tcp| Communicator::new(tcp).with_deadline(deadline.into()))).map(Some)
 }
 

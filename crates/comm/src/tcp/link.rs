@@ -1,7 +1,7 @@
 //! One socket to one peer: frames out of a queue, frames into the inbox, credits both ways.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, ErrorKind, IoSlice};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use farflung_base::PeerId;
 
 use super::HELD;
+use super::stream::{Stream, session_error};
 use crate::inbox::{Inbox, WINDOW};
 use crate::transport::Tag;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, NO_TAG};
@@ -30,7 +31,7 @@ const COUNTED: usize = 1024;
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) peer: PeerId,
-    pub(super) stream: TcpStream,
+    stream: Stream,
     out: Mutex<Out>,
     incoming: Mutex<In>,
     taken: Mutex<Counts>,
@@ -98,12 +99,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Link {
     /// The links to one peer.
-    pub(super) fn side_by_side(peer: PeerId, streams: Vec<TcpStream>) -> Vec<Self> {
+    pub(super) fn side_by_side(peer: PeerId, streams: Vec<Stream>) -> Vec<Self> {
         let staying = Arc::new(AtomicUsize::new(streams.len()));
         streams.into_iter().map(|stream| Self::new(peer, stream, Arc::clone(&staying))).collect()
     }
 
-    fn new(peer: PeerId, stream: TcpStream, staying: Arc<AtomicUsize>) -> Self {
+    fn new(peer: PeerId, stream: Stream, staying: Arc<AtomicUsize>) -> Self {
         Self {
             peer,
             stream,
@@ -121,8 +122,17 @@ impl Link {
         self.open.load(Ordering::Acquire)
     }
 
+    pub(super) const fn socket(&self) -> &TcpStream {
+        &self.stream.socket
+    }
+
     pub(super) fn wants_to_write(&self) -> bool {
-        self.waiting.load(Ordering::Acquire)
+        self.waiting.load(Ordering::Acquire) || self.stream.holds()
+    }
+
+    /// Whether there is something to be read of which the socket knows nothing any more.
+    pub(super) fn has_more(&self) -> bool {
+        self.stream.has_more()
     }
 
     /// Whether to read while `held` bytes lie unread.
@@ -159,26 +169,31 @@ impl Link {
             out.queue.push_back((header, Some(pool.copy_of(bytes, check))));
             return;
         }
-        // A broken socket is found by whoever reads it.
-        let Ok(written) = self.write_once(&[IoSlice::new(&header), IoSlice::new(bytes)]) else { return };
-        if written < HEADER_BYTES + bytes.len() {
+        let whole = HEADER_BYTES + bytes.len();
+        let mut written = 0;
+        while written < whole {
+            let at = written.min(HEADER_BYTES);
+            let rest = [IoSlice::new(&header[at..]), IoSlice::new(&bytes[written - at..])];
+            match self.stream.write_now(&rest) {
+                Ok(0) => break,
+                Ok(count) => {
+                    written += count;
+                    // A socket that takes a part takes no more now; a session seals some records at a time.
+                    if !self.stream.is_sealed() {
+                        break;
+                    }
+                }
+                // A broken socket is found by whoever reads it.
+                Err(_) => return,
+            }
+        }
+        if written < whole {
             let mut frame = pool.lease(bytes.len());
             let from = written.saturating_sub(HEADER_BYTES);
             frame.bytes_mut()[from..].copy_from_slice(&bytes[from..]);
             out.queue.push_back((header, Some(frame)));
             out.at = written;
             self.waiting.store(true, Ordering::Release);
-        }
-    }
-
-    /// How much of it the socket takes now.
-    fn write_once(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        loop {
-            match (&self.stream).write_vectored(slices) {
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::WouldBlock => return Ok(0),
-                result => return result,
-            }
         }
     }
 
@@ -209,12 +224,14 @@ impl Link {
 
     pub(super) fn end_writing(&self) {
         // Where the socket is broken already there is nothing to end.
-        let _ = self.stream.shutdown(Shutdown::Write);
+        let _ = self.socket().shutdown(Shutdown::Write);
     }
 
     /// Writes what the socket takes; returns whether there is room again for operations.
     pub(super) fn flush(&self) -> bool {
         let mut out = lock(&self.out);
+        // As below, reading finds the reason if it fails.
+        let _ = self.stream.flush_now();
         self.write(&mut out);
         out.queue.is_empty()
     }
@@ -235,7 +252,7 @@ impl Link {
                     }
                 }
             }
-            match self.write_once(&slices[..used]) {
+            match self.stream.write_now(&slices[..used]) {
                 Ok(0) => break,
                 Ok(written) => {
                     out.at += written;
@@ -288,7 +305,8 @@ impl Link {
                     return;
                 }
                 Err(End::Io(e)) => {
-                    self.end(inbox, DownReason::Broken(e.kind()));
+                    let reason = session_error(&e).map(|e| DownReason::Sealed(e.to_string()));
+                    self.end(inbox, reason.unwrap_or_else(|| DownReason::Broken(e.kind())));
                     return;
                 }
             }
@@ -302,8 +320,8 @@ impl Link {
 
     fn end(&self, inbox: &Inbox, reason: DownReason) {
         self.shut();
-        if matches!(reason, DownReason::Protocol(_)) {
-            let _ = self.stream.shutdown(Shutdown::Both);
+        if matches!(reason, DownReason::Protocol(_) | DownReason::Sealed(_)) {
+            let _ = self.socket().shutdown(Shutdown::Both);
         }
         inbox.peer_down(self.peer, reason);
     }
@@ -337,8 +355,7 @@ impl Link {
                         Some((_, frame)) => (&mut frame.bytes_mut()[*have..], &mut next[..]),
                     };
                     let asked = first.len() + second.len();
-                    let mut slices = [IoSliceMut::new(first), IoSliceMut::new(second)];
-                    match (&self.stream).read_vectored(&mut slices) {
+                    match self.stream.read_now(first, second) {
                         Ok(0) => return Err(End::Closed),
                         Ok(n) => {
                             *have += n;

@@ -2,19 +2,21 @@
 //! from the start; then they connect pairwise, each end naming itself. Everything has a deadline; what does not belong
 //! here is refused with the reason.
 
-use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use farflung_base::Rank;
 
-use super::door::{Door, Said};
+use super::door::{Door, Guest};
+use super::stream::Stream;
 use super::streams::multiply;
+use super::until::Until;
 use crate::control::{Control, Listed};
 use crate::error::Refusal;
-use crate::memory::real_start;
-use crate::wire::{self, Message, Parsed, VERSION};
+use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, unix_seconds};
+use crate::wire::{self, Message, Parsed};
 use crate::{CommError, WireError};
 
 /// To one peer.
@@ -25,14 +27,15 @@ const PAUSE: Duration = Duration::from_millis(2);
 const ATTEMPT: Duration = Duration::from_secs(2);
 
 /// Who this process is and where the others are.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Config {
     /// This process's rank; rank 0 is the master.
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,
-    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`. Not used with `peers`.
+    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`; several with commas between
+    /// are tried in turn. Not used with `peers`.
     pub master: String,
     /// Where each rank is reached, in their order, as `host:port`; empty where the master knows. Ranks may have
     /// different lists, where a peer is reached by different ways.
@@ -48,6 +51,8 @@ pub struct Config {
     /// fill it. Messages go over one or another by their tags, and so do the lanes of a pipelined all-reduce. Those
     /// beyond the first go to ports that the ranks tell each other, so they need a network that lets them.
     pub streams: usize,
+    /// How connections are protected, and who is let in; by default they are not, and everybody is.
+    pub security: Security,
 }
 
 impl Config {
@@ -64,6 +69,7 @@ impl Config {
             deadline: Duration::from_mins(1),
             listen: None,
             streams: 1,
+            security: Security::clear(),
         }
     }
 
@@ -77,33 +83,11 @@ impl Config {
     }
 }
 
-/// A time after which nothing is tried any more.
-#[derive(Clone, Copy)]
-pub(super) struct Until {
-    start: Instant,
-    limit: Duration,
-}
-
-impl Until {
-    pub(super) fn after(limit: Duration) -> Self {
-        Self { start: real_start(), limit }
-    }
-
-    /// As good as never.
-    pub(super) fn never() -> Self {
-        Self::after(Duration::from_secs(u32::MAX.into()))
-    }
-
-    pub(super) fn left(self) -> Option<Duration> {
-        self.limit.checked_sub(self.start.elapsed()).filter(|left| !left.is_zero())
-    }
-}
-
 /// Streams to all peers by rank, none to the own.
-pub(super) type Streams = Vec<Option<TcpStream>>;
+pub(super) type Streams = Vec<Option<Stream>>;
 
 /// Finds all peers.
-pub(super) fn meet(config: &Config) -> Result<Vec<Vec<TcpStream>>, CommError> {
+pub(super) fn meet(config: &Config) -> Result<Vec<Vec<Stream>>, CommError> {
     let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
     let (rank, size) = (config.rank as usize, config.world_size as usize);
     if rank >= size {
@@ -119,14 +103,15 @@ pub(super) fn meet(config: &Config) -> Result<Vec<Vec<TcpStream>>, CommError> {
         return argument("streams", config.streams, MOST_STREAMS);
     }
     let until = Until::after(config.deadline);
+    let mut config = config.clone();
     let met = if !config.peers.is_empty() {
-        by_list(config, until)
+        by_list(&config, until)
     } else if rank == 0 {
-        host(config, until)
+        host(&mut config, until)
     } else {
-        visit(config, until)
+        visit(&mut config, until)
     };
-    multiply(config, met?, until)
+    multiply(&config, met?, until)
 }
 
 fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
@@ -134,22 +119,40 @@ fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
     CommError::Missing { master, ranks, after: config.deadline.into() }
 }
 
+/// The addresses of a `host:port`, or of several with commas between; an error only where none of them is known.
 pub(super) fn resolve(what: &'static str, address: &str) -> Result<Vec<SocketAddr>, CommError> {
-    match address.to_socket_addrs() {
-        Ok(addresses) => Ok(addresses.collect()),
-        Err(e) => Err(CommError::io(what, &address, &e)),
+    let mut all = Vec::new();
+    let mut wrong = None;
+    for one in address.split(',') {
+        match one.to_socket_addrs() {
+            Ok(addresses) => all.extend(addresses),
+            Err(e) => wrong = Some(CommError::io(what, &one, &e)),
+        }
     }
+    wrong.filter(|_| all.is_empty()).map_or(Ok(all), Err)
+}
+
+/// Listens at the master's address; behind a router, which has that address, at all of this machine's.
+fn listen(config: &Config) -> Result<TcpListener, CommError> {
+    let addresses = resolve("master address", &config.master)?;
+    let elsewhere =
+        |e: &std::io::Error| e.kind() == ErrorKind::AddrNotAvailable && config.security.is_sealed();
+    TcpListener::bind(&addresses[..])
+        .or_else(|e| match addresses.first().filter(|_| elsewhere(&e)) {
+            Some(first) if first.is_ipv6() => TcpListener::bind((Ipv6Addr::UNSPECIFIED, first.port())),
+            Some(first) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, first.port())),
+            None => Err(e),
+        })
+        .map_err(|e| CommError::io("listen at", &config.master, &e))
 }
 
 fn nobody(config: &Config) -> Streams {
     (0..config.world_size).map(|_| None).collect()
 }
 
-/// Rank 0: lets everyone in, then tells everyone where the others are.
-fn host(config: &Config, until: Until) -> Result<Streams, CommError> {
-    let addresses = resolve("master address", &config.master)?;
-    let listener =
-        TcpListener::bind(&addresses[..]).map_err(|e| CommError::io("listen at", &config.master, &e))?;
+/// Rank 0: lets everyone in, then tells everyone where the others are, and how they know each other.
+fn host(config: &mut Config, until: Until) -> Result<Streams, CommError> {
+    let listener = listen(config)?;
     let mut streams = nobody(config);
     let mut table = vec![String::new(); config.world_size as usize];
     let never = AtomicBool::new(false);
@@ -157,49 +160,86 @@ fn host(config: &Config, until: Until) -> Result<Streams, CommError> {
         admit(config, &listener, until, (&never, false), &mut streams, |rank, listen| table[rank] = listen);
     if let Err(ranks) = come {
         let message = Control::Missing(Listed(ranks.iter().map(|rank| rank.0).collect()));
-        for stream in streams.iter_mut().flatten() {
+        for stream in streams.iter().flatten() {
             // They have deadlines of their own.
-            let _ = say(stream, &message);
+            let _ = stream.say(&message);
         }
         return Err(missing(config, ranks));
     }
-    let message = Control::Table(Listed(table.iter().map(String::as_str).collect()));
-    for (rank, stream) in streams.iter_mut().enumerate() {
+    let key = |stream: &Option<Stream>| stream.as_ref().and_then(Stream::peer_key);
+    let own = config.security.own_key().into_iter();
+    let members: Vec<PublicKey> = own.chain(streams[1..].iter().filter_map(key)).collect();
+    let admission = config.security.admission(members)?;
+    let message = Control::Table {
+        addresses: Listed(table.iter().map(String::as_str).collect()),
+        keys: Listed(admission.iter().flat_map(|a| &a.members).map(|key| &key.bytes()[..]).collect()),
+        secret: admission.as_ref().map_or(&[], |admission| &admission.secret.bytes()[..]),
+    };
+    for (rank, stream) in streams.iter().enumerate() {
         if let Some(stream) = stream {
-            say(stream, &message).map_err(|e| CommError::io("table to", &Rank(rank as u32), &e))?;
+            stream.say(&message).map_err(|e| CommError::io("table to", &Rank(rank as u32), &e))?;
         }
+    }
+    if let Some(admission) = admission {
+        config.security = config.security.among(admission);
     }
     Ok(streams)
 }
 
-type Asked = (TcpStream, TcpListener, String, Vec<SocketAddr>);
+/// What the master answers, and what this rank brings along.
+struct Asked {
+    master: Stream,
+    listener: TcpListener,
+    own: String,
+    /// Where the ranks between the master and this one are.
+    between: Vec<SocketAddr>,
+    admission: Option<Admission>,
+}
+
+/// What a table says to the rank that got it; none if it makes no sense.
+fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<SocketAddr>, Option<Admission>)> {
+    let Control::Table { addresses: Listed(addresses), keys: Listed(keys), secret } = message else {
+        return None;
+    };
+    let size = config.world_size as usize;
+    if addresses.len() != size {
+        return None;
+    }
+    let between = addresses[1..config.rank as usize].iter().map(|address| address.parse().ok());
+    let between = between.collect::<Option<_>>()?;
+    if !config.security.is_sealed() {
+        return Some((between, None));
+    }
+    let members = keys.iter().map(|key| Some(PublicKey::new((*key).try_into().ok()?)));
+    let members: Vec<PublicKey> = members.collect::<Option<_>>()?;
+    let secret = JoinSecret::new((*secret).try_into().ok()?);
+    (members.len() == size).then_some((between, Some(Admission { members, secret })))
+}
 
 /// Listens, and tells the master where; it tells where the ranks between it and this one are.
 fn ask(config: &Config, addresses: &[SocketAddr], until: Until, patient: Until) -> Result<Asked, CommError> {
-    let mut master = connect(addresses, until).ok_or_else(|| missing(config, vec![Rank(0)]))?;
+    let expected = config.security.host();
+    let master = connect(&config.security, addresses, expected, until)?;
+    let master = master.ok_or_else(|| missing(config, vec![Rank(0)]))?;
     let io = |what| move |e: std::io::Error| CommError::io(what, &config.master, &e);
     let local = match config.listen {
         Some(ip) => ip,
-        None => master.local_addr().map_err(io("socket to"))?.ip(),
+        None => master.socket.local_addr().map_err(io("socket to"))?.ip(),
     };
     let listener = TcpListener::bind((local, 0)).map_err(|e| CommError::io("listen at", &local, &e))?;
     let own = listener.local_addr().map_err(|e| CommError::io("listen at", &local, &e))?.to_string();
-    say(&mut master, &hello(config, &own)).map_err(io("hello to"))?;
-    let table = answer(config, &config.master, &mut master, patient, |message| match message {
-        Control::Table(Listed(table)) if table.len() == config.world_size as usize => {
-            table[1..config.rank as usize].iter().map(|address| address.parse().ok()).collect()
-        }
-        _ => None,
-    })?;
-    Ok((master, listener, own, table))
+    hello(config, &own, |hello| master.say(hello)).map_err(io("hello to"))?;
+    let table = answer(config, &config.master, &master, patient, |message| read_table(config, message));
+    let (between, admission) = table?;
+    Ok(Asked { master, listener, own, between, admission })
 }
 
 /// Every other rank: asks the master, then meets the others where they are.
-fn visit(config: &Config, until: Until) -> Result<Streams, CommError> {
+fn visit(config: &mut Config, until: Until) -> Result<Streams, CommError> {
     let addresses = resolve("master address", &config.master)?;
     // The master gives up at its own deadline and then says who is missing; there is a moment for that.
-    let patient = Until { limit: until.limit + Duration::from_secs(1), ..until };
-    let (master, listener, own, table) = loop {
+    let patient = until.longer(Duration::from_secs(1));
+    let asked = loop {
         match ask(config, &addresses, until, patient) {
             Err(e) if hung_up(&e) => match until.left() {
                 Some(rest) => std::thread::sleep(rest.min(5 * PAUSE)),
@@ -208,9 +248,12 @@ fn visit(config: &Config, until: Until) -> Result<Streams, CommError> {
             asked => break asked?,
         }
     };
-    let lower: Vec<_> = (1..).zip(table).map(|(rank, address)| (rank, vec![address])).collect();
-    let mut streams = pairwise(config, &listener, &own, &lower, until)?;
-    streams[0] = Some(master);
+    if let Some(admission) = asked.admission {
+        config.security = config.security.among(admission);
+    }
+    let lower: Vec<_> = (1..).zip(asked.between).map(|(rank, address)| (rank, vec![address])).collect();
+    let mut streams = pairwise(config, &asked.listener, &asked.own, &lower, until)?;
+    streams[0] = Some(asked.master);
     Ok(streams)
 }
 
@@ -269,22 +312,33 @@ fn reach(
     own: &str,
     lower: &[(usize, Vec<SocketAddr>)],
     until: Until,
-) -> Result<Vec<(usize, TcpStream)>, CommError> {
+) -> Result<Vec<(usize, Stream)>, CommError> {
     let mut welcomed = Vec::new();
     let mut left: Vec<_> = lower.iter().collect();
     loop {
         let mut greeted = Vec::new();
-        left.retain(|peer| {
-            let Some(mut stream) = attempt(&peer.1, until) else { return true };
+        for peer in std::mem::take(&mut left) {
+            let expected = config.security.member(peer.0);
+            let stream = match attempt(&config.security, &peer.1, expected, until) {
+                Ok(Some(stream)) => stream,
+                Ok(None) => {
+                    left.push(peer);
+                    continue;
+                }
+                Err(e) if hung_up(&e) => {
+                    left.push(peer);
+                    continue;
+                }
+                Err(e) => return Err(e),
+            };
             // At once, so that it is not missed there while others still are here. If it fails, so does the answer.
-            let _ = say(&mut stream, &hello(config, own));
-            greeted.push((*peer, stream));
-            false
-        });
-        for (peer, mut stream) in greeted {
+            let _ = hello(config, own, |hello| stream.say(hello));
+            greeted.push((peer, stream));
+        }
+        for (peer, stream) in greeted {
             let rank = peer.0;
-            let name = stream.peer_addr().map_or_else(|_| Rank(rank as u32).to_string(), |at| at.to_string());
-            let answered = answer(config, &name, &mut stream, until, |message| match message {
+            let name = stream.address().map_or_else(|| Rank(rank as u32).to_string(), |at| at.to_string());
+            let answered = answer(config, &name, &stream, until, |message| match message {
                 Control::Welcome(by) if *by as usize == rank => Some(()),
                 _ => None,
             });
@@ -326,11 +380,11 @@ fn admit(
     listener: &TcpListener,
     until: Until,
     (given_up, welcomes): (&AtomicBool, bool),
-    streams: &mut [Option<TcpStream>],
+    streams: &mut [Option<Stream>],
     mut note: impl FnMut(usize, String),
 ) -> Result<(), Vec<Rank>> {
     let me = config.rank as usize;
-    let mut door = Door::new();
+    let mut door = Door::new(config.security.clone());
     // A listener that blocks would only be looked at when somebody comes.
     let _ = listener.set_nonblocking(true);
     loop {
@@ -343,24 +397,13 @@ fn admit(
             return Err(absent);
         }
         let mut moved = false;
-        for (mut stream, said) in door.listen(listener) {
-            let hello = match said {
-                Said::Hello(bytes) => bytes,
-                Said::Other(version) => {
-                    let reason = Refusal::Version { want: VERSION, got: version };
-                    // Whoever is refused may be gone already.
-                    let _ = say(&mut stream, &Control::Refuse(reason));
-                    continue;
-                }
-            };
-            let Ok(Parsed::Whole(Message::Control(hello), _)) = wire::parse(&hello) else { continue };
-            match check(config, &hello, streams) {
-                Err(refusal) => {
-                    let _ = say(&mut stream, &Control::Refuse(refusal));
-                }
+        for Guest { stream, greeting } in door.listen(listener) {
+            let Ok(Parsed::Whole(Message::Control(greeting), _)) = wire::parse(&greeting) else { continue };
+            match check(config, &greeting, &stream, streams) {
+                Err(refusal) => door.refuse(&stream, refusal),
                 Ok((rank, listen)) => {
-                    let ready = stream.set_nonblocking(false).is_ok()
-                        && (!welcomes || say(&mut stream, &Control::Welcome(config.rank)).is_ok());
+                    let ready = stream.socket.set_nonblocking(false).is_ok()
+                        && (!welcomes || stream.say(&Control::Welcome(config.rank)).is_ok());
                     if ready {
                         moved = true;
                         streams[rank] = Some(stream);
@@ -379,14 +422,23 @@ fn admit(
 fn check(
     config: &Config,
     hello: &Control<'_>,
-    streams: &[Option<TcpStream>],
+    stream: &Stream,
+    streams: &[Option<Stream>],
 ) -> Result<(usize, String), Refusal> {
-    let &Control::Hello { rank, world_size, job, listen } = hello else { return Err(Refusal::Job) };
+    let &Control::Hello { rank, world_size, job, listen, key, .. } = hello else {
+        return Err(Refusal::Job);
+    };
     if job != config.job {
         return Err(Refusal::Job);
     }
     if world_size != config.world_size {
         return Err(Refusal::WorldSize { want: config.world_size, got: world_size });
+    }
+    // The key that it says is the one that it has proven, and the one by which the host knows this rank.
+    let proven = stream.peer_key();
+    let known = config.security.member(rank as usize);
+    if proven.is_some_and(|proven| key != proven.bytes() || known.is_some_and(|known| known != proven)) {
+        return Err(Refusal::Key);
     }
     match streams.get(rank as usize) {
         None => Err(Refusal::Rank(rank)),
@@ -399,7 +451,8 @@ fn check(
 }
 
 /// Whether the other side has closed the connection, which nobody reads from at this time.
-fn is_gone(stream: &TcpStream) -> bool {
+fn is_gone(stream: &Stream) -> bool {
+    let stream = &stream.socket;
     if stream.set_nonblocking(true).is_err() {
         return true;
     }
@@ -410,79 +463,83 @@ fn is_gone(stream: &TcpStream) -> bool {
     gone || stream.set_nonblocking(false).is_err()
 }
 
-pub(super) fn hello<'a>(config: &'a Config, listen: &'a str) -> Control<'a> {
-    Control::Hello { rank: config.rank, world_size: config.world_size, job: &config.job, listen }
+/// Says hello by `say`.
+pub(super) fn hello<T>(config: &Config, listen: &str, say: impl FnOnce(&Control<'_>) -> T) -> T {
+    let key = config.security.own_key();
+    let key = key.as_ref().map_or(&[][..], |key| key.bytes());
+    let &Config { rank, world_size, ref job, .. } = config;
+    say(&Control::Hello { rank, world_size, job, listen, epoch: 0, key, digest: &[] })
 }
 
-/// Tries each address once.
+/// Tries each address once; an encrypted connection is greeted. None where nobody answers.
 ///
 /// Where nobody listens yet on a port of this machine from which sockets are numbered, the system may give the socket
 /// that very port and connect it to itself: that is nobody's answer, and would hold the port.
-fn attempt(addresses: &[SocketAddr], until: Until) -> Option<TcpStream> {
-    addresses.iter().find_map(|address| {
-        let stream = TcpStream::connect_timeout(address, until.left()?.min(ATTEMPT)).ok()?;
-        (stream.local_addr().ok()? != stream.peer_addr().ok()?).then_some(stream)
-    })
+pub(super) fn attempt(
+    security: &Security,
+    addresses: &[SocketAddr],
+    expected: Option<PublicKey>,
+    until: Until,
+) -> Result<Option<Stream>, CommError> {
+    let reached = addresses.iter().find_map(|address| {
+        let socket = TcpStream::connect_timeout(address, until.left()?.min(ATTEMPT)).ok()?;
+        (socket.local_addr().ok()? != socket.peer_addr().ok()?).then_some((address, socket))
+    });
+    let Some((address, socket)) = reached else { return Ok(None) };
+    let made = Stream::new(socket, security, Role::Client, expected);
+    let stream = made.map_err(|e| CommError::io("session with", address, &e))?;
+    stream.greet(until)?;
+    Ok(Some(stream))
 }
 
-/// Tries until the deadline.
-pub(super) fn connect(addresses: &[SocketAddr], until: Until) -> Option<TcpStream> {
+/// Tries until the deadline; none if nobody answered by then.
+pub(super) fn connect(
+    security: &Security,
+    addresses: &[SocketAddr],
+    expected: Option<PublicKey>,
+    until: Until,
+) -> Result<Option<Stream>, CommError> {
     loop {
-        if let Some(stream) = attempt(addresses, until) {
-            return Some(stream);
+        match attempt(security, addresses, expected, until) {
+            Ok(None) => {}
+            Err(e) if hung_up(&e) => {}
+            other => return other,
         }
-        std::thread::sleep(until.left()?.min(5 * PAUSE));
+        let Some(left) = until.left() else { return Ok(None) };
+        std::thread::sleep(left.min(5 * PAUSE));
     }
-}
-
-pub(super) fn say(stream: &mut TcpStream, message: &Control<'_>) -> std::io::Result<()> {
-    let frame = wire::framed(message).map_err(|e| std::io::Error::new(ErrorKind::InvalidInput, e))?;
-    stream.write_all(&frame)
 }
 
 /// Waits for a message that `wanted` takes; refusals and losses become errors.
 pub(super) fn answer<T>(
     config: &Config,
     from: &str,
-    stream: &mut TcpStream,
+    stream: &Stream,
     until: Until,
     wanted: impl FnOnce(&Control<'_>) -> Option<T>,
 ) -> Result<T, CommError> {
-    let bytes = read_message(from, stream, until)?;
+    let bytes = stream.read_message(from, until)?;
     let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
     let Parsed::Whole(Message::Control(message), _) = wire::parse(&bytes).map_err(wrong)? else {
         return Err(wrong(WireError::Malformed("control message")));
     };
     match &message {
         Control::Missing(Listed(ranks)) => Err(missing(config, ranks.iter().copied().map(Rank).collect())),
-        Control::Refuse(reason) => Err(CommError::Refused { peer: from.to_owned(), reason: *reason }),
+        Control::Refuse(reason) => Err(refused(from, *reason)),
         other => wanted(other).ok_or_else(|| wrong(WireError::Malformed("answer"))),
     }
 }
 
-/// The bytes of one whole message, as many as come: nothing is allocated by a length that is only claimed.
-pub(super) fn read_message(from: &str, stream: &mut TcpStream, until: Until) -> Result<Vec<u8>, CommError> {
-    let mut bytes = Vec::new();
-    let mut buffer = [0; 4096];
-    loop {
-        let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
-        let want = match wire::parse(&bytes).map_err(wrong)? {
-            Parsed::Part(want) => want,
-            Parsed::Whole(..) => return Ok(bytes),
-        };
-        let io = |e: &std::io::Error| CommError::io("answer of", &from, e);
-        let late = || CommError::Io {
-            what: "no answer in time of",
-            address: from.to_owned(),
-            kind: ErrorKind::TimedOut,
-            message: format!("waited for {:?}", until.limit),
-        };
-        stream.set_read_timeout(Some(until.left().ok_or_else(late)?)).map_err(|e| io(&e))?;
-        match stream.read(&mut buffer[..(want - bytes.len()).min(4096)]) {
-            Ok(0) => return Err(io(&ErrorKind::UnexpectedEof.into())),
-            Ok(n) => bytes.extend_from_slice(&buffer[..n]),
-            Err(e) if matches!(e.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock) => {}
-            Err(e) => return Err(io(&e)),
+/// Clocks further apart than this are said to be, in seconds.
+const APART: u64 = 300;
+
+/// That this side was refused.
+pub(super) fn refused(peer: &str, reason: Refusal) -> CommError {
+    let (peer, own) = (peer.to_owned(), unix_seconds());
+    match reason {
+        Refusal::Expired { clock, .. } if clock.abs_diff(own) > APART => {
+            CommError::Clocks { peer, host: clock, own }
         }
+        reason => CommError::Refused { peer, reason },
     }
 }

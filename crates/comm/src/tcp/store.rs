@@ -10,10 +10,14 @@ use std::time::Duration;
 
 use farflung_base::Rank;
 
-use super::rendezvous::{Until, connect, read_message, resolve, say};
+use super::door::{Door, Guest};
+use super::rendezvous::{connect, refused, resolve};
+use super::stream::Stream;
+use super::until::Until;
 use crate::control::{Control, Listed};
 use crate::error::Refusal;
-use crate::wire::{self, HEADER_BYTES, Message, Parsed, VERSION};
+use crate::secure::Security;
+use crate::wire::{self, HEADER_BYTES, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, WireError};
 
 /// Bytes of all keys and values of a store together.
@@ -24,9 +28,6 @@ pub const VALUE_BYTES: usize = FRAME_BYTES - 4096;
 
 /// Clients of a store at a time.
 const CLIENTS: usize = 4096;
-
-/// The time in which a client must say what it wants here.
-const GREETING: Duration = Duration::from_secs(10);
 
 /// What one more entry costs beside its bytes.
 const ENTRY: usize = 64;
@@ -68,6 +69,7 @@ impl Entries {
 #[derive(Debug)]
 struct Shared {
     job: String,
+    security: Security,
     entries: Mutex<Entries>,
     moved: Condvar,
     closed: AtomicBool,
@@ -84,16 +86,18 @@ pub struct StoreHost {
 }
 
 impl StoreHost {
-    /// A store for the processes of `job` at `address`, a `host:port`; port 0 is any that is free.
+    /// A store for the processes of `job` that `security` lets in, at `address`, a `host:port`; port 0 is any that is free.
     ///
     /// # Errors
     /// [`CommError::Io`] if the address does not work.
-    pub fn bind(address: &str, job: &str) -> Result<Self, CommError> {
+    pub fn bind(address: &str, job: &str, security: &Security) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("store at", &address, &e);
         let listener = TcpListener::bind(&resolve("store at", address)?[..]).map_err(io)?;
+        listener.set_nonblocking(true).map_err(io)?;
         let address = listener.local_addr().map_err(io)?;
         let shared = Arc::new(Shared {
             job: job.to_owned(),
+            security: security.clone(),
             entries: Mutex::default(),
             moved: Condvar::new(),
             closed: AtomicBool::new(false),
@@ -138,52 +142,54 @@ impl Drop for StoreHost {
 }
 
 impl Shared {
+    /// Lets clients in until the end. Those that have not proven that they belong here wait at the door, where nobody
+    /// waits for them; each of the others has a thread.
     fn listen(self: &Arc<Self>, listener: &TcpListener) {
-        for number in 0.. {
-            let Ok((stream, _)) = listener.accept() else { continue };
-            if self.closed.load(Ordering::Acquire) {
-                return;
-            }
-            let Ok(handle) = stream.try_clone() else { continue };
-            {
-                let mut clients = lock(&self.clients);
-                if clients.len() >= CLIENTS {
-                    continue;
+        let mut door = Door::new(self.security.clone());
+        let mut numbers = 0..;
+        while !self.closed.load(Ordering::Acquire) {
+            door.wait(listener, Duration::from_secs(1));
+            for Guest { stream, greeting } in door.listen(listener) {
+                if !matches!(control("a client", &greeting), Ok(Control::Open(job)) if job == self.job) {
+                    door.refuse(&stream, Refusal::Job);
+                } else if let Some(number) = numbers.next() {
+                    self.let_in(number, stream);
                 }
-                clients.insert(number, handle);
-            }
-            let own = Arc::clone(self);
-            let thread = std::thread::Builder::new().name("farflung-store-client".to_owned());
-            let serve = move || {
-                // Whoever breaks off or talks nonsense is left to itself.
-                let _ = own.serve(stream);
-                lock(&own.clients).remove(&number);
-            };
-            if thread.spawn(serve).is_err() {
-                lock(&self.clients).remove(&number);
             }
         }
     }
 
-    fn serve(&self, mut stream: TcpStream) -> Result<(), CommError> {
+    fn let_in(self: &Arc<Self>, number: u64, stream: Stream) {
+        let socket = &stream.socket;
+        let ready = socket.set_nonblocking(false).and_then(|()| socket.set_nodelay(true));
+        let Ok(handle) = ready.and_then(|()| socket.try_clone()) else { return };
+        {
+            let mut clients = lock(&self.clients);
+            if clients.len() >= CLIENTS {
+                return;
+            }
+            clients.insert(number, handle);
+        }
+        let own = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("farflung-store-client".to_owned());
+        let serve = move || {
+            // Whoever breaks off or talks nonsense is left to itself.
+            let _ = own.serve(&stream);
+            lock(&own.clients).remove(&number);
+        };
+        if thread.spawn(serve).is_err() {
+            lock(&self.clients).remove(&number);
+        }
+    }
+
+    fn serve(&self, stream: &Stream) -> Result<(), CommError> {
         const CLIENT: &str = "a client of the store";
         let io = |e: std::io::Error| CommError::io("answer to", &CLIENT, &e);
-        stream.set_nodelay(true).map_err(io)?;
-        let greeting = match read_message(CLIENT, &mut stream, Until::after(GREETING)) {
-            Err(CommError::Handshake { source: WireError::Version { got, .. }, .. }) => {
-                let refusal = Refusal::Version { want: VERSION, got };
-                return say(&mut stream, &Control::Refuse(refusal)).map_err(io);
-            }
-            other => other?,
-        };
-        if control(CLIENT, &greeting)? != Control::Open(&self.job) {
-            return say(&mut stream, &Control::Refuse(Refusal::Job)).map_err(io);
-        }
-        say(&mut stream, &Control::Done(true)).map_err(io)?;
+        stream.say(&Control::Done(true)).map_err(io)?;
         loop {
-            let request = read_message(CLIENT, &mut stream, Until::never())?;
+            let request = stream.read_message(CLIENT, Until::never())?;
             let request = control(CLIENT, &request)?;
-            self.answer(&request, |reply| say(&mut stream, &reply)).map_err(io)?;
+            self.answer(&request, |reply| stream.say(&reply)).map_err(io)?;
         }
     }
 
@@ -259,7 +265,7 @@ fn control<'a>(from: &str, bytes: &'a [u8]) -> Result<Control<'a>, CommError> {
 pub struct Store {
     address: String,
     deadline: Duration,
-    stream: Mutex<TcpStream>,
+    stream: Mutex<Stream>,
 }
 
 impl Store {
@@ -267,24 +273,30 @@ impl Store {
     /// for what they want.
     ///
     /// # Errors
-    /// If there is no store in time, or it is another job's.
-    pub fn connect(address: &str, job: &str, deadline: Duration) -> Result<Self, CommError> {
+    /// If there is no store in time, it is another job's, or one side does not prove to the other that it belongs there.
+    pub fn connect(
+        address: &str,
+        job: &str,
+        security: &Security,
+        deadline: Duration,
+    ) -> Result<Self, CommError> {
         let until = Until::after(deadline);
         let late = || CommError::io("store at", &address, &std::io::ErrorKind::TimedOut.into());
-        let mut stream = connect(&resolve("store at", address)?, until).ok_or_else(late)?;
+        let stream = connect(security, &resolve("store at", address)?, security.host(), until)?;
+        let stream = stream.ok_or_else(late)?;
         let io = |e: std::io::Error| CommError::io("store at", &address, &e);
-        stream.set_nodelay(true).map_err(io)?;
-        say(&mut stream, &Control::Open(job)).map_err(io)?;
-        let answer = read_message(address, &mut stream, until)?;
+        stream.socket.set_nodelay(true).map_err(io)?;
+        stream.say(&Control::Open(job)).map_err(io)?;
+        let answer = stream.read_message(address, until)?;
         match control(address, &answer)? {
-            Control::Refuse(reason) => Err(CommError::Refused { peer: address.to_owned(), reason }),
+            Control::Refuse(reason) => Err(refused(address, reason)),
             _ => Ok(Self { address: address.to_owned(), deadline, stream: Mutex::new(stream) }),
         }
     }
 
     /// The address of this end of the connection: one at which the store's machine reaches this process.
     pub fn local_address(&self) -> Result<SocketAddr, CommError> {
-        lock(&self.stream).local_addr().map_err(|e| CommError::io("store at", &self.address, &e))
+        lock(&self.stream).socket.local_addr().map_err(|e| CommError::io("store at", &self.address, &e))
     }
 
     /// Asks, and reads the answer with `wanted`.
@@ -296,13 +308,14 @@ impl Store {
         patience: Duration,
         wanted: impl FnOnce(&Control<'_>) -> Option<T>,
     ) -> Result<T, CommError> {
-        let mut stream = lock(&self.stream);
+        let stream = lock(&self.stream);
         let io = |e: std::io::Error| CommError::io("store at", &self.address, &e);
-        let answer = say(&mut stream, request)
+        let answer = stream
+            .say(request)
             .map_err(io)
-            .and_then(|()| read_message(&self.address, &mut stream, Until::after(patience)));
+            .and_then(|()| stream.read_message(&self.address, Until::after(patience)));
         // An answer that comes too late would be taken for the next one's.
-        let answer = answer.inspect_err(|_| drop(stream.shutdown(Shutdown::Both)))?;
+        let answer = answer.inspect_err(|_| drop(stream.socket.shutdown(Shutdown::Both)))?;
         let message = control(&self.address, &answer)?;
         if message == Control::Denied {
             return Err(CommError::Denied { op, key: key.to_owned() });

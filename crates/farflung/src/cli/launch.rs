@@ -6,13 +6,15 @@ use std::env;
 use std::ffi::OsString;
 use std::time::Duration;
 
-use farflung::{Error, Launch, Result, Stop, launch_env};
+use farflung::comm::secure::JoinSecret;
+use farflung::{Error, Launch, Result, Stop, access, launch_env};
 use farflung_base::Nanos;
 
 /// Start several processes of one job on this machine, joined over TCP.
 ///
 /// Everything after `--` is a farflung command; each process runs it with RANK, WORLD_SIZE, LOCAL_RANK,
-/// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. When one fails, the others are ended.
+/// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. When one fails, the others are ended. Where other machines can
+/// reach --master, connections are encrypted by a secret that only these processes know.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  farflung launch -n 4 -- train --steps 200 --sync ddp")]
 pub(crate) struct LaunchCommand {
@@ -35,11 +37,21 @@ impl LaunchCommand {
         let program = env::current_exe().map_err(|source| Error::Start { rank: 0, source })?;
         let launch = Launch {
             processes: usize::from(self.processes),
+            secret: secret(&self.master.0)?,
             master: self.master,
             grace: Duration::from(self.grace),
         };
         launch.run(&program, &self.command, &Stop::install_passing()?)
     }
+}
+
+/// A secret for processes that meet where others can reach them, unless there is one already.
+fn secret(host: &str) -> Result<Option<JoinSecret>> {
+    let given = [access::TICKET, access::TICKET_FILE, access::SECRET, access::SECRET_FILE];
+    if launch_env::is_loopback(host) || given.iter().any(|name| env::var_os(name).is_some()) {
+        return Ok(None);
+    }
+    Ok(Some(JoinSecret::generate()?))
 }
 
 /// Reads `HOST:PORT`; an IPv6 host stands in brackets.

@@ -15,6 +15,7 @@ mod net;
 mod plan;
 mod relay;
 mod schedule;
+mod ticket;
 mod train;
 
 use std::error::Error as _;
@@ -53,6 +54,7 @@ enum Command {
     Diff(diff::DiffCommand),
     Launch(launch::LaunchCommand),
     Net(net::NetCommand),
+    Ticket(ticket::TicketCommand),
 }
 
 /// Runs the command line of this process.
@@ -91,6 +93,7 @@ impl Cli {
             Command::Diff(command) => command.run(),
             Command::Launch(command) => command.run(),
             Command::Net(command) => command.run(),
+            Command::Ticket(command) => command.run(),
         }
     }
 }

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use farflung::base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, tcp};
 use farflung::parallel::{Between, Cluster, Machine, Speed};
-use farflung::{Error, Result, launch_env};
+use farflung::{AccessArgs, Error, Result};
 
 use super::relay::RelayArgs;
 
@@ -17,9 +17,9 @@ use super::relay::RelayArgs;
 #[command(after_help = "Examples:
   farflung launch -n 4 -- net bench
   farflung launch -n 4 -- net bench --op all_gather --algorithm ring --json
-  RANK=1 WORLD_SIZE=3 MASTER_ADDR=10.0.0.1 farflung net probe
+  RANK=1 WORLD_SIZE=3 MASTER_ADDR=10.0.0.1 farflung net probe --secret-file ~/job-secret
   farflung launch -n 3 -- net probe --out links.toml
-  farflung net bench --peers peers.toml --rank 0
+  farflung net bench --peers peers.toml --rank 0 --secret-file ~/job-secret
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms")]
 pub(crate) struct NetCommand {
     /// Where each rank is reached, as TOML: `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`. Instead of a launcher.
@@ -28,6 +28,8 @@ pub(crate) struct NetCommand {
     /// This process's rank among the peers.
     #[arg(long, value_name = "N", global = true, requires = "peers")]
     rank: Option<u32>,
+    #[command(flatten)]
+    access: AccessArgs,
     #[command(subcommand)]
     command: Net,
 }
@@ -120,8 +122,13 @@ impl Op {
 
 impl NetCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let join =
-            || Ok::<_, Error>(Communicator::new(tcp::join(&place(self.peers.as_deref(), self.rank)?)?));
+        let join = || {
+            Ok::<_, Error>(Communicator::new(tcp::join(&place(
+                &self.access,
+                self.peers.as_deref(),
+                self.rank,
+            )?)?))
+        };
         match self.command {
             Net::Bench(args) => args.run(&join()?),
             Net::Probe(args) => args.run(&join()?),
@@ -131,17 +138,23 @@ impl NetCommand {
 }
 
 /// This process's place in its job: by a list of peers, or by a launcher's variables.
-fn place(peers: Option<&Path>, rank: Option<u32>) -> Result<tcp::Config> {
+fn place(access: &AccessArgs, peers: Option<&Path>, rank: Option<u32>) -> Result<tcp::Config> {
+    let variable = |name: &str| std::env::var(name).ok();
     if let (Some(path), Some(rank)) = (peers, rank) {
-        return Ok(tcp::Config::with_peers(rank, farflung::peers::read(path)?));
+        let peers = farflung::peers::read(path)?;
+        let security = access.among_peers(&peers, variable)?;
+        let mut config = tcp::Config::with_peers(rank, peers);
+        config.security = security;
+        return Ok(config);
     }
-    let Some(env) = launch_env::detect(|name| std::env::var(name).ok())? else {
+    let Some(env) = access.detect(variable)? else {
         let expected =
             "a launcher around it, such as `farflung launch -n 2 -- net bench`, or --peers".to_owned();
         return Err(Error::Setting { field: "net", value: "alone".to_owned(), expected });
     };
-    let master = format!("{}:{}", env.master_addr, env.master_port);
-    Ok(tcp::Config::new(env.rank.0, env.world_size as u32, master))
+    let mut config = tcp::Config::new(env.rank.0, env.world_size as u32, env.meeting_place());
+    config.security = env.security;
+    Ok(config)
 }
 
 #[expect(clippy::disallowed_methods, reason = "it measures real time")]

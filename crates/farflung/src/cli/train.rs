@@ -7,7 +7,7 @@ use farflung::optim::{local, sync};
 use farflung::parallel::pipeline::Method;
 use farflung::train::{Watch, combination, plan_of, refusal, run, world};
 use farflung::transports::TRANSPORTS;
-use farflung::{Error, Progress, Result, Show, StepMetrics, Stop, TrainFlags, launch_env};
+use farflung::{AccessArgs, Error, Progress, Result, Show, StepMetrics, Stop, TrainFlags};
 
 /// Train a model with several workers, here over simulated links, or one worker a process under `farflung launch`.
 ///
@@ -23,6 +23,8 @@ pub(crate) struct TrainCommand {
     combinations: bool,
     #[command(flatten)]
     flags: TrainFlags,
+    #[command(flatten)]
+    access: AccessArgs,
 }
 
 const EXAMPLES: &str = "Examples:
@@ -33,6 +35,8 @@ const EXAMPLES: &str = "Examples:
   farflung train --stages 4 --schedule zb-h1 --microbatches 8
   farflung train --stages 2 --print-plan > plan.toml; farflung train --plan plan.toml
   farflung launch -n 4 -- train --sync ddp
+  RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 farflung train --sync ddp --secret-file ~/job-secret
+  RANK=1 WORLD_SIZE=2 farflung train --sync ddp --ticket-file ticket
 
 Which method for which link, with measured losses, bytes and step times: docs/choosing.md
 ";
@@ -83,7 +87,7 @@ impl TrainCommand {
         if print_config {
             return super::print(&config.to_toml());
         }
-        let env = launch_env::detect(|name| std::env::var(name).ok())?;
+        let env = self.access.detect(|name| std::env::var(name).ok())?;
         if self.print_plan {
             let world = world(&config, env.as_ref())?;
             return super::print(&plan_of(config, world)?.to_string());

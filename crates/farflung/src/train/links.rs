@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use farflung_base::{Link, Rank, Topology};
 use farflung_comm::Communicator;
+use farflung_comm::secure::Security;
 use farflung_parallel::{Cluster, Plan};
 
 use super::job::Job;
@@ -75,7 +76,8 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
     let meeting = Meeting {
         rank: env.rank.0,
         world_size: env.world_size as u32,
-        master: format!("{}:{}", env.master_addr, env.master_port),
+        master: env.meeting_place(),
+        security: env.security.clone(),
         job: config.job.clone(),
         deadline: config.deadline,
     };
@@ -156,6 +158,7 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
                 rank: 0,
                 world_size: 1,
                 master: "127.0.0.1:0".to_owned(),
+                security: Security::clear(),
                 job: config.job.clone(),
                 deadline: config.deadline,
             };

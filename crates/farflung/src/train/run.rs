@@ -102,7 +102,7 @@ pub fn run(
     let (mut job, joined) = match launched {
         None => (admitted.and_then(|()| prepare(config, env, stop))?, None),
         Some(env) => {
-            if env.rank.0 == 0 && !env.is_local() {
+            if env.rank.0 == 0 && !env.security.is_sealed() && !env.is_local() {
                 let at = &env.master_addr;
                 watch.note(&format!(
                     "{at}: links are not encrypted, and nobody proves who they are: trusted networks only"

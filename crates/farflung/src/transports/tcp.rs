@@ -9,13 +9,14 @@ use super::{Ends, Meeting, TransportMethod};
 /// [`farflung_comm::tcp`].
 pub const TCP: TransportMethod = TransportMethod {
     name: "tcp",
-    summary: "sockets between processes, as `farflung launch` starts them",
+    summary: "sockets between processes, as `farflung launch` starts them; encrypted with a ticket or secret",
     simulated: false,
     ends: Ends::Processes(|meeting| {
-        let Meeting { rank, world_size, master, job, deadline } = meeting;
+        let Meeting { rank, world_size, master, security, job, deadline } = meeting;
         let mut join = tcp::Config::new(*rank, *world_size, master.clone());
         join.deadline = Duration::from(*deadline);
         join.job.clone_from(job);
+        join.security.clone_from(security);
         Ok(Communicator::new(tcp::join(&join)?).with_deadline(*deadline))
     }),
 };

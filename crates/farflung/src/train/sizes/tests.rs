@@ -126,6 +126,8 @@ fn processes_of_one_machine_are_held_to_all_of_it_together() {
         master_addr: String::new(),
         master_port: 1,
         source: "a test",
+        more_addresses: Vec::new(),
+        security: farflung_comm::secure::Security::clear(),
     };
     let config = TrainConfig { batch: 100, ..small() };
     let admit = |local, free, all| {

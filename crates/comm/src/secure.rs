@@ -1,0 +1,23 @@
+//! Who may join a job, and how its connections are protected: keys, tickets, join secrets, and TLS 1.3 between peers
+//! that are named by their keys. It knows no socket and reads no file.
+
+mod clock;
+mod exporter;
+mod identity;
+mod refused;
+mod secret;
+mod security;
+mod session;
+mod ticket;
+mod tls;
+mod word;
+
+pub use identity::{Identity, PublicKey};
+pub use refused::Refused;
+pub use secret::{JoinSecret, SECRET_BYTES};
+pub use security::Security;
+pub(crate) use security::{Admission, Role};
+pub(crate) use session::{Session, SessionError};
+pub use ticket::{ADDRESSES, Ticket, TicketError};
+
+pub use clock::unix_seconds;

@@ -1,0 +1,14 @@
+//! The machine's calendar clock, which expiries are compared with. It knows nothing of tickets.
+
+use std::time::UNIX_EPOCH;
+
+/// Seconds since 1970 by this machine's clock; 0 where it stands before that.
+#[must_use]
+pub fn unix_seconds() -> u64 {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "an expiry is a time of the calendar, on real networks only"
+    )]
+    let now = std::time::SystemTime::now();
+    now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}

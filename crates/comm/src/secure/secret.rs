@@ -1,0 +1,119 @@
+//! The secret by which processes join a job, and the proof of it: a MAC over the TLS session's exporter, so that it
+//! holds in one session alone and tells nothing of the secret. It knows no TLS.
+
+use std::fmt;
+
+use ring::hmac;
+use zeroize::Zeroizing;
+
+use super::identity::random;
+use crate::CommError;
+
+/// The shortest secret of a user's own.
+pub const SECRET_BYTES: usize = 16;
+
+/// What the members of a job know and nobody else does. It is shown nowhere and wiped when this is dropped.
+#[derive(Clone)]
+pub struct JoinSecret(Zeroizing<[u8; 32]>);
+
+impl JoinSecret {
+    /// The secret of a text or file of at least [`SECRET_BYTES`] bytes, of which line ends at its end do not count.
+    ///
+    /// # Errors
+    /// [`CommError::Argument`] if it is shorter.
+    pub fn from_text(text: &[u8]) -> Result<Self, CommError> {
+        let end = text.iter().rposition(|b| !matches!(b, b'\r' | b'\n')).map_or(0, |at| at + 1);
+        if end < SECRET_BYTES {
+            let what = "bytes of the join secret (at least)";
+            return Err(CommError::Argument { op: "join", what, got: end, want: SECRET_BYTES });
+        }
+        Ok(Self::derived(b"farflung/secret/1", &[&text[..end]]))
+    }
+
+    /// A new one, of the system's randomness.
+    ///
+    /// # Errors
+    /// [`CommError::Io`] if the system has none.
+    pub fn generate() -> Result<Self, CommError> {
+        random().map(Self)
+    }
+
+    /// The secret of these bytes, as [`JoinSecret::bytes`] gives them.
+    #[must_use]
+    pub fn new(bytes: [u8; 32]) -> Self {
+        Self(Zeroizing::new(bytes))
+    }
+
+    /// Its bytes, to be written to a file that only its owner reads, or into a ticket.
+    #[must_use]
+    pub const fn bytes(&self) -> &Zeroizing<[u8; 32]> {
+        &self.0
+    }
+
+    /// What a ticket that holds until `expiry` (seconds since 1970) has of it. The expiry cannot be changed, since
+    /// another one makes another secret, and this one cannot be found from it.
+    #[must_use]
+    pub fn until(&self, expiry: u64) -> Self {
+        Self::derived(&self.0[..], &[b"farflung/ticket/1", &expiry.to_le_bytes()])
+    }
+
+    /// What proves that this side, which has `role`, knows it in the session with this exporter.
+    pub(super) fn proof(&self, role: &[u8], expiry: u64, exporter: &[u8; 32]) -> [u8; 32] {
+        *Self::derived(&self.0[..], &[b"farflung/join/1", role, &expiry.to_le_bytes(), exporter]).0
+    }
+
+    /// Whether `mac` is that [proof](Self::proof), in a time that does not depend on where it differs.
+    pub(super) fn is_proof(&self, role: &[u8], expiry: u64, exporter: &[u8; 32], mac: &[u8]) -> bool {
+        let key = hmac::Key::new(hmac::HMAC_SHA256, &self.0[..]);
+        let said = [b"farflung/join/1", role, &expiry.to_le_bytes(), exporter].concat();
+        hmac::verify(&key, &said, mac).is_ok()
+    }
+
+    /// HMAC-SHA256 of the parts one after the other. All but the last are of fixed length for one key and label.
+    fn derived(key: &[u8], parts: &[&[u8]]) -> Self {
+        let mut context = hmac::Context::with_key(&hmac::Key::new(hmac::HMAC_SHA256, key));
+        parts.iter().for_each(|part| context.update(part));
+        Self::new(context.sign().as_ref().try_into().expect("SHA-256 has 32 bytes"))
+    }
+}
+
+impl fmt::Debug for JoinSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("JoinSecret")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_holds_for_one_role_expiry_and_session() {
+        let secret = JoinSecret::new([7; 32]);
+        let proof = secret.proof(b"client", 5, &[1; 32]);
+        assert!(secret.is_proof(b"client", 5, &[1; 32], &proof));
+        assert!(!secret.is_proof(b"server", 5, &[1; 32], &proof));
+        assert!(!secret.is_proof(b"client", 6, &[1; 32], &proof));
+        assert!(!secret.is_proof(b"client", 5, &[2; 32], &proof));
+        assert!(!secret.is_proof(b"client", 5, &[1; 32], &proof[..31]));
+        assert!(!secret.until(5).is_proof(b"client", 5, &[1; 32], &proof));
+        assert_ne!(secret.until(5).bytes(), secret.until(6).bytes());
+        assert_eq!(format!("{secret:?}"), "JoinSecret");
+    }
+
+    #[test]
+    fn derivation_is_hmac_sha_256() {
+        // RFC 4231, test case 2.
+        let mac = JoinSecret::derived(b"Jefe", &[b"what do ya want ", b"for nothing?"]);
+        assert_eq!(mac.bytes()[..8], [0x5b, 0xdc, 0xc1, 0x46, 0xbf, 0x60, 0x75, 0x4e]);
+        assert_eq!(mac.bytes()[24..], [0x9d, 0xec, 0x58, 0xb9, 0x64, 0xec, 0x38, 0x43]);
+    }
+
+    #[test]
+    fn a_secret_of_ones_own_has_sixteen_bytes_and_no_line_end() {
+        let one = JoinSecret::from_text(b"correct horse battery\r\n").unwrap();
+        assert_eq!(one.bytes(), JoinSecret::from_text(b"correct horse battery").unwrap().bytes());
+        let short = JoinSecret::from_text(b"hunter2\n").unwrap_err().to_string();
+        assert_eq!(short, "join: bytes of the join secret (at least) is 7, expected 16");
+    }
+}

@@ -1,0 +1,201 @@
+//! How rustls is set up: TLS 1.3 alone, raw ed25519 public keys on both sides (RFC 7250), no names, no session tickets,
+//! no early data. Whether a key is welcome is decided after the handshake, where refusals have names.
+
+use std::sync::Arc;
+
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{AlwaysResolvesClientRawPublicKeys, Resumption};
+use rustls::crypto::{CryptoProvider, ring as provider, verify_tls13_signature_with_raw_key};
+use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, SubjectPublicKeyInfoDer, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
+use rustls::server::{AlwaysResolvesServerRawPublicKeys, NoServerSessionStorage};
+use rustls::sign::CertifiedKey;
+use rustls::{
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig,
+    SignatureScheme,
+};
+use zeroize::Zeroizing;
+
+use super::identity::{Identity, PublicKey};
+
+/// What stands before the 32 bytes of an ed25519 key in its `SubjectPublicKeyInfo`.
+const SPKI: [u8; 12] = [0x30, 0x2a, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x03, 0x21, 0x00];
+
+/// What stands before the seed in PKCS #8.
+const PKCS8: [u8; 16] =
+    [0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20];
+
+/// The settings of both sides.
+#[derive(Debug, Clone)]
+pub(super) struct Tls {
+    pub(super) client: ClientConfig,
+    pub(super) server: ServerConfig,
+}
+
+impl Tls {
+    /// For a peer with this identity.
+    pub(super) fn new(identity: &Identity) -> Self {
+        Self::build(identity).expect("the provider has TLS 1.3 and ed25519, and the key is well-formed")
+    }
+
+    fn build(identity: &Identity) -> Result<Self, Error> {
+        let crypto = Arc::new(crypto());
+        let verifier = Arc::new(AnyKey(Arc::clone(&crypto)));
+        let pkcs8 = Zeroizing::new([&PKCS8[..], &identity.seed()[..]].concat());
+        let signing = provider::sign::any_eddsa_type(&PrivatePkcs8KeyDer::from(&pkcs8[..]))?;
+        let own = Arc::new(CertifiedKey::new(vec![CertificateDer::from(spki(identity.public()))], signing));
+        let versions = &[&rustls::version::TLS13];
+        let mut client = ClientConfig::builder_with_provider(Arc::clone(&crypto))
+            .with_protocol_versions(versions)?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::clone(&verifier) as Arc<dyn ServerCertVerifier>)
+            .with_client_cert_resolver(Arc::new(AlwaysResolvesClientRawPublicKeys::new(Arc::clone(&own))));
+        client.enable_sni = false;
+        client.resumption = Resumption::disabled();
+        let mut server = ServerConfig::builder_with_provider(crypto)
+            .with_protocol_versions(versions)?
+            .with_client_cert_verifier(verifier)
+            .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(own)));
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        server.send_tls13_tickets = 0;
+        Ok(Self { client, server })
+    }
+}
+
+/// ring's, with the suites whose hash is SHA-256: the one for processors with AES first, where this one has it.
+fn crypto() -> CryptoProvider {
+    let (aes, chacha) = (
+        provider::cipher_suite::TLS13_AES_128_GCM_SHA256,
+        provider::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
+    );
+    let suites = if has_aes() { vec![aes, chacha] } else { vec![chacha, aes] };
+    CryptoProvider { cipher_suites: suites, ..provider::default_provider() }
+}
+
+#[cfg(any(target_arch = "x86", target_arch = "x86_64"))]
+fn has_aes() -> bool {
+    std::arch::is_x86_feature_detected!("aes") && std::arch::is_x86_feature_detected!("pclmulqdq")
+}
+
+#[cfg(target_arch = "aarch64")]
+fn has_aes() -> bool {
+    std::arch::is_aarch64_feature_detected!("aes") && std::arch::is_aarch64_feature_detected!("pmull")
+}
+
+#[cfg(not(any(target_arch = "x86", target_arch = "x86_64", target_arch = "aarch64")))]
+const fn has_aes() -> bool {
+    false
+}
+
+/// The name of a server, which nobody looks at: it is known by its key.
+pub(super) fn nobody() -> ServerName<'static> {
+    ServerName::try_from("farflung").expect("it is a name")
+}
+
+fn spki(key: PublicKey) -> Vec<u8> {
+    [&SPKI[..], key.bytes()].concat()
+}
+
+/// The key that the other side has proven to hold.
+pub(super) fn key_of(certificates: Option<&[CertificateDer<'static>]>) -> Option<PublicKey> {
+    let [only] = certificates? else { return None };
+    let key = only.as_ref().strip_prefix(&SPKI)?;
+    key.try_into().ok().map(PublicKey::new)
+}
+
+/// Verifies that the other side holds the key that it shows, whichever it is.
+#[derive(Debug)]
+struct AnyKey(Arc<CryptoProvider>);
+
+impl AnyKey {
+    fn is_key(certificate: &CertificateDer<'_>, rest: &[CertificateDer<'_>]) -> Result<(), Error> {
+        let is_key =
+            certificate.len() == SPKI.len() + 32 && certificate.starts_with(&SPKI) && rest.is_empty();
+        is_key.then_some(()).ok_or(Error::InvalidCertificate(CertificateError::BadEncoding))
+    }
+
+    fn verify(
+        &self,
+        message: &[u8],
+        key: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        let key = SubjectPublicKeyInfoDer::from(key.as_ref());
+        verify_tls13_signature_with_raw_key(message, &key, signed, &self.0.signature_verification_algorithms)
+    }
+
+    fn no_tls12() -> Result<HandshakeSignatureValid, Error> {
+        Err(Error::PeerIncompatible(rustls::PeerIncompatible::Tls12NotOfferedOrEnabled))
+    }
+}
+
+impl ServerCertVerifier for AnyKey {
+    fn verify_server_cert(
+        &self,
+        key: &CertificateDer<'_>,
+        rest: &[CertificateDer<'_>],
+        _: &ServerName<'_>,
+        _: &[u8],
+        _: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        Self::is_key(key, rest).map(|()| ServerCertVerified::assertion())
+    }
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Self::no_tls12()
+    }
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        key: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.verify(message, key, signed)
+    }
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+    fn requires_raw_public_keys(&self) -> bool {
+        true
+    }
+}
+
+impl ClientCertVerifier for AnyKey {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &[]
+    }
+    fn verify_client_cert(
+        &self,
+        key: &CertificateDer<'_>,
+        rest: &[CertificateDer<'_>],
+        _: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        Self::is_key(key, rest).map(|()| ClientCertVerified::assertion())
+    }
+    fn verify_tls12_signature(
+        &self,
+        _: &[u8],
+        _: &CertificateDer<'_>,
+        _: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        Self::no_tls12()
+    }
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        key: &CertificateDer<'_>,
+        signed: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.verify(message, key, signed)
+    }
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        vec![SignatureScheme::ED25519]
+    }
+    fn requires_raw_public_keys(&self) -> bool {
+        true
+    }
+}

@@ -1,0 +1,36 @@
+//! A time after which nothing is tried any more.
+
+use std::time::{Duration, Instant};
+
+use crate::memory::real_start;
+
+/// From a start, for so long.
+#[derive(Clone, Copy)]
+pub(super) struct Until {
+    start: Instant,
+    limit: Duration,
+}
+
+impl Until {
+    pub(super) fn after(limit: Duration) -> Self {
+        Self { start: real_start(), limit }
+    }
+
+    /// As good as never.
+    pub(super) fn never() -> Self {
+        Self::after(Duration::from_secs(u32::MAX.into()))
+    }
+
+    /// The same, and a moment longer.
+    pub(super) fn longer(self, by: Duration) -> Self {
+        Self { limit: self.limit + by, ..self }
+    }
+
+    pub(super) fn left(self) -> Option<Duration> {
+        self.limit.checked_sub(self.start.elapsed()).filter(|left| !left.is_zero())
+    }
+
+    pub(super) const fn limit(&self) -> Duration {
+        self.limit
+    }
+}

@@ -1,0 +1,221 @@
+//! How this process proves that it belongs to a job, from flags, files and variables: a ticket or a join secret, its own
+//! key, and whom it lets in. It refuses to know sockets. Secrets never stand on a command line, where others see them.
+
+mod files;
+mod home;
+
+use std::collections::BTreeSet;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use farflung_comm::secure::{JoinSecret, PublicKey, Security, Ticket};
+
+pub use home::Home;
+
+use crate::{Error, LaunchEnv, Result};
+
+/// The variable with a ticket.
+pub const TICKET: &str = "FARFLUNG_TICKET";
+/// The variable with the path of a ticket.
+pub const TICKET_FILE: &str = "FARFLUNG_TICKET_FILE";
+/// The variable with the join secret.
+pub const SECRET: &str = "FARFLUNG_SECRET";
+/// The variable with the path of the join secret.
+pub const SECRET_FILE: &str = "FARFLUNG_SECRET_FILE";
+
+/// The longest ticket or secret that is read.
+const LONGEST: u64 = 64 * 1024;
+
+/// What processes on other machines need to join, and whom this one lets in.
+#[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
+pub struct AccessArgs {
+    /// File with the ticket that `farflung ticket` made where rank 0 runs; - is standard input. Or FARFLUNG_TICKET (the
+    /// ticket itself), FARFLUNG_TICKET_FILE.
+    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
+    pub ticket_file: Option<PathBuf>,
+    /// File with a secret of 16 bytes or more that all ranks share, instead of a ticket. Or FARFLUNG_SECRET (the secret
+    /// itself), FARFLUNG_SECRET_FILE.
+    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true, conflicts_with = "ticket_file")]
+    pub secret_file: Option<PathBuf>,
+    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
+    pub key_file: Option<PathBuf>,
+    /// File with the public keys that may join (`farflung ticket --key` prints one), one a line; # begins a comment.
+    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
+    pub allow: Option<PathBuf>,
+    /// Connections without encryption, and whoever reaches the port may join: for networks that nobody else is in.
+    #[arg(long, help_heading = ACCESS, global = true, conflicts_with_all = ["ticket_file", "secret_file", "allow"])]
+    pub insecure: bool,
+}
+
+const ACCESS: &str = "Who may join";
+
+/// What proves that a process belongs to a job.
+enum Proof {
+    Ticket(Box<Ticket>),
+    Secret(JoinSecret),
+}
+
+impl AccessArgs {
+    /// Finds this process's place in its job, as [`launch_env::detect`](crate::launch_env::detect) does, and how its
+    /// connections are protected. The address of rank 0 is the ticket's where no variable has one.
+    ///
+    /// Errors: those of `detect`; [`Error::Unprotected`] where ranks meet off the loopback and there is neither ticket
+    /// nor secret; what is wrong with a file, and what to do about it.
+    pub fn detect(&self, env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
+        let proof = self.proof(&env)?;
+        let addresses = match &proof {
+            Some(Proof::Ticket(ticket)) => ticket.addresses.clone(),
+            _ => Vec::new(),
+        };
+        let given = env("MASTER_ADDR").is_some_and(|address| !address.is_empty());
+        let first = addresses.first().filter(|_| !given).and_then(|first| first.rsplit_once(':'));
+        let of_ticket = |name: &str| match (name, first) {
+            ("MASTER_ADDR", Some((host, _))) => Some(host.trim_matches(['[', ']']).to_owned()),
+            ("MASTER_PORT", Some((_, port))) => Some(port.to_owned()),
+            _ => None,
+        };
+        let found = crate::launch_env::detect(|name| of_ticket(name).or_else(|| env(name)))?;
+        let Some(mut found) = found else { return Ok(None) };
+        if found.world_size > 1 {
+            let at = format!("{}:{}", found.master_addr, found.master_port);
+            found.security = self.security(proof, &env, found.rank.0 == 0, found.is_local(), &at)?;
+            if found.rank.0 > 0 && first.is_some() {
+                found.more_addresses = addresses[1..].to_vec();
+            }
+        }
+        Ok(Some(found))
+    }
+
+    /// The protection of ranks that meet by a list of their addresses, where each has the same secret.
+    ///
+    /// Errors: as [`AccessArgs::detect`].
+    pub fn among_peers(&self, peers: &[String], env: impl Fn(&str) -> Option<String>) -> Result<Security> {
+        let local = |peer: &String| {
+            let host = peer.rsplit_once(':').map_or(peer.as_str(), |(host, _)| host).trim_matches(['[', ']']);
+            crate::launch_env::is_loopback(host)
+        };
+        let remote = peers.iter().find(|peer| !local(peer));
+        let at = remote.or(peers.first()).cloned().unwrap_or_default();
+        self.security(self.proof(&env)?, &env, false, remote.is_none(), &at)
+    }
+
+    fn security(
+        &self,
+        proof: Option<Proof>,
+        env: &impl Fn(&str) -> Option<String>,
+        is_host: bool,
+        is_local: bool,
+        at: &str,
+    ) -> Result<Security> {
+        let Some(proof) = proof else {
+            return match self.insecure || is_local {
+                true => Ok(Security::clear()),
+                false => Err(Error::Unprotected { at: at.to_owned() }),
+            };
+        };
+        let home = Home::new(self.key_file.as_deref(), env)?;
+        let identity = home.identity()?;
+        let security = match proof {
+            Proof::Secret(secret) => Security::by_secret(&identity, &secret),
+            Proof::Ticket(ticket) if is_host => {
+                Security::by_secret(&identity, &home.secret_behind(&ticket, identity.public())?)
+            }
+            Proof::Ticket(ticket) => Security::by_ticket(&identity, &ticket),
+        };
+        match &self.allow {
+            Some(path) => Ok(security.allowing(allowed(path)?)),
+            None => Ok(security),
+        }
+    }
+
+    /// The ticket or secret: by flag, else by variable.
+    fn proof(&self, env: &impl Fn(&str) -> Option<String>) -> Result<Option<Proof>> {
+        if self.insecure {
+            return Ok(None);
+        }
+        if let Some(path) = &self.ticket_file {
+            return read_ticket(path).map(Some);
+        }
+        if let Some(path) = &self.secret_file {
+            return read_secret(path).map(Some);
+        }
+        if let Some(word) = env(TICKET).filter(|word| !word.is_empty()) {
+            return ticket(&word, TICKET).map(Some);
+        }
+        if let Some(path) = env(TICKET_FILE).filter(|path| !path.is_empty()) {
+            return read_ticket(Path::new(&path)).map(Some);
+        }
+        if let Some(text) = env(SECRET).filter(|text| !text.is_empty()) {
+            return Ok(Some(Proof::Secret(JoinSecret::from_text(text.as_bytes())?)));
+        }
+        match env(SECRET_FILE).filter(|path| !path.is_empty()) {
+            Some(path) => read_secret(Path::new(&path)).map(Some),
+            None => Ok(None),
+        }
+    }
+}
+
+/// The ticket of a file; `-` is standard input.
+///
+/// Errors: [`Error::Io`]; [`Error::Exposed`] if others can read the file; [`Error::Ticket`].
+pub fn ticket_of(path: &Path) -> Result<Ticket> {
+    let (bytes, from) = match path.to_str() {
+        Some("-") => {
+            let mut bytes = Vec::new();
+            let read = std::io::stdin().take(LONGEST).read_to_end(&mut bytes);
+            read.map_err(Error::io("read a ticket from", Path::new("standard input")))?;
+            (bytes, "standard input".to_owned())
+        }
+        _ => (files::read_shared(path, LONGEST)?, path.display().to_string()),
+    };
+    parse_ticket(&String::from_utf8_lossy(&bytes), &from)
+}
+
+/// Puts a ticket into a file that only this user reads.
+///
+/// Errors: [`Error::Io`].
+pub fn write_private(path: &Path, word: &str) -> Result<()> {
+    files::replace(path, format!("{word}\n").as_bytes())
+}
+
+fn parse_ticket(word: &str, from: &str) -> Result<Ticket> {
+    word.parse().map_err(|source| Error::Ticket { from: from.to_owned(), source })
+}
+
+fn ticket(word: &str, from: &str) -> Result<Proof> {
+    parse_ticket(word, from).map(|ticket| Proof::Ticket(Box::new(ticket)))
+}
+
+fn read_ticket(path: &Path) -> Result<Proof> {
+    ticket_of(path).map(|ticket| Proof::Ticket(Box::new(ticket)))
+}
+
+fn read_secret(path: &Path) -> Result<Proof> {
+    let text = files::read_shared(path, LONGEST)?;
+    Ok(Proof::Secret(JoinSecret::from_text(&text)?))
+}
+
+/// The public keys of an allow list.
+fn allowed(path: &Path) -> Result<BTreeSet<PublicKey>> {
+    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let mut keys = BTreeSet::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let line = line.split('#').next().unwrap_or_default().trim();
+        if line.is_empty() {
+            continue;
+        }
+        let key = line.parse().map_err(|expected| Error::ConfigValue {
+            path: path.to_owned(),
+            line: number,
+            key: "allow".to_owned(),
+            value: format!("`{line}`"),
+            expected,
+        })?;
+        keys.insert(key);
+    }
+    Ok(keys)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,88 @@
+//! Files that hold secrets: made for their owner alone, and refused where others can read them.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use farflung_comm::secure::JoinSecret;
+
+use crate::{Error, Result};
+
+/// Bits of a mode by which a group or others can read or write.
+const NOT_OWNER: u32 = 0o077;
+/// The same of others alone: a secret may be mounted for a group.
+const OTHERS: u32 = 0o007;
+
+/// The bytes of a file of this user's own, of exactly `length`; none where there is none.
+///
+/// Errors: [`Error::Exposed`] if anybody else can read it, [`Error::Io`], [`Error::KeyFile`].
+pub(super) fn read_own(path: &Path, length: usize) -> Result<Option<Vec<u8>>> {
+    match File::open(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Error::io("read the key", path)(error)),
+        Ok(file) => {
+            let bytes = read(file, path, NOT_OWNER, length as u64 + 1)?;
+            if bytes.len() != length {
+                return Err(Error::KeyFile { path: path.to_owned(), got: bytes.len(), want: length });
+            }
+            Ok(Some(bytes))
+        }
+    }
+}
+
+/// The bytes of a file that a user has shared with those who are to have it, at most `most`.
+///
+/// Errors: [`Error::Exposed`] if everybody can read it, [`Error::Io`].
+pub(super) fn read_shared(path: &Path, most: u64) -> Result<Vec<u8>> {
+    read(File::open(path).map_err(Error::io("read", path))?, path, OTHERS, most)
+}
+
+fn read(file: File, path: &Path, forbidden: u32, most: u64) -> Result<Vec<u8>> {
+    let about = file.metadata().map_err(Error::io("read", path))?;
+    if about.is_file() && about.mode() & forbidden != 0 {
+        return Err(Error::Exposed { path: path.to_owned(), mode: about.mode() & 0o777 });
+    }
+    let mut bytes = Vec::new();
+    file.take(most).read_to_end(&mut bytes).map_err(Error::io("read", path))?;
+    Ok(bytes)
+}
+
+/// Puts `bytes` into a new file of mode 600, whole or not at all; false where another process was first.
+pub(super) fn create(path: &Path, bytes: &[u8]) -> Result<bool> {
+    let beside = beside(path)?;
+    write(&beside, bytes)?;
+    let made = match fs::hard_link(&beside, path) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
+        Err(error) => Err(Error::io("make", path)(error)),
+    };
+    // Left behind, it would be one more copy of a secret.
+    fs::remove_file(&beside).map_err(Error::io("remove", &beside))?;
+    made
+}
+
+/// Puts `bytes` into a file of mode 600, in the place of what was there.
+pub(super) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let beside = beside(path)?;
+    write(&beside, bytes)?;
+    fs::rename(&beside, path).map_err(Error::io("replace", path))
+}
+
+/// Where a file is written before it takes its place. Makes the folder.
+fn beside(path: &Path) -> Result<PathBuf> {
+    if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty()) {
+        let made = fs::DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        made.map_err(Error::io("make the folder (or give --key-file or FARFLUNG_HOME)", folder))?;
+    }
+    let chance = JoinSecret::generate()?;
+    let chance =
+        chance.bytes().iter().take(8).fold(String::new(), |text, byte| text + &format!("{byte:02x}"));
+    Ok(path.with_extension(format!("{chance}.new")))
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path);
+    let written = file.and_then(|mut file| file.write_all(bytes).and_then(|()| file.sync_all()));
+    written.map_err(Error::io("write (or give --key-file or FARFLUNG_HOME)", path))
+}
