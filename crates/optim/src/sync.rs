@@ -212,6 +212,8 @@ pub struct SyncMethod {
     pub codec: Option<&'static str>,
     /// Whether it makes up itself for what a codec loses, so that the codec needs no feedback.
     pub compensates: bool,
+    /// The outer momentum, unless another is asked for, where it is not that of `diloco`.
+    pub outer_momentum: Option<f64>,
     /// What it keeps, by the outer optimizer's momentum.
     pub buffers: fn(f64) -> Buffers,
     /// Makes one.

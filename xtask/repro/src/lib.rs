@@ -57,6 +57,8 @@ mod default_run;
 mod device_parity;
 #[cfg(feature = "wgpu")]
 mod device_train;
+mod combo;
+mod demo;
 mod dgc;
 mod diloco;
 mod diloco_exact;
@@ -126,6 +128,8 @@ pub const BENCHES: &[Bench] = &[
     theory::BENCH,
     cocktail::BENCH,
     gossip::BENCH,
+    demo::BENCH,
+    combo::BENCH,
     dgc::BENCH,
     precision::BENCH,
     #[cfg(feature = "wgpu")]

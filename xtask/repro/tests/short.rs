@@ -19,6 +19,8 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("default-run", "decided by the clock"),
     ("device-parity", "for a device"),
     ("device-train", "for a device"),
+    ("combo", "trains for half a minute"),
+    ("demo", "trains for half a minute"),
     ("dgc", "trains for half a minute"),
     ("diloco", "trains for half a minute"),
     ("divergence", "one mark is decided by the clock"),

@@ -168,13 +168,16 @@ macro_rules! settings {
             /// Fills in the defaults; nothing is checked.
             fn fill(args: TrainArgs) -> Self {
                 let given = Given::Only(args.given());
-                let (min_lr, codec) = (args.min_lr, args.codec);
+                let (min_lr, codec, outer_momentum) = (args.min_lr, args.codec, args.outer_momentum);
                 let own = args.optimizer_defaults();
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
                 own.fill(&mut config);
                 if codec.is_none() {
                     config.take_codec_of_rows();
+                }
+                if outer_momentum.is_none() {
+                    config.take_outer_momentum_of_row();
                 }
                 config
             }
@@ -299,7 +302,7 @@ settings! {
         sync_every: u64, "STEPS", 20u64;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
-        /// DiLoCo's outer Nesterov momentum.
+        /// Outer momentum of the methods that have one; unless told 0.5 for noloco.
         outer_momentum: f64, "X", 0.9;
         /// Parts of the parameters that streaming averages at different times; unless told 4, or one a step.
         fragments: usize, "N";
@@ -457,6 +460,9 @@ impl TrainConfig {
         // The file's value is a default that followed the file's `lr`.
         if given.lr.is_some() && file.by_default.remove("min_lr") {
             file.min_lr = None;
+        }
+        if given.sync.is_some() && file.by_default.remove("outer_momentum") {
+            file.outer_momentum = None;
         }
         if given.optimizer.is_some() || given.recipe.is_some() {
             file.forget_optimizer_defaults();

@@ -20,6 +20,11 @@ impl TrainConfig {
         }
     }
 
+    /// Takes the outer momentum that the method of synchronisation has of its own, if it has one.
+    pub(super) fn take_outer_momentum_of_row(&mut self) {
+        self.outer_momentum = self.sync.outer_momentum.unwrap_or(self.outer_momentum);
+    }
+
     /// The codec of averages with the feedback that it has.
     pub(crate) fn averaged_codec(&self) -> AverageSpec {
         if self.error_feedback && !self.sync.compensates { self.codec.with_feedback() } else { self.codec }

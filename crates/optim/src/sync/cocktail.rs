@@ -16,6 +16,7 @@ pub const COCKTAIL: SyncMethod = SyncMethod {
     every: Some(1),
     codec: Some("rolling:10/topk:0.2/int4"),
     compensates: false,
+    outer_momentum: None,
     // Anchor, what it becomes, delta, mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 4, saved: 4 },
     build: |s| {

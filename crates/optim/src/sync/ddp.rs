@@ -15,6 +15,7 @@ pub const DDP: SyncMethod = SyncMethod {
     every: Some(1),
     codec: None,
     compensates: false,
+    outer_momentum: None,
     buffers: |_| Buffers { held: 0, saved: 0 },
     build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
 };

@@ -15,6 +15,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     every: None,
     codec: None,
     compensates: false,
+    outer_momentum: None,
     // The anchor, the delta, and the outer momentum.
     buffers: |momentum| {
         let momentum = usize::from(momentum != 0.0);

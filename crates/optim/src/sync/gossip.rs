@@ -20,6 +20,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     every: None,
     codec: Some("none"),
     compensates: false,
+    outer_momentum: None,
     // What was sent, what comes back, and the mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 3, saved: 2 },
     build: |s| Ok(Box::new(Gossip::new(s, Graph::Ring)?)),

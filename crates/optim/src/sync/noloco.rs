@@ -18,6 +18,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     every: None,
     codec: Some("none"),
     compensates: false,
+    outer_momentum: Some(0.5),
     // Slow parameters and momentum, what both become, the mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 5, saved: 3 },
     build: |s| Ok(Box::new(NoLoCo::new(s)?)),

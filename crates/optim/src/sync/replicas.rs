@@ -23,6 +23,7 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     every: None,
     codec: Some("minmax8"),
     compensates: true,
+    outer_momentum: None,
     // The own replica and those of both neighbours, the mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 4, saved: 2 },
     build: |s| Ok(Box::new(Replicas::new(s, Rule::Sent)?)),

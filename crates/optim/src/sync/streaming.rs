@@ -16,6 +16,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     every: None,
     codec: None,
     compensates: false,
+    outer_momentum: None,
     buffers: |momentum| {
         let momentum = usize::from(momentum != 0.0);
         // Anchor, momentum, what they become, delta, mean; saved with a copy's own parameters.

@@ -237,17 +237,23 @@ fn gathered(sizes: &Sizes, kept: f64, bits: f64) -> f64 {
 /// `DeMo` with many coefficients.
 pub(crate) const DEMO: Arm = arm(
     "DeMo k=32",
-    "--recipe demo --lr 1e-3",
+    "--recipe demo --lr 5e-3",
     "32 of 4096 DCT coefficients of a momentum that workers keep",
 )
 .sends(|sizes| gathered(sizes, 32.0, 32.0));
 /// `DeMo` with few, in one bit, as in Psyche.
 pub(crate) const DISTRO: Arm =
-    arm("DeMo k=4, 1 bit", "--recipe distro --lr 1e-3", "the signs of 4 of 4096 DCT coefficients");
-/// `DeMo` where a worker's momentum keeps what was sent no longer than what was not: nothing.
+    arm("DeMo k=4, 1 bit", "--recipe distro --lr 4e-3", "the signs of 4 of 4096 DCT coefficients");
+/// `DeMo` without the transform.
+pub(crate) const DEMO_PLAIN: Arm = arm(
+    "DeMo k=32, no DCT",
+    "--recipe demo --lr 5e-3 --codec topk:32of4096/none+ef:0.999",
+    "a control: as many elements as they are",
+);
+/// `DeMo` without the momentum.
 pub(crate) const DEMO_ALONE: Arm = arm(
     "DeMo k=32, no momentum",
-    "--recipe demo --lr 1e-3 --codec dct:64/topk:32of4096 --error-feedback false",
+    "--recipe demo --lr 5e-3 --codec dct:64/topk:32of4096 --error-feedback false",
     "a control: what is not sent is gone",
 );
 /// Signs of the momentum of whole gradients.
@@ -256,22 +262,72 @@ pub(crate) const SIGNUM: Arm =
         .sends(f32_ring);
 
 /// `SparseLoCo`.
-pub(crate) const SPARSELOCO: Arm =
-    arm("SparseLoCo H=30", "--recipe sparseloco", "every 30 steps 64 of 4096 elements in 2 bits");
+pub(crate) const SPARSELOCO: Arm = arm(
+    "SparseLoCo H=30",
+    "--recipe sparseloco --outer-lr 2",
+    "every 30 steps 64 of 4096 elements in 2 bits",
+);
 /// The same without feedback.
 pub(crate) const SPARSELOCO_ALONE: Arm = arm(
     "SparseLoCo H=30, no feedback",
-    "--recipe sparseloco --codec topk:64of4096/meanstd2 --error-feedback false",
+    "--recipe sparseloco --outer-lr 2 --codec topk:64of4096/meanstd2 --error-feedback false",
     "a control: what is not selected is gone",
 );
+/// `SparseLoCo` around Muon.
+pub(crate) const SPARSE_MUON: Arm = arm(
+    "SparseLoCo H=30, Muon",
+    "--recipe sparseloco --optimizer muon --outer-lr 2",
+    "Muon, and every 30 steps 64 of 4096 elements in 2 bits",
+);
 /// `DiLoCo` every hundred steps in 8 bits.
-pub(crate) const INTELLECT: Arm =
-    arm("DiLoCo H=100, int8", "--recipe intellect-1", "averages every 100 steps in 8 bits");
+pub(crate) const DILOCO_100_INT8: Arm = arm(
+    "DiLoCo H=100, int8",
+    "--sync diloco --sync-every 100 --codec int8",
+    "averages every 100 steps in 8 bits",
+)
+.sends(int8);
 /// Muon inside.
 pub(crate) const MULOCO: Arm =
     arm("MuLoCo H=30", "--recipe muloco", "Muon, and averages every 30 steps in 2 bits with feedback");
+/// The same, less often.
+pub(crate) const MULOCO_100: Arm =
+    arm("MuLoCo H=100", "--recipe muloco --sync-every 100 --outer-momentum 0.6", "the same every 100 steps");
 /// Muon at each step.
 pub(crate) const MUON: Arm = arm("Muon", "--optimizer muon", "gradients as f32 into Muon").sends(f32_ring);
+
+/// Outer steps in pairs.
+pub(crate) const NOLOCO: Arm = arm(
+    "NoLoCo H=50",
+    "--sync noloco --sync-every 50",
+    "outer steps every 50 steps, in pairs that are drawn",
+);
+/// Changes of parameters in 8 bits to neighbours.
+pub(crate) const LOW_PRECISION: Arm = arm(
+    "low-precision ring",
+    "--sync low-precision --codec minmax8:4096",
+    "changes of parameters in 8 bits to both neighbours on a ring",
+)
+.sends(|sizes| 2.0 * blocks(sizes.params, 8.0, 4096.0, 32.0));
+/// The same in one bit.
+pub(crate) const CHOCO: Arm = arm(
+    "CHOCO-SGD, 1 bit",
+    "--sync choco --codec sign",
+    "changes of parameters in one bit to both neighbours on a ring",
+)
+.sends(|sizes| 2.0 * blocks(sizes.params, 1.0, 4096.0, 4.0));
+
+/// The largest hundredth, packed once.
+pub(crate) const TOP_K_GATHERED: Arm = arm(
+    "top 1 %, all-gather",
+    "--codec topk:0.01 --algorithm all-gather",
+    "the largest hundredth of the gradients to all workers, with feedback, into AdamW",
+);
+/// Momentum correction, packed once.
+pub(crate) const DGC_GATHERED: Arm = arm(
+    "DGC 1 %, all-gather",
+    "--codec dgc:0.01 --algorithm all-gather --beta1 0 --lr 1e-3 --min-lr 1e-4",
+    "the same, what each worker selects to all others",
+);
 
 /// Products in bf16.
 pub(crate) const BF16: Arm =
@@ -316,14 +372,22 @@ pub(crate) const ALL: &[Arm] = &[
     D_PSGD,
     SHIFT_ONE,
     EXPONENTIAL,
+    NOLOCO,
+    LOW_PRECISION,
+    CHOCO,
+    TOP_K_GATHERED,
+    DGC_GATHERED,
     DEMO,
     DISTRO,
+    DEMO_PLAIN,
     DEMO_ALONE,
     SIGNUM,
     SPARSELOCO,
     SPARSELOCO_ALONE,
-    INTELLECT,
+    SPARSE_MUON,
+    DILOCO_100_INT8,
     MULOCO,
+    MULOCO_100,
     MUON,
     BF16,
     F16_PRODUCTS,
