@@ -35,6 +35,7 @@ mod lab;
 mod machine;
 mod mutate;
 mod ranks;
+mod wan_step;
 mod workers;
 
 mod collective_cost;
@@ -126,6 +127,7 @@ pub const BENCHES: &[Bench] = &[
     onebit::BENCH,
     streaming::BENCH,
     theory::BENCH,
+    wan_step::BENCH,
     cocktail::BENCH,
     gossip::BENCH,
     demo::BENCH,

@@ -42,6 +42,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("streaming", "trains for half a minute"),
     ("sim-scale", "decided by the clock"),
     ("simulate-scale", "decided by the clock"),
+    ("wan-step", "decided by the clock"),
 ];
 
 /// Runs a bench, all of whose marks must be met.

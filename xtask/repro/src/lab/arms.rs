@@ -276,7 +276,7 @@ pub(crate) const SPARSELOCO_ALONE: Arm = arm(
 /// `SparseLoCo` around Muon.
 pub(crate) const SPARSE_MUON: Arm = arm(
     "SparseLoCo H=30, Muon",
-    "--recipe sparseloco --optimizer muon --outer-lr 2",
+    "--recipe sparseloco --optimizer muon --outer-lr 3",
     "Muon, and every 30 steps 64 of 4096 elements in 2 bits",
 );
 /// `DiLoCo` every hundred steps in 8 bits.

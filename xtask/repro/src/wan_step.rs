@@ -1,0 +1,137 @@
+//! A step of two workers over a link of 100 Mbit/s and 10 ms, by the wall clock.
+
+use std::net::TcpListener;
+
+use anyhow::{Context, Result, anyhow};
+use farflung::TrainConfig;
+use farflung::base::{Bandwidth, Nanos};
+use farflung::comm::{Communicator, tcp};
+use farflung::config::TrainArgs;
+use farflung::relay::{Relay, Relaying};
+use farflung::train::{Job, Trainer, seats};
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::parse;
+use crate::machine::now;
+use crate::workers::{Over, again, job};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "wan-step",
+    claim: "a method whose averages arrive a step late takes no longer for a step than the longer of computing and \
+            sending",
+    source: "Wang et al. 2023, CocktailSGD; Koloskova et al. 2019, CHOCO-SGD; Douillard et al. 2025",
+    seed: 1337,
+    run,
+};
+
+const RATE: Bandwidth = Bandwidth(100_000_000);
+const DELAY: Nanos = Nanos::from_millis(10);
+/// The most that a step may take of the longer of computing and sending.
+const MOST: f64 = 1.1;
+
+/// What is trained; each worker has one thread.
+const MODEL: &str = "--model baby --context 256 --batch 8 --workers 2 --threads 1 --codec none --steps 1000 \
+                     --lr-schedule constant --min-lr 0 --warmup 0";
+const QUICK: &str = "--model nano --context 64 --batch 4 --workers 2 --threads 1 --codec none --steps 1000 \
+                     --lr-schedule constant --min-lr 0 --warmup 0";
+
+/// Methods, and whether their averages arrive late.
+const METHODS: [(&str, &str, bool); 8] = [
+    ("f32", "--codec none", false),
+    ("f16", "--codec f16", false),
+    ("int8", "--codec int8", false),
+    ("1 bit", "--codec sign", false),
+    ("CocktailSGD", "--sync cocktail --codec rolling:10/topk:0.2/int4", true),
+    ("a step late, int4", "--sync cocktail --codec int4", true),
+    ("CHOCO-SGD, 1 bit", "--sync choco --codec sign", true),
+    (
+        "streaming DiLoCo H=4, E3M0",
+        "--sync streaming --sync-every 4 --codec e3m0 --error-feedback false",
+        true,
+    ),
+];
+
+/// A method's steps.
+struct Took {
+    /// Seconds of a step.
+    step: f64,
+    /// Bytes that a worker sends in one, with frames.
+    sent: f64,
+}
+
+fn config(base: &str, flags: &str, seed: u64) -> Result<TrainConfig> {
+    let args = parse(&format!("{flags} --seed {seed}"))?.or(parse(base)?);
+    TrainConfig::merge(args, TrainArgs::default()).with_context(|| format!("wrong settings `{flags}`"))
+}
+
+/// A free address of the loopback interface.
+fn free() -> Result<String> {
+    Ok(TcpListener::bind(("127.0.0.1", 0))?.local_addr()?.to_string())
+}
+
+/// A slow link in front of an address, and where it listens.
+fn slow(to: &str) -> Result<(Relaying, String)> {
+    let mut relay = Relay::new("127.0.0.1:0", to);
+    (relay.rate, relay.delay) = (RATE, DELAY);
+    let relaying = relay.start()?;
+    let at = relaying.address().to_string();
+    Ok((relaying, at))
+}
+
+/// Two workers take some steps, the first two of which do not count.
+fn steps(job: &Job, count: u64) -> Result<Took> {
+    let own = [free()?, free()?];
+    let (first, second) = (slow(&own[0])?, slow(&own[1])?);
+    let reach = [vec![own[0].clone(), second.1.clone()], vec![first.1.clone(), own[1].clone()]];
+    let work = |rank: usize| -> Result<Took> {
+        let met = tcp::join(&tcp::Config::with_peers(rank as u32, reach[rank].clone()))?;
+        let seat = seats(job, Some(Communicator::new(met)))?.pop().context("a process has one seat")?;
+        let mut trainer = Trainer::new(job, seat.comm, job.config.threads)?;
+        let warm = 2;
+        let (mut start, mut before) = (now(), 0);
+        for step in 0..warm + count {
+            if step == warm {
+                trainer.comm().barrier()?;
+                (start, before) = (now(), trainer.comm().stats().sent.wire.0);
+            }
+            trainer.step(false)?;
+        }
+        let step = start.elapsed().as_secs_f64() / count as f64;
+        let sent = (trainer.comm().stats().sent.wire.0 - before) as f64 / count as f64;
+        trainer.comm().barrier()?;
+        Ok(Took { step, sent })
+    };
+    std::thread::scope(|scope| {
+        let work = &work;
+        let ranks: Vec<_> = (0..2).map(|rank| scope.spawn(move || work(rank))).collect();
+        let mut took = Vec::new();
+        for rank in ranks {
+            took.push(rank.join().map_err(|_| anyhow!("a worker panicked"))??);
+        }
+        took.pop().context("two workers")
+    })
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let (base, count) = if options.quick { (QUICK, 4) } else { (MODEL, 12) };
+    let first = job(config(base, "", report.seed())?, Over::Tcp)?;
+    let measure =
+        |flags: &str| steps(&again(&first, config(base, flags, first.config.seed)?, Over::Tcp), count);
+    // Meets after the last step alone, which does not come.
+    let compute = measure("--sync diloco --sync-every 900")?.step;
+    report.row("computing alone: step", compute * 1e3, "ms", Mark::None)?;
+    for (name, flags, late) in METHODS {
+        let Took { step, sent } = measure(flags)?;
+        let wire = sent * 8.0 / RATE.0 as f64;
+        report.row(&format!("{name}: step"), step * 1e3, "ms", Mark::None)?;
+        report.row(&format!("{name}: sent a step"), sent, "B", Mark::None)?;
+        let mark = if late && !options.quick { Mark::AtMost(MOST) } else { Mark::None };
+        report.row(
+            &format!("{name}: step over the longer of computing and sending"),
+            step / compute.max(wire),
+            "x",
+            mark,
+        )?;
+    }
+    Ok(())
+}
