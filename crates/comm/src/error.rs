@@ -363,7 +363,7 @@ pub enum CommError {
     },
     /// The clocks of two machines are far apart, so that a ticket has expired on one of them.
     #[error(
-        "{peer} refused: the ticket has expired by its clock, which is {} from this one: set the clocks, or make a new ticket",
+        "{peer} refused: the ticket has expired by its clock, which is {} this one: set the clocks, or make a new ticket",
         skew(*.host, *.own)
     )]
     Clocks {
@@ -386,7 +386,7 @@ pub enum CommError {
 }
 
 fn skew(host: u64, own: u64) -> String {
-    let (apart, way) = (host.abs_diff(own), if host > own { "ahead" } else { "behind" });
+    let (apart, way) = (host.abs_diff(own), if host > own { "ahead of" } else { "behind" });
     format!("{} {way}", ago(0, apart).trim_end_matches(" ago"))
 }
 

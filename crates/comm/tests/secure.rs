@@ -1,5 +1,5 @@
-//! Connections with TLS: the same collectives with the same bits, and everybody who does not belong is turned away by
-//! name while the others go on.
+//! Connections with TLS: the same collectives with the same bits, and everybody who does not belong is turned
+//! away by name while the others go on.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};

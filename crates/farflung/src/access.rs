@@ -1,5 +1,6 @@
-//! How this process proves that it belongs to a job, from flags, files and variables: a ticket or a join secret, its own
-//! key, and whom it lets in. It refuses to know sockets. Secrets never stand on a command line, where others see them.
+//! How this process proves that it belongs to a job, from flags, files and variables: a ticket or a join
+//! secret, its own key, and whom it lets in. It refuses to know sockets. Secrets never stand on a command line,
+//! where others see them.
 
 mod files;
 mod home;
@@ -29,22 +30,25 @@ const LONGEST: u64 = 64 * 1024;
 /// What processes on other machines need to join, and whom this one lets in.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
 pub struct AccessArgs {
-    /// File with the ticket that `farflung ticket` made where rank 0 runs; - is standard input. Or FARFLUNG_TICKET (the
-    /// ticket itself), FARFLUNG_TICKET_FILE.
+    /// File with the ticket that `farflung ticket` made where rank 0 runs; - is standard input. Or
+    /// FARFLUNG_TICKET (the ticket itself), FARFLUNG_TICKET_FILE.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub ticket_file: Option<PathBuf>,
-    /// File with a secret of 16 bytes or more that all ranks share, instead of a ticket. Or FARFLUNG_SECRET (the secret
-    /// itself), FARFLUNG_SECRET_FILE.
+    /// File with a secret of 16 bytes or more that all ranks share, instead of a ticket. Or FARFLUNG_SECRET
+    /// (the secret itself), FARFLUNG_SECRET_FILE.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true, conflicts_with = "ticket_file")]
     pub secret_file: Option<PathBuf>,
     /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub key_file: Option<PathBuf>,
-    /// File with the public keys that may join (`farflung ticket --key` prints one), one a line; # begins a comment.
+    /// File with the public keys that may join (`farflung ticket --key` prints one), one a line; # begins a
+    /// comment.
     #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
     pub allow: Option<PathBuf>,
-    /// Connections without encryption, and whoever reaches the port may join: for networks that nobody else is in.
-    #[arg(long, help_heading = ACCESS, global = true, conflicts_with_all = ["ticket_file", "secret_file", "allow"])]
+    /// Connections without encryption, and whoever reaches the port may join: for networks that nobody else is
+    /// in.
+    #[arg(long, help_heading = ACCESS, global = true,
+          conflicts_with_all = ["ticket_file", "secret_file", "allow"])]
     pub insecure: bool,
 }
 
@@ -57,11 +61,11 @@ enum Proof {
 }
 
 impl AccessArgs {
-    /// Finds this process's place in its job, as [`launch_env::detect`](crate::launch_env::detect) does, and how its
-    /// connections are protected. The address of rank 0 is the ticket's where no variable has one.
+    /// Finds this process's place in its job, as [`launch_env::detect`](crate::launch_env::detect) does, and
+    /// how its connections are protected. The address of rank 0 is the ticket's where no variable has one.
     ///
-    /// Errors: those of `detect`; [`Error::Unprotected`] where ranks meet off the loopback and there is neither ticket
-    /// nor secret; what is wrong with a file, and what to do about it.
+    /// Errors: those of `detect`; [`Error::Unprotected`] where ranks meet off the loopback and there is neither
+    /// ticket nor secret; what is wrong with a file, and what to do about it.
     pub fn detect(&self, env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
         let proof = self.proof(&env)?;
         let addresses = match &proof {
@@ -76,7 +80,14 @@ impl AccessArgs {
             _ => None,
         };
         let found = crate::launch_env::detect(|name| of_ticket(name).or_else(|| env(name)))?;
-        let Some(mut found) = found else { return Ok(None) };
+        let Some(mut found) = found else {
+            // With flags that say how to join, a run of one process is a mistake.
+            let given = [(&self.ticket_file, "--ticket-file"), (&self.secret_file, "--secret-file")];
+            return match given.iter().find(|(path, _)| path.is_some()) {
+                Some(&(_, present)) => Err(Error::HalfSet { present, missing: "RANK" }),
+                None => Ok(None),
+            };
+        };
         if found.world_size > 1 {
             let at = format!("{}:{}", found.master_addr, found.master_port);
             found.security = self.security(proof, &env, found.rank.0 == 0, found.is_local(), &at)?;

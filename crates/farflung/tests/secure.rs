@@ -1,5 +1,5 @@
-//! Jobs of several processes with tickets and secrets: the same numbers as without, refusals that say what to do, and
-//! no secret in anything that is written.
+//! Jobs of several processes with tickets and secrets: the same numbers as without, refusals that say what to
+//! do, and no secret in anything that is written.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -69,7 +69,7 @@ pub(crate) fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f6
 }
 
 /// The algorithm of so many KiB: whole buffers where latency is all, a ring where bandwidth is.
-const fn algorithm(kib: usize) -> Algorithm {
+pub(crate) const fn algorithm(kib: usize) -> Algorithm {
     if kib <= 16 { Algorithm::RecursiveDoubling } else { Algorithm::Ring }
 }
 

@@ -1,11 +1,12 @@
 //! Mutated frames, greetings and control messages against everything that reads what a socket gives.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::time::Duration;
 
 use anyhow::Result;
 use farflung::base::{Nanos, PeerId, Philox, Rank};
+use farflung::comm::secure::{Identity, JoinSecret, Security, Ticket};
 use farflung::comm::tcp::{Config, HELD, join};
 use farflung::comm::{Communicator, Control, HEADER_BYTES, Inbox, Message, Parsed, Pool, parse};
 
@@ -22,13 +23,14 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-const CORPUS: [(&str, &[u8]); 9] = [
+const CORPUS: [(&str, &[u8]); 10] = [
     ("data", include_bytes!("../../../crates/comm/tests/corpus/data.bin")),
     ("links", include_bytes!("../../../crates/comm/tests/corpus/credit_abort_suspect_bye.bin")),
     ("hello", include_bytes!("../../../crates/comm/tests/corpus/hello.bin")),
     ("table", include_bytes!("../../../crates/comm/tests/corpus/table.bin")),
     ("welcome", include_bytes!("../../../crates/comm/tests/corpus/welcome.bin")),
     ("refuse", include_bytes!("../../../crates/comm/tests/corpus/refuse.bin")),
+    ("prove", include_bytes!("../../../crates/comm/tests/corpus/prove.bin")),
     ("missing", include_bytes!("../../../crates/comm/tests/corpus/missing.bin")),
     ("requests", include_bytes!("../../../crates/comm/tests/corpus/store_requests.bin")),
     ("answers", include_bytes!("../../../crates/comm/tests/corpus/store_answers.bin")),
@@ -177,7 +179,16 @@ fn session(rng: &Philox, case: u64) -> Result<bool> {
         let _ = connect()?.write_all(&bytes);
     }
     let mut second = connect()?;
-    let hello = Control::Hello { rank: 1, world_size: 2, job: "farflung", listen: "127.0.0.1:1" }.encode();
+    let hello = Control::Hello {
+        rank: 1,
+        world_size: 2,
+        job: "farflung",
+        listen: "127.0.0.1:1",
+        epoch: 0,
+        key: &[],
+        digest: &[],
+    }
+    .encode();
     let mut greeting = CORPUS[2].1[..HEADER_BYTES].to_vec();
     greeting.extend(hello);
     seal(&mut greeting, true);
@@ -188,6 +199,87 @@ fn session(rng: &Philox, case: u64) -> Result<bool> {
     }
     let _ = second.shutdown(Shutdown::Write);
     Ok(matches!(master.join(), Ok(Ok(()))))
+}
+
+fn with_secret(number: u8) -> Result<Security> {
+    let secret = JoinSecret::from_text(b"a secret of this bench alone")?;
+    Ok(Security::by_secret(&Identity::from_seed([number; 32]), &secret))
+}
+
+/// Mutated tickets; returns how many were read, and the most that reading one allocated over its length.
+fn tickets(seed: u64, cases: u64) -> Result<(u64, f64)> {
+    let rng = Philox::new(seed, 3);
+    let ticket = Ticket {
+        addresses: vec!["203.0.113.5:29500".to_owned(), "[fd00::1]:29500".to_owned()],
+        host: Identity::from_seed([1; 32]).public(),
+        secret: JoinSecret::new([2; 32]),
+        expiry: 1 << 31,
+    };
+    let good = ticket.word()?;
+    let (mut read, mut greed) = (0, 0.0_f64);
+    for case in 0..cases {
+        let mut bytes = good.clone().into_bytes();
+        for i in 0..=case % 3 {
+            mutate(&mut bytes, &rng, 4 * case + i);
+        }
+        let text = String::from_utf8_lossy(&bytes);
+        let (parsed, count) = counted(|| text.parse::<Ticket>());
+        greed = greed.max(count.total as f64 / text.len().max(64) as f64);
+        // Upper case is the same word, as are spaces around it.
+        let same = text.trim().eq_ignore_ascii_case(&good);
+        anyhow::ensure!(parsed.is_ok() <= same, "a spoilt ticket was read: {text}");
+        read += u64::from(parsed.is_ok());
+    }
+    Ok((read, greed))
+}
+
+/// What a rank says first to a job with a secret.
+fn client_hello() -> Result<Vec<u8>> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let mut config = Config::new(1, 2, listener.local_addr()?.to_string());
+    config.deadline = Duration::from_millis(300);
+    config.security = with_secret(2)?;
+    let rank = std::thread::spawn(move || join(&config).err());
+    let mut stream = listener.accept()?.0;
+    let mut bytes = vec![0; 4096];
+    let count = stream.read(&mut bytes)?;
+    bytes.truncate(count);
+    drop((stream, listener));
+    // It is told that nobody is there.
+    let _ = rank.join();
+    Ok(bytes)
+}
+
+/// A job of two with a secret, at whose door strangers say mutated handshakes. Returns whether the right rank came in.
+fn handshakes(rng: &Philox, case: u64, hello: &[u8]) -> Result<bool> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let config = |rank| -> Result<Config> {
+        let mut config = Config::new(rank, 2, format!("127.0.0.1:{port}"));
+        config.deadline = Duration::from_secs(10);
+        config.security = with_secret(rank as u8 + 1)?;
+        Ok(config)
+    };
+    let first = config(0)?;
+    let host = std::thread::spawn(move || join(&first).map(drop));
+    let mut bytes = Vec::new();
+    for stranger in 0..8 {
+        bytes.clear();
+        bytes.extend_from_slice(hello);
+        for i in 0..=stranger % 3 {
+            mutate(&mut bytes, rng, 64 * case + 4 * stranger + i);
+        }
+        let mut tries = 0;
+        while let Err(error) = TcpStream::connect(("127.0.0.1", port)).and_then(|mut s| s.write_all(&bytes)) {
+            // Hung up on is an answer too; that nobody listens yet is none.
+            if error.kind() != std::io::ErrorKind::ConnectionRefused || tries == 2_000 {
+                break;
+            }
+            tries += 1;
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    let came = join(&config(1)?).is_ok();
+    Ok(came && matches!(host.join(), Ok(Ok(()))))
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -229,7 +321,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         bad += u32::from(!session(&rng, case)?);
     }
     report.row("jobs over sockets with strangers and a liar", sessions as f64, "", Mark::None)?;
-    report.row("jobs that did not keep their senses", f64::from(bad), "", Mark::AtMost(0.0))
+    report.row("jobs that did not keep their senses", f64::from(bad), "", Mark::AtMost(0.0))?;
+    let (read, greed) = tickets(report.seed(), cases / 20)?;
+    report.row("mutated tickets", (cases / 20) as f64, "", Mark::None)?;
+    report.row("of them read, all the same word", read as f64, "", Mark::None)?;
+    report.row("bytes allocated for a byte of a ticket", greed, "", Mark::AtMost(8.0))?;
+    let hello = client_hello()?;
+    let (rng, mut bad) = (Philox::new(report.seed(), 4), 0);
+    for case in 0..sessions {
+        bad += u32::from(!handshakes(&rng, case, &hello)?);
+    }
+    report.row("encrypted jobs with strangers at the door", sessions as f64, "", Mark::None)?;
+    report.row("of them without their second rank", f64::from(bad), "", Mark::AtMost(0.0))
 }
 
 #[cfg(test)]
@@ -260,5 +363,7 @@ mod tests {
         assert_eq!(storm(7, 0..20_000), tally);
         assert!(flood(0, 1 << 20) < 3 * HELD / 2);
         assert!(session(&Philox::new(7, 2), 0).unwrap());
+        assert!(tickets(7, 3_000).unwrap().1 < 8.0);
+        assert!(handshakes(&Philox::new(7, 4), 0, &client_hello().unwrap()).unwrap());
     }
 }

@@ -98,6 +98,7 @@ mod replan;
 mod resume;
 mod schedule_laws;
 mod schedule_vectors;
+mod secure_tcp;
 mod signals;
 mod sim_scale;
 mod theory;
@@ -105,6 +106,7 @@ mod trainer_cost;
 mod simulate_scale;
 mod slow_link;
 mod soak;
+mod strangers;
 mod streaming;
 mod swarm_rebalance;
 mod uneven;
@@ -155,6 +157,8 @@ pub const BENCHES: &[Bench] = &[
     soak::BENCH,
     all_reduce::BENCH,
     all_reduce_limit::BENCH,
+    secure_tcp::BENCH,
+    strangers::BENCH,
     codec_bytes::BENCH,
     codec_laws::BENCH,
     codec_speed::BENCH,
@@ -201,6 +205,8 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     match args.split_first() {
         Some((first, rest)) if first == gpt_step::CHILD => told(gpt_step::child(rest, out), err),
         Some((first, rest)) if first == instructions::CHILD => told(instructions::child(rest, out), err),
+        Some((first, rest)) if first == secure_tcp::CHILD => told(secure_tcp::child(rest, out), err),
+        Some((first, rest)) if first == strangers::CHILD => told(strangers::child(rest, out), err),
         Some((first, rest)) if first == all_reduce::CHILD => told(all_reduce::child(rest, out), err),
         Some((first, rest)) if first == failure::processes::CHILD => {
             told(failure::processes::child(rest, out), err)

@@ -1,6 +1,6 @@
-//! The exporter of a TLS 1.3 session (RFC 8446, section 7.5). rustls has it for connections that buffer; those that do
-//! not give the exporter's secret to a [`KeyLog`], and the rest is computed here. The cipher suites that are offered all
-//! have SHA-256.
+//! The exporter of a TLS 1.3 session (RFC 8446, section 7.5). rustls has it for connections that buffer; those
+//! that do not give the exporter's secret to a [`KeyLog`], and the rest is computed here. The cipher suites
+//! that are offered all have SHA-256.
 
 use std::fmt;
 use std::sync::{Mutex, PoisonError};
@@ -31,7 +31,8 @@ impl KeyLog for ExporterSecret {
 }
 
 impl ExporterSecret {
-    /// The exporter's 32 bytes for this label and context, once the handshake is done; the secret is forgotten with it.
+    /// The exporter's 32 bytes for this label and context, once the handshake is done; the secret is forgotten
+    /// with it.
     pub(super) fn export(&self, label: &str, context: &[u8]) -> Option<Zeroizing<[u8; 32]>> {
         let secret = self.0.lock().unwrap_or_else(PoisonError::into_inner).take()?;
         let derived = expand(&secret, label, &hash(b""));

@@ -1,4 +1,5 @@
-//! Who a peer is: an ed25519 key pair, named by its public half. Where the private half is kept is for others to know.
+//! Who a peer is: an ed25519 key pair, named by its public half. Where the private half is kept is for others
+//! to know.
 
 use std::fmt;
 use std::str::FromStr;

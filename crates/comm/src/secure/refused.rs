@@ -1,4 +1,5 @@
-//! What was refused, counted by its reason: a stranger can come ten thousand times, and the log must not grow with it.
+//! What was refused, counted by its reason: a stranger can come ten thousand times, and the log must not grow
+//! with it.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;

@@ -1,5 +1,5 @@
-//! The secret by which processes join a job, and the proof of it: a MAC over the TLS session's exporter, so that it
-//! holds in one session alone and tells nothing of the secret. It knows no TLS.
+//! The secret by which processes join a job, and the proof of it: a MAC over the TLS session's exporter, so
+//! that it holds in one session alone and tells nothing of the secret. It knows no TLS.
 
 use std::fmt;
 
@@ -17,7 +17,8 @@ pub const SECRET_BYTES: usize = 16;
 pub struct JoinSecret(Zeroizing<[u8; 32]>);
 
 impl JoinSecret {
-    /// The secret of a text or file of at least [`SECRET_BYTES`] bytes, of which line ends at its end do not count.
+    /// The secret of a text or file of at least [`SECRET_BYTES`] bytes, of which line ends at its end do not
+    /// count.
     ///
     /// # Errors
     /// [`CommError::Argument`] if it is shorter.
@@ -50,8 +51,8 @@ impl JoinSecret {
         &self.0
     }
 
-    /// What a ticket that holds until `expiry` (seconds since 1970) has of it. The expiry cannot be changed, since
-    /// another one makes another secret, and this one cannot be found from it.
+    /// What a ticket that holds until `expiry` (seconds since 1970) has of it. The expiry cannot be changed,
+    /// since another one makes another secret, and this one cannot be found from it.
     #[must_use]
     pub fn until(&self, expiry: u64) -> Self {
         Self::derived(&self.0[..], &[b"farflung/ticket/1", &expiry.to_le_bytes()])
@@ -69,7 +70,8 @@ impl JoinSecret {
         hmac::verify(&key, &said, mac).is_ok()
     }
 
-    /// HMAC-SHA256 of the parts one after the other. All but the last are of fixed length for one key and label.
+    /// HMAC-SHA256 of the parts one after the other. All but the last are of fixed length for one key and
+    /// label.
     fn derived(key: &[u8], parts: &[&[u8]]) -> Self {
         let mut context = hmac::Context::with_key(&hmac::Key::new(hmac::HMAC_SHA256, key));
         parts.iter().for_each(|part| context.update(part));

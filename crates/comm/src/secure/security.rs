@@ -1,5 +1,5 @@
-//! How a process protects its connections and whom it lets in: nothing at all, or TLS with its own key and a secret
-//! that both sides prove to each other. It knows no socket.
+//! How a process protects its connections and whom it lets in: nothing at all, or TLS with its own key and a
+//! secret that both sides prove to each other. It knows no socket.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -75,8 +75,8 @@ impl Security {
         Self::default()
     }
 
-    /// TLS, and the right to join is a secret that all members have from elsewhere. Such a member also lets in holders of
-    /// [tickets](Ticket) that were made from the secret.
+    /// TLS, and the right to join is a secret that all members have from elsewhere. Such a member also lets in
+    /// holders of [tickets](Ticket) that were made from the secret.
     #[must_use]
     pub fn by_secret(identity: &Identity, secret: &JoinSecret) -> Self {
         Self::sealed(identity, secret.clone(), 0, None)
@@ -143,7 +143,8 @@ impl Security {
         self.sealed.as_ref().and_then(|sealed| sealed.members.get(rank).copied())
     }
 
-    /// This side's proof for a session whose handshake is done. A server answers with the `expiry` of the client's.
+    /// This side's proof for a session whose handshake is done. A server answers with the `expiry` of the
+    /// client's.
     pub(crate) fn prove(&self, role: Role, session: &Session, expiry: Option<u64>) -> Option<Vec<u8>> {
         let (sealed, exporter) = (self.sealed.as_ref()?, session.exporter()?);
         let expiry = expiry.unwrap_or(sealed.expiry);
@@ -151,8 +152,8 @@ impl Security {
         Some(Control::Prove { expiry, clock: unix_seconds(), mac: &mac }.encode())
     }
 
-    /// Checks the other side of a session whose handshake is done, where this side has `role`: its key, which must be
-    /// `expected` where that is known, and its proof. Returns the expiry of its right to join.
+    /// Checks the other side of a session whose handshake is done, where this side has `role`: its key, which
+    /// must be `expected` where that is known, and its proof. Returns the expiry of its right to join.
     pub(crate) fn verify(
         &self,
         role: Role,

@@ -1,5 +1,5 @@
-//! A ticket: what a process needs to join a job of somebody else's, as one printable word. Tickets come from people and
-//! are read as untrusted bytes. It knows no clock.
+//! A ticket: what a process needs to join a job of somebody else's, as one printable word. Tickets come from
+//! people and are read as untrusted bytes. It knows no clock.
 
 use std::fmt;
 use std::str::FromStr;

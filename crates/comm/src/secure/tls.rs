@@ -1,5 +1,5 @@
-//! How rustls is set up: TLS 1.3 alone, raw ed25519 public keys on both sides (RFC 7250), no names, no session tickets,
-//! no early data. Whether a key is welcome is decided after the handshake, where refusals have names.
+//! How rustls is set up: TLS 1.3 alone, raw ed25519 public keys on both sides (RFC 7250), no names, no session
+//! tickets, no early data. Whether a key is welcome is decided after the handshake, where refusals have names.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! Bytes as one printable word: base32 in lower case without padding (RFC 4648, section 6). It knows no meaning.
+//! Bytes as one printable word: base32 in lower case without padding (RFC 4648, section 6). It knows no
+//! meaning.
 
 const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
 

@@ -1,9 +1,9 @@
-//! Connections that have not said yet who they are: how many wait, for how long, what they say, and what proves that
-//! they belong here. It depends on no job.
+//! Connections that have not said yet who they are: how many wait, for how long, what they say, and what proves
+//! that they belong here. It depends on no job.
 //!
 //! What a connection may cost before its proof: [`STRANGER`](crate::secure) bytes read and one handshake where
-//! connections are encrypted, a greeting of 1024 bytes where they are not, [`GREETING`], and one of [`MOST_OF_ONE`] places
-//! of its address. Nobody waits for it: nothing here blocks.
+//! connections are encrypted, a greeting of 1024 bytes where they are not, [`GREETING`], and one of
+//! [`MOST_OF_ONE`] places of its address. Nobody waits for it: nothing here blocks.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -70,8 +70,8 @@ impl Door {
         let _ = poll(&mut fds, Some(&limit));
     }
 
-    /// Lets connections in from a listener that does not block, and gives those that greeted. Each is heard at least
-    /// once before it has to make room.
+    /// Lets connections in from a listener that does not block, and gives those that greeted. Each is heard at
+    /// least once before it has to make room.
     pub(super) fn listen(&mut self, listener: &TcpListener) -> Vec<Guest> {
         for _ in 0..MOST {
             let Ok((socket, from)) = listener.accept() else { break };

@@ -360,7 +360,7 @@ fn reach(
 
 /// Whether the other side ended the connection before it said anything: so does what stands before a peer that does not
 /// listen yet, be it a relay, a tunnel or a forwarded port.
-const fn hung_up(error: &CommError) -> bool {
+pub(super) const fn hung_up(error: &CommError) -> bool {
     matches!(
         error,
         CommError::Io {
@@ -541,5 +541,28 @@ pub(super) fn refused(peer: &str, reason: Refusal) -> CommError {
             CommError::Clocks { peer, host: clock, own }
         }
         reason => CommError::Refused { peer, reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clocks_that_are_far_apart_are_named() {
+        let now = unix_seconds();
+        let said = |clock: u64| refused("a:1", Refusal::Expired { expiry: clock - 7300, clock }).to_string();
+        let near = said(now + 10);
+        assert!(near.contains("an expired ticket: 2 h ago by this clock"), "{near}");
+        let far = said(now + 5 * 3600 + 10);
+        assert!(far.contains("which is 5 h ahead of this one: set the clocks"), "{far}");
+        assert!(said(now - 3 * 86_400).contains("3 days behind"));
+    }
+
+    #[test]
+    fn one_name_that_works_is_enough() {
+        let all = resolve("master address", "no-such-host.invalid:1,127.0.0.1:2,[::1]:3").unwrap();
+        assert_eq!(all, ["127.0.0.1:2".parse().unwrap(), "[::1]:3".parse().unwrap()]);
+        assert!(resolve("master address", "no-such-host.invalid:1").is_err());
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use farflung_base::Rank;
 
 use super::door::{Door, Guest};
-use super::rendezvous::{connect, refused, resolve};
+use super::rendezvous::{connect, hung_up, refused, resolve};
 use super::stream::Stream;
 use super::until::Until;
 use crate::control::{Control, Listed};
@@ -281,6 +281,23 @@ impl Store {
         deadline: Duration,
     ) -> Result<Self, CommError> {
         let until = Until::after(deadline);
+        loop {
+            // Where strangers crowd the door, a client may have to make room and come again.
+            match Self::open(address, job, security, (deadline, until)) {
+                Err(e) if hung_up(&e) && until.left().is_some() => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                other => return other,
+            }
+        }
+    }
+
+    fn open(
+        address: &str,
+        job: &str,
+        security: &Security,
+        (deadline, until): (Duration, Until),
+    ) -> Result<Self, CommError> {
         let late = || CommError::io("store at", &address, &std::io::ErrorKind::TimedOut.into());
         let stream = connect(security, &resolve("store at", address)?, security.host(), until)?;
         let stream = stream.ok_or_else(late)?;

@@ -1,5 +1,5 @@
-//! A socket with or without a TLS session over it, as plain bytes: without blocking for links, with a deadline for
-//! whoever meets. It knows no frame beyond those in which both sides prove who they are.
+//! A socket with or without a TLS session over it, as plain bytes: without blocking for links, with a deadline
+//! for whoever meets. It knows no frame beyond those in which both sides prove who they are.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -55,8 +55,8 @@ impl Sealed {
 }
 
 impl Stream {
-    /// A connection that has just been made, as this side's `security` wants it; the other side has to have the key that
-    /// is `expected`, where it is known.
+    /// A connection that has just been made, as this side's `security` wants it; the other side has to have the
+    /// key that is `expected`, where it is known.
     pub(super) fn new(
         socket: TcpStream,
         security: &Security,
@@ -73,8 +73,8 @@ impl Stream {
         Ok(Self { socket, sealed })
     }
 
-    /// Greets the other side as a client: the handshake, and this side's proof. Its own proof comes before whatever else
-    /// it says, and is checked by [`Stream::read_message`].
+    /// Greets the other side as a client: the handshake, and this side's proof. Its own proof comes before
+    /// whatever else it says, and is checked by [`Stream::read_message`].
     pub(super) fn greet(&self, until: Until) -> Result<(), CommError> {
         let Some(sealed) = &self.sealed else { return Ok(()) };
         let io = |e: io::Error| self.error(&self.name(), &e);
@@ -262,8 +262,8 @@ impl Stream {
         }
     }
 
-    /// The bytes of one whole message, as many as come: nothing is allocated by a length that is only claimed. The
-    /// other side's proof is checked on the way.
+    /// The bytes of one whole message, as many as come: nothing is allocated by a length that is only claimed.
+    /// The other side's proof is checked on the way.
     pub(super) fn read_message(&self, from: &str, until: Until) -> Result<Vec<u8>, CommError> {
         loop {
             let bytes = self.read_frame(from, until)?;

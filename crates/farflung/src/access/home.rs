@@ -78,7 +78,8 @@ impl Home {
     }
 }
 
-/// The 32 bytes of a file, which is made where there is none. Processes that come at the same time end with the same.
+/// The 32 bytes of a file, which is made where there is none. Processes that come at the same time end with the
+/// same.
 fn made_once(path: &Path, make: impl Fn() -> Result<[u8; 32]>) -> Result<[u8; 32]> {
     loop {
         if let Some(bytes) = files::read_own(path, 32)? {

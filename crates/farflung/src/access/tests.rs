@@ -37,6 +37,11 @@ fn off_the_loopback_a_proof_or_leave_is_needed() {
     assert!(!with(&insecure, home.path(), &far).unwrap().security.is_sealed());
     let secret = [("MASTER_ADDR", "10.0.0.1"), (SECRET, "sixteen bytes it is")];
     assert!(with(&none, home.path(), &secret).unwrap().security.is_sealed());
+    // Who wants to join says as which rank.
+    let file = AccessArgs { secret_file: Some(home.path().join("secret")), ..AccessArgs::default() };
+    fs::write(home.path().join("secret"), "sixteen bytes it is").unwrap();
+    mode(&home.path().join("secret"), 0o600);
+    assert!(file.detect(env(home.path(), &[])).unwrap_err().to_string().contains("RANK is not"));
     // A process alone needs nothing, and makes no key.
     let home = tempfile::tempdir().unwrap();
     let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "10.0.0.1")];

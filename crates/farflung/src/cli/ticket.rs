@@ -5,8 +5,9 @@ use std::path::PathBuf;
 use farflung::comm::secure::{PublicKey, Ticket, unix_seconds};
 use farflung::{Error, Home, Result, access};
 
-/// Make a ticket: one word with this machine's addresses and key, a secret and an expiry. Give it to the other ranks of
-/// a job whose rank 0 runs here; whoever has it can join until it expires, so send it as you would a password.
+/// Make a ticket: one word with this machine's addresses and key, a secret and an expiry. Give it to the other
+/// ranks of a job whose rank 0 runs here; whoever has it can join until it expires, so send it as you would a
+/// password.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung ticket --address 203.0.113.5:29500 > ticket

@@ -1,0 +1,126 @@
+use std::io::Cursor;
+
+use super::super::identity::Identity;
+use super::*;
+
+fn tls(number: u8) -> tls::Tls {
+    tls::Tls::new(&Identity::from_seed([number; 32]))
+}
+
+/// Carries what waits from one to the other.
+fn carry(from: &mut Session, to: &mut Session) -> Result<usize, SessionError> {
+    let count = from.to_send().len().min(to.room().len());
+    to.room()[..count].copy_from_slice(&from.to_send()[..count]);
+    from.sent(count);
+    to.received(count)?;
+    Ok(count)
+}
+
+fn pair() -> (Session, Session) {
+    let (mut client, mut server) = (Session::client(&tls(1)).unwrap(), Session::server(&tls(2)).unwrap());
+    for _ in 0..3 {
+        assert_eq!((client.seal(&[]), server.seal(&[])), (Ok(0), Ok(0)));
+        carry(&mut client, &mut server).unwrap();
+        assert_eq!(server.seal(&[]), Ok(0));
+        carry(&mut server, &mut client).unwrap();
+    }
+    assert!(client.is_established() && server.is_established());
+    (client, server)
+}
+
+#[test]
+fn both_sides_know_each_others_key_and_share_an_exporter() {
+    let (client, server) = pair();
+    assert_eq!(client.peer(), Some(Identity::from_seed([2; 32]).public()));
+    assert_eq!(server.peer(), Some(Identity::from_seed([1; 32]).public()));
+    assert_eq!(client.exporter(), server.exporter());
+    assert_ne!(client.exporter(), pair().0.exporter());
+}
+
+#[test]
+fn the_exporter_is_the_one_of_rustls() {
+    let mut client = Session::client(&tls(1)).unwrap();
+    let mut server = rustls::ServerConnection::new(Arc::new(tls(2).server)).unwrap();
+    while !client.is_established() || server.is_handshaking() {
+        client.seal(&[]).unwrap();
+        let count = client.to_send().len();
+        if count > 0 {
+            server.read_tls(&mut Cursor::new(client.to_send())).unwrap();
+            server.process_new_packets().unwrap();
+            client.sent(count);
+        }
+        let mut bytes = Vec::new();
+        while server.wants_write() {
+            server.write_tls(&mut bytes).unwrap();
+        }
+        client.room()[..bytes.len()].copy_from_slice(&bytes);
+        client.received(bytes.len()).unwrap();
+    }
+    let theirs = server.export_keying_material([0; 32], LABEL.as_bytes(), Some(&[])).unwrap();
+    assert_eq!(client.exporter(), Some(&theirs));
+}
+
+#[test]
+fn bytes_come_through_in_any_portions() {
+    let (mut client, mut server) = pair();
+    server.trust();
+    let sent: Vec<u8> = (0..700_000_u32).map(|i| (i % 251) as u8).collect();
+    let rng = farflung_base::Philox::new(19, 2);
+    let mut portion = (0..).map(|i| 1 + rng.word(i) as usize % 50_000);
+    let (mut at, mut got) = (0, Vec::<u8>::new());
+    while got.len() < sent.len() {
+        let end = (at + portion.next().unwrap()).min(sent.len());
+        let middle = (at + portion.next().unwrap() % 40).min(end);
+        let slices = [IoSlice::new(&sent[at..middle]), IoSlice::new(&[]), IoSlice::new(&sent[middle..end])];
+        at += client.seal(&slices).unwrap();
+        carry(&mut client, &mut server).unwrap();
+        let (mut first, mut second) =
+            (vec![0; portion.next().unwrap() % 100], vec![0; portion.next().unwrap()]);
+        let count = server.open(&mut [IoSliceMut::new(&mut first), IoSliceMut::new(&mut second)]).unwrap();
+        let whole = [first, second].concat();
+        got.extend(&whole[..count]);
+    }
+    assert!(got == sent);
+}
+
+#[test]
+fn a_stranger_may_say_little_and_nothing_panics() {
+    let hello = {
+        let mut client = Session::client(&tls(1)).unwrap();
+        client.seal(&[]).unwrap();
+        client.to_send().to_vec()
+    };
+    let hear = |bytes: &[u8]| {
+        let mut server = Session::server(&tls(2)).unwrap();
+        let mut rest = bytes;
+        loop {
+            let count = rest.len().min(server.room().len()).min(700);
+            server.room()[..count].copy_from_slice(&rest[..count]);
+            rest = &rest[count..];
+            server.received(count)?;
+            let mut place = [0; 64];
+            server.open(&mut [IoSliceMut::new(&mut place)])?;
+            if rest.is_empty() {
+                return Ok(server.heard);
+            }
+        }
+    };
+    assert_eq!(hear(&hello), Ok(hello.len()));
+    assert_eq!(hear(b"FFLC\x04"), Err(SessionError::Clear));
+    assert_eq!(hear(b"GET / HTTP/1.1\r\n"), Err(SessionError::NotTls));
+    // A record of the greatest length, of which it will never see the end.
+    let long = [&[0x16, 3, 1, 0x40, 0][..], &[1; 5000]].concat();
+    assert_eq!(hear(&long), Err(SessionError::TooMuch));
+    let rng = farflung_base::Philox::new(19, 3);
+    for i in 0..3000 {
+        let mut bytes = hello.clone();
+        for j in 0..1 + i % 4 {
+            let word = rng.word(8 * i + j);
+            let at = word as usize % bytes.len();
+            bytes[at] = (word >> 16) as u8;
+        }
+        bytes.truncate(rng.word(8 * i + 7) as usize % (2 * bytes.len()));
+        // Whatever it says, it is heard without a panic, and not for long.
+        assert!(hear(&bytes).is_ok_and(|heard| heard < STRANGER) || hear(&bytes).is_err());
+    }
+}
