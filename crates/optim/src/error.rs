@@ -60,6 +60,13 @@ pub enum OptimError {
         /// What was wrong.
         problem: &'static str,
     },
+    /// A method that would be registered by a name which another has.
+    #[cfg(feature = "sync")]
+    #[error("there is a method `{name}` already")]
+    NameTaken {
+        /// The name.
+        name: &'static str,
+    },
     /// A protocol where a codec is needed: its exchanges are sums over all ranks.
     #[cfg(feature = "sync")]
     #[error("sync: `{name}` needs sums over all ranks, expected a codec")]

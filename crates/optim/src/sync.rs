@@ -15,6 +15,8 @@ mod replicas;
 mod streaming;
 mod timeline;
 
+use std::sync::{PoisonError, RwLock};
+
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
@@ -244,10 +246,27 @@ pub const METHODS: &[SyncMethod] = &[
     CHOCO,
 ];
 
+/// Methods that are not in the table.
+static REGISTERED: RwLock<Vec<&'static SyncMethod>> = RwLock::new(Vec::new());
+
 impl SyncMethod {
-    /// The method of a name.
+    /// The method of a name: of the table, or registered.
     #[must_use]
     pub fn by_name(name: &str) -> Option<&'static Self> {
-        METHODS.iter().find(|method| method.name == name)
+        let registered = REGISTERED.read().unwrap_or_else(PoisonError::into_inner);
+        METHODS.iter().chain(registered.iter().copied()).find(|method| method.name == name)
+    }
+
+    /// Makes a method of your own known by its name to this process: to its settings, plans and checkpoints.
+    ///
+    /// Errors: [`OptimError::NameTaken`] for the name of another method.
+    pub fn register(method: &'static Self) -> Result<(), OptimError> {
+        let mut registered = REGISTERED.write().unwrap_or_else(PoisonError::into_inner);
+        let known = METHODS.iter().chain(registered.iter().copied()).any(|other| other.name == method.name);
+        if known {
+            return Err(OptimError::NameTaken { name: method.name });
+        }
+        registered.push(method);
+        Ok(())
     }
 }

@@ -278,3 +278,14 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
     }
     assert!(make(&CHOCO, PLAIN, Communicator::new(memory::cluster(1).pop().unwrap()), &params).is_apart());
 }
+
+#[test]
+fn a_method_of_ones_own_is_found_by_its_name_and_names_are_not_taken_twice() {
+    static OWN: SyncMethod = SyncMethod { name: "somebody's own", ..D_PSGD };
+    assert!(SyncMethod::by_name(OWN.name).is_none());
+    SyncMethod::register(&OWN).unwrap();
+    assert_eq!(SyncMethod::by_name(OWN.name).unwrap().name, OWN.name);
+    for taken in [&OWN, &CHOCO] {
+        assert!(SyncMethod::register(taken).unwrap_err().to_string().contains(taken.name));
+    }
+}

@@ -109,7 +109,7 @@ choice!(
 
 /// A setting whose values are the rows of a table, by their names.
 macro_rules! row {
-    ($(#[$doc:meta])* $name:ident, $row:ty, $table:expr) => {
+    ($(#[$doc:meta])* $name:ident, $row:ty, $table:expr $(, or $other:expr)?) => {
         $(#[$doc])*
         #[derive(Clone, Copy)]
         pub struct $name(&'static $row);
@@ -173,7 +173,7 @@ macro_rules! row {
                 Self::all().map(|row| row.name.to_owned()).collect()
             }
             fn parse(text: &str) -> Option<Self> {
-                Self::all().find(|row| row.name == text)
+                Self::all().find(|row| row.name == text)$(.or_else(|| $other(text).map(Self)))?
             }
             fn value(&self) -> Value {
                 Value::String(self.name.to_owned())
@@ -187,8 +187,8 @@ row!(
     OptimizerKind, LocalMethod, local::METHODS
 );
 row!(
-    /// How replicas stay one model: a row of [`sync::METHODS`].
-    SyncKind, SyncMethod, sync::METHODS
+    /// How replicas stay one model: a row of [`sync::METHODS`], or a registered one.
+    SyncKind, SyncMethod, sync::METHODS, or SyncMethod::by_name
 );
 
 row!(
