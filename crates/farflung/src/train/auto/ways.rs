@@ -19,7 +19,7 @@ use crate::train::chain::{PipelineSizes, chain, pipeline_plan};
 const SCHEDULES: [Method; 4] = [Method::OneFOneB, Method::OneFOneBSlope, Method::GPipe, Method::ZbH1];
 
 /// All-reduce algorithms that are tried for averages.
-const ALGORITHMS: [Algorithm; 3] = [Algorithm::Ring, Algorithm::HalvingDoubling, Algorithm::Direct];
+const ALGORITHMS: [Algorithm; 3] = [Algorithm::Direct, Algorithm::Ring, Algorithm::HalvingDoubling];
 
 /// Layouts that DT-FM's search may price for each number of stages.
 const LAYOUTS: u64 = 300;
@@ -349,9 +349,25 @@ impl Asked<'_> {
         plan.mesh = Plan::mesh_of(count, stages.len() as u32)?;
         plan.machines = rows.iter().flatten().map(|rank| names[rank.index()].clone()).collect();
         plan.microbatches = microbatches;
-        for algorithm in ALGORITHMS {
-            plan.levels = vec![Level { algorithm, ..Level::default() }];
-            self.schedules(way, &format!("{what}, {algorithm}"), &plan, candidates)?;
+        // Schedules with one algorithm, then the fastest of them with the others: all products would take long to simulate.
+        let before = candidates.len();
+        let [first, others @ ..] = ALGORITHMS;
+        plan.levels = vec![Level { algorithm: first, ..Level::default() }];
+        self.schedules(way, &format!("{what}, {first}"), &plan, candidates)?;
+        let Some(fastest) = candidates[before..].iter().min_by_key(|candidate| candidate.step) else {
+            return Ok(());
+        };
+        let plan = fastest.plan.clone();
+        for algorithm in others {
+            let levels = vec![Level { algorithm, ..Level::default() }];
+            let what = match plan.pipeline.schedule {
+                ScheduleSource::Named(method) if plan.stages() > 1 => {
+                    format!("{what}, {algorithm}, {method}")
+                }
+                _ => format!("{what}, {algorithm}"),
+            };
+            let plan = Plan { levels, ..plan.clone() };
+            candidates.push(simulated(way, what, plan, self.model, self.cluster)?);
         }
         Ok(())
     }
