@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     const MACHINES: &str = r#"
-default = "1gbit,1ms"
+default = "100gbit,1us"
 [[device]]
 name = "fast"
 flops = "300 GFLOPS"
