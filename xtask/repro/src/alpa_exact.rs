@@ -11,7 +11,8 @@ use instances::Draw;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "alpa-exact",
-    claim: "the dynamic programs for pipelines find what trying all divisions finds: unequal machines in order under memory, \
+    claim: "the dynamic programs for pipelines find what trying all divisions finds: unequal machines in \
+        order under memory, \
             Alpa's submeshes, PipeDream's replicas, Piper's shapes",
     source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021",
     seed: 33,

@@ -39,7 +39,8 @@ pub struct Candidate {
     pub is_baseline: bool,
 }
 
-/// What each rank of a plan holds: its part's state, and the activations of the microbatches that are under way.
+/// What each rank of a plan holds: its part's state, and the activations of the microbatches that are under
+/// way.
 ///
 /// Errors: those of [`chain`].
 pub fn held(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<Bytes>> {
@@ -60,8 +61,8 @@ pub fn held(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<Byt
     Ok(all)
 }
 
-/// What all ranks of a plan send in a step: hidden states and their gradients, and gradients of parameters as a ring sends
-/// them.
+/// What all ranks of a plan send in a step: hidden states and their gradients, and gradients of parameters as a
+/// ring sends them.
 #[must_use]
 pub fn sent(plan: &Plan, model: &GptConfig) -> Bytes {
     let hidden = u64::from(plan.batch) * (model.context * model.dim * size_of::<f32>()) as u64;

@@ -95,40 +95,42 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// Whether each machine holds its part. GPipe holds all microbatches, the other schedules as 1F1B or fewer.
+    /// Whether each machine holds its part.
+    ///
+    /// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each holds as
+    /// many as there are stages; GPipe, and 1F1B with a steeper warm-up, may hold all.
     fn fits(&self, plan: &Plan) -> Result<bool> {
         let names = self.cluster.rank_names();
         let memory = |name: &String| {
             let at = names.iter().position(|known| known == name)?;
             self.cluster.ranks().nth(at)?.memory
         };
-        let mut needs = held(plan, self.model, self.cluster)?;
-        let all_held =
-            matches!(plan.pipeline.schedule, ScheduleSource::Named(Method::GPipe | Method::OneFOneBSlope));
-        if all_held && plan.stages() > 1 {
-            // The last stage holds one microbatch, whatever the schedule: what a stage adds for each is more.
-            needs = self.held_by_all(plan)?;
-        }
+        let needs = match plan.pipeline.schedule {
+            ScheduleSource::Named(Method::GPipe | Method::OneFOneBSlope) if plan.stages() > 1 => {
+                self.held_of(plan, u64::MAX)?
+            }
+            ScheduleSource::Named(Method::ZbH1) => self.held_of(plan, u64::from(plan.stages()))?,
+            _ => held(plan, self.model, self.cluster)?,
+        };
         Ok(plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has)))
     }
 
-    /// What ranks hold where each keeps all microbatches.
-    fn held_by_all(&self, plan: &Plan) -> Result<Vec<Bytes>> {
-        let ranks = Rank(0);
-        let one = chain(self.model, self.cluster, &[ranks], plan.batch, 1)?;
+    /// What ranks hold where each keeps up to so many microbatches.
+    fn held_of(&self, plan: &Plan, most: u64) -> Result<Vec<Bytes>> {
+        let layers = chain(self.model, self.cluster, &[Rank(0)], plan.batch, 1)?.layers;
         let of = |rank: usize| {
             let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
-            let layers = part.layers.start as usize..part.layers.end as usize;
-            let microbatches = u64::from(plan.microbatches[replica]);
-            let held = one.layers[layers]
+            let microbatches = u64::from(plan.microbatches[replica]).min(most);
+            let held = layers[part.layers.start as usize..part.layers.end as usize]
                 .iter()
-                .map(|l| l.state.0.saturating_add(l.activations.0.saturating_mul(microbatches)));
+                .map(|layer| layer.state.0.saturating_add(layer.activations.0.saturating_mul(microbatches)));
             Bytes(held.fold(0, u64::saturating_add))
         };
         Ok((0..plan.machines.len()).map(of).collect())
     }
 
-    /// The orders of machines that are tried: the file's, and the shortest path over what a microbatch takes from one to another.
+    /// The orders of machines that are tried: the file's, and the shortest path over what a microbatch takes
+    /// from one to another.
     fn orders(&self) -> Result<Vec<(&'static str, Vec<Rank>)>> {
         let topology = self.cluster.topology()?;
         let size = topology.size();
@@ -175,7 +177,8 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// Machines in the order of the ring whose slowest link is fastest, for what a ring's all-reduce sends at once.
+    /// Machines in the order of the ring whose slowest link is fastest, for what a ring's all-reduce sends at
+    /// once.
     fn around(&self, topology: &Topology, machines: &[Rank]) -> Vec<Rank> {
         let n = machines.len();
         let bytes = Bytes(self.model.parameters() * 4 / n as u64);
@@ -349,7 +352,8 @@ impl Asked<'_> {
         plan.mesh = Plan::mesh_of(count, stages.len() as u32)?;
         plan.machines = rows.iter().flatten().map(|rank| names[rank.index()].clone()).collect();
         plan.microbatches = microbatches;
-        // Schedules with one algorithm, then the fastest of them with the others: all products would take long to simulate.
+        // Schedules with one algorithm, then the fastest of them with the others: all products would take long
+        // to simulate.
         let before = candidates.len();
         let [first, others @ ..] = ALGORITHMS;
         plan.levels = vec![Level { algorithm: first, ..Level::default() }];
