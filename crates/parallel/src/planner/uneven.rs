@@ -89,16 +89,6 @@ impl Chain {
         Some(Nanos(once.saturating_add(slowest.saturating_mul(u64::from(self.microbatches.max(1)) - 1))))
     }
 
-    /// What each stage's machine holds: state, and the activations of the microbatches that are under way.
-    ///
-    /// # Panics
-    /// If a stage names a layer that does not exist.
-    #[must_use]
-    pub fn held(&self, stages: &[ChainStage]) -> Vec<Bytes> {
-        let sums = Sums::new(self);
-        stages.iter().enumerate().map(|(at, stage)| sums.held(stage, stages.len() - at)).collect()
-    }
-
     fn check(&self) -> Result<(), ParallelError> {
         let zero = |of: &str, field| Err(ParallelError::Zero { of: of.to_owned(), field });
         if self.layers.is_empty() {

@@ -96,37 +96,14 @@ impl Asked<'_> {
     }
 
     /// Whether each machine holds its part.
-    ///
-    /// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each holds as
-    /// many as there are stages; GPipe, and 1F1B with a steeper warm-up, may hold all.
     fn fits(&self, plan: &Plan) -> Result<bool> {
         let names = self.cluster.rank_names();
         let memory = |name: &String| {
             let at = names.iter().position(|known| known == name)?;
             self.cluster.ranks().nth(at)?.memory
         };
-        let needs = match plan.pipeline.schedule {
-            ScheduleSource::Named(Method::GPipe | Method::OneFOneBSlope) if plan.stages() > 1 => {
-                self.held_of(plan, u64::MAX)?
-            }
-            ScheduleSource::Named(Method::ZbH1) => self.held_of(plan, u64::from(plan.stages()))?,
-            _ => held(plan, self.model, self.cluster)?,
-        };
+        let needs = held(plan, self.model, self.cluster)?;
         Ok(plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has)))
-    }
-
-    /// What ranks hold where each keeps up to so many microbatches.
-    fn held_of(&self, plan: &Plan, most: u64) -> Result<Vec<Bytes>> {
-        let layers = chain(self.model, self.cluster, &[Rank(0)], plan.batch, 1)?.layers;
-        let of = |rank: usize| {
-            let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
-            let microbatches = u64::from(plan.microbatches[replica]).min(most);
-            let held = layers[part.layers.start as usize..part.layers.end as usize]
-                .iter()
-                .map(|layer| layer.state.0.saturating_add(layer.activations.0.saturating_mul(microbatches)));
-            Bytes(held.fold(0, u64::saturating_add))
-        };
-        Ok((0..plan.machines.len()).map(of).collect())
     }
 
     /// The orders of machines that are tried: the file's, and the shortest path over what a microbatch takes
