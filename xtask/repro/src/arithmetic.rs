@@ -9,8 +9,7 @@ use crate::harness::{Bench, Mark, Options, Report};
 pub(crate) const BENCH: Bench = Bench {
     name: "arithmetic",
     claim: "what is said of sizes: 350 GB of GPT-3, 16 TB of a trillion parameters with Adam, 24 MB for a \
-        thousand tokens at a \
-            boundary of GPT-3, 64 ranks as 4 x 4 x 4, 76% of linear for Megatron",
+        thousand tokens at a boundary of GPT-3, 64 ranks as 4 x 4 x 4, 76% of linear for Megatron",
     source: "Narayanan et al. 2021; Rajbhandari et al. 2020; Shoeybi et al. 2019",
     seed: 0,
     run,

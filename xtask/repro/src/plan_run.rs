@@ -12,9 +12,8 @@ use crate::workers::{Over, config, job, on_all, with_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-run",
-    claim: "the plan that is chosen for uneven machines takes what was predicted, and no plan of equal shares \
-        in the file's order, \
-            of pure data parallelism or of a pipeline alone is faster",
+    claim: "the plan that is chosen for uneven machines takes what was predicted, and no plan of equal \
+        shares in the file's order, of pure data parallelism or of a pipeline alone is faster",
     source: "ours",
     seed: 1337,
     run,

@@ -9,8 +9,7 @@ use crate::harness::{Bench, Mark, Options, Report};
 pub(crate) const BENCH: Bench = Bench {
     name: "swarm-rebalance",
     claim: "under preemptions a swarm that rebalances every minute does more than one that does every five, \
-        and that more than one \
-            that never does; wide layers hide their traffic",
+        and that more than one that never does; wide layers hide their traffic",
     source: "Ryabinin et al. 2023, SWARM: 82.7%, 95.8%, 97.6% of the optimum",
     seed: 0,
     run,
