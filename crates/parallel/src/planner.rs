@@ -2,6 +2,7 @@
 
 pub mod alpa;
 pub mod dtfm;
+pub mod galvatron;
 pub mod matching;
 pub mod path;
 pub mod pipedream;

@@ -1,7 +1,8 @@
 //! The exact planners of pipelines against every division that there is, on small random instances.
 
 use anyhow::Result;
-use farflung::parallel::planner::{alpa, pipedream, piper, uneven};
+use farflung::base::Bytes;
+use farflung::parallel::planner::{alpa, galvatron, pipedream, piper, uneven};
 
 use crate::harness::{Bench, Mark, Options, Report};
 
@@ -11,9 +12,9 @@ use instances::Draw;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "alpa-exact",
-    claim: "the dynamic programs for pipelines find what trying all divisions finds: unequal machines in order under memory, \
-            Alpa's submeshes, PipeDream's replicas, Piper's shapes",
-    source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021",
+    claim: "the dynamic programs for pipelines find what trying all divisions finds: unequal machines in \
+        order under memory, Alpa's submeshes, PipeDream's replicas, Piper's shapes, Galvatron's strategies",
+    source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021; Miao et al. 2022",
     seed: 33,
     run,
 };
@@ -29,8 +30,13 @@ type One = fn(&mut Draw) -> Outcome;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let rounds = if options.quick { 100 } else { 1000 };
-    let planners: [(&str, One); 4] =
-        [("machines in order", in_order), ("Alpa", submeshes), ("PipeDream", replicas), ("Piper", shapes)];
+    let planners: [(&str, One); 5] = [
+        ("machines in order", in_order),
+        ("Alpa", submeshes),
+        ("PipeDream", replicas),
+        ("Piper", shapes),
+        ("Galvatron", strategies),
+    ];
     for (name, one) in planners {
         let mut draw = Draw::new(report.seed());
         let (mut differ, mut feasible) = (0, 0);
@@ -84,4 +90,12 @@ fn shapes(draw: &mut Draw) -> Outcome {
     let best = instances::shape_periods(&size, &load, 0, size.devices).into_iter().min();
     let found = piper::piper(&size, &load).ok();
     Outcome { best: best.map(|(period, _)| period), found: found.map(|plan| plan.period.0) }
+}
+
+fn strategies(draw: &mut Draw) -> Outcome {
+    let instances::Strategies { costs, changes, memory } = instances::strategies(draw);
+    let change = |a: usize, b: usize| changes[a][b];
+    let found = galvatron::galvatron(&costs, &change, memory, Bytes(1)).ok();
+    let best = instances::least_time(&costs, &changes, memory.0, None);
+    Outcome { best, found: found.map(|found| found.time.0) }
 }

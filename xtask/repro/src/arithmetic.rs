@@ -8,8 +8,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "arithmetic",
-    claim: "what is said of sizes: 350 GB of GPT-3, 16 TB of a trillion parameters with Adam, 24 MB for a thousand tokens at a \
-            boundary of GPT-3, 64 ranks as 4 x 4 x 4, 76% of linear for Megatron",
+    claim: "what is said of sizes: 350 GB of GPT-3, 16 TB of a trillion parameters with Adam, 24 MB for a \
+        thousand tokens at a boundary of GPT-3, 64 ranks as 4 x 4 x 4, 76% of linear for Megatron",
     source: "Narayanan et al. 2021; Rajbhandari et al. 2020; Shoeybi et al. 2019",
     seed: 0,
     run,
@@ -86,8 +86,9 @@ fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     Ok(())
 }
 
-/// 8.3 billion parameters on 8 V100: 72 layers of 3,072, 8 sequences of 1,024 tokens, 39 TFLOP/s each; two all-reduces forward and two
-/// backward in each layer, over links of 61.5 GB/s (which the published figure was used to find).
+/// 8.3 billion parameters on 8 V100: 72 layers of 3,072, 8 sequences of 1,024 tokens, 39 TFLOP/s each; two
+/// all-reduces forward and two backward in each layer, over links of 61.5 GB/s (which the published figure was
+/// used to find).
 fn megatron() -> f64 {
     let model = Transformer { layers: 72, hidden: 3072, heads: 32, sequence: 1024, vocabulary: 51_200 };
     let (ranks, batch) = (8.0, 8);

@@ -9,7 +9,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "dtfm-cost",
-    claim: "the cost of a layout is that of DT-FM's published scheduler: data-parallel cost, bottleneck matchings, shortest path",
+    claim: "the cost of a layout is that of DT-FM's published scheduler: data-parallel cost, bottleneck \
+        matchings, shortest path",
     source: "Yuan et al. 2022, DT-FM, scheduler/",
     seed: 0,
     run,

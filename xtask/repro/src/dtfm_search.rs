@@ -13,8 +13,9 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "dtfm-search",
-    claim: "our search for a DT-FM layout is never worse than the paper's at equal evaluations, nor than pipelines of \
-            neighbours; it finds the optimum wherever exhaustive search proves one; 64 devices take under 5 s",
+    claim: "our search for a DT-FM layout is never worse than the paper's at equal evaluations, nor than \
+        pipelines of neighbours; it finds the optimum wherever exhaustive search proves one; 64 devices \
+        take under 5 s",
     source: "Yuan et al. 2022, DT-FM",
     seed: 21,
     run,

@@ -12,15 +12,16 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "dtfm-world",
-    claim: "placement is what makes training over the world possible: the planned layout against chance and against ranks in \
-            order, in simulated steps of GPT-3 XL; eight regions of the world take 1.7 to 3.5 times a data centre",
+    claim: "placement is what makes training over the world possible: the planned layout against chance and \
+        against ranks in order, in simulated steps of GPT-3 XL; eight regions of the world take 1.7 to 3.5 \
+        times a data centre",
     source: "Yuan et al. 2022, DT-FM: 4.8x, 1.2-2.5x, 1.7-3.5x",
     seed: 5,
     run,
 };
 
-/// A setting of the paper, and what an independent event simulation says of it: the best step of case 1, and those of case 5
-/// with neighbours in a group and in a pipeline.
+/// A setting of the paper, and what an independent event simulation says of it: the best step of case 1, and
+/// those of case 5 with neighbours in a group and in a pipeline.
 struct Setting {
     layers: u32,
     batch: u32,

@@ -7,7 +7,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "memory-table",
-    claim: "activations per method, state per ZeRO stage, parameters and operations are those of the published formulas",
+    claim: "activations per method, state per ZeRO stage, parameters and operations are those of the \
+        published formulas",
     source: "Korthikanti et al. 2022, table 2; Rajbhandari et al. 2020; Narayanan et al. 2021",
     seed: 0,
     run,
@@ -15,8 +16,8 @@ pub(crate) const BENCH: Bench = Bench {
 
 const GIB: f64 = (1_u64 << 30) as f64;
 
-/// A model, and GiB of all its layers' activations for one sequence: all kept on one rank; on eight tensor ranks all kept; with sequence
-/// parallelism; that and selective recompute; full recompute.
+/// A model, and GiB of all its layers' activations for one sequence: all kept on one rank; on eight tensor
+/// ranks all kept; with sequence parallelism; that and selective recompute; full recompute.
 struct Published {
     name: &'static str,
     model: Transformer,

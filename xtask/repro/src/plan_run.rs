@@ -12,8 +12,8 @@ use crate::workers::{Over, config, job, on_all, with_transport};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-run",
-    claim: "the plan that is chosen for uneven machines takes what was predicted, and no plan of equal shares in the file's order, \
-            of pure data parallelism or of a pipeline alone is faster",
+    claim: "the plan that is chosen for uneven machines takes what was predicted, and no plan of equal \
+        shares in the file's order, of pure data parallelism or of a pipeline alone is faster",
     source: "ours",
     seed: 1337,
     run,
@@ -30,55 +30,69 @@ struct Network {
 const NETWORKS: [Network; 10] = [
     Network {
         name: "4:2:1:1 on a fast net",
-        file: "default = '10gbit,10us'\n[[device]]\nname = 'a'\nflops = '400 MFLOPS'\n[[device]]\nname = 'b'\nflops = \
+        file: "default = '10gbit,10us'\n[[device]]\nname = 'a'\nflops = '400 MFLOPS'\n[[device]]\nname = \
+            'b'\nflops = \
                '200 MFLOPS'\n[[device]]\nname = 'c'\ncount = 2\nflops = '100 MFLOPS'",
     },
     Network {
         name: "4:2:1:1 on 10 Mbit/s",
-        file: "default = '10mbit,1ms'\n[[device]]\nname = 'a'\nflops = '400 MFLOPS'\n[[device]]\nname = 'b'\nflops = \
+        file: "default = '10mbit,1ms'\n[[device]]\nname = 'a'\nflops = '400 MFLOPS'\n[[device]]\nname = \
+            'b'\nflops = \
                '200 MFLOPS'\n[[device]]\nname = 'c'\ncount = 2\nflops = '100 MFLOPS'",
     },
     Network {
         name: "equal machines, slow uplinks",
-        file: "default = '100mbit,5ms'\n[[device]]\nname = 'd'\ncount = 4\nflops = '200 MFLOPS'\nup = '8mbit'\ndown = '50mbit'",
+        file: "default = '100mbit,5ms'\n[[device]]\nname = 'd'\ncount = 4\nflops = '200 MFLOPS'\nup = \
+            '8mbit'\ndown = '50mbit'",
     },
     Network {
         name: "two offices of two",
-        file: "[[region]]\nname = 'x'\ninside = '1gbit,100us'\n[[region]]\nname = 'y'\ninside = '1gbit,100us'\n[[device]]\nname = \
-               'p'\ncount = 2\nflops = '300 MFLOPS'\nregion = 'x'\n[[device]]\nname = 'q'\ncount = 2\nflops = '300 \
+        file: "[[region]]\nname = 'x'\ninside = '1gbit,100us'\n[[region]]\nname = 'y'\ninside = \
+            '1gbit,100us'\n[[device]]\nname = \
+               'p'\ncount = 2\nflops = '300 MFLOPS'\nregion = 'x'\n[[device]]\nname = 'q'\ncount = 2\nflops = \
+               '300 \
                MFLOPS'\nregion = 'y'\n[[link]]\nbetween = ['x', 'y']\nlink = '5mbit,20ms'",
     },
     Network {
         name: "two offices, interleaved in the file",
-        file: "[[region]]\nname = 'x'\ninside = '1gbit,100us'\n[[region]]\nname = 'y'\ninside = '1gbit,100us'\n[[device]]\nname = \
-               'p0'\nflops = '300 MFLOPS'\nregion = 'x'\n[[device]]\nname = 'q0'\nflops = '300 MFLOPS'\nregion = \
-               'y'\n[[device]]\nname = 'p1'\nflops = '300 MFLOPS'\nregion = 'x'\n[[device]]\nname = 'q1'\nflops = '300 \
+        file: "[[region]]\nname = 'x'\ninside = '1gbit,100us'\n[[region]]\nname = 'y'\ninside = \
+            '1gbit,100us'\n[[device]]\nname = \
+               'p0'\nflops = '300 MFLOPS'\nregion = 'x'\n[[device]]\nname = 'q0'\nflops = '300 \
+               MFLOPS'\nregion = \
+               'y'\n[[device]]\nname = 'p1'\nflops = '300 MFLOPS'\nregion = 'x'\n[[device]]\nname = \
+               'q1'\nflops = '300 \
                MFLOPS'\nregion = 'y'\n[[link]]\nbetween = ['x', 'y']\nlink = '5mbit,20ms'",
     },
     Network {
         name: "one fast machine, three slow and far",
-        file: "default = '4mbit,40ms'\n[[device]]\nname = 'big'\nflops = '900 MFLOPS'\n[[device]]\nname = 'far'\ncount = \
+        file: "default = '4mbit,40ms'\n[[device]]\nname = 'big'\nflops = '900 MFLOPS'\n[[device]]\nname = \
+            'far'\ncount = \
                3\nflops = '50 MFLOPS'",
     },
     Network {
         name: "little memory",
-        file: "default = '50mbit,2ms'\n[[device]]\nname = 'm'\ncount = 3\nflops = '200 MFLOPS'\nmemory = '5MB'\n[[device]]\nname = \
+        file: "default = '50mbit,2ms'\n[[device]]\nname = 'm'\ncount = 3\nflops = '200 MFLOPS'\nmemory = \
+            '5MB'\n[[device]]\nname = \
                'n'\nflops = '400 MFLOPS'\nmemory = '4MB'",
     },
     Network {
         name: "six machines, 3:1",
-        file: "default = '20mbit,3ms'\n[[device]]\nname = 'f'\ncount = 3\nflops = '300 MFLOPS'\n[[device]]\nname = 's'\ncount = \
+        file: "default = '20mbit,3ms'\n[[device]]\nname = 'f'\ncount = 3\nflops = '300 \
+            MFLOPS'\n[[device]]\nname = 's'\ncount = \
                3\nflops = '100 MFLOPS'",
     },
     Network {
         name: "two machines, 5:1, high latency",
-        file: "default = '100mbit,80ms'\n[[device]]\nname = 'u'\nflops = '500 MFLOPS'\n[[device]]\nname = 'v'\nflops = '100 MFLOPS'",
+        file: "default = '100mbit,80ms'\n[[device]]\nname = 'u'\nflops = '500 MFLOPS'\n[[device]]\nname = \
+            'v'\nflops = '100 MFLOPS'",
     },
     Network {
         name: "asymmetric homes",
         file: "default = '100mbit,10ms'\n[[device]]\nname = 'h0'\nflops = '100 MFLOPS'\nup = '2mbit'\ndown = \
-               '50mbit'\n[[device]]\nname = 'h1'\nflops = '200 MFLOPS'\nup = '5mbit'\ndown = '50mbit'\n[[device]]\nname = \
-               'h2'\nflops = '300 MFLOPS'\nup = '10mbit'\ndown = '100mbit'\n[[device]]\nname = 'h3'\nflops = '250 \
+               '50mbit'\n[[device]]\nname = 'h1'\nflops = '200 MFLOPS'\nup = '5mbit'\ndown = \
+               '50mbit'\n[[device]]\nname = \
+               'h2'\nflops = '300 MFLOPS'\nup = '10mbit'\ndown = '100mbit'\n[[device]]\nname = 'h3'\nflops = \
+               '250 \
                MFLOPS'\nup = '20mbit'\ndown = '100mbit'",
     },
 ];

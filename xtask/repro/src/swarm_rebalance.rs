@@ -8,8 +8,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "swarm-rebalance",
-    claim: "under preemptions a swarm that rebalances every minute does more than one that does every five, and that more than one \
-            that never does; wide layers hide their traffic",
+    claim: "under preemptions a swarm that rebalances every minute does more than one that does every five, \
+        and that more than one that never does; wide layers hide their traffic",
     source: "Ryabinin et al. 2023, SWARM: 82.7%, 95.8%, 97.6% of the optimum",
     seed: 0,
     run,
@@ -22,7 +22,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let nanos = |seconds: u64| Nanos(seconds * 1_000_000_000);
     let arms = [("never", None), ("every 300 s", Some(nanos(300))), ("every 60 s", Some(nanos(60)))];
     let mut shares = [0.0; 3];
-    // 400 peers on 32 stages, as in the paper; its trace is not public. Lifetimes of half a day, half an hour away.
+    // 400 peers on 32 stages, as in the paper; its trace is not public. Lifetimes of half a day, half an hour
+    // away.
     let base = SwarmRun {
         stages: 32,
         peers: 400,

@@ -15,10 +15,10 @@ use crate::Result;
 
 /// Every plan that was made, the fastest first.
 ///
-/// One pipeline over machines in order (`planner::uneven`); replicas with shares by speed; pipelines side by side, placed by
-/// DT-FM's search with layers divided by the slowest machine of each stage. Each under the schedules and all-reduce
-/// algorithms that fit it. Replicas average gradients at each step: methods with local steps change what is learned, and are
-/// `farflung plan`'s.
+/// One pipeline over machines in order (`planner::uneven`); replicas with shares by speed; pipelines side by
+/// side, placed by DT-FM's search with layers divided by the slowest machine of each stage. Each under the
+/// schedules and all-reduce algorithms that fit it. Replicas average gradients at each step: methods with local
+/// steps change what is learned, and are `farflung plan`'s.
 ///
 /// Errors: machines that hold none of the plans, with what is missing; those of [`Prediction::on`].
 pub fn auto(

@@ -1,5 +1,5 @@
-//! One pipeline over machines in order: what its layers take becomes a chain that the planner divides, and the division a
-//! plan.
+//! One pipeline over machines in order: what its layers take becomes a chain that the planner divides, and the
+//! division a plan.
 
 use farflung_base::{Bytes, Rank};
 use farflung_parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainPlan};
@@ -17,10 +17,11 @@ const STATE: u64 = 16;
 
 /// The layers of a model as a chain over machines of a cluster, in this order.
 ///
-/// The token and position tables belong to the first layer, the head to the last, which then holds a copy of the token
-/// table, as the trainer's parts do.
+/// The token and position tables belong to the first layer, the head to the last, which then holds a copy of
+/// the token table, as the trainer's parts do.
 ///
-/// Errors: [`ParallelError::OffMesh`] for a machine that the cluster does not have; those of [`Cluster::topology`].
+/// Errors: [`ParallelError::OffMesh`] for a machine that the cluster does not have; those of
+/// [`Cluster::topology`].
 pub fn chain(
     model: &GptConfig,
     cluster: &Cluster,
@@ -128,7 +129,7 @@ mod tests {
     use super::*;
 
     const MACHINES: &str = r#"
-default = "1gbit,1ms"
+default = "100gbit,1us"
 [[device]]
 name = "fast"
 flops = "300 GFLOPS"

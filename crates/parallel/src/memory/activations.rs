@@ -4,8 +4,8 @@ use super::Transformer;
 
 /// Which activations are kept and how tensor-parallel ranks share them.
 ///
-/// Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", table 2: bytes of one
-/// layer and one microbatch of `b` sequences in f16, masks of dropout included.
+/// Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", table 2:
+/// bytes of one layer and one microbatch of `b` sequences in f16, masks of dropout included.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ActivationMethod {
     /// All are kept; tensor-parallel ranks share those inside attention and feed-forward.

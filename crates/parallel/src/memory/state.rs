@@ -56,8 +56,8 @@ pub struct StateBytes {
 }
 
 impl StateBytes {
-    /// Of so many parameters on a rank, shared out over `data` ranks; with `offload` the optimizer's state is in the host's
-    /// memory.
+    /// Of so many parameters on a rank, shared out over `data` ranks; with `offload` the optimizer's state is
+    /// in the host's memory.
     #[must_use]
     pub fn new(parameters: f64, each: BytesPerParameter, stage: ZeroStage, data: u64, offload: bool) -> Self {
         let share = |from: ZeroStage| {

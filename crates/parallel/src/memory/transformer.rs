@@ -67,7 +67,8 @@ impl Transformer {
         batch as u128 * self.layers as u128 * (24 * s * h * h + 4 * s * s * h)
     }
 
-    /// Operations of forward and backward: `72 B S L h^2 (1 + S / 6h + V / 12Lh)`. Source: Narayanan et al. 2021, appendix.
+    /// Operations of forward and backward: `72 B S L h^2 (1 + S / 6h + V / 12Lh)`. Source: Narayanan et al.
+    /// 2021, appendix.
     #[must_use]
     pub const fn operations(&self, batch: u64) -> u128 {
         let head = 2 * self.sequence as u128 * self.hidden as u128 * self.vocabulary as u128;
@@ -80,7 +81,8 @@ impl Transformer {
         self.operations(batch) + self.forward_of_layers(batch)
     }
 
-    /// Parameters of a rank of the first stage: its layers and the token and position tables, over the tensor ranks.
+    /// Parameters of a rank of the first stage: its layers and the token and position tables, over the tensor
+    /// ranks.
     #[must_use]
     pub fn parameters_of_rank(&self, degrees: Degrees) -> f64 {
         let layers = self.layers.div_ceil(degrees.pipeline.max(1));
@@ -88,7 +90,8 @@ impl Transformer {
         (layers * self.block_parameters() + tables) as f64 / degrees.tensor.max(1) as f64
     }
 
-    /// What a rank of the first stage holds under 1F1B, where it keeps as many microbatches as there are stages, or fewer.
+    /// What a rank of the first stage holds under 1F1B, where it keeps as many microbatches as there are
+    /// stages, or fewer.
     ///
     /// Without stages the logits of the last layer are held as well: `4 S b (h + V) / t` bytes.
     #[must_use]
@@ -122,8 +125,8 @@ impl Transformer {
         Footprint { state, activations: of_layers + head + input + running }
     }
 
-    /// The fewest devices of `memory` bytes that hold the model with one sequence a microbatch: replicas times stages times tensor
-    /// ranks, with at most `most_tensor` tensor ranks. `None` where 65,536 are not enough.
+    /// The fewest devices of `memory` bytes that hold the model with one sequence a microbatch: replicas times
+    /// stages times tensor ranks, with at most `most_tensor` tensor ranks. `None` where 65,536 are not enough.
     ///
     /// Tensor ranks are powers of two that divide the heads; stages divide the layers.
     #[must_use]
@@ -168,7 +171,8 @@ mod tests {
         Transformer { layers, hidden, heads, sequence: 2048, vocabulary }
     }
 
-    /// Activations of all layers for a microbatch of one sequence in GiB (Korthikanti et al. 2022, by their formulas).
+    /// Activations of all layers for a microbatch of one sequence in GiB (Korthikanti et al. 2022, by their
+    /// formulas).
     #[test]
     fn activations_are_those_of_the_table() {
         let expected = [
@@ -186,7 +190,8 @@ mod tests {
         for (model, row) in expected {
             for ((method, tensor), expected) in columns.into_iter().zip(row) {
                 let bytes = method.bytes_per_layer(&model, 1, tensor) * model.layers as f64;
-                // To 0.01, or to half of the last printed digit where that is more (1.81 in the table is 1.805).
+                // To 0.01, or to half of the last printed digit where that is more (1.81 in the table is
+                // 1.805).
                 let close = if expected >= 10.0 { 0.05 } else { 0.01 };
                 let off = (bytes / GIB - expected).abs();
                 assert!(off <= close * 1.01, "{method:?} {tensor}: {} is not {expected}", bytes / GIB);

@@ -23,8 +23,8 @@ impl Submesh {
     }
 }
 
-/// The submeshes that Alpa allows of `nodes` machines with `devices` devices: one machine's in powers of two, or all devices
-/// of several machines. Any sum of them that is the number of all devices can be laid out.
+/// The submeshes that Alpa allows of `nodes` machines with `devices` devices: one machine's in powers of two,
+/// or all devices of several machines. Any sum of them that is the number of all devices can be laid out.
 #[must_use]
 pub fn submeshes(nodes: u32, devices: u32) -> Vec<Submesh> {
     let powers = (0..32).map(|power| 1 << power).take_while(|&n| n <= devices);
@@ -67,15 +67,15 @@ pub struct AlpaSize {
     pub microbatches: u32,
 }
 
-/// Time of a microbatch for some layers on a submesh with so many stages from there to the end, itself included; `None` if its
-/// memory does not hold them.
+/// Time of a microbatch for some layers on a submesh with so many stages from there to the end, itself
+/// included; `None` if its memory does not hold them.
 pub type StageTime<'a> = &'a dyn Fn(Range<usize>, Submesh, usize) -> Option<Nanos>;
 
-/// The fastest stages: for each bound on the slowest stage, ascending, the least sum by dynamic programming over
-/// (stages, first layer, devices left); stops when the bound alone is too slow.
+/// The fastest stages: for each bound on the slowest stage, ascending, the least sum by dynamic programming
+/// over (stages, first layer, devices left); stops when the bound alone is too slow.
 ///
-/// Source: Zheng et al. 2022, "Alpa", section 5.2, equations 2 to 5. Differs: bounds are not skipped when they are near each other, so
-/// the answer is exact.
+/// Source: Zheng et al. 2022, "Alpa", section 5.2, equations 2 to 5. Differs: bounds are not skipped when they
+/// are near each other, so the answer is exact.
 ///
 /// Errors: [`ParallelError::Plan`] where no division fits, or a size is 0.
 pub fn alpa(size: &AlpaSize, time: StageTime<'_>) -> Result<SubmeshPlan, ParallelError> {

@@ -1,9 +1,10 @@
 //! DT-FM's placement of a pipeline with data parallelism on devices whose links are uneven: its cost model, its
 //! evolutionary search, and searches of our own.
 //!
-//! Devices are divided into as many groups of equal size as the pipeline has stages. Each group holds one stage and
-//! averages its gradients; each device of a group is joined to one device of the group that holds the next stage.
-//! Source: Yuan et al. 2022, "Decentralized Training of Foundation Models in Heterogeneous Environments".
+//! Devices are divided into as many groups of equal size as the pipeline has stages. Each group holds one stage
+//! and averages its gradients; each device of a group is joined to one device of the group that holds the next
+//! stage. Source: Yuan et al. 2022, "Decentralized Training of Foundation Models in Heterogeneous
+//! Environments".
 
 mod costs;
 mod evolution;

@@ -12,8 +12,8 @@ pub struct Matching {
 /// A perfect matching of `n` rows and `n` columns whose costliest pair costs least.
 ///
 /// Shapes: `costs` is `[n, n]` by rows. Finds the threshold by binary search over the sorted costs; whether a
-/// threshold admits a perfect matching is decided by augmenting paths. The search starts at the largest of all rows' and
-/// columns' least costs, which is often the answer.
+/// threshold admits a perfect matching is decided by augmenting paths. The search starts at the largest of all
+/// rows' and columns' least costs, which is often the answer.
 ///
 /// # Panics
 /// If `costs` does not have `n * n` entries, or `n` is 0.

@@ -14,9 +14,9 @@ pub const EXACT_NODES: usize = 13;
 
 /// The shortest path over all `n` nodes.
 ///
-/// Shapes: `edges` is `[n, n]`, symmetric. Up to [`EXACT_NODES`] by dynamic programming over subsets (Held and Karp
-/// 1962); beyond, the best of the nearest-neighbour paths from every node, improved by reversing and moving
-/// pieces until neither helps: an upper bound.
+/// Shapes: `edges` is `[n, n]`, symmetric. Up to [`EXACT_NODES`] by dynamic programming over subsets (Held and
+/// Karp 1962); beyond, the best of the nearest-neighbour paths from every node, improved by reversing and
+/// moving pieces until neither helps: an upper bound.
 ///
 /// # Panics
 /// If `edges` does not have `n * n` entries, or `n` is 0.
@@ -155,7 +155,9 @@ mod tests {
         }
 
         #[test]
-        fn beyond_exact_sizes_points_on_a_line_are_visited_in_order(keys in prop::collection::vec(0_u64..1000, 20)) {
+        fn beyond_exact_sizes_points_on_a_line_are_visited_in_order(
+            keys in prop::collection::vec(0_u64..1000, 20)
+        ) {
             let edges: Vec<u64> = keys.iter().flat_map(|a| keys.iter().map(move |b| a.abs_diff(*b))).collect();
             let path = shortest_path(&edges, 20);
             let span = keys.iter().max().unwrap() - keys.iter().min().unwrap();

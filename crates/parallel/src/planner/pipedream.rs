@@ -49,10 +49,11 @@ pub struct ReplicatedPlan {
 
 /// The least period, over all devices.
 ///
-/// With `m` units of level `k`, whose links have bandwidth `B`: layers `i..=j` as one stage replicated over `m` units take
-/// `T = max(A', 2 (m - 1) |weights| / B) / m`, where `A'` is the best of the level below with all of its units; the best of
-/// level `k` is `T`, or the best split into a pipeline on some units, a boundary of `2 output / B`, and one stage on the others.
-/// Source: Harlap et al. 2018 and Narayanan et al. 2019, "PipeDream", section 3.1. Times are whole nanoseconds, rounded up.
+/// With `m` units of level `k`, whose links have bandwidth `B`: layers `i..=j` as one stage replicated over `m`
+/// units take `T = max(A', 2 (m - 1) |weights| / B) / m`, where `A'` is the best of the level below with all of
+/// its units; the best of level `k` is `T`, or the best split into a pipeline on some units, a boundary of `2
+/// output / B`, and one stage on the others. Source: Harlap et al. 2018 and Narayanan et al. 2019, "PipeDream",
+/// section 3.1. Times are whole nanoseconds, rounded up.
 ///
 /// Errors: no layers, no levels, a level without units, a dead link.
 pub fn pipedream(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> Result<ReplicatedPlan, ParallelError> {
@@ -92,7 +93,8 @@ pub fn pipedream(layers: &[ProfiledLayer], levels: &[LinkLevel]) -> Result<Repli
 #[derive(Debug, Clone, Copy)]
 struct Best {
     period: u64,
-    /// The last layer of the pipeline before the last stage, and the units of the last stage; `None`: one stage.
+    /// The last layer of the pipeline before the last stage, and the units of the last stage; `None`: one
+    /// stage.
     split: Option<(usize, usize)>,
 }
 

@@ -71,11 +71,11 @@ pub struct PiperSize {
     pub shapes: Vec<StageShape>,
 }
 
-/// The least period: dynamic programming over (first layer, devices left, stages to the end), where the stage that is the
-/// `s`-th from the end holds `s` microbatches.
+/// The least period: dynamic programming over (first layer, devices left, stages to the end), where the stage
+/// that is the `s`-th from the end holds `s` microbatches.
 ///
-/// Source: Tarnawski et al. 2021, "Piper", equation 1, for a chain of layers (whose downsets are its prefixes). Of plans
-/// with the same period, the one with the fewest stages.
+/// Source: Tarnawski et al. 2021, "Piper", equation 1, for a chain of layers (whose downsets are its prefixes).
+/// Of plans with the same period, the one with the fewest stages.
 ///
 /// Errors: [`ParallelError::Plan`] where nothing fits, or a size is 0.
 pub fn piper(size: &PiperSize, load: ShapeLoad<'_>) -> Result<ShapedPlan, ParallelError> {

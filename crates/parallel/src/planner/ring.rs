@@ -16,9 +16,9 @@ pub struct Ring {
 
 /// The ring whose costliest link costs least, and of these the one whose links cost least together.
 ///
-/// Shapes: `costs` is `[n, n]`, from sender to receiver; directions may differ. Up to [`EXACT_RANKS`] ranks by dynamic programming
-/// over subsets; beyond, the best of the nearest-neighbour rings from every rank, improved by reversing and moving pieces
-/// until neither helps: an upper bound. (PCCL minimises the sum alone.)
+/// Shapes: `costs` is `[n, n]`, from sender to receiver; directions may differ. Up to [`EXACT_RANKS`] ranks by
+/// dynamic programming over subsets; beyond, the best of the nearest-neighbour rings from every rank, improved
+/// by reversing and moving pieces until neither helps: an upper bound. (PCCL minimises the sum alone.)
 ///
 /// # Panics
 /// If `costs` does not have `n * n` entries, or `n` is 0.
@@ -192,8 +192,8 @@ mod tests {
         }
     }
 
-    /// Bandwidths 100 along 0-1-2-3, 10 from 3 to 0, 40 across: the ring 0-1-2-3 has a link of 10, 0-1-3-2 none below 40 (PCCL's
-    /// sum would take the first).
+    /// Bandwidths 100 along 0-1-2-3, 10 from 3 to 0, 40 across: the ring 0-1-2-3 has a link of 10, 0-1-3-2 none
+    /// below 40 (PCCL's sum would take the first).
     #[test]
     fn the_slowest_link_counts_before_the_sum() {
         let mut costs = vec![0; 16];

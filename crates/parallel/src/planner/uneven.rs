@@ -61,11 +61,12 @@ pub struct ChainPlan {
 }
 
 impl Chain {
-    /// Time of a step: all stages and hops once for the first microbatch, both ways, and for each further microbatch the
-    /// slowest stage or transfer: `sum(t) + 2 sum(hops) + (m - 1) max(t)`. `None` if a machine cannot hold its stage.
+    /// Time of a step: all stages and hops once for the first microbatch, both ways, and for each further
+    /// microbatch the slowest stage or transfer: `sum(t) + 2 sum(hops) + (m - 1) max(t)`. `None` if a machine
+    /// cannot hold its stage.
     ///
-    /// Of `s` stages, the stage that is the `k`-th from the end holds `min(m, k)` microbatches, as under 1F1B. Transfers of the
-    /// two directions do not disturb each other.
+    /// Of `s` stages, the stage that is the `k`-th from the end holds `min(m, k)` microbatches, as under 1F1B.
+    /// Transfers of the two directions do not disturb each other.
     ///
     /// # Panics
     /// If a stage names a layer or machine that does not exist.
@@ -86,16 +87,6 @@ impl Chain {
             }
         }
         Some(Nanos(once.saturating_add(slowest.saturating_mul(u64::from(self.microbatches.max(1)) - 1))))
-    }
-
-    /// What each stage's machine holds: state, and the activations of the microbatches that are under way.
-    ///
-    /// # Panics
-    /// If a stage names a layer that does not exist.
-    #[must_use]
-    pub fn held(&self, stages: &[ChainStage]) -> Vec<Bytes> {
-        let sums = Sums::new(self);
-        stages.iter().enumerate().map(|(at, stage)| sums.held(stage, stages.len() - at)).collect()
     }
 
     fn check(&self) -> Result<(), ParallelError> {
@@ -179,13 +170,13 @@ impl<'a> Sums<'a> {
     }
 }
 
-/// The fastest stages of a chain, exactly: dynamic programming over the last layers, their first machine and the number of
-/// stages, for each bound on the slowest stage that can be best.
+/// The fastest stages of a chain, exactly: dynamic programming over the last layers, their first machine and
+/// the number of stages, for each bound on the slowest stage that can be best.
 ///
-/// Machines may be left out, never reordered. With `t` the bound, `F_t` the least sum of stages and hops below it and `m` microbatches,
-/// the answer is the least `F_t + (m - 1) t`. Bounds are tried from the least feasible one upwards until
-/// `(m - 1) t` and the least sum of all exceed the best time. Source: the scheme of Alpa (Zheng et al. 2022, section 5.2),
-/// with unequal machines and links in the place of submeshes.
+/// Machines may be left out, never reordered. With `t` the bound, `F_t` the least sum of stages and hops below
+/// it and `m` microbatches, the answer is the least `F_t + (m - 1) t`. Bounds are tried from the least feasible
+/// one upwards until `(m - 1) t` and the least sum of all exceed the best time. Source: the scheme of Alpa
+/// (Zheng et al. 2022, section 5.2), with unequal machines and links in the place of submeshes.
 ///
 /// Errors: an empty chain; [`ParallelError::TooSmall`] where no division fits, by how much at least.
 pub fn uneven(chain: &Chain) -> Result<ChainPlan, ParallelError> {
@@ -232,7 +223,8 @@ fn bounds(sums: &Sums<'_>) -> Vec<u64> {
     bounds
 }
 
-/// The least sum of stages and hops for the layers from `k` on, by the number of their stages and the machine of the first.
+/// The least sum of stages and hops for the layers from `k` on, by the number of their stages and the machine
+/// of the first.
 struct Division<'a> {
     sums: &'a Sums<'a>,
     /// `[stages][first layer][machine]`: the sum, the end of the first stage, the next machine.

@@ -16,8 +16,9 @@ const COLOURS: [&str; 7] = ["#56b4e9", "#e69f00", "#009e73", "#f0e442", "#cc79a7
 
 /// Draws which machine has which stage of which pipeline, and what joins neighbours, as a standalone SVG.
 ///
-/// `pipelines` are ranks of `cluster` by stage, `stages` a caption for each stage. Machines of a region have one colour; where
-/// the file has no regions, machines of one entry have. Hovering over a box says what its machine is.
+/// `pipelines` are ranks of `cluster` by stage, `stages` a caption for each stage. Machines of a region have
+/// one colour; where the file has no regions, machines of one entry have. Hovering over a box says what its
+/// machine is.
 ///
 /// # Panics
 /// If a rank is not of the cluster or `topology`.
@@ -27,8 +28,10 @@ pub fn map(pipelines: &[Vec<Rank>], stages: &[String], cluster: &Cluster, topolo
     let width = 2 * LEFT + columns * BOX[0] + columns.saturating_sub(1) * GAP[0];
     let height = TOP + pipelines.len() * (BOX[1] + GAP[1]) + 8;
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" \
-         font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"{width}\" height=\"{height}\" fill=\"white\"/>\n"
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" \
+        height=\"{height}\" \
+         font-family=\"sans-serif\" font-size=\"11\">\n<rect width=\"{width}\" height=\"{height}\" \
+         fill=\"white\"/>\n"
     );
     let names = cluster.rank_names();
     let colours = colours(cluster);
@@ -47,8 +50,10 @@ pub fn map(pipelines: &[Vec<Rank>], stages: &[String], cluster: &Cluster, topolo
             let x = from.midpoint(to);
             let _ = writeln!(
                 svg,
-                "<line x1=\"{from}\" y1=\"{middle}\" x2=\"{to}\" y2=\"{middle}\" stroke=\"#555\"/>\n<text x=\"{x}\" \
-                 y=\"{}\" text-anchor=\"middle\" font-size=\"9\">{}</text>\n<text x=\"{x}\" y=\"{}\" text-anchor=\"middle\" \
+                "<line x1=\"{from}\" y1=\"{middle}\" x2=\"{to}\" y2=\"{middle}\" stroke=\"#555\"/>\n<text \
+                x=\"{x}\" \
+                 y=\"{}\" text-anchor=\"middle\" font-size=\"9\">{}</text>\n<text x=\"{x}\" y=\"{}\" \
+                 text-anchor=\"middle\" \
                  font-size=\"9\">{}</text>",
                 middle - 4,
                 escaped(&rate.to_string()),
@@ -63,8 +68,10 @@ pub fn map(pipelines: &[Vec<Rank>], stages: &[String], cluster: &Cluster, topolo
             let region = escaped(region.unwrap_or(""));
             let _ = writeln!(
                 svg,
-                "<g><title>{name} {region}</title><rect x=\"{x}\" y=\"{y}\" width=\"{w}\" height=\"{h}\" rx=\"4\" \
-                 fill=\"{}\"/><text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{name}</text><text x=\"{}\" y=\"{}\" \
+                "<g><title>{name} {region}</title><rect x=\"{x}\" y=\"{y}\" width=\"{w}\" height=\"{h}\" \
+                rx=\"4\" \
+                 fill=\"{}\"/><text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{name}</text><text x=\"{}\" \
+                 y=\"{}\" \
                  text-anchor=\"middle\" font-size=\"9\">{region}</text></g>",
                 COLOURS[colours[rank.index()] % COLOURS.len()],
                 x + w / 2,

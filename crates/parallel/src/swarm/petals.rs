@@ -16,8 +16,9 @@ pub struct ServerRate {
 impl ServerRate {
     /// The rate of a server from what was measured.
     ///
-    /// `forward`: blocks a second, shared by the blocks of a request, which enters at a random one. `network`: bits a second of the
-    /// slower direction, over `hidden` values of 16 bits; a fifth of it through a relay. Source: Petals, `throughput.py`.
+    /// `forward`: blocks a second, shared by the blocks of a request, which enters at a random one. `network`:
+    /// bits a second of the slower direction, over `hidden` values of 16 bits; a fifth of it through a relay.
+    /// Source: Petals, `throughput.py`.
     #[must_use]
     pub fn measured(forward: f64, blocks: usize, network: f64, hidden: usize, is_relayed: bool) -> f64 {
         let network = network / (hidden as f64 * 16.0) * if is_relayed { 0.2 } else { 1.0 };
@@ -25,8 +26,8 @@ impl ServerRate {
     }
 }
 
-/// The first block of the run of `count` blocks that is served worst: rates of the run, sorted, compared one by one; ties to
-/// the lower block.
+/// The first block of the run of `count` blocks that is served worst: rates of the run, sorted, compared one by
+/// one; ties to the lower block.
 ///
 /// # Panics
 /// If `count` is 0 or more than there are blocks.
@@ -67,11 +68,11 @@ fn least(rates: &[f64]) -> f64 {
 /// Below this, two rates are the same.
 const SAME: f64 = 1e-3;
 
-/// Whether a server should move, where it would be followed by all others until nobody moves: if the least rate of a block would
-/// then be so much higher that the present one is below `quality` (0.75) of it.
+/// Whether a server should move, where it would be followed by all others until nobody moves: if the least rate
+/// of a block would then be so much higher that the present one is below `quality` (0.75) of it.
 ///
-/// No if its own blocks would be served by nobody else, or its best place is the one that it has. The others move in random order,
-/// by the seed. Source: Petals, `block_selection.py`.
+/// No if its own blocks would be served by nobody else, or its best place is the one that it has. The others
+/// move in random order, by the seed. Source: Petals, `block_selection.py`.
 #[must_use]
 pub fn should_rebalance(servers: &[ServerRate], own: usize, blocks: usize, quality: f64, seed: u64) -> bool {
     let Some(server) =
@@ -97,7 +98,8 @@ pub fn should_rebalance(servers: &[ServerRate], own: usize, blocks: usize, quali
     let mut rates = through(&servers, blocks);
     let mut draw = Draw::new(seed, 3);
     let mut order: Vec<usize> = (0..servers.len()).filter(|&other| other != own).collect();
-    // Equal servers may pass a place around for ever: as many rounds as there are servers settle all that gains.
+    // Equal servers may pass a place around for ever: as many rounds as there are servers settle all that
+    // gains.
     for _ in 0..servers.len() {
         draw.shuffle(&mut order);
         let mut has_moved = false;

@@ -22,13 +22,14 @@ pub struct Migration {
     pub to: usize,
 }
 
-/// At most one move: of the stage with the least load, the peer with the shortest queue (ties to the lower number) to the stage with
-/// the most, where a stage's load is the sum of its queues (ties to the lower stage).
+/// At most one move: of the stage with the least load, the peer with the shortest queue (ties to the lower
+/// number) to the stage with the most, where a stage's load is the sum of its queues (ties to the lower stage).
 ///
-/// None if a stage would be left without peers. Else it moves if the slower of the two stages becomes faster by its peers' rates, or
-/// if that does not become slower and the longer of their waits (load over rate) falls below three quarters of what it was:
-/// without that margin, peers would move back and forth for the length of one queue. Source: Ryabinin et al. 2023, "SWARM",
-/// algorithm 2. The text of that algorithm was not at hand and the released code does not have it: the conditions are ours.
+/// None if a stage would be left without peers. Else it moves if the slower of the two stages becomes faster by
+/// its peers' rates, or if that does not become slower and the longer of their waits (load over rate) falls
+/// below three quarters of what it was: without that margin, peers would move back and forth for the length of
+/// one queue. Source: Ryabinin et al. 2023, "SWARM", algorithm 2. The text of that algorithm was not at hand
+/// and the released code does not have it: the conditions are ours.
 #[must_use]
 pub fn rebalance(stages: &[Vec<QueuedPeer>]) -> Option<Migration> {
     let load = |stage: usize| stages[stage].iter().map(|peer| peer.queue).sum::<u64>();

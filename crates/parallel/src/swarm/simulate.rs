@@ -56,11 +56,12 @@ struct Peer {
 
 /// Simulates a swarm second by second; peers have rates of 1 and come to stages of chance.
 ///
-/// A loss or an arrival depends on the seed and on time alone, so that runs with different `every` see the same trace of how
-/// many are lost and come. Queues are those of the flow that the slowest stage lets through: a stage that is near its limit has
-/// long ones.
+/// A loss or an arrival depends on the seed and on time alone, so that runs with different `every` see the same
+/// trace of how many are lost and come. Queues are those of the flow that the slowest stage lets through: a
+/// stage that is near its limit has long ones.
 ///
-/// Errors: [`ParallelError::Zero`] for no stages, no time, mean times that are not positive, or no time between rebalancings.
+/// Errors: [`ParallelError::Zero`] for no stages, no time, mean times that are not positive, or no time between
+/// rebalancings.
 pub fn simulate_swarm(run: &SwarmRun, seed: u64) -> Result<Goodput, ParallelError> {
     let zero = |field| Err(ParallelError::Zero { of: "the swarm".to_owned(), field });
     let seconds = run.time.0 / 1_000_000_000;

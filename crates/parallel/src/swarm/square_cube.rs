@@ -1,4 +1,5 @@
-//! The square-cube law of pipelines: a layer's computing grows with the square of its width, its traffic with the width.
+//! The square-cube law of pipelines: a layer's computing grows with the square of its width, its traffic with
+//! the width.
 
 /// A stage and the line of its device.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,8 +32,8 @@ pub struct Utilisation {
 }
 
 impl SquareCube {
-    /// Forward of a microbatch: `L (24 s h^2 + 4 s^2 h)` operations, and `s h` values sent, one behind the other. Source: Ryabinin
-    /// et al. 2023, "SWARM", section 3.1.
+    /// Forward of a microbatch: `L (24 s h^2 + 4 s^2 h)` operations, and `s h` values sent, one behind the
+    /// other. Source: Ryabinin et al. 2023, "SWARM", section 3.1.
     #[must_use]
     pub fn utilisation(&self) -> Utilisation {
         let (s, h) = (self.tokens as f64, self.hidden as f64);

@@ -56,8 +56,8 @@ struct Peer {
 }
 
 impl Wiring {
-    /// Adds a peer; gives its number. It starts at the least load of the others: at 0 it would get all tasks until it has caught
-    /// up with them.
+    /// Adds a peer; gives its number. It starts at the least load of the others: at 0 it would get all tasks
+    /// until it has caught up with them.
     ///
     /// Errors: [`ParallelError::Zero`] for a rate that is not positive.
     pub fn join(&mut self, rate: PeerRate) -> Result<usize, ParallelError> {
@@ -75,8 +75,8 @@ impl Wiring {
         self.peers.iter().filter(|peer| !peer.is_banned).map(|peer| peer.load)
     }
 
-    /// The peer for a forward task of a size in samples: the one of the least load, ties to the lower number. Its load grows by the
-    /// time that the task takes it. `None` where all are banned.
+    /// The peer for a forward task of a size in samples: the one of the least load, ties to the lower number.
+    /// Its load grows by the time that the task takes it. `None` where all are banned.
     ///
     /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1, as released; there ties are decided by chance.
     pub fn forward(&mut self, samples: f64) -> Option<usize> {
@@ -110,7 +110,8 @@ impl Wiring {
         }
     }
 
-    /// A banned peer was heard of again: it goes on at the least load of the others, or its own if that is more.
+    /// A banned peer was heard of again: it goes on at the least load of the others, or its own if that is
+    /// more.
     pub fn renew(&mut self, peer: usize) {
         let least = self.loads().fold(f64::INFINITY, f64::min);
         if let Some(peer) = self.peers.get_mut(peer).filter(|peer| peer.is_banned) {

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use farflung::base::{Bandwidth, Bytes, Link, Nanos, Philox, Rank, Topology};
 use farflung::parallel::planner::alpa::{AlpaSize, Submesh, SubmeshStage};
+use farflung::parallel::planner::galvatron::StrategyCost;
 use farflung::parallel::planner::pipedream::{LinkLevel, ProfiledLayer};
 use farflung::parallel::planner::piper::{PiperSize, ShapeLoad, StageLoad, StageShape};
 use farflung::parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainStage};
@@ -213,4 +214,37 @@ pub(super) fn shape_periods(
         }
     }
     found
+}
+
+/// Layers with the costs of their strategies.
+pub(super) struct Strategies {
+    pub(super) costs: Vec<Vec<StrategyCost>>,
+    /// From one strategy to another.
+    pub(super) changes: Vec<Vec<Nanos>>,
+    pub(super) memory: Bytes,
+}
+
+pub(super) fn strategies(draw: &mut Draw) -> Strategies {
+    let (layers, count) = (1 + draw.below(5), 1 + draw.below(3));
+    let mut cost = || StrategyCost { time: Nanos(1 + draw.below(30)), memory: Bytes(draw.below(10)) };
+    let costs = (0..layers).map(|_| (0..count).map(|_| cost()).collect()).collect();
+    let mut change = |a, b| Nanos(if a == b { 0 } else { draw.below(12) });
+    let changes = (0..count).map(|a| (0..count).map(|b| change(a, b)).collect()).collect();
+    Strategies { costs, changes, memory: Bytes(draw.below(30)) }
+}
+
+/// The least time over all choices that fit, after a layer with the strategy `last`.
+pub(super) fn least_time(
+    costs: &[Vec<StrategyCost>],
+    changes: &[Vec<Nanos>],
+    memory: u64,
+    last: Option<usize>,
+) -> Option<u64> {
+    let Some((layer, rest)) = costs.split_first() else { return Some(0) };
+    let times = layer.iter().enumerate().filter_map(|(strategy, cost)| {
+        let left = memory.checked_sub(cost.memory.0)?;
+        let change = last.map_or(0, |last| changes[last][strategy].0);
+        Some(cost.time.0 + change + least_time(rest, changes, left, Some(strategy))?)
+    });
+    times.min()
 }

@@ -13,18 +13,22 @@ use farflung::{Error, Result};
 
 use super::file::{read, write};
 
-/// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which is fastest.
+/// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which
+/// is fastest.
 ///
-/// A pipeline's layers are divided exactly by speed and memory, machines in the file's order and in that of the shortest path
-/// over their links. Pipelines side by side are placed by DT-FM's search. Machines that only slow a pipeline down are left out.
-/// All plans average gradients at each step; `farflung plan FILE` decides between that and local steps.
+/// A pipeline's layers are divided exactly by speed and memory, machines in the file's order and in that of the
+/// shortest path over their links. Pipelines side by side are placed by DT-FM's search. Machines that only slow
+/// a pipeline down are left out. All plans average gradients at each step; `farflung plan FILE` decides between
+/// that and local steps.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan auto homes.toml --model gpt2 --microbatches 16
   farflung plan auto dtfm-5 --model gpt3-xl --microbatches 512 --only both
-  farflung plan auto homes.toml --model nano --out plan.toml; farflung train --plan plan.toml --topology homes.toml")]
+  farflung plan auto homes.toml --model nano --out plan.toml
+  farflung train --plan plan.toml --topology homes.toml")]
 pub(crate) struct AutoCommand {
-    /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan, home, spot.
+    /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan,
+    /// home, spot.
     #[arg(value_name = "FILE")]
     topology: PathBuf,
     /// Model preset.
@@ -34,10 +38,21 @@ pub(crate) struct AutoCommand {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// Sequences of a microbatch.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
     batch: u32,
     /// Microbatches of a step, over all machines.
-    #[arg(long, short = 'm', value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(
+        long,
+        short = 'm',
+        value_name = "N",
+        default_value_t = 16,
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
     microbatches: u32,
     /// One kind of plan alone.
     #[arg(long, value_name = "KIND")]

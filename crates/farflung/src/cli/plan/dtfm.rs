@@ -14,10 +14,11 @@ use farflung::terminal::print;
 
 use super::file::{read, write};
 
-/// Place a pipeline with data parallelism by DT-FM's cost model: which devices share a stage, and in which order.
+/// Place a pipeline with data parallelism by DT-FM's cost model: which devices share a stage, and in which
+/// order.
 ///
-/// The model is GPT-3 XL with a batch of a million tokens, as published. Costs are those of a step's communication alone,
-/// in seconds; the simulated time of a step also has the computing.
+/// The model is GPT-3 XL with a batch of a million tokens, as published. Costs are those of a step's
+/// communication alone, in seconds; the simulated time of a step also has the computing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -25,7 +26,8 @@ Examples:
   farflung plan dtfm --case 2 --layout search --evaluations 20000 --seed 1 --json
   farflung plan dtfm --topology machines.toml --stages 4 --layout search --by simulation --batch 1024")]
 pub(crate) struct DtfmCommand {
-    /// The network: 1 a data centre, 2 spot machines, 3 two regions, 4 four regions, 5 eight regions of the world.
+    /// The network: 1 a data centre, 2 spot machines, 3 two regions, 4 four regions, 5 eight regions of the
+    /// world.
     #[arg(
         long,
         value_name = "1..5",
@@ -56,7 +58,12 @@ pub(crate) struct DtfmCommand {
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
     /// Layers of the model; the gradients of a stage grow with them.
-    #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 24,
+        value_parser = clap::value_parser!(u32).range(1..=4096)
+    )]
     layers: u32,
     /// Draw which device has which stage of which pipeline, as SVG.
     #[arg(long, value_name = "FILE")]

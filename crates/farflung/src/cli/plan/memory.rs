@@ -11,11 +11,12 @@ use farflung::terminal::print;
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
-/// Say what training a model holds in memory: weights, gradients, optimizer state and activations of the rank that holds
-/// most, for each ZeRO stage and each way of recomputing, and the fewest devices that hold it.
+/// Say what training a model holds in memory: weights, gradients, optimizer state and activations of the rank
+/// that holds most, for each ZeRO stage and each way of recomputing, and the fewest devices that hold it.
 ///
-/// The forms are those of Megatron and DeepSpeed: activations in 16 bits, the first stage of a pipeline under 1F1B. Our
-/// trainer runs data and pipeline parallelism; tensor parallelism and ZeRO are priced here and not built yet.
+/// The forms are those of Megatron and DeepSpeed: activations in 16 bits, the first stage of a pipeline under
+/// 1F1B. Our trainer runs data and pipeline parallelism; tensor parallelism and ZeRO are priced here and not
+/// built yet.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan memory --model gpt3-175b
@@ -29,10 +30,21 @@ pub(crate) struct MemoryCommand {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     context: Option<u32>,
     /// Sequences of a microbatch.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
     batch: u32,
     /// Microbatches of a step; a pipeline holds as many as it has stages, or fewer.
-    #[arg(long, short = 'm', value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(
+        long,
+        short = 'm',
+        value_name = "N",
+        default_value_t = 4096,
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
     microbatches: u32,
     /// Ranks that share each layer.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
@@ -41,7 +53,12 @@ pub(crate) struct MemoryCommand {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pipeline: u32,
     /// Replicas, over which ZeRO shares the state.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
     data: u32,
     /// What a parameter takes.
     #[arg(long, value_name = "KIND", default_value = "deepspeed")]

@@ -1,8 +1,8 @@
 //! A plan that was simulated, and what it holds and sends.
 
 use farflung_base::{Bytes, Nanos, Rank};
-use farflung_parallel::planner::uneven::ChainStage;
-use farflung_parallel::{Cluster, Part, Plan, all_reduce_bytes};
+use farflung_parallel::pipeline::Method;
+use farflung_parallel::{Cluster, Plan, ScheduleSource, all_reduce_bytes};
 use farflung_zoo::GptConfig;
 
 use crate::Result;
@@ -39,29 +39,37 @@ pub struct Candidate {
     pub is_baseline: bool,
 }
 
-/// What each rank of a plan holds: its part's state, and the activations of the microbatches that are under way.
+/// What each rank of a plan with one part a stage holds: its state, and the activations of the microbatches that
+/// are under way.
+///
+/// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each holds as
+/// many as there are stages; any other schedule may hold all.
 ///
 /// Errors: those of [`chain`].
 pub fn held(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<Bytes>> {
-    let names = cluster.rank_names();
-    let mut all = Vec::new();
-    for (replica, machines) in plan.machines.chunks(plan.stages() as usize).enumerate() {
-        let rank =
-            |name: &String| Rank(names.iter().position(|known| known == name).unwrap_or(usize::MAX) as u32);
-        let order: Vec<Rank> = machines.iter().map(rank).collect();
-        let chain = chain(model, cluster, &order, plan.batch, plan.microbatches[replica])?;
-        let stage = |(machine, part): (usize, &Part)| ChainStage {
-            layers: part.layers.start as usize..part.layers.end as usize,
-            machine,
+    let layers = chain(model, cluster, &[Rank(0)], plan.batch, 1)?.layers;
+    let stages = plan.parts.len();
+    let of = |rank: usize| {
+        let (replica, stage) = (rank / stages, rank % stages);
+        let most = match plan.pipeline.schedule {
+            ScheduleSource::Named(Method::OneFOneB) => stages - stage,
+            ScheduleSource::Named(Method::ZbH1) => stages,
+            // Replicas of one stage run a microbatch to its end before the next.
+            _ if stages == 1 => 1,
+            _ => usize::MAX,
         };
-        let stages: Vec<ChainStage> = plan.parts.iter().enumerate().map(stage).collect();
-        all.extend(chain.held(&stages));
-    }
-    Ok(all)
+        let microbatches = u64::from(plan.microbatches[replica]).min(most as u64);
+        let range = &plan.parts[stage].layers;
+        let held = layers[range.start as usize..range.end as usize]
+            .iter()
+            .map(|layer| layer.state.0.saturating_add(layer.activations.0.saturating_mul(microbatches)));
+        Bytes(held.fold(0, u64::saturating_add))
+    };
+    Ok((0..plan.machines.len()).map(of).collect())
 }
 
-/// What all ranks of a plan send in a step: hidden states and their gradients, and gradients of parameters as a ring sends
-/// them.
+/// What all ranks of a plan send in a step: hidden states and their gradients, and gradients of parameters as a
+/// ring sends them.
 #[must_use]
 pub fn sent(plan: &Plan, model: &GptConfig) -> Bytes {
     let hidden = u64::from(plan.batch) * (model.context * model.dim * size_of::<f32>()) as u64;

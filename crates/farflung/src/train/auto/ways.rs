@@ -19,7 +19,7 @@ use crate::train::chain::{PipelineSizes, chain, pipeline_plan};
 const SCHEDULES: [Method; 4] = [Method::OneFOneB, Method::OneFOneBSlope, Method::GPipe, Method::ZbH1];
 
 /// All-reduce algorithms that are tried for averages.
-const ALGORITHMS: [Algorithm; 3] = [Algorithm::Ring, Algorithm::HalvingDoubling, Algorithm::Direct];
+const ALGORITHMS: [Algorithm; 3] = [Algorithm::Direct, Algorithm::Ring, Algorithm::HalvingDoubling];
 
 /// Layouts that DT-FM's search may price for each number of stages.
 const LAYOUTS: u64 = 300;
@@ -95,40 +95,19 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// Whether each machine holds its part. GPipe holds all microbatches, the other schedules as 1F1B or fewer.
+    /// Whether each machine holds its part.
     fn fits(&self, plan: &Plan) -> Result<bool> {
         let names = self.cluster.rank_names();
         let memory = |name: &String| {
             let at = names.iter().position(|known| known == name)?;
             self.cluster.ranks().nth(at)?.memory
         };
-        let mut needs = held(plan, self.model, self.cluster)?;
-        let all_held =
-            matches!(plan.pipeline.schedule, ScheduleSource::Named(Method::GPipe | Method::OneFOneBSlope));
-        if all_held && plan.stages() > 1 {
-            // The last stage holds one microbatch, whatever the schedule: what a stage adds for each is more.
-            needs = self.held_by_all(plan)?;
-        }
+        let needs = held(plan, self.model, self.cluster)?;
         Ok(plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has)))
     }
 
-    /// What ranks hold where each keeps all microbatches.
-    fn held_by_all(&self, plan: &Plan) -> Result<Vec<Bytes>> {
-        let ranks = Rank(0);
-        let one = chain(self.model, self.cluster, &[ranks], plan.batch, 1)?;
-        let of = |rank: usize| {
-            let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
-            let layers = part.layers.start as usize..part.layers.end as usize;
-            let microbatches = u64::from(plan.microbatches[replica]);
-            let held = one.layers[layers]
-                .iter()
-                .map(|l| l.state.0.saturating_add(l.activations.0.saturating_mul(microbatches)));
-            Bytes(held.fold(0, u64::saturating_add))
-        };
-        Ok((0..plan.machines.len()).map(of).collect())
-    }
-
-    /// The orders of machines that are tried: the file's, and the shortest path over what a microbatch takes from one to another.
+    /// The orders of machines that are tried: the file's, and the shortest path over what a microbatch takes
+    /// from one to another.
     fn orders(&self) -> Result<Vec<(&'static str, Vec<Rank>)>> {
         let topology = self.cluster.topology()?;
         let size = topology.size();
@@ -175,7 +154,8 @@ impl Asked<'_> {
         Ok(())
     }
 
-    /// Machines in the order of the ring whose slowest link is fastest, for what a ring's all-reduce sends at once.
+    /// Machines in the order of the ring whose slowest link is fastest, for what a ring's all-reduce sends at
+    /// once.
     fn around(&self, topology: &Topology, machines: &[Rank]) -> Vec<Rank> {
         let n = machines.len();
         let bytes = Bytes(self.model.parameters() * 4 / n as u64);
@@ -349,9 +329,26 @@ impl Asked<'_> {
         plan.mesh = Plan::mesh_of(count, stages.len() as u32)?;
         plan.machines = rows.iter().flatten().map(|rank| names[rank.index()].clone()).collect();
         plan.microbatches = microbatches;
-        for algorithm in ALGORITHMS {
-            plan.levels = vec![Level { algorithm, ..Level::default() }];
-            self.schedules(way, &format!("{what}, {algorithm}"), &plan, candidates)?;
+        // Schedules with one algorithm, then the fastest of them with the others: all products would take long
+        // to simulate.
+        let before = candidates.len();
+        let [first, others @ ..] = ALGORITHMS;
+        plan.levels = vec![Level { algorithm: first, ..Level::default() }];
+        self.schedules(way, &format!("{what}, {first}"), &plan, candidates)?;
+        let Some(fastest) = candidates[before..].iter().min_by_key(|candidate| candidate.step) else {
+            return Ok(());
+        };
+        let plan = fastest.plan.clone();
+        for algorithm in others {
+            let levels = vec![Level { algorithm, ..Level::default() }];
+            let what = match plan.pipeline.schedule {
+                ScheduleSource::Named(method) if plan.stages() > 1 => {
+                    format!("{what}, {algorithm}, {method}")
+                }
+                _ => format!("{what}, {algorithm}"),
+            };
+            let plan = Plan { levels, ..plan.clone() };
+            candidates.push(simulated(way, what, plan, self.model, self.cluster)?);
         }
         Ok(())
     }

@@ -17,8 +17,9 @@ pub struct Workload {
 impl Workload {
     /// The published scheduler's: GPT-3 XL on 8 stages and 8 replicas, a batch of a million tokens.
     ///
-    /// Gradients are 3 layers of 1.3 billion / 24 parameters in f32; activations 61 sequences of 2,024 by 2,048 values (not
-    /// 2,048 by 2,048) in f16, in units of 2^30 bytes that links then take for 10^9. Both as published.
+    /// Gradients are 3 layers of 1.3 billion / 24 parameters in f32; activations 61 sequences of 2,024 by 2,048
+    /// values (not 2,048 by 2,048) in f16, in units of 2^30 bytes that links then take for 10^9. Both as
+    /// published.
     pub const PUBLISHED: Self = Self { gradients: Bytes(650_000_000), activations: Bytes(471_249_223) };
 
     /// The same for a model of so many layers instead of 24: gradients grow with them.

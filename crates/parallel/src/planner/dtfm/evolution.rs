@@ -20,13 +20,13 @@ struct Member {
     total: u64,
 }
 
-/// The paper's search: 100 random layouts, then children of two random parents each, improved by a local search that
-/// knows gains but not costs, until `evaluations` layouts were priced (the paper's 100 + 4,900).
+/// The paper's search: 100 random layouts, then children of two random parents each, improved by a local search
+/// that knows gains but not costs, until `evaluations` layouts were priced (the paper's 100 + 4,900).
 ///
-/// A child takes the groups of five random devices from its first parent and the others from its second; devices
-/// move from groups that are too large to the first that is too small. A child that is worse than both parents is
-/// added, any other takes the place of the worse parent. Source: Yuan et al. 2022, section 3.3 and `scheduler/`.
-/// Differs: seeded (the published code sets no seed).
+/// A child takes the groups of five random devices from its first parent and the others from its second;
+/// devices move from groups that are too large to the first that is too small. A child that is worse than both
+/// parents is added, any other takes the place of the worse parent. Source: Yuan et al. 2022, section 3.3 and
+/// `scheduler/`. Differs: seeded (the published code sets no seed).
 ///
 /// Errors: [`ParallelError::Plan`] for no evaluations.
 pub fn evolution(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Found, ParallelError> {
@@ -92,8 +92,9 @@ fn crossover(first: &[usize], second: &[usize], costs: &PairCosts, draw: &mut Dr
 
 /// Moves devices between groups in cycles, so that sizes stay equal, as long as the sum of gains is positive.
 ///
-/// A device's worth to its own group is the cost of its fastest link there: averages are bound by the slowest link, so a
-/// fast link inside a group is wasted. Its gain in moving to another group is the mean cost of its links there less that.
+/// A device's worth to its own group is the cost of its fastest link there: averages are bound by the slowest
+/// link, so a fast link inside a group is wasted. Its gain in moving to another group is the mean cost of its
+/// links there less that.
 fn local_search(labels: &mut Labels, costs: &PairCosts) {
     let mut locked = vec![false; labels.len()];
     let (mut gained, mut best) = (0_i128, 0_i128);

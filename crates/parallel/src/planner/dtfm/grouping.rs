@@ -5,15 +5,15 @@ use farflung_base::Rank;
 use super::PairCosts;
 use crate::draw::Draw;
 
-/// Neighbours in one group: group `k` has devices `k * size` to `(k + 1) * size - 1`. Averages stay inside a region
-/// where the file lists regions one after another.
+/// Neighbours in one group: group `k` has devices `k * size` to `(k + 1) * size - 1`. Averages stay inside a
+/// region where the file lists regions one after another.
 #[must_use]
 pub fn contiguous(costs: &PairCosts) -> Vec<Vec<Rank>> {
     in_order(&(0..costs.devices()).collect::<Vec<_>>(), costs.size())
 }
 
-/// Neighbours in one pipeline: group `k` has devices `k`, `groups + k`, `2 * groups + k` and so on. Pipelines stay inside a
-/// region, averages cross.
+/// Neighbours in one pipeline: group `k` has devices `k`, `groups + k`, `2 * groups + k` and so on. Pipelines
+/// stay inside a region, averages cross.
 #[must_use]
 pub fn transposed(costs: &PairCosts) -> Vec<Vec<Rank>> {
     strided(&(0..costs.devices()).collect::<Vec<_>>(), costs.groups())
@@ -36,9 +36,10 @@ fn strided(devices: &[usize], groups: usize) -> Vec<Vec<Rank>> {
     (0..groups).map(group).collect()
 }
 
-/// Groups in which runs of `d` near devices are pieces of a pipeline, for every divisor `d` of the groups: groups of
-/// neighbours are those of 1, pipelines of neighbours those of all. Over devices as they are numbered, and in the order in
-/// which each is followed by its nearest neighbour: that keeps regions together however the file lists them.
+/// Groups in which runs of `d` near devices are pieces of a pipeline, for every divisor `d` of the groups:
+/// groups of neighbours are those of 1, pipelines of neighbours those of all. Over devices as they are
+/// numbered, and in the order in which each is followed by its nearest neighbour: that keeps regions together
+/// however the file lists them.
 pub(super) fn structured(costs: &PairCosts) -> Vec<Vec<Vec<usize>>> {
     let near = nearest_neighbours(costs);
     let numbered: Vec<usize> = (0..costs.devices()).collect();

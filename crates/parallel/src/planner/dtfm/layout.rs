@@ -6,7 +6,8 @@ use super::costs::{PairCosts, check};
 use crate::ParallelError;
 use crate::planner::path::shortest_path;
 
-/// The cost of a layout by DT-FM's model: a step's communication, none of which hides behind another or behind computing.
+/// The cost of a layout by DT-FM's model: a step's communication, none of which hides behind another or behind
+/// computing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayoutCost {
     /// DATAP-COST: of the slowest group.
@@ -40,7 +41,8 @@ pub struct Layout {
 impl Layout {
     /// The best order and matching of these groups.
     ///
-    /// Exact for up to [`EXACT_NODES`](crate::planner::path::EXACT_NODES) groups; beyond, the order is a heuristic's.
+    /// Exact for up to [`EXACT_NODES`](crate::planner::path::EXACT_NODES) groups; beyond, the order is a
+    /// heuristic's.
     ///
     /// Errors: [`ParallelError::Plan`] if `groups` do not divide the devices of `costs` equally.
     pub fn of_groups(groups: &[Vec<Rank>], costs: &PairCosts) -> Result<Self, ParallelError> {
@@ -77,10 +79,11 @@ impl Layout {
         Self { groups: ranks(groups), order: path.nodes, pipelines: ranks(pipelines), cost }
     }
 
-    /// These pipelines as they are: nothing is reordered or matched. How Megatron would lay out ranks, or chance.
+    /// These pipelines as they are: nothing is reordered or matched. How Megatron would lay out ranks, or
+    /// chance.
     ///
-    /// Errors: [`ParallelError::Plan`] if the pipelines are not of one length for each of the groups, or do not have
-    /// each device once.
+    /// Errors: [`ParallelError::Plan`] if the pipelines are not of one length for each of the groups, or do not
+    /// have each device once.
     pub fn as_given(pipelines: &[Vec<Rank>], costs: &PairCosts) -> Result<Self, ParallelError> {
         let stage = |s: usize| pipelines.iter().filter_map(|pipeline| pipeline.get(s).copied()).collect();
         let groups: Vec<Vec<Rank>> = (0..costs.groups()).map(stage).collect();

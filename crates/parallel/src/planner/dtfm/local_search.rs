@@ -19,12 +19,13 @@ const AGAIN: u64 = 20;
 
 /// Iterated local search over swaps of two devices of different groups (Lourenço, Martin and Stützle 2003).
 ///
-/// Begins with runs of neighbours as groups, as pipelines, and as pieces of pipelines, over devices as they are numbered and
-/// by nearest neighbours. A descent tries all swaps in random order and takes each that does not cost more, until none is left that gains.
-/// Descents begin with the best two of these starts, then in turn with a random layout, and twice with the best layout so far
-/// after two random swaps. Equal totals are decided by a path over mean hops, since the total sees the slowest hop of
-/// each boundary alone. A layout that was priced before is not priced again. Integers and comparisons only: the same result
-/// for a seed on every machine.
+/// Begins with runs of neighbours as groups, as pipelines, and as pieces of pipelines, over devices as they are
+/// numbered and by nearest neighbours. A descent tries all swaps in random order and takes each that does not
+/// cost more, until none is left that gains. Descents begin with the best two of these starts, then in turn
+/// with a random layout, and twice with the best layout so far after two random swaps. Equal totals are decided
+/// by a path over mean hops, since the total sees the slowest hop of each boundary alone. A layout that was
+/// priced before is not priced again. Integers and comparisons only: the same result for a seed on every
+/// machine.
 ///
 /// Errors: [`ParallelError::Plan`] for no evaluations.
 pub fn local_search(costs: &PairCosts, evaluations: u64, seed: u64) -> Result<Found, ParallelError> {

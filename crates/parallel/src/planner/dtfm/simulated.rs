@@ -1,4 +1,5 @@
-//! A layout's step, computed event by event: what its cost model leaves out is that messages overlap with computing.
+//! A layout's step, computed event by event: what its cost model leaves out is that messages overlap with
+//! computing.
 
 use farflung_base::{Bytes, Nanos};
 

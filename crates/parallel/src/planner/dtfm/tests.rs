@@ -1,3 +1,5 @@
+//! What the cost model, the searches and the simulation of layouts are held to.
+
 use farflung_base::Rank;
 
 use super::*;
