@@ -338,3 +338,28 @@ fn stores_and_latecomers_prove_themselves_too() {
     });
     assert_eq!(security.refused().counts()["wrong secret"], 1);
 }
+
+#[test]
+fn a_job_with_pauses_goes_on_for_some_time() {
+    let master = free();
+    let configs = (0..3).map(|rank| config(rank, 3, &master, &by_secret(1)));
+    let ranks = joined(configs.collect()).into_iter().map(|comm| {
+        thread::spawn(move || {
+            for step in 0..200_u64 {
+                let mut x: Vec<f32> = (0..50_000_u64).map(|i| ((i + step) % 1000) as f32).collect();
+                comm.all_reduce(&mut x, ReduceOp::Sum)
+                    .map_err(|e| format!("{} step {step}: {e}", comm.rank()))?;
+                let right = |(i, v): (u64, &f32)| v.to_bits() == (3.0 * ((i + step) % 1000) as f32).to_bits();
+                assert!((0..).zip(&x).all(right), "step {step}");
+                let mut ends = [f32::from(u8::from(step == 199))];
+                comm.all_reduce(&mut ends, ReduceOp::Max)
+                    .map_err(|e| format!("{} step {step}: {e}", comm.rank()))?;
+                assert_eq!(ends[0] > 0.0, step == 199);
+                thread::sleep(Duration::from_millis(step % 7));
+            }
+            comm.barrier().map_err(|e| e.to_string())
+        })
+    });
+    let ended: Vec<_> = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect();
+    assert!(ended.iter().all(Result::is_ok), "{ended:?}");
+}

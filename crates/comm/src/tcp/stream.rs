@@ -212,6 +212,10 @@ impl Stream {
 
     /// Reads sealed bytes from the socket.
     fn receive(&self, session: &mut Session) -> io::Result<usize> {
+        // A record that does not fit, of somebody who may not send that much.
+        if session.room().is_empty() {
+            return Err(broken(SessionError::TooMuch));
+        }
         loop {
             match (&self.socket).read(session.room()) {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
