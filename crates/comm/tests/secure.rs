@@ -1,6 +1,8 @@
 //! Connections with TLS: the same collectives with the same bits, and everybody who does not belong is turned
 //! away by name while the others go on.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -207,7 +209,7 @@ fn relay(to: SocketAddr, change: fn(usize, &mut [u8])) -> (SocketAddr, Arc<Mutex
             for (way, (mut from, mut to)) in ends.into_iter().enumerate() {
                 let all = Arc::clone(&all);
                 thread::spawn(move || {
-                    let mut buffer = [0; 65536];
+                    let mut buffer = vec![0; 65536];
                     while let Ok(count @ 1..) = from.read(&mut buffer) {
                         let so_far = all.lock().unwrap()[way].len();
                         all.lock().unwrap()[way].extend(&buffer[..count]);
@@ -284,7 +286,7 @@ fn what_is_changed_on_the_way_ends_the_link_by_name() {
     thread::scope(|scope| {
         let rank_1 = scope.spawn(|| {
             let comm = Communicator::new(tcp::join(&config(1, 2, &at.to_string(), &security)).unwrap());
-            let _ = comm.send(farflung_base::Rank(0), 1, &[7; 100_000]);
+            let _ = comm.send(farflung_base::Rank(0), 1, &vec![7; 100_000]);
             let _ = comm.recv(farflung_base::Rank(0), 2);
         });
         let rank_0 = tcp::join(&config(0, 2, &master, &security)).unwrap();

@@ -1,3 +1,5 @@
+//! Sessions against each other, against rustls, and against strangers.
+
 use std::io::Cursor;
 
 use super::super::identity::Identity;
@@ -117,7 +119,7 @@ fn a_stranger_may_say_little_and_nothing_panics() {
     let rng = farflung_base::Philox::new(19, 3);
     for i in 0..3000 {
         let mut bytes = hello.clone();
-        for j in 0..1 + i % 4 {
+        for j in 0..=(i % 4) {
             let word = rng.word(8 * i + j);
             let at = word as usize % bytes.len();
             bytes[at] = (word >> 16) as u8;
