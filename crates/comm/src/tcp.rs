@@ -122,10 +122,8 @@ impl TcpDriver {
         let may_read = |link: &Link| link.may_read(self.inbox.held(link.peer));
         // Of what a session has opened already the sockets say nothing.
         let has_more = |link: &&Link| link.is_open() && link.has_more() && may_read(link);
-        let timeout = match self.links.iter().flatten().any(|link| has_more(&link)) {
-            true => Nanos::ZERO,
-            false => timeout.min(Nanos::from_millis(3_600_000)),
-        };
+        let waits = !self.links.iter().flatten().any(|link| has_more(&link));
+        let timeout = if waits { timeout.min(Nanos::from_millis(3_600_000)) } else { Nanos::ZERO };
         let wait = Timespec {
             tv_sec: (timeout.0 / 1_000_000_000).cast_signed(),
             tv_nsec: i64::from((timeout.0 % 1_000_000_000) as u32),

@@ -1,6 +1,8 @@
 //! Connections with TLS: the same collectives with the same bits, and everybody who does not belong is turned
 //! away by name while the others go on.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
@@ -207,7 +209,7 @@ fn relay(to: SocketAddr, change: fn(usize, &mut [u8])) -> (SocketAddr, Arc<Mutex
             for (way, (mut from, mut to)) in ends.into_iter().enumerate() {
                 let all = Arc::clone(&all);
                 thread::spawn(move || {
-                    let mut buffer = [0; 65536];
+                    let mut buffer = vec![0; 65536];
                     while let Ok(count @ 1..) = from.read(&mut buffer) {
                         let so_far = all.lock().unwrap()[way].len();
                         all.lock().unwrap()[way].extend(&buffer[..count]);
@@ -284,7 +286,7 @@ fn what_is_changed_on_the_way_ends_the_link_by_name() {
     thread::scope(|scope| {
         let rank_1 = scope.spawn(|| {
             let comm = Communicator::new(tcp::join(&config(1, 2, &at.to_string(), &security)).unwrap());
-            let _ = comm.send(farflung_base::Rank(0), 1, &[7; 100_000]);
+            let _ = comm.send(farflung_base::Rank(0), 1, &vec![7; 100_000]);
             let _ = comm.recv(farflung_base::Rank(0), 2);
         });
         let rank_0 = tcp::join(&config(0, 2, &master, &security)).unwrap();
@@ -337,4 +339,29 @@ fn stores_and_latecomers_prove_themselves_too() {
         assert!(late.join().unwrap() == (1, own));
     });
     assert_eq!(security.refused().counts()["wrong secret"], 1);
+}
+
+#[test]
+fn a_job_with_pauses_goes_on_for_some_time() {
+    let master = free();
+    let configs = (0..3).map(|rank| config(rank, 3, &master, &by_secret(1)));
+    let ranks = joined(configs.collect()).into_iter().map(|comm| {
+        thread::spawn(move || {
+            for step in 0..200_u64 {
+                let mut x: Vec<f32> = (0..50_000_u64).map(|i| ((i + step) % 1000) as f32).collect();
+                comm.all_reduce(&mut x, ReduceOp::Sum)
+                    .map_err(|e| format!("{} step {step}: {e}", comm.rank()))?;
+                let right = |(i, v): (u64, &f32)| v.to_bits() == (3.0 * ((i + step) % 1000) as f32).to_bits();
+                assert!((0..).zip(&x).all(right), "step {step}");
+                let mut ends = [f32::from(u8::from(step == 199))];
+                comm.all_reduce(&mut ends, ReduceOp::Max)
+                    .map_err(|e| format!("{} step {step}: {e}", comm.rank()))?;
+                assert_eq!(ends[0] > 0.0, step == 199);
+                thread::sleep(Duration::from_millis(step % 7));
+            }
+            comm.barrier().map_err(|e| e.to_string())
+        })
+    });
+    let ended: Vec<_> = ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect();
+    assert!(ended.iter().all(Result::is_ok), "{ended:?}");
 }

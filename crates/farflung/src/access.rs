@@ -2,6 +2,8 @@
 //! secret, its own key, and whom it lets in. It refuses to know sockets. Secrets never stand on a command line,
 //! where others see them.
 
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
 mod files;
 mod home;
 
@@ -120,10 +122,8 @@ impl AccessArgs {
         at: &str,
     ) -> Result<Security> {
         let Some(proof) = proof else {
-            return match self.insecure || is_local {
-                true => Ok(Security::clear()),
-                false => Err(Error::Unprotected { at: at.to_owned() }),
-            };
+            let allowed = self.insecure || is_local;
+            return allowed.then(Security::clear).ok_or_else(|| Error::Unprotected { at: at.to_owned() });
         };
         let home = Home::new(self.key_file.as_deref(), env)?;
         let identity = home.identity()?;

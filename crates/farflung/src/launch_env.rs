@@ -49,11 +49,8 @@ impl LaunchEnv {
     /// Where rank 0 is reached: `host:port`, or several with commas between.
     #[must_use]
     pub fn meeting_place(&self) -> String {
-        let host = match self.master_addr.contains(':') {
-            true => format!("[{}]", self.master_addr),
-            false => self.master_addr.clone(),
-        };
-        let first = format!("{host}:{}", self.master_port);
+        let Self { master_addr: host, master_port: port, .. } = self;
+        let first = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
         [&[first], &self.more_addresses[..]].concat().join(",")
     }
 }

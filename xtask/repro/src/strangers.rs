@@ -257,7 +257,7 @@ impl Attack {
                 assert!(refused.is_err(), "a stranger came in: {}", KINDS[kind as usize].0);
             }
             _ => {
-                let record = [&[0x16, 3, 1, 0x3F, 0][..], &[1; 60_000]].concat();
+                let record = [&[0x16, 3, 1, 0x3F, 0][..], &vec![1; 60_000]].concat();
                 let _ = stream.write_all(&record);
             }
         }

@@ -74,7 +74,9 @@ impl JoinSecret {
     /// label.
     fn derived(key: &[u8], parts: &[&[u8]]) -> Self {
         let mut context = hmac::Context::with_key(&hmac::Key::new(hmac::HMAC_SHA256, key));
-        parts.iter().for_each(|part| context.update(part));
+        for part in parts {
+            context.update(part);
+        }
         Self::new(context.sign().as_ref().try_into().expect("SHA-256 has 32 bytes"))
     }
 }

@@ -246,7 +246,8 @@ impl Session {
                 return Err(SessionError::NotTls);
             }
         }
-        if !self.is_proven && self.heard >= STRANGER {
+        // The proof may be in what has just come, with more behind it.
+        if !self.is_proven && self.heard - count >= STRANGER {
             return Err(SessionError::TooMuch);
         }
         Ok(())

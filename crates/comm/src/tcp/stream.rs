@@ -33,7 +33,7 @@ struct Sealed {
     has_more: AtomicBool,
 }
 
-/// The clear error of a session.
+/// The error of a session, where it is one.
 pub(super) fn session_error(error: &io::Error) -> Option<&SessionError> {
     error.get_ref().and_then(|inner| inner.downcast_ref())
 }
@@ -77,7 +77,7 @@ impl Stream {
     /// whatever else it says, and is checked by [`Stream::read_message`].
     pub(super) fn greet(&self, until: Until) -> Result<(), CommError> {
         let Some(sealed) = &self.sealed else { return Ok(()) };
-        let io = |e: io::Error| self.error(&self.name(), &e);
+        let io = |e: io::Error| connection_error(&self.name(), &e);
         let mut session = sealed.lock();
         loop {
             session.seal(&[]).map_err(|e| io(broken(e)))?;
@@ -212,6 +212,10 @@ impl Stream {
 
     /// Reads sealed bytes from the socket.
     fn receive(&self, session: &mut Session) -> io::Result<usize> {
+        // A record that does not fit, of somebody who may not send that much.
+        if session.room().is_empty() {
+            return Err(broken(SessionError::TooMuch));
+        }
         loop {
             match (&self.socket).read(session.room()) {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
@@ -292,7 +296,7 @@ impl Stream {
                 Parsed::Part(want) => want,
                 Parsed::Whole(..) => return Ok(bytes),
             };
-            let io = |e: &io::Error| self.error(from, e);
+            let io = |e: &io::Error| connection_error(from, e);
             let late = || CommError::Io {
                 what: "no answer in time of",
                 address: from.to_owned(),
@@ -317,13 +321,13 @@ impl Stream {
     fn unproven(&self, reason: Refusal) -> CommError {
         CommError::Unproven { peer: self.name(), reason }
     }
+}
 
-    /// What an error of the connection means to whoever meets.
-    fn error(&self, from: &str, error: &io::Error) -> CommError {
-        match session_error(error) {
-            Some(reason) => CommError::Unsealed { peer: from.to_owned(), reason: reason.to_string() },
-            None => CommError::io("answer of", &from, error),
-        }
+/// What an error of the connection means to whoever meets.
+fn connection_error(from: &str, error: &io::Error) -> CommError {
+    match session_error(error) {
+        Some(reason) => CommError::Unsealed { peer: from.to_owned(), reason: reason.to_string() },
+        None => CommError::io("answer of", &from, error),
     }
 }
 

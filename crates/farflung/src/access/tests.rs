@@ -1,3 +1,5 @@
+//! Who gets in with which files and variables, and what is said where it is none.
+
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 

@@ -1,5 +1,7 @@
 //! `farflung ticket`: the word with which other machines join a job of this one.
 
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
 use std::path::PathBuf;
 
 use farflung::comm::secure::{PublicKey, Ticket, unix_seconds};
@@ -16,6 +18,7 @@ use farflung::{Error, Home, Result, access};
   farflung ticket --show --ticket-file ticket
   farflung ticket --rotate
   farflung ticket --key >> allow")]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub(crate) struct TicketCommand {
     /// Where other machines reach rank 0; up to 16, tried in turn.
     #[arg(long, value_name = "HOST:PORT", required_unless_present_any = ["show", "rotate", "key"])]
@@ -61,10 +64,8 @@ impl TicketCommand {
         }
         let host = home.identity()?.public();
         if self.key {
-            return match self.json {
-                true => super::print(&format!("{}\n", serde_json::json!({ "key": host.to_string() }))),
-                false => super::print(&format!("{host}\n")),
-            };
+            let json = serde_json::json!({ "key": host.to_string() });
+            return super::print(&if self.json { format!("{json}\n") } else { format!("{host}\n") });
         }
         let word = self.make(&home, host)?;
         match (&self.out, self.json) {
