@@ -81,7 +81,7 @@ fn sweep(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let base = TrainConfig { workers: 8, batch: 1, overlap: false, ..config(report.seed(), true) };
     let first = job(base.clone(), Over::Simulated(Link::FREE))?;
     let params = first.model.parameters() as f64;
-    let sizes = Sizes { params, ranks: 8.0, every: 1.0, tensors: Vec::new() };
+    let sizes = Sizes { params, ranks: 8.0, every: 1.0, steps: 1.0, tensors: Vec::new() };
     // Seconds of a step's computation at the base's rate.
     let compute = step_time(&first)?;
     let plain = arms::F32.sent.map_or(0.0, |form| form(&sizes));

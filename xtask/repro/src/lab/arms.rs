@@ -295,6 +295,12 @@ pub(crate) const MULOCO_100: Arm =
 /// Muon at each step.
 pub(crate) const MUON: Arm = arm("Muon", "--optimizer muon", "gradients as f32 into Muon").sends(f32_ring);
 
+/// So much in each step but the last, and one mean of all parameters as f32 after it.
+fn beside_a_mean(sizes: &Sizes, step: f64) -> f64 {
+    let mean = 2.0 * (sizes.ranks - 1.0) / sizes.ranks * 4.0 * sizes.params;
+    step + (mean - step) / sizes.steps
+}
+
 /// Outer steps in pairs.
 pub(crate) const NOLOCO: Arm = arm(
     "NoLoCo H=50",
@@ -307,14 +313,14 @@ pub(crate) const LOW_PRECISION: Arm = arm(
     "--sync low-precision --codec minmax8:4096",
     "changes of parameters in 8 bits to both neighbours on a ring",
 )
-.sends(|sizes| 2.0 * blocks(sizes.params, 8.0, 4096.0, 32.0));
+.sends(|sizes| beside_a_mean(sizes, 2.0 * blocks(sizes.params, 8.0, 4096.0, 32.0)));
 /// The same in one bit.
 pub(crate) const CHOCO: Arm = arm(
     "CHOCO-SGD, 1 bit",
     "--sync choco --codec sign",
     "changes of parameters in one bit to both neighbours on a ring",
 )
-.sends(|sizes| 2.0 * blocks(sizes.params, 1.0, 4096.0, 4.0));
+.sends(|sizes| beside_a_mean(sizes, 2.0 * blocks(sizes.params, 1.0, 4096.0, 4.0)));
 
 /// The largest hundredth, packed once.
 pub(crate) const TOP_K_GATHERED: Arm = arm(

@@ -44,6 +44,8 @@ pub(crate) struct Sizes {
     pub ranks: f64,
     /// Steps between averages.
     pub every: f64,
+    /// Steps of the run.
+    pub steps: f64,
     /// Shapes of the model's tensors.
     pub tensors: Vec<Vec<f64>>,
 }
@@ -124,7 +126,7 @@ impl Setting {
         let (params, ranks) = (model.parameters() as f64, config.workers as f64);
         let shape = |shape: Vec<usize>| shape.into_iter().map(|n| n as f64).collect();
         let tensors = model.tensors().into_iter().map(|tensor| shape(tensor.shape)).collect();
-        Ok(Sizes { params, ranks, every, tensors })
+        Ok(Sizes { params, ranks, every, steps: config.steps as f64, tensors })
     }
 }
 
