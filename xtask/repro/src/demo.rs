@@ -15,8 +15,9 @@ pub(crate) const BENCH: Bench = Bench {
 
 /// The most that losses may be above f32's, in percent: the marks of the issue.
 const TARGETS: [f64; 2] = [3.0, 8.0];
-/// Measured over three seeds, and two standard deviations. Above the marks, and the record says so.
-const MEASURED: [f64; 2] = [4.6, 9.0];
+/// Measured over three seeds, 3.56 and 7.77, and two standard deviations of 0.79 and 0.39. The first is above its mark,
+/// and the record says so.
+const MEASURED: [f64; 2] = [5.2, 8.6];
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let lab = Lab::new(report, options);
@@ -43,7 +44,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let codec = "dct:64/topk:4of4096/sign+ef".parse::<farflung::compress::CodecSpec>()?.build();
     let values = 4096 * 4096;
     let ratio = 2.0 * values as f64 / codec.max_payload(values) as f64;
-    report.row("the same of 16.8 million parameters", ratio, "x", Mark::AtLeast(880.0))?;
+    report.row("the same of 16.8 million parameters", ratio, "x", Mark::AtLeast(950.0))?;
     let better = plain.gap(&f32).mean - many.gap(&f32).mean;
     report.row(
         "DeMo k=32: how much better than without the transform",

@@ -228,19 +228,12 @@ pub(crate) const EXPONENTIAL: Arm =
     arm("exponential", "--sync exponential", "parameters mixed with the worker 1, 2, 4 before in turn")
         .sends(|sizes| 4.0 * sizes.params);
 
-/// What every rank sends to all others: entries of chunks of 4096, each with an index of 12 bits.
-fn gathered(sizes: &Sizes, kept: f64, bits: f64) -> f64 {
-    let chunks = (sizes.params / 4096.0).ceil();
-    (sizes.ranks - 1.0) * (HEADER + chunks * kept * (12.0 + bits) / 8.0) / sizes.every
-}
-
 /// `DeMo` with many coefficients.
 pub(crate) const DEMO: Arm = arm(
     "DeMo k=32",
     "--recipe demo --lr 5e-3",
     "32 of 4096 DCT coefficients of a momentum that workers keep",
-)
-.sends(|sizes| gathered(sizes, 32.0, 32.0));
+);
 /// `DeMo` with few, in one bit, as in Psyche.
 pub(crate) const DISTRO: Arm =
     arm("DeMo k=4, 1 bit", "--recipe distro --lr 4e-3", "the signs of 4 of 4096 DCT coefficients");
