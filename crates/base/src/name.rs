@@ -120,12 +120,13 @@ impl FromStr for Algorithm {
     }
 }
 
-/// What the operands of a matrix product are rounded to, to nearest, ties to even. Products add up in f32 and results
-/// are f32 whatever it is, and so is all else: parameters, their gradients, norms, softmaxes and optimizer states. This
-/// is mixed precision with f32 master weights (Micikevicius et al. 2018), where the rounding belongs to the product and
-/// not to the tensor, as PyTorch's `set_float32_matmul_precision` has it.
+/// What the operands of a matrix product are rounded to, to nearest, ties to even. Products add up in f32 and
+/// results are f32 whatever it is, and so is all else: parameters, their gradients, norms, softmaxes and
+/// optimizer states. This is mixed precision with f32 master weights (Micikevicius et al. 2018), where the
+/// rounding belongs to the product and not to the tensor, as PyTorch's `set_float32_matmul_precision` has it.
 ///
-/// A device with tensor cores for the type computes on them; any other gives the same products, without the speed.
+/// A device with tensor cores for the type computes on them; any other gives the same products, without the
+/// speed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Precision {
     /// As they are.

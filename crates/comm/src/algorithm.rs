@@ -17,14 +17,16 @@ use crate::tree::double_tree;
 /// A chunk that is smaller is not worth messages of its own.
 const LEAST_CHUNK: u64 = 16 * 1024;
 
-/// The most bytes of a block that goes round a pipelined ring at a time: a little less than a frame carries, so that with
-/// its header it goes in four segments over a loopback interface, which carries 65483 bytes in each, not in five.
+/// The most bytes of a block that goes round a pipelined ring at a time: a little less than a frame carries, so
+/// that with its header it goes in four segments over a loopback interface, which carries 65483 bytes in each,
+/// not in five.
 const PASSED: usize = FRAME_BYTES - 512;
 
 /// Chunks under way at a time that keep what travels in cache, where links are so fast that this counts.
 const PACED: usize = 8;
 
-/// Frames that one rank of a pipelined ring may be ahead of the next, about: as many as that one may leave unread.
+/// Frames that one rank of a pipelined ring may be ahead of the next, about: as many as that one may leave
+/// unread.
 const AHEAD: usize = 4 * WINDOW;
 
 /// More are not worth what it takes to price them.

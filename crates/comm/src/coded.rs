@@ -45,8 +45,8 @@ pub trait Coder: Send {
     fn decode(&mut self, range: Range<usize>, bytes: &[u8], out: &mut [f32]) -> Result<(), CoderError>;
 }
 
-/// A rank's values in a coded reduction, which touches them through their bytes only: they may lie in a device's memory.
-/// What they remember between rounds is their own affair, as is [`Coder`]'s.
+/// A rank's values in a coded reduction, which touches them through their bytes only: they may lie in a
+/// device's memory. What they remember between rounds is their own affair, as is [`Coder`]'s.
 pub trait CodedValues: Send {
     /// How many there are.
     fn count(&self) -> usize;

@@ -221,14 +221,16 @@ pub enum CommError {
     /// An earlier failure ended this communicator.
     #[error("the communicator has failed before: {0}")]
     Poisoned(Arc<Self>),
-    /// It was cancelled here: its [`Cancel`](crate::Cancel) was used, its pending value was dropped before it was done,
-    /// or its communicator was [aborted](crate::Communicator::abort). A collective ends its communicator with that.
+    /// It was cancelled here: its [`Cancel`](crate::Cancel) was used, its pending value was dropped before it
+    /// was done, or its communicator was [aborted](crate::Communicator::abort). A collective ends its
+    /// communicator with that.
     #[error("{op} was cancelled")]
     Cancelled {
         /// What was cancelled.
         op: &'static str,
     },
-    /// Another rank cancelled its part of this communicator, or the message that was on its way. That rank is well.
+    /// Another rank cancelled its part of this communicator, or the message that was on its way. That rank is
+    /// well.
     #[error("{op}: {peer} cancelled it")]
     CancelledBy {
         /// What was interrupted.

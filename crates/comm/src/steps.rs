@@ -69,10 +69,11 @@ impl Coding {
     }
 }
 
-/// One step of one rank: what it sends goes out side by side, what it receives is taken in the order of the list, and
-/// the two overlap in time. The next step starts when all is done.
+/// One step of one rank: what it sends goes out side by side, what it receives is taken in the order of the
+/// list, and the two overlap in time. The next step starts when all is done.
 ///
-/// Ranges count the blocks of a [`Program`]. Where a receive falls into what is sent, the values from before are sent.
+/// Ranges count the blocks of a [`Program`]. Where a receive falls into what is sent, the values from before
+/// are sent.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Step {
     /// To whom, and which blocks.
@@ -115,13 +116,14 @@ impl Step {
 pub struct Program {
     /// How many.
     pub blocks: usize,
-    /// The element at which each block begins, and the length of the buffer. `None`: blocks are nearly equal, block `i`
-    /// of `len` elements is `len * i / blocks..len * (i + 1) / blocks`.
+    /// The element at which each block begins, and the length of the buffer. `None`: blocks are nearly equal,
+    /// block `i` of `len` elements is `len * i / blocks..len * (i + 1) / blocks`.
     pub bounds: Option<Vec<usize>>,
-    /// Lists of steps that run side by side, on blocks of their own: chunks that are pipelined, trees, directions.
+    /// Lists of steps that run side by side, on blocks of their own: chunks that are pipelined, trees,
+    /// directions.
     pub lanes: Vec<Vec<Step>>,
-    /// Lanes under way at a time: lane `i` starts when lane `i - window` is done, so that whoever is fast does not send
-    /// so far ahead that others wait for what they need sooner.
+    /// Lanes under way at a time: lane `i` starts when lane `i - window` is done, so that whoever is fast does
+    /// not send so far ahead that others wait for what they need sooner.
     pub window: usize,
     /// What each message of a coded program carries; none in a plain one.
     pub messages: Vec<CodedMessage>,

@@ -1,5 +1,5 @@
-//! Endpoints in processes of their own, over TCP. Whoever waits drives all sockets of its endpoint; a thread in the
-//! background does so only while operations are under way and nobody waits.
+//! Endpoints in processes of their own, over TCP. Whoever waits drives all sockets of its endpoint; a thread in
+//! the background does so only while operations are under way and nobody waits.
 //!
 //! Bounded memory: a tag's sender stops after [`WINDOW`] frames that were not taken, and a peer of which
 //! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.
@@ -99,10 +99,10 @@ fn is_within_one_machine(stream: &TcpStream) -> bool {
     own.is_ok_and(|own| peer.is_ok_and(|peer| own.ip() == peer.ip()))
 }
 
-/// Between processes of one machine there is no queue whose length a congestion control could guess. One that paces
-/// costs a timer for every few packets there, so the plainest is chosen; and what is on its way is kept to what the
-/// caches hold of it until it is read. Where ranks take turns on the cores, what a turn costs counts for more: a rank
-/// writes as much as it has before the next one reads.
+/// Between processes of one machine there is no queue whose length a congestion control could guess. One that
+/// paces costs a timer for every few packets there, so the plainest is chosen; and what is on its way is kept
+/// to what the caches hold of it until it is read. Where ranks take turns on the cores, what a turn costs
+/// counts for more: a rank writes as much as it has before the next one reads.
 fn tune_within_one_machine(stream: &TcpStream, crowded: bool) {
     let frames = if crowded { 8 } else { 2 };
     // Where it is not to be had, the system's choice works too.

@@ -127,8 +127,8 @@ pub enum Parsed<'a> {
     Whole(Message<'a>, usize),
 }
 
-/// Reads the frame that a stream of untrusted bytes begins with. Allocates nothing but the lists of control messages,
-/// by what is there of them.
+/// Reads the frame that a stream of untrusted bytes begins with. Allocates nothing but the lists of control
+/// messages, by what is there of them.
 ///
 /// # Errors
 /// What is wrong with it; whatever follows is lost with it.

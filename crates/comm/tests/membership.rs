@@ -1,4 +1,5 @@
-//! Who belongs to a communicator, on every transport: survivors that agree whenever another is lost, and newcomers.
+//! Who belongs to a communicator, on every transport: survivors that agree whenever another is lost, and
+//! newcomers.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
@@ -25,9 +26,9 @@ fn sum(comm: &Communicator, own: f64) -> f64 {
     x[0]
 }
 
-/// Five ranks of whom the last is lost; the others shrink, and `second` is lost while they do. Its link to `deaf` goes a
-/// moment before, so that some have heard of it what another has not. What each sees of its first shrink: its members,
-/// and how many are left when all works again.
+/// Five ranks of whom the last is lost; the others shrink, and `second` is lost while they do. Its link to
+/// `deaf` goes a moment before, so that some have heard of it what another has not. What each sees of its first
+/// shrink: its members, and how many are left when all works again.
 fn lose_two(second: PeerId, deaf: PeerId, at: Nanos) -> Vec<Option<(usize, usize)>> {
     let topology = Topology::uniform(5, "1mbit,5ms".parse().unwrap());
     let faults = Faults::new().at(ms(1)).crash(PeerId(4)).at(at).cut(second, deaf);

@@ -1,4 +1,5 @@
-//! The store: what one process leaves, the others find; who is missing is named; nonsense ends its sender alone.
+//! The store: what one process leaves, the others find; who is missing is named; nonsense ends its sender
+//! alone.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

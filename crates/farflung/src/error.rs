@@ -1,4 +1,5 @@
-//! The crate's one error: what failed, with the field, file or peer that is wrong, and the exit code that it stands for.
+//! The crate's one error: what failed, with the field, file or peer that is wrong, and the exit code that it
+//! stands for.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -456,8 +457,8 @@ fn and_also(names: &[String]) -> String {
 }
 
 impl Error {
-    /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130, 143 and 129 after a
-    /// signal, the child's own for a launched one, else 1.
+    /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130, 143 and 129 after
+    /// a signal, the child's own for a launched one, else 1.
     #[must_use]
     pub const fn exit_code(&self) -> u8 {
         match self {

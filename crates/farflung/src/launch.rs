@@ -1,7 +1,7 @@
 //! Starts a job of several processes on this machine and stays until the last one ended.
 //!
-//! One thread a child reads its stderr; the caller's thread polls for exits and signals. It refuses to know what the
-//! children do.
+//! One thread a child reads its stderr; the caller's thread polls for exits and signals. It refuses to know
+//! what the children do.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
@@ -36,11 +36,11 @@ pub struct Launch {
 impl Launch {
     /// Starts `program` with `args` as ranks `0..processes` and waits for all of them.
     ///
-    /// Each gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`; lines of its
-    /// stderr appear behind `[rank]`, stdout passes through. Each signal of
-    /// `stop` is passed on, the third as SIGKILL, also to those that stand still. After the first failure
-    /// the others have `grace` to end by themselves, then SIGTERM and `grace`, then SIGKILL. On Linux they get
-    /// SIGTERM as well where the thread that runs this ends first, however it ends.
+    /// Each gets RANK, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`; lines
+    /// of its stderr appear behind `[rank]`, stdout passes through. Each signal of `stop` is passed on, the
+    /// third as SIGKILL, also to those that stand still. After the first failure the others have `grace` to end
+    /// by themselves, then SIGTERM and `grace`, then SIGKILL. On Linux they get SIGTERM as well where the
+    /// thread that runs this ends first, however it ends.
     ///
     /// Errors: [`Error::Child`] with the rank that the job failed by, [`Error::Stopped`] if a signal ended the
     /// job, [`Error::Start`], [`Error::Io`] if no port is free.
@@ -62,7 +62,8 @@ impl Launch {
                 .env("MASTER_ADDR", &self.master.0)
                 .env("MASTER_PORT", port.to_string())
                 .envs(self.secret.iter().map(|secret| (crate::access::SECRET, as_text(secret))))
-                // A terminal's Ctrl-C goes to a whole group: the children would get it twice, and the second kills.
+                // A terminal's Ctrl-C goes to a whole group: the children would get it twice, and the second
+                // kills.
                 .process_group(0)
                 .stdin(Stdio::null())
                 .stderr(Stdio::piped())
@@ -90,7 +91,8 @@ impl Launch {
                 forwarded.get_or_insert(signal);
                 passed += 1;
                 job.signal(match signal {
-                    // The children save at the first and end at the second; whoever ignores both is not asked again.
+                    // The children save at the first and end at the second; whoever ignores both is not asked
+                    // again.
                     _ if passed > 2 => SystemSignal::KILL,
                     Signal::Interrupt => SystemSignal::INT,
                     Signal::Terminate => SystemSignal::TERM,
@@ -201,7 +203,8 @@ impl Job {
         Ok(alive)
     }
 
-    /// Lets the last lines appear. A grandchild that outlives its parent may hold the pipe: it is not waited for.
+    /// Lets the last lines appear. A grandchild that outlives its parent may hold the pipe: it is not waited
+    /// for.
     fn drain(&self) {
         let mut polls = 0..50;
         while self.readers.iter().any(|reader| !reader.is_finished()) && polls.next().is_some() {

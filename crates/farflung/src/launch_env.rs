@@ -1,4 +1,5 @@
-//! Who this process is in a job that something else started: torchrun, mpirun, Slurm, Kubernetes or `farflung launch`.
+//! Who this process is in a job that something else started: torchrun, mpirun, Slurm, Kubernetes or `farflung
+//! launch`.
 //!
 //! A pure function of the environment's variables, in the order of the design. It refuses to know sockets.
 
@@ -81,7 +82,8 @@ struct Family {
     local_size: &'static str,
 }
 
-/// In the order in which they are asked. `PMIX_RANK` comes without a size: PMI's or `OpenMPI`'s stands beside it.
+/// In the order in which they are asked. `PMIX_RANK` comes without a size: PMI's or `OpenMPI`'s stands beside
+/// it.
 const FAMILIES: [Family; 5] = [
     Family {
         source: "RANK",
@@ -122,13 +124,15 @@ const FAMILIES: [Family; 5] = [
 
 /// Finds this process's place in its job; `None` if nothing launched it.
 ///
-/// `MASTER_ADDR` and `MASTER_PORT` hold for every launcher; without them the master is Slurm's first host, or this
-/// machine for a job of one machine. Kubernetes' `JOB_COMPLETION_INDEX` needs `WORLD_SIZE` and `MASTER_ADDR` beside it.
+/// `MASTER_ADDR` and `MASTER_PORT` hold for every launcher; without them the master is Slurm's first host, or
+/// this machine for a job of one machine. Kubernetes' `JOB_COMPLETION_INDEX` needs `WORLD_SIZE` and
+/// `MASTER_ADDR` beside it.
 ///
 /// Errors: [`Error::HalfSet`] with the missing variable, [`Error::Variable`] with the one that cannot be read.
 pub fn detect(env: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchEnv>> {
     for family in &FAMILIES {
-        // Slurm sets its size in a batch script too, which is no process of a job; the others set both or neither.
+        // Slurm sets its size in a batch script too, which is no process of a job; the others set both or
+        // neither.
         let size_alone_counts = family.source == "RANK" && env("JOB_COMPLETION_INDEX").is_none();
         match (env(family.rank), env(family.size)) {
             (Some(_), Some(_)) => return member(&env, family).map(Some),
@@ -183,7 +187,8 @@ fn member(env: &impl Fn(&str) -> Option<String>, family: &Family) -> Result<Laun
         },
     };
     let slurm_host = || env("SLURM_JOB_NODELIST").as_deref().and_then(first_host);
-    // Only OpenMPI and PMI start several machines without naming one of them; there a local job is all we can assume.
+    // Only OpenMPI and PMI start several machines without naming one of them; there a local job is all we can
+    // assume.
     let master_addr = match env("MASTER_ADDR").filter(|a| !a.is_empty()) {
         Some(addr) => addr,
         None => slurm_host().unwrap_or_else(|| "127.0.0.1".to_owned()),

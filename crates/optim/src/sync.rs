@@ -156,7 +156,8 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Restores what [`Synchroniser::states`] and [`Synchroniser::own_states`] gave; without the latter, and
     /// without what is in flight, it goes on as if that had never left.
     ///
-    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed then.
+    /// Errors: [`OptimError::State`] for a buffer that is missing or of another length; nothing has changed
+    /// then.
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError>;
 
     /// The average whose codecs' residuals are this rank's own.

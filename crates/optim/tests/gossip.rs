@@ -123,8 +123,8 @@ fn noloco_does_what_plain_loops_do() {
     }
 }
 
-/// BAGUA's low-precision ring and CHOCO-SGD, written from the papers: every rank holds replicas of all in f64; the
-/// codec alone is ours.
+/// BAGUA's low-precision ring and CHOCO-SGD, written from the papers: every rank holds replicas of all in f64;
+/// the codec alone is ours.
 fn with_replicas(case: Case, ranks: usize, choco: Option<f64>) -> Vec<All> {
     let mut codecs: Vec<_> =
         (0..ranks).map(|_| case.codec.parse::<CodecSpec>().unwrap().build_memoryless()).collect();
@@ -180,7 +180,8 @@ fn replicas_do_what_plain_loops_do() {
             &with_replicas(case, ranks, Some(0.5)),
             1e-6,
         );
-        // One that does: a value near the middle of two codes may take the other one, which a later step corrects.
+        // One that does: a value near the middle of two codes may take the other one, which a later step
+        // corrects.
         for codec in ["int8", "topk:0.3/f16"] {
             let case = Case { codec, ..PLAIN };
             compare(

@@ -91,8 +91,8 @@ pub struct Between {
 
 /// Devices, regions and links. Ranks count the devices in their order, instances of one device together.
 ///
-/// The link of two ranks is the closest that is given: of the two devices, of a device and the other's region, of the
-/// two regions (or inside the one that both are in), then the default.
+/// The link of two ranks is the closest that is given: of the two devices, of a device and the other's region,
+/// of the two regions (or inside the one that both are in), then the default.
 ///
 /// ```
 /// use farflung_base::{Nanos, Rank};
@@ -156,7 +156,8 @@ impl Cluster {
 
     /// Looks at everything but whether all pairs are joined; gives the offending name with the reason.
     ///
-    /// Errors: names that are empty, odd, double or unknown; zero counts, speeds or access links; no devices or too many.
+    /// Errors: names that are empty, odd, double or unknown; zero counts, speeds or access links; no devices or
+    /// too many.
     pub fn check(&self) -> Result<(), ParallelError> {
         if self.size() > Self::MAX_RANKS {
             return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_RANKS });

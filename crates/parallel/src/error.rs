@@ -1,4 +1,5 @@
-//! What can go wrong in this crate: input that cannot be read, or asks for what cannot be done. No I/O happens here.
+//! What can go wrong in this crate: input that cannot be read, or asks for what cannot be done. No I/O happens
+//! here.
 
 use farflung_base::{Bandwidth, Bytes, Rank};
 

@@ -66,12 +66,13 @@ pub struct Planned {
 /// Plans data-parallel training of `shape` on `cluster` within `limits`, at the prices of whoever carries the
 /// plan out.
 ///
-/// Shares are proportional to speed (largest remainder). Synchronous training with overlap is chosen, at the number of
-/// buckets that is fastest, where it stays within the overhead; otherwise `DiLoCo` with the fewest local steps that do,
-/// because each more costs quality; where none does, the faster of the two at the limit of local steps.
+/// Shares are proportional to speed (largest remainder). Synchronous training with overlap is chosen, at the
+/// number of buckets that is fastest, where it stays within the overhead; otherwise `DiLoCo` with the fewest
+/// local steps that do, because each more costs quality; where none does, the faster of the two at the limit of
+/// local steps.
 ///
-/// Errors: what [`Cluster::topology`], [`ModelShape::microbatches`] and [`Replicas::check`] refuse, and a device whose memory
-/// does not hold a replica.
+/// Errors: what [`Cluster::topology`], [`ModelShape::microbatches`] and [`Replicas::check`] refuse, and a
+/// device whose memory does not hold a replica.
 pub fn plan(
     shape: &ModelShape,
     cluster: &Cluster,

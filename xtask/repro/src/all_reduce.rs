@@ -35,9 +35,9 @@ pub(crate) enum Class {
     Fifo,
 }
 
-/// Median seconds of an all-reduce of so many KiB, the slowest rank's; the same on all ranks. Between two of them a rank
-/// does no more than the peers' scripts do, since it takes that time from those that are not through yet: sums are
-/// checked before the first that counts, and after the last.
+/// Median seconds of an all-reduce of so many KiB, the slowest rank's; the same on all ranks. Between two of
+/// them a rank does no more than the peers' scripts do, since it takes that time from those that are not
+/// through yet: sums are checked before the first that counts, and after the last.
 pub(crate) fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f64, CommError> {
     let mut x = vec![0.0_f32; kib * 256];
     let iterations = match kib {
@@ -73,7 +73,8 @@ pub(crate) const fn algorithm(kib: usize) -> Algorithm {
     if kib <= 16 { Algorithm::RecursiveDoubling } else { Algorithm::Ring }
 }
 
-/// One rank: its number, how many there are, where they meet, KiB, `quick` or `long`. Rank 0 prints the seconds.
+/// One rank: its number, how many there are, where they meet, KiB, `quick` or `long`. Rank 0 prints the
+/// seconds.
 pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
     let [rank, size, master, kib, pace] = args else { bail!("five arguments wanted") };
     let kib = kib.parse()?;
@@ -114,10 +115,10 @@ pub(crate) fn between_processes(n: usize, kib: usize, quick: bool, class: Class)
     seconds.context("rank 0 said nothing")
 }
 
-/// Bytes a second that a loopback connection moves each way while both ways are busy: the best of three block sizes, each
-/// tried twice, between buffers that lie at the same place of a page. Anywhere else the limit is luck: processors with
-/// fast short moves copy six times slower out of a socket to 1 to 31 bytes beyond the source's place in its page, which is
-/// where large allocations begin.
+/// Bytes a second that a loopback connection moves each way while both ways are busy: the best of three block
+/// sizes, each tried twice, between buffers that lie at the same place of a page. Anywhere else the limit is
+/// luck: processors with fast short moves copy six times slower out of a socket to 1 to 31 bytes beyond the
+/// source's place in its page, which is where large allocations begin.
 pub(crate) fn both_ways() -> Result<f64> {
     let blocks = [64 << 10, 256 << 10, 1 << 20].repeat(2);
     let rates: Vec<f64> = blocks.into_iter().map(both_ways_in).collect::<Result<_>>()?;
@@ -206,7 +207,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     for &n in ranks {
         for &kib in sizes {
-            // Where the system puts the threads is luck that lasts as long as they do, and where they do little it is all.
+            // Where the system puts the threads is luck that lasts as long as they do, and where they do little
+            // it is all.
             let clusters = if kib < MIB { 9 } else { 1 };
             let once = |_| -> Result<f64> {
                 let ranks = over_memory(n);

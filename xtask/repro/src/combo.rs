@@ -17,8 +17,8 @@ pub(crate) const BENCH: Bench = Bench {
 
 /// The most that losses may be above f32's, in percent: the mark of the issue.
 const MOST: f64 = 4.0;
-/// Where it does not hold: measured over three seeds, 6.44, 5.03 and 4.28, and two standard deviations of 0.19, 0.09
-/// and 0.11. The records say so.
+/// Where it does not hold: measured over three seeds, 6.44, 5.03 and 4.28, and two standard deviations of 0.19,
+/// 0.09 and 0.11. The records say so.
 const MEASURED_SPARSE: f64 = 6.9;
 const MEASURED_MUON: f64 = 5.3;
 const MEASURED_DILOCO: f64 = 4.6;

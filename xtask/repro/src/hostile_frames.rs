@@ -36,8 +36,8 @@ const CORPUS: [(&str, &[u8]); 10] = [
     ("answers", include_bytes!("../../../crates/comm/tests/corpus/store_answers.bin")),
 ];
 
-/// What a list of the shortest elements takes while it grows, for each byte on the wire: 16 for a text, twice that for
-/// the room that a vector leaves, and twice that for the smaller ones before it.
+/// What a list of the shortest elements takes while it grows, for each byte on the wire: 16 for a text, twice
+/// that for the room that a vector leaves, and twice that for the smaller ones before it.
 const BYTES_PER_BYTE: usize = 64;
 
 /// What came of a number of inputs.
@@ -120,7 +120,8 @@ fn storm(seed: u64, cases: std::ops::Range<u64>) -> Tally {
     tally
 }
 
-/// What an inbox holds at most of a peer that sends frames of `len` bytes for ever new conversations, on every channel.
+/// What an inbox holds at most of a peer that sends frames of `len` bytes for ever new conversations, on every
+/// channel.
 fn flood(len: usize, frames: u64) -> usize {
     let mut streams = Vec::new();
     for channel in 0..4_u8 {
@@ -149,8 +150,8 @@ fn flood(len: usize, frames: u64) -> usize {
     count.peak
 }
 
-/// A job of two in which strangers stand at the door and the second rank says a mutated thing. Returns whether the first
-/// is still in its senses: it let the right one in and ended with an error or a message, in time.
+/// A job of two in which strangers stand at the door and the second rank says a mutated thing. Returns whether
+/// the first is still in its senses: it let the right one in and ended with an error or a message, in time.
 fn session(rng: &Philox, case: u64) -> Result<bool> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let master = std::thread::spawn(move || {
@@ -250,7 +251,8 @@ fn client_hello() -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// A job of two with a secret, at whose door strangers say mutated handshakes. Returns whether the right rank came in.
+/// A job of two with a secret, at whose door strangers say mutated handshakes. Returns whether the right rank
+/// came in.
 fn handshakes(rng: &Philox, case: u64, hello: &[u8]) -> Result<bool> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let config = |rank| -> Result<Config> {

@@ -29,8 +29,8 @@ pub(crate) const BENCH: Bench = Bench {
 const BASE: &str = "--layers 1 --heads 2 --dim 32 --context 32 --batch 2 --threads 1 --lr-schedule constant \
                     --min-lr 0 --warmup 0 --sample-tokens 0 --codec none";
 const STEPS: u64 = 8;
-/// The step of the checkpoint, at which some methods have averages in flight; those that meet every 3 steps save at
-/// the next.
+/// The step of the checkpoint, at which some methods have averages in flight; those that meet every 3 steps
+/// save at the next.
 const CHECKPOINT: u64 = 5;
 /// Parameters that were computed in another order, relative.
 const ROUNDED: f64 = 1e-6;

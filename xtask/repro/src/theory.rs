@@ -32,8 +32,8 @@ fn normal(draw: &Philox, i: u64) -> f64 {
     (-2.0 * (1.0 - a).ln()).sqrt() * (std::f64::consts::TAU * b).cos()
 }
 
-/// The quantisers that boundaries use, and the most that each may lose: the condition, or nothing for those that are
-/// known to lose more.
+/// The quantisers that boundaries use, and the most that each may lose: the condition, or nothing for those
+/// that are known to lose more.
 const QUANTISERS: [(&str, Mark); 8] = [
     ("f16", Mark::AtMost(CONDITION)),
     ("direct:8", Mark::AtMost(CONDITION)),

@@ -25,8 +25,8 @@ pub(crate) enum Over {
     Tcp,
 }
 
-/// A small GPT of the default text: 2 layers of 64, 32 tokens of context, 4 sequences a worker and step, ddp, a constant
-/// rate and nothing on disk. `nano` takes the preset's shape with 64 tokens of context instead.
+/// A small GPT of the default text: 2 layers of 64, 32 tokens of context, 4 sequences a worker and step, ddp, a
+/// constant rate and nothing on disk. `nano` takes the preset's shape with 64 tokens of context instead.
 pub(crate) fn config(seed: u64, nano: bool) -> TrainConfig {
     let small = |n| (!nano).then_some(n);
     TrainConfig {

@@ -4,12 +4,13 @@ use farflung_base::Rank;
 
 use crate::steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 
-/// All-reduce in one latency: everyone encodes the whole buffer once and sends it to all others; all decode what
-/// everyone sent, their own included, and add it up in the order of ranks. So replicas stay equal bit for bit.
+/// All-reduce in one latency: everyone encodes the whole buffer once and sends it to all others; all decode
+/// what everyone sent, their own included, and add it up in the order of ranks. So replicas stay equal bit for
+/// bit.
 ///
 /// Values are encoded once, where [`coded_exchange`](crate::coded_exchange) encodes the sum once more: what
-/// selects few values keeps all that were selected. Each rank sends and receives `n - 1` encoded buffers, where an
-/// exchange sends `2 (n - 1) / n`: it is for few ranks and high compression.
+/// selects few values keeps all that were selected. Each rank sends and receives `n - 1` encoded buffers, where
+/// an exchange sends `2 (n - 1) / n`: it is for few ranks and high compression.
 ///
 /// Source: the exchange of `DeMo` (Peng et al. 2024, Alg. 1), `SparseLoCo` and Deep Gradient Compression.
 #[must_use]

@@ -1,5 +1,5 @@
-//! Processes that come later: they ask at a store, and the job lets them in when it is ready. All meet anew then, so that
-//! there are sockets between everyone. It knows no collective but the vote on what came of it.
+//! Processes that come later: they ask at a store, and the job lets them in when it is ready. All meet anew
+//! then, so that there are sockets between everyone. It knows no collective but the vote on what came of it.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -32,8 +32,8 @@ fn place(place: Place, job: &str, security: &Security, deadline: Duration) -> Co
 /// A process that is no member asks at the store of `job` to become one, and is one of the next epoch then.
 ///
 /// # Errors
-/// [`CommError::Absent`] if it was not let in within the store's deadline; what kept the members of the new epoch from
-/// meeting within `deadline`.
+/// [`CommError::Absent`] if it was not let in within the store's deadline; what kept the members of the new
+/// epoch from meeting within `deadline`.
 pub fn ask_in(
     store: &Store,
     job: &str,
@@ -50,9 +50,9 @@ pub fn ask_in(
     Ok(comm)
 }
 
-/// Lets in whoever has asked since the last time: the ranks of `comm`, and behind them the newcomers, over sockets of
-/// their own; none where nobody has asked. A collective of `comm`, which stays good if it fails because a newcomer is
-/// lost on the way. Only rank 0 looks into its `store`.
+/// Lets in whoever has asked since the last time: the ranks of `comm`, and behind them the newcomers, over
+/// sockets of their own; none where nobody has asked. A collective of `comm`, which stays good if it fails
+/// because a newcomer is lost on the way. Only rank 0 looks into its `store`.
 ///
 /// # Errors
 /// What kept the members of the new epoch from meeting within `deadline`, on every rank.

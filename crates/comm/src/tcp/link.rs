@@ -17,7 +17,8 @@ use crate::{DownReason, Frame, Pool, WireError};
 
 /// Frames taken for which one credit is sent.
 const CREDIT: u32 = 8;
-/// Bytes read of one socket before the others have their turn, and what has been read is used while it is in cache.
+/// Bytes read of one socket before the others have their turn, and what has been read is used while it is in
+/// cache.
 const TURN: usize = crate::FRAME_BYTES;
 /// What a small frame counts of it.
 const LEAST: usize = TURN / 16;
@@ -204,7 +205,8 @@ impl Link {
         }
     }
 
-    /// A frame of the tag was taken: sends a credit for every eight. Returns whether a paused peer may be read again.
+    /// A frame of the tag was taken: sends a credit for every eight. Returns whether a paused peer may be read
+    /// again.
     pub(super) fn taken(&self, tag: Tag, inbox: &Inbox) -> bool {
         let mut taken = lock(&self.taken);
         if *taken.add(tag) >= CREDIT {
@@ -266,7 +268,8 @@ impl Link {
                     }
                 }
                 Err(_) => {
-                    // What the peer sent before may still lie in the socket, a goodbye perhaps: reading finds the reason.
+                    // What the peer sent before may still lie in the socket, a goodbye perhaps: reading finds
+                    // the reason.
                     out.queue.clear();
                     out.at = 0;
                 }
@@ -284,7 +287,8 @@ impl Link {
             match self.read_frame(&mut incoming, pool) {
                 Ok(Some((header, frame))) => {
                     bytes += frame.len().max(LEAST);
-                    // What is in hand is still handled: no poll would tell of a frame that has come along whole.
+                    // What is in hand is still handled: no poll would tell of a frame that has come along
+                    // whole.
                     incoming.enough |= bytes >= TURN;
                     if let Err(e) = self.handle(&mut incoming, &header, frame, inbox) {
                         self.end(inbox, DownReason::Protocol(e));

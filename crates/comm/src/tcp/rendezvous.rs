@@ -1,6 +1,6 @@
-//! How the ranks of a job find each other: all meet at the master's address and get a table of addresses, or have one
-//! from the start; then they connect pairwise, each end naming itself. Everything has a deadline; what does not belong
-//! here is refused with the reason.
+//! How the ranks of a job find each other: all meet at the master's address and get a table of addresses, or
+//! have one from the start; then they connect pairwise, each end naming itself. Everything has a deadline; what
+//! does not belong here is refused with the reason.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
@@ -34,8 +34,8 @@ pub struct Config {
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,
-    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`; several with commas between
-    /// are tried in turn. Not used with `peers`.
+    /// `host:port` (`[::1]:port` for IPv6) at which rank 0 listens: `MASTER_ADDR:MASTER_PORT`; several with
+    /// commas between are tried in turn. Not used with `peers`.
     pub master: String,
     /// Where each rank is reached, in their order, as `host:port`; empty where the master knows. Ranks may have
     /// different lists, where a peer is reached by different ways.
@@ -44,12 +44,13 @@ pub struct Config {
     pub job: String,
     /// The time that the whole rendezvous may take.
     pub deadline: Duration,
-    /// The address at which this rank listens for its peers; by default the one from which it reaches the master, or its
-    /// own of `peers`, whose port counts in any case.
+    /// The address at which this rank listens for its peers; by default the one from which it reaches the
+    /// master, or its own of `peers`, whose port counts in any case.
     pub listen: Option<IpAddr>,
-    /// Connections to each peer, 1 to 16, the same on all ranks: over a long fat link one connection's window may not
-    /// fill it. Messages go over one or another by their tags, and so do the lanes of a pipelined all-reduce. Those
-    /// beyond the first go to ports that the ranks tell each other, so they need a network that lets them.
+    /// Connections to each peer, 1 to 16, the same on all ranks: over a long fat link one connection's window
+    /// may not fill it. Messages go over one or another by their tags, and so do the lanes of a pipelined
+    /// all-reduce. Those beyond the first go to ports that the ranks tell each other, so they need a network
+    /// that lets them.
     pub streams: usize,
     /// How connections are protected, and who is let in; by default they are not, and everybody is.
     pub security: Security,
@@ -119,7 +120,8 @@ fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
     CommError::Missing { master, ranks, after: config.deadline.into() }
 }
 
-/// The addresses of a `host:port`, or of several with commas between; an error only where none of them is known.
+/// The addresses of a `host:port`, or of several with commas between; an error only where none of them is
+/// known.
 pub(super) fn resolve(what: &'static str, address: &str) -> Result<Vec<SocketAddr>, CommError> {
     let mut all = Vec::new();
     let mut wrong = None;
@@ -331,7 +333,8 @@ fn reach(
                 }
                 Err(e) => return Err(e),
             };
-            // At once, so that it is not missed there while others still are here. If it fails, so does the answer.
+            // At once, so that it is not missed there while others still are here. If it fails, so does the
+            // answer.
             let _ = hello(config, own, |hello| stream.say(hello));
             greeted.push((peer, stream));
         }
@@ -358,8 +361,8 @@ fn reach(
     }
 }
 
-/// Whether the other side ended the connection before it said anything: so does what stands before a peer that does not
-/// listen yet, be it a relay, a tunnel or a forwarded port.
+/// Whether the other side ended the connection before it said anything: so does what stands before a peer that
+/// does not listen yet, be it a relay, a tunnel or a forwarded port.
 pub(super) const fn hung_up(error: &CommError) -> bool {
     matches!(
         error,
@@ -373,8 +376,8 @@ pub(super) const fn hung_up(error: &CommError) -> bool {
     )
 }
 
-/// Lets in all ranks above the own, with a welcome unless the answer is a table; strangers are turned away. The ranks that
-/// have not come by the deadline are the error, also where all is given up before.
+/// Lets in all ranks above the own, with a welcome unless the answer is a table; strangers are turned away. The
+/// ranks that have not come by the deadline are the error, also where all is given up before.
 fn admit(
     config: &Config,
     listener: &TcpListener,
@@ -473,8 +476,8 @@ pub(super) fn hello<T>(config: &Config, listen: &str, say: impl FnOnce(&Control<
 
 /// Tries each address once; an encrypted connection is greeted. None where nobody answers.
 ///
-/// Where nobody listens yet on a port of this machine from which sockets are numbered, the system may give the socket
-/// that very port and connect it to itself: that is nobody's answer, and would hold the port.
+/// Where nobody listens yet on a port of this machine from which sockets are numbered, the system may give the
+/// socket that very port and connect it to itself: that is nobody's answer, and would hold the port.
 pub(super) fn attempt(
     security: &Security,
     addresses: &[SocketAddr],

@@ -1,5 +1,5 @@
-//! A store: what processes of a job leave for each other before, between and besides their collectives. It knows no
-//! rank but in [`Store::gather`], and keeps nothing beyond its host's life.
+//! A store: what processes of a job leave for each other before, between and besides their collectives. It
+//! knows no rank but in [`Store::gather`], and keeps nothing beyond its host's life.
 
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -86,7 +86,8 @@ pub struct StoreHost {
 }
 
 impl StoreHost {
-    /// A store for the processes of `job` that `security` lets in, at `address`, a `host:port`; port 0 is any that is free.
+    /// A store for the processes of `job` that `security` lets in, at `address`, a `host:port`; port 0 is any
+    /// that is free.
     ///
     /// # Errors
     /// [`CommError::Io`] if the address does not work.
@@ -142,8 +143,8 @@ impl Drop for StoreHost {
 }
 
 impl Shared {
-    /// Lets clients in until the end. Those that have not proven that they belong here wait at the door, where nobody
-    /// waits for them; each of the others has a thread.
+    /// Lets clients in until the end. Those that have not proven that they belong here wait at the door, where
+    /// nobody waits for them; each of the others has a thread.
     fn listen(self: &Arc<Self>, listener: &TcpListener) {
         let mut door = Door::new(self.security.clone());
         let mut numbers = 0..;
@@ -269,11 +270,12 @@ pub struct Store {
 }
 
 impl Store {
-    /// Connects to the store of `job` at `address`, a `host:port`, for which it waits up to `deadline`; so do later calls
-    /// for what they want.
+    /// Connects to the store of `job` at `address`, a `host:port`, for which it waits up to `deadline`; so do
+    /// later calls for what they want.
     ///
     /// # Errors
-    /// If there is no store in time, it is another job's, or one side does not prove to the other that it belongs there.
+    /// If there is no store in time, it is another job's, or one side does not prove to the other that it
+    /// belongs there.
     pub fn connect(
         address: &str,
         job: &str,
@@ -382,7 +384,8 @@ impl Store {
         })
     }
 
-    /// Adds to the number at a key, which begins with 0, and returns the sum. As a value it is 8 bytes, little-endian.
+    /// Adds to the number at a key, which begins with 0, and returns the sum. As a value it is 8 bytes,
+    /// little-endian.
     ///
     /// # Errors
     /// [`CommError::Denied`] if the value there is no number.

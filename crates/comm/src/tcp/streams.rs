@@ -1,4 +1,5 @@
-//! Further streams between ranks that have met: each round listens afresh and says where on the streams that are there.
+//! Further streams between ranks that have met: each round listens afresh and says where on the streams that
+//! are there.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 

@@ -13,8 +13,8 @@ use farflung_base::Nanos;
 /// Start several processes of one job on this machine, joined over TCP.
 ///
 /// Everything after `--` is a farflung command; each process runs it with RANK, WORLD_SIZE, LOCAL_RANK,
-/// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. When one fails, the others are ended. Where other machines can
-/// reach --master, connections are encrypted by a secret that only these processes know.
+/// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. When one fails, the others are ended. Where other
+/// machines can reach --master, connections are encrypted by a secret that only these processes know.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example:\n  farflung launch -n 4 -- train --steps 200 --sync ddp")]
 pub(crate) struct LaunchCommand {

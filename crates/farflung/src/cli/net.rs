@@ -11,8 +11,8 @@ use farflung::{AccessArgs, Error, Result};
 
 use super::relay::RelayArgs;
 
-/// Measure the network between the processes of a job, or put a bad link into it. To be run under `farflung launch` or
-/// another launcher, or with a list of peers; a relay alone.
+/// Measure the network between the processes of a job, or put a bad link into it. To be run under `farflung
+/// launch` or another launcher, or with a list of peers; a relay alone.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung launch -n 4 -- net bench
@@ -22,7 +22,8 @@ use super::relay::RelayArgs;
   farflung net bench --peers peers.toml --rank 0 --secret-file ~/job-secret
   farflung net relay --listen 127.0.0.1:9001 --to 127.0.0.1:29500 --rate 100mbit --delay 20ms")]
 pub(crate) struct NetCommand {
-    /// Where each rank is reached, as TOML: `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`. Instead of a launcher.
+    /// Where each rank is reached, as TOML: `peers = ["10.0.0.1:4000", "10.0.0.2:4000"]`. Instead of a
+    /// launcher.
     #[arg(long, value_name = "FILE", global = true, requires = "rank")]
     peers: Option<PathBuf>,
     /// This process's rank among the peers.

@@ -16,7 +16,8 @@ use farflung::train::{AveragePrices, Fit, Prediction, fit, planned_codec, planne
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
-/// Decide how unequal machines over given links should train a model: in step or with local steps, and each one's share.
+/// Decide how unequal machines over given links should train a model: in step or with local steps, and each
+/// one's share.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(after_help = "Examples:

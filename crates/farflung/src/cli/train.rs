@@ -9,7 +9,8 @@ use farflung::train::{Watch, combination, plan_of, refusal, run, world};
 use farflung::transports::TRANSPORTS;
 use farflung::{AccessArgs, Error, Progress, Result, Show, StepMetrics, Stop, TrainFlags};
 
-/// Train a model with several workers, here over simulated links, or one worker a process under `farflung launch`.
+/// Train a model with several workers, here over simulated links, or one worker a process under `farflung
+/// launch`.
 ///
 /// Without arguments: a small GPT learns from real text with four workers behind home uplinks.
 #[derive(Debug, clap::Args)]

@@ -1,4 +1,5 @@
-//! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the run's folder.
+//! A training run's settings: one list for the command line, for `--config FILE.toml`, and for the copy in the
+//! run's folder.
 //!
 //! A flag wins over the file, the file over the default. The list is declared once, below; the types of single
 //! settings are in [`choice`], how a file is read in [`mod@file`], the flags as a command has them in
@@ -101,7 +102,8 @@ macro_rules! settings {
                       value_parser = <$ty as Setting>::from_flag)]
                 pub $name: Option<$ty>,
             )+)+
-            /// Settings that a file marks as defaults ([`BY_DEFAULT`]): they have a value but do not count as given.
+            /// Settings that a file marks as defaults ([`BY_DEFAULT`]): they have a value but do not count as
+            /// given.
             #[arg(skip)]
             pub by_default: BTreeSet<&'static str>,
         }
@@ -290,8 +292,8 @@ settings! {
         seed: u64, "N", 1337u64;
     }
     "Workers and links" {
-        /// TOML file with the plan, as `farflung plan --out` and --print-plan write it; it decides what the other settings of
-        /// workers, pipeline, batch and precision would.
+        /// TOML file with the plan, as `farflung plan --out` and --print-plan write it; it decides what the
+        /// other settings of workers, pipeline, batch and precision would.
         plan: PathBuf, "FILE" => "its path is; what the file says is compared";
         /// Workers in this process; a launched job has one in each process.
         workers: usize, "N", 4usize => "a job of several processes has a worker in each";
@@ -319,8 +321,8 @@ settings! {
         /// (momentum is gathered before the selection), powersgd:4 (matrices as products of rank 4), and many
         /// more; a wrong name lists them.
         codec: AverageSpec, "CODEC", default_codec();
-        /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95) or is
-        /// unbiased.
+        /// Carry what the codec dropped over to the next average, unless the codec says how itself (+ef:0.95)
+        /// or is unbiased.
         error_feedback: bool, "BOOL", true;
         /// Steps at the beginning in which averages travel as they are, before --codec holds; unless told 0,
         /// and 15% of --steps under the optimizers that average momentum, which it is the warm-up of.
@@ -340,10 +342,11 @@ settings! {
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the
         /// cheapest on the links of --topology; a wrong name lists them. With a codec direct (equal shards,
         /// unless told), butterfly (shards by access links), hierarchical (plain inside a region, packed
-        /// between regions), ring (packed anew at each hop, and loses at each), all-gather (each worker's to all
-        /// others: packed once, for few workers), or auto.
+        /// between regions), ring (packed anew at each hop, and loses at each), all-gather (each worker's to
+        /// all others: packed once, for few workers), or auto.
         algorithm: Algorithm, "NAME", Algorithm::Ring;
-        /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its machine's speed.
+        /// Modelled compute of each worker on the virtual clock, in FLOP/s, where no --topology has its
+        /// machine's speed.
         compute_rate: f64, "FLOPS", 5e10;
         /// Longest wait for a peer.
         deadline: Nanos, "TIME", Nanos::from_millis(60_000) => "how long a process waits changes no value";
@@ -366,13 +369,14 @@ settings! {
         /// at its own. Where there is none, an amount of memory such as 2GB too: the fastest way whose
         /// activations of a microbatch fit into it.
         recompute: Recompute, "WHAT", Recompute::None;
-        /// Layers (in a pipeline of each stage), behind those that are computed again, whose activations wait in the host's
-        /// memory for their backward passes, so that a GPU holds less. Nothing changes where a processor computes.
+        /// Layers (in a pipeline of each stage), behind those that are computed again, whose activations wait
+        /// in the host's memory for their backward passes, so that a GPU holds less. Nothing changes where a
+        /// processor computes.
         offload: usize, "LAYERS", 0_usize;
         /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna.
         memory: usize, "N";
-        /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are chosen so that
-        /// the pipeline takes least; unless told an eighth of the context.
+        /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are
+        /// chosen so that the pipeline takes least; unless told an eighth of the context.
         slice_grain: usize, "N";
         /// How hidden states are packed from a stage to the next: any --codec without feedback, aqsgd:4 (the
         /// change since the sample came last, in 4 bits; needs --sampling epochs) or direct:4 (its quantiser
@@ -383,25 +387,28 @@ settings! {
         /// Where aqsgd holds samples: memory (checkpoints hold them too), file or mapped (in the run's folder,
         /// at both ends of each boundary; a resumed run goes on with what the files hold).
         boundary_store: StoreKind, "KIND", StoreKind::Memory => "each rank holds its own";
-        /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that the first
-        /// had) or newest (each stage's own; the last then waits for the first at each update of their token table).
+        /// Which version of the weights a microbatch sees under pipedream: vertical (on all stages the one that
+        /// the first had) or newest (each stage's own; the last then waits for the first at each update of
+        /// their token table).
         version_sync: VersionSync, "KIND", VersionSync::Vertical;
     }
     "Machine" {
-        /// Where tensors live: auto (the best there is), cpu, `wgpu[:n]` or `cuda[:n]`, as `farflung devices` lists them; several
-        /// with commas are taken in turn by the ranks.
+        /// Where tensors live: auto (the best there is), cpu, `wgpu[:n]` or `cuda[:n]`, as `farflung devices`
+        /// lists them; several with commas are taken in turn by the ranks.
         device: Devices, "NAMES", Devices::cpu() => "each machine has its own devices";
-        /// What matrix products round their operands to: f32, bf16 or f16. They add up in f32, and parameters, gradients
-        /// and optimizer states are f32; devices without tensor cores for it compute the same, no faster.
+        /// What matrix products round their operands to: f32, bf16 or f16. They add up in f32, and parameters,
+        /// gradients and optimizer states are f32; devices without tensor cores for it compute the same, no
+        /// faster.
         precision: Precision, "KIND", Precision::F32;
-        /// What gradients are multiplied with where products round them: auto (found by trial in f16, 1 in others) or a
-        /// power of two.
+        /// What gradients are multiplied with where products round them: auto (found by trial in f16, 1 in
+        /// others) or a power of two.
         loss_scale: LossScaling, "SCALE", LossScaling::Auto;
-        /// Refuse to train on a device that does not give the same bits twice, by a trial before the first step. Kernels are
-        /// never chosen by timing, so that runs repeat themselves on all others.
+        /// Refuse to train on a device that does not give the same bits twice, by a trial before the first
+        /// step. Kernels are never chosen by timing, so that runs repeat themselves on all others.
         deterministic: bool, "BOOL", false => "a trial of this device alone";
-        /// Where copies of parameters (of replicas, of the token table in a pipeline) are on devices that round differently:
-        /// steps between comparisons, after which all have those of the first rank again; 0 is never.
+        /// Where copies of parameters (of replicas, of the token table in a pipeline) are on devices that round
+        /// differently: steps between comparisons, after which all have those of the first rank again; 0 is
+        /// never.
         resync_every: u64, "STEPS", 50u64;
         /// Threads of each worker; 0 shares the cores among the workers.
         threads: usize, "N", 0usize => "no result depends on the number of threads";
@@ -481,8 +488,8 @@ impl TrainConfig {
         Self::resolve(TrainArgs::default(), Some(path))
     }
 
-    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. Settings that were not given are marked
-    /// with [`BY_DEFAULT`], so that they do not count as given when the file is read.
+    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. Settings that were not given
+    /// are marked with [`BY_DEFAULT`], so that they do not count as given when the file is read.
     #[must_use]
     pub fn to_toml(&self) -> String {
         let mut text = String::new();

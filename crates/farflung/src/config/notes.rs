@@ -1,5 +1,5 @@
-//! Notes at the start of a run: which of the given settings change nothing in it and why, and which do something else than
-//! they seem to. Each is a condition on the settings.
+//! Notes at the start of a run: which of the given settings change nothing in it and why, and which do
+//! something else than they seem to. Each is a condition on the settings.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -33,8 +33,8 @@ struct Notes<'a> {
 }
 
 impl Notes<'_> {
-    /// Notes those of `names` that were given and change nothing in this `case`. Each setting is noted once, with its first
-    /// reason.
+    /// Notes those of `names` that were given and change nothing in this `case`. Each setting is noted once,
+    /// with its first reason.
     fn idle(&mut self, case: bool, names: &[&'static str], why: &str) {
         let given = |name: &&&'static str| self.config.was_given(name) && !self.named.contains(**name);
         let given: Vec<_> = names.iter().filter(|_| case).filter(given).copied().collect();
@@ -78,8 +78,8 @@ struct Reads {
 }
 
 impl TrainConfig {
-    /// One line for each reason why given settings change nothing in a run, and for each setting that does something else
-    /// than it seems to.
+    /// One line for each reason why given settings change nothing in a run, and for each setting that does
+    /// something else than it seems to.
     #[must_use]
     pub fn notes(&self, run: &Circumstances) -> Vec<String> {
         let mut notes = Notes { config: self, lines: Vec::new(), named: BTreeSet::new() };

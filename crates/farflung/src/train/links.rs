@@ -1,4 +1,5 @@
-//! Who sits at which transport: threads of one process over memory or simulated links, or one process a rank over TCP.
+//! Who sits at which transport: threads of one process over memory or simulated links, or one process a rank
+//! over TCP.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};

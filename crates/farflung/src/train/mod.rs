@@ -1,5 +1,5 @@
-//! Training: one [`Plan`](farflung_parallel::Plan) decides how ranks train, and one [`Trainer`] a rank carries it out. The
-//! only place where all the crates meet.
+//! Training: one [`Plan`](farflung_parallel::Plan) decides how ranks train, and one [`Trainer`] a rank carries
+//! it out. The only place where all the crates meet.
 //!
 //! A run over real links and a run over simulated ones are the same code: the transport is the only difference.
 

@@ -1,4 +1,5 @@
-//! A job's plan: made from the settings, or read from a file. Both give the same value, and all else follows from it.
+//! A job's plan: made from the settings, or read from a file. Both give the same value, and all else follows
+//! from it.
 
 use std::ops::Range;
 use std::path::Path;
@@ -41,7 +42,8 @@ pub fn planned_model(name: &str, model: &GptConfig) -> PlannedModel {
     PlannedModel { name: name.to_owned(), layers, parameters: model.parameters() }
 }
 
-/// Microbatches of each replica in a step: what `--microbatches` or `--accumulate` says, or what keeps a pipeline busy.
+/// Microbatches of each replica in a step: what `--microbatches` or `--accumulate` says, or what keeps a
+/// pipeline busy.
 pub(super) fn microbatches(config: &TrainConfig) -> usize {
     let unless_told = if config.stages > 1 { 2 * config.stages } else { 1 };
     let accumulated = Some(config.accumulate).filter(|&n| n > 1);
@@ -200,7 +202,8 @@ fn check(config: &TrainConfig, world: usize) -> Result<()> {
 
 /// Reads a plan and checks that it is for this model and this many ranks.
 ///
-/// Errors: [`Error::Io`]; [`Error::Parallel`] with the line or field; [`Error::Setting`] for another model or world.
+/// Errors: [`Error::Io`]; [`Error::Parallel`] with the line or field; [`Error::Setting`] for another model or
+/// world.
 pub(super) fn from_file(path: &Path, model: &GptConfig, world: usize) -> Result<Plan> {
     let plan = read(path)?;
     let shown = || path.display().to_string();
@@ -303,15 +306,15 @@ fn links_of(config: &TrainConfig, world: usize, stages: u32, cluster: Option<&Cl
     Ok((1..stages).map(|r| link(Rank(r - 1), Rank(r))).collect())
 }
 
-/// As many slices a sequence has at most unless the settings say otherwise: shorter ones compute worse, which the
-/// modelled times do not show.
+/// As many slices a sequence has at most unless the settings say otherwise: shorter ones compute worse, which
+/// the modelled times do not show.
 const SLICES: usize = 8;
 
 /// What keeps the search for the best slices within a second.
 const MOST_GRAINS: usize = 256;
 
-/// The slices with which a pipeline of these parts takes least, where each takes its forward and backward and holds the
-/// slowest link. That links have latency changes nothing: it passes while the next slice is computed.
+/// The slices with which a pipeline of these parts takes least, where each takes its forward and backward and
+/// holds the slowest link. That links have latency changes nothing: it passes while the next slice is computed.
 fn sliced(config: &TrainConfig, model: &GptConfig, parts: &[Range<u32>], links: &[Link]) -> Result<Vec<u32>> {
     let context = model.context;
     let grain = config.slice_grain.unwrap_or_else(|| {

@@ -84,8 +84,8 @@ pub fn world(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<usize> {
     })
 }
 
-/// Trains as the settings say: all workers in this process, or one of them under a launcher. The report is rank 0's;
-/// other ranks give `None`.
+/// Trains as the settings say: all workers in this process, or one of them under a launcher. The report is rank
+/// 0's; other ranks give `None`.
 pub fn run(
     config: TrainConfig,
     env: Option<&LaunchEnv>,
@@ -234,8 +234,8 @@ struct Record<'a, 'w> {
 }
 
 impl Record<'_, '_> {
-    /// Takes a step down. Where replicas are apart it waits for their losses: `train_loss` is the mean over all tokens of
-    /// the step, of all replicas, whatever the method.
+    /// Takes a step down. Where replicas are apart it waits for their losses: `train_loss` is the mean over all
+    /// tokens of the step, of all replicas, whatever the method.
     fn step(
         &mut self,
         done: &StepDone,

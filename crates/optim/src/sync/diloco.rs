@@ -26,8 +26,8 @@ pub const DILOCO: SyncMethod = SyncMethod {
 
 /// Averages `anchor - params` every `every` steps and moves the anchor by it.
 ///
-/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1. Differs: copies that trained on unequal numbers of tokens are weighted
-/// by them, and the last step of a run always averages.
+/// Source: Douillard et al. 2023, "DiLoCo", Alg. 1. Differs: copies that trained on unequal numbers of tokens
+/// are weighted by them, and the last step of a run always averages.
 #[derive(Debug)]
 pub struct DiLoCo {
     average: Average,

@@ -12,8 +12,8 @@ use crate::{Average, AverageConfig, OptimError};
 
 /// [`Replicas`] whose copies are what was sent of them.
 ///
-/// Source: Gan et al. 2021, "BAGUA", `low_precision_decentralized`; Tang et al. 2018, "Communication compression
-/// for decentralized training", DCD-PSGD.
+/// Source: Gan et al. 2021, "BAGUA", `low_precision_decentralized`; Tang et al. 2018, "Communication
+/// compression for decentralized training", DCD-PSGD.
 pub const LOW_PRECISION: SyncMethod = SyncMethod {
     name: "low-precision",
     summary: "as d-psgd, where changes of parameters travel, in 8 bits",
@@ -61,9 +61,9 @@ pub enum Rule {
 /// [`Rule`] a copy sends `u`, and everyone who holds its replica, the copy included, adds `u` to it. A message
 /// has the next step's time to arrive, and no rule asks for it sooner.
 ///
-/// What a codec loses of a difference stays in the difference, so codecs work without feedback. Copies are never
-/// quite the same; the model of the run is their mean, averaged as f32. A run that goes on begins with a round
-/// of whole replicas as f32. Differs from CHOCO-SGD: neighbours' replicas count one step later.
+/// What a codec loses of a difference stays in the difference, so codecs work without feedback. Copies are
+/// never quite the same; the model of the run is their mean, averaged as f32. A run that goes on begins with a
+/// round of whole replicas as f32. Differs from CHOCO-SGD: neighbours' replicas count one step later.
 #[derive(Debug)]
 pub struct Replicas {
     average: Average,

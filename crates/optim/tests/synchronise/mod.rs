@@ -1,4 +1,5 @@
-//! A small trainer around a method of synchronisation: local steps that are drawn, and what copies have after each.
+//! A small trainer around a method of synchronisation: local steps that are drawn, and what copies have after
+//! each.
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use std::collections::BTreeMap;

@@ -23,13 +23,13 @@ pub struct LayerStrategies {
     pub time: Nanos,
 }
 
-/// The fastest strategies whose memory adds up to at most `memory`, in whole units of `grain` bytes, rounded up for
-/// each layer: with a grain of 1 byte the answer is exact, and takes memory in proportion to `memory`.
+/// The fastest strategies whose memory adds up to at most `memory`, in whole units of `grain` bytes, rounded up
+/// for each layer: with a grain of 1 byte the answer is exact, and takes memory in proportion to `memory`.
 ///
-/// Shapes: `costs` is `[layers][strategies]`; `change(a, b)` is what it takes between two layers where the first has
-/// strategy `a` and the next `b`. Source: Miao et al. 2022, "Galvatron", equation 1:
-/// `C(l, E) = min_s C(l - 1, E - memory(l, s)) + time(l, s) + change`, with the strategy of layer `l` in the state,
-/// since the change depends on both.
+/// Shapes: `costs` is `[layers][strategies]`; `change(a, b)` is what it takes between two layers where the
+/// first has strategy `a` and the next `b`. Source: Miao et al. 2022, "Galvatron", equation 1: `C(l, E) = min_s
+/// C(l - 1, E - memory(l, s)) + time(l, s) + change`, with the strategy of layer `l` in the state, since the
+/// change depends on both.
 ///
 /// Errors: [`ParallelError::Plan`] where nothing fits, there are no layers or strategies, layers have different
 /// numbers of strategies, the grain is 0, or there are more than 2^26 states.

@@ -1,5 +1,5 @@
-//! Estimates the host memory that a run needs, split by purpose. It is a pure function of the settings and the model's
-//! shape; its own memory use does not depend on their values.
+//! Estimates the host memory that a run needs, split by purpose. It is a pure function of the settings and the
+//! model's shape; its own memory use does not depend on their values.
 //!
 //! `tests/sizes.rs` compares the estimates with the measured peaks of whole runs.
 
@@ -254,8 +254,8 @@ impl RankGroup<'_> {
         need
     }
 
-    /// Adds the buckets, messages and residuals of a part of the model that `holders` ranks average. Returns the bytes of
-    /// the residuals in a checkpoint.
+    /// Adds the buckets, messages and residuals of a part of the model that `holders` ranks average. Returns
+    /// the bytes of the residuals in a checkpoint.
     fn averaging(&self, need: &mut Need, model: u128, holders: usize, here: bool) -> u128 {
         let config = self.config;
         let alone = holders == 1;
@@ -337,8 +337,8 @@ const fn priced(algorithm: Algorithm) -> bool {
     matches!(algorithm, Algorithm::Auto)
 }
 
-/// Whether a device's tensors are in the host's memory. `auto` may open a GPU if this build supports any, and counts as one
-/// then, so that no run is refused for memory that it does not use.
+/// Whether a device's tensors are in the host's memory. `auto` may open a GPU if this build supports any, and
+/// counts as one then, so that no run is refused for memory that it does not use.
 fn in_host_memory(device: DeviceName) -> bool {
     match device {
         DeviceName::Cpu => true,

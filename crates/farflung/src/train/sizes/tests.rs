@@ -1,4 +1,5 @@
-//! Runs refused on machines of several sizes, the alternatives that are named, and estimates against a device's own counts.
+//! Runs refused on machines of several sizes, the alternatives that are named, and estimates against a device's
+//! own counts.
 
 use farflung_base::{Bytes, Rank};
 use farflung_optim::local::SGD;

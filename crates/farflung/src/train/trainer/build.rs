@@ -250,8 +250,8 @@ fn groups(
     Ok(groups)
 }
 
-/// How this rank's users of the token table meet. `early`: the gradients are those of one rank alone, so that they may leave
-/// before any mean is there.
+/// How this rank's users of the token table meet. `early`: the gradients are those of one rank alone, so that
+/// they may leave before any mean is there.
 fn tie(comm: &Communicator, placement: &Placement, early: bool, position: Rank) -> Result<Tied> {
     let user = |&stage: &StageId| placement.is_first(stage) || placement.is_last(stage);
     let mine = placement.stages_of(position).find(user);

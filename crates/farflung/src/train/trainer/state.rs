@@ -1,5 +1,5 @@
-//! What a rank writes into its checkpoint and takes up again: weights and optimizer states by the names of tensors, so
-//! that any plan can go on with them; codecs' residuals, which are the rank's own.
+//! What a rank writes into its checkpoint and takes up again: weights and optimizer states by the names of
+//! tensors, so that any plan can go on with them; codecs' residuals, which are the rank's own.
 
 use std::collections::BTreeMap;
 use std::path::Path;
