@@ -122,11 +122,12 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// The most ranks a cluster may have.
-    pub const MAX_RANKS: u64 = 65_536;
+    /// The most ranks of [`Cluster::topology`], which holds a link per pair, and so of a run.
+    pub const MAX_RANKS: u64 = 2048;
 
-    /// The most ranks of [`Cluster::topology`], which holds a link per pair: 256 MiB of them.
-    pub const MAX_TOPOLOGY_RANKS: u64 = 4096;
+    /// The most machines that can be planned for: [`planner::regional`](crate::planner::regional) needs no
+    /// [`Cluster::topology`].
+    pub const MAX_MACHINES: u64 = 65_536;
 
     /// The most entries of devices: planners hold a link per pair of entries.
     pub const MAX_DEVICES: usize = 4096;
@@ -165,8 +166,8 @@ impl Cluster {
     ///
     /// Errors: names that are empty, odd, double or unknown; zero counts, speeds or access links; no devices or too many.
     pub fn check(&self) -> Result<(), ParallelError> {
-        if self.size() > Self::MAX_RANKS {
-            return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_RANKS });
+        if self.size() > Self::MAX_MACHINES {
+            return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_MACHINES });
         }
         if self.devices.len() > Self::MAX_DEVICES {
             let (ranks, limit) = (self.devices.len() as u64, Self::MAX_DEVICES as u64);
@@ -237,11 +238,11 @@ impl Cluster {
     /// The link of every pair of ranks, the port of every rank, and the lines that regions share.
     ///
     /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair that nothing joins;
-    /// [`ParallelError::TooManyRanks`] over [`Cluster::MAX_TOPOLOGY_RANKS`].
+    /// [`ParallelError::TooManyRanks`] over [`Cluster::MAX_RANKS`].
     pub fn topology(&self) -> Result<Topology, ParallelError> {
         let links = self.device_links()?;
-        if self.size() > Self::MAX_TOPOLOGY_RANKS {
-            return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_TOPOLOGY_RANKS });
+        if self.size() > Self::MAX_RANKS {
+            return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_RANKS });
         }
         let entries = || (0..).zip(&self.devices).flat_map(|(at, d)| (0..d.count).map(move |_| at));
         let mut topology = Topology::uniform(self.size() as usize, self.default.unwrap_or(Link::FREE));

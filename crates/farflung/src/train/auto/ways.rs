@@ -102,7 +102,7 @@ impl Asked<'_> {
             let at = names.iter().position(|known| known == name)?;
             self.cluster.ranks().nth(at)?.memory
         };
-        let needs = held(plan, self.model, self.cluster)?;
+        let needs = held(plan, self.model);
         Ok(plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has)))
     }
 
