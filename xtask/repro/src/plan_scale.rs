@@ -1,5 +1,5 @@
-//! GPT-3 175B on 4,096 machines in 20 regions: how long planning takes, how far the plan is from a lower bound, and
-//! how far the closed forms that it is priced by are from the steps' own price.
+//! GPT-3 175B on 4,096 machines in 20 regions: how long planning takes, how far the plan is from a lower
+//! bound, and how far the closed forms that it is priced by are from the steps' own price.
 
 use std::time::Instant;
 
@@ -16,8 +16,8 @@ use crate::harness::{Bench, Mark, Options, Report};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-scale",
-    claim: "GPT-3 175B on 4,096 devices in 20 regions is planned in under 60 s; closed forms are the price of the \
-        steps up to 64 ranks",
+    claim: "GPT-3 175B on 4,096 devices in 20 regions is planned in under 60 s; closed forms are the \
+        price of the steps up to 64 ranks",
     source: "issue 21, mark 7",
     seed: 0,
     run,

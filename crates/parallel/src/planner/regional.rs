@@ -110,8 +110,8 @@ pub const FINALISTS: usize = 8;
 /// (m - 1) max(t, hop)`, tied weights and the closed forms of averages; the pipelines of the first
 /// [`FINALISTS`] are then simulated. Pipelines that cross the same shared line at once have equal parts of it.
 ///
-/// Errors: those of [`Sites::of`]; an empty chain; [`ParallelError::TooSmall`] where no layout holds the layers;
-/// [`ParallelError::PerRank`] if `chain.machines` are not those of the cluster.
+/// Errors: those of [`Sites::of`]; an empty chain; [`ParallelError::TooSmall`] where no layout holds the
+/// layers; [`ParallelError::PerRank`] if `chain.machines` are not those of the cluster.
 pub fn regional(chain: &RegionalChain, cluster: &Cluster) -> Result<Regional, ParallelError> {
     let hidden = chain.layers.iter().map(|layer| layer.output).max().unwrap_or_default();
     let sites = Sites::of(cluster, hidden)?;

@@ -22,8 +22,8 @@ use super::regional;
 /// a pipeline down are left out. All plans average gradients at each step; `farflung plan FILE` decides between
 /// that and local steps.
 ///
-/// Over 256 machines, or with `--by-region`, pipelines side by side are planned by region with closed forms, and
-/// a lower bound is printed. Where the file names no regions they are found by clustering its links.
+/// Over 256 machines, or with `--by-region`, pipelines side by side are planned by region with closed forms,
+/// and a lower bound is printed. Where the file names no regions they are found by clustering its links.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan auto homes.toml --model gpt2 --microbatches 16

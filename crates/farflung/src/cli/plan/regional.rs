@@ -58,8 +58,8 @@ pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
     for (at, site) in found.sites.all.iter().enumerate() {
         let mut used: BTreeMap<usize, usize> = BTreeMap::new();
         for row in &plan.pipelines {
-            for (stage, rank) in row.iter().enumerate().filter(|(_, rank)| found.sites.site(**rank) == at) {
-                let _ = rank;
+            let here = row.iter().enumerate().filter(|(_, rank)| found.sites.site(**rank) == at);
+            for (stage, _) in here {
                 *used.entry(stage).or_default() += 1;
             }
         }
@@ -97,8 +97,8 @@ pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
     }
     let _ = writeln!(
         text,
-        "\n{} layouts priced by closed forms. No plan of contiguous stages takes less than {}: the first is {:.2} \
-         times that.",
+        "\n{} layouts priced by closed forms. No plan of contiguous stages takes less than {}: \
+         the first is {:.2} times that.",
         found.priced,
         found.bound,
         ratio(plan.time.step(), found.bound)

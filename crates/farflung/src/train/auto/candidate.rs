@@ -39,11 +39,11 @@ pub struct Candidate {
     pub is_baseline: bool,
 }
 
-/// What each rank of a plan with one part a stage holds: its state, and the activations of the microbatches that
-/// are under way.
+/// What each rank of a plan with one part a stage holds: its state, and the activations of the microbatches
+/// that are under way.
 ///
-/// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each holds as
-/// many as there are stages; any other schedule may hold all.
+/// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each
+/// holds as many as there are stages; any other schedule may hold all.
 #[must_use]
 pub fn held(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
     let layers = layers(model, plan.batch);

@@ -4,15 +4,15 @@ use farflung_base::{Bytes, Nanos};
 
 use super::super::uneven::{ChainLayer, ChainMachine};
 
-/// The least time of a step of `microbatches` over `machines`, each of which computes one contiguous part of the
-/// layers for one pipeline; messages and averages are free.
+/// The least time of a step of `microbatches` over `machines`, each of which computes one contiguous part of
+/// the layers for one pipeline; messages and averages are free.
 ///
 /// Stage `s` of a pipeline of `m` microbatches cannot begin before the first has passed the stages ahead, and
-/// computes `m` times: `T >= m t_s + f sum(t_k, k < s)`, `f` being forward's share of the operations, one third.
-/// So with machines of rate `r` the first `S` stages compute at most `r T (1 - (1 - f/m)^S) / f` operations of a
-/// microbatch. A slower machine does less than the same fraction of a fast one. With `-1 / ln(1 - f/m) >=
-/// m / f - 0.5338`, over all ways to share `M` microbatches among at most `R` pipelines and `N` machines (in units
-/// of the fastest):
+/// computes `m` times: `T >= m t_s + f sum(t_k, k < s)`, `f` being forward's share of the operations, one
+/// third. So with machines of rate `r` the first `S` stages compute at most `r T (1 - (1 - f/m)^S) / f`
+/// operations of a microbatch. A slower machine does less than the same fraction of a fast one. With
+/// `-1 / ln(1 - f/m) >= m / f - 0.5338`, over all ways to share `M` microbatches among at most `R` pipelines
+/// and `N` machines (in units of the fastest):
 ///
 /// `T >= f A / (1 - exp(-N / (M/f - 0.5338 R)))`, where `A` is the time of a microbatch on the fastest machine.
 ///

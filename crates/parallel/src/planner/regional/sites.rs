@@ -31,9 +31,10 @@ pub struct Sites {
 const GAP: u64 = 2;
 
 impl Sites {
-    /// The regions that `cluster` names, each device outside them a site of its own. Where it names none, single
-    /// linkage over what `bytes` take from one device entry to another: the links of the least spanning tree in
-    /// order, cut at the largest ratio between two that follow each other, if that is 2 or more; else one site.
+    /// The regions that `cluster` names, each device outside them a site of its own. Where it names none,
+    /// single linkage over what `bytes` take from one device entry to another: the links of the least spanning
+    /// tree in order, cut at the largest ratio between two that follow each other, if that is 2 or more; else
+    /// one site.
     ///
     /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair that nothing joins.
     pub fn of(cluster: &Cluster, bytes: Bytes) -> Result<Self, ParallelError> {

@@ -1,3 +1,5 @@
+use std::fmt::Write as _;
+
 use farflung_base::Link;
 
 use super::*;
@@ -58,13 +60,13 @@ region = "west"
 fn clustering_finds_the_regions_that_a_file_does_not_name() {
     let mut text = String::new();
     for (site, machine) in [(0, "a"), (1, "b"), (0, "c"), (1, "d"), (2, "e"), (0, "f")] {
-        text += &format!("[[device]]\nname = \"{machine}{site}\"\nflops = \"1 TFLOPS\"\n");
+        let _ = write!(text, "[[device]]\nname = \"{machine}{site}\"\nflops = \"1 TFLOPS\"\n");
     }
     let names = ["a0", "b1", "c0", "d1", "e2", "f0"];
     for (i, a) in names.iter().enumerate() {
         for b in &names[i + 1..] {
             let link = if a[1..] == b[1..] { "1gbit,1ms" } else { "50mbit,40ms" };
-            text += &format!("[[link]]\nbetween = [\"{a}\", \"{b}\"]\nlink = \"{link}\"\n");
+            let _ = write!(text, "[[link]]\nbetween = [\"{a}\", \"{b}\"]\nlink = \"{link}\"\n");
         }
     }
     let sites = Sites::of(&cluster(&text), Bytes(1_000_000)).unwrap();
@@ -155,7 +157,7 @@ fn the_bound_is_below_every_simulated_pipeline_and_near_the_rates() {
             assert!(took >= bound, "{method} {stages} {microbatches}: {took} below {bound}");
         }
     }
-    let many = lower_bound(&vec![layer; 4], &vec![machine; 4], 100_000);
+    let many = lower_bound(&[layer; 4], &[machine; 4], 100_000);
     assert!((many.as_secs_f64() / 300_000.0 - 1.0).abs() < 1e-4, "{many}");
 }
 
