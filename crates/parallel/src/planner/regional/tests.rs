@@ -1,3 +1,5 @@
+//! Small clusters by hand.
+
 use std::fmt::Write as _;
 
 use farflung_base::Link;
