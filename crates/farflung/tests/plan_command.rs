@@ -152,3 +152,21 @@ fn memory_is_that_of_the_published_tables() {
     assert!(refused("memory --model gpt2 --device-memory lots").contains("lots"));
     assert!(refused("memory --model gpt9").contains("gpt9"));
 }
+
+#[test]
+fn by_region_every_machine_is_named_once_and_no_step_is_below_the_bound() {
+    let seen = json("auto dtfm-5 --model gpt2 --microbatches 64 --by-region");
+    let (step, bound) = (seen["step_s"].as_f64().unwrap(), seen["lower_bound_s"].as_f64().unwrap());
+    assert!(bound > 0.0 && step >= bound, "{step} below {bound}");
+    assert_eq!(seen["sites"], 8);
+    let steps: Vec<f64> =
+        seen["candidates"].as_array().unwrap().iter().map(|c| c["step_s"].as_f64().unwrap()).collect();
+    assert!(steps.is_sorted() && steps[0] == step, "{steps:?}");
+    let plan: farflung::parallel::Plan = seen["plan"].as_str().unwrap().parse().unwrap();
+    let mut machines = plan.machines.clone();
+    machines.sort();
+    machines.dedup();
+    assert_eq!(machines.len(), plan.machines.len());
+    assert_eq!(plan.all_microbatches(), 64);
+    assert!(refused("auto dtfm-5 --model gpt2 --by-region --only data").contains("only"));
+}

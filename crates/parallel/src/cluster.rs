@@ -1,5 +1,6 @@
 //! The machines of a job and what joins them, as a topology file says it. Text in, data out: it opens no file.
 
+pub(crate) mod links;
 mod parse;
 pub(crate) mod quantity;
 
@@ -121,8 +122,15 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// The most ranks a cluster may have: a topology holds a link per pair.
+    /// The most ranks of [`Cluster::topology`], which holds a link per pair, and so of a run.
     pub const MAX_RANKS: u64 = 2048;
+
+    /// The most machines that can be planned for: [`planner::regional`](crate::planner::regional) needs no
+    /// [`Cluster::topology`].
+    pub const MAX_MACHINES: u64 = 65_536;
+
+    /// The most entries of devices: planners hold a link per pair of entries.
+    pub const MAX_DEVICES: usize = 4096;
 
     /// `count` equal devices on equal access links, as [`Topology::uniform`] has them.
     #[must_use]
@@ -159,8 +167,12 @@ impl Cluster {
     /// Errors: names that are empty, odd, double or unknown; zero counts, speeds or access links; no devices or
     /// too many.
     pub fn check(&self) -> Result<(), ParallelError> {
-        if self.size() > Self::MAX_RANKS {
-            return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_RANKS });
+        if self.size() > Self::MAX_MACHINES {
+            return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_MACHINES });
+        }
+        if self.devices.len() > Self::MAX_DEVICES {
+            let (ranks, limit) = (self.devices.len() as u64, Self::MAX_DEVICES as u64);
+            return Err(ParallelError::TooManyRanks { ranks, limit });
         }
         if self.devices.is_empty() {
             return Err(ParallelError::NoDevices);
@@ -216,36 +228,31 @@ impl Cluster {
         Ok(())
     }
 
-    /// The link between two devices, by the order of closeness that [`Cluster`] states.
-    fn link(&self, a: &Machine, b: &Machine) -> Option<Link> {
-        let given = |x: &str, y: &str| self.links.iter().find(|l| l.joins(x, y)).map(|l| l.link);
-        let (ra, rb) = (a.region.as_deref(), b.region.as_deref());
-        let inside = |region: &str| self.regions.iter().find(|r| r.name == region)?.inside;
-        given(&a.name, &b.name)
-            .or_else(|| given(&a.name, rb?))
-            .or_else(|| given(ra?, &b.name))
-            .or_else(|| given(ra?, rb?))
-            .or_else(|| if ra == rb { inside(ra?) } else { None })
-            .or(self.default)
+    /// Looks at everything, and whether all pairs are joined.
+    ///
+    /// Errors: as [`Cluster::check`], and [`ParallelError::MissingLink`].
+    pub(crate) fn device_links(&self) -> Result<links::DeviceLinks, ParallelError> {
+        self.check()?;
+        links::DeviceLinks::of(self)
     }
 
     /// The link of every pair of ranks, the port of every rank, and the lines that regions share.
     ///
-    /// Errors: as [`Cluster::check`], and [`ParallelError::MissingLink`] for a pair that nothing joins.
+    /// Errors: as [`Cluster::check`]; [`ParallelError::MissingLink`] for a pair that nothing joins;
+    /// [`ParallelError::TooManyRanks`] over [`Cluster::MAX_RANKS`].
     pub fn topology(&self) -> Result<Topology, ParallelError> {
-        self.check()?;
+        let links = self.device_links()?;
+        if self.size() > Self::MAX_RANKS {
+            return Err(ParallelError::TooManyRanks { ranks: self.size(), limit: Self::MAX_RANKS });
+        }
+        let entries = || (0..).zip(&self.devices).flat_map(|(at, d)| (0..d.count).map(move |_| at));
         let mut topology = Topology::uniform(self.size() as usize, self.default.unwrap_or(Link::FREE));
-        let names = self.rank_names();
-        for (i, a) in self.ranks().enumerate() {
-            let from = Rank(i as u32);
-            let up = a.up.unwrap_or(Bandwidth::UNLIMITED);
-            topology.set_port(from, Port { up, down: a.down.unwrap_or(Bandwidth::UNLIMITED) });
-            for (j, b) in self.ranks().enumerate() {
-                if i != j {
-                    let missing =
-                        || ParallelError::MissingLink { from: names[i].clone(), to: names[j].clone() };
-                    topology.set_link(from, Rank(j as u32), self.link(a, b).ok_or_else(missing)?);
-                }
+        for (from, a) in (0..).map(Rank).zip(entries()) {
+            let device = &self.devices[a];
+            let limit = |rate: Option<Bandwidth>| rate.unwrap_or(Bandwidth::UNLIMITED);
+            topology.set_port(from, Port { up: limit(device.up), down: limit(device.down) });
+            for (to, b) in (0..).map(Rank).zip(entries()).filter(|(to, _)| *to != from) {
+                topology.set_link(from, to, links.link(a, b));
             }
         }
         for region in self.regions.iter().filter(|region| region.up.or(region.down).is_some()) {

@@ -7,6 +7,7 @@ pub mod matching;
 pub mod path;
 pub mod pipedream;
 pub mod piper;
+pub mod regional;
 pub mod ring;
 pub mod uneven;
 

@@ -87,6 +87,7 @@ mod overlap_ddp;
 mod pipeline_exact;
 mod plan_exact;
 mod plan_run;
+mod plan_scale;
 mod plan_text;
 mod powersgd;
 mod precision;
@@ -184,6 +185,7 @@ pub const BENCHES: &[Bench] = &[
     alpa_exact::BENCH,
     memory_table::BENCH,
     plan_run::BENCH,
+    plan_scale::BENCH,
     swarm_rebalance::BENCH,
     arithmetic::BENCH,
     dtfm_cost::BENCH,

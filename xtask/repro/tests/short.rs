@@ -28,6 +28,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("gemm", "decided by the clock"),
     ("gossip", "trains for half a minute"),
     ("gpt-step", "decided by the clock"),
+    ("plan-scale", "decided by the clock"),
     ("gpu", "for a device"),
     ("instructions", "counts those of a release build, with a tool that may be missing"),
     ("learn-nano", "half a minute"),

@@ -4,6 +4,7 @@ mod auto;
 mod dtfm;
 mod file;
 mod memory;
+mod regional;
 
 use std::path::PathBuf;
 

@@ -2,10 +2,12 @@
 
 mod candidate;
 mod improve;
+mod regional;
 mod ways;
 
 pub use candidate::{Candidate, Way, held, sent};
 pub use improve::{Improvement, improvements};
+pub use regional::{ByRegion, RegionalCandidate, by_region};
 
 use farflung_parallel::{Cluster, ParallelError};
 use farflung_zoo::GptConfig;

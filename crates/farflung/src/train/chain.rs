@@ -34,6 +34,17 @@ pub fn chain(
     if let Some(&rank) = order.iter().find(|rank| rank.0 >= size) {
         return Err(ParallelError::OffMesh { rank, size }.into());
     }
+    let machines = machines(model, cluster);
+    Ok(Chain {
+        layers: layers(model, batch),
+        machines: order.iter().map(|rank| machines[rank.index()]).collect(),
+        links: topology.among(order),
+        microbatches,
+    })
+}
+
+/// The layers of a model for microbatches of `batch` sequences, as [`chain`] has them.
+pub(super) fn layers(model: &GptConfig, batch: u32) -> Vec<ChainLayer> {
     let each = PerToken::of(model);
     let of = |values: u128| bytes(values, model, batch as usize);
     let (d, tokens) = (model.dim as u64, u64::from(batch) * model.context as u64);
@@ -58,7 +69,13 @@ pub fn chain(
             output: of(each.hidden),
         }
     };
-    let machines: Vec<ChainMachine> = cluster
+    (0..count).map(layer).collect()
+}
+
+/// What each machine of a cluster does and holds, by rank.
+pub(super) fn machines(model: &GptConfig, cluster: &Cluster) -> Vec<ChainMachine> {
+    let all_flops = model.flops_per_token(model.context);
+    cluster
         .ranks()
         .map(|device| {
             let flops = match device.speed {
@@ -67,13 +84,7 @@ pub fn chain(
             };
             ChainMachine { flops, memory: device.memory }
         })
-        .collect();
-    Ok(Chain {
-        layers: (0..count).map(layer).collect(),
-        machines: order.iter().map(|rank| machines[rank.index()]).collect(),
-        links: topology.among(order),
-        microbatches,
-    })
+        .collect()
 }
 
 /// The plan of one pipeline whose stages were planned over `order`.

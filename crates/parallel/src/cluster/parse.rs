@@ -115,7 +115,7 @@ impl FromStr for Cluster {
             cluster.check_link(&link, &cluster.links).map_err(|e| at(text, &span, e))?;
             cluster.links.push(link);
         }
-        cluster.topology()?;
+        cluster.device_links()?;
         Ok(cluster)
     }
 }

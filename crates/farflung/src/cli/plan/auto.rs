@@ -7,11 +7,12 @@ use farflung::base::{Bytes, Nanos, Rank};
 use farflung::parallel::{Cluster, Plan, render};
 use farflung::terminal::print;
 use farflung::train::PipelineSizes;
-use farflung::train::auto::{Candidate, Improvement, Way, auto, held, improvements, sent};
+use farflung::train::auto::{Candidate, Improvement, Way, auto, by_region, held, improvements, sent};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
 use super::file::{read, write};
+use super::regional;
 
 /// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which
 /// is fastest.
@@ -20,15 +21,19 @@ use super::file::{read, write};
 /// shortest path over their links. Pipelines side by side are placed by DT-FM's search. Machines that only slow
 /// a pipeline down are left out. All plans average gradients at each step; `farflung plan FILE` decides between
 /// that and local steps.
+///
+/// Over 256 machines, or with `--by-region`, pipelines side by side are planned by region with closed forms,
+/// and a lower bound is printed. Where the file names no regions they are found by clustering its links.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung plan auto homes.toml --model gpt2 --microbatches 16
   farflung plan auto dtfm-5 --model gpt3-xl --microbatches 512 --only both
+  farflung plan auto world-4096 --model gpt3-175b --microbatches 1536
   farflung plan auto homes.toml --model nano --out plan.toml
   farflung train --plan plan.toml --topology homes.toml")]
 pub(crate) struct AutoCommand {
     /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan,
-    /// home, spot.
+    /// home, spot, world-4096.
     #[arg(value_name = "FILE")]
     topology: PathBuf,
     /// Model preset.
@@ -66,6 +71,9 @@ pub(crate) struct AutoCommand {
     /// Draw which machine has which layers of which pipeline, as SVG.
     #[arg(long, value_name = "FILE")]
     map: Option<PathBuf>,
+    /// Plan pipelines side by side by region with closed forms, as over 256 machines. The schedule is 1F1B.
+    #[arg(long)]
+    by_region: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -106,6 +114,9 @@ impl AutoCommand {
         let preset = GptConfig::preset(&self.model)?;
         let model = GptConfig { context: self.context.map_or(preset.context, |n| n as usize), ..preset };
         let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
+        if self.by_region || cluster.size() >= regional::MACHINES {
+            return self.regional(&model, &cluster, sizes);
+        }
         let mut candidates = auto(&self.model, &model, &cluster, sizes)?;
         let ways = candidates.len();
         candidates.retain(|candidate| self.only.is_none_or(|only| only.way() == candidate.way));
@@ -124,13 +135,41 @@ impl AutoCommand {
             candidate,
             tokens: candidate.plan.sequences() * model.context as u64,
             sent: sent(&candidate.plan, &model),
-            held: held(&candidate.plan, &model, &cluster)?,
+            held: held(&candidate.plan, &model),
             improvements: improvements(&candidate.plan, &model, &cluster, candidate.step)?,
         };
         print(&if self.json {
             format!("{}\n", json(&chosen, &candidates))
         } else {
             text(&chosen, &candidates, self.top)
+        })
+    }
+}
+
+impl AutoCommand {
+    /// Plans by region.
+    fn regional(&self, model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<()> {
+        let refused = |field: &'static str, value: String| {
+            let expected =
+                "no such setting for plans by region: over 256 machines, or `--by-region`".to_owned();
+            Err(Error::Setting { field, value, expected })
+        };
+        if let Some(path) = &self.map {
+            return refused("map", path.display().to_string());
+        }
+        if let Some(only) = self.only.filter(|only| *only != Only::Both) {
+            return refused("only", format!("{only:?}").to_lowercase());
+        }
+        let found = by_region(model, cluster, sizes)?;
+        let plan = found.plans[0].plan(&self.model, model, cluster, sizes)?;
+        if let Some(path) = &self.out {
+            write(path, "write the plan", &plan.to_string())?;
+        }
+        let tokens = plan.sequences() * model.context as u64;
+        print(&if self.json {
+            format!("{}\n", regional::json(&found, &plan.to_string(), tokens))
+        } else {
+            regional::text(&found, tokens, self.top)
         })
     }
 }

@@ -1,13 +1,13 @@
 //! A plan that was simulated, and what it holds and sends.
 
-use farflung_base::{Bytes, Nanos, Rank};
+use farflung_base::{Bytes, Nanos};
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::{Cluster, Plan, ScheduleSource, all_reduce_bytes};
 use farflung_zoo::GptConfig;
 
 use crate::Result;
 use crate::train::Prediction;
-use crate::train::chain::chain;
+use crate::train::chain::layers;
 
 /// What kind of plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,12 +42,11 @@ pub struct Candidate {
 /// What each rank of a plan with one part a stage holds: its state, and the activations of the microbatches
 /// that are under way.
 ///
-/// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each holds
-/// as many as there are stages; any other schedule may hold all.
-///
-/// Errors: those of [`chain`].
-pub fn held(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<Bytes>> {
-    let layers = chain(model, cluster, &[Rank(0)], plan.batch, 1)?.layers;
+/// Under 1F1B a stage holds as many microbatches as there are stages from it to the end; under ZB-H1 each
+/// holds as many as there are stages; any other schedule may hold all.
+#[must_use]
+pub fn held(plan: &Plan, model: &GptConfig) -> Vec<Bytes> {
+    let layers = layers(model, plan.batch);
     let stages = plan.parts.len();
     let of = |rank: usize| {
         let (replica, stage) = (rank / stages, rank % stages);
@@ -65,7 +64,7 @@ pub fn held(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<Byt
             .map(|layer| layer.state.0.saturating_add(layer.activations.0.saturating_mul(microbatches)));
         Bytes(held.fold(0, u64::saturating_add))
     };
-    Ok((0..plan.machines.len()).map(of).collect())
+    (0..plan.machines.len()).map(of).collect()
 }
 
 /// What all ranks of a plan send in a step: hidden states and their gradients, and gradients of parameters as a

@@ -87,7 +87,7 @@ impl Asked<'_> {
         for &method in methods {
             let mut plan = plan.clone();
             plan.pipeline.schedule = ScheduleSource::Named(method);
-            if plan.check().is_ok() && self.fits(&plan)? {
+            if plan.check().is_ok() && self.fits(&plan) {
                 let what = if methods.len() > 1 { format!("{what}, {method}") } else { what.to_owned() };
                 candidates.push(simulated(way, what, plan, self.model, self.cluster)?);
             }
@@ -96,14 +96,14 @@ impl Asked<'_> {
     }
 
     /// Whether each machine holds its part.
-    fn fits(&self, plan: &Plan) -> Result<bool> {
+    fn fits(&self, plan: &Plan) -> bool {
         let names = self.cluster.rank_names();
         let memory = |name: &String| {
             let at = names.iter().position(|known| known == name)?;
             self.cluster.ranks().nth(at)?.memory
         };
-        let needs = held(plan, self.model, self.cluster)?;
-        Ok(plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has)))
+        let needs = held(plan, self.model);
+        plan.machines.iter().zip(needs).all(|(name, needs)| memory(name).is_none_or(|has| needs <= has))
     }
 
     /// The orders of machines that are tried: the file's, and the shortest path over what a microbatch takes

@@ -1,0 +1,107 @@
+//! What `farflung plan auto` prints of plans by region.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use farflung::base::Nanos;
+use farflung::parallel::planner::regional::Direction;
+use farflung::train::auto::{ByRegion, RegionalCandidate};
+
+/// From this many machines on plans are made by region.
+pub(super) const MACHINES: u64 = 257;
+
+/// The plan's name, for people.
+fn what(candidate: &RegionalCandidate, found: &ByRegion) -> String {
+    let plan = &candidate.found;
+    let (pipelines, stages) = (plan.pipelines.len(), plan.stages.len());
+    let groups = match plan.groups.len() {
+        1 => "all sites together".to_owned(),
+        n if n == found.sites.all.len() => "each site alone".to_owned(),
+        n => format!("sites in {n} groups"),
+    };
+    let direction = match plan.direction {
+        Direction::Across => "across",
+        Direction::Along => "along",
+    };
+    let again = if candidate.is_recomputed { ", recomputed" } else { "" };
+    format!("{pipelines} pipelines of {stages} {direction}, {groups}, {}{again}", plan.algorithm)
+}
+
+fn ratio(step: Nanos, bound: Nanos) -> f64 {
+    step.as_secs_f64() / bound.as_secs_f64().max(1e-9)
+}
+
+/// One JSON object; `plan` is the chosen plan as TOML.
+pub(super) fn json(found: &ByRegion, plan: &str, tokens: u64) -> serde_json::Value {
+    let chosen = &found.plans[0];
+    let step = chosen.found.time.step();
+    let each = found.plans.iter().map(|candidate| {
+        let time = candidate.found.time;
+        serde_json::json!({
+            "what": what(candidate, found), "step_s": time.step().as_secs_f64(),
+            "pipelines_s": time.pipelines.as_secs_f64(), "tied_s": time.tied.as_secs_f64(),
+            "averages_s": time.averages.as_secs_f64(), "replicas": candidate.found.pipelines.len(),
+            "stages": candidate.found.stages.len(), "held": candidate.held.0,
+        })
+    });
+    serde_json::json!({
+        "plan": plan, "step_s": step.as_secs_f64(), "tokens_per_s": tokens as f64 / step.as_secs_f64(),
+        "lower_bound_s": found.bound.as_secs_f64(), "priced": found.priced,
+        "sites": found.sites.all.len(), "candidates": each.collect::<Vec<_>>(),
+    })
+}
+
+/// The chosen plan by site and stage, and those behind it.
+pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
+    let plan = &found.plans[0].found;
+    let mut text = format!("{:>16} {:>9} {:>9} {:>12}\n", "site", "machines", "in use", "stages");
+    for (at, site) in found.sites.all.iter().enumerate() {
+        let mut used: BTreeMap<usize, usize> = BTreeMap::new();
+        for row in &plan.pipelines {
+            let here = row.iter().enumerate().filter(|(_, rank)| found.sites.site(**rank) == at);
+            for (stage, _) in here {
+                *used.entry(stage).or_default() += 1;
+            }
+        }
+        let stages = match (used.keys().next(), used.keys().next_back()) {
+            (Some(first), Some(last)) => format!("{first}..{}", last + 1),
+            _ => "none".to_owned(),
+        };
+        let (all, busy) = (site.machines.len(), used.values().sum::<usize>());
+        let _ = writeln!(text, "{:>16} {all:>9} {busy:>9} {stages:>12}", site.name);
+    }
+    let most = plan.stages.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
+    let held = found.plans[0].held;
+    let _ = writeln!(text, "\nA stage has at most {most} layers, a machine holds at most {held}.");
+    let (few, many) = (plan.microbatches.iter().min(), plan.microbatches.iter().max());
+    let (few, many) = (few.copied().unwrap_or(0), many.copied().unwrap_or(0));
+    let _ = writeln!(text, "Pipelines have {few} to {many} microbatches each.\n");
+    let _ = writeln!(
+        text,
+        "  {:<74} {:>9} {:>9} {:>9} {:>9} {:>10}",
+        "", "a step", "pipelines", "tied", "averages", "tokens/s"
+    );
+    for (at, candidate) in found.plans.iter().take(top.max(1)).enumerate() {
+        let time = candidate.found.time;
+        let mark = if at == 0 { '>' } else { ' ' };
+        let _ = writeln!(
+            text,
+            "{mark} {:<74} {:>9} {:>9} {:>9} {:>9} {:>10.0}",
+            what(candidate, found),
+            time.step(),
+            time.pipelines,
+            time.tied,
+            time.averages,
+            tokens as f64 / time.step().as_secs_f64().max(1e-9)
+        );
+    }
+    let _ = writeln!(
+        text,
+        "\n{} layouts priced by closed forms. No plan of contiguous stages takes less than {}: \
+         the first is {:.2} times that.",
+        found.priced,
+        found.bound,
+        ratio(plan.time.step(), found.bound)
+    );
+    text
+}
