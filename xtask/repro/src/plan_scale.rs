@@ -1,8 +1,6 @@
 //! GPT-3 175B on 4,096 machines in 20 regions: how long planning takes, how far the plan is from a lower
 //! bound, and how far the closed forms that it is priced by are from the steps' own price.
 
-use std::time::Instant;
-
 use anyhow::Result;
 use farflung::base::{Bytes, Link, Port, Rank, Topology};
 use farflung::comm::{Algorithm, AllReduce as _, Program, cost};
@@ -13,6 +11,7 @@ use farflung::train::auto::by_region;
 use farflung::zoo::GptConfig;
 
 use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
     name: "plan-scale",
@@ -36,7 +35,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let cluster = shipped::cluster("world-4096")?;
     let model = GptConfig::preset("gpt3-175b")?;
-    let began = Instant::now();
+    let began = now();
     let found = by_region(&model, &cluster, PipelineSizes { batch: 1, microbatches: 1536 })?;
     report.row("4,096 devices: planned in", began.elapsed().as_secs_f64(), "s", Mark::AtMost(60.0))?;
     let step = found.plans[0].found.time.step();
