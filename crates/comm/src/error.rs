@@ -112,7 +112,10 @@ pub enum Refusal {
     #[error("no proof of the join secret: a ticket or secret of another run, or one from before `--rotate`")]
     Secret,
     /// Its ticket has expired.
-    #[error("an expired ticket: {} by this clock; `farflung ticket` on the host makes a new one", ago(*.expiry, *.clock))]
+    #[error(
+        "an expired ticket: {} by this clock; `farflung ticket` on the host makes a new one",
+        ago(*.expiry, *.clock)
+    )]
     Expired {
         /// When, in seconds since 1970.
         expiry: u64,
@@ -365,7 +368,8 @@ pub enum CommError {
     },
     /// The clocks of two machines are far apart, so that a ticket has expired on one of them.
     #[error(
-        "{peer} refused: the ticket has expired by its clock, which is {} this one: set the clocks, or make a new ticket",
+        "{peer} refused: the ticket has expired by its clock, which is {} this one: set the clocks, or make \
+         a new ticket",
         skew(*.host, *.own)
     )]
     Clocks {

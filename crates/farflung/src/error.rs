@@ -65,9 +65,9 @@ pub enum Error {
     },
     /// Ranks would meet where others can reach them, and nothing proves who they are.
     #[error(
-        "ranks meet at {at}, which other machines can reach, and nothing says who may join: give all ranks the same \
-         --secret-file or FARFLUNG_SECRET, or a ticket of rank 0 (`farflung ticket`), or --insecure where nobody \
-         else is in the network"
+        "ranks meet at {at}, which other machines can reach, and nothing says who may join: give all ranks \
+         the same --secret-file or FARFLUNG_SECRET, or a ticket of rank 0 (`farflung ticket`), or --insecure \
+         where nobody else is in the network"
     )]
     Unprotected {
         /// Where they would meet.

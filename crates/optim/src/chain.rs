@@ -209,8 +209,8 @@ pub struct Prepared {
 
 impl Prepared {
     /// A step of a part of a model whose whole gradient has this global l2 norm: the root of what
-    /// [`sum_of_squares`](crate::sum_of_squares) gives, summed over all parts. [`Chain::prepare`] is for a chain
-    /// that has the whole model.
+    /// [`sum_of_squares`](crate::sum_of_squares) gives, summed over all parts. [`Chain::prepare`] is for a
+    /// chain that has the whole model.
     ///
     /// Errors: [`OptimError::NotFinite`].
     pub fn with_norm(norm: f64) -> Result<Self, OptimError> {

@@ -9,6 +9,7 @@ mod delayed;
 mod diloco;
 mod exchange;
 mod gossip;
+mod mean;
 mod neighbours;
 mod noloco;
 mod replicas;

@@ -24,7 +24,7 @@ use crate::harness::{Options, Report};
 pub(crate) use arms::Arm;
 pub(crate) use outcome::Outcome;
 pub(crate) use published::Published;
-pub(crate) use setting::{Setting, Sizes, parse};
+pub(crate) use setting::{Setting, Sizes, resolved};
 pub(crate) use training::{Point, Run};
 
 /// What one bench trains: a setting, its seeds, and the arms that ran so far.

@@ -5,7 +5,6 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use farflung::TrainConfig;
 use farflung::base::Link;
-use farflung::config::TrainArgs;
 use farflung::config::recipe::RECIPES;
 use farflung::optim::local::{Averages, METHODS as OPTIMIZERS};
 use farflung::optim::sync::METHODS;
@@ -13,7 +12,7 @@ use farflung::train::{Job, Trainer};
 
 use crate::binary::farflung;
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::lab::parse;
+use crate::lab::resolved;
 use crate::workers::{Over, again, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -114,8 +113,7 @@ fn all() -> Vec<String> {
 fn config(seed: u64, flags: &str) -> Result<TrainConfig> {
     let recipe = flags.contains("--recipe");
     let base = if recipe { BASE.replace(" --codec none", "") } else { BASE.to_owned() };
-    let args = parse(flags)?.or(parse(&format!("--workers 4 --steps {STEPS} --seed {seed} {base}"))?);
-    TrainConfig::merge(args, TrainArgs::default()).with_context(|| format!("wrong settings `{flags}`"))
+    resolved(flags, &format!("--workers 4 --steps {STEPS} --seed {seed} {base}"))
 }
 
 /// Parameters of each rank after the last step.

@@ -6,12 +6,11 @@ use anyhow::{Context, Result, anyhow};
 use farflung::TrainConfig;
 use farflung::base::{Bandwidth, Nanos};
 use farflung::comm::{Communicator, tcp};
-use farflung::config::TrainArgs;
 use farflung::relay::{Relay, Relaying};
 use farflung::train::{Job, Trainer, seats};
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::lab::parse;
+use crate::lab::resolved;
 use crate::machine::now;
 use crate::workers::{Over, again, job};
 
@@ -65,8 +64,7 @@ struct Took {
 fn config(base: &str, flags: &str, seed: u64, count: u64) -> Result<TrainConfig> {
     // After the last step everything comes back, so that nothing is on its way when workers leave.
     let steps = WARM + count + 1;
-    let args = parse(&format!("{flags} --seed {seed} --steps {steps}"))?.or(parse(base)?);
-    TrainConfig::merge(args, TrainArgs::default()).with_context(|| format!("wrong settings `{flags}`"))
+    resolved(&format!("{flags} --seed {seed} --steps {steps}"), base)
 }
 
 /// A free address of the loopback interface.

@@ -1,4 +1,4 @@
-//! The machine's calendar clock, which expiries are compared with. It knows nothing of tickets.
+//! The machine's calendar clock, against which the expiry of a ticket is checked.
 
 use std::time::UNIX_EPOCH;
 

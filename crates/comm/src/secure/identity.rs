@@ -93,7 +93,7 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// Bytes that nobody can guess.
+/// 32 bytes from the system's random number generator.
 pub(super) fn random() -> Result<Zeroizing<[u8; 32]>, CommError> {
     let mut bytes = Zeroizing::new([0; 32]);
     let none = std::io::Error::other("the system gives no random bytes");

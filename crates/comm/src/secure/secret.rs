@@ -1,5 +1,5 @@
-//! The secret by which processes join a job, and the proof of it: a MAC over the TLS session's exporter, so
-//! that it holds in one session alone and tells nothing of the secret. It knows no TLS.
+//! The secret by which processes join a job, and the proof of knowing it: a MAC over the TLS session's
+//! exporter. A proof is valid in one session only and does not reveal the secret. TLS itself is in `session.rs`.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use crate::CommError;
 /// The shortest secret of a user's own.
 pub const SECRET_BYTES: usize = 16;
 
-/// What the members of a job know and nobody else does. It is shown nowhere and wiped when this is dropped.
+/// The secret that all members of a job share. `Debug` does not print it, and its memory is wiped on drop.
 #[derive(Clone)]
 pub struct JoinSecret(Zeroizing<[u8; 32]>);
 

@@ -159,8 +159,8 @@ impl TrainConfig {
         let readers: Vec<_> =
             SyncKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();
         notes.unread("sync", sync.name, &readers);
-        let unpacked = self.algorithm == Algorithm::AllGather
-            && self.codec.codec().is_none_or(|_| self.codec.is_plain());
+        let packs = !self.codec.is_plain() && self.codec.codec().is_some();
+        let unpacked = self.algorithm == Algorithm::AllGather && !packs;
         notes.idle(unpacked, &["algorithm"], "all-gather is for what a codec packs: a ring sums the values");
         let after = format!("`sync` {sync} averages after a step, when no backward pass runs");
         notes.idle(!each_step, &["overlap"], &after);

@@ -136,7 +136,7 @@ impl TrainConfig {
     /// Whether all settings of its recipe have other values.
     pub(super) fn outweighs_recipe(&self) -> bool {
         let Some(recipe) = self.recipe else { return false };
-        let own = TrainConfig { recipe: self.recipe, ..Self::fill(recipe.args()) };
+        let own = Self::fill(recipe.args());
         recipe.settings.iter().all(|(name, _)| self.get(name) != own.get(name))
     }
 }

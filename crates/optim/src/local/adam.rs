@@ -16,8 +16,8 @@ pub const ADAM: LocalMethod = LocalMethod {
     build: |settings| adam(settings.into()),
 };
 
-/// Settings of [`adam`], [`amsgrad`](super::amsgrad()) and [`radam`](super::radam()); PyTorch's defaults, but no
-/// clipping.
+/// Settings of [`adam`], [`amsgrad`](super::amsgrad()) and [`radam`](super::radam()); PyTorch's defaults, but
+/// no clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Adam {
     /// Decay of the first moment.

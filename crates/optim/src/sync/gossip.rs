@@ -3,9 +3,9 @@
 use farflung_tensor::{Device, Op, Program, ProgramBuilder, Tensor};
 
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::mean::CommonMean;
 use super::neighbours::Graph;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
-use crate::finite::is_finite;
 use crate::{Average, OptimError};
 
 /// [`Gossip`] on a ring.
@@ -73,17 +73,14 @@ pub const RANDOM_PAIRS: SyncMethod = SyncMethod {
 /// average nothing. Copies count alike, whatever their numbers of tokens. Parameters travel as f32.
 #[derive(Debug)]
 pub struct Gossip {
-    average: Average,
     graph: Graph,
     every: u64,
     packing: Packing,
     add: Program,
     /// What neighbours' parameters change, once they came.
     change: Tensor,
-    mean: Tensor,
-    gathered: bool,
+    mean: CommonMean,
     flight: Flight,
-    last: bool,
     rounds: u64,
 }
 
@@ -112,22 +109,19 @@ impl Gossip {
         let sum = p.add(x, change);
         p.store(0, sum);
         Ok(Self {
-            average,
             graph,
             every: every.max(1),
             packing: Packing::new(layout),
             add: p.build()?,
             change: device.zeros(layout.len())?,
-            mean: device.zeros(layout.len())?,
-            gathered: false,
+            mean: CommonMean::new(average, device, layout)?,
             flight: Flight::Nothing,
-            last: false,
             rounds: 0,
         })
     }
 
     fn device(&self) -> Device {
-        self.mean.device().clone()
+        self.change.device().clone()
     }
 
     /// Waits for neighbours, and writes what they change.
@@ -150,13 +144,6 @@ impl Gossip {
         self.flight = Flight::Here;
         Ok(())
     }
-
-    /// The mean over all copies, exactly the same on all.
-    fn average_all(&mut self, params: &Tensor) -> Result<(), OptimError> {
-        self.device().run(Op::Cast { x: params.view(), y: self.mean.view_mut() })?;
-        self.average.all(&mut self.mean)?;
-        Ok(())
-    }
 }
 
 impl Synchroniser for Gossip {
@@ -176,33 +163,24 @@ impl Synchroniser for Gossip {
         after.step.is_multiple_of(self.every) || after.last
     }
     fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
-        self.last = after.last;
-        if after.last { self.average_all(params) } else { Ok(()) }
+        self.mean.exchange(params, after.last)
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {
-        if self.last { Some(&mut self.mean) } else { None }
+        self.mean.exchanged()
     }
     fn prepare(&mut self) -> Result<(), OptimError> {
-        if self.last && !is_finite(self.mean.view())? {
-            return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
-        }
-        Ok(())
+        self.mean.prepare()
     }
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
-        if std::mem::take(&mut self.last) {
-            self.device().run(Op::Cast { x: self.mean.view(), y: params.view_mut() })?;
-            self.average.commit();
-        }
-        Ok(())
+        self.mean.commit(params)
     }
     fn depart(&mut self, params: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
         if after.last {
             return Ok(false);
         }
-        let comm = self.average.communicator();
-        let meeting = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
         let sent = self.packing.pack(params)?;
-        let messages = Exchange::start(comm, meeting, self.rounds, &to_bytes(&sent));
+        let comm = self.mean.average.communicator();
+        let messages = Exchange::start(comm, self.graph, self.rounds, &to_bytes(&sent));
         self.flight = Flight::Away { sent, messages };
         self.rounds += 1;
         Ok(false)
@@ -211,24 +189,20 @@ impl Synchroniser for Gossip {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
-        self.average_all(params)?;
-        self.average.commit();
-        self.gathered = true;
-        Ok(())
+        self.mean.gather(params)
     }
     fn common(&self) -> Option<&Tensor> {
-        self.gathered.then_some(&self.mean)
+        self.mean.common()
     }
     fn settle(&mut self) -> Result<(), OptimError> {
         self.arrive()
     }
     fn abandon(&mut self) {
         self.flight = Flight::Nothing;
-        self.average.open();
+        self.mean.average.open();
     }
     fn rollback(&mut self) {
-        self.last = false;
-        self.average.rollback();
+        self.mean.rollback();
     }
     fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
         Ok(())
@@ -257,9 +231,9 @@ impl Synchroniser for Gossip {
         Ok(())
     }
     fn average(&self) -> &Average {
-        &self.average
+        &self.mean.average
     }
     fn average_mut(&mut self) -> &mut Average {
-        &mut self.average
+        &mut self.mean.average
     }
 }

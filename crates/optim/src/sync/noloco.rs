@@ -1,11 +1,11 @@
 //! `NoLoCo`: local steps, and an outer step with one other copy instead of all.
 
-use farflung_tensor::{Op, Tensor};
+use farflung_tensor::Tensor;
 
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::mean::{CommonMean, copy};
 use super::neighbours::Graph;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
-use crate::finite::is_finite;
 use crate::{Average, OptimError};
 
 /// [`NoLoCo`].
@@ -37,7 +37,6 @@ pub const NOLOCO: SyncMethod = SyncMethod {
 /// Source: Kolehmainen et al. 2025, "`NoLoCo`", and its code.
 #[derive(Debug)]
 pub struct NoLoCo {
-    average: Average,
     graph: Graph,
     every: u64,
     rate: f32,
@@ -46,9 +45,9 @@ pub struct NoLoCo {
     outer: Outer,
     /// What the outer state becomes, once all agreed.
     next: Outer,
-    mean: Tensor,
-    gathered: bool,
-    meeting: Met,
+    mean: CommonMean,
+    /// Whether `next` is an outer step that was not taken yet.
+    stepped: bool,
     rounds: u64,
 }
 
@@ -56,15 +55,6 @@ pub struct NoLoCo {
 struct Outer {
     slow: Tensor,
     velocity: Tensor,
-}
-
-/// What copies met for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Met {
-    Nothing,
-    Pairs,
-    /// The end of the run.
-    All,
 }
 
 /// A copy's weight, its `d` and its `s`.
@@ -88,16 +78,14 @@ impl NoLoCo {
         };
         Ok(Self {
             graph: Graph::RandomPairs { seed: average.seed },
-            average: Average::new(comm, device, layout, average)?,
             every: every.max(1),
             rate: outer_lr as f32,
             momentum: outer_momentum as f32,
             packing: Packing::new(layout),
             outer: outer()?,
             next: outer()?,
-            mean: device.zeros(layout.len())?,
-            gathered: false,
-            meeting: Met::Nothing,
+            mean: CommonMean::new(Average::new(comm, device, layout, average)?, device, layout)?,
+            stepped: false,
             rounds: 0,
         })
     }
@@ -108,9 +96,8 @@ impl NoLoCo {
         let params = self.packing.pack(params)?;
         let moved: Vec<f32> = params.iter().zip(&slow).map(|(params, slow)| params - slow).collect();
         let own = Brought { weight: weight as f32, moved, slow };
-        let comm = self.average.communicator();
-        let meeting = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
-        let other = Exchange::start(comm, meeting, self.rounds, &own.bytes()).wait()?.pop();
+        let comm = self.mean.average.communicator();
+        let other = Exchange::start(comm, self.graph, self.rounds, &own.bytes()).wait()?.pop();
         let other = other.map(|arrived| Brought::read(&arrived, own.slow.len())).transpose()?;
         let mut velocity = self.packing.pack(&self.outer.velocity)?;
         for (i, v) in velocity.iter_mut().enumerate() {
@@ -120,12 +107,6 @@ impl NoLoCo {
         let slow: Vec<f32> = own.slow.iter().zip(&velocity).map(|(slow, v)| slow + v).collect();
         self.packing.unpack(&velocity, &mut self.next.velocity)?;
         self.packing.unpack(&slow, &mut self.next.slow)
-    }
-
-    fn average_all(&mut self, params: &Tensor) -> Result<(), OptimError> {
-        copy(params, &mut self.mean)?;
-        self.average.all(&mut self.mean)?;
-        Ok(())
     }
 }
 
@@ -149,10 +130,6 @@ impl Brought {
     }
 }
 
-fn copy(from: &Tensor, to: &mut Tensor) -> Result<(), OptimError> {
-    Ok(from.device().run(Op::Cast { x: from.view(), y: to.view_mut() })?)
-}
-
 impl Synchroniser for NoLoCo {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
@@ -161,48 +138,38 @@ impl Synchroniser for NoLoCo {
         after.step.is_multiple_of(self.every) || after.last
     }
     fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
-        self.meeting = if after.last { Met::All } else { Met::Pairs };
-        if after.last { self.average_all(params) } else { self.step(params, weight) }
+        self.stepped = !after.last;
+        if self.stepped {
+            self.step(params, weight)?;
+        }
+        self.mean.exchange(params, after.last)
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {
-        if self.meeting == Met::All { Some(&mut self.mean) } else { None }
+        self.mean.exchanged()
     }
     fn prepare(&mut self) -> Result<(), OptimError> {
-        if self.meeting == Met::All && !is_finite(self.mean.view())? {
-            return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
-        }
-        Ok(())
+        self.mean.prepare()
     }
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
-        match std::mem::replace(&mut self.meeting, Met::Nothing) {
-            Met::Nothing => {}
-            Met::Pairs => {
-                std::mem::swap(&mut self.outer, &mut self.next);
-                copy(&self.outer.slow, params)?;
-                self.rounds += 1;
-            }
-            Met::All => {
-                copy(&self.mean, params)?;
-                self.average.commit();
-            }
+        if std::mem::take(&mut self.stepped) {
+            std::mem::swap(&mut self.outer, &mut self.next);
+            copy(&self.outer.slow, params)?;
+            self.rounds += 1;
         }
-        Ok(())
+        self.mean.commit(params)
     }
     fn is_apart(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
-        self.average_all(params)?;
-        self.average.commit();
-        self.gathered = true;
-        Ok(())
+        self.mean.gather(params)
     }
     fn common(&self) -> Option<&Tensor> {
-        self.gathered.then_some(&self.mean)
+        self.mean.common()
     }
     fn rollback(&mut self) {
-        self.meeting = Met::Nothing;
-        self.average.rollback();
+        self.stepped = false;
+        self.mean.rollback();
     }
     fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.outer.slow)
@@ -230,9 +197,9 @@ impl Synchroniser for NoLoCo {
         Ok(self.outer.velocity.write(&velocity)?)
     }
     fn average(&self) -> &Average {
-        &self.average
+        &self.mean.average
     }
     fn average_mut(&mut self) -> &mut Average {
-        &mut self.average
+        &mut self.mean.average
     }
 }

@@ -2,12 +2,12 @@
 //! replicas travel.
 
 use farflung_compress::{Compressor, Payload, PayloadRef, RoundKey};
-use farflung_tensor::{Op, Tensor};
+use farflung_tensor::Tensor;
 
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::mean::{CommonMean, copy};
 use super::neighbours::{Graph, Neighbour};
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
-use crate::finite::is_finite;
 use crate::{Average, AverageConfig, OptimError};
 
 /// [`Replicas`] whose copies are what was sent of them.
@@ -66,7 +66,6 @@ pub enum Rule {
 /// round of whole replicas as f32. Differs from CHOCO-SGD: neighbours' replicas count one step later.
 #[derive(Debug)]
 pub struct Replicas {
-    average: Average,
     rule: Rule,
     every: u64,
     packing: Packing,
@@ -79,9 +78,7 @@ pub struct Replicas {
     /// Whether `others` hold.
     known: bool,
     flight: Option<Exchange>,
-    mean: Tensor,
-    gathered: bool,
-    last: bool,
+    mean: CommonMean,
     rounds: u64,
 }
 
@@ -109,7 +106,6 @@ impl Replicas {
         let values = packing.pack(params)?;
         let others = neighbours(&average).into_iter().map(|_| values.clone()).collect();
         Ok(Self {
-            average,
             rule,
             every: every.max(1),
             packing,
@@ -119,18 +115,14 @@ impl Replicas {
             others,
             known: true,
             flight: None,
-            mean: device.zeros(layout.len())?,
-            gathered: false,
-            last: false,
+            mean: CommonMean::new(average, device, layout)?,
             rounds: 0,
         })
     }
 
     /// Sends `bytes` to both neighbours, and receives theirs.
     fn start(&self, bytes: &[u8]) -> Exchange {
-        let comm = self.average.communicator();
-        let meeting = Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0);
-        Exchange::start(comm, meeting, self.rounds, bytes)
+        Exchange::start(self.mean.average.communicator(), Graph::Ring, self.rounds, bytes)
     }
 
     /// Takes up what neighbours sent.
@@ -156,19 +148,12 @@ impl Replicas {
 
     /// Adds to `x` so many times how far neighbours' replicas are from the own one, by their weights.
     fn approach(&self, x: &mut [f32], own: &[f32], rate: f64) {
-        for (Neighbour { weight, .. }, other) in neighbours(&self.average).iter().zip(&self.others) {
+        for (Neighbour { weight, .. }, other) in neighbours(&self.mean.average).iter().zip(&self.others) {
             let part = (rate * weight) as f32;
             x.iter_mut()
                 .zip(other.iter().zip(own))
                 .for_each(|(x, (theirs, own))| *x += part * (theirs - own));
         }
-    }
-
-    /// The mean over all copies, exactly the same on all.
-    fn average_all(&mut self, params: &Tensor) -> Result<(), OptimError> {
-        copy(params, &mut self.mean)?;
-        self.average.all(&mut self.mean)?;
-        Ok(())
     }
 }
 
@@ -176,10 +161,6 @@ impl Replicas {
 fn neighbours(average: &Average) -> Vec<Neighbour> {
     let comm = average.communicator();
     Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0).from
-}
-
-fn copy(from: &Tensor, to: &mut Tensor) -> Result<(), OptimError> {
-    Ok(from.device().run(Op::Cast { x: from.view(), y: to.view_mut() })?)
 }
 
 impl Synchroniser for Replicas {
@@ -198,7 +179,7 @@ impl Synchroniser for Replicas {
             Rule::Consensus { rate } => self.approach(&mut x, &own, rate),
         }
         let difference: Vec<f32> = x.iter().zip(&own).map(|(x, own)| x - own).collect();
-        let rank = self.average.communicator().rank();
+        let rank = self.mean.average.communicator().rank();
         let key = RoundKey { seed: self.seed, round: self.rounds, shard: 0, rank };
         let mut payload = Payload::new();
         self.codec.compress(&difference, key, &mut payload)?;
@@ -218,47 +199,35 @@ impl Synchroniser for Replicas {
         after.step.is_multiple_of(self.every) || after.last
     }
     fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
-        self.last = after.last;
-        if after.last { self.average_all(params) } else { Ok(()) }
+        self.mean.exchange(params, after.last)
     }
     fn exchanged(&mut self) -> Option<&mut Tensor> {
-        if self.last { Some(&mut self.mean) } else { None }
+        self.mean.exchanged()
     }
     fn prepare(&mut self) -> Result<(), OptimError> {
-        if self.last && !is_finite(self.mean.view())? {
-            return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
-        }
-        Ok(())
+        self.mean.prepare()
     }
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
-        if std::mem::take(&mut self.last) {
-            copy(&self.mean, params)?;
-            self.average.commit();
-        }
-        Ok(())
+        self.mean.commit(params)
     }
     fn is_apart(&self) -> bool {
         true
     }
     fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
-        self.average_all(params)?;
-        self.average.commit();
-        self.gathered = true;
-        Ok(())
+        self.mean.gather(params)
     }
     fn common(&self) -> Option<&Tensor> {
-        self.gathered.then_some(&self.mean)
+        self.mean.common()
     }
     fn settle(&mut self) -> Result<(), OptimError> {
         self.arrive()
     }
     fn abandon(&mut self) {
         (self.flight, self.known) = (None, false);
-        self.average.open();
+        self.mean.average.open();
     }
     fn rollback(&mut self) {
-        self.last = false;
-        self.average.rollback();
+        self.mean.rollback();
     }
     fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.own)
@@ -286,9 +255,9 @@ impl Synchroniser for Replicas {
         Ok(())
     }
     fn average(&self) -> &Average {
-        &self.average
+        &self.mean.average
     }
     fn average_mut(&mut self) -> &mut Average {
-        &mut self.average
+        &mut self.mean.average
     }
 }

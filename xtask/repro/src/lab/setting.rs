@@ -98,23 +98,21 @@ impl Setting {
     ///
     /// Errors: as [`Setting::config`].
     pub(super) fn pretraining_config(&self, seed: u64) -> Result<TrainConfig> {
-        let args = parse(&format!("--seed {seed}"))?.or(parse(&self.pretraining)?);
-        TrainConfig::merge(args, TrainArgs::default()).context("wrong settings of the pretraining")
+        resolved(&format!("--seed {seed}"), &self.pretraining).context("wrong settings of the pretraining")
     }
 
     /// The settings of an arm without those that all share.
     ///
     /// Errors: as [`Setting::config`].
     pub(crate) fn bare(arm: &Arm) -> Result<TrainConfig> {
-        Ok(TrainConfig::merge(parse(arm.flags)?, TrainArgs::default())?)
+        resolved(arm.flags, "")
     }
 
     /// The settings of a run, without the weights that it starts from.
     ///
     /// Errors: a flag that does not exist, or a value out of its range.
     pub(crate) fn config(&self, arm: &Arm, seed: u64) -> Result<TrainConfig> {
-        let args = parse(&format!("--seed {seed} {}", self.flags_of(arm)))?;
-        TrainConfig::merge(args, TrainArgs::default())
+        resolved(&self.flags_of(arm), &format!("--seed {seed}"))
             .with_context(|| format!("wrong settings of arm `{}`", arm.name))
     }
 
@@ -130,8 +128,16 @@ impl Setting {
     }
 }
 
+/// The settings of some flags, and of others where those give nothing.
+///
+/// Errors: a flag that does not exist, or a value out of its range.
+pub(crate) fn resolved(flags: &str, base: &str) -> Result<TrainConfig> {
+    let resolved = TrainConfig::merge(parse(flags)?.or(parse(base)?), TrainArgs::default());
+    resolved.with_context(|| format!("wrong settings `{flags}`"))
+}
+
 /// Flags as `farflung train` takes them.
-pub(crate) fn parse(flags: &str) -> Result<TrainArgs> {
+fn parse(flags: &str) -> Result<TrainArgs> {
     let command = TrainFlags::augment_args(Command::new("train"));
     let matches = command.try_get_matches_from(["train"].into_iter().chain(flags.split_whitespace()))?;
     Ok(TrainFlags::from_arg_matches(&matches)?.args)

@@ -1,0 +1,80 @@
+//! The mean of copies that are apart: the model of the run, and what all take after the last step.
+
+use farflung_tensor::{Device, Op, ParamLayout, Tensor};
+
+use crate::finite::is_finite;
+use crate::{Average, OptimError};
+
+/// Copies a flat buffer.
+pub(super) fn copy(from: &Tensor, to: &mut Tensor) -> Result<(), OptimError> {
+    Ok(from.device().run(Op::Cast { x: from.view(), y: to.view_mut() })?)
+}
+
+/// The mean of all copies, exactly the same on all.
+#[derive(Debug)]
+pub(super) struct CommonMean {
+    pub(super) average: Average,
+    mean: Tensor,
+    /// Whether it was computed for [`CommonMean::common`].
+    gathered: bool,
+    /// Whether all copies are about to take it.
+    last: bool,
+}
+
+impl CommonMean {
+    pub(super) fn new(average: Average, device: &Device, layout: &ParamLayout) -> Result<Self, OptimError> {
+        Ok(Self { average, mean: device.zeros(layout.len())?, gathered: false, last: false })
+    }
+
+    fn compute(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        copy(params, &mut self.mean)?;
+        self.average.all(&mut self.mean)?;
+        Ok(())
+    }
+
+    /// After the last step: computes the mean, which [`CommonMean::commit`] takes.
+    pub(super) fn exchange(&mut self, params: &Tensor, last: bool) -> Result<(), OptimError> {
+        self.last = last;
+        if last { self.compute(params) } else { Ok(()) }
+    }
+
+    /// The mean that is about to be taken.
+    pub(super) fn exchanged(&mut self) -> Option<&mut Tensor> {
+        if self.last { Some(&mut self.mean) } else { None }
+    }
+
+    /// Errors: [`OptimError::StepNotFinite`] for a mean that is not finite.
+    pub(super) fn prepare(&self) -> Result<(), OptimError> {
+        if self.last && !is_finite(self.mean.view())? {
+            return Err(OptimError::StepNotFinite { name: "parameters".to_owned() });
+        }
+        Ok(())
+    }
+
+    /// Takes the mean after the last step.
+    pub(super) fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        if std::mem::take(&mut self.last) {
+            copy(&self.mean, params)?;
+            self.average.commit();
+        }
+        Ok(())
+    }
+
+    pub(super) fn rollback(&mut self) {
+        self.last = false;
+        self.average.rollback();
+    }
+
+    /// Computes the mean for [`CommonMean::common`].
+    pub(super) fn gather(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.compute(params)?;
+        self.average.commit();
+        self.gathered = true;
+        Ok(())
+    }
+
+    /// The mean as it was gathered last.
+    pub(super) fn common(&self) -> Option<&Tensor> {
+        self.gathered.then_some(&self.mean)
+    }
+}
