@@ -27,7 +27,9 @@ pub use error::ParallelError;
 pub use farflung_base::{Algorithm, Precision};
 pub use mesh::{Axis, Mesh};
 pub use model::{Limits, ModelShape};
-pub use plan::{BoundaryCodecs, Level, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource};
+pub use plan::{
+    BoundaryCodecs, Level, LocalSteps, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
+};
 pub use planner::{Candidate, Planned, StepTime, plan};
 pub use replicas::{Codec, Overlap, Replicas, Sync};
 pub use simulate::{Cost, RankCost, simulate_replicas};

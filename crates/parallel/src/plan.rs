@@ -3,6 +3,7 @@
 
 mod check;
 mod difference;
+mod local_steps;
 mod part;
 mod text;
 
@@ -17,6 +18,7 @@ use crate::pipeline::{Method, Updates, VersionSync};
 use crate::{Axis, Mesh, ParallelError};
 
 pub use difference::{Difference, Digest};
+pub use local_steps::LocalSteps;
 pub use part::{Part, Recompute, even_parts};
 
 /// How the ranks of a job train one model.
@@ -152,6 +154,8 @@ pub struct Level {
     pub method: String,
     /// Steps between two averages: 1 averages the gradients of each step.
     pub every: u32,
+    /// Of these, the local steps that each replica takes: see [`LocalSteps`]. Empty: all take all.
+    pub steps: Vec<u32>,
     /// The codec of what is averaged, by name, with `+ef` where it feeds errors back.
     pub codec: String,
     /// How values are summed: with a codec one of [`Algorithm::CODED`].
@@ -169,6 +173,7 @@ impl Default for Level {
             groups: Vec::new(),
             method: "ddp".to_owned(),
             every: 1,
+            steps: Vec::new(),
             codec: NO_CODEC.to_owned(),
             algorithm: Algorithm::Ring,
             bucket_bytes: 4_000_000,

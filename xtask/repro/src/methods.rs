@@ -59,6 +59,7 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync streaming --fragments 1 --sync-delay 0 --mixing 0 --sync-every 3",
         "--sync diloco --sync-every 3",
     ),
+    same("--sync diloco --sync-every 3 --local-steps 3,3,3,3", "--sync diloco --sync-every 3"),
     near("--sync cocktail --workers 1", "--sync ddp --workers 1"),
     near(
         "--sync noloco --workers 2 --outer-lr 1 --outer-momentum 0 --sync-every 3",
@@ -106,7 +107,8 @@ fn all() -> Vec<String> {
         }
         Averages::Gradients => None,
     });
-    methods.chain(recipes).chain(optimizers).collect()
+    let paced = "--sync diloco --sync-every 3 --local-steps 3,3,2,1".to_owned();
+    methods.chain(recipes).chain(optimizers).chain([paced]).collect()
 }
 
 /// A run's settings: the flags, a recipe's, and the base's that neither has.

@@ -72,6 +72,7 @@ fn drawn(random: &Philox, i: u64) -> Result<Plan> {
             groups: Vec::new(),
             method: ["ddp", "diloco"][draw(47, 2) as usize].to_owned(),
             every: 1 + draw(48, 500) as u32,
+            steps: Vec::new(),
             codec: codec(49),
             algorithm: Algorithm::ALL[draw(50, 9) as usize],
             bucket_bytes: 4 + draw(51, 1 << 30),

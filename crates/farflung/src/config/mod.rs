@@ -10,6 +10,7 @@ pub mod choice;
 pub mod file;
 pub mod flags;
 pub mod given;
+pub mod local_steps;
 pub(crate) mod nearest;
 pub mod notes;
 mod optimizer;
@@ -44,6 +45,7 @@ use choice::{
     StoreKind, SyncKind, TokenizerKind, TransportKind, TransportName,
 };
 use given::{BY_DEFAULT, Given};
+use local_steps::LocalStepsKind;
 use shared::Own;
 use validate::check;
 use value::Setting;
@@ -304,6 +306,9 @@ settings! {
         sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between DiLoCo's averages.
         sync_every: u64, "STEPS", 20u64;
+        /// Local steps of each replica in --sync-every steps: equal, by-speed (slower machines of --topology
+        /// take fewer, so that nobody waits), or a number for each such as 30,30,10.
+        local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
         /// Outer momentum of the methods that have one; unless told 0.5 for noloco.

@@ -12,6 +12,7 @@ use farflung_zoo::GptConfig;
 
 use super::TrainConfig;
 use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TransportKind};
+use super::local_steps::LocalStepsKind;
 use crate::transports::MEMORY;
 
 /// Facts about a run that are not in its settings.
@@ -155,6 +156,10 @@ impl TrainConfig {
             ""
         };
         let sync = self.sync;
+        let steps_each = format!("`sync` {sync} averages at each step, which all take");
+        notes.idle(each_step, &["local-steps"], &steps_each);
+        let equal = self.local_steps == LocalStepsKind::BySpeed && self.topology.is_none();
+        notes.idle(equal, &["local-steps"], "without `topology` all machines have one speed");
         notes.idle(each_step, &["sync-every"], &format!("`sync` {sync} averages at each step{compared}"));
         let readers: Vec<_> =
             SyncKind::all().map(|row| Reads { name: row.name, settings: row.reads }).collect();

@@ -3,6 +3,7 @@
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::{Plan, ScheduleSource};
 
+use super::local_steps::LocalStepsKind;
 use super::{TrainArgs, TrainConfig, dashed};
 use crate::{Error, Result};
 
@@ -14,6 +15,7 @@ pub const DECIDED: &[&str] = &[
     "recipe",
     "sync",
     "sync_every",
+    "local_steps",
     "codec",
     "error_feedback",
     "bucket_mb",
@@ -81,6 +83,10 @@ impl TrainConfig {
         }
         self.algorithm = level.algorithm;
         self.sync_every = level.every.into();
+        self.local_steps = match &level.steps[..] {
+            [] => LocalStepsKind::Equal,
+            steps => LocalStepsKind::Each(steps.to_vec()),
+        };
         self.bucket_mb = level.bucket_bytes as f64 / 1e6;
         self.overlap = level.overlap;
         // The plan's names were checked.

@@ -168,7 +168,14 @@ impl Job {
         Sampler::evaluation(self.held_out.clone(), shard, self.model.context, steps)
     }
 
-    /// Tokens of all replicas in one step.
+    /// Tokens of all replicas in the first so many steps.
+    #[must_use]
+    pub fn tokens_after(&self, steps: u64) -> u64 {
+        let sequences = self.plan.local_steps().all_microbatches(steps) * u64::from(self.plan.batch);
+        sequences * self.model.context as u64
+    }
+
+    /// Tokens of all replicas in one step that all take.
     #[must_use]
     pub fn tokens_per_step(&self) -> u64 {
         self.plan.sequences() * self.model.context as u64
@@ -344,6 +351,9 @@ impl Decided {
         combination::check(&config, &plan)?;
         averages::resolve(&mut plan, model, &config, cluster.as_ref())?;
         let rates = costs::rates(&config, model, &plan, cluster.as_ref());
+        if config.plan.is_none() {
+            planned::set_local_steps(&mut plan, &config, &rates)?;
+        }
         Ok(Self { config, plan, cluster, rates })
     }
 }

@@ -116,6 +116,24 @@ pub(super) fn from_settings(
     Ok(plan)
 }
 
+/// Writes into a plan how many local steps each replica takes, by the rates of the ranks' machines.
+///
+/// Errors: [`Error::Setting`] for numbers that the plan does not admit.
+pub(super) fn set_local_steps(plan: &mut Plan, config: &TrainConfig, rates: &[f64]) -> Result<()> {
+    if averages::each_step(plan) {
+        return Ok(());
+    }
+    // The slowest of a pipeline's ranks is its speed.
+    let slowest = |ranks: &[f64]| ranks.iter().copied().fold(f64::INFINITY, f64::min);
+    let pipelines = rates.chunks(plan.stages() as usize).zip(&plan.microbatches);
+    let speeds: Vec<f64> = pipelines.map(|(ranks, &count)| slowest(ranks) / f64::from(count)).collect();
+    let steps = config.local_steps.of(plan.outermost().every, &speeds);
+    for level in &mut plan.levels {
+        level.steps.clone_from(&steps);
+    }
+    plan.check().map_err(in_settings)
+}
+
 /// What a plan that was made of settings does not admit, as the setting that is wrong.
 fn in_settings(error: ParallelError) -> Error {
     match error {
@@ -123,6 +141,7 @@ fn in_settings(error: ParallelError) -> Error {
             let field = match &*field {
                 "pipeline.schedule" => "schedule-file",
                 field if field.ends_with(".recompute") => "recompute",
+                field if field.ends_with(".steps") => "local-steps",
                 _ => "plan",
             };
             Error::Setting { field, value, expected }
@@ -166,6 +185,7 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
         groups: Vec::new(),
         method: config.sync.to_string(),
         every,
+        steps: Vec::new(),
         codec: name,
         algorithm,
         bucket_bytes: ((config.bucket_mb * 1e6) as u64).max(4),

@@ -8,7 +8,7 @@ mod recorder;
 use farflung_base::{Nanos, Rank};
 use farflung_parallel::pipeline::run;
 use farflung_parallel::script::{Act, Played, Script};
-use farflung_parallel::{Cluster, Plan};
+use farflung_parallel::{Cluster, LocalSteps, Plan};
 use farflung_zoo::GptConfig;
 
 use super::bind::ReplicaSchedule;
@@ -48,16 +48,22 @@ impl Prediction {
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         // A replica alone meets itself after each step.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
-        let period = if meets && plan.replicas() > 1 { plan.outermost().every.max(1) } else { 1 };
+        let paces = plan.local_steps();
+        let repeats = meets || !paces.are_equal();
+        let period = if repeats && plan.replicas() > 1 { plan.outermost().every.max(1) } else { 1 };
         let steps = period.min(EXACT);
-        let all = Sequence { schedules: &schedules, machines, before: &[], steps, meets };
+        // The last of a period, in which replicas meet.
+        let first = u64::from(period - steps);
+        let pace = Some(Pace { steps: &paces, first });
+        let all = Sequence { schedules: &schedules, machines, before: &[], steps, pace, meets };
         if period == steps {
             return Ok(all.play(&mut operations)?.predicted(period));
         }
         // The others are as long as the last local step that was played, on each rank.
-        let local = Sequence { meets: false, ..all }.play(&mut operations)?;
-        let others = |took: Nanos| Nanos(took.0.saturating_mul(u64::from(period - steps)));
-        let before: Vec<Nanos> = local.last_steps().map(others).collect();
+        let local = Sequence { meets: false, pace: None, ..all }.play(&mut operations)?;
+        let taken = |rank: usize| paces.taken(rank as u32 / plan.stages(), first);
+        let others = |(rank, took): (usize, Nanos)| Nanos(took.0.saturating_mul(taken(rank)));
+        let before: Vec<Nanos> = local.last_steps().enumerate().map(others).collect();
         let last = Sequence { before: &before, ..all }.play(&mut operations)?;
         Ok(Self { total: last.played.makespan(), ..local.predicted(period) })
     }
@@ -91,6 +97,13 @@ impl Prediction {
 /// Local steps of a period that are played one by one: ranks drift apart, and back into step, within a few.
 const EXACT: u32 = 8;
 
+/// Who takes which local steps of a sequence that begins behind so many of a period.
+#[derive(Clone, Copy)]
+struct Pace<'a> {
+    steps: &'a LocalSteps,
+    first: u64,
+}
+
 /// Some steps of all replicas.
 #[derive(Clone, Copy)]
 struct Sequence<'a> {
@@ -99,6 +112,8 @@ struct Sequence<'a> {
     /// How long each rank is busy before; empty: not at all.
     before: &'a [Nanos],
     steps: u32,
+    /// Who takes which of them; all do without it.
+    pace: Option<Pace<'a>>,
     /// Whether replicas become the same after the last, where they are not after each step.
     meets: bool,
 }
@@ -122,8 +137,12 @@ impl Sequence<'_> {
                 }
                 for step in 0..self.steps {
                     recorder.begin_step(step);
-                    run(&schedule.schedule, position, &mut recorder)?;
-                    recorder.after_pass()?;
+                    let number = |first: u64| first + 1 + u64::from(step);
+                    let takes = |pace: Pace<'_>| pace.steps.takes(replica, number(pace.first));
+                    if self.pace.is_none_or(takes) {
+                        run(&schedule.schedule, position, &mut recorder)?;
+                        recorder.after_pass()?;
+                    }
                     if self.meets && step + 1 == self.steps {
                         recorder.meet()?;
                     }

@@ -118,7 +118,7 @@ pub(super) fn sample(job: &Job, stage: &Stage, params: &Tensor) -> Result<Option
 /// What other ways to synchronise would have taken on this link.
 fn what_if(job: &Job, link: Link) -> Result<Option<Answer>> {
     let plan = &job.plan;
-    if job.world < 2 || plan.stages() > 1 {
+    if job.world < 2 || plan.stages() > 1 || !plan.local_steps().are_equal() {
         return Ok(None);
     }
     let config = &job.config;
@@ -154,7 +154,7 @@ impl Report {
         let what_if = link.map(|link| what_if(job, link)).transpose()?.flatten();
         let tail = &rows[rows.len() - rows.len().div_ceil(10)..];
         let mean = |tail: &[StepMetrics]| tail.iter().map(|r| r.train_loss).sum::<f64>() / tail.len() as f64;
-        let tokens = job.tokens_per_step() * job.config.steps;
+        let tokens = job.tokens_after(job.config.steps);
         Ok(Self {
             model: crate::model_name(&job.model),
             parameters: job.model.parameters(),

@@ -243,17 +243,18 @@ impl Record<'_, '_> {
         digest: Option<String>,
         totals: &Totals,
     ) -> Result<()> {
-        let tokens = self.job.tokens_per_step();
+        let tokens = self.job.tokens_after(done.step);
+        let new = tokens - self.job.tokens_after(done.step - 1);
         let row = StepMetrics {
             step: done.step,
             time_s: totals.time_s,
             wall_s: totals.wall_s,
-            tokens: tokens * done.step,
+            tokens,
             train_loss: done.loss,
             val_loss,
             bytes_sent: totals.bytes_sent,
             bytes_received: totals.bytes_received,
-            tokens_per_s: tokens as f64 / (totals.time_s - self.time_s).max(1e-9),
+            tokens_per_s: new as f64 / (totals.time_s - self.time_s).max(1e-9),
             drift: done.drift.map(|d| d.distance),
             digest,
         };

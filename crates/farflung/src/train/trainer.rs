@@ -24,6 +24,7 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
+use farflung_parallel::LocalSteps;
 use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
 use farflung_tensor::{Param, Tensor, TensorError};
 use farflung_zoo::Stage;
@@ -52,8 +53,8 @@ pub struct Trainer {
     first_microbatch: u64,
     all_microbatches: u64,
     replicas: u32,
-    /// The replica's part of a mean over all tokens, where 1 is an equal part.
-    weight: f64,
+    /// Who takes a local step when.
+    local: LocalSteps,
     executor: Executor,
     /// Those that agree on each step: all ranks, or those of one pipeline where steps are local.
     voters: Communicator,
@@ -210,6 +211,9 @@ impl Trainer {
         let mut skipped = 0;
         self.tries = 0;
         self.reach(Moment::Begun, self.step + 1)?;
+        if !self.local.takes(self.replica, self.step + 1) {
+            return self.pass_over(stop);
+        }
         let vote = loop {
             let vote = self.pass(stop)?;
             self.reach(Moment::Agreed, self.step + 1)?;
@@ -249,12 +253,26 @@ impl Trainer {
         self.reach(Moment::Committed, self.step)?;
         self.suffer(FaultyValue::Parameters, self.step)?;
         self.suffer(FaultyValue::Moments, self.step)?;
-        let mut done = if self.each_step { self.agreed(&vote) } else { self.local_step(&vote, stop)? };
+        let done =
+            if self.each_step { self.agreed(&vote) } else { self.local_step(vote.loss, stop || vote.stop)? };
+        self.compared(StepDone { skipped, ..done })
+    }
+
+    /// A step in which only faster replicas train: this one may still meet them.
+    fn pass_over(&mut self, stop: bool) -> Result<StepDone> {
+        self.step += 1;
+        self.half_done = false;
+        let done = self.local_step(0.0, stop)?;
+        self.compared(done)
+    }
+
+    /// Ends a step: where replicas are the same now, their copies are compared.
+    fn compared(&mut self, mut done: StepDone) -> Result<StepDone> {
         if done.synced == Synced::Yes {
             done.drift = self.compare()?;
         }
         self.reach(Moment::Met, self.step)?;
-        Ok(StepDone { skipped, ..done })
+        Ok(done)
     }
 
     /// Fails where a test wants it.
@@ -330,7 +348,8 @@ impl Trainer {
         for part in self.executor.parts.values_mut() {
             part.stage.set_gradient_scale(self.scale.get());
         }
-        let first = self.step * self.all_microbatches + self.first_microbatch;
+        let taken = self.local.taken(self.replica, self.step);
+        let first = taken * self.all_microbatches + self.first_microbatch;
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
         // Without a flush there are updates within the pass, which only a return to the mark takes back.
         self.half_done = self.schedule.updates() != Updates::Flush;

@@ -161,6 +161,17 @@ impl Plan {
                 level.bucket_bytes,
                 "at least 4, one value",
             )?;
+            let replicas = self.replicas() as usize;
+            let expected = format!("{replicas} numbers, one for each replica, or none");
+            let (steps, most) = (&level.steps, level.every);
+            let good = steps.is_empty() || steps.len() == replicas;
+            ensure(good, field("steps"), format!("{} numbers", steps.len()), expected)?;
+            let good = steps.iter().all(|steps| (1..=most).contains(steps));
+            let expected = format!("numbers from 1 to {most}, the steps between two averages");
+            ensure(good, field("steps"), format!("{steps:?}"), expected)?;
+            let good = steps.is_empty() || steps.contains(&most);
+            let expected = format!("{most} for the fastest replica, which takes all steps");
+            ensure(good, field("steps"), format!("{steps:?}"), expected)?;
             ensure(!level.method.is_empty(), field("method"), "empty", "a method's name")?;
             ensure(!level.codec.is_empty(), field("codec"), "empty", "a codec's name, or none")?;
             let mut members: Vec<u32> = level.groups.iter().flatten().copied().collect();
@@ -196,6 +207,8 @@ impl Plan {
         let as_outer = |name: &str| format!("that of level[1], with which it is one average; its `{name}`");
         ensure(inner.method == outer.method, field("method"), &inner.method, as_outer("method"))?;
         ensure(inner.every == outer.every, field("every"), inner.every, as_outer("every"))?;
+        let steps = || format!("{:?}", inner.steps);
+        ensure(inner.steps == outer.steps, field("steps"), steps(), as_outer("steps"))?;
         ensure(
             inner.bucket_bytes == outer.bucket_bytes,
             field("bucket_bytes"),

@@ -101,6 +101,15 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| p.boundaries.clear()), "`boundary` is given 0 times, expected 1"),
         (refusal(|p| p.levels.clear()), "`level` is given 0 times"),
         (refusal(|p| p.levels[0].every = 0), "`level[0].every` is 0"),
+        (refusal(|p| p.levels[0].steps = vec![1; 9]), "`level[0].steps` is 9 numbers"),
+        (refusal(|p| p.levels[0].steps = vec![2; p.replicas() as usize]), "numbers from 1 to 1"),
+        (
+            refusal(|p| {
+                p.levels[0].every = 3;
+                p.levels[0].steps = vec![2; p.replicas() as usize];
+            }),
+            "3 for the fastest replica",
+        ),
         (refusal(|p| p.levels[0].bucket_bytes = 3), "`level[0].bucket_bytes` is 3"),
         (refusal(|p| p.levels[0].groups = vec![vec![0], vec![1]]), "`level[0].groups` is [[0], [1]]"),
         (refusal(|p| p.levels[0].groups = vec![vec![0, 0]]), "`level[0].groups` is [[0, 0]]"),
@@ -208,7 +217,8 @@ prop_compose! {
         every in 1_u32..100, bucket_bytes in 4_u64..1 << 40, overlap: bool, codec in "[a-z0-9:./+ \"\\\\]{1,12}",
         algorithm in proptest::sample::select(Algorithm::ALL.to_vec()),
     ) -> Level {
-        Level { groups: Vec::new(), method: "ddp".to_owned(), every, codec, algorithm, bucket_bytes, overlap }
+        let (groups, method) = (Vec::new(), "ddp".to_owned());
+        Level { groups, method, every, steps: Vec::new(), codec, algorithm, bucket_bytes, overlap }
     }
 }
 
@@ -217,7 +227,7 @@ proptest! {
     #[test]
     fn plans_read_back(
         microbatches in proptest::collection::vec(1_u32..9, 1..5), cuts in proptest::collection::vec(1_u32..4, 1..5),
-        batch in 1_u32..99, level in any_level(), memory in proptest::option::of(1_u32..9),
+        batch in 1_u32..99, mut level in any_level(), paced: bool, memory in proptest::option::of(1_u32..9),
         name in "[a-z\"\\\\\n-]{0,9}", budget in proptest::option::of(1_u64..1 << 40),
     ) {
         let stages = cuts.len() as u32;
@@ -229,6 +239,10 @@ proptest! {
         });
         let parts: Vec<Part> = parts.collect();
         let ranks = microbatches.len() as u32 * stages;
+        if paced {
+            level.steps = microbatches.iter().map(|&m| m.min(level.every)).collect();
+            level.steps[0] = level.every;
+        }
         let plan = Plan {
             model: PlannedModel { name, layers: end, parameters: 1 },
             mesh: Plan::mesh_of(microbatches.len() as u32, stages).unwrap(),

@@ -148,6 +148,8 @@ struct LevelEntry {
     groups: Vec<Vec<u32>>,
     method: String,
     every: Option<u32>,
+    #[serde(default)]
+    steps: Vec<u32>,
     codec: Option<String>,
     algorithm: Option<Text<Algorithm>>,
     bucket_bytes: Option<u64>,
@@ -201,6 +203,7 @@ impl File {
                 groups: l.groups,
                 method: l.method,
                 every: l.every.unwrap_or(unless_told.every),
+                steps: l.steps,
                 algorithm: l.algorithm.map_or(Level::unless_told(&codec), |a| a.0),
                 codec,
                 bucket_bytes: l.bucket_bytes.unwrap_or(unless_told.bucket_bytes),
@@ -282,7 +285,11 @@ impl Display for Plan {
         }
         for level in &self.levels {
             writeln!(f, "\n[[level]]\ngroups = {:?}\nmethod = {}", level.groups, quoted(&level.method))?;
-            writeln!(f, "every = {}\ncodec = {}", level.every, quoted(&level.codec))?;
+            writeln!(f, "every = {}", level.every)?;
+            if !level.steps.is_empty() {
+                writeln!(f, "steps = {:?}", level.steps)?;
+            }
+            writeln!(f, "codec = {}", quoted(&level.codec))?;
             writeln!(f, "algorithm = \"{}\"", level.algorithm)?;
             writeln!(f, "bucket_bytes = {}\noverlap = {}", level.bucket_bytes, level.overlap)?;
         }

@@ -70,6 +70,18 @@ const CASES: &[Case] = &[
         true,
         "`momentum` changes nothing: `optimizer` is adamw, not sgd or rmsprop or muon or signum",
     ),
+    (
+        "local-steps = '1,1,1,1'",
+        4,
+        true,
+        "`local-steps` changes nothing: `sync` ddp averages at each step, which all take",
+    ),
+    (
+        "sync = 'diloco'\nlocal-steps = 'by-speed'",
+        4,
+        true,
+        "`local-steps` changes nothing: without `topology` all machines have one speed",
+    ),
     ("shards = 'files'", 1, true, "`shards` changes nothing: there is one replica, which has all data"),
     ("codec = 'sign'", 4, true, "`codec` sign sends gradients in one bit, and `optimizer` adamw divides"),
     (

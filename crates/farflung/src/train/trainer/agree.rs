@@ -51,7 +51,7 @@ impl Trainer {
     pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Voting<Vote> {
         let replicas = if self.each_step { self.replicas } else { 1 };
         // An equal part is exactly 1, so that equal replicas have the bits of a plain mean.
-        let weight = if self.each_step { self.weight } else { 1.0 };
+        let weight = if self.each_step { self.part_of(self.step + 1) } else { 1.0 };
         let mut mine = vec![loss * weight, f64::from(u8::from(stop))];
         mine.extend(squares);
         let sums = self.voters.start_all_reduce(mine, ReduceOp::Sum);
@@ -63,12 +63,19 @@ impl Trainer {
         Voting { sums, read: Box::new(read) }
     }
 
+    /// This replica's part of the mean loss of a step.
+    fn part_of(&self, step: u64) -> f64 {
+        self.local.weight(self.replica, step - 1..step)
+    }
+
     /// Starts the vote of all replicas on the steps since they last voted.
     pub(super) fn vote_on_window(&mut self, stop: bool) -> Voting<Met> {
         // All ranks of a pipeline know its losses: one tells them.
-        let weight = if self.position.0 == 0 { self.weight } else { 0.0 };
-        let mut mine: Vec<f64> =
-            std::mem::take(&mut self.window).into_iter().map(|loss| loss * weight).collect();
+        let tells = self.position.0 == 0;
+        let window = std::mem::take(&mut self.window);
+        let first = self.step + 1 - window.len() as u64;
+        let told = |(step, loss): (u64, f64)| if tells { loss * self.part_of(step) } else { 0.0 };
+        let mut mine: Vec<f64> = (first..).zip(window).map(told).collect();
         mine.push(f64::from(u8::from(stop)));
         let sums = self.executor.comm.start_all_reduce(mine, ReduceOp::Sum);
         let replicas = f64::from(self.replicas);

@@ -53,7 +53,7 @@ impl Trainer {
         let mut parts = BTreeMap::new();
         for stage in placement.stages_of(position) {
             let group = holders.get(&placement.part(stage));
-            let part = build_part(job, &schedule, stage, (&device, &plain), group, updates)?;
+            let part = build_part(job, &schedule, (stage, replica), (&device, &plain), group, updates)?;
             parts.insert(stage, part);
         }
 
@@ -105,7 +105,7 @@ impl Trainer {
             first_microbatch: plan.first_microbatch(replica),
             all_microbatches: plan.all_microbatches(),
             replicas: plan.replicas(),
-            weight: plan.weight(replica),
+            local: plan.local_steps(),
             executor,
             voters,
             each_step,
@@ -137,7 +137,7 @@ impl Trainer {
 fn build_part(
     job: &Job,
     schedule: &ReplicaSchedule,
-    stage: StageId,
+    (stage, replica): (StageId, u32),
     (device, plain): (&Device, &Device),
     holders: Option<&Communicator>,
     updates: u64,
@@ -169,7 +169,7 @@ fn build_part(
         }
         _ => None,
     };
-    let chain = chain(&job.config, device, &model, updates)?;
+    let chain = chain(&own_steps(job, replica), device, &model, updates)?;
     let placement = schedule.placement();
     let shares_table =
         placement.tie() != Tie::Whole && (placement.is_first(stage) != placement.is_last(stage));
@@ -216,6 +216,14 @@ fn synchroniser(
         consensus_rate: job.config.consensus_rate,
         params,
     })?)
+}
+
+/// The settings of a replica's optimizer: of a slower one, which takes fewer local steps, the learning rate
+/// goes its way in these.
+fn own_steps(job: &Job, replica: u32) -> TrainConfig {
+    let (local, config) = (job.plan.local_steps(), &job.config);
+    let own = |steps: u64| if local.are_equal() { steps } else { local.taken(replica, steps).max(1) };
+    TrainConfig { steps: own(config.steps), warmup: own(config.warmup), ..config.clone() }
 }
 
 /// The optimizer chain of a config that makes so many updates in a step.

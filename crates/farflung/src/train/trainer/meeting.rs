@@ -3,7 +3,6 @@
 use farflung_optim::OptimError;
 use farflung_optim::sync::After;
 
-use super::agree::Vote;
 use super::{StepDone, Synced, Trainer, by_number};
 use crate::Result;
 use crate::train::executor::Executor;
@@ -11,10 +10,10 @@ use crate::train::fault::FaultyValue;
 use crate::train::part::Part;
 
 impl Trainer {
-    /// A step of this replica alone, after which all replicas may agree.
-    pub(super) fn local_step(&mut self, vote: &Vote, stop: bool) -> Result<StepDone> {
-        self.window.push(vote.loss);
-        let (step, last, stop) = (self.step, self.step == self.steps, stop || vote.stop);
+    /// After a step of this replica alone, with its mean loss: all replicas may agree.
+    pub(super) fn local_step(&mut self, loss: f64, stop: bool) -> Result<StepDone> {
+        self.window.push(loss);
+        let (step, last) = (self.step, self.step == self.steps);
         let after = After { step, last };
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {
@@ -25,7 +24,7 @@ impl Trainer {
         let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
         if !due && !alone {
             self.depart(after, stop)?;
-            let (loss, losses, skipped) = (vote.loss, Vec::new(), 0);
+            let (losses, skipped) = (Vec::new(), 0);
             return Ok(StepDone {
                 step,
                 loss,
@@ -58,6 +57,14 @@ impl Trainer {
         })
     }
 
+    /// This replica's part of a mean over the tokens of the period that ends after a step.
+    fn weight_since(&self, after: After) -> f64 {
+        let period = u64::from(self.local.period());
+        // A run may end within a period.
+        let over = if after.last { (after.step - 1) % period + 1 } else { period };
+        self.local.weight(self.replica, after.step.saturating_sub(over)..after.step)
+    }
+
     /// Exchanges, and waits for what goes with it. A failure leaves no trace.
     fn meet<T>(&mut self, after: After, beside: impl FnOnce() -> Result<T>) -> Result<T> {
         let met = self.exchange(after).and_then(|()| beside());
@@ -82,7 +89,7 @@ impl Trainer {
     /// Sends what leaves after a step, and with it the vote on the steps so far: replicas that wait for neither
     /// have the next steps' time for both.
     fn depart(&mut self, after: After, stop: bool) -> Result<()> {
-        let (weight, mut departs) = (self.weight, false);
+        let (weight, mut departs) = (self.weight_since(after), false);
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {
             if let Some(sync) = &mut part.sync {
@@ -112,10 +119,11 @@ impl Trainer {
     ///
     /// Errors: on all ranks together where the next values of any part would not be finite.
     fn exchange(&mut self, after: After) -> Result<()> {
+        let weight = self.weight_since(after);
         let Executor { parts, placement, tied, .. } = &mut self.executor;
         let mut refused = None;
         for (_, part) in by_number(parts, placement) {
-            match part.sync.as_mut().map(|sync| sync.exchange(&part.params, after, self.weight)) {
+            match part.sync.as_mut().map(|sync| sync.exchange(&part.params, after, weight)) {
                 None | Some(Ok(())) => {}
                 Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
                 // The same on all holders of this part. Those of other parts go on, and so does this rank with

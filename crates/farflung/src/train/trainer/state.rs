@@ -156,7 +156,7 @@ impl Trainer {
 
     /// Takes up where `from` was written. Residuals are restored where this rank wrote them as it is now.
     pub(in crate::train) fn restore(&mut self, from: &Source) -> Result<()> {
-        let updates = from.step() * self.updates;
+        let updates = self.local.taken(self.replica, from.step()) * self.updates;
         for (stage, part) in &mut self.executor.parts {
             let layout = part.stage.layout().clone();
             part.params.write(&from.weights(&layout)?)?;
