@@ -35,6 +35,7 @@ mod interpret;
 mod message;
 mod plain;
 mod plans;
+mod service;
 
 // Values travel as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"), "farflung-comm needs a little-endian machine");
@@ -62,6 +63,7 @@ pub use grouped::{hierarchical, moshpit, square};
 pub use inbox::{Inbox, WINDOW};
 pub use message::MAX_MESSAGE;
 pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
+pub use service::{Answer, Asked, Service, ServiceTags};
 pub use steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};

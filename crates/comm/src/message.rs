@@ -30,7 +30,7 @@ impl Torn {
     }
 
     /// Gives up a message.
-    fn note(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
+    pub(crate) fn note(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
         if incoming.torn || !incoming.done && !incoming.bytes.is_empty() {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert((from, tag.number));
         }

@@ -1,8 +1,8 @@
 //! Bytes of any length: to everyone, from everyone, to one rank, and an all-reduce through a coder.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use farflung_base::{PeerId, Pending, Rank};
+use farflung_base::{Nanos, PeerId, Pending, Rank};
 
 use super::{Communicator, check_word};
 use crate::CommError;
@@ -10,6 +10,7 @@ use crate::coded::{Coded, CodedSlice, CodedValues, Coder, Messages, coded_exchan
 use crate::element::ReduceOp;
 use crate::interpret::Interpreter;
 use crate::message::{Exchange, Outgoing, RecvAny, RecvMessage, SendMessage};
+use crate::service::{Service, ServiceTags, Serving};
 use crate::steps::Program;
 use crate::transport::Tag;
 
@@ -147,6 +148,22 @@ impl Communicator {
     /// half-way, the rest is dropped by the next receive; one that had not begun goes to the next receive.
     pub fn recv(&self, from: Rank, tag: u32) -> Result<Vec<u8>, CommError> {
         self.run("recv", self.incoming(from, tag)?, false)
+    }
+
+    /// Has `service` answer the messages of this communicator's ranks until the result is dropped: beside all else
+    /// that this rank does, and on simulated links at the time at which each message arrives. A rank may ask its own
+    /// service. It ends by itself when all other ranks are lost.
+    pub fn start_service<S: Service + ?Sized + 'static>(
+        &self,
+        tags: ServiceTags,
+        service: &Arc<Mutex<S>>,
+    ) -> Pending<Result<(), CommError>> {
+        let tag = |number| Tag::user(self.group.context, number);
+        let (ask, answer) = (tag(tags.ask), tag(tags.answer));
+        let members = Arc::clone(&self.group.members);
+        let serving =
+            Serving::new(Arc::clone(service), members, (ask, answer), self.group.torn.clone());
+        self.clone().with_deadline(Nanos::MAX).start("service", serving, false)
     }
 
     /// Starts to receive bytes from a rank.
