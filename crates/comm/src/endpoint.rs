@@ -2,6 +2,7 @@
 //! deadline. A transport adds a [`Driver`]; this file knows no network.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 
@@ -71,6 +72,8 @@ pub(crate) struct Shared<D> {
     pub(crate) inbox: Arc<Inbox>,
     pool: Arc<Pool>,
     jobs: Mutex<Jobs>,
+    /// Whether this endpoint has sent itself something that its operations may not have looked at.
+    sent_itself: AtomicBool,
 }
 
 #[derive(Default)]
@@ -184,6 +187,7 @@ impl<D: Driver> Shared<D> {
     /// Puts a frame to this endpoint itself in; another of its threads may wait for it.
     fn deliver_own(&self, tag: Tag, frame: Frame) {
         self.inbox.deliver_own(self.me, tag, frame);
+        self.sent_itself.store(true, Ordering::Release);
         self.driver.nudge();
     }
 
@@ -354,7 +358,7 @@ pub struct Endpoint<D: Driver> {
 impl<D: Driver> Endpoint<D> {
     /// Puts an endpoint on top of a driver; `inbox` is where the driver puts what arrives.
     pub fn new(me: PeerId, driver: D, inbox: Arc<Inbox>, pool: Arc<Pool>) -> Self {
-        let shared = Arc::new(Shared { me, driver, inbox, pool, jobs: Mutex::default() });
+        let shared = Arc::new(Shared { me, driver, inbox, pool, jobs: Mutex::default(), sent_itself: AtomicBool::default() });
         let waker = Waker::from(Arc::new(Rouse(Arc::downgrade(&shared))));
         Self { handle: Arc::new(Handle(shared)), waker }
     }
@@ -408,6 +412,10 @@ impl<D: Driver> Transport for Endpoint<D> {
         let mut times = Times::new(shared.driver.now(), task.as_ref());
         // The first frames leave at once, not when somebody happens to wait.
         let over = shared.poll(task.as_mut(), &mut times, Wake::Moved);
+        if shared.sent_itself.swap(false, Ordering::AcqRel) {
+            // What answers it does so now: once this rank's clock has moved on, nothing may leave at this time.
+            shared.poll_jobs(Wake::Moved);
+        }
         let running = Running { task: (!over).then_some(task), times, waker: None };
         let cell = Arc::new(Cell(Mutex::new(running)));
         let mut jobs = lock(&shared.jobs);

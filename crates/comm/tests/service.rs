@@ -121,3 +121,34 @@ fn the_others_are_answered_when_one_is_lost() {
     });
     assert_eq!(ranks[1].last(), Some(&15));
 }
+
+#[test]
+fn a_rank_that_asks_itself_and_computes_on_has_told_the_others() {
+    let topology = Topology::uniform(2, "10gbit,1us".parse().unwrap());
+    /// Tells the second rank of whatever it is asked.
+    struct Herald;
+    impl Service for Herald {
+        fn receive(&mut self, asked: Asked) -> Vec<Answer> {
+            vec![Answer { to: Rank(1), bytes: asked.bytes }]
+        }
+    }
+    for _ in 0..20 {
+        let heard = on_ranks(over(&topology), |comm| {
+            let herald = Arc::new(Mutex::new(Herald));
+            let serving = (comm.rank() == Rank(0)).then(|| comm.start_service(TAGS, &herald));
+            let mut heard = Nanos::ZERO;
+            comm.advance(Nanos::from_millis(1));
+            if comm.rank() == Rank(0) {
+                comm.start_send(Rank(0), TAGS.ask, vec![1]).wait().unwrap();
+                comm.advance(Nanos::from_millis(1000));
+            } else {
+                comm.recv(Rank(0), TAGS.answer).unwrap();
+                heard = comm.now();
+            }
+            comm.barrier().unwrap();
+            drop(serving);
+            heard
+        });
+        assert!(heard[1] < Nanos::from_millis(2), "{heard:?}");
+    }
+}

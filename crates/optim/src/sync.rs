@@ -3,6 +3,7 @@
 //!
 //! A trainer calls a [`Synchroniser`] at the moments of a step and does not depend on which method it is.
 
+mod asynchronous;
 mod cocktail;
 mod ddp;
 mod delayed;
@@ -13,6 +14,7 @@ mod mean;
 mod neighbours;
 mod noloco;
 mod replicas;
+mod server;
 mod streaming;
 mod timeline;
 
@@ -23,6 +25,9 @@ use farflung_tensor::{Device, ParamLayout, Tensor};
 
 use crate::{Average, AverageConfig, Coding, OptimError};
 
+pub use asynchronous::{
+    ASYNC, Asynchronous, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Servers,
+};
 pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
 pub use delayed::{Delayed, DelayedSettings, Merge};
@@ -31,6 +36,7 @@ pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
 pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
 pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
+pub use server::{DelayedNesterov, Push, Quorum, QuorumMean, RuleState, ServerRule};
 pub use streaming::STREAMING;
 pub use timeline::Timeline;
 
@@ -54,10 +60,11 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// The average that the gradients of each step go through; `None` for a method whose steps are local.
     fn gradients(&mut self) -> Option<&mut Average>;
 
-    /// After each local step: takes up what neighbours sent. Only they wait for each other.
+    /// After each local step: takes up what neighbours or servers sent. Only they wait for each other. `weight` is
+    /// as in [`Synchroniser::exchange`].
     ///
-    /// Errors: a neighbour that was lost.
-    fn mix(&mut self, _params: &mut Tensor, _after: After) -> Result<(), OptimError> {
+    /// Errors: a neighbour or server that was lost.
+    fn mix(&mut self, _params: &mut Tensor, _after: After, _weight: f64) -> Result<(), OptimError> {
         Ok(())
     }
 
@@ -193,6 +200,8 @@ pub struct SyncSettings<'a> {
     pub mixing: f64,
     /// How far a copy goes towards its neighbours in a step.
     pub consensus_rate: f64,
+    /// What only asynchronous methods read.
+    pub asynchronous: AsynchronousSettings,
     /// The parameters as all copies have them.
     pub params: &'a Tensor,
 }
@@ -210,6 +219,8 @@ pub struct SyncMethod {
     pub reads: &'static [&'static str],
     /// Whether what replicas send travels while they compute the next steps, so that they need not wait for it.
     pub overlaps: bool,
+    /// Whether the result depends on when messages arrive: bits are then the same on the virtual clock alone.
+    pub timed: bool,
     /// Steps between averages, where the method itself decides that.
     pub every: Option<u64>,
     /// The codec that its averages go through, unless another is asked for; `none` where there is no other.
@@ -246,6 +257,10 @@ pub const METHODS: &[SyncMethod] = &[
     RANDOM_PAIRS,
     LOW_PRECISION,
     CHOCO,
+    ASYNC,
+    PARAMETER_SERVER,
+    BOUNDED_STALE,
+    DECOUPLED,
 ];
 
 /// Methods that are not in the table.

@@ -266,6 +266,7 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
         fragments: 1,
         delay: 0,
         mixing: 0.0,
+        asynchronous: case.asynchronous,
         consensus_rate: case.rate,
         params: &params,
     };

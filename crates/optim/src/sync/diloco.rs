@@ -12,6 +12,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: false,
+    timed: false,
     every: None,
     codec: None,
     compensates: false,

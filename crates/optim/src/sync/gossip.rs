@@ -17,6 +17,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,
+    timed: false,
     every: None,
     codec: Some("none"),
     compensates: false,
@@ -150,7 +151,7 @@ impl Synchroniser for Gossip {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn mix(&mut self, params: &mut Tensor, _: After) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, _: After, _: f64) -> Result<(), OptimError> {
         self.arrive()?;
         if matches!(self.flight, Flight::Here) {
             let (program, reads) = (&self.add, &[self.change.view()]);

@@ -15,6 +15,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: false,
+    timed: false,
     every: None,
     codec: Some("none"),
     compensates: false,

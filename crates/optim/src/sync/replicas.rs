@@ -20,6 +20,7 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every"],
     overlaps: true,
+    timed: false,
     every: None,
     codec: Some("minmax8"),
     compensates: true,
@@ -167,7 +168,7 @@ impl Synchroniser for Replicas {
     fn gradients(&mut self) -> Option<&mut Average> {
         None
     }
-    fn mix(&mut self, params: &mut Tensor, after: After) -> Result<(), OptimError> {
+    fn mix(&mut self, params: &mut Tensor, after: After, _: f64) -> Result<(), OptimError> {
         if !self.known {
             self.learn()?;
         }

@@ -13,6 +13,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum", "fragments", "sync-delay", "mixing"],
     overlaps: true,
+    timed: false,
     every: None,
     codec: None,
     compensates: false,

@@ -1,15 +1,18 @@
 //! A small trainer around a method of synchronisation: local steps that are drawn, and what copies have after
 //! each.
+#![allow(dead_code, reason = "each suite uses its part")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 use std::thread;
 
-use farflung_base::Philox;
+use farflung_base::{Nanos, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
-use farflung_optim::sync::{After, SyncMethod, SyncSettings, Synchroniser};
+use farflung_optim::sync::{
+    After, AsynchronousSettings, Quorum, Servers, SyncMethod, SyncSettings, Synchroniser,
+};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
 pub(crate) static CPU: LazyLock<Device> = LazyLock::new(|| Device::cpu(1).unwrap());
@@ -49,6 +52,7 @@ pub(crate) struct Case {
     pub(crate) codec: &'static str,
     pub(crate) warmup: u64,
     pub(crate) rate: f64,
+    pub(crate) asynchronous: AsynchronousSettings,
 }
 
 pub(crate) const PLAIN: Case = Case {
@@ -60,6 +64,14 @@ pub(crate) const PLAIN: Case = Case {
     codec: "none",
     warmup: 0,
     rate: 0.5,
+    asynchronous: AsynchronousSettings {
+        servers: Servers::Sharded,
+        meet_every: 9,
+        buffer: 0,
+        staleness: 2,
+        quorum: Quorum { least: 1, grace: Nanos::ZERO },
+        tokens_per_step: 1.0,
+    },
 };
 
 pub(crate) fn make(
@@ -82,6 +94,7 @@ pub(crate) fn make(
         delay: case.delay,
         mixing: case.mixing,
         consensus_rate: case.rate,
+        asynchronous: case.asynchronous,
         params,
     })
     .unwrap()
@@ -108,7 +121,7 @@ pub(crate) fn trace(
             let moved: Vec<f32> = params.to_vec::<f32>().unwrap();
             let moved: Vec<f32> = moved.iter().zip(local(number, step)).map(|(p, g)| p - 0.01 * g).collect();
             params.write(&moved).unwrap();
-            sync.mix(&mut params, after).unwrap();
+            sync.mix(&mut params, after, weights[number]).unwrap();
             let mut meets = sync.is_due(after);
             while meets {
                 sync.exchange(&params, after, weights[number]).unwrap();

@@ -1,0 +1,193 @@
+//! What a worker knows of one server and the shard of the model that it has.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+
+use farflung_base::{PeerId, Pending, Rank};
+use farflung_comm::{CommError, Communicator, Look};
+
+use super::TAGS;
+use crate::OptimError;
+use crate::sync::server::FromServer;
+
+/// The parameters as they were when a change left.
+#[derive(Debug)]
+struct Sent {
+    /// The change's number, from 1.
+    number: u64,
+    /// The worker's step.
+    step: u64,
+    params: Vec<f32>,
+}
+
+/// A server's model that was not taken up yet.
+#[derive(Debug)]
+struct Answered {
+    model: Vec<f32>,
+    /// The worker's parameters when the newest change left that is in it.
+    sent: Vec<f32>,
+}
+
+/// A server, as a worker sees it.
+#[derive(Debug)]
+pub(super) struct Owner {
+    rank: Rank,
+    range: Range<usize>,
+    /// From where the next change is measured.
+    base: Vec<f32>,
+    /// Changes that no answer has yet.
+    sent: VecDeque<Sent>,
+    answered: Option<Answered>,
+    changes: u64,
+    leaving: Vec<Pending<Result<(), CommError>>>,
+    /// The next message, once something was sent.
+    next: Option<Pending<Result<Vec<u8>, CommError>>>,
+}
+
+/// An answer of another length than what was expected, or none.
+pub(super) fn refused(from: Rank, want: usize, got: usize) -> OptimError {
+    CommError::Mismatch { op: "parameter server", peer: PeerId(from.0), want, got }.into()
+}
+
+/// Moves values by how far `to` is from `from`; where that is nowhere, not by a bit.
+fn shift(values: &mut [f32], from: &[f32], to: &[f32]) {
+    for ((value, from), to) in values.iter_mut().zip(from).zip(to) {
+        if from.to_bits() != to.to_bits() {
+            *value = to + (*value - from);
+        }
+    }
+}
+
+impl Owner {
+    /// The server of a range, whose model is `values` now.
+    pub(super) fn new(rank: Rank, range: Range<usize>, values: &[f32]) -> Self {
+        Self {
+            rank,
+            range,
+            base: values.to_vec(),
+            sent: VecDeque::new(),
+            answered: None,
+            changes: 0,
+            leaving: Vec::new(),
+            next: None,
+        }
+    }
+
+    pub(super) const fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    pub(super) fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Sends a message.
+    pub(super) fn send(&mut self, comm: &Communicator, message: Vec<u8>) {
+        self.leaving.retain(|leaving| !leaving.is_ready());
+        self.leaving.push(comm.start_send(self.rank, TAGS.ask, message));
+    }
+
+    /// How far the parameters moved since the last change: the next one.
+    pub(super) fn push(&mut self, params: &[f32], step: u64) -> Vec<f32> {
+        let params = params[self.range()].to_vec();
+        let change = self.base.iter().zip(&params).map(|(base, now)| base - now).collect();
+        self.base.copy_from_slice(&params);
+        self.changes += 1;
+        self.sent.push_back(Sent { number: self.changes, step, params });
+        change
+    }
+
+    /// The step of the oldest change that no answer has.
+    pub(super) fn awaits(&self) -> Option<u64> {
+        self.sent.front().map(|sent| sent.step)
+    }
+
+    pub(super) const fn has_answer(&self) -> bool {
+        self.answered.is_some()
+    }
+
+    /// Receives what has arrived by now.
+    pub(super) fn look(&mut self, comm: &Communicator) -> Result<(), OptimError> {
+        while !self.sent.is_empty() {
+            let next = self.next.get_or_insert_with(|| comm.start_recv(self.rank, TAGS.answer));
+            if comm.first(&mut [next], Look::Now).is_none() {
+                break;
+            }
+            self.receive(comm)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the next message, which is a model.
+    pub(super) fn receive(&mut self, comm: &Communicator) -> Result<(), OptimError> {
+        match self.message(comm)? {
+            FromServer::Moved { pushes, model } => self.answer(pushes, model),
+            _ => Err(refused(self.rank, 9 + 4 * self.range.len(), 0)),
+        }
+    }
+
+    fn message(&mut self, comm: &Communicator) -> Result<FromServer, OptimError> {
+        let next = self.next.take().unwrap_or_else(|| comm.start_recv(self.rank, TAGS.answer));
+        let bytes = next.wait()?;
+        FromServer::from_bytes(&bytes).ok_or_else(|| refused(self.rank, 9 + 4 * self.range.len(), bytes.len()))
+    }
+
+    fn answer(&mut self, pushes: u64, model: Vec<f32>) -> Result<(), OptimError> {
+        let (want, got) = (self.range.len(), model.len());
+        let mut newest = None;
+        while self.sent.front().is_some_and(|sent| sent.number <= pushes) {
+            newest = self.sent.pop_front();
+        }
+        match newest {
+            Some(sent) if want == got => {
+                // It stands for those before it, too.
+                self.answered = Some(Answered { model, sent: sent.params });
+                Ok(())
+            }
+            _ => Err(refused(self.rank, 9 + 4 * want, 9 + 4 * got)),
+        }
+    }
+
+    /// Waits until all workers have met at the server: the changes that it had, and its values.
+    pub(super) fn met(&mut self, comm: &Communicator) -> Result<(u64, Vec<f32>), OptimError> {
+        loop {
+            match self.message(comm)? {
+                FromServer::Moved { pushes, model } => self.answer(pushes, model)?,
+                FromServer::Met { pushes, values } => return Ok((pushes, values)),
+                FromServer::Refused => return Err(refused(self.rank, 2, 0)),
+            }
+        }
+    }
+
+    /// Takes up the newest model: what the worker learned since the change that is in it stays.
+    pub(super) fn take_up(&mut self, params: &mut [f32]) {
+        let Some(Answered { model, sent }) = self.answered.take() else { return };
+        shift(&mut params[self.range()], &sent, &model);
+        shift(&mut self.base, &sent, &model);
+        self.sent.iter_mut().for_each(|later| shift(&mut later.params, &sent, &model));
+    }
+
+    /// The next change is measured from these parameters; nothing is on its way.
+    pub(super) fn stand_at(&mut self, params: &[f32]) {
+        self.base.copy_from_slice(&params[self.range.clone()]);
+        self.sent.clear();
+        self.answered = None;
+    }
+
+    /// A model that waits to be taken up.
+    pub(super) fn set_answer(&mut self, model: &[f32], sent: &[f32]) {
+        let (model, sent) = (model[self.range()].to_vec(), sent[self.range()].to_vec());
+        self.answered = Some(Answered { model, sent });
+    }
+
+    /// The base, the newest model, and the parameters when the change left that is in it; the base for each where
+    /// no model waits.
+    pub(super) fn vectors(&self) -> [&[f32]; 3] {
+        let waits = self.answered.as_ref();
+        [
+            &self.base,
+            waits.map_or(&self.base, |answered| &answered.model),
+            waits.map_or(&self.base, |answered| &answered.sent),
+        ]
+    }
+}

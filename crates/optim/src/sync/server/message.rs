@@ -1,0 +1,137 @@
+//! What workers and servers tell each other: a byte for the kind, then numbers, little-endian.
+
+/// What a worker that meets all others wants to know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::sync) enum Wants {
+    /// The model.
+    Model,
+    /// And what the server's rule remembers.
+    All,
+}
+
+/// A worker's message.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::sync) enum ToServer {
+    /// A change: 17 bytes and 4 a value.
+    Push { step: u64, weight: f64, change: Vec<f32> },
+    /// The worker has no more to send until all have met.
+    Meet { wants: Wants },
+}
+
+/// A server's message.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::sync) enum FromServer {
+    /// The model, in which so many of the worker's changes are: 9 bytes and 4 a value.
+    Moved { pushes: u64, model: Vec<f32> },
+    /// All have met, after so many changes: the model, and what was wanted beside it.
+    Met { pushes: u64, values: Vec<f32> },
+    /// The worker's message was none.
+    Refused,
+}
+
+const PUSH: u8 = 0;
+const MEET: u8 = 1;
+const MOVED: u8 = 0;
+const MET: u8 = 1;
+const REFUSED: u8 = 2;
+
+fn joined(kind: u8, numbers: &[[u8; 8]], values: &[f32]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(1 + 8 * numbers.len() + 4 * values.len());
+    bytes.push(kind);
+    numbers.iter().for_each(|number| bytes.extend(number));
+    values.iter().for_each(|value| bytes.extend(value.to_le_bytes()));
+    bytes
+}
+
+fn values(bytes: &[u8]) -> Option<Vec<f32>> {
+    let (values, rest) = bytes.as_chunks::<4>();
+    rest.is_empty().then(|| values.iter().map(|&value| f32::from_le_bytes(value)).collect())
+}
+
+impl ToServer {
+    pub(in crate::sync) fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Push { step, weight, change } => {
+                joined(PUSH, &[step.to_le_bytes(), weight.to_le_bytes()], change)
+            }
+            Self::Meet { wants } => vec![MEET, u8::from(*wants == Wants::All)],
+        }
+    }
+
+    /// Reads a message to a server of `len` values; `None` if it is none.
+    pub(in crate::sync) fn from_bytes(bytes: &[u8], len: usize) -> Option<Self> {
+        let (&kind, rest) = bytes.split_first()?;
+        match kind {
+            PUSH => {
+                let (&step, rest) = rest.split_first_chunk::<8>()?;
+                let (&weight, rest) = rest.split_first_chunk::<8>()?;
+                let weight = Some(f64::from_le_bytes(weight)).filter(|w| w.is_finite() && *w >= 0.0)?;
+                let change = values(rest).filter(|change| change.len() == len)?;
+                Some(Self::Push { step: u64::from_le_bytes(step), weight, change })
+            }
+            MEET => match rest {
+                [0] => Some(Self::Meet { wants: Wants::Model }),
+                [1] => Some(Self::Meet { wants: Wants::All }),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+}
+
+impl FromServer {
+    pub(in crate::sync) fn to_bytes(&self) -> Vec<u8> {
+        match self {
+            Self::Moved { pushes, model } => joined(MOVED, &[pushes.to_le_bytes()], model),
+            Self::Met { pushes, values } => joined(MET, &[pushes.to_le_bytes()], values),
+            Self::Refused => vec![REFUSED],
+        }
+    }
+
+    /// Reads a message; `None` if it is none. How many values it has is for the reader to check.
+    pub(in crate::sync) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (&kind, rest) = bytes.split_first()?;
+        if kind == REFUSED {
+            return rest.is_empty().then_some(Self::Refused);
+        }
+        let (&pushes, rest) = rest.split_first_chunk::<8>()?;
+        let (pushes, values) = (u64::from_le_bytes(pushes), values(rest)?);
+        match kind {
+            MOVED => Some(Self::Moved { pushes, model: values }),
+            MET => Some(Self::Met { pushes, values }),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_read_back_and_others_are_refused() {
+        let push = ToServer::Push { step: 7, weight: 0.5, change: vec![1.0, -2.0] };
+        assert_eq!(push.to_bytes().len(), 17 + 8);
+        assert_eq!(ToServer::from_bytes(&push.to_bytes(), 2), Some(push.clone()));
+        assert_eq!(ToServer::from_bytes(&push.to_bytes(), 3), None);
+        for wants in [Wants::Model, Wants::All] {
+            let meet = ToServer::Meet { wants };
+            assert_eq!(ToServer::from_bytes(&meet.to_bytes(), 2), Some(meet));
+        }
+        let moved = FromServer::Moved { pushes: 3, model: vec![0.25; 3] };
+        assert_eq!(moved.to_bytes().len(), 9 + 12);
+        let met = FromServer::Met { pushes: 9, values: vec![] };
+        for message in [moved, met, FromServer::Refused] {
+            assert_eq!(FromServer::from_bytes(&message.to_bytes()), Some(message));
+        }
+        let all = push.to_bytes();
+        for end in 0..all.len() {
+            assert_eq!(ToServer::from_bytes(&all[..end], 2), None);
+        }
+        let wrong = ToServer::Push { step: 7, weight: f64::NAN, change: vec![1.0] };
+        assert_eq!(ToServer::from_bytes(&wrong.to_bytes(), 1), None);
+        for bytes in [&[][..], &[9], &[1], &[1, 7], &[0, 1, 2]] {
+            assert_eq!((ToServer::from_bytes(bytes, 0), FromServer::from_bytes(bytes)), (None, None));
+        }
+    }
+}

@@ -1,0 +1,302 @@
+//! Workers that move a model on servers at their own times: against plain loops over the same times, and from any
+//! step.
+#![cfg(feature = "sync")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
+mod synchronise;
+
+use std::collections::BTreeMap;
+use std::thread;
+
+use farflung_base::{Nanos, Rank, Topology};
+use farflung_comm::{Communicator, simulated};
+use farflung_optim::sync::{
+    ASYNC, After, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers, SyncMethod,
+};
+use synchronise::{CPU, Case, PLAIN, STEPS, elements, far, layout, local, make, random};
+
+/// Microseconds of each rank's step: no two ranks are done within 553 us of each other.
+const SPEEDS: [u64; 3] = [10_000, 16_877, 25_617];
+
+/// What happens after a step.
+#[derive(Clone, Copy, PartialEq)]
+enum Cut {
+    Never,
+    /// All is settled, as before a checkpoint.
+    Settled(u64),
+    /// All goes on from what was saved then.
+    Restored(u64),
+}
+
+/// A rank's parameters after each step, and its clock at the end.
+type Trace = (Vec<Vec<f32>>, Nanos);
+
+/// Trains on ranks of unequal speed, by a network whose latency is nothing beside a step.
+fn trace(method: &SyncMethod, case: Case, speeds: &[u64], cut: Cut) -> Vec<Trace> {
+    let rank = |comm: Communicator| {
+        let number = comm.rank().index();
+        let mut params = CPU.tensor(&random(1), layout().len()).unwrap();
+        let mut sync = make(method, case, comm.clone(), &params);
+        let mut trace = Vec::new();
+        for step in 1..=STEPS {
+            let after = After { step, last: step == STEPS };
+            let before: Vec<f32> = params.to_vec().unwrap();
+            let moved: Vec<f32> = before.iter().zip(local(number, step)).map(|(p, g)| p - 0.01 * g).collect();
+            params.write(&moved).unwrap();
+            comm.advance(Nanos::from_micros(speeds[number]));
+            sync.mix(&mut params, after, 1.0).unwrap();
+            if sync.is_due(after) {
+                sync.exchange(&params, after, 1.0).unwrap();
+                sync.prepare().unwrap();
+                sync.commit(&mut params).unwrap();
+            }
+            trace.push(params.to_vec().unwrap());
+            let (Cut::Settled(at) | Cut::Restored(at)) = cut else { continue };
+            if at != step {
+                continue;
+            }
+            sync.settle().unwrap();
+            let states = sync.states().into_iter().chain(sync.own_states());
+            let states: BTreeMap<String, Vec<f32>> =
+                states.map(|(name, state)| (name.to_owned(), state.to_vec().unwrap())).collect();
+            comm.barrier().unwrap();
+            if cut == Cut::Restored(step) {
+                let steps = sync.steps();
+                drop(sync);
+                comm.barrier().unwrap();
+                sync = make(method, case, comm.clone(), &CPU.tensor(&random(2), layout().len()).unwrap());
+                sync.restore(steps, &|name| states.get(name).cloned()).unwrap();
+                comm.barrier().unwrap();
+            }
+        }
+        comm.barrier().unwrap();
+        (trace, comm.now())
+    };
+    let topology = Topology::uniform(speeds.len(), "10gbit,1us".parse().unwrap());
+    thread::scope(|scope| {
+        let ranks: Vec<_> = simulated::cluster(&topology)
+            .into_iter()
+            .map(|endpoint| scope.spawn(|| rank(Communicator::new(endpoint))))
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// A case whose workers wait for answers.
+fn case(servers: Servers, settings: AsynchronousSettings) -> Case {
+    Case { delay: 0, every: 3, asynchronous: AsynchronousSettings { servers, ..settings }, ..PLAIN }
+}
+
+/// Asynchronous local SGD as its paper writes it, in f64: workers that are done in the order of their clocks, and
+/// a server that all of them go on from. Parameters of each rank after each step; after
+/// the last they are to meet, which is not in it.
+fn plain(every: u64, outer: (f64, f64), buffer: u64, speeds: &[u64]) -> Vec<Vec<Vec<f64>>> {
+    let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
+    let (lr, mu) = outer;
+    let mut model = start.clone();
+    let (mut momentum, mut sum, mut gathered) = (vec![0.0; model.len()], vec![0.0; model.len()], 0);
+    let mut params = vec![start.clone(); speeds.len()];
+    let mut base = params.clone();
+    let mut trace = vec![Vec::new(); speeds.len()];
+    let mut events: Vec<(u64, usize, u64)> = (0..speeds.len())
+        .flat_map(|rank| (1..=STEPS).map(move |step| (step, rank)))
+        .map(|(step, rank)| (step * speeds[rank], rank, step))
+        .collect();
+    events.sort_unstable();
+    for (_, rank, step) in events {
+        for (p, g) in params[rank].iter_mut().zip(local(rank, step)) {
+            *p -= f64::from(0.01 * g);
+        }
+        if step % every == 0 {
+            gathered += 1;
+            for i in 0..model.len() {
+                let d = base[rank][i] - params[rank][i];
+                sum[i] += d;
+                let mut move_by = d / buffer as f64;
+                if gathered % buffer == 0 {
+                    momentum[i] = mu * momentum[i] + sum[i] / buffer as f64;
+                    sum[i] = 0.0;
+                    move_by += mu * momentum[i];
+                }
+                model[i] -= lr * move_by;
+            }
+            params[rank].clone_from(&model);
+            base[rank].clone_from(&model);
+        }
+        if step < STEPS {
+            trace[rank].push(params[rank].clone());
+        }
+    }
+    trace
+}
+
+fn compare(got: &[Trace], wanted: &[Vec<Vec<f64>>]) {
+    for (rank, (got, wanted)) in got.iter().zip(wanted).enumerate() {
+        for (step, wanted) in wanted.iter().enumerate() {
+            let off = far(&got.0[step], wanted);
+            assert!(off < 1e-5, "rank {rank}, step {}: {off}", step + 1);
+        }
+    }
+    assert!(got.windows(2).all(|pair| pair[0].0.last() == pair[1].0.last()), "equal at the end");
+}
+
+#[test]
+fn delayed_nesterov_does_what_plain_loops_do() {
+    for servers in [Servers::Sharded, Servers::Central] {
+        for (speeds, buffer, momentum) in [(&SPEEDS[..], 0, 0.9), (&SPEEDS[..2], 3, 0.9), (&SPEEDS, 2, 0.0)] {
+            let case = case(servers, AsynchronousSettings { buffer, ..PLAIN.asynchronous });
+            let case = Case { momentum, ..case };
+            let got = trace(&ASYNC, case, speeds, Cut::Never);
+            let buffer = if buffer == 0 { speeds.len() as u64 } else { buffer };
+            compare(&got, &plain(3, (0.7, momentum), buffer, speeds));
+        }
+    }
+}
+
+#[test]
+fn a_parameter_server_does_what_plain_loops_do_and_a_worker_alone_is_sgd() {
+    for speeds in [&SPEEDS[..], &SPEEDS[..1]] {
+        let case = case(Servers::Sharded, PLAIN.asynchronous);
+        let got = trace(&PARAMETER_SERVER, case, speeds, Cut::Never);
+        compare(&got, &plain(1, (1.0, 0.0), speeds.len() as u64, speeds));
+    }
+    let alone = trace(&PARAMETER_SERVER, case(Servers::Central, PLAIN.asynchronous), &[10_000], Cut::Never);
+    let mut params: Vec<f64> = random(1).into_iter().map(f64::from).collect();
+    for step in 1..=STEPS {
+        params.iter_mut().zip(local(0, step)).for_each(|(p, g)| *p -= f64::from(0.01 * g));
+        assert!(far(&alone[0].0[step as usize - 1], &params) < 1e-6);
+    }
+}
+
+#[test]
+fn nobody_waits_for_the_slowest_unless_the_bound_says_so() {
+    // When each rank was done with a step that is no meeting, by how far it had come.
+    let clock = |method, staleness| {
+        let settings = AsynchronousSettings { staleness, meet_every: 1000, ..PLAIN.asynchronous };
+        let case = case(Servers::Sharded, settings);
+        let topology = Topology::uniform(2, "10gbit,1us".parse().unwrap());
+        let rank = |comm: Communicator| {
+            let number = comm.rank().index();
+            let mut params = CPU.tensor(&random(1), layout().len()).unwrap();
+            let mut sync = make(method, case, comm.clone(), &params);
+            let begun = comm.now();
+            let mut done = Vec::new();
+            for step in 1..=10 {
+                comm.advance(Nanos::from_millis([10, 100][number]));
+                sync.mix(&mut params, After { step, last: false }, 1.0).unwrap();
+                done.push((comm.now() - begun).0 / 1_000_000);
+            }
+            comm.barrier().unwrap();
+            done
+        };
+        thread::scope(|scope| {
+            let ranks: Vec<_> = simulated::cluster(&topology)
+                .into_iter()
+                .map(|endpoint| scope.spawn(|| rank(Communicator::new(endpoint))))
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        })
+    };
+    let free = clock(&PARAMETER_SERVER, 0);
+    assert_eq!(free[0], (1..=10).map(|step| step * 10).collect::<Vec<_>>());
+    // Ahead by two at most: the answer to step 3 waits for the slow rank's first, and so on.
+    let bound = clock(&BOUNDED_STALE, 2);
+    assert_eq!(free[1], bound[1]);
+    assert_eq!(bound[0][..2], free[0][..2]);
+    assert_eq!(bound[0][2..], bound[1][..8]);
+}
+
+#[test]
+fn a_quorum_of_all_is_diloco() {
+    let settings = AsynchronousSettings {
+        quorum: Quorum { least: 3, grace: Nanos::ZERO },
+        meet_every: 3,
+        ..PLAIN.asynchronous
+    };
+    let got = trace(&DECOUPLED, case(Servers::Sharded, settings), &[10_000; 3], Cut::Never);
+    // Where all push at once, the step is one outer step of the mean; it is taken up a local step later, to which
+    // the change since then is added.
+    let n = 3.0;
+    let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
+    let (mut model, mut momentum) = (start.clone(), vec![0.0; start.len()]);
+    let mut params = vec![start.clone(); 3];
+    let mut since = vec![vec![0.0; start.len()]; 3];
+    for step in 1..STEPS {
+        for rank in 0..3 {
+            for ((p, s), g) in params[rank].iter_mut().zip(&mut since[rank]).zip(local(rank, step)) {
+                *p -= f64::from(0.01 * g);
+                *s += f64::from(0.01 * g);
+            }
+            if step % 3 == 1 && step > 1 {
+                // The answer came while this step was computed.
+                for i in 0..model.len() {
+                    params[rank][i] = model[i] - f64::from(0.01 * local(rank, step)[i]);
+                }
+            }
+            let off = far(&got[rank].0[step as usize - 1], &params[rank]);
+            assert!(off < 1e-5, "rank {rank}, step {step}: {off}");
+        }
+        if step % 3 == 0 {
+            for i in 0..model.len() {
+                let mean = (0..3).map(|rank| since[rank][i]).sum::<f64>() / n;
+                momentum[i] = 0.9 * momentum[i] + mean;
+                model[i] -= 0.7 * (mean + 0.9 * momentum[i]);
+            }
+            since.iter_mut().for_each(|since| since.fill(0.0));
+        }
+    }
+}
+
+#[test]
+fn what_was_settled_goes_on_from_what_was_saved() {
+    let quorum = Quorum { least: 2, grace: Nanos::from_millis(3) };
+    let settings = AsynchronousSettings { quorum, ..PLAIN.asynchronous };
+    for method in [&ASYNC, &PARAMETER_SERVER, &BOUNDED_STALE, &DECOUPLED] {
+        for servers in [Servers::Sharded, Servers::Central] {
+            for delay in [0, 1, 2] {
+                let case = Case { delay, ..case(servers, settings) };
+                let name = method.name;
+                let twice = [(); 2].map(|()| trace(method, case, &SPEEDS, Cut::Never));
+                assert!(twice[0] == twice[1], "{name}, {servers:?}, delay {delay}");
+                for step in [4, 9, 12, 25] {
+                    let settled = trace(method, case, &SPEEDS, Cut::Settled(step));
+                    let restored = trace(method, case, &SPEEDS, Cut::Restored(step));
+                    for (rank, (settled, restored)) in settled.iter().zip(&restored).enumerate() {
+                        assert!(settled.0 == restored.0, "{name}, {servers:?}, delay {delay}, {step}, {rank}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_are_those_of_the_formula() {
+    let ranks = 3_u64;
+    let topology = Topology::uniform(3, "10gbit,1us".parse().unwrap());
+    let values = elements().len() as u64;
+    let sent = thread::scope(|scope| {
+        let rank = |comm: Communicator| {
+            let mut params = CPU.tensor(&random(1), layout().len()).unwrap();
+            let case = case(Servers::Sharded, PLAIN.asynchronous);
+            let mut sync = make(&ASYNC, case, comm.clone(), &params);
+            comm.barrier().unwrap();
+            let before = comm.stats().sent.payload.0;
+            sync.mix(&mut params, After { step: 3, last: false }, 1.0).unwrap();
+            let sent = comm.stats().sent.payload.0 - before;
+            comm.send(Rank((comm.rank().0 + 1) % 3), 9, &[]).unwrap();
+            comm.recv(Rank((comm.rank().0 + 2) % 3), 9).unwrap();
+            comm.barrier().unwrap();
+            (before, sent, comm.stats().sent.payload.0)
+        };
+        let all: Vec<_> = simulated::cluster(&topology)
+            .into_iter()
+            .map(|endpoint| scope.spawn(move || rank(Communicator::new(endpoint))))
+            .collect();
+        all.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+    });
+    // Changes to two servers and answers of one to two workers, 17 and 9 bytes before the values.
+    let all: u64 = sent.iter().map(|(before, _, after)| after - before).sum();
+    let changes = 2 * ranks * (17 + 9) + 2 * (ranks - 1) * 4 * values;
+    assert!(all >= changes && all < changes + 200, "{all}, {changes}");
+}
