@@ -358,7 +358,14 @@ pub struct Endpoint<D: Driver> {
 impl<D: Driver> Endpoint<D> {
     /// Puts an endpoint on top of a driver; `inbox` is where the driver puts what arrives.
     pub fn new(me: PeerId, driver: D, inbox: Arc<Inbox>, pool: Arc<Pool>) -> Self {
-        let shared = Arc::new(Shared { me, driver, inbox, pool, jobs: Mutex::default(), sent_itself: AtomicBool::default() });
+        let shared = Arc::new(Shared {
+            me,
+            driver,
+            inbox,
+            pool,
+            jobs: Mutex::default(),
+            sent_itself: AtomicBool::default(),
+        });
         let waker = Waker::from(Arc::new(Rouse(Arc::downgrade(&shared))));
         Self { handle: Arc::new(Handle(shared)), waker }
     }

@@ -11,7 +11,8 @@ use std::thread;
 use farflung_base::{Nanos, Rank, Topology};
 use farflung_comm::{Communicator, simulated};
 use farflung_optim::sync::{
-    ASYNC, After, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers, SyncMethod,
+    ASYNC, After, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers,
+    SyncMethod,
 };
 use synchronise::{CPU, Case, PLAIN, STEPS, elements, far, layout, local, make, random};
 
@@ -262,7 +263,10 @@ fn what_was_settled_goes_on_from_what_was_saved() {
                     let settled = trace(method, case, &SPEEDS, Cut::Settled(step));
                     let restored = trace(method, case, &SPEEDS, Cut::Restored(step));
                     for (rank, (settled, restored)) in settled.iter().zip(&restored).enumerate() {
-                        assert!(settled.0 == restored.0, "{name}, {servers:?}, delay {delay}, {step}, {rank}");
+                        assert!(
+                            settled.0 == restored.0,
+                            "{name}, {servers:?}, delay {delay}, {step}, {rank}"
+                        );
                     }
                 }
             }

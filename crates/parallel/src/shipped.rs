@@ -14,7 +14,7 @@ pub struct Shipped {
 }
 
 /// All of them.
-pub const SHIPPED: [Shipped; 10] = [
+pub const SHIPPED: [Shipped; 11] = [
     Shipped {
         name: "dtfm-1",
         about: "64 V100 in 8 machines of one data centre (DT-FM's case 1)",
@@ -59,6 +59,11 @@ pub const SHIPPED: [Shipped; 10] = [
         name: "spot",
         about: "20 spot GPUs of three clouds, whose regions share their lines",
         text: include_str!("../topologies/spot.toml"),
+    },
+    Shipped {
+        name: "straggler",
+        about: "eight machines on a fast network, one three times slower",
+        text: include_str!("../topologies/straggler.toml"),
     },
     Shipped {
         name: "world-4096",

@@ -44,6 +44,7 @@ mod compositions;
 mod all_reduce;
 mod alpa_exact;
 mod arithmetic;
+mod asynchronous;
 mod all_reduce_limit;
 mod aqsgd_cache;
 mod bagua;
@@ -133,6 +134,7 @@ pub const BENCHES: &[Bench] = &[
     wan_step::BENCH,
     cocktail::BENCH,
     gossip::BENCH,
+    asynchronous::BENCH,
     demo::BENCH,
     combo::BENCH,
     dgc::BENCH,

@@ -34,6 +34,10 @@ const CHECKPOINT: u64 = 5;
 /// Parameters that were computed in another order, relative.
 const ROUNDED: f64 = 1e-6;
 
+/// The largest distance of parameters over real links where order of arrival matters, relative: of the few steps'
+/// way.
+const NEAR: f64 = 0.05;
+
 /// A method that is another one.
 struct Degenerate {
     flags: &'static str,
@@ -60,6 +64,16 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync diloco --sync-every 3",
     ),
     same("--sync diloco --sync-every 3 --local-steps 3,3,3,3", "--sync diloco --sync-every 3"),
+    near("--sync parameter-server --workers 1", "--sync ddp --workers 1"),
+    near("--sync bounded-stale --workers 1", "--sync ddp --workers 1"),
+    near(
+        "--sync async --workers 1 --sync-every 3 --sync-delay 0 --outer-lr 1 --outer-momentum 0",
+        "--sync ddp --workers 1",
+    ),
+    near(
+        "--sync decoupled --quorum 1 --workers 1 --sync-every 3 --outer-lr 1 --outer-momentum 0",
+        "--sync ddp --workers 1",
+    ),
     near("--sync cocktail --workers 1", "--sync ddp --workers 1"),
     near(
         "--sync noloco --workers 2 --outer-lr 1 --outer-momentum 0 --sync-every 3",
@@ -90,12 +104,20 @@ const DEGENERATE: &[Degenerate] = &[
     near("--lookahead 2 --lookahead-alpha 1", "--lookahead 0"),
 ];
 
+/// Whether the result of a method depends on when messages arrive.
+fn timed(flags: &str) -> bool {
+    METHODS.iter().any(|row| row.timed && flags.starts_with(&format!("--sync {} ", row.name)))
+}
+
 /// Flags of every method, recipe, and optimizer that averages something of its own, each with its own codec.
 fn all() -> Vec<String> {
     let methods = METHODS.iter().map(|row| {
         let codec = row.codec.map_or(String::new(), |codec| format!(" --codec {codec}"));
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
-        format!("--sync {}{every}{codec}", row.name)
+        // So that workers meet at the step of the checkpoint, and are never done at the same time.
+        let timed = format!(" --meet-every {CHECKPOINT} --topology {UNEQUAL}");
+        let timed = if row.timed { &timed } else { "" };
+        format!("--sync {}{every}{codec}{timed}", row.name)
     });
     let recipes = RECIPES.iter().map(|row| {
         let local = row.settings.iter().any(|(name, _)| *name == "sync-every");
@@ -111,12 +133,39 @@ fn all() -> Vec<String> {
     methods.chain(recipes).chain(optimizers).chain([paced]).collect()
 }
 
-/// A run's settings: the flags, a recipe's, and the base's that neither has.
-fn config(seed: u64, flags: &str) -> Result<TrainConfig> {
-    let recipe = flags.contains("--recipe");
-    let base = if recipe { BASE.replace(" --codec none", "") } else { BASE.to_owned() };
-    resolved(flags, &format!("--workers 4 --steps {STEPS} --seed {seed} {base}"))
+/// What runs share, beside flags.
+struct Shared<'a> {
+    seed: u64,
+    /// Where temporary files are.
+    folder: &'a Path,
 }
+
+impl Shared<'_> {
+    /// A run's settings: the flags, a recipe's, and the base's that neither has.
+    fn config(&self, flags: &str) -> Result<TrainConfig> {
+        let recipe = flags.contains("--recipe");
+        let base = if recipe { BASE.replace(" --codec none", "") } else { BASE.to_owned() };
+        let mut config =
+            resolved(flags, &format!("--workers 4 --steps {STEPS} --seed {} {base}", self.seed))?;
+        if config.topology.as_deref() == Some(Path::new(UNEQUAL)) {
+            config.topology = Some(self.folder.join(UNEQUAL));
+        }
+        Ok(config)
+    }
+
+    /// Writes the machines of [`UNEQUAL`].
+    fn write_machines(&self) -> Result<()> {
+        let machine = |(i, speed): (usize, u64)| {
+            format!("[[device]]\nname = \"m{i}\"\nflops = \"{speed} GFLOPS\"\nmemory = \"8GB\"\n")
+        };
+        let machines: String = [50, 37, 23, 11].into_iter().enumerate().map(machine).collect();
+        let text = format!("default = \"10gbit,1us\"\n{machines}");
+        std::fs::write(self.folder.join(UNEQUAL), text).context("failed to write a topology")
+    }
+}
+
+/// A topology whose machines are never done with a step at the same time.
+const UNEQUAL: &str = "unequal.toml";
 
 /// Parameters of each rank after the last step.
 fn ends(job: &Job) -> Result<Vec<Vec<f32>>> {
@@ -131,9 +180,12 @@ fn ends(job: &Job) -> Result<Vec<Vec<f32>>> {
 }
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let base = job(config(report.seed(), "")?, Over::Memory)?;
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let shared = Shared { seed: report.seed(), folder: folder.path() };
+    shared.write_machines()?;
+    let base = job(shared.config("")?, Over::Memory)?;
     let trained = |flags: &str, over| -> Result<Vec<Vec<f32>>> {
-        let ends = ends(&again(&base, config(base.config.seed, flags)?, over))?;
+        let ends = ends(&again(&base, shared.config(flags)?, over))?;
         ensure!(
             ends.windows(2).all(|pair| pair[0] == pair[1]),
             "{flags}: replicas differ after the last step"
@@ -147,6 +199,18 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     let transports = [("simulated", Over::Simulated(Link::FREE)), ("tcp", Over::Tcp)];
     for (i, flags) in all().iter().enumerate() {
+        if timed(flags) {
+            // Bits are those of the virtual clock alone.
+            let over = Over::Simulated(Link::FREE);
+            let (first, again) = (trained(flags, over)?, trained(flags, over)?);
+            let bits = first[0].iter().zip(&again[0]).filter(|(a, b)| a.to_bits() != b.to_bits()).count();
+            let metric =
+                format!("{flags}: parameters whose bits differ in a second run on the virtual clock");
+            report.row(&metric, bits as f64, "", Mark::AtMost(0.0))?;
+            let far = relative_l2(&trained(flags, Over::Tcp)?[0], &first[0]);
+            report.row(&format!("{flags}: distance of parameters over tcp"), far, "", Mark::AtMost(NEAR))?;
+            continue;
+        }
         let memory = trained(flags, Over::Memory)?;
         ensure!(memory[0].iter().all(|value| value.is_finite()), "{flags}: parameters that are not finite");
         // Each transport in turn where time is short.
@@ -158,11 +222,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             report.row(&metric, bits as f64, "", Mark::AtMost(0.0))?;
         }
     }
-    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
     let flags = all();
     let flags = flags.iter().enumerate().filter(|(i, _)| !options.quick || i % 4 == 1);
     for (i, flags) in flags {
-        let differing = goes_on(flags, report.seed(), &folder.path().join(i.to_string()))?;
+        let differing = goes_on(flags, &shared, &folder.path().join(i.to_string()))?;
         let metric = format!("{flags}: files that differ in a run that goes on from a checkpoint");
         report.row(&metric, differing as f64, "files", Mark::AtMost(0.0))?;
     }
@@ -170,14 +233,14 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
 }
 
 /// Trains to the end, and from an earlier checkpoint once more; how many files of the last checkpoints differ.
-fn goes_on(flags: &str, seed: u64, folder: &Path) -> Result<usize> {
+fn goes_on(flags: &str, shared: &Shared<'_>, folder: &Path) -> Result<usize> {
     std::fs::create_dir_all(folder).context("failed to make a folder")?;
     let config = TrainConfig {
         checkpoint_every: CHECKPOINT,
         keep_last: 0,
         eval_batches: 1,
         quiet: true,
-        ..config(seed, flags)?
+        ..shared.config(flags)?
     };
     let settings = folder.join("run.toml");
     std::fs::write(&settings, config.to_toml()).context("failed to write settings")?;

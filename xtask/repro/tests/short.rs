@@ -27,6 +27,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("failure", "deadlines of real processes, which tests beside it would miss"),
     ("gemm", "decided by the clock"),
     ("gossip", "trains for half a minute"),
+    ("async", "trains for half a minute"),
     ("gpt-step", "decided by the clock"),
     ("plan-scale", "decided by the clock"),
     ("gpu", "for a device"),

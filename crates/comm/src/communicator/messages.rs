@@ -161,8 +161,7 @@ impl Communicator {
         let tag = |number| Tag::user(self.group.context, number);
         let (ask, answer) = (tag(tags.ask), tag(tags.answer));
         let members = Arc::clone(&self.group.members);
-        let serving =
-            Serving::new(Arc::clone(service), members, (ask, answer), self.group.torn.clone());
+        let serving = Serving::new(Arc::clone(service), members, (ask, answer), self.group.torn.clone());
         self.clone().with_deadline(Nanos::MAX).start("service", serving, false)
     }
 

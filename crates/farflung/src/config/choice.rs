@@ -7,7 +7,7 @@ use farflung_comm::Algorithm;
 use farflung_compress::link::{self, LinkSpec};
 use farflung_compress::{AverageSpec, CodecSpec, CompressError};
 use farflung_optim::local::{self, LocalMethod};
-use farflung_optim::sync::{self, SyncMethod};
+use farflung_optim::sync::{self, Servers, SyncMethod};
 use farflung_optim::{Groups, LossScale};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::{Method, VersionSync};
@@ -106,6 +106,24 @@ choice!(
         Mapped = "mapped",
     }
 );
+choice!(
+    /// Where the servers of asynchronous methods are.
+    ServersKind {
+        /// Each worker serves its part of the model.
+        Sharded = "sharded",
+        /// The first worker serves all of it.
+        Central = "central",
+    }
+);
+
+impl From<ServersKind> for Servers {
+    fn from(kind: ServersKind) -> Self {
+        match kind {
+            ServersKind::Sharded => Self::Sharded,
+            ServersKind::Central => Self::Central,
+        }
+    }
+}
 
 /// A setting whose values are the rows of a table, by their names.
 macro_rules! row {

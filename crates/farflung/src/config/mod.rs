@@ -42,7 +42,7 @@ use farflung_zoo::Sharding;
 use crate::{Error, Result};
 use choice::{
     Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume, SamplingKind,
-    StoreKind, SyncKind, TokenizerKind, TransportKind, TransportName,
+    ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind, TransportName,
 };
 use given::{BY_DEFAULT, Given};
 use local_steps::LocalStepsKind;
@@ -315,11 +315,25 @@ settings! {
         outer_momentum: f64, "X", 0.9;
         /// Parts of the parameters that streaming averages at different times; unless told 4, or one a step.
         fragments: usize, "N";
-        /// Steps that streaming lets an average take, while it trains on.
+        /// Steps that streaming lets an average take, and async an answer, while workers train on; 0 waits.
         sync_delay: u64, "STEPS", 1u64;
         /// What stays of a worker's own parameters where streaming takes up an average: 0 takes the average, as
         /// torchft does; the paper has 0.5.
         mixing: f64, "X", 0.0;
+        /// Where the servers of asynchronous methods are: sharded (each worker serves its part of the model) or
+        /// central (the first worker serves all of it).
+        servers: ServersKind, "KIND", ServersKind::Sharded;
+        /// Steps between meetings of asynchronous workers, at which losses are told and a run may be evaluated
+        /// and saved.
+        meet_every: u64, "STEPS", 100u64;
+        /// Changes that async gathers for a step of its outer momentum; 0 is one of each worker.
+        outer_buffer: u64, "N", 0u64;
+        /// Steps that bounded-stale lets a worker be ahead of the slowest.
+        staleness: u64, "STEPS", 4u64;
+        /// Workers whose changes are enough for an outer step of decoupled; unless told more than half.
+        quorum: usize, "N";
+        /// How long decoupled lets later changes join an outer step once it has its quorum.
+        grace: Nanos, "TIME", Nanos::ZERO;
         /// How far choco lets a worker go towards its neighbours in a step: less for codecs that lose more.
         consensus_rate: f64, "X", 0.5;
         /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01
@@ -338,7 +352,8 @@ settings! {
         overlap: bool, "BOOL", true;
         /// Link of each worker: BANDWIDTH,LATENCY or home, office, cloud, lan, datacenter.
         link: Link, "LINK", HOME;
-        /// TOML file with devices, links and regions, instead of --link.
+        /// TOML file with devices, links and regions, instead of --link; or the name of a shipped one, such as
+        /// home.
         topology: PathBuf, "FILE" => "its path is; the machines and links are compared";
         /// The job's name where several use one port: ranks of another job are turned away.
         job: String, "NAME", "farflung" => "ranks with another do not meet";

@@ -3,7 +3,7 @@
 use farflung_compress::AverageSpec;
 use farflung_optim::OptimError;
 use farflung_optim::local::Averages;
-use farflung_optim::sync::Timeline;
+use farflung_optim::sync::{AsynchronousSettings, Quorum, Timeline};
 
 use super::{TrainConfig, check};
 use crate::{Error, Result};
@@ -36,6 +36,20 @@ impl TrainConfig {
         self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
     }
 
+    /// What only asynchronous methods read, of one of so many replicas with so many of the tokens of a step, where 1
+    /// is an equal share.
+    pub(crate) fn asynchronous(&self, replicas: u32, tokens_per_step: f64) -> AsynchronousSettings {
+        let least = self.quorum.unwrap_or(replicas as usize / 2 + 1);
+        AsynchronousSettings {
+            servers: self.servers.into(),
+            meet_every: self.meet_every,
+            buffer: self.outer_buffer,
+            staleness: self.staleness,
+            quorum: Quorum { least, grace: self.grace },
+            tokens_per_step,
+        }
+    }
+
     /// Steps before `codec` holds.
     pub(crate) fn warm_steps(&self) -> u64 {
         const PERCENT: u64 = 15;
@@ -49,6 +63,13 @@ impl TrainConfig {
         let rate = self.consensus_rate;
         check("consensus-rate", &rate, rate > 0.0 && rate <= 1.0, "above 0 and at most 1")?;
         check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
+        check("meet-every", &self.meet_every, self.meet_every > 0, "at least 1")?;
+        let quorum = self.quorum.unwrap_or(1);
+        check("quorum", &quorum, quorum > 0, "at least 1")?;
+        if self.sync.timed && self.sync.reads.contains(&"sync-delay") {
+            let (delay, every) = (self.sync_delay, self.sync_every);
+            check("sync-delay", &delay, delay == 0 || delay < every, "below sync-every")?;
+        }
         if !self.sync.reads.contains(&"fragments") {
             return Ok(());
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use farflung_base::{Link, Rank, Topology};
 use farflung_comm::Communicator;
 use farflung_comm::secure::Security;
-use farflung_parallel::{Cluster, Plan};
+use farflung_parallel::{Cluster, Plan, shipped};
 
 use super::job::Job;
 use crate::config::choice::TransportKind;
@@ -26,11 +26,15 @@ pub struct Seat {
     pub link: Option<Link>,
 }
 
-/// The machines of the settings' topology file, if there is one.
+/// The machines of the settings' topology, if there is one: a file's, or shipped ones by their name.
 ///
 /// Errors: [`Error::Io`], and [`Error::Parallel`] with the line.
 pub(crate) fn cluster(config: &TrainConfig) -> Result<Option<Cluster>> {
     let read = |path: &PathBuf| -> Result<Cluster> {
+        let shipped = path.to_str().filter(|_| !path.exists()).map(shipped::cluster);
+        if let Some(Ok(cluster)) = shipped {
+            return Ok(cluster);
+        }
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
         Ok(text.parse()?)
     };

@@ -127,11 +127,28 @@ pub(super) fn set_local_steps(plan: &mut Plan, config: &TrainConfig, rates: &[f6
     let slowest = |ranks: &[f64]| ranks.iter().copied().fold(f64::INFINITY, f64::min);
     let pipelines = rates.chunks(plan.stages() as usize).zip(&plan.microbatches);
     let speeds: Vec<f64> = pipelines.map(|(ranks, &count)| slowest(ranks) / f64::from(count)).collect();
-    let steps = config.local_steps.of(plan.outermost().every, &speeds);
+    let every = plan.outermost().every;
+    // Workers that do not wait for each other need not meet at each average.
+    let meets = config.meet_every.next_multiple_of(every.into());
+    let period = if config.sync.timed { u32::try_from(meets).unwrap_or(every) } else { every };
+    let steps = config.local_steps.of(period, &speeds);
     for level in &mut plan.levels {
         level.steps.clone_from(&steps);
     }
-    plan.check().map_err(in_settings)
+    plan.check().and_then(|()| check_periods(plan)).map_err(in_settings)
+}
+
+/// Whether the replicas of each level reach its averages together.
+fn check_periods(plan: &Plan) -> Result<(), ParallelError> {
+    for (i, Level { method, every, steps, .. }) in plan.levels.iter().enumerate() {
+        let waits = SyncMethod::by_name(method).is_some_and(|row| !row.timed);
+        if waits && steps.iter().max().is_some_and(|most| most != every) {
+            let (field, value) = (format!("level[{i}].steps"), format!("{steps:?}"));
+            let expected = format!("{every} for the fastest with {method}: all meet then");
+            return Err(ParallelError::Plan { field, value, expected });
+        }
+    }
+    Ok(())
 }
 
 /// What a plan that was made of settings does not admit, as the setting that is wrong.
@@ -288,6 +305,7 @@ pub(super) fn check_names(plan: &Plan) -> Result<()> {
             .parse::<AverageSpec>()
             .map_err(|_| wrong(format!("level[{i}].codec"), codec, AverageSpec::wanted(codec)))?;
     }
+    check_periods(plan)?;
     averages::check(plan)?;
     for (i, boundary) in plan.boundaries.iter().enumerate() {
         for (direction, name) in [("forward", &boundary.forward), ("backward", &boundary.backward)] {

@@ -50,7 +50,7 @@ impl Prediction {
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
         let paces = plan.local_steps();
         let repeats = meets || !paces.are_equal();
-        let period = if repeats && plan.replicas() > 1 { plan.outermost().every.max(1) } else { 1 };
+        let period = if repeats && plan.replicas() > 1 { paces.period() } else { 1 };
         let steps = period.min(EXACT);
         // The last of a period, in which replicas meet.
         let first = u64::from(period - steps);

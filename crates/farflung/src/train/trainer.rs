@@ -55,6 +55,8 @@ pub struct Trainer {
     replicas: u32,
     /// Who takes a local step when.
     local: LocalSteps,
+    /// Steps between two averages.
+    every: u64,
     executor: Executor,
     /// Those that agree on each step: all ranks, or those of one pipeline where steps are local.
     voters: Communicator,

@@ -10,7 +10,7 @@ use farflung_tensor::{Device, Tensor};
 
 use super::exchange::Packing;
 use super::mean::copy;
-use super::server::{DelayedNesterov, Quorum, QuorumMean, ServerRule, Server, ToServer, Wants};
+use super::server::{DelayedNesterov, Quorum, QuorumMean, Server, ServerRule, ToServer, Wants};
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::{Average, OptimError};
@@ -65,7 +65,15 @@ pub const ASYNC: SyncMethod = SyncMethod {
     summary: "each worker moves the model on the servers when its local steps are done, and waits for nobody \
               else: delayed Nesterov",
     each_step: false,
-    reads: &["sync-every", "outer-lr", "outer-momentum", "sync-delay", "outer-buffer", "servers", "meet-every"],
+    reads: &[
+        "sync-every",
+        "outer-lr",
+        "outer-momentum",
+        "sync-delay",
+        "outer-buffer",
+        "servers",
+        "meet-every",
+    ],
     overlaps: true,
     timed: true,
     every: None,
@@ -365,7 +373,8 @@ impl Synchroniser for Asynchronous {
     fn mix(&mut self, params: &mut Tensor, after: After, weight: f64) -> Result<(), OptimError> {
         let waits = self.pace.waits;
         self.take_up(params, |step| waits.is_some_and(|delay| step + delay <= after.step))?;
-        if after.step.is_multiple_of(self.every) && !after.last {
+        // A worker that took no local step has nothing to send.
+        if after.step.is_multiple_of(self.every) && !after.last && weight > 0.0 {
             let values = self.packing.pack(params)?;
             self.push(&values, after.step, weight);
             if waits == Some(0) {
@@ -380,8 +389,10 @@ impl Synchroniser for Asynchronous {
     fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
         self.last = after.last;
         if after.last {
-            let values = self.packing.pack(params)?;
-            self.push(&values, after.step, weight);
+            if weight > 0.0 {
+                let values = self.packing.pack(params)?;
+                self.push(&values, after.step, weight);
+            }
             self.meet(Wants::Model)?;
         }
         Ok(())

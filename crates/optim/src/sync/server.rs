@@ -167,7 +167,11 @@ impl Service for Server {
             }
             ToServer::Meet { wants } => {
                 worker.meets = Some(wants);
-                if self.workers.iter().all(|worker| worker.meets.is_some()) { self.meet() } else { Vec::new() }
+                if self.workers.iter().all(|worker| worker.meets.is_some()) {
+                    self.meet()
+                } else {
+                    Vec::new()
+                }
             }
         }
     }

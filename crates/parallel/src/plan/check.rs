@@ -163,15 +163,19 @@ impl Plan {
             )?;
             let replicas = self.replicas() as usize;
             let expected = format!("{replicas} numbers, one for each replica, or none");
-            let (steps, most) = (&level.steps, level.every);
+            let (steps, every) = (&level.steps, level.every);
             let good = steps.is_empty() || steps.len() == replicas;
             ensure(good, field("steps"), format!("{} numbers", steps.len()), expected)?;
-            let good = steps.iter().all(|steps| (1..=most).contains(steps));
-            let expected = format!("numbers from 1 to {most}, the steps between two averages");
-            ensure(good, field("steps"), format!("{steps:?}"), expected)?;
-            let good = steps.is_empty() || steps.contains(&most);
-            let expected = format!("{most} for the fastest replica, which takes all steps");
-            ensure(good, field("steps"), format!("{steps:?}"), expected)?;
+            let given = || format!("{steps:?}");
+            ensure(
+                steps.iter().all(|&steps| steps > 0),
+                field("steps"),
+                given(),
+                "at least 1 for each replica",
+            )?;
+            let good = steps.iter().max().is_none_or(|most| most.is_multiple_of(every));
+            let expected = format!("a multiple of {every}, the steps between two averages, for the fastest");
+            ensure(good, field("steps"), given(), expected)?;
             ensure(!level.method.is_empty(), field("method"), "empty", "a method's name")?;
             ensure(!level.codec.is_empty(), field("codec"), "empty", "a codec's name, or none")?;
             let mut members: Vec<u32> = level.groups.iter().flatten().copied().collect();

@@ -92,12 +92,12 @@ impl Plan {
     /// Who takes a local step when.
     pub fn local_steps(&self) -> LocalSteps {
         let level = self.outermost();
-        let steps = if level.steps.is_empty() {
-            vec![level.every; self.replicas() as usize]
-        } else {
-            level.steps.clone()
+        let fastest = level.steps.iter().max().copied();
+        let steps = match fastest {
+            None => vec![level.every; self.replicas() as usize],
+            Some(_) => level.steps.clone(),
         };
-        LocalSteps::new(level.every, steps, self.microbatches.clone())
+        LocalSteps::new(fastest.unwrap_or(level.every), steps, self.microbatches.clone())
     }
 }
 

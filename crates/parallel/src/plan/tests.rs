@@ -102,13 +102,13 @@ fn each_field_is_refused_by_its_name() {
         (refusal(|p| p.levels.clear()), "`level` is given 0 times"),
         (refusal(|p| p.levels[0].every = 0), "`level[0].every` is 0"),
         (refusal(|p| p.levels[0].steps = vec![1; 9]), "`level[0].steps` is 9 numbers"),
-        (refusal(|p| p.levels[0].steps = vec![2; p.replicas() as usize]), "numbers from 1 to 1"),
+        (refusal(|p| p.levels[0].steps = vec![0; p.replicas() as usize]), "at least 1 for each replica"),
         (
             refusal(|p| {
                 p.levels[0].every = 3;
                 p.levels[0].steps = vec![2; p.replicas() as usize];
             }),
-            "3 for the fastest replica",
+            "a multiple of 3, the steps between two averages, for the fastest",
         ),
         (refusal(|p| p.levels[0].bucket_bytes = 3), "`level[0].bucket_bytes` is 3"),
         (refusal(|p| p.levels[0].groups = vec![vec![0], vec![1]]), "`level[0].groups` is [[0], [1]]"),
@@ -241,7 +241,7 @@ proptest! {
         let ranks = microbatches.len() as u32 * stages;
         if paced {
             level.steps = microbatches.iter().map(|&m| m.min(level.every)).collect();
-            level.steps[0] = level.every;
+            level.steps[0] = 3 * level.every;
         }
         let plan = Plan {
             model: PlannedModel { name, layers: end, parameters: 1 },

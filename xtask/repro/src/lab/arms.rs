@@ -336,6 +336,43 @@ pub(crate) const F16_PRODUCTS: Arm =
     arm("products in f16", "--precision f16", "operands of matrix products in f16, scaled losses")
         .sends(f32_ring);
 
+/// `DiLoCo` whose slower workers take fewer local steps.
+pub(crate) const DILOCO_BY_SPEED: Arm = arm(
+    "DiLoCo H=10, by speed",
+    "--sync diloco --sync-every 10 --local-steps by-speed",
+    "averages every 10 steps, of which slower workers take fewer",
+);
+/// Asynchronous local steps with delayed Nesterov.
+pub(crate) const ASYNC: Arm = arm(
+    "async H=10, by speed",
+    "--sync async --sync-every 10 --local-steps by-speed",
+    "each worker moves the model on servers every 10 steps and waits for nobody",
+);
+/// The same without momentum.
+pub(crate) const ASYNC_PLAIN: Arm = arm(
+    "async H=10, by speed, no momentum",
+    "--sync async --sync-every 10 --local-steps by-speed --outer-lr 1 --outer-momentum 0",
+    "the same without outer momentum",
+);
+/// Asynchronous SGD.
+pub(crate) const PARAMETER_SERVER: Arm = arm(
+    "parameter server",
+    "--sync parameter-server --local-steps by-speed",
+    "each step moves the model on servers, and the worker goes on from there",
+);
+/// Asynchronous SGD with a bound.
+pub(crate) const BOUNDED_STALE: Arm = arm(
+    "bounded staleness 4",
+    "--sync bounded-stale --staleness 4 --local-steps by-speed",
+    "a parameter server whose workers are at most four steps apart",
+);
+/// Decoupled `DiLoCo`.
+pub(crate) const DECOUPLED: Arm = arm(
+    "decoupled H=10, by speed",
+    "--sync decoupled --sync-every 10 --local-steps by-speed",
+    "outer steps of more than half of the workers, whichever come first",
+);
+
 /// Every arm.
 #[cfg(test)]
 pub(crate) const ALL: &[Arm] = &[
@@ -347,6 +384,12 @@ pub(crate) const ALL: &[Arm] = &[
     SIGN,
     SIGN_ALONE,
     DILOCO_10,
+    DILOCO_BY_SPEED,
+    ASYNC,
+    ASYNC_PLAIN,
+    PARAMETER_SERVER,
+    BOUNDED_STALE,
+    DECOUPLED,
     DILOCO_50,
     DILOCO_500,
     DILOCO_INT8,

@@ -64,6 +64,15 @@ impl Setting {
         }
     }
 
+    /// Workers of which one is three times slower, on a network that costs next to nothing; `share` of the steps.
+    pub(crate) fn straggling(options: &Options, share: f64) -> Self {
+        let common = COMMON.replace("--link 100mbit,1us", "--topology straggler");
+        let all = Self::of(options);
+        let steps = if options.quick { QUICK_STEPS.1 } else { STEPS.1 };
+        let steps = (steps as f64 * share).round();
+        Self { flags: format!("{common} {TRAINING} --steps {steps}"), ..all }
+    }
+
     /// The command that trains an arm.
     pub(crate) fn command(&self, arm: &Arm) -> String {
         format!("farflung train --init-from PRETRAINED {}", self.flags_of(arm))

@@ -82,6 +82,16 @@ const CASES: &[Case] = &[
         true,
         "`local-steps` changes nothing: without `topology` all machines have one speed",
     ),
+    (
+        "servers = 'central'\nmeet-every = 50\nouter-buffer = 2\nstaleness = 3\nquorum = 2\ngrace = '1s'",
+        4,
+        true,
+        "`servers`, `meet-every` change nothing: `sync` is ddp, not async or parameter-server",
+    ),
+    ("sync-delay = 1", 4, true, "`sync-delay` changes nothing: `sync` is ddp, not streaming or async"),
+    ("outer-buffer = 2", 4, true, "`outer-buffer` changes nothing: `sync` is ddp, not async"),
+    ("staleness = 2", 4, true, "`staleness` changes nothing: `sync` is ddp, not bounded-stale"),
+    ("quorum = 2\ngrace = '1s'", 4, true, "`quorum`, `grace` change nothing: `sync` is ddp, not decoupled"),
     ("shards = 'files'", 1, true, "`shards` changes nothing: there is one replica, which has all data"),
     ("codec = 'sign'", 4, true, "`codec` sign sends gradients in one bit, and `optimizer` adamw divides"),
     (
@@ -176,7 +186,7 @@ const CASES: &[Case] = &[
         "fragments = 2\nsync-delay = 1\nmixing = 0.5\nsync = 'diloco'",
         4,
         true,
-        "`fragments`, `sync-delay`, `mixing` change nothing: `sync` is diloco, not streaming",
+        "`fragments`, `mixing` change nothing: `sync` is diloco, not streaming",
     ),
     (
         "codec-warmup = 9\ncodec = 'none'",

@@ -106,6 +106,7 @@ impl Trainer {
             all_microbatches: plan.all_microbatches(),
             replicas: plan.replicas(),
             local: plan.local_steps(),
+            every: plan.outermost().every.into(),
             executor,
             voters,
             each_step,
@@ -165,7 +166,8 @@ fn build_part(
             let level = job.plan.outermost();
             let rounds = if job.averages_each_step() { updates } else { 1 };
             let warmup = (job.config.warm_steps() * rounds).div_ceil(u64::from(level.every).max(1));
-            Some(synchroniser(job, group, plain, &model, (&params, warmup))?)
+            let share = job.plan.weight(replica);
+            Some(synchroniser(job, group, (plain, share), &model, (&params, warmup))?)
         }
         _ => None,
     };
@@ -191,12 +193,12 @@ fn build_part(
     })
 }
 
-/// How the holders of a part keep it equal: the plan's method. With the parameters as they begin, and rounds
-/// before codecs hold.
+/// How the holders of a part keep it equal: the plan's method. With the replica's share of the tokens of a step
+/// that all take, the parameters as they begin, and rounds before codecs hold.
 fn synchroniser(
     job: &Job,
     group: &Communicator,
-    device: &Device,
+    (device, share): (&Device, f64),
     model: &Stage,
     (params, warmup): (&Tensor, u64),
 ) -> Result<Box<dyn Synchroniser>> {
@@ -214,6 +216,7 @@ fn synchroniser(
         delay: job.config.sync_delay,
         mixing: job.config.mixing,
         consensus_rate: job.config.consensus_rate,
+        asynchronous: job.config.asynchronous(job.plan.replicas(), share),
         params,
     })?)
 }

@@ -15,9 +15,10 @@ impl Trainer {
         self.window.push(loss);
         let (step, last) = (self.step, self.step == self.steps);
         let after = After { step, last };
+        let weight = self.weight_since(after);
         let Executor { parts, placement, .. } = &mut self.executor;
         for (_, part) in by_number(parts, placement) {
-            part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params, after))?;
+            part.sync.as_mut().map_or(Ok(()), |sync| sync.mix(&mut part.params, after, weight))?;
         }
         let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(after)));
         // A single replica is always the same as itself.
@@ -59,9 +60,8 @@ impl Trainer {
 
     /// This replica's part of a mean over the tokens of the period that ends after a step.
     fn weight_since(&self, after: After) -> f64 {
-        let period = u64::from(self.local.period());
         // A run may end within a period.
-        let over = if after.last { (after.step - 1) % period + 1 } else { period };
+        let over = if after.last { (after.step - 1) % self.every + 1 } else { self.every };
         self.local.weight(self.replica, after.step.saturating_sub(over)..after.step)
     }
 

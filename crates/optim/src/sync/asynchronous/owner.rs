@@ -129,7 +129,8 @@ impl Owner {
     fn message(&mut self, comm: &Communicator) -> Result<FromServer, OptimError> {
         let next = self.next.take().unwrap_or_else(|| comm.start_recv(self.rank, TAGS.answer));
         let bytes = next.wait()?;
-        FromServer::from_bytes(&bytes).ok_or_else(|| refused(self.rank, 9 + 4 * self.range.len(), bytes.len()))
+        FromServer::from_bytes(&bytes)
+            .ok_or_else(|| refused(self.rank, 9 + 4 * self.range.len(), bytes.len()))
     }
 
     fn answer(&mut self, pushes: u64, model: Vec<f32>) -> Result<(), OptimError> {

@@ -1,0 +1,103 @@
+//! One worker is three times slower than seven others: who waits, and what that costs.
+
+use anyhow::Result;
+use farflung::train::plan_of;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::{Arm, Lab, Outcome, Published, Setting, arms};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "async",
+    claim: "with a straggler, workers that take local steps by their speed or wait for nobody train on more tokens an \
+            hour, and to a lower loss in the same time",
+    source: "Liu et al. 2024, asynchronous local SGD; Ho et al. 2013, bounded staleness; Douillard et al. 2026",
+    seed: 1337,
+    run,
+};
+
+/// The straggler's steps in the time of one step of the others.
+const SLOW: f64 = 1.0 / 3.0;
+const WORKERS: f64 = 8.0;
+
+/// Arms in which all wait for the straggler.
+const WAITING: [&Arm; 2] = [&arms::F32, &arms::DILOCO_10];
+/// Arms in which nobody does.
+const FREE: [&Arm; 6] = [
+    &arms::DILOCO_BY_SPEED,
+    &arms::ASYNC,
+    &arms::ASYNC_PLAIN,
+    &arms::PARAMETER_SERVER,
+    &arms::BOUNDED_STALE,
+    &arms::DECOUPLED,
+];
+
+/// Tokens that an arm trains on in a second of the virtual clock, over those of another of equal steps.
+struct Speeds<'a> {
+    lab: &'a Lab,
+    outcome: &'a Outcome,
+    arm: &'a Arm,
+}
+
+impl Speeds<'_> {
+    /// Tokens a second of the virtual clock, in microbatches.
+    fn rate(&self) -> Result<f64> {
+        let config = self.lab.setting().config(self.arm, 0)?;
+        let (steps, workers) = (config.steps, config.workers);
+        let plan = plan_of(config, workers)?;
+        Ok(plan.local_steps().all_microbatches(steps) as f64 / (self.outcome.seconds() * steps as f64))
+    }
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    // Those that wait have a third of the steps, so that all have the same time.
+    let waiting = Lab::with(Setting::straggling(options, SLOW), report, options);
+    let free = Lab::with(Setting::straggling(options, 1.0), report, options);
+    let f32 = waiting.outcome(report, &arms::F32)?;
+    let synchronous = Speeds { lab: &waiting, outcome: &f32, arm: &arms::F32 }.rate()?;
+    // All that seven and a third compute, over eight times what the slowest does.
+    let bound = (WORKERS - 1.0 + SLOW) / (WORKERS * SLOW);
+    report.row(
+        "tokens an hour over the straggler's pace: what computing alone allows",
+        bound,
+        "x",
+        Mark::None,
+    )?;
+    let mut best = f64::INFINITY;
+    let mut said = Vec::new();
+    let all = WAITING.iter().map(|arm| (*arm, &waiting)).chain(FREE.iter().map(|arm| (*arm, &free)));
+    for (arm, lab) in all {
+        let outcome = lab.outcome(report, arm)?;
+        let name = arm.name;
+        let rate = Speeds { lab, outcome: &outcome, arm }.rate()? / synchronous;
+        let by_speed = FREE.iter().any(|free| free.name == name);
+        let mark = if by_speed { Mark::AtLeast(LEAST * bound) } else { Mark::None };
+        report.row(&format!("{name}: tokens an hour over f32's"), rate, "x", mark)?;
+        let hours = outcome.seconds() * lab.setting().config(arm, 0)?.steps as f64;
+        report.row(&format!("{name}: time on the virtual clock"), hours, "s", Mark::None)?;
+        report.row(&format!("{name}: held-out loss then"), outcome.loss(), "nats", Mark::None)?;
+        let gap = outcome.gap(&f32);
+        let judged = by_speed && !options.quick && name != arms::PARAMETER_SERVER.name;
+        let mark = if judged { Mark::AtMost(0.0) } else { Mark::None };
+        report.row(&format!("{name}: loss above f32's after the same time"), gap.mean, "%", mark)?;
+        report.row(&format!("{name}: standard deviation of that"), gap.sigma, "%", Mark::None)?;
+        if by_speed {
+            best = best.min(gap.mean);
+            said.push(format!("{name} {rate:.2}x, {:+.2} %", gap.mean));
+        }
+    }
+    Published {
+        what: "training with a worker three times slower: tokens an hour, and loss after the same time, against \
+               averaging at each step",
+        paper: "asynchronous local SGD matches synchronous DiLoCo per step and beats it in wall-clock time (Liu et \
+                al. 2024)",
+        ours: said.join("; "),
+        setting: free.setting().command(&arms::ASYNC),
+        holds: best <= 0.0,
+        note: "eight workers, one three times slower; the arms that wait for it have a third of the steps",
+    }
+    .record(report);
+    Ok(())
+}
+
+/// The least share of what computing alone allows.
+const LEAST: f64 = 0.9;
