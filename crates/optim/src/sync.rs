@@ -8,6 +8,7 @@ mod cocktail;
 mod ddp;
 mod delayed;
 mod diloco;
+mod eager;
 mod exchange;
 mod gossip;
 mod mean;
@@ -32,6 +33,7 @@ pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
 pub use delayed::{Delayed, DelayedSettings, Merge};
 pub use diloco::{DILOCO, DiLoCo};
+pub use eager::{EAGER, Eager};
 pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
 pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
@@ -249,6 +251,7 @@ pub const METHODS: &[SyncMethod] = &[
     DDP,
     DILOCO,
     STREAMING,
+    EAGER,
     COCKTAIL,
     NOLOCO,
     D_PSGD,

@@ -213,3 +213,57 @@ fn what_no_timeline_has_is_refused() {
         assert!(said.contains(field), "{said}");
     }
 }
+
+/// Eager updates as their paper writes them, in f64: each worker's own outer state, driven by the last round's mean
+/// with its own part fresh.
+#[test]
+fn eager_updates_do_what_plain_loops_do() {
+    use farflung_optim::sync::EAGER;
+    for weights in [&[1.0, 1.0, 1.0][..], &[0.5, 1.0, 1.5], &[1.0]] {
+        let ranks = weights.len();
+        let case = Case { every: 4, ..PLAIN };
+        let got = trace(&EAGER, case, ranks, weights, None);
+        let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
+        let len = start.len();
+        let mut x = vec![start.clone(); ranks];
+        let mut params = x.clone();
+        let mut v = vec![vec![0.0; len]; ranks];
+        let (mut left, mut mean) = (vec![vec![0.0; len]; ranks], vec![0.0; len]);
+        for step in 1..=STEPS {
+            for rank in 0..ranks {
+                params[rank].iter_mut().zip(local(rank, step)).for_each(|(p, g)| *p -= f64::from(0.01 * g));
+            }
+            if step % case.every == 0 || step == STEPS {
+                let mut next = vec![0.0; len];
+                for rank in 0..ranks {
+                    let part = weights[rank] / ranks as f64;
+                    for i in 0..len {
+                        let change = x[rank][i] - params[rank][i];
+                        let d = mean[i] + part * (change - left[rank][i]);
+                        v[rank][i] = case.momentum * v[rank][i] + d;
+                        x[rank][i] -= 0.7 * (d + case.momentum * v[rank][i]);
+                        left[rank][i] = change;
+                        next[i] += part * change;
+                    }
+                }
+                mean = next;
+                params.clone_from(&x);
+            }
+            if step == STEPS {
+                let all: Vec<f64> =
+                    (0..len).map(|i| params.iter().map(|p| p[i]).sum::<f64>() / ranks as f64).collect();
+                params.fill(all);
+            }
+            for rank in 0..ranks {
+                let off = far(&got[rank][step as usize - 1].0, &params[rank]);
+                assert!(off < 1e-5, "{weights:?}, rank {rank}, step {step}: {off}");
+            }
+        }
+        for cut in [3, 4, 9, 26] {
+            assert!(trace(&EAGER, case, ranks, weights, Some(cut)) == got, "{weights:?}, from step {cut}");
+        }
+        let coded = Case { codec: "int8+ef", ..case };
+        let got = trace(&EAGER, coded, ranks, weights, None);
+        assert!(trace(&EAGER, coded, ranks, weights, Some(9)) == got, "{weights:?}, int8");
+    }
+}

@@ -1,0 +1,313 @@
+//! Eager updates: `DiLoCo` whose averages take a whole round, while each copy counts its own change at once.
+
+use farflung_comm::Algorithm;
+use farflung_compress::AverageSpec;
+use farflung_tensor::Tensor;
+
+use super::exchange::Packing;
+use super::mean::CommonMean;
+use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use crate::{Average, AverageConfig, OptimError};
+
+/// [`Eager`].
+pub const EAGER: SyncMethod = SyncMethod {
+    name: "eager",
+    summary: "diloco whose averages have the next round's time to arrive; each worker counts its own change at once",
+    each_step: false,
+    reads: &["sync-every", "outer-lr", "outer-momentum"],
+    overlaps: true,
+    timed: false,
+    every: None,
+    codec: None,
+    compensates: false,
+    outer_momentum: None,
+    // Model and momentum that all have, the same of what is this copy's own, its last change, the mean on its way
+    // and the one of evaluations; what is saved of them, with a copy's own parameters.
+    buffers: |_| Buffers { held: 8, saved: 7 },
+    build: |s| Ok(Box::new(Eager::new(s)?)),
+};
+
+/// Every `every` steps a copy's change `D_t = start - params` leaves to be averaged, and the outer Nesterov step is
+/// taken with the mean of the round before, in which its own part is replaced by the fresh one:
+///
+/// ```text
+/// D = mean(D_{t-1}) + w (D_t - D_{t-1});   v = mu v + D;   x -= lr (D + mu v);   params = start = x
+/// ```
+///
+/// where `w` is the copy's part of the mean. The step is linear in `D`, so that `x` is what all copies have of the
+/// means alone and, beside it, a copy's own answer to its differences; both are kept apart here. The model of the
+/// run is the mean of all copies, which all take after the last step.
+///
+/// Source: Kale et al. 2025, "Eager Updates For Overlapped Communication and Computation in `DiLoCo`". Differs:
+/// copies count by their tokens.
+#[derive(Debug)]
+pub struct Eager {
+    every: u64,
+    rate: f32,
+    momentum: f32,
+    copies: f64,
+    packing: Packing,
+    /// Moved by means: the same on all copies.
+    shared: Path,
+    /// Moved by this copy's own differences.
+    own: Path,
+    /// The change that left last, and its part of the mean.
+    left: Vec<f32>,
+    part: f32,
+    /// Of changes.
+    average: Average,
+    /// Where a change leaves and its mean arrives.
+    buffer: Tensor,
+    /// Of parameters, plain.
+    mean: CommonMean,
+    flight: Flight,
+    /// What is taken once all agreed.
+    next: Option<Next>,
+    goes_on: bool,
+    rounds: u64,
+    states: [Tensor; 2],
+    own_states: [Tensor; 4],
+}
+
+/// A position and its velocity.
+#[derive(Debug, Clone)]
+struct Path {
+    at: Vec<f32>,
+    velocity: Vec<f32>,
+}
+
+/// Both paths after the step, and the change that it is of.
+#[derive(Debug)]
+struct Next {
+    shared: Path,
+    own: Path,
+    change: Vec<f32>,
+    part: f32,
+}
+
+/// The mean of the last round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Flight {
+    /// None yet: the first round.
+    Nothing,
+    /// On its way.
+    Away,
+    /// In the buffer.
+    Here,
+}
+
+impl Path {
+    fn new(at: Vec<f32>) -> Self {
+        Self { velocity: vec![0.0; at.len()], at }
+    }
+
+    /// A Nesterov step.
+    fn step(&mut self, rate: f32, momentum: f32, change: impl Iterator<Item = f32>) {
+        for ((x, v), d) in self.at.iter_mut().zip(&mut self.velocity).zip(change) {
+            *v = momentum * *v + d;
+            *x -= rate * (d + momentum * *v);
+        }
+    }
+}
+
+const SHARED: [&str; 2] = ["anchor", "momentum"];
+const OWN: [&str; 4] = ["own", "own-momentum", "change", "mean"];
+
+impl Eager {
+    /// At the parameters of `settings`.
+    ///
+    /// Errors: those of [`Average::new`].
+    pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params, .. } = settings;
+        let packing = Packing::new(layout);
+        let zeros = || device.zeros(layout.len());
+        let copies = comm.size() as f64;
+        let plain = AverageConfig { codec: AverageSpec::default().into(), warmup: 0, algorithm: Algorithm::Ring, ..average.clone() };
+        let plain = Average::new(comm.clone(), device, layout, plain)?;
+        let average = Average::new(comm, device, layout, average)?;
+        let shared = Path::new(packing.pack(params)?);
+        let nothing = vec![0.0; packing.len()];
+        Ok(Self {
+            every: every.max(1),
+            rate: outer_lr as f32,
+            momentum: outer_momentum as f32,
+            copies,
+            shared,
+            own: Path::new(nothing.clone()),
+            left: nothing,
+            part: 0.0,
+            mean: CommonMean::new(plain, device, layout)?,
+            average,
+            buffer: zeros()?,
+            flight: Flight::Nothing,
+            next: None,
+            goes_on: false,
+            rounds: 0,
+            states: [zeros()?, zeros()?],
+            own_states: [zeros()?, zeros()?, zeros()?, zeros()?],
+            packing,
+        })
+    }
+
+    /// Where the copy's round began.
+    fn start(&self) -> impl Iterator<Item = f32> {
+        self.shared.at.iter().zip(&self.own.at).map(|(shared, own)| shared + own)
+    }
+
+    /// Waits for the mean of the round before.
+    fn arrive(&mut self) -> Result<(), OptimError> {
+        if self.flight == Flight::Away {
+            self.average.finish_all(&mut self.buffer)?;
+            self.average.commit();
+            self.flight = Flight::Here;
+        }
+        Ok(())
+    }
+
+    /// The step of a round, with this copy's part of the mean.
+    fn plan(&mut self, params: &Tensor, weight: f64) -> Result<(), OptimError> {
+        let part = (weight / self.copies) as f32;
+        let now = self.packing.pack(params)?;
+        let change: Vec<f32> = self.start().zip(&now).map(|(start, now)| start - now).collect();
+        let (mut shared, mut own) = (self.shared.clone(), self.own.clone());
+        if self.flight == Flight::Here {
+            let mean = self.packing.pack(&self.buffer)?;
+            shared.step(self.rate, self.momentum, mean.into_iter());
+        }
+        let (before, left) = (self.part, &self.left);
+        let fresh = change.iter().zip(left).map(|(now, left)| part * now - before * left);
+        own.step(self.rate, self.momentum, fresh);
+        self.next = Some(Next { shared, own, change, part });
+        Ok(())
+    }
+}
+
+impl Synchroniser for Eager {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        None
+    }
+    fn is_due(&self, after: After) -> bool {
+        after.step.is_multiple_of(self.every) || after.last
+    }
+    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+        if std::mem::take(&mut self.goes_on) {
+            return self.mean.exchange(params, true);
+        }
+        self.arrive()?;
+        self.plan(params, weight)?;
+        self.goes_on = after.last;
+        Ok(())
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        self.mean.exchanged()
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        self.mean.prepare()
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        if let Some(Next { shared, own, change, part }) = self.next.take() {
+            (self.shared, self.own, self.left, self.part) = (shared, own, change, part);
+            let start: Vec<f32> = self.start().collect();
+            self.packing.unpack(&start, params)?;
+            self.flight = Flight::Nothing;
+            self.rounds += 1;
+        }
+        self.mean.commit(params)
+    }
+    fn depart(&mut self, _: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
+        if !after.step.is_multiple_of(self.every) || after.last {
+            return Ok(false);
+        }
+        let scaled: Vec<f32> = self.left.iter().map(|d| self.part * self.copies as f32 * d).collect();
+        self.packing.unpack(&scaled, &mut self.buffer)?;
+        self.average.open();
+        self.average.start_all(&self.buffer)?;
+        self.flight = Flight::Away;
+        Ok(false)
+    }
+    fn goes_on(&self) -> bool {
+        self.goes_on
+    }
+    fn is_apart(&self) -> bool {
+        true
+    }
+    fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.arrive()?;
+        self.mean.gather(params)
+    }
+    fn common(&self) -> Option<&Tensor> {
+        self.mean.common()
+    }
+    fn settle(&mut self) -> Result<(), OptimError> {
+        self.arrive()?;
+        for (tensor, values) in self.states.iter_mut().zip([&self.shared.at, &self.shared.velocity]) {
+            self.packing.unpack(values, tensor)?;
+        }
+        let part = self.part;
+        let left: Vec<f32> = self.left.iter().map(|d| part * d).collect();
+        let mean = self.packing.pack(&self.buffer)?;
+        let own = [&self.own.at, &self.own.velocity, &left, &mean];
+        for (tensor, values) in self.own_states.iter_mut().zip(own) {
+            self.packing.unpack(values, tensor)?;
+        }
+        Ok(())
+    }
+    fn abandon(&mut self) {
+        self.flight = Flight::Nothing;
+        self.average.open();
+    }
+    fn rollback(&mut self) {
+        (self.next, self.goes_on) = (None, false);
+        self.mean.rollback();
+    }
+    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.shared.at = self.packing.pack(params)?;
+        self.own = Path::new(vec![0.0; self.packing.len()]);
+        Ok(())
+    }
+    fn steps(&self) -> u64 {
+        self.rounds
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        SHARED.into_iter().zip(&self.states).collect()
+    }
+    fn own_states(&self) -> Vec<(&str, &Tensor)> {
+        let came = if self.flight == Flight::Here { OWN.len() } else { OWN.len() - 1 };
+        OWN.into_iter().zip(&self.own_states).take(came).collect()
+    }
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        let expected = self.buffer.shape().len();
+        let found = |name: &str| match get(name).unwrap_or_default() {
+            values if values.len() == expected => Ok(values),
+            values => Err(OptimError::State { name: name.to_owned(), found: values.len(), expected }),
+        };
+        let shared = SHARED.iter().map(|name| found(name)).collect::<Result<Vec<_>, _>>()?;
+        let own: Vec<Vec<f32>> = OWN.iter().map_while(|name| found(name).ok()).collect();
+        let device = self.buffer.device().clone();
+        let packed = |flat: &Vec<f32>| self.packing.pack(&device.tensor(flat, flat.len())?);
+        let [at, velocity] = [packed(&shared[0])?, packed(&shared[1])?];
+        let own = own.iter().map(packed).collect::<Result<Vec<_>, _>>()?;
+        self.shared = Path { at, velocity };
+        self.flight = Flight::Nothing;
+        if let [at, velocity, change, mean @ ..] = &own[..] {
+            self.own = Path { at: at.clone(), velocity: velocity.clone() };
+            // It was saved as its part of the mean.
+            (self.left, self.part) = (change.clone(), 1.0);
+            if let [mean] = mean {
+                self.packing.unpack(mean, &mut self.buffer)?;
+                self.flight = Flight::Here;
+            }
+        } else {
+            self.own = Path::new(vec![0.0; self.packing.len()]);
+            self.left.fill(0.0);
+        }
+        self.rounds = steps;
+        Ok(())
+    }
+    fn average(&self) -> &Average {
+        &self.average
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.average
+    }
+}
