@@ -9,6 +9,7 @@ mod ddp;
 mod delayed;
 mod diloco;
 mod eager;
+mod event;
 mod exchange;
 mod gossip;
 mod mean;
@@ -34,6 +35,7 @@ pub use ddp::{DDP, Ddp};
 pub use delayed::{Delayed, DelayedSettings, Merge};
 pub use diloco::{DILOCO, DiLoCo};
 pub use eager::{EAGER, Eager};
+pub use event::{EVENT, EventTriggered};
 pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
 pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
@@ -202,6 +204,8 @@ pub struct SyncSettings<'a> {
     pub mixing: f64,
     /// How far a copy goes towards its neighbours in a step.
     pub consensus_rate: f64,
+    /// By how much of its norm a tensor has to change before it is sent, where that is asked.
+    pub trigger: f64,
     /// What only asynchronous methods read.
     pub asynchronous: AsynchronousSettings,
     /// The parameters as all copies have them.
@@ -258,6 +262,7 @@ pub const METHODS: &[SyncMethod] = &[
     SHIFT_ONE,
     EXPONENTIAL,
     RANDOM_PAIRS,
+    EVENT,
     LOW_PRECISION,
     CHOCO,
     ASYNC,

@@ -193,6 +193,7 @@ fn what_no_timeline_has_is_refused() {
             fragments: 1,
             delay: 0,
             mixing: 0.0,
+            trigger: PLAIN.trigger,
             asynchronous: PLAIN.asynchronous,
             consensus_rate: 1.0,
             params: &params,

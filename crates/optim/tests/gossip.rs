@@ -8,8 +8,8 @@ mod synchronise;
 use farflung_comm::{Communicator, memory};
 use farflung_compress::{CodecSpec, Payload, RoundKey};
 use farflung_optim::sync::{
-    CHOCO, D_PSGD, EXPONENTIAL, Graph, LOW_PRECISION, Meeting, NOLOCO, Neighbour, RANDOM_PAIRS, SHIFT_ONE,
-    SyncMethod, SyncSettings,
+    CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, Meeting, NOLOCO, Neighbour, RANDOM_PAIRS,
+    SHIFT_ONE, SyncMethod, SyncSettings,
 };
 use synchronise::{CPU, Case, PLAIN, STEPS, far, layout, local, make, random, trace};
 
@@ -266,6 +266,7 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
         fragments: 1,
         delay: 0,
         mixing: 0.0,
+        trigger: case.trigger,
         asynchronous: case.asynchronous,
         consensus_rate: case.rate,
         params: &params,
@@ -289,5 +290,57 @@ fn a_method_of_ones_own_is_found_by_its_name_and_names_are_not_taken_twice() {
     assert_eq!(SyncMethod::by_name(OWN.name).unwrap().name, OWN.name);
     for taken in [&OWN, &CHOCO] {
         assert!(SyncMethod::register(taken).unwrap_err().to_string().contains(taken.name));
+    }
+}
+
+/// Event-triggered averages in f64: all hold what each sent last, tensor by tensor.
+#[test]
+fn event_triggered_averages_do_what_plain_loops_do() {
+    let layout = layout();
+    for (ranks, trigger) in [(1, 0.03), (2, 0.03), (3, 0.03), (5, 0.02), (4, 0.0), (4, 1e9)] {
+        let case = Case { trigger, ..PLAIN };
+        let got = trace(&EVENT, case, ranks, &[1.0; 5], None);
+        let (mut params, mut wanted) = (start(ranks), Vec::new());
+        let mut sent = params.clone();
+        let (mut before, mut events, mut all) = (sent.clone(), 0, 0);
+        for step in 1..=STEPS {
+            learn(&mut params, step);
+            for i in 0..ranks {
+                // What neighbours had sent by the step before.
+                for Neighbour { rank, weight } in Graph::Ring.meeting(i as u32, ranks as u32, 0).from {
+                    for e in 0..params[i].len() {
+                        params[i][e] += weight * (before[rank as usize][e] - before[i][e]);
+                    }
+                }
+            }
+            for (params, sent) in params.iter().zip(&mut sent) {
+                for range in layout.params().iter().map(farflung_tensor::Param::range) {
+                    let far: f64 = range.clone().map(|e| (params[e] - sent[e]).powi(2)).sum();
+                    let size: f64 = range.clone().map(|e| sent[e] * sent[e]).sum();
+                    all += 1;
+                    if far >= trigger * trigger * size {
+                        events += 1;
+                        range.for_each(|e| sent[e] = params[e]);
+                    }
+                }
+            }
+            before.clone_from(&sent);
+            if step == STEPS {
+                end(&mut params);
+            }
+            wanted.push(params.clone());
+        }
+        compare(&EVENT, &got, &wanted, 1e-6);
+        let some = events > 0 && events < all;
+        assert_eq!(some, trigger > 0.0 && trigger < 1.0, "{ranks} ranks, {trigger}: {events} of {all}");
+        for cut in [1, 7, 26] {
+            assert!(
+                trace(&EVENT, case, ranks, &[1.0; 5], Some(cut)) == got,
+                "{ranks} ranks, from step {cut}"
+            );
+        }
+        if trigger < f64::MIN_POSITIVE {
+            assert!(got == trace(&D_PSGD, case, ranks, &[1.0; 5], None));
+        }
     }
 }

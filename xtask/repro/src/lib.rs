@@ -79,6 +79,7 @@ mod hostile_payloads;
 mod instructions;
 mod learn_nano;
 mod local_optimizers;
+mod local_vs_sync;
 mod methods;
 mod memory_table;
 mod mismatch;
@@ -135,6 +136,7 @@ pub const BENCHES: &[Bench] = &[
     cocktail::BENCH,
     gossip::BENCH,
     asynchronous::BENCH,
+    local_vs_sync::BENCH,
     demo::BENCH,
     combo::BENCH,
     dgc::BENCH,

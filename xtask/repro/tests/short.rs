@@ -28,6 +28,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("gemm", "decided by the clock"),
     ("gossip", "trains for half a minute"),
     ("async", "trains for half a minute"),
+    ("local-vs-sync", "trains for half a minute"),
     ("gpt-step", "decided by the clock"),
     ("plan-scale", "decided by the clock"),
     ("gpu", "for a device"),

@@ -334,6 +334,8 @@ settings! {
         quorum: usize, "N";
         /// How long decoupled lets later changes join an outer step once it has its quorum.
         grace: Nanos, "TIME", Nanos::ZERO;
+        /// By how much of its norm a tensor has to change before event sends it again.
+        trigger: f64, "X", 0.02;
         /// How far choco lets a worker go towards its neighbours in a step: less for codecs that lose more.
         consensus_rate: f64, "X", 0.5;
         /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01

@@ -63,6 +63,7 @@ impl TrainConfig {
         let rate = self.consensus_rate;
         check("consensus-rate", &rate, rate > 0.0 && rate <= 1.0, "above 0 and at most 1")?;
         check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
+        check("trigger", &self.trigger, self.trigger >= 0.0, "at least 0")?;
         check("meet-every", &self.meet_every, self.meet_every > 0, "at least 1")?;
         let quorum = self.quorum.unwrap_or(1);
         check("quorum", &quorum, quorum > 0, "at least 1")?;

@@ -118,11 +118,17 @@ impl Eager {
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
-        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params, .. } = settings;
+        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params, .. } =
+            settings;
         let packing = Packing::new(layout);
         let zeros = || device.zeros(layout.len());
         let copies = comm.size() as f64;
-        let plain = AverageConfig { codec: AverageSpec::default().into(), warmup: 0, algorithm: Algorithm::Ring, ..average.clone() };
+        let plain = AverageConfig {
+            codec: AverageSpec::default().into(),
+            warmup: 0,
+            algorithm: Algorithm::Ring,
+            ..average.clone()
+        };
         let plain = Average::new(comm.clone(), device, layout, plain)?;
         let average = Average::new(comm, device, layout, average)?;
         let shared = Path::new(packing.pack(params)?);

@@ -52,6 +52,7 @@ pub(crate) struct Case {
     pub(crate) codec: &'static str,
     pub(crate) warmup: u64,
     pub(crate) rate: f64,
+    pub(crate) trigger: f64,
     pub(crate) asynchronous: AsynchronousSettings,
 }
 
@@ -64,6 +65,7 @@ pub(crate) const PLAIN: Case = Case {
     codec: "none",
     warmup: 0,
     rate: 0.5,
+    trigger: 0.03,
     asynchronous: AsynchronousSettings {
         servers: Servers::Sharded,
         meet_every: 9,
@@ -94,6 +96,7 @@ pub(crate) fn make(
         delay: case.delay,
         mixing: case.mixing,
         consensus_rate: case.rate,
+        trigger: case.trigger,
         asynchronous: case.asynchronous,
         params,
     })

@@ -373,6 +373,46 @@ pub(crate) const DECOUPLED: Arm = arm(
     "outer steps of more than half of the workers, whichever come first",
 );
 
+/// Local steps, and a plain mean of parameters.
+pub(crate) const LOCAL_5: Arm = arm(
+    "local SGD H=5",
+    "--sync diloco --sync-every 5 --outer-lr 1 --outer-momentum 0",
+    "parameters are averaged every 5 steps, plain",
+)
+.sends(f32_ring);
+/// The same, less often.
+pub(crate) const LOCAL_10: Arm = arm(
+    "local SGD H=10",
+    "--sync diloco --sync-every 10 --outer-lr 1 --outer-momentum 0",
+    "parameters are averaged every 10 steps, plain",
+)
+.sends(f32_ring);
+/// The same, as often as GPT-JT.
+pub(crate) const LOCAL_50: Arm = arm(
+    "local SGD H=50",
+    "--sync diloco --sync-every 50 --outer-lr 1 --outer-momentum 0",
+    "parameters are averaged every 50 steps, plain",
+)
+.sends(f32_ring);
+/// Eager updates.
+pub(crate) const EAGER_10: Arm = arm(
+    "eager DiLoCo H=10",
+    "--sync eager --sync-every 10",
+    "averages every 10 steps, each with the next 10 to arrive",
+);
+/// The same, less often.
+pub(crate) const EAGER_50: Arm = arm(
+    "eager DiLoCo H=50",
+    "--sync eager --sync-every 50",
+    "averages every 50 steps, each with the next 50 to arrive",
+);
+/// Event-triggered averages.
+pub(crate) const EVENT: Arm = arm(
+    "event-triggered",
+    "--sync event --trigger 0.02",
+    "a tensor goes to both neighbours once it has changed by 2 % of its norm",
+);
+
 /// Every arm.
 #[cfg(test)]
 pub(crate) const ALL: &[Arm] = &[
@@ -384,6 +424,12 @@ pub(crate) const ALL: &[Arm] = &[
     SIGN,
     SIGN_ALONE,
     DILOCO_10,
+    LOCAL_5,
+    LOCAL_10,
+    LOCAL_50,
+    EAGER_10,
+    EAGER_50,
+    EVENT,
     DILOCO_BY_SPEED,
     ASYNC,
     ASYNC_PLAIN,

@@ -88,6 +88,7 @@ const CASES: &[Case] = &[
         true,
         "`servers`, `meet-every` change nothing: `sync` is ddp, not async or parameter-server",
     ),
+    ("trigger = 0.1", 4, true, "`trigger` changes nothing: `sync` is ddp, not event"),
     ("sync-delay = 1", 4, true, "`sync-delay` changes nothing: `sync` is ddp, not streaming or async"),
     ("outer-buffer = 2", 4, true, "`outer-buffer` changes nothing: `sync` is ddp, not async"),
     ("staleness = 2", 4, true, "`staleness` changes nothing: `sync` is ddp, not bounded-stale"),

@@ -216,6 +216,7 @@ fn synchroniser(
         delay: job.config.sync_delay,
         mixing: job.config.mixing,
         consensus_rate: job.config.consensus_rate,
+        trigger: job.config.trigger,
         asynchronous: job.config.asynchronous(job.plan.replicas(), share),
         params,
     })?)

@@ -1,0 +1,283 @@
+//! Event-triggered averages: a tensor is sent to neighbours only once it has changed enough.
+
+use std::ops::Range;
+
+use farflung_base::{PeerId, Rank};
+use farflung_comm::CommError;
+use farflung_tensor::{Param, Tensor};
+
+use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::mean::CommonMean;
+use super::neighbours::Graph;
+use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use crate::{Average, OptimError};
+
+/// [`EventTriggered`].
+pub const EVENT: SyncMethod = SyncMethod {
+    name: "event",
+    summary: "as d-psgd, but a tensor is sent only once it has changed by --trigger since it was sent last",
+    each_step: false,
+    reads: &["sync-every", "trigger"],
+    overlaps: true,
+    timed: false,
+    every: None,
+    codec: Some("none"),
+    compensates: false,
+    outer_momentum: None,
+    // As they were sent, here and by two neighbours, what these change, and the mean; saved with a copy's own.
+    buffers: |_| Buffers { held: 5, saved: 5 },
+    build: |s| Ok(Box::new(EventTriggered::new(s)?)),
+};
+
+/// Neighbours on a ring know each other's parameters as they were last sent, `x'`. After each step a copy sends those
+/// tensors with `|x - x'| >= trigger |x'|`, and all mix what is known of all, one step later:
+///
+/// ```text
+/// x_i = x_i - step_i + sum over neighbours j of w_ij (x'_j - x'_i)
+/// ```
+///
+/// The mean over all copies stays what the steps make it, whatever was not sent. With a trigger of 0 it is
+/// [`D_PSGD`](super::D_PSGD). A round sends one bit a tensor and 4 bytes a value of the tensors that changed.
+///
+/// Source: Ghosh et al. 2021, "`EventGraD`: event-triggered communication in parallel machine learning". Differs: the
+/// threshold is relative to the tensor's norm, where theirs follows its last changes; mixing is of what was sent.
+#[derive(Debug)]
+pub struct EventTriggered {
+    trigger: f64,
+    every: u64,
+    packing: Packing,
+    /// Of each tensor in packed values.
+    tensors: Vec<Range<usize>>,
+    /// What this copy sent last.
+    sent: Vec<f32>,
+    /// What its neighbours sent last, by their ranks.
+    heard: Vec<Heard>,
+    flight: Flight,
+    mean: CommonMean,
+    rounds: u64,
+    /// What was last settled: sent, heard of the first and the second neighbour, and the change that waits.
+    settled: [Tensor; 4],
+}
+
+/// What a neighbour sent last.
+#[derive(Debug)]
+struct Heard {
+    from: u32,
+    values: Vec<f32>,
+}
+
+#[derive(Debug)]
+enum Flight {
+    Nothing,
+    Away(Exchange),
+    /// What neighbours change.
+    Here(Vec<f32>),
+}
+
+const SETTLED: [&str; 4] = ["sent", "heard-before", "heard-after", "change"];
+
+impl EventTriggered {
+    /// On a ring of the ranks of `settings`.
+    ///
+    /// Errors: those of [`Average::new`].
+    pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, every, trigger, params, .. } = settings;
+        let packing = Packing::new(layout);
+        let sent = packing.pack(params)?;
+        let meeting = Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0);
+        let heard = meeting.from.iter().map(|n| Heard { from: n.rank, values: sent.clone() }).collect();
+        let mut end = 0;
+        let tensors = layout.params().iter().map(Param::range).map(|range| {
+            end += range.len();
+            end - range.len()..end
+        });
+        let zeros = || device.zeros(layout.len());
+        Ok(Self {
+            trigger,
+            every: every.max(1),
+            tensors: tensors.collect(),
+            sent,
+            heard,
+            flight: Flight::Nothing,
+            mean: CommonMean::new(Average::new(comm, device, layout, average)?, device, layout)?,
+            rounds: 0,
+            settled: [zeros()?, zeros()?, zeros()?, zeros()?],
+            packing,
+        })
+    }
+
+    /// The tensors of `now` that have changed enough: a bit for each, then their values. They count as sent.
+    fn message(&mut self, now: &[f32]) -> Vec<u8> {
+        let mut mask = vec![0_u8; self.tensors.len().div_ceil(8)];
+        let mut values = Vec::new();
+        for (i, range) in self.tensors.iter().enumerate() {
+            let (now, sent) = (&now[range.clone()], &mut self.sent[range.clone()]);
+            let square = |x: f32| f64::from(x) * f64::from(x);
+            let moved: f64 = now.iter().zip(&*sent).map(|(now, sent)| square(now - sent)).sum();
+            let size: f64 = sent.iter().map(|&sent| square(sent)).sum();
+            if moved >= self.trigger * self.trigger * size {
+                mask[i / 8] |= 1 << (i % 8);
+                values.extend_from_slice(now);
+                sent.copy_from_slice(now);
+            }
+        }
+        mask.extend(to_bytes(&values));
+        mask
+    }
+
+    /// Takes down what a neighbour sent.
+    fn hear(&mut self, from: Rank, bytes: &[u8]) -> Result<(), OptimError> {
+        let bits = self.tensors.len().div_ceil(8);
+        let short = || {
+            let (op, peer, want, got) = ("gossip", PeerId(from.0), bits, bytes.len());
+            OptimError::from(CommError::Mismatch { op, peer, want, got })
+        };
+        let (mask, values) = bytes.split_at_checked(bits).ok_or_else(short)?;
+        let is_sent = |i: usize| mask[i / 8] >> (i % 8) & 1 == 1;
+        let sent =
+            || self.tensors.iter().enumerate().filter(|(i, _)| is_sent(*i)).map(|(_, range)| range.clone());
+        let values = from_bytes(values, sent().map(|range| range.len()).sum(), from)?;
+        let Some(heard) = self.heard.iter_mut().find(|heard| heard.from == from.0) else { return Ok(()) };
+        let mut start = 0;
+        for range in sent() {
+            let len = range.len();
+            heard.values[range].copy_from_slice(&values[start..start + len]);
+            start += len;
+        }
+        Ok(())
+    }
+
+    /// Waits for neighbours, and computes what they change.
+    fn arrive(&mut self) -> Result<(), OptimError> {
+        let messages = match std::mem::replace(&mut self.flight, Flight::Nothing) {
+            Flight::Away(messages) => messages,
+            other => {
+                self.flight = other;
+                return Ok(());
+            }
+        };
+        let mut change = vec![0.0_f32; self.sent.len()];
+        for Arrived { from, weight, bytes } in messages.wait()? {
+            self.hear(from, &bytes)?;
+            let Some(heard) = self.heard.iter().find(|heard| heard.from == from.0) else { continue };
+            for ((change, mine), theirs) in change.iter_mut().zip(&self.sent).zip(&heard.values) {
+                *change += weight as f32 * (theirs - mine);
+            }
+        }
+        self.flight = Flight::Here(change);
+        Ok(())
+    }
+}
+
+impl Synchroniser for EventTriggered {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        None
+    }
+    fn mix(&mut self, params: &mut Tensor, _: After, _: f64) -> Result<(), OptimError> {
+        self.arrive()?;
+        if let Flight::Here(change) = std::mem::replace(&mut self.flight, Flight::Nothing) {
+            let mut values = self.packing.pack(params)?;
+            values.iter_mut().zip(&change).for_each(|(value, change)| *value += change);
+            self.packing.unpack(&values, params)?;
+        }
+        Ok(())
+    }
+    fn is_due(&self, after: After) -> bool {
+        after.step.is_multiple_of(self.every) || after.last
+    }
+    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+        self.mean.exchange(params, after.last)
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        self.mean.exchanged()
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        self.mean.prepare()
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        self.mean.commit(params)
+    }
+    fn depart(&mut self, params: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
+        if !after.last {
+            let now = self.packing.pack(params)?;
+            let message = self.message(&now);
+            let comm = self.mean.average.communicator();
+            self.flight = Flight::Away(Exchange::start(comm, Graph::Ring, self.rounds, &message));
+            self.rounds += 1;
+        }
+        Ok(false)
+    }
+    fn is_apart(&self) -> bool {
+        true
+    }
+    fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.mean.gather(params)
+    }
+    fn common(&self) -> Option<&Tensor> {
+        self.mean.common()
+    }
+    fn settle(&mut self) -> Result<(), OptimError> {
+        self.arrive()?;
+        let nothing = Vec::new();
+        let heard = |i: usize| self.heard.get(i).map_or(&self.sent, |heard| &heard.values);
+        let change = if let Flight::Here(change) = &self.flight { change } else { &nothing };
+        for (tensor, values) in self.settled.iter_mut().zip([&self.sent, heard(0), heard(1), change]) {
+            if !values.is_empty() {
+                self.packing.unpack(values, tensor)?;
+            }
+        }
+        Ok(())
+    }
+    fn abandon(&mut self) {
+        self.flight = Flight::Nothing;
+        self.mean.average.open();
+    }
+    fn rollback(&mut self) {
+        self.mean.rollback();
+    }
+    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.sent = self.packing.pack(params)?;
+        self.heard.iter_mut().for_each(|heard| heard.values.clone_from(&self.sent));
+        Ok(())
+    }
+    fn steps(&self) -> u64 {
+        self.rounds
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        Vec::new()
+    }
+    fn own_states(&self) -> Vec<(&str, &Tensor)> {
+        let waits = usize::from(matches!(self.flight, Flight::Here(_)));
+        SETTLED.into_iter().zip(&self.settled).take(3 + waits).collect()
+    }
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        let expected = self.settled[0].shape().len();
+        let mut found = Vec::new();
+        for (name, tensor) in SETTLED.into_iter().zip(&mut self.settled) {
+            let Some(values) = get(name) else { break };
+            if values.len() != expected {
+                return Err(OptimError::State { name: name.to_owned(), found: values.len(), expected });
+            }
+            tensor.write(&values)?;
+            found.push(self.packing.pack(tensor)?);
+        }
+        self.flight = Flight::Nothing;
+        if let [sent, before, after, change @ ..] = &found[..] {
+            self.sent.clone_from(sent);
+            for (heard, values) in self.heard.iter_mut().zip([before, after]) {
+                heard.values.clone_from(values);
+            }
+            if let [change] = change {
+                self.flight = Flight::Here(change.clone());
+            }
+        }
+        self.rounds = steps;
+        Ok(())
+    }
+    fn average(&self) -> &Average {
+        &self.mean.average
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.mean.average
+    }
+}
