@@ -79,7 +79,8 @@ pub const ASYNC: SyncMethod = SyncMethod {
     every: None,
     codec: Some("none"),
     compensates: false,
-    outer_momentum: None,
+    // With the papers' 0.9 eight workers that are a round stale diverge (bench async).
+    outer_momentum: Some(0.5),
     buffers: |momentum| {
         let momentum = if momentum == 0.0 { 0 } else { 2 };
         // The model and what the server remembers, the same as they are saved, and three of the worker's own.
@@ -139,6 +140,8 @@ pub const DECOUPLED: SyncMethod = SyncMethod {
     summary: "outer Nesterov steps of whoever's changes have come when --quorum has and --grace is over; nobody \
               waits for them",
     reads: &["sync-every", "outer-lr", "outer-momentum", "quorum", "grace", "servers", "meet-every"],
+    // As with `async`: a quorum of half moves the model twice a round.
+    outer_momentum: Some(0.3),
     buffers: |_| Buffers { held: 7, saved: 5 },
     build: |s| {
         let settings = s.asynchronous;
