@@ -170,3 +170,41 @@ fn by_region_every_machine_is_named_once_and_no_step_is_below_the_bound() {
     assert_eq!(plan.all_microbatches(), 64);
     assert!(refused("auto dtfm-5 --model gpt2 --by-region --only data").contains("only"));
 }
+
+#[test]
+fn ways_of_going_on_are_compared_under_one_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.txt");
+    let args = "churn lan --model gpt2 --mtbf 2h --absence 20min --hours 6 --microbatches 32";
+    let seen = json(&format!("{args} --seed 4 --trace-out {}", path.display()));
+    let ways = seen["ways"].as_array().unwrap();
+    let names: Vec<&str> = ways.iter().map(|way| way["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["restart", "varuna", "oobleck", "recycle", "parcae"]);
+    assert!(ways.iter().all(|way| (0.1..1.05).contains(&way["share"].as_f64().unwrap())), "{seen}");
+    // The trace that was written is what was simulated.
+    let again = json(&format!(
+        "churn lan --model gpt2 --mtbf 2h --absence 20min --microbatches 32 --trace {}",
+        path.display()
+    ));
+    assert_eq!(again["ways"], seen["ways"]);
+    assert!(refused(&format!("churn home --trace {} --mtbf 0", path.display())).contains("mtbf"));
+    std::fs::write(&path, "machines 8 time 1h\n5s lost 9\n").unwrap();
+    assert!(refused(&format!("churn lan --trace {}", path.display())).contains("line 2"));
+    std::fs::write(&path, "machines 3 time 1h\n").unwrap();
+    assert!(refused(&format!("churn lan --trace {}", path.display())).contains("the 8 machines"));
+}
+
+#[test]
+fn a_mean_time_between_failures_says_how_often_to_save() {
+    let of = |mtbf: &str| {
+        let args = "auto one-box --model nano --microbatches 8 --only data";
+        json(&format!("{args} --mtbf {mtbf} --disk 100mbit --restart 10s"))["churn"].clone()
+    };
+    let (rare, often) = (of("1000h"), of("1h"));
+    let value = |churn: &serde_json::Value, key: &str| churn[key].as_f64().unwrap();
+    assert!(value(&rare, "goodput") > value(&often, "goodput"), "{rare} {often}");
+    assert!(value(&rare, "interval_s") > 20.0 * value(&often, "interval_s"), "{rare} {often}");
+    let sum = value(&often, "goodput") + value(&often, "saving") + value(&often, "lost");
+    assert!((sum - 1.0).abs() < 1e-9);
+    assert!(json("auto one-box --model nano --microbatches 8 --only data")["churn"].is_null());
+}

@@ -106,6 +106,16 @@ pub enum ParallelError {
         /// What is wrong there.
         cause: Box<ParallelError>,
     },
+    /// A line of a preemption trace that cannot be.
+    #[error("preemption trace, line {line}, `{text}`: expected {expected}")]
+    TraceLine {
+        /// The line, from 1.
+        line: usize,
+        /// The line as it stands in the text.
+        text: String,
+        /// What would have been right.
+        expected: &'static str,
+    },
     /// A name that is empty or has other characters than letters, digits, `-`, `_` and `.`.
     #[error("name `{name}` is not of letters, digits, `-`, `_` and `.`")]
     BadName {

@@ -81,6 +81,7 @@ mod local_optimizers;
 mod methods;
 mod memory_table;
 mod mismatch;
+mod morphing;
 mod onebit;
 mod overlap_comm;
 mod overlap_ddp;
@@ -147,6 +148,7 @@ pub const BENCHES: &[Bench] = &[
     resume::BENCH,
     signals::BENCH,
     mismatch::BENCH,
+    morphing::BENCH,
     methods::BENCH,
     divergence::BENCH,
     collective_laws::BENCH,
