@@ -285,7 +285,7 @@ mod tests {
     fn no_shares_are_faster() {
         let mut draw = Draw::new(3, 0);
         for _ in 0..300 {
-            let pipelines: Vec<Pace> = (0..1 + draw.below(3))
+            let pipelines: Vec<Pace> = (0..=draw.below(3))
                 .map(|_| Pace { first: Nanos(draw.below(50) as u64), each: Nanos(draw.below(20) as u64) })
                 .collect();
             let microbatches = 1 + draw.below(9) as u32;

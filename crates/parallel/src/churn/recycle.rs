@@ -79,7 +79,7 @@ pub fn reroute(
     let routes = Routes::new(stages, pipelines, base.microbatches(), lost);
     let mut merge = Merge::new(base, &routes, cost)?;
     let lists = merge.run();
-    let ranks = routes.copies.iter().flatten().map(|pipeline_at| *pipeline_at);
+    let ranks = routes.copies.iter().flatten().copied();
     let rank_of = ranks.zip((0..stages).cycle()).map(|(pipeline, stage)| {
         routes.seats.binary_search(&Seat { pipeline, stage }).map_or(Rank(0), |at| Rank(at as u32))
     });

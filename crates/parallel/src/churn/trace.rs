@@ -37,13 +37,12 @@ impl Trace {
     pub fn drawn(machines: u32, lifetime: f64, absence: f64, time: Nanos, seed: u64) -> Self {
         let mut events = Vec::new();
         for machine in 0..machines {
-            let mut draw = Draw::new(seed, u64::from(machine) << 8 | 22);
+            let mut draw = Draw::new(seed, (u64::from(machine) << 8) + 22);
             let (mut at, mut there) = (0.0, true);
             loop {
                 at += draw.exponential(if there { lifetime } else { absence });
                 let nanos = at * 1e9;
-                // Written so that a time that is not a number ends it too.
-                if !(nanos < time.0 as f64) {
+                if nanos.is_nan() || nanos >= time.0 as f64 {
                     break;
                 }
                 there = !there;
