@@ -156,6 +156,9 @@ fn memory_is_that_of_the_published_tables() {
 #[test]
 fn by_region_every_machine_is_named_once_and_no_step_is_below_the_bound() {
     let seen = json("auto dtfm-5 --model gpt2 --microbatches 64 --by-region");
+    let busy = seen["ranks"].as_u64().unwrap();
+    assert_eq!(busy + seen["machines_left_out"].as_u64().unwrap(), 64, "{seen}");
+    assert!(seen["ranks_above_limit"].is_null());
     let (step, bound) = (seen["step_s"].as_f64().unwrap(), seen["lower_bound_s"].as_f64().unwrap());
     assert!(bound > 0.0 && step >= bound, "{step} below {bound}");
     assert_eq!(seen["sites"], 8);

@@ -132,12 +132,11 @@ impl ChurnCommand {
         let mut prices = Prices::new(&fleet)?;
         let machines = cluster.size() as u32;
         let mtbf = self.losses.mtbf;
-        let trace = match &self.trace {
-            Some(path) => given(path, machines)?,
-            None => {
-                let time = Nanos(self.hours * 3_600_000_000_000);
-                Trace::drawn(machines, mtbf.as_secs_f64(), self.absence.as_secs_f64(), time, self.seed)
-            }
+        let trace = if let Some(path) = &self.trace {
+            given(path, machines)?
+        } else {
+            let time = Nanos(self.hours * 3_600_000_000_000);
+            Trace::drawn(machines, mtbf.as_secs_f64(), self.absence.as_secs_f64(), time, self.seed)
         };
         if let Some(path) = &self.trace_out {
             write(path, "write the trace", &trace.to_string())?;
