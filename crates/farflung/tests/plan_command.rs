@@ -211,3 +211,26 @@ fn a_mean_time_between_failures_says_how_often_to_save() {
     assert!((sum - 1.0).abs() < 1e-9);
     assert!(json("auto one-box --model nano --microbatches 8 --only data")["churn"].is_null());
 }
+
+#[test]
+fn a_step_of_the_plan_is_drawn() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, only) in [("step.svg", "data"), ("step.json", "pipeline")] {
+        let path = folder.path().join(name);
+        let args = format!("auto one-box --model nano --microbatches 8 --only {only}");
+        let seen = json(&format!("{args} --timeline {}", path.display()));
+        let drawn = std::fs::read_to_string(&path).unwrap();
+        assert!(seen["step_s"].as_f64().unwrap() > 0.0);
+        if name == "step.svg" {
+            assert!(drawn.starts_with("<svg") && drawn.contains("forward"), "{drawn}");
+            continue;
+        }
+        // Each microbatch's forward and backward on each stage, and the trace ends with the step.
+        let trace: serde_json::Value = serde_json::from_str(&drawn).unwrap();
+        let events = trace["traceEvents"].as_array().or(trace.as_array()).unwrap();
+        let ends = events.iter().filter_map(|event| Some(event["ts"].as_f64()? + event["dur"].as_f64()?));
+        let last = ends.fold(0.0, f64::max) / 1e6;
+        assert!((last / seen["step_s"].as_f64().unwrap() - 1.0).abs() < 0.01, "{last} {}", seen["step_s"]);
+    }
+    assert!(refused("auto dtfm-5 --model gpt2 --by-region --timeline step.svg").contains("timeline"));
+}

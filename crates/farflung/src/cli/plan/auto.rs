@@ -7,8 +7,8 @@ use farflung::base::{Bytes, Nanos, Rank};
 use farflung::parallel::churn::Checkpoints;
 use farflung::parallel::{Cluster, Plan, render};
 use farflung::terminal::print;
-use farflung::train::PipelineSizes;
 use farflung::train::auto::{Candidate, Improvement, Way, auto, by_region, held, improvements, sent};
+use farflung::train::{PipelineSizes, Prediction};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
@@ -30,7 +30,7 @@ use super::{churn, regional};
   farflung plan auto homes.toml --model gpt2 --microbatches 16
   farflung plan auto dtfm-5 --model gpt3-xl --microbatches 512 --only both
   farflung plan auto world-4096 --model gpt3-175b --microbatches 1536
-  farflung plan auto homes.toml --model nano --out plan.toml
+  farflung plan auto homes.toml --model nano --out plan.toml --map map.svg --timeline step.svg
   farflung plan auto spot --model gpt2-xl --mtbf 6h
   farflung train --plan plan.toml --topology homes.toml")]
 pub(crate) struct AutoCommand {
@@ -73,6 +73,9 @@ pub(crate) struct AutoCommand {
     /// Draw which machine has which layers of which pipeline, as SVG.
     #[arg(long, value_name = "FILE")]
     map: Option<PathBuf>,
+    /// Draw a step of the plan, rank by rank, as SVG; as a trace for Perfetto where the name ends in `.json`.
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
     /// Mean time until a machine is lost: how often to save, what is lost, what counts.
     #[arg(long, value_name = "TIME", value_parser = churn::positive)]
     mtbf: Option<Nanos>,
@@ -140,6 +143,12 @@ impl AutoCommand {
         if let Some(path) = &self.map {
             write(path, "draw the map", &drawn(&candidate.plan, &cluster)?)?;
         }
+        if let Some(path) = &self.timeline {
+            let step = Prediction::timeline(&candidate.plan, &model, &cluster)?;
+            let is_trace = path.extension().is_some_and(|extension| extension == "json");
+            let drawn = if is_trace { render::trace(&step) } else { render::svg(&step) };
+            write(path, "draw the step", &drawn)?;
+        }
         let held = held(&candidate.plan, &model);
         let chosen = Chosen {
             checkpoints: self.mtbf.map(|mtbf| {
@@ -171,6 +180,12 @@ impl AutoCommand {
         };
         if let Some(path) = &self.map {
             return refused("map", path.display().to_string());
+        }
+        if let Some(path) = &self.timeline {
+            return refused("timeline", path.display().to_string());
+        }
+        if self.mtbf.is_some() {
+            return refused("mtbf", "given".to_owned());
         }
         if let Some(only) = self.only.filter(|only| *only != Only::Both) {
             return refused("only", format!("{only:?}").to_lowercase());
