@@ -343,7 +343,8 @@ pub enum ParallelError {
     },
     /// A chain of layers that no division among some machines lets fit.
     #[error(
-        "no division of {layers} layers among {machines} machines in order fits: state and one microbatch need {needs}, all machines have {has}"
+        "no division of {layers} layers among {machines} machines in order fits: state and one microbatch need {needs}, all machines have {has}{}",
+        would_fit(*machines, *needs, *has)
     )]
     TooSmall {
         /// Layers of the chain.
@@ -381,4 +382,22 @@ fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
         text.push(format!("{} more ranks", waiting.len() - text.len()));
     }
     text.join(", ")
+}
+
+/// What more memory a model needs: of all machines, or of each where the sum is enough.
+fn would_fit(machines: usize, needs: Bytes, has: Bytes) -> String {
+    match needs.0.checked_sub(has.0) {
+        Some(missing) if missing > 0 => {
+            let more = match has.0 / machines.max(1) as u64 {
+                0 => String::new(),
+                each => format!(", as {} machines like these or more have", needs.0.div_ceil(each)),
+            };
+            format!(": at least {} more would be needed{more}", Bytes(missing))
+        }
+        _ => {
+            ": the sum is enough, but no machine's part ends between two layers; more memory each, a smaller \
+              `--batch`, or fewer `--microbatches` would help"
+                .to_owned()
+        }
+    }
 }
