@@ -124,7 +124,7 @@ fn auto_refuses_a_model_that_fits_nowhere_and_a_kind_that_does_not_exist() {
     let output = plan(&format!("auto {} --model nano", path.display()));
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && stderr.contains("all machines have 2 MB"), "{stderr}");
-    assert!(stderr.contains("more would be needed, as "), "{stderr}");
+    assert!(stderr.contains("more would be needed, on machines that have more each"), "{stderr}");
     std::fs::write(&path, file.replace("count = 2", "count = 1").replace("1MB", "1GB")).unwrap();
     let message = refused(&format!("auto {} --model nano --only data", path.display()));
     assert!(message.contains("only"), "{message}");

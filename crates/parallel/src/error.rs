@@ -344,7 +344,7 @@ pub enum ParallelError {
     /// A chain of layers that no division among some machines lets fit.
     #[error(
         "no division of {layers} layers among {machines} machines in order fits: state and one microbatch need {needs}, all machines have {has}{}",
-        would_fit(*machines, *needs, *has)
+        would_fit(*layers, *machines, *needs, *has)
     )]
     TooSmall {
         /// Layers of the chain.
@@ -385,12 +385,15 @@ fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
 }
 
 /// What more memory a model needs: of all machines, or of each where the sum is enough.
-fn would_fit(machines: usize, needs: Bytes, has: Bytes) -> String {
+fn would_fit(layers: usize, machines: usize, needs: Bytes, has: Bytes) -> String {
     match needs.0.checked_sub(has.0) {
         Some(missing) if missing > 0 => {
             let more = match has.0 / machines.max(1) as u64 {
-                0 => String::new(),
-                each => format!(", as {} machines like these or more have", needs.0.div_ceil(each)),
+                // A machine has one layer at least.
+                each if each > 0 && needs.0.div_ceil(each) <= layers as u64 => {
+                    format!(", as {} machines like these or more have", needs.0.div_ceil(each))
+                }
+                _ => ", on machines that have more each".to_owned(),
             };
             format!(": at least {} more would be needed{more}", Bytes(missing))
         }
