@@ -161,7 +161,7 @@ fn scaled(value: f64, factor: f64) -> Option<u64> {
 impl FromStr for Nanos {
     type Err = ParseUnitError;
 
-    /// Reads `20ms`, `1.5s`, `300us`, `50ns`, `2min`; a bare `0` is zero.
+    /// Reads `20ms`, `1.5s`, `300us`, `50ns`, `2min`, `6h`; a bare `0` is zero.
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
         let parse = || {
             let (value, unit) = split(text)?;
@@ -171,6 +171,7 @@ impl FromStr for Nanos {
                 "ms" => 1e6,
                 "s" => 1e9,
                 "min" => 60e9,
+                "h" => 3600e9,
                 "" if value == 0.0 => 1.0,
                 _ => return None,
             };
@@ -178,7 +179,7 @@ impl FromStr for Nanos {
         };
         parse().ok_or_else(|| ParseUnitError {
             text: text.to_owned(),
-            expected: "a time such as `20ms` (units: ns, us, ms, s, min)",
+            expected: "a time such as `20ms` (units: ns, us, ms, s, min, h)",
         })
     }
 }

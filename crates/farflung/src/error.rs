@@ -482,7 +482,8 @@ impl Error {
             | Self::Parallel(
                 ParallelError::Plan { .. }
                 | ParallelError::PlanFile { .. }
-                | ParallelError::PlanVersion { .. },
+                | ParallelError::PlanVersion { .. }
+                | ParallelError::TraceLine { .. },
             )
             | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
             // Ends compare what they hold when a run begins again.

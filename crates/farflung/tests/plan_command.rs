@@ -124,6 +124,7 @@ fn auto_refuses_a_model_that_fits_nowhere_and_a_kind_that_does_not_exist() {
     let output = plan(&format!("auto {} --model nano", path.display()));
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && stderr.contains("all machines have 2 MB"), "{stderr}");
+    assert!(stderr.contains("more would be needed, on machines that have more each"), "{stderr}");
     std::fs::write(&path, file.replace("count = 2", "count = 1").replace("1MB", "1GB")).unwrap();
     let message = refused(&format!("auto {} --model nano --only data", path.display()));
     assert!(message.contains("only"), "{message}");
@@ -156,6 +157,9 @@ fn memory_is_that_of_the_published_tables() {
 #[test]
 fn by_region_every_machine_is_named_once_and_no_step_is_below_the_bound() {
     let seen = json("auto dtfm-5 --model gpt2 --microbatches 64 --by-region");
+    let busy = seen["ranks"].as_u64().unwrap();
+    assert_eq!(busy + seen["machines_left_out"].as_u64().unwrap(), 64, "{seen}");
+    assert!(seen["ranks_above_limit"].is_null());
     let (step, bound) = (seen["step_s"].as_f64().unwrap(), seen["lower_bound_s"].as_f64().unwrap());
     assert!(bound > 0.0 && step >= bound, "{step} below {bound}");
     assert_eq!(seen["sites"], 8);
@@ -169,4 +173,65 @@ fn by_region_every_machine_is_named_once_and_no_step_is_below_the_bound() {
     assert_eq!(machines.len(), plan.machines.len());
     assert_eq!(plan.all_microbatches(), 64);
     assert!(refused("auto dtfm-5 --model gpt2 --by-region --only data").contains("only"));
+}
+
+#[test]
+fn ways_of_going_on_are_compared_under_one_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.txt");
+    let args = "churn lan --model gpt2 --mtbf 2h --absence 20min --hours 6 --microbatches 32";
+    let seen = json(&format!("{args} --seed 4 --trace-out {}", path.display()));
+    let ways = seen["ways"].as_array().unwrap();
+    let names: Vec<&str> = ways.iter().map(|way| way["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["restart", "varuna", "oobleck", "recycle", "parcae"]);
+    assert!(ways.iter().all(|way| (0.1..1.05).contains(&way["share"].as_f64().unwrap())), "{seen}");
+    // The trace that was written is what was simulated.
+    let again = json(&format!(
+        "churn lan --model gpt2 --mtbf 2h --absence 20min --microbatches 32 --trace {}",
+        path.display()
+    ));
+    assert_eq!(again["ways"], seen["ways"]);
+    assert!(refused(&format!("churn home --trace {} --mtbf 0", path.display())).contains("mtbf"));
+    std::fs::write(&path, "machines 8 time 1h\n5s lost 9\n").unwrap();
+    assert!(refused(&format!("churn lan --trace {}", path.display())).contains("line 2"));
+    std::fs::write(&path, "machines 3 time 1h\n").unwrap();
+    assert!(refused(&format!("churn lan --trace {}", path.display())).contains("the 8 machines"));
+}
+
+#[test]
+fn a_mean_time_between_failures_says_how_often_to_save() {
+    let of = |mtbf: &str| {
+        let args = "auto one-box --model nano --microbatches 8 --only data";
+        json(&format!("{args} --mtbf {mtbf} --disk 100mbit --restart 10s"))["churn"].clone()
+    };
+    let (rare, often) = (of("1000h"), of("1h"));
+    let value = |churn: &serde_json::Value, key: &str| churn[key].as_f64().unwrap();
+    assert!(value(&rare, "goodput") > value(&often, "goodput"), "{rare} {often}");
+    assert!(value(&rare, "interval_s") > 20.0 * value(&often, "interval_s"), "{rare} {often}");
+    let sum = value(&often, "goodput") + value(&often, "saving") + value(&often, "lost");
+    assert!((sum - 1.0).abs() < 1e-9);
+    assert!(json("auto one-box --model nano --microbatches 8 --only data")["churn"].is_null());
+}
+
+#[test]
+fn a_step_of_the_plan_is_drawn() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, only) in [("step.svg", "data"), ("step.json", "pipeline")] {
+        let path = folder.path().join(name);
+        let args = format!("auto one-box --model nano --microbatches 8 --only {only}");
+        let seen = json(&format!("{args} --timeline {}", path.display()));
+        let drawn = std::fs::read_to_string(&path).unwrap();
+        assert!(seen["step_s"].as_f64().unwrap() > 0.0);
+        if name == "step.svg" {
+            assert!(drawn.starts_with("<svg") && drawn.contains("forward"), "{drawn}");
+            continue;
+        }
+        // Each microbatch's forward and backward on each stage, and the trace ends with the step.
+        let trace: serde_json::Value = serde_json::from_str(&drawn).unwrap();
+        let events = trace["traceEvents"].as_array().or(trace.as_array()).unwrap();
+        let ends = events.iter().filter_map(|event| Some(event["ts"].as_f64()? + event["dur"].as_f64()?));
+        let last = ends.fold(0.0, f64::max) / 1e6;
+        assert!((last / seen["step_s"].as_f64().unwrap() - 1.0).abs() < 0.01, "{last} {}", seen["step_s"]);
+    }
+    assert!(refused("auto dtfm-5 --model gpt2 --by-region --timeline step.svg").contains("timeline"));
 }

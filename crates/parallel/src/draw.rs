@@ -20,6 +20,17 @@ impl Draw {
         self.philox.below(self.at, bound as u64) as usize
     }
 
+    /// Uniform in (0, 1].
+    pub(crate) fn unit(&mut self) -> f64 {
+        const FINE: usize = 1 << 53;
+        (self.below(FINE) + 1) as f64 / FINE as f64
+    }
+
+    /// The time to the next event of a process without memory.
+    pub(crate) fn exponential(&mut self, mean: f64) -> f64 {
+        -mean * self.unit().ln()
+    }
+
     /// Every order of `items` is equally likely (Fisher-Yates).
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {

@@ -106,6 +106,16 @@ pub enum ParallelError {
         /// What is wrong there.
         cause: Box<ParallelError>,
     },
+    /// A line of a preemption trace that cannot be.
+    #[error("preemption trace, line {line}, `{text}`: expected {expected}")]
+    TraceLine {
+        /// The line, from 1.
+        line: usize,
+        /// The line as it stands in the text.
+        text: String,
+        /// What would have been right.
+        expected: &'static str,
+    },
     /// A name that is empty or has other characters than letters, digits, `-`, `_` and `.`.
     #[error("name `{name}` is not of letters, digits, `-`, `_` and `.`")]
     BadName {
@@ -333,7 +343,8 @@ pub enum ParallelError {
     },
     /// A chain of layers that no division among some machines lets fit.
     #[error(
-        "no division of {layers} layers among {machines} machines in order fits: state and one microbatch need {needs}, all machines have {has}"
+        "no division of {layers} layers among {machines} machines in order fits: state and one microbatch need {needs}, all machines have {has}{}",
+        would_fit(*layers, *machines, *needs, *has)
     )]
     TooSmall {
         /// Layers of the chain.
@@ -371,4 +382,25 @@ fn waiting_list(waiting: &[(Rank, Lowered)]) -> String {
         text.push(format!("{} more ranks", waiting.len() - text.len()));
     }
     text.join(", ")
+}
+
+/// What more memory a model needs: of all machines, or of each where the sum is enough.
+fn would_fit(layers: usize, machines: usize, needs: Bytes, has: Bytes) -> String {
+    match needs.0.checked_sub(has.0) {
+        Some(missing) if missing > 0 => {
+            let more = match has.0 / machines.max(1) as u64 {
+                // A machine has one layer at least.
+                each if each > 0 && needs.0.div_ceil(each) <= layers as u64 => {
+                    format!(", as {} machines like these or more have", needs.0.div_ceil(each))
+                }
+                _ => ", on machines that have more each".to_owned(),
+            };
+            format!(": at least {} more would be needed{more}", Bytes(missing))
+        }
+        _ => {
+            ": the sum is enough, but no machine's part ends between two layers; more memory each, a smaller \
+              `--batch`, or fewer `--microbatches` would help"
+                .to_owned()
+        }
+    }
 }

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 pub mod average;
+pub mod churn;
 pub mod cluster;
 mod draw;
 pub mod error;

@@ -83,6 +83,7 @@ mod local_vs_sync;
 mod methods;
 mod memory_table;
 mod mismatch;
+mod morphing;
 mod onebit;
 mod overlap_comm;
 mod overlap_ddp;
@@ -151,6 +152,7 @@ pub const BENCHES: &[Bench] = &[
     resume::BENCH,
     signals::BENCH,
     mismatch::BENCH,
+    morphing::BENCH,
     methods::BENCH,
     divergence::BENCH,
     collective_laws::BENCH,

@@ -92,6 +92,7 @@ short! {
     methods: "methods",
     memory_table: "memory-table",
     mismatch: "mismatch",
+    morphing: "morphing",
     pipeline_exact: "pipeline-exact",
     plan_exact: "plan-exact",
     plan_run: "plan-run",

@@ -1,6 +1,7 @@
 //! `farflung plan`: how the machines of a topology file should train a model together, and why.
 
 mod auto;
+mod churn;
 mod dtfm;
 mod file;
 mod memory;
@@ -27,6 +28,7 @@ use farflung::{Error, Result};
   farflung plan continents.toml --model gpt3-xl --codec int8 --overhead 10 --json
   farflung plan auto homes.toml --model gpt2 --microbatches 16 --out plan.toml
   farflung plan memory --model gpt3-175b
+  farflung plan churn spot --model gpt2-xl --mtbf 4h
   farflung plan dtfm --case 5 --layout search")]
 pub(crate) struct PlanCommand {
     #[command(subcommand)]
@@ -66,6 +68,7 @@ enum Planner {
     Dtfm(dtfm::DtfmCommand),
     Auto(auto::AutoCommand),
     Memory(memory::MemoryCommand),
+    Churn(churn::ChurnCommand),
 }
 
 impl PlanCommand {
@@ -74,6 +77,7 @@ impl PlanCommand {
             Some(Planner::Dtfm(command)) => return command.run(),
             Some(Planner::Auto(command)) => return command.run(),
             Some(Planner::Memory(command)) => return command.run(),
+            Some(Planner::Churn(command)) => return command.run(),
             None => {}
         }
         let cluster = file::read(&self.topology.unwrap_or_default())?;

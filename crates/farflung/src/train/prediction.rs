@@ -5,10 +5,10 @@
 mod operations;
 mod recorder;
 
-use farflung_base::{Nanos, Rank};
+use farflung_base::{Bytes, Nanos, Rank};
 use farflung_parallel::pipeline::run;
 use farflung_parallel::script::{Act, Played, Script};
-use farflung_parallel::{Cluster, LocalSteps, Plan};
+use farflung_parallel::{Cluster, Kind, Lane, LocalSteps, Plan, Span, Timeline};
 use farflung_zoo::GptConfig;
 
 use super::bind::ReplicaSchedule;
@@ -17,7 +17,7 @@ use super::job::Job;
 use super::{averages, costs, links};
 use crate::{Result, TrainConfig};
 use operations::Operations;
-use recorder::{Marks, Recorder};
+use recorder::{Marks, Recorder, Worked};
 
 /// What a plan's steps are predicted to take.
 ///
@@ -85,6 +85,22 @@ impl Prediction {
     /// Errors: as [`Prediction::new`].
     pub fn of(job: &Job) -> Result<Self> {
         Self::new(&job.plan, &job.model, &job.machines()?)
+    }
+
+    /// The first step of a plan with a flush on machines of a topology file, to be drawn: what each rank computes,
+    /// and as one span on its link what it waits for behind its pass, averages and the agreement on the step.
+    ///
+    /// Errors: as [`Prediction::on`].
+    pub fn timeline(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Timeline> {
+        let config = TrainConfig::default();
+        let topology = links::of_plan(&config, plan, Some(cluster))?;
+        let machines = &Machines { topology, rates: costs::rates(&config, model, plan, Some(cluster)) };
+        let of_replica = |replica| ReplicaSchedule::of(plan, model, machines, replica);
+        let schedules: Vec<_> = (0..plan.replicas()).map(of_replica).collect::<Result<_>>()?;
+        let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
+        let first =
+            Sequence { schedules: &schedules, machines, before: &[], steps: 1, pace: None, meets: false };
+        Ok(first.play(&mut operations)?.timeline())
     }
 
     /// A step, averages included, in the mean of a period.
@@ -171,6 +187,29 @@ impl PlayedSequence {
             let before = marks.steps.len().checked_sub(2).map_or(0, |step| marks.steps[step]);
             self.ended(rank, self.ranks[rank].len()).saturating_sub(self.ended(rank, before))
         })
+    }
+
+    /// Of the first step.
+    fn timeline(&self) -> Timeline {
+        let mut spans = Vec::new();
+        for (rank, marks) in self.marks.iter().enumerate() {
+            let of = |lane, kind, start: Nanos, end: Nanos| {
+                let rank = Rank(rank as u32);
+                Span { rank, lane, kind, step: 0, part: 0, op: None, start, end, sent: Bytes(0) }
+            };
+            for Worked { action, acts } in &marks.worked {
+                for act in acts.clone() {
+                    let Act::Compute(time) = self.ranks[rank][act] else { continue };
+                    let end = self.played.ends[rank][act];
+                    let span = of(Lane::Compute, action.kind.into(), end.saturating_sub(time), end);
+                    spans.push(Span { part: action.microbatch, op: Some((*action).into()), ..span });
+                }
+            }
+            let (passed, end) = (self.ended(rank, marks.passed), self.ended(rank, self.ranks[rank].len()));
+            spans.push(of(Lane::Link, Kind::AllReduce, passed, end));
+        }
+        spans.retain(|span| span.end > span.start);
+        Timeline { ranks: self.ranks.len() as u32, steps: 1, spans }
     }
 
     fn predicted(&self, period: u32) -> Prediction {

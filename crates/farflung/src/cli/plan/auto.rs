@@ -4,15 +4,16 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 
 use farflung::base::{Bytes, Nanos, Rank};
+use farflung::parallel::churn::Checkpoints;
 use farflung::parallel::{Cluster, Plan, render};
 use farflung::terminal::print;
-use farflung::train::PipelineSizes;
 use farflung::train::auto::{Candidate, Improvement, Way, auto, by_region, held, improvements, sent};
+use farflung::train::{PipelineSizes, Prediction};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
 use super::file::{read, write};
-use super::regional;
+use super::{churn, regional};
 
 /// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which
 /// is fastest.
@@ -29,7 +30,8 @@ use super::regional;
   farflung plan auto homes.toml --model gpt2 --microbatches 16
   farflung plan auto dtfm-5 --model gpt3-xl --microbatches 512 --only both
   farflung plan auto world-4096 --model gpt3-175b --microbatches 1536
-  farflung plan auto homes.toml --model nano --out plan.toml
+  farflung plan auto homes.toml --model nano --out plan.toml --map map.svg --timeline step.svg
+  farflung plan auto spot --model gpt2-xl --mtbf 6h
   farflung train --plan plan.toml --topology homes.toml")]
 pub(crate) struct AutoCommand {
     /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan,
@@ -71,6 +73,14 @@ pub(crate) struct AutoCommand {
     /// Draw which machine has which layers of which pipeline, as SVG.
     #[arg(long, value_name = "FILE")]
     map: Option<PathBuf>,
+    /// Draw a step of the plan, rank by rank, as SVG; as a trace for Perfetto where the name ends in `.json`.
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
+    /// Mean time until a machine is lost: how often to save, what is lost, what counts.
+    #[arg(long, value_name = "TIME", value_parser = churn::positive)]
+    mtbf: Option<Nanos>,
+    #[command(flatten)]
+    saving: churn::SavingCosts,
     /// Plan pipelines side by side by region with closed forms, as over 256 machines. The schedule is 1F1B.
     #[arg(long)]
     by_region: bool,
@@ -106,6 +116,8 @@ struct Chosen<'a> {
     sent: Bytes,
     held: Vec<Bytes>,
     improvements: Vec<Improvement>,
+    /// Where losses are given.
+    checkpoints: Option<Checkpoints>,
 }
 
 impl AutoCommand {
@@ -131,11 +143,23 @@ impl AutoCommand {
         if let Some(path) = &self.map {
             write(path, "draw the map", &drawn(&candidate.plan, &cluster)?)?;
         }
+        if let Some(path) = &self.timeline {
+            let step = Prediction::timeline(&candidate.plan, &model, &cluster)?;
+            let is_trace = path.extension().is_some_and(|extension| extension == "json");
+            let drawn = if is_trace { render::trace(&step) } else { render::svg(&step) };
+            write(path, "draw the step", &drawn)?;
+        }
+        let held = held(&candidate.plan, &model);
         let chosen = Chosen {
+            checkpoints: self.mtbf.map(|mtbf| {
+                let most = held.iter().copied().max().unwrap_or_default();
+                let churn::SavingTimes { save, restart } = self.saving.times(most);
+                churn::checkpoints(mtbf, candidate.plan.machines.len() as u32, save, restart)
+            }),
             candidate,
             tokens: candidate.plan.sequences() * model.context as u64,
             sent: sent(&candidate.plan, &model),
-            held: held(&candidate.plan, &model),
+            held,
             improvements: improvements(&candidate.plan, &model, &cluster, candidate.step)?,
         };
         print(&if self.json {
@@ -156,6 +180,12 @@ impl AutoCommand {
         };
         if let Some(path) = &self.map {
             return refused("map", path.display().to_string());
+        }
+        if let Some(path) = &self.timeline {
+            return refused("timeline", path.display().to_string());
+        }
+        if self.mtbf.is_some() {
+            return refused("mtbf", "given".to_owned());
         }
         if let Some(only) = self.only.filter(|only| *only != Only::Both) {
             return refused("only", format!("{only:?}").to_lowercase());
@@ -193,7 +223,7 @@ fn rate(tokens: u64, step: Nanos) -> f64 {
 }
 
 fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
-    let Chosen { candidate, tokens, sent, held, improvements } = chosen;
+    let Chosen { candidate, tokens, sent, held, improvements, checkpoints } = chosen;
     let plan = &candidate.plan;
     let memory: serde_json::Map<_, _> =
         plan.machines.iter().cloned().zip(held.iter().map(|bytes| serde_json::json!(bytes.0))).collect();
@@ -208,7 +238,16 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
     let help = improvements.iter().map(|improvement| {
         serde_json::json!({ "what": improvement.what, "step_s": improvement.step.as_secs_f64() })
     });
+    let churn = checkpoints.as_ref().map(|every| {
+        let lost = every.expected();
+        serde_json::json!({
+            "interval_s": every.every, "every_steps": every_steps(every, candidate.step),
+            "checkpoint_s": every.save, "goodput": lost.work, "saving": lost.saving, "lost": lost.failures,
+            "lost_per_failure_s": every.vain(),
+        })
+    });
     serde_json::json!({
+        "churn": churn,
         "plan": plan.to_string(), "step_s": candidate.step.as_secs_f64(),
         "tokens_per_s": rate(*tokens, candidate.step), "bytes_per_step": sent.0, "memory": memory,
         "candidates": each.collect::<Vec<_>>(), "would_help": help.collect::<Vec<_>>(),
@@ -216,7 +255,7 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
 }
 
 fn text(chosen: &Chosen<'_>, candidates: &[Candidate], top: usize) -> String {
-    let Chosen { candidate, tokens, sent, held, improvements } = chosen;
+    let Chosen { candidate, tokens, sent, held, improvements, checkpoints } = chosen;
     let plan = &candidate.plan;
     let mut text = format!("{:>16} {:>8} {:>12} {:>10}\n", "machine", "replica", "layers", "holds");
     for (rank, (machine, held)) in plan.machines.iter().zip(held).enumerate() {
@@ -251,5 +290,21 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], top: usize) -> String {
         let gain = 100.0 * (1.0 - ratio(improvement.step));
         let _ = writeln!(text, "With {}: {:.1}% less.", improvement.what, gain);
     }
+    if let Some(every) = checkpoints {
+        let _ = write!(text, "\n{}", churn::interval(every));
+        let _ = writeln!(
+            text,
+            "A loss costs {} of work in the mean. `farflung train --checkpoint-every {}` saves so often: {:.0} \
+             tokens/s count.",
+            Nanos::from_secs_f64(every.vain()),
+            every_steps(every, candidate.step),
+            every.expected().work * rate(*tokens, candidate.step)
+        );
+    }
     text
+}
+
+/// An interval in steps, one at least.
+fn every_steps(every: &Checkpoints, step: Nanos) -> u64 {
+    (every.every / step.as_secs_f64().max(1e-9)).round().max(1.0) as u64
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use farflung::base::Nanos;
+use farflung::parallel::Cluster;
 use farflung::parallel::planner::regional::Direction;
 use farflung::train::auto::{ByRegion, RegionalCandidate};
 
@@ -27,6 +28,16 @@ fn what(candidate: &RegionalCandidate, found: &ByRegion) -> String {
     format!("{pipelines} pipelines of {stages} {direction}, {groups}, {}{again}", plan.algorithm)
 }
 
+/// Machines that a plan uses.
+fn ranks(candidate: &RegionalCandidate) -> usize {
+    candidate.found.pipelines.iter().map(Vec::len).sum()
+}
+
+/// How many ranks a plan has more than a run may have; `None` where it can run.
+fn above_limit(candidate: &RegionalCandidate) -> Option<u64> {
+    (ranks(candidate) as u64).checked_sub(Cluster::MAX_RANKS).filter(|&over| over > 0)
+}
+
 fn ratio(step: Nanos, bound: Nanos) -> f64 {
     step.as_secs_f64() / bound.as_secs_f64().max(1e-9)
 }
@@ -47,6 +58,8 @@ pub(super) fn json(found: &ByRegion, plan: &str, tokens: u64) -> serde_json::Val
     serde_json::json!({
         "plan": plan, "step_s": step.as_secs_f64(), "tokens_per_s": tokens as f64 / step.as_secs_f64(),
         "lower_bound_s": found.bound.as_secs_f64(), "priced": found.priced,
+        "ranks": ranks(chosen), "machines_left_out": found.sites.size() - ranks(chosen),
+        "ranks_above_limit": above_limit(chosen),
         "sites": found.sites.all.len(), "candidates": each.collect::<Vec<_>>(),
     })
 }
@@ -75,6 +88,15 @@ pub(super) fn text(found: &ByRegion, tokens: u64, top: usize) -> String {
     let _ = writeln!(text, "\nA stage has at most {most} layers, a machine holds at most {held}.");
     let (few, many) = (plan.microbatches.iter().min(), plan.microbatches.iter().max());
     let (few, many) = (few.copied().unwrap_or(0), many.copied().unwrap_or(0));
+    let (busy, all) = (ranks(&found.plans[0]), found.sites.size());
+    let _ = writeln!(text, "{busy} of {all} machines are in use, {} are left out.", all - busy);
+    if let Some(over) = above_limit(&found.plans[0]) {
+        let _ = writeln!(
+            text,
+            "A run has {} ranks at most: this plan has {over} too many, and is priced here but cannot be trained.",
+            Cluster::MAX_RANKS
+        );
+    }
     let _ = writeln!(text, "Pipelines have {few} to {many} microbatches each.\n");
     let _ = writeln!(
         text,

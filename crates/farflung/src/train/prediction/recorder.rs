@@ -2,6 +2,7 @@
 //! `part.rs`, `tied.rs` and `trainer.rs` do it.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_parallel::Recompute;
@@ -22,6 +23,16 @@ pub(super) struct Marks {
     pub(super) passed: usize,
     /// Acts until each step is over.
     pub(super) steps: Vec<usize>,
+    /// What the schedule's actions became.
+    pub(super) worked: Vec<Worked>,
+}
+
+/// An action of the schedule, as acts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Worked {
+    pub(super) action: Action,
+    /// By number.
+    pub(super) acts: Range<usize>,
 }
 
 /// What a part on this rank is doing.
@@ -304,6 +315,7 @@ impl Worker for Recorder<'_, '_, '_> {
 
     fn compute(&mut self, action: Action, _: Option<()>) -> Result<Option<()>> {
         let (cost, stage) = (self.cost(action), action.stage);
+        let before = self.acts.len();
         match action.kind {
             ComputeKind::Forward => {
                 let (part, depth) = (self.placement().part(stage), self.placement().depth());
@@ -316,6 +328,7 @@ impl Worker for Recorder<'_, '_, '_> {
             ComputeKind::Step => self.update(stage)?,
             kind => self.compute(cost.time(kind)),
         }
+        self.marks.worked.push(Worked { action, acts: before..self.acts.len() });
         Ok(Some(()))
     }
 

@@ -1,0 +1,281 @@
+//! `farflung plan churn`: what training gets done while machines are lost and come back, for each way of going on.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use farflung::base::{Bandwidth, Nanos};
+use farflung::parallel::churn::{
+    Checkpoints, POLICIES, Prices, Recovery, Replay, Row, Trace, alive, best_shape, copies_for, daly, replay,
+};
+use farflung::terminal::print;
+use farflung::train::{PipelineSizes, fleet};
+use farflung::zoo::GptConfig;
+use farflung::{Error, Result};
+
+use super::file::{read, write};
+
+/// Compare ways to go on while machines are lost and come back: restarting from checkpoints, Varuna's morphing,
+/// Oobleck's templates, ReCycle's re-routing, Parcae's liveput, all under one trace.
+///
+/// The machines of the file are taken as alike: as slow as the slowest, with the least memory, joined by the
+/// slowest link. The trainer restarts from checkpoints with the machines that are left; the others are
+/// simulated, to say what they would bring.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  farflung plan churn spot --model gpt2-xl --mtbf 4h --absence 20min
+  farflung plan churn lan --model gpt2 --mtbf 24h --hours 48 --seed 3 --json
+  farflung plan churn spot --model gpt2-xl --trace preemptions.txt")]
+pub(crate) struct ChurnCommand {
+    /// TOML file with devices, links and regions, or the name of a shipped one.
+    #[arg(value_name = "FILE")]
+    topology: PathBuf,
+    /// Model preset.
+    #[arg(long, value_name = "NAME", default_value = "gpt2")]
+    model: String,
+    /// Sequences of a microbatch.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    batch: u32,
+    /// Microbatches of a step, over all machines.
+    #[arg(
+        long,
+        short = 'm',
+        value_name = "N",
+        default_value_t = 64,
+        value_parser = clap::value_parser!(u32).range(1..=4096)
+    )]
+    microbatches: u32,
+    #[command(flatten)]
+    losses: Losses,
+    /// Mean time until a lost machine is back.
+    #[arg(long, value_name = "TIME", default_value = "10min", value_parser = positive)]
+    absence: Nanos,
+    /// Going on without starting again: the loss is noticed and the others meet anew.
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = positive)]
+    regroup: Nanos,
+    /// Hours that are simulated.
+    #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u64).range(1..=8760))]
+    hours: u64,
+    /// Of the losses that are drawn.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+    /// Losses and returns from a file instead of drawn ones: a line `machines N time TIME`, then lines
+    /// `TIME lost M` and `TIME back M`.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["hours", "seed"])]
+    trace: Option<PathBuf>,
+    /// Write the losses that were drawn.
+    #[arg(long, value_name = "FILE", conflicts_with = "trace")]
+    trace_out: Option<PathBuf>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// How often machines are lost, and what saving and starting again take.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub(super) struct Losses {
+    /// Mean time until a machine is lost.
+    #[arg(long, value_name = "TIME", default_value = "24h", value_parser = positive)]
+    pub(super) mtbf: Nanos,
+    #[command(flatten)]
+    pub(super) costs: SavingCosts,
+}
+
+/// What saving and starting again take.
+#[derive(Debug, Clone, Copy, clap::Args)]
+pub(super) struct SavingCosts {
+    /// Rate at which a machine writes and reads checkpoints.
+    #[arg(long, value_name = "RATE", default_value = "4gbit")]
+    disk: Bandwidth,
+    /// Starting a job's processes again, without reading the checkpoint.
+    #[arg(long, value_name = "TIME", default_value = "30s", value_parser = positive)]
+    restart: Nanos,
+}
+
+impl SavingCosts {
+    /// Saving this state, and starting again from it, in this order.
+    pub(super) fn times(&self, state: farflung::base::Bytes) -> SavingTimes {
+        let save = self.disk.transfer(state);
+        SavingTimes { save, restart: self.restart.saturating_add(save) }
+    }
+}
+
+/// What saving and starting again take for some state.
+pub(super) struct SavingTimes {
+    pub(super) save: Nanos,
+    pub(super) restart: Nanos,
+}
+
+/// A time that is not 0.
+pub(super) fn positive(text: &str) -> std::result::Result<Nanos, String> {
+    let time: Nanos = text.parse().map_err(|error: farflung::base::ParseUnitError| error.to_string())?;
+    if time == Nanos::ZERO { Err("expected a time above 0".to_owned()) } else { Ok(time) }
+}
+
+/// What is printed.
+struct Found<'a> {
+    trace: &'a Trace,
+    every: Checkpoints,
+    stages: u32,
+    absence: Nanos,
+    mtbf: Nanos,
+    /// Tokens of a step.
+    tokens: u64,
+    ways: Vec<(&'static Row, Replay)>,
+}
+
+impl ChurnCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let cluster = read(&self.topology)?;
+        let model = GptConfig::preset(&self.model)?;
+        let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
+        let fleet = fleet(&model, &cluster, sizes)?;
+        let mut prices = Prices::new(&fleet)?;
+        let machines = cluster.size() as u32;
+        let mtbf = self.losses.mtbf;
+        let trace = if let Some(path) = &self.trace {
+            given(path, machines)?
+        } else {
+            let time = Nanos(self.hours * 3_600_000_000_000);
+            Trace::drawn(machines, mtbf.as_secs_f64(), self.absence.as_secs_f64(), time, self.seed)
+        };
+        if let Some(path) = &self.trace_out {
+            write(path, "write the trace", &trace.to_string())?;
+        }
+        let stages = best_shape(&mut prices, machines, 1).map_or(1, |shape| shape.stages);
+        let state = prices.state(stages).unwrap_or_default();
+        let SavingTimes { save, restart } = self.losses.costs.times(state);
+        let recovery = Recovery { save, restart, regroup: self.regroup, lifetime: mtbf };
+        let mut ways = Vec::new();
+        for row in &POLICIES {
+            ways.push((row, replay(row, &trace, &recovery, &mut prices)?));
+        }
+        let found = Found {
+            trace: &trace,
+            every: checkpoints(mtbf, machines, save, restart),
+            stages,
+            absence: self.absence,
+            mtbf,
+            tokens: u64::from(self.batch) * u64::from(self.microbatches) * model.context as u64,
+            ways,
+        };
+        print(&if self.json { format!("{}\n", found.json()) } else { found.text() })
+    }
+}
+
+/// Saving at Daly's interval, where any of the machines ends the job.
+pub(super) fn checkpoints(mtbf: Nanos, machines: u32, save: Nanos, restart: Nanos) -> Checkpoints {
+    let between = mtbf.as_secs_f64() / f64::from(machines.max(1));
+    let (save, restart) = (save.as_secs_f64(), restart.as_secs_f64());
+    Checkpoints { every: daly(save, between), save, restart, between }
+}
+
+/// Reads a trace of this many machines.
+fn given(path: &PathBuf, machines: u32) -> Result<Trace> {
+    let text = std::fs::read_to_string(path).map_err(|source| Error::Io {
+        action: "read",
+        path: path.clone(),
+        source,
+    })?;
+    let trace: Trace = text.parse()?;
+    if trace.machines != machines {
+        return Err(Error::Setting {
+            field: "trace",
+            value: format!("a trace of {} machines", trace.machines),
+            expected: format!("one of the {machines} machines of the topology"),
+        });
+    }
+    Ok(trace)
+}
+
+impl Found<'_> {
+    fn rate(&self, done: &Replay) -> f64 {
+        (done.steps * self.tokens) as f64 / self.trace.time.as_secs_f64()
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let lost = self.every.expected();
+        let ways = self.ways.iter().map(|(row, done)| {
+            serde_json::json!({
+                "name": row.name, "steps": done.steps, "tokens_per_s": self.rate(done), "share": done.share,
+                "steps_lost": done.lost, "restarts": done.restarts, "regroups": done.regroups,
+                "saving_s": done.saving.as_secs_f64(), "paused_s": done.paused.as_secs_f64(),
+                "idle_s": done.idle.as_secs_f64(),
+            })
+        });
+        serde_json::json!({
+            "machines": self.trace.machines, "mean_machines": self.trace.mean(),
+            "losses": self.trace.losses(), "time_s": self.trace.time.as_secs_f64(),
+            "interval_s": self.every.every, "checkpoint_s": self.every.save, "goodput": lost.work,
+            "ways": ways.collect::<Vec<_>>(),
+        })
+    }
+
+    fn text(&self) -> String {
+        let trace = self.trace;
+        let mut text = format!(
+            "{} machines, {:.1} of them there in the mean; {} losses in {:.0} h.\n",
+            trace.machines,
+            trace.mean(),
+            trace.losses(),
+            trace.time.as_secs_f64() / 3600.0
+        );
+        text.push_str(&interval(&self.every));
+        let (lifetime, absence) = (self.mtbf.as_secs_f64(), self.absence.as_secs_f64());
+        if let Some(copies) = copies_for(0.999, self.stages, lifetime, absence) {
+            let _ = writeln!(
+                text,
+                "{copies} copies of each of {} stages keep the model whole for {:.3}% of the time.",
+                self.stages,
+                100.0 * alive(self.stages, copies, lifetime, absence)
+            );
+        }
+        let _ = writeln!(
+            text,
+            "\n  {:<10} {:>10} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}",
+            "", "tokens/s", "share", "restarts", "regroups", "lost", "saving", "paused", "idle"
+        );
+        let best = self.ways.iter().map(|(_, done)| done.steps).max().unwrap_or(0);
+        for (row, done) in &self.ways {
+            let mark = if done.steps == best { '>' } else { ' ' };
+            let part = |time: Nanos| 100.0 * time.as_secs_f64() / trace.time.as_secs_f64();
+            let all = (done.steps + done.lost).max(1);
+            let _ = writeln!(
+                text,
+                "{mark} {:<10} {:>10.0} {:>7.1}% {:>9} {:>9} {:>8.1}% {:>8.1}% {:>8.1}% {:>8.1}%",
+                row.name,
+                self.rate(done),
+                100.0 * done.share,
+                done.restarts,
+                done.regroups,
+                100.0 * done.lost as f64 / all as f64,
+                part(done.saving),
+                part(done.paused),
+                part(done.idle)
+            );
+        }
+        text.push_str(
+            "\n`share`: of what a job does that always has the best plan and changes in no time. `lost`: steps \
+             done in vain.\n\n",
+        );
+        for (row, _) in &self.ways {
+            let _ = writeln!(text, "{:<10} {}", row.name, row.summary);
+        }
+        text
+    }
+}
+
+/// How often to save, and what that comes to.
+pub(super) fn interval(every: &Checkpoints) -> String {
+    let lost = every.expected();
+    let time = |seconds: f64| Nanos::from_secs_f64(seconds).to_string();
+    format!(
+        "A machine is lost every {}: with a checkpoint of {} every {} (Daly), {:.1}% of the time is work that \
+         counts, {:.1}% saving, {:.1}% work in vain and starting again.\n",
+        time(every.between),
+        time(every.save),
+        time(every.every),
+        100.0 * lost.work,
+        100.0 * lost.saving,
+        100.0 * lost.failures
+    )
+}

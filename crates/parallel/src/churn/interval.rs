@@ -1,0 +1,159 @@
+//! How often to save: Young's and Daly's intervals, and what a run gets done at any interval.
+
+use crate::draw::Draw;
+
+/// Young's interval: the time of work between two checkpoints, in seconds, that loses least to first order.
+///
+/// `save` is what a checkpoint takes and `between` the mean time between failures of the job, in seconds.
+/// Source: Young 1974, `sqrt(2 save between)`.
+///
+/// ```
+/// use farflung_parallel::churn::young;
+///
+/// assert!((young(50.0, 3600.0) - 600.0).abs() < 1e-9);
+/// ```
+#[must_use]
+pub fn young(save: f64, between: f64) -> f64 {
+    (2.0 * save * between).sqrt()
+}
+
+/// Daly's interval: the same to a higher order.
+///
+/// Source: Daly 2006, equation 37: `sqrt(2 s m) (1 + sqrt(s / 2m) / 3 + (s / 2m) / 9) - s` for `s < 2m`, else
+/// `m`.
+#[must_use]
+pub fn daly(save: f64, between: f64) -> f64 {
+    if save >= 2.0 * between {
+        return between;
+    }
+    let ratio = save / (2.0 * between);
+    young(save, between) * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0) - save
+}
+
+/// A job that saves at intervals, and begins again at the newest checkpoint after each failure. All in seconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Checkpoints {
+    /// Work between two checkpoints.
+    pub every: f64,
+    /// What a checkpoint takes; the job stands still.
+    pub save: f64,
+    /// From a failure to where the job works again. It can fail in this time too.
+    pub restart: f64,
+    /// Mean time between failures of the job, whose times have no memory.
+    pub between: f64,
+}
+
+/// Where the time of a job goes, in parts of all of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Lost {
+    /// Work that counts: the goodput.
+    pub work: f64,
+    /// Saving.
+    pub saving: f64,
+    /// Work, saving and starting again that a failure made vain, and starting again.
+    pub failures: f64,
+}
+
+impl Checkpoints {
+    /// The interval at which the goodput is highest, by golden section over [`Checkpoints::expected`]; what
+    /// `self.every` is does not matter.
+    #[must_use]
+    pub fn best(self) -> Self {
+        let at = |every: f64| Self { every, ..self };
+        let ratio = f64::midpoint(5.0_f64.sqrt(), -1.0);
+        // Logarithms: the best lies between a fraction of a checkpoint and many times the time between failures.
+        let (mut low, mut high) =
+            ((self.save.min(self.between) * 1e-3).max(1e-9).ln(), (self.between * 10.0).ln());
+        for _ in 0..200 {
+            let (a, b) = (high - ratio * (high - low), low + ratio * (high - low));
+            if at(a.exp()).expected().work < at(b.exp()).expected().work { low = a } else { high = b }
+        }
+        at(f64::midpoint(low, high).exp())
+    }
+
+    /// What is expected of a long run.
+    ///
+    /// A segment of work and its checkpoint, `t = every + save`, takes `between e^(restart / between) (e^(t /
+    /// between) - 1)` in the mean. Source: Daly 2006, equation 20.
+    #[must_use]
+    pub fn expected(self) -> Lost {
+        let Self { every, save, restart, between } = self;
+        let all = between * (restart / between).exp() * ((every + save) / between).exp_m1();
+        if !all.is_finite() || all <= 0.0 {
+            return Lost { work: 0.0, saving: 0.0, failures: 1.0 };
+        }
+        Lost { work: every / all, saving: save / all, failures: 1.0 - (every + save) / all }
+    }
+
+    /// The mean work that one failure makes vain: what was done since the newest checkpoint.
+    ///
+    /// Of a failure inside of a segment of `t` seconds: `between - t / (e^(t / between) - 1)`, about `t / 2`.
+    #[must_use]
+    pub fn vain(self) -> f64 {
+        let t = self.every + self.save;
+        self.between - t / (t / self.between).exp_m1()
+    }
+
+    /// What a simulated run of `segments` checkpoints does, failure by failure.
+    #[must_use]
+    pub fn simulated(self, segments: u64, seed: u64) -> Lost {
+        let mut draw = Draw::new(seed, 21);
+        let t = self.every + self.save;
+        let mut all = 0.0;
+        for _ in 0..segments {
+            let mut needs = t;
+            loop {
+                let failure = draw.exponential(self.between);
+                if failure >= needs {
+                    all += needs;
+                    break;
+                }
+                all += failure;
+                needs = self.restart + t;
+            }
+        }
+        let part = |each: f64| each * segments as f64 / all;
+        Lost { work: part(self.every), saving: part(self.save), failures: 1.0 - part(t) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const JOB: Checkpoints = Checkpoints { every: 600.0, save: 30.0, restart: 120.0, between: 7200.0 };
+
+    #[test]
+    fn the_closed_form_is_what_a_simulation_does() {
+        for every in [60.0, 600.0, 6000.0] {
+            let job = Checkpoints { every, ..JOB };
+            let (expected, seen) = (job.expected(), job.simulated(200_000, 3));
+            assert!((expected.work - seen.work).abs() < 0.005, "{expected:?} {seen:?}");
+            assert!((expected.failures - seen.failures).abs() < 0.005, "{expected:?} {seen:?}");
+            assert!((expected.work + expected.saving + expected.failures - 1.0).abs() < 1e-12);
+        }
+    }
+
+    #[test]
+    fn dalys_interval_is_nearly_the_best() {
+        for (save, between) in [(1.0, 86_400.0), (30.0, 7200.0), (300.0, 3600.0)] {
+            let job = Checkpoints { save, between, ..JOB };
+            let best = job.best();
+            let at = |every: f64| Checkpoints { every, ..job }.expected().work;
+            // Nothing on a fine grid is better.
+            let grid = (1..4000).map(|i| at(f64::from(i) * between / 1000.0)).fold(0.0, f64::max);
+            assert!(best.expected().work >= grid - 1e-9);
+            assert!(at(daly(save, between)) > 0.999 * best.expected().work, "{save} {between}");
+            assert!(at(daly(save, between)) >= at(young(save, between)) - 1e-12);
+        }
+        assert!((daly(300.0, 100.0) - 100.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_failure_makes_half_a_segment_vain() {
+        let t = JOB.every + JOB.save;
+        assert!((JOB.vain() / (t / 2.0) - 1.0).abs() < 0.02, "{}", JOB.vain());
+        let dead = Checkpoints { between: 1e-3, ..JOB };
+        assert!(dead.expected().work < 1e-9);
+    }
+}

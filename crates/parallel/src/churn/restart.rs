@@ -1,0 +1,71 @@
+//! Restart from checkpoints: any loss of a machine that is in use stops the job.
+
+use farflung_base::Nanos;
+
+use super::policy::{Now, Policy, Reaction, Row, Saves};
+use super::varuna::best_shape;
+use super::{Prices, Shape};
+
+/// The table's row.
+pub(super) const ROW: Row = Row {
+    name: "restart",
+    summary: "begins again at the newest checkpoint, with as many pipelines of the same stages as there are machines for",
+    saves: Saves::Daly,
+    begin: || Box::new(Restart::new(same_stages)),
+};
+
+/// The shape for so many machines, where the last one is known.
+type Choose = fn(&mut Prices<'_>, u32, Option<Shape>) -> Option<Shape>;
+
+/// A job that begins again after each loss.
+pub(super) struct Restart {
+    choose: Choose,
+    /// The first shape, and the one in use.
+    first: Option<Shape>,
+    shape: Option<Shape>,
+    used: Vec<u32>,
+}
+
+fn same_stages(prices: &mut Prices<'_>, machines: u32, first: Option<Shape>) -> Option<Shape> {
+    let Some(first) = first else { return best_shape(prices, machines, 1) };
+    let pipelines = (machines / first.stages).min(prices.fleet().microbatches);
+    (pipelines > 0).then_some(Shape { pipelines, ..first })
+}
+
+impl Restart {
+    pub(super) const fn new(choose: Choose) -> Self {
+        Self { choose, first: None, shape: None, used: Vec::new() }
+    }
+
+    fn step(&self, prices: &mut Prices<'_>) -> Option<Nanos> {
+        prices.step(self.shape?)
+    }
+
+    fn take(&mut self, shape: Option<Shape>, live: &[u32]) {
+        self.shape = shape;
+        self.first = self.first.or(shape);
+        self.used = live.iter().copied().take(shape.map_or(0, |shape| shape.machines() as usize)).collect();
+    }
+}
+
+impl Policy for Restart {
+    fn change(&mut self, now: Now<'_>, prices: &mut Prices<'_>) -> Reaction {
+        let live = now.live();
+        let shape = (self.choose)(prices, live.len() as u32, self.first);
+        if now.lost.iter().any(|machine| self.used.contains(machine)) || self.shape.is_none() {
+            self.take(shape, &live);
+            return Reaction::restarted(self.step(prices), now.recovery.restart);
+        }
+        let before = self.step(prices);
+        let after = shape.and_then(|shape| prices.step(shape));
+        let pause = now.recovery.save.saturating_add(now.recovery.restart);
+        let is_better = before.zip(after).is_some_and(|(before, after)| {
+            now.is_worth(pause, before, after, shape.map_or(0, Shape::machines))
+        });
+        if shape == self.shape || !is_better {
+            return Reaction::same(before);
+        }
+        self.take(shape, &live);
+        Reaction { has_saved: true, ..Reaction::regrouped(after, pause) }
+    }
+}
