@@ -1,5 +1,6 @@
 //! A chain of transforms, fused: one pass for the norm, one pass for everything else.
 
+mod gathered;
 mod pass;
 
 use std::fmt;
@@ -13,7 +14,8 @@ use crate::OptimError;
 use crate::group::{Groups, ParamGroup};
 use crate::norm::global_norm;
 use crate::per_tensor::{Tensors, factor};
-use crate::transform::{Contribution, StepInfo, Transform};
+use crate::transform::{Contribution, Rounds, StepInfo, Transform};
+pub use gathered::Meets;
 use pass::{Class, Numbered, Pass, Place, classify, close, passes};
 
 /// Tells whether a link is for a parameter.
@@ -145,7 +147,10 @@ impl ChainBuilder {
             }
             let group = self.groups.of(param);
             let passes = passes_of(&selected, group)?;
-            last = Some(classify(&mut classes, last, group.lr, passes, param));
+            let mut links = self.links.iter().zip(&selected).filter(|(_, selected)| **selected);
+            let link = links.find(|(link, _)| link.transform.gathers().is_some());
+            let gathered = link.map(|(link, _)| gathered::program(&*link.transform, group)).transpose()?;
+            last = Some(classify(&mut classes, last, group.lr, (passes, gathered), param));
         }
         close(&mut classes, last, layout);
         let several = classes.iter().any(|class| class.passes.len() > 1);
@@ -239,6 +244,12 @@ impl Chain {
     #[must_use]
     pub const fn step(&self) -> u64 {
         self.step
+    }
+
+    /// In which steps replicas average gradients, and which are local, where a link decides that.
+    #[must_use]
+    pub fn rounds(&self) -> Option<Rounds> {
+        self.links.iter().find_map(|link| link.rounds())
     }
 
     /// Whether replicas average something else than gradients in the next step: [`Chain::contribute`].

@@ -15,13 +15,15 @@ mod noloco;
 mod replicas;
 mod streaming;
 mod timeline;
+mod zero_one;
 
 use std::sync::{PoisonError, RwLock};
 
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
-use crate::{Average, AverageConfig, Coding, OptimError};
+use crate::transform::Rounds;
+use crate::{Average, AverageConfig, Chain, Coding, OptimError};
 
 pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
@@ -33,6 +35,7 @@ pub use noloco::{NOLOCO, NoLoCo};
 pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
 pub use streaming::STREAMING;
 pub use timeline::Timeline;
+pub use zero_one::{ZERO_ONE, ZeroOne};
 
 /// A moment of a run: after which step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +57,12 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// The average that the gradients of each step go through; `None` for a method whose steps are local.
     fn gradients(&mut self) -> Option<&mut Average>;
 
+    /// Whether [`Synchroniser::gradients`] gives an average in the next step, in a method that also has local
+    /// steps.
+    fn averages_gradients(&self) -> bool {
+        false
+    }
+
     /// After each local step: takes up what neighbours sent. Only they wait for each other.
     ///
     /// Errors: a neighbour that was lost.
@@ -70,6 +79,19 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Errors: a peer that was lost; a codec that refuses values which are not finite.
     fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError>;
 
+    /// As [`Synchroniser::exchange`], for a method that averages what the optimizer gathered over local steps.
+    ///
+    /// Errors: as [`Synchroniser::exchange`].
+    fn exchange_gathered(
+        &mut self,
+        params: &Tensor,
+        _chain: &Chain,
+        after: After,
+        weight: f64,
+    ) -> Result<(), OptimError> {
+        self.exchange(params, after, weight)
+    }
+
     /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
 
@@ -81,6 +103,13 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 
     /// Takes the step that was exchanged, or makes the average of gradients final.
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError>;
+
+    /// As [`Synchroniser::commit`], for a method that averages what the optimizer gathered.
+    ///
+    /// Errors: as [`Synchroniser::commit`].
+    fn commit_gathered(&mut self, params: &mut Tensor, _chain: &mut Chain) -> Result<(), OptimError> {
+        self.commit(params)
+    }
 
     /// After each local step, and after the commit where copies met: sends what leaves now and comes back at a
     /// later meeting, and tells whether that is something. Nobody waits for it.
@@ -193,6 +222,8 @@ pub struct SyncSettings<'a> {
     pub mixing: f64,
     /// How far a copy goes towards its neighbours in a step.
     pub consensus_rate: f64,
+    /// In which steps the optimizer has gradients averaged, and which are local, where it decides that.
+    pub rounds: Option<Rounds>,
     /// The parameters as all copies have them.
     pub params: &'a Tensor,
 }
@@ -246,6 +277,7 @@ pub const METHODS: &[SyncMethod] = &[
     RANDOM_PAIRS,
     LOW_PRECISION,
     CHOCO,
+    ZERO_ONE,
 ];
 
 /// Methods that are not in the table.

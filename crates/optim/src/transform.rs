@@ -21,6 +21,7 @@ mod schedule;
 mod sign;
 mod trace;
 mod trust_ratio;
+mod zero_one_adam;
 
 use std::fmt::Debug;
 
@@ -46,6 +47,7 @@ pub use schedule::scale_by_schedule;
 pub use sign::sign;
 pub use trace::{trace, trace_with};
 pub use trust_ratio::scale_by_trust_ratio;
+pub use zero_one_adam::{Rounds, ZeroOneAdam, scale_by_zero_one_adam};
 
 /// What a link may use while it writes its instructions.
 #[derive(Debug)]
@@ -105,6 +107,15 @@ pub struct Contribution {
     pub take: f32,
 }
 
+/// What a link gathers over local steps, for replicas to average where they meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gathered {
+    /// Which of the link's states.
+    pub state: u16,
+    /// Number of scalars that [`Transform::gathered_scalars`] gives.
+    pub scalars: u16,
+}
+
 /// One link of a chain.
 pub trait Transform: Debug + Send {
     /// Its name, the prefix of its state's names.
@@ -137,6 +148,26 @@ pub trait Transform: Debug + Send {
     /// for its gradient. For one link of a chain at most.
     fn contribution(&self, _step: u64) -> Option<Contribution> {
         None
+    }
+
+    /// In which steps replicas average gradients, and which are local, if the link decides that.
+    fn rounds(&self) -> Option<Rounds> {
+        None
+    }
+
+    /// What it gathers over local steps, if anything. For one link of a chain at most, which has three states:
+    /// all of them are rewritten where replicas meet.
+    fn gathers(&self) -> Option<Gathered> {
+        None
+    }
+
+    /// The scalars of a meeting after these steps, for parameters with a factor of the learning rate.
+    fn gathered_scalars(&self, _lr: f64, _steps: std::ops::Range<u64>, _out: &mut Vec<f32>) {}
+
+    /// Writes the instructions from the mean of what replicas gathered to the parameters' next values. The
+    /// parameter of `e` is what it was when replicas last met; scalars begin with 0.
+    fn emit_gathered(&self, e: &mut Emit<'_>, _mean: Value) -> Value {
+        e.param
     }
 
     /// What it does with whole tensors before its instructions, if anything. The links before it run as a pass

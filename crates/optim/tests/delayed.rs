@@ -194,6 +194,7 @@ fn what_no_timeline_has_is_refused() {
             delay: 0,
             mixing: 0.0,
             consensus_rate: 1.0,
+            rounds: None,
             params: &params,
         };
         Delayed::new(sync, settings).unwrap_err().to_string()

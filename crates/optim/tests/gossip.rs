@@ -267,6 +267,7 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
         delay: 0,
         mixing: 0.0,
         consensus_rate: case.rate,
+        rounds: None,
         params: &params,
     };
     for (case, said) in [

@@ -6,8 +6,8 @@ use anyhow::{Context, Result, ensure};
 use farflung::TrainConfig;
 use farflung::base::Link;
 use farflung::config::recipe::RECIPES;
-use farflung::optim::local::{Averages, METHODS as OPTIMIZERS};
-use farflung::optim::sync::METHODS;
+use farflung::optim::local::METHODS as OPTIMIZERS;
+use farflung::optim::sync::{METHODS, SyncMethod};
 use farflung::train::{Job, Trainer};
 
 use crate::binary::farflung;
@@ -76,6 +76,14 @@ const DEGENERATE: &[Degenerate] = &[
     ),
     same("--recipe onebit-adam --codec-warmup 8", "--optimizer onebit-adam --codec none --codec-warmup 8"),
     same(
+        "--optimizer zero-one-adam --codec sign --codec-warmup 8",
+        "--optimizer onebit-adam --codec none --codec-warmup 8",
+    ),
+    near(
+        "--optimizer zero-one-adam --codec none --codec-warmup 3 --sync-every 1 --weight-decay 0",
+        "--optimizer onebit-adam --codec none --codec-warmup 3 --weight-decay 0",
+    ),
+    same(
         "--recipe sparseloco --codec none --sync-every 4",
         "--sync diloco --outer-lr 1 --outer-momentum 0 --sync-every 4",
     ),
@@ -91,7 +99,9 @@ const DEGENERATE: &[Degenerate] = &[
 
 /// Flags of every method, recipe, and optimizer that averages something of its own, each with its own codec.
 fn all() -> Vec<String> {
-    let methods = METHODS.iter().map(|row| {
+    // A method that only one optimizer takes is in the list with that.
+    let alone = |row: &&SyncMethod| OPTIMIZERS.iter().all(|own| own.averages.sync() != Some(row.name));
+    let methods = METHODS.iter().filter(alone).map(|row| {
         let codec = row.codec.map_or(String::new(), |codec| format!(" --codec {codec}"));
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
         format!("--sync {}{every}{codec}", row.name)
@@ -100,11 +110,12 @@ fn all() -> Vec<String> {
         let local = row.settings.iter().any(|(name, _)| *name == "sync-every");
         format!("--recipe {}{}", row.name, if local { " --sync-every 3" } else { "" })
     });
-    let optimizers = OPTIMIZERS.iter().filter_map(|row| match row.averages {
-        Averages::Momentum { codec } => {
-            Some(format!("--optimizer {} --codec {codec} --codec-warmup 3", row.name))
-        }
-        Averages::Gradients => None,
+    let optimizers = OPTIMIZERS.iter().filter_map(|row| {
+        let codec = row.averages.codec()?;
+        // Variances that change in turns, and local steps that meet in turns, where there are such.
+        let turns =
+            row.averages.sync().map_or("", |_| " --variance-doubling 1 --local-doubling 1 --sync-every 2");
+        Some(format!("--optimizer {} --codec {codec} --codec-warmup 3{turns}", row.name))
     });
     methods.chain(recipes).chain(optimizers).collect()
 }

@@ -23,6 +23,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     lab.compare(report, &arms::F32, &f32, Mark::None)?;
     let onebit = lab.compare(report, &arms::ONEBIT_ADAM, &f32, judged)?;
     let qadam = lab.compare(report, &arms::QADAM, &f32, judged)?;
+    let zero_one = lab.compare(report, &arms::ZERO_ONE_ADAM, &f32, Mark::None)?;
     let control = lab.compare(report, &arms::SIGN, &f32, Mark::None)?;
     let (gap, ratio) = (onebit.gap(&f32), f32.payload() / onebit.payload());
     Published {

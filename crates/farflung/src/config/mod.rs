@@ -173,10 +173,14 @@ macro_rules! settings {
             fn fill(args: TrainArgs) -> Self {
                 let given = Given::Only(args.given());
                 let (min_lr, codec, outer_momentum) = (args.min_lr, args.codec, args.outer_momentum);
+                let sync = args.sync;
                 let own = args.optimizer_defaults();
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
                 own.fill(&mut config);
+                if sync.is_none() {
+                    config.take_sync_of_row();
+                }
                 if codec.is_none() {
                     config.take_codec_of_rows();
                 }
@@ -279,6 +283,11 @@ settings! {
         final_lr: f64, "RATE", 0.1;
         /// How fast adabound's rates go there.
         gamma: f64, "X", 1e-3;
+        /// Changes of zero-one-adam's variance after which the steps between two of them double.
+        variance_doubling: u64, "N", 16u64;
+        /// Local steps of zero-one-adam after which those between two averages double, up to --sync-every;
+        /// unless told a fifth of --steps.
+        local_doubling: u64, "STEPS";
         /// How far muon moves hidden matrices: match-adamw (0.2 times the root of the longer side, so that one
         /// rate suits both) or original (the root of outputs over inputs, if above 1).
         muon_scale: MuonScaleKind, "KIND", MuonScaleKind::MatchAdamW;
@@ -302,7 +311,7 @@ settings! {
         recipe: RecipeKind, "NAME";
         /// What workers average, and when; the list is below.
         sync: SyncKind, "KIND", SyncKind::default();
-        /// Steps between DiLoCo's averages.
+        /// Steps between DiLoCo's averages; under zero-one-adam the most.
         sync_every: u64, "STEPS", 20u64;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
@@ -325,7 +334,8 @@ settings! {
         /// or is unbiased.
         error_feedback: bool, "BOOL", true;
         /// Steps at the beginning in which averages travel as they are, before --codec holds; unless told 0,
-        /// and 15% of --steps under the optimizers that average momentum, which it is the warm-up of.
+        /// and 15% of --steps under the optimizers that average momentum, which it is the warm-up of. Under
+        /// zero-one-adam the steps after which its variance stands still, and 15% too.
         codec_warmup: u64, "STEPS";
         /// Megabytes of gradients that are averaged together.
         bucket_mb: f64, "MB", 4.0;

@@ -43,6 +43,8 @@ pub(super) struct Class {
     /// Factor of their learning rate.
     pub(super) lr: f64,
     pub(super) passes: Vec<Pass>,
+    /// What becomes of the mean of what replicas gathered, if a link of theirs gathers.
+    pub(super) gathered: Option<Program>,
     pub(super) tensors: Vec<Param>,
     /// Their ranges of the flat buffers, as long as they can be; padding goes with what stands before it.
     pub(super) ranges: Vec<Range<usize>>,
@@ -120,12 +122,14 @@ pub(super) fn classify(
     classes: &mut Vec<Class>,
     last: Option<usize>,
     lr: f64,
-    passes: Vec<Pass>,
+    (passes, gathered): (Vec<Pass>, Option<Program>),
     param: &Param,
 ) -> usize {
-    let same = |class: &Class| class.lr.to_bits() == lr.to_bits() && class.passes == passes;
+    let same = |class: &Class| {
+        class.lr.to_bits() == lr.to_bits() && class.passes == passes && class.gathered == gathered
+    };
     let found = classes.iter().position(same).unwrap_or_else(|| {
-        classes.push(Class { lr, passes, tensors: Vec::new(), ranges: Vec::new() });
+        classes.push(Class { lr, passes, gathered, tensors: Vec::new(), ranges: Vec::new() });
         classes.len() - 1
     });
     if let Some(before) = last.filter(|before| *before != found)

@@ -82,6 +82,7 @@ pub(crate) fn make(
         delay: case.delay,
         mixing: case.mixing,
         consensus_rate: case.rate,
+        rounds: None,
         params,
     })
     .unwrap()

@@ -1,5 +1,7 @@
 //! The table of arms: one row a method.
 
+use farflung::optim::transform::Rounds;
+
 use super::Sizes;
 
 /// A method that is compared with others.
@@ -163,6 +165,31 @@ pub(crate) const QADAM: Arm = arm(
     "momentum in 8 bits, after 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * min_max(sizes));
+
+/// What 0/1 Adam sends: gradients as f32 where its variance changes, in one bit in the other steps before it
+/// stands still, and in one bit what local steps gathered.
+fn zero_one(sizes: &Sizes) -> f64 {
+    let steps = sizes.steps as u64;
+    let freeze = (steps * 15).div_ceil(100);
+    let most = sizes.every as u64;
+    let rounds = Rounds { freeze, variance_doubling: 16, local_doubling: steps.div_ceil(5), most };
+    let each = Sizes { every: 1.0, ..sizes.clone() };
+    let (plain, packed) = (f32_ring(&each), sign(&each));
+    let sent = |step| match () {
+        () if rounds.varies(step) => plain,
+        () if rounds.meets(step) || step + 1 == steps => packed,
+        () => 0.0,
+    };
+    (0..steps).map(sent).sum::<f64>() / sizes.steps
+}
+
+/// Steps of local work, which meet in one bit.
+pub(crate) const ZERO_ONE_ADAM: Arm = arm(
+    "0/1 Adam",
+    "--optimizer zero-one-adam --codec sign",
+    "gradients in one bit while the variance changes more and more rarely, then local steps that meet in one bit",
+)
+.sends(zero_one);
 
 /// `DiLoCo` by fragments, which travel in 4 bits.
 pub(crate) const STREAMING: Arm = arm(
@@ -359,6 +386,7 @@ pub(crate) const ALL: &[Arm] = &[
     TOP_K_ALONE,
     ONEBIT_ADAM,
     QADAM,
+    ZERO_ONE_ADAM,
     STREAMING,
     STREAMING_F32,
     STREAMING_MIXED,

@@ -105,6 +105,12 @@ const CASES: &[Case] = &[
         true,
         "`final-lr`, `gamma` change nothing: `optimizer` is adamw, not adabound",
     ),
+    (
+        "variance-doubling = 8\nlocal-doubling = 9",
+        4,
+        true,
+        "`variance-doubling`, `local-doubling` change nothing: `optimizer` is adamw, not zero-one-adam",
+    ),
     ("muon-scale = 'original'", 4, true, "`muon-scale` changes nothing: `optimizer` is adamw, not muon"),
     ("lookahead-alpha = 0.9", 4, true, "`lookahead-alpha` changes nothing: `lookahead` is 0"),
     ("decay-fraction = 0.5", 4, true, "`decay-fraction` changes nothing: `lr-schedule` is cosine, not wsd"),

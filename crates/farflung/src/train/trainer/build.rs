@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
+use farflung_optim::transform::Rounds;
 use farflung_optim::{AverageConfig, Chain, token_weight};
 use farflung_parallel::pipeline::{Placement, Tie, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
@@ -53,7 +54,7 @@ impl Trainer {
         let mut parts = BTreeMap::new();
         for stage in placement.stages_of(position) {
             let group = holders.get(&placement.part(stage));
-            let part = build_part(job, &schedule, stage, (&device, &plain), group, updates)?;
+            let part = build_part(job, &schedule, (stage, replica), (&device, &plain), group, updates)?;
             parts.insert(stage, part);
         }
 
@@ -137,7 +138,7 @@ impl Trainer {
 fn build_part(
     job: &Job,
     schedule: &ReplicaSchedule,
-    stage: StageId,
+    (stage, replica): (StageId, u32),
     (device, plain): (&Device, &Device),
     holders: Option<&Communicator>,
     updates: u64,
@@ -160,16 +161,16 @@ fn build_part(
     if job.config.deterministic {
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
+    let chain = chain(&job.config, device, &model, updates)?;
     let sync = match holders {
         Some(group) if !model.layout().is_empty() => {
             let level = job.plan.outermost();
             let rounds = if job.averages_each_step() { updates } else { 1 };
             let warmup = (job.config.warm_steps() * rounds).div_ceil(u64::from(level.every).max(1));
-            Some(synchroniser(job, group, plain, &model, (&params, warmup))?)
+            Some(synchroniser(job, group, plain, &model, (&params, warmup, chain.rounds()))?)
         }
         _ => None,
     };
-    let chain = chain(&job.config, device, &model, updates)?;
     let placement = schedule.placement();
     let shares_table =
         placement.tie() != Tie::Whole && (placement.is_first(stage) != placement.is_last(stage));
@@ -188,6 +189,8 @@ fn build_part(
         recompute,
         offload,
         shares_table,
+        // Where gradients are averaged in each step, losses are weighted by the tokens of all.
+        weight: if job.averages_each_step() { 1.0 } else { job.plan.weight(replica) },
     })
 }
 
@@ -198,7 +201,7 @@ fn synchroniser(
     group: &Communicator,
     device: &Device,
     model: &Stage,
-    (params, warmup): (&Tensor, u64),
+    (params, warmup, rounds): (&Tensor, u64, Option<Rounds>),
 ) -> Result<Box<dyn Synchroniser>> {
     let level = job.plan.outermost();
     let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
@@ -214,6 +217,7 @@ fn synchroniser(
         delay: job.config.sync_delay,
         mixing: job.config.mixing,
         consensus_rate: job.config.consensus_rate,
+        rounds,
         params,
     })?)
 }
