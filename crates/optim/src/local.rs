@@ -11,6 +11,7 @@ mod lamb;
 mod lion;
 mod muon;
 mod onebit_adam;
+mod onebit_lamb;
 mod radam;
 mod rmsprop;
 mod sgd;
@@ -30,6 +31,7 @@ pub use lamb::{LAMB, Lamb, lamb};
 pub use lion::{LION, Lion, lion};
 pub use muon::{MUON, Muon, is_hidden_matrix, muon};
 pub use onebit_adam::{ONEBIT_ADAM, OnebitAdam, QADAM, onebit_adam, qadam};
+pub use onebit_lamb::{ONEBIT_LAMB, onebit_lamb};
 pub use radam::{RADAM, radam};
 pub use rmsprop::{RMSPROP, RmsProp, rmsprop};
 pub use sgd::{SGD, Sgd, sgd};
@@ -203,6 +205,7 @@ pub const METHODS: &[LocalMethod] = &[
     ONEBIT_ADAM,
     QADAM,
     ZERO_ONE_ADAM,
+    ONEBIT_LAMB,
 ];
 
 /// Buffers of a method, each as long as the parameters.

@@ -14,6 +14,7 @@ mod decay;
 mod frozen_adam;
 mod lion;
 mod lookahead;
+mod onebit_lamb;
 mod orthogonalize;
 mod radam;
 mod rms;
@@ -40,6 +41,7 @@ pub use decay::add_decayed_weights;
 pub use frozen_adam::{FrozenAdam, scale_by_frozen_adam};
 pub use lion::scale_by_lion;
 pub use lookahead::lookahead;
+pub use onebit_lamb::{FrozenLamb, scale_by_onebit_lamb};
 pub use orthogonalize::{MuonScale, Outputs, orthogonalize};
 pub use radam::scale_by_radam;
 pub use rms::{scale_by_centered_rms, scale_by_rms};
@@ -96,7 +98,8 @@ pub struct StepInfo {
     pub lr: f64,
 }
 
-/// What replicas average in a step in the place of the gradient: `keep * state + take * gradient`.
+/// What replicas average in a step in the place of the gradient: `keep * state + take * gradient`, times a
+/// number of each tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Contribution {
     /// Which of the link's states.
@@ -105,6 +108,17 @@ pub struct Contribution {
     pub keep: f32,
     /// The gradient's part.
     pub take: f32,
+    /// Where each tensor's number is; `None` is 1.
+    pub scale: Option<TensorScale>,
+}
+
+/// Where a link has a number for each tensor; 0 stands for 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorScale {
+    /// In which of the link's states.
+    pub state: u16,
+    /// Which element of the tensor's part of that; no tensor is shorter.
+    pub element: u16,
 }
 
 /// What a link gathers over local steps, for replicas to average where they meet.
@@ -126,7 +140,8 @@ pub trait Transform: Debug + Send {
         Ok(())
     }
 
-    /// Names of its state buffers, each of the parameters' length, starting at zero; three at most.
+    /// Names of its state buffers, each of the parameters' length, starting at zero; three at most, unless it
+    /// sees whole tensors: its instructions then do without its states.
     fn states(&self) -> &'static [&'static str] {
         &[]
     }

@@ -264,7 +264,8 @@ settings! {
         beta1: f64, "X", 0.9;
         /// Decay of the second moment of Adam and its kin, and of Lion's momentum (0.99 there unless told).
         beta2: f64, "X", 0.95;
-        /// What optimizers add to what they divide by; unless told 1e-6 for lamb, 1e-10 for adagrad, 1e-16 for
+        /// What optimizers add to what they divide by; unless told 1e-6 for lamb and its 1-bit
+        /// form, 1e-10 for adagrad, 1e-16 for
         /// adabelief.
         eps: f64, "X", 1e-8;
         /// Momentum of sgd, signum, rmsprop (0 unless told) and muon (0.95 unless told).

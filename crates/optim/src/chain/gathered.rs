@@ -34,14 +34,8 @@ pub struct Meets<'a> {
 impl Chain {
     /// The link that gathers, what, and where its states begin.
     fn gathering(&self) -> Option<(&dyn Transform, Gathered, usize)> {
-        let mut states = 0;
-        for link in &self.links {
-            if let Some(gathered) = link.gathers() {
-                return Some((&**link, gathered, states));
-            }
-            states += link.states().len();
-        }
-        None
+        let mut links = self.links.iter().zip(&self.first_states);
+        links.find_map(|(link, &first)| Some((&**link, link.gathers()?, first)))
     }
 
     /// What was gathered since replicas last met, if a link gathers: they average it.
@@ -63,7 +57,7 @@ impl Chain {
         let classes = self.classes.iter().filter_map(|class| Some((class, class.gathered.as_ref()?)));
         let runs = classes.map(|(class, program)| {
             let mut scalars = Vec::new();
-            link.gathered_scalars(class.lr, steps.clone(), &mut scalars);
+            link.gathered_scalars(class.group.lr, steps.clone(), &mut scalars);
             (program, class.ranges.clone(), scalars)
         });
         for (program, ranges, scalars) in runs.collect::<Vec<_>>() {

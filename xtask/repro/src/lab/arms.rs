@@ -158,6 +158,16 @@ pub(crate) const ONEBIT_ADAM: Arm = arm(
     "momentum in one bit with feedback, after 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
+/// LAMB's momentum in one bit.
+pub(crate) const ONEBIT_LAMB: Arm = arm(
+    "1-bit LAMB",
+    "--optimizer onebit-lamb --codec sign",
+    "LAMB's momentum in one bit with feedback, after 15 % of the steps as f32",
+)
+.sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
+/// LAMB, which 1-bit LAMB is compared with.
+pub(crate) const LAMB: Arm =
+    arm("LAMB", "--optimizer lamb", "a control: gradients as f32 into LAMB").sends(f32_ring);
 /// Momentum in 8 bits.
 pub(crate) const QADAM: Arm = arm(
     "QAdam",
@@ -387,6 +397,8 @@ pub(crate) const ALL: &[Arm] = &[
     ONEBIT_ADAM,
     QADAM,
     ZERO_ONE_ADAM,
+    ONEBIT_LAMB,
+    LAMB,
     STREAMING,
     STREAMING_F32,
     STREAMING_MIXED,
