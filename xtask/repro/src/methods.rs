@@ -80,8 +80,8 @@ const DEGENERATE: &[Degenerate] = &[
         "--optimizer onebit-adam --codec none --codec-warmup 8",
     ),
     near(
-        "--optimizer zero-one-adam --codec none --codec-warmup 3 --sync-every 1 --weight-decay 0",
-        "--optimizer onebit-adam --codec none --codec-warmup 3 --weight-decay 0",
+        "--optimizer zero-one-adam --codec none --codec-warmup 3 --sync-every 1 --weight-decay 0 --clip 0",
+        "--optimizer onebit-adam --codec none --codec-warmup 3 --weight-decay 0 --clip 0",
     ),
     same(
         "--recipe sparseloco --codec none --sync-every 4",
@@ -89,6 +89,8 @@ const DEGENERATE: &[Degenerate] = &[
     ),
     same("--recipe intellect-1 --codec none --sync-every 4", "--sync diloco --sync-every 4"),
     same("--recipe muloco --codec none --sync-every 4", "--optimizer muon --sync diloco --sync-every 4"),
+    same("--recipe dgc --codec none", "--optimizer adamw --beta1 0"),
+    same("--codec dgc:0.25 --density-warmup 4", "--codec dgc:0.25 --density-warmup 0"),
     same("--recipe demo --codec none", "--optimizer signum --momentum 0"),
     same("--recipe distro --codec none", "--optimizer signum --momentum 0"),
     same("--recipe bytegrad --codec none", "--sync ddp"),
@@ -117,7 +119,8 @@ fn all() -> Vec<String> {
             row.averages.sync().map_or("", |_| " --variance-doubling 1 --local-doubling 1 --sync-every 2");
         Some(format!("--optimizer {} --codec {codec} --codec-warmup 3{turns}", row.name))
     });
-    methods.chain(recipes).chain(optimizers).collect()
+    let falling = ["--codec dgc:0.01 --density-warmup 6".to_owned()];
+    methods.chain(recipes).chain(optimizers).chain(falling).collect()
 }
 
 /// A run's settings: the flags, a recipe's, and the base's that neither has.

@@ -124,6 +124,7 @@ impl TrainConfig {
         let exchanged = [
             "codec",
             "codec-warmup",
+            "density-warmup",
             "error-feedback",
             "bucket-mb",
             "overlap",
@@ -167,6 +168,12 @@ impl TrainConfig {
         let codec = self.codec;
         let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
         notes.idle(plain, &["codec-warmup"], "all averages travel as they are");
+        let keeps = codec.codec().and_then(|codec| codec.density()).is_some();
+        notes.idle(
+            !keeps || self.sync.compensates,
+            &["density-warmup"],
+            &format!("`codec` {codec} keeps no share of the elements"),
+        );
         let why = match codec {
             _ if sync.compensates => "the method makes up itself for what the codec loses",
             AverageSpec::Codec(codec) if codec.feedback() => "the codec's name sets its feedback",

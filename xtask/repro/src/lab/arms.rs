@@ -138,6 +138,12 @@ pub(crate) const DGC: Arm = arm(
     "--codec dgc:0.01 --beta1 0 --lr 1e-3 --min-lr 1e-4",
     "a hundredth of the gradients with momentum correction, into AdamW without a first moment",
 );
+/// The same with a density that falls over a tenth of the steps.
+pub(crate) const DGC_FALLING: Arm = arm(
+    "DGC 1 %, density warm-up",
+    "--codec dgc:0.01 --density-warmup 200 --beta1 0 --lr 1e-3 --min-lr 1e-4",
+    "the same, a quarter of the gradients at first and then less and less",
+);
 /// A hundredth of the gradients.
 pub(crate) const TOP_K: Arm =
     arm("top 1 %", "--codec topk:0.01", "the largest hundredth of the gradients, with feedback, into AdamW");
@@ -392,6 +398,7 @@ pub(crate) const ALL: &[Arm] = &[
     POWER_SGD_4,
     POWER_SGD_1,
     DGC,
+    DGC_FALLING,
     TOP_K,
     TOP_K_ALONE,
     ONEBIT_ADAM,

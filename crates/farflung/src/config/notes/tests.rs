@@ -106,6 +106,12 @@ const CASES: &[Case] = &[
         "`final-lr`, `gamma` change nothing: `optimizer` is adamw, not adabound",
     ),
     (
+        "density-warmup = 8",
+        4,
+        true,
+        "`density-warmup` changes nothing: `codec` int8 keeps no share of the elements",
+    ),
+    (
         "variance-doubling = 8\nlocal-doubling = 9",
         4,
         true,

@@ -166,7 +166,11 @@ fn build_part(
         Some(group) if !model.layout().is_empty() => {
             let level = job.plan.outermost();
             let rounds = if job.averages_each_step() { updates } else { 1 };
-            let warmup = (job.config.warm_steps() * rounds).div_ceil(u64::from(level.every).max(1));
+            let rounds_of = |steps: u64| (steps * rounds).div_ceil(u64::from(level.every).max(1));
+            let warmup = Warmups {
+                plain: rounds_of(job.config.warm_steps()),
+                density: rounds_of(job.config.density_warmup),
+            };
             Some(synchroniser(job, group, plain, &model, (&params, warmup, chain.rounds()))?)
         }
         _ => None,
@@ -194,14 +198,22 @@ fn build_part(
     })
 }
 
-/// How the holders of a part keep it equal: the plan's method. With the parameters as they begin, and rounds
-/// before codecs hold.
+/// Rounds at the beginning of a run.
+struct Warmups {
+    /// Those that travel as they are.
+    plain: u64,
+    /// Those after them in which a selecting codec keeps more.
+    density: u64,
+}
+
+/// How the holders of a part keep it equal: the plan's method. With the parameters as they begin, warm-ups,
+/// and the optimizer's rounds.
 fn synchroniser(
     job: &Job,
     group: &Communicator,
     device: &Device,
     model: &Stage,
-    (params, warmup, rounds): (&Tensor, u64, Option<Rounds>),
+    (params, warmup, rounds): (&Tensor, Warmups, Option<Rounds>),
 ) -> Result<Box<dyn Synchroniser>> {
     let level = job.plan.outermost();
     let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
@@ -209,7 +221,11 @@ fn synchroniser(
         comm: averages::in_regions(group.clone(), &job.plan)?,
         device,
         layout: model.layout(),
-        average: AverageConfig { warmup, ..job.average_config()? },
+        average: AverageConfig {
+            warmup: warmup.plain,
+            density_warmup: warmup.density,
+            ..job.average_config()?
+        },
         every: level.every.into(),
         outer_lr: job.config.outer_lr,
         outer_momentum: job.config.outer_momentum,
