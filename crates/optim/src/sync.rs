@@ -10,6 +10,8 @@ mod diloco;
 mod exchange;
 mod gossip;
 mod mean;
+mod modulo;
+mod moniqua;
 mod neighbours;
 mod noloco;
 mod replicas;
@@ -30,6 +32,7 @@ pub use ddp::{DDP, Ddp};
 pub use delayed::{Delayed, DelayedSettings, Merge};
 pub use diloco::{DILOCO, DiLoCo};
 pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
+pub use moniqua::MONIQUA;
 pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
 pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
@@ -222,6 +225,12 @@ pub struct SyncSettings<'a> {
     pub mixing: f64,
     /// How far a copy goes towards its neighbours in a step.
     pub consensus_rate: f64,
+    /// How far neighbours' copies are apart in any element, at most.
+    pub theta: f64,
+    /// Bits of an element that is sent modulo a bound.
+    pub bits: u32,
+    /// The parts of all copies in a mean, where 1 is an equal part.
+    pub weights: Vec<f64>,
     /// In which steps the optimizer has gradients averaged, and which are local, where it decides that.
     pub rounds: Option<Rounds>,
     /// The parameters as all copies have them.
@@ -277,6 +286,7 @@ pub const METHODS: &[SyncMethod] = &[
     RANDOM_PAIRS,
     LOW_PRECISION,
     CHOCO,
+    MONIQUA,
     ZERO_ONE,
 ];
 

@@ -162,7 +162,8 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
 #[test]
 fn what_is_in_flight_is_not_taken_up_on_another_timeline() {
     let params = CPU.tensor(&random(1), layout().len()).unwrap();
-    let sync = |case| make(&STREAMING, case, Communicator::new(memory::cluster(1).pop().unwrap()), &params);
+    let sync =
+        |case| make(&STREAMING, case, Communicator::new(memory::cluster(1).pop().unwrap()), &[1.0], &params);
     let mut leaves = sync(PLAIN);
     leaves.depart(&params, After { step: 2, last: false }, 1.0).unwrap();
     leaves.settle().unwrap();
@@ -194,6 +195,9 @@ fn what_no_timeline_has_is_refused() {
             delay: 0,
             mixing: 0.0,
             consensus_rate: 1.0,
+            theta: 0.1,
+            bits: 8,
+            weights: vec![1.0; 8],
             rounds: None,
             params: &params,
         };

@@ -138,6 +138,9 @@ fn of<'a>(
         delay: 0,
         mixing: 0.0,
         consensus_rate: 0.5,
+        theta: 0.1,
+        bits: 8,
+        weights: WEIGHTS.to_vec(),
         rounds,
         params,
     }

@@ -68,6 +68,7 @@ const DEGENERATE: &[Degenerate] = &[
     same("--sync exponential --workers 2", "--sync d-psgd --workers 2"),
     same("--sync random-pairs --workers 2", "--sync d-psgd --workers 2"),
     near("--sync d-psgd --workers 1", "--sync ddp --workers 1"),
+    near("--sync moniqua --moniqua-bits 24 --consensus-rate 1", "--sync d-psgd"),
     near("--sync low-precision --workers 1", "--sync ddp --workers 1"),
     near("--sync choco --consensus-rate 1", "--sync d-psgd"),
     near(

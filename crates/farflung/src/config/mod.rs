@@ -327,6 +327,11 @@ settings! {
         mixing: f64, "X", 0.0;
         /// How far choco lets a worker go towards its neighbours in a step: less for codecs that lose more.
         consensus_rate: f64, "X", 0.5;
+        /// Moniqua's bound: how far neighbours' parameters may be apart. A run fails where a message would be
+        /// understood wrongly.
+        theta: f64, "X", 0.25;
+        /// Bits that moniqua sends of each parameter, 1 to 24; with one, --consensus-rate is to be small.
+        moniqua_bits: u32, "N", 8u32;
         /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01
         /// (momentum is gathered before the selection), powersgd:4 (matrices as products of rank 4), and many
         /// more; a wrong name lists them.

@@ -58,6 +58,10 @@ impl TrainConfig {
     pub(super) fn validate_sync(&self) -> Result<()> {
         let rate = self.consensus_rate;
         check("consensus-rate", &rate, rate > 0.0 && rate <= 1.0, "above 0 and at most 1")?;
+        let bounded = self.theta > 0.0 && self.theta.is_finite();
+        check("theta", &self.theta, bounded, "above 0")?;
+        let bits = self.moniqua_bits;
+        check("moniqua-bits", &bits, (1..=24).contains(&bits), "between 1 and 24")?;
         check("variance-doubling", &self.variance_doubling, self.variance_doubling > 0, "at least 1")?;
         let doubling = self.local_doubling();
         check("local-doubling", &doubling, doubling > 0 || self.steps == 0, "at least 1")?;

@@ -221,7 +221,7 @@ const RULES: &[Rule] = &[
         refuses: |choices| {
             let method = choices.sync.filter(|method| method.codec == Some(NO_CODEC))?;
             let level = choices.levels.iter().find(|level| level.codec != NO_CODEC)?;
-            let expected = format!("{NO_CODEC} with {}: parameters travel as they are", method.name);
+            let expected = format!("{NO_CODEC} with {}: it sends parameters itself", method.name);
             Some(refuse("codec", &level.codec, expected))
         },
     },

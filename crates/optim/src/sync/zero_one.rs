@@ -1,9 +1,9 @@
 //! 0/1 Adam's averages: gradients plainly where the variance changes and through the codec elsewhere, then what
 //! local steps gathered.
 
-use farflung_tensor::{Op, ProgramBuilder, Tensor};
+use farflung_tensor::Tensor;
 
-use super::mean::copy;
+use super::mean::{copy, scale};
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::Rounds;
@@ -80,17 +80,6 @@ impl ZeroOne {
     }
 }
 
-/// `y = by * x`.
-fn scaled(x: &Tensor, by: f32, y: &mut Tensor) -> Result<(), OptimError> {
-    let mut p = ProgramBuilder::new();
-    let (value, factor) = (p.read(0), p.scalar(0));
-    let product = p.mul(value, factor);
-    p.store(0, product);
-    let program = &p.build()?;
-    let (scalars, reads, writes) = (&[by], &[x.view()], &mut [y.view_mut()]);
-    Ok(x.device().run(Op::Map { program, scalars, reads, writes })?)
-}
-
 /// Why an optimizer gathers.
 const GATHERS: &str = "an optimizer with rounds gathers";
 
@@ -132,7 +121,8 @@ impl Synchroniser for ZeroOne {
         weight: f64,
     ) -> Result<(), OptimError> {
         if self.rounds.is_local(after.step - 1) {
-            scaled(chain.gathered().expect(GATHERS), weight as f32, &mut self.mean)?;
+            copy(chain.gathered().expect(GATHERS), &mut self.mean)?;
+            scale(&mut self.mean, weight as f32)?;
             self.coded.all(&mut self.mean)?;
             self.exchanged = true;
         }

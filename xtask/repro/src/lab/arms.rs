@@ -358,6 +358,26 @@ pub(crate) const CHOCO: Arm = arm(
 )
 .sends(|sizes| beside_a_mean(sizes, 2.0 * blocks(sizes.params, 1.0, 4096.0, 4.0)));
 
+/// Moniqua's message of so many bits an element, to both neighbours: the cells and an eight-byte check.
+fn moniqua(sizes: &Sizes, bits: f64) -> f64 {
+    beside_a_mean(sizes, 2.0 * ((sizes.params * bits / 8.0).ceil() + 8.0))
+}
+
+/// Parameters modulo a bound in 8 bits to neighbours.
+pub(crate) const MONIQUA_8: Arm = arm(
+    "Moniqua, 8 bits",
+    "--sync moniqua --moniqua-bits 8 --consensus-rate 1",
+    "parameters modulo a bound in 8 bits to both neighbours on a ring, without any memory",
+)
+.sends(|sizes| moniqua(sizes, 8.0));
+/// The same in one bit.
+pub(crate) const MONIQUA_1: Arm = arm(
+    "Moniqua, 1 bit",
+    "--sync moniqua --moniqua-bits 1 --consensus-rate 0.02",
+    "parameters modulo a bound in one bit to both neighbours on a ring, without any memory",
+)
+.sends(|sizes| moniqua(sizes, 1.0));
+
 /// The largest hundredth, packed once.
 pub(crate) const TOP_K_GATHERED: Arm = arm(
     "top 1 %, all-gather",
@@ -421,6 +441,8 @@ pub(crate) const ALL: &[Arm] = &[
     NOLOCO,
     LOW_PRECISION,
     CHOCO,
+    MONIQUA_8,
+    MONIQUA_1,
     TOP_K_GATHERED,
     DGC_GATHERED,
     DEMO,

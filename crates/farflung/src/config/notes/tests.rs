@@ -112,6 +112,12 @@ const CASES: &[Case] = &[
         "`density-warmup` changes nothing: `codec` int8 keeps no share of the elements",
     ),
     (
+        "theta = 0.1\nmoniqua-bits = 4",
+        4,
+        true,
+        "`theta`, `moniqua-bits` change nothing: `sync` is ddp, not moniqua",
+    ),
+    (
         "variance-doubling = 8\nlocal-doubling = 9",
         4,
         true,

@@ -233,6 +233,10 @@ fn synchroniser(
         delay: job.config.sync_delay,
         mixing: job.config.mixing,
         consensus_rate: job.config.consensus_rate,
+        theta: job.config.theta,
+        bits: job.config.moniqua_bits,
+        // Where there are two copies in a pipeline, replicas are the same after each step.
+        weights: (0..job.plan.replicas()).map(|replica| job.plan.weight(replica)).collect(),
         rounds,
         params,
     })?)
