@@ -350,6 +350,9 @@ settings! {
         bucket_mb: f64, "MB", 4.0;
         /// Average a bucket while the backward pass still computes the next.
         overlap: bool, "BOOL", true;
+        /// Steps that are tried, before the first one, with each of several bucket sizes and algorithms: the
+        /// fastest go into plan.toml in the run's folder, by which --plan repeats the run. 0 tries none.
+        tune: u64, "STEPS", 0u64;
         /// Link of each worker: BANDWIDTH,LATENCY or home, office, cloud, lan, datacenter.
         link: Link, "LINK", HOME;
         /// TOML file with devices, links and regions, instead of --link.

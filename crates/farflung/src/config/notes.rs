@@ -125,6 +125,7 @@ impl TrainConfig {
             "codec",
             "codec-warmup",
             "density-warmup",
+            "tune",
             "error-feedback",
             "bucket-mb",
             "overlap",
@@ -150,6 +151,8 @@ impl TrainConfig {
         );
         notes.idle(self.outweighs_recipe(), &["recipe"], "all settings that it is made of have other values");
         let each_step = self.sync.each_step;
+        let local = format!("`sync` {} takes local steps: buckets and algorithm matter little", self.sync);
+        notes.idle(!each_step && self.tune > 0, &["tune"], &local);
         let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {
             ", but for the report's comparison"
         } else {

@@ -37,6 +37,7 @@ mod sizes;
 mod tied;
 mod together;
 mod trainer;
+pub mod tune;
 
 pub use bind::ReplicaSchedule;
 pub use chain::{PipelineSizes, chain, pipeline_plan};

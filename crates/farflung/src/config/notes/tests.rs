@@ -111,6 +111,7 @@ const CASES: &[Case] = &[
         true,
         "`density-warmup` changes nothing: `codec` int8 keeps no share of the elements",
     ),
+    ("tune = 2\nsync = 'diloco'", 4, true, "`tune` changes nothing: `sync` diloco takes local steps"),
     (
         "theta = 0.1\nmoniqua-bits = 4",
         4,
