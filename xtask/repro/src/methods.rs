@@ -8,6 +8,7 @@ use farflung::base::Link;
 use farflung::config::recipe::RECIPES;
 use farflung::optim::local::METHODS as OPTIMIZERS;
 use farflung::optim::sync::{METHODS, SyncMethod};
+use farflung::parallel::Plan;
 use farflung::train::{Job, Trainer};
 
 use crate::binary::farflung;
@@ -17,8 +18,8 @@ use crate::workers::{Over, again, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "methods",
-    claim: "each method of synchronisation and each recipe is another one in its degenerate case, has the same \
-            bits over every transport, and goes on from a checkpoint with the same bits",
+    claim: "each method of synchronisation and each recipe is another one in its degenerate case, weighs replicas \
+            by their tokens, has the same bits over every transport, and goes on from a checkpoint with the same bits",
     source: "ours",
     seed: 1337,
     run,
@@ -100,6 +101,50 @@ const DEGENERATE: &[Degenerate] = &[
     near("--lookahead 2 --lookahead-alpha 1", "--lookahead 0"),
 ];
 
+/// Microbatches of the replicas of an uneven plan.
+const UNEVEN: [u32; 4] = [1, 3, 2, 2];
+
+/// Methods whose replicas train on unequal numbers of tokens: after one step of plain SGD, what they have in
+/// common is the mean by tokens, which is the step of ddp.
+const WEIGHTED: [&str; 9] = [
+    "--sync diloco --outer-lr 1 --outer-momentum 0",
+    "--sync noloco --outer-lr 1 --outer-momentum 0",
+    "--sync d-psgd",
+    "--sync shift-one",
+    "--sync exponential",
+    "--sync random-pairs",
+    "--sync moniqua",
+    "--sync low-precision --codec none",
+    "--sync choco --codec none",
+];
+
+/// Parameters after the first steps of a run under an uneven plan.
+fn uneven(base: &Job, seed: u64, flags: &str, steps: u64) -> Result<Vec<f32>> {
+    let config = TrainConfig { steps, ..config(seed, &format!("{flags} --accumulate 2"))? };
+    let job = again(base, config, Over::Memory);
+    let plan = Plan { microbatches: UNEVEN.to_vec(), ..job.plan.clone() };
+    let ends = ends(&job.with_plan(plan)?)?;
+    ensure!(ends.windows(2).all(|pair| pair[0] == pair[1]), "{flags}: replicas differ after the last step");
+    ends.into_iter().next().context("a job has ranks")
+}
+
+/// Rows of replicas with unequal numbers of tokens.
+fn weighted(report: &mut Report<'_>, base: &Job) -> Result<()> {
+    const PLAIN: &str = "--optimizer sgd --momentum 0 --clip 0 --lr 0.1";
+    let seed = report.seed();
+    let ddp = uneven(base, seed, &format!("--sync ddp {PLAIN}"), 1)?;
+    for flags in WEIGHTED {
+        let off = relative_l2(&uneven(base, seed, &format!("{flags} {PLAIN}"), 1)?, &ddp);
+        let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches against ddp");
+        report.row(&metric, off, "", Mark::AtMost(ROUNDED))?;
+    }
+    let adam = uneven(base, seed, "--optimizer onebit-adam --codec none --codec-warmup 8", STEPS)?;
+    let zero_one = uneven(base, seed, "--optimizer zero-one-adam --codec-warmup 8", STEPS)?;
+    let metric =
+        format!("--optimizer zero-one-adam --codec-warmup 8: the same against onebit-adam, {STEPS} steps");
+    report.row(&metric, relative_l2(&zero_one, &adam), "", Mark::AtMost(ROUNDED))
+}
+
 /// Flags of every method, recipe, and optimizer that averages something of its own, each with its own codec.
 fn all() -> Vec<String> {
     // A method that only one optimizer takes is in the list with that.
@@ -134,7 +179,7 @@ fn config(seed: u64, flags: &str) -> Result<TrainConfig> {
 /// Parameters of each rank after the last step.
 fn ends(job: &Job) -> Result<Vec<Vec<f32>>> {
     on_all(job, |rank: &mut Trainer| {
-        for _ in 0..STEPS {
+        for _ in 0..job.config.steps {
             rank.step(false)?;
         }
         let params = rank.params().to_vec::<f32>()?;
@@ -158,6 +203,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let metric = format!("{flags}: parameters after {STEPS} steps against {other}");
         report.row(&metric, off, "", Mark::AtMost(*within))?;
     }
+    weighted(report, &base)?;
     let transports = [("simulated", Over::Simulated(Link::FREE)), ("tcp", Over::Tcp)];
     for (i, flags) in all().iter().enumerate() {
         let memory = trained(flags, Over::Memory)?;
