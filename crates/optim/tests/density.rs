@@ -62,7 +62,7 @@ fn on_ranks<T: Send>(rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
 
 /// Means of each round, with an average that ends and goes on after the `cut`, and with rounds that are given
 /// up in between.
-fn trace(comm: Communicator, codec: &str, cut: Option<u64>) -> Vec<Vec<u32>> {
+fn trace(comm: &Communicator, codec: &str, cut: Option<u64>) -> Vec<Vec<u32>> {
     let mut it = average(comm.clone(), codec);
     let mut seen = Vec::new();
     for round in 0..ROUNDS {
@@ -123,11 +123,11 @@ fn written_out(codec: &str) -> Vec<Vec<u32>> {
 fn each_stage_has_the_bits_of_its_codec_with_what_the_one_before_remembered() {
     for codec in ["topk:0.01+ef", "dgc:0.01", "topk:0.01/int8+ef"] {
         let wanted = written_out(codec);
-        let whole = on_ranks(|comm| trace(comm, codec, None));
+        let whole = on_ranks(|comm| trace(&comm, codec, None));
         assert!(whole.windows(2).all(|pair| pair[0] == pair[1]), "{codec}");
         assert!(whole[0][WARM as usize..] == wanted, "{codec}");
         for cut in 0..ROUNDS {
-            assert!(on_ranks(|comm| trace(comm, codec, Some(cut))) == whole, "{codec} cut after {cut}");
+            assert!(on_ranks(|comm| trace(&comm, codec, Some(cut))) == whole, "{codec} cut after {cut}");
         }
     }
 }

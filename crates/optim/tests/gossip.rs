@@ -135,7 +135,7 @@ fn what_copies_come_to_is_the_mean_by_weights() {
 #[test]
 fn moniqua_does_what_plain_loops_do() {
     for (bits, rate, within) in [(8, 1.0, 1e-3), (16, 0.5, 1e-5), (1, 0.05, 1e-3), (3, 0.2, 1e-3)] {
-        let case = Case { bits, rate, ..PLAIN };
+        let case = Case { rate, bits, ..PLAIN };
         let levels = f64::from(1 << bits);
         let modulus = 2.0 * case.theta / (1.0 - 1.0 / levels);
         let centred = |x: f64, of: f64| (x + of / 2.0).rem_euclid(of) - of / 2.0;
@@ -196,7 +196,9 @@ fn a_bound_that_does_not_hold_ends_the_run_and_names_the_neighbour() {
         }
     });
     let ranks: Vec<_> = ranks.map(std::thread::spawn).collect();
-    ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    for rank in ranks {
+        rank.join().unwrap();
+    }
 }
 
 /// `NoLoCo` as its paper writes it, over whole vectors in f64.

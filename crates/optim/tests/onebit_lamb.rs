@@ -49,7 +49,9 @@ fn gradient(rank: usize, step: u64) -> Vec<f32> {
     }
     // Gradients that shrink, so that the factors of the coefficients move.
     let shrinks = if step < 20 { 1.0 } else { 0.3 };
-    values.iter_mut().for_each(|g| *g *= shrinks);
+    for g in &mut values {
+        *g *= shrinks;
+    }
     if step < FREEZE {
         values[layout.params()[1].range().end - 1] = 0.0;
     }

@@ -89,7 +89,9 @@ impl Replica {
         let average = self.sync.gradients();
         assert_eq!(average.is_some(), step < self.chain.rounds().unwrap().freeze);
         if let Some(average) = average {
-            grads.iter_mut().for_each(|g| *g *= self.weight as f32);
+            for g in &mut grads {
+                *g *= self.weight as f32;
+            }
             let mut mean = flat(&grads);
             average.all(&mut mean).unwrap();
             grads = mean.to_vec().unwrap();
@@ -119,12 +121,12 @@ impl Replica {
     }
 }
 
-fn of<'a>(
+fn of(
     comm: Communicator,
     average: AverageConfig,
     rounds: Option<Rounds>,
-    params: &'a Tensor,
-) -> SyncSettings<'a> {
+    params: &Tensor,
+) -> SyncSettings<'_> {
     static LAYOUT: LazyLock<ParamLayout> = LazyLock::new(layout);
     SyncSettings {
         comm,
@@ -219,12 +221,12 @@ fn reference(rounds: Rounds, signs: bool) -> Vec<f64> {
             }
         }
         if !local {
-            anchor = x[0].clone();
+            anchor.clone_from(&x[0]);
             continue;
         }
         rates += rate;
         if rounds.meets(step) || step + 1 == STEPS {
-            let all = mean(&weighted(&u), rates == rate && step == rounds.freeze);
+            let all = mean(&weighted(&u), step == rounds.freeze);
             for i in 0..len {
                 let moves = toward(all[i], v[i], longest * rates);
                 anchor[i] -= moves + rates * decay(i) * anchor[i];

@@ -111,7 +111,12 @@ impl Synchroniser for ZeroOne {
         self.rounds.meets(after.step - 1) || after.last
     }
     fn exchange(&mut self, _: &Tensor, _: After, _: f64) -> Result<(), OptimError> {
-        unreachable!("it exchanges what the optimizer gathered")
+        Err(OptimError::Setting {
+            transform: "sync",
+            field: "optimizer",
+            value: 0.0,
+            expected: "one that gathers: call exchange_gathered",
+        })
     }
     fn exchange_gathered(
         &mut self,
