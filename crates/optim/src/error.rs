@@ -77,8 +77,8 @@ pub enum OptimError {
     /// A neighbour whose parameters are too far away to be told from what it sent: no parameter has changed.
     #[cfg(feature = "sync")]
     #[error(
-        "moniqua: parameters of worker {from} are farther away than messages can tell, since some differ by more than \
-         theta {theta}: raise --theta, or lower --lr"
+        "moniqua: parameters of worker {from} are farther away than messages can tell, since some differ by \
+         more than theta {theta}: raise --theta, or lower --lr"
     )]
     TooFar {
         /// The neighbour.

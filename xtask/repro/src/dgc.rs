@@ -48,7 +48,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         what: "loss with 1 % of the gradients above that with all of them",
         paper: "no loss of accuracy at 0.1 % (ResNet-50, DeepSpeech)",
         ours: format!(
-            "{:+.2} % (standard deviation {:.2} %) at {:.0} times fewer bytes; {:+.2} % with a warm-up of the density; by all-gather {:+.2} %, and {:+.2} % with \
+            "{:+.2} % (standard deviation {:.2} %) at {:.0} times fewer bytes; {:+.2} % with a warm-up of the \
+             density; by all-gather {:+.2} %, and {:+.2} % with \
              feedback alone, at {:.0} times fewer",
             gap.mean,
             gap.sigma,

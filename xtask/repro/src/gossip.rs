@@ -48,8 +48,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ),
         setting: lab.setting().command(&arms::MONIQUA_8),
         holds: moniqua.gap(&f32).mean <= MOST,
-        note: "with one bit the error of each message is about theta, so that --consensus-rate must be small, and copies \
-               hardly mix",
+        note: "with one bit the error of each message is about theta, so that --consensus-rate must be small, \
+               and copies hardly mix",
     }
     .record(report);
     let noloco = lab.compare(report, &arms::NOLOCO, &f32, Mark::None)?;

@@ -18,8 +18,9 @@ use crate::workers::{Over, again, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "methods",
-    claim: "each method of synchronisation and each recipe is another one in its degenerate case, weighs replicas \
-            by their tokens, has the same bits over every transport, and goes on from a checkpoint with the same bits",
+    claim: "each method of synchronisation and each recipe is another one in its degenerate case, weighs \
+            replicas by their tokens, has the same bits over every transport, and goes on from a checkpoint \
+            with the same bits",
     source: "ours",
     seed: 1337,
     run,

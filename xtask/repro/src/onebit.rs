@@ -55,8 +55,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ours: format!("{fewer:.1} % less at a loss {:+.2} % above f32's", zero_one.gap(&f32).mean),
         setting: lab.setting().command(&arms::ZERO_ONE_ADAM),
         holds: fewer > 0.0 && zero_one.gap(&f32).mean <= MOST,
-        note: "most of what is saved is the warm-up, which 1-bit Adam sends as f32: the variance changes in few of its \
-               steps",
+        note: "most of what is saved is the warm-up, which 1-bit Adam sends as f32: the variance changes in \
+               few of its steps",
     }
     .record(report);
     Published {

@@ -12,8 +12,8 @@ use crate::workers::{Over, again, config, in_seats, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "tune",
-    claim: "--tune finds buckets and an algorithm within 5 % of the best of all, where latency bounds a step and where \
-            bandwidth does, and a run with the plan that it writes has the same bits",
+    claim: "--tune finds buckets and an algorithm within 5 % of the best of all, where latency bounds a \
+            step and where bandwidth does, and a run with the plan that it writes has the same bits",
     source: "Gan et al. 2021, BAGUA's autotune service",
     seed: 1337,
     run,

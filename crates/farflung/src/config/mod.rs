@@ -343,8 +343,8 @@ settings! {
         /// and 15% of --steps under the optimizers that average momentum, which it is the warm-up of. Under
         /// zero-one-adam the steps after which its variance stands still, and 15% too.
         codec_warmup: u64, "STEPS";
-        /// Steps after these over which the density of a codec that keeps a share, such as dgc:0.001 or topk:0.01,
-        /// falls from a quarter to its own: 0.25, 0.0625, 0.0156, 0.0039, 0.001.
+        /// Steps after these over which the density of a codec that keeps a share, such as dgc:0.001, falls
+        /// from a quarter to its own: 0.25, 0.0625, 0.0156, 0.0039, 0.001.
         density_warmup: u64, "STEPS", 0u64;
         /// Megabytes of gradients that are averaged together.
         bucket_mb: f64, "MB", 4.0;

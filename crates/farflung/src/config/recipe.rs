@@ -35,7 +35,7 @@ pub const RECIPES: &[Recipe] = &[
     },
     Recipe {
         name: "dgc",
-        summary: "a thousandth of the gradients, with momentum gathered before the selection and a density that falls",
+        summary: "a thousandth of the gradients, momentum gathered before the selection, a density that falls",
         source: "Lin et al. 2018, Deep Gradient Compression",
         settings: &[
             // AdamW without a first moment, since the codec gathers momentum; the paper has SGD.

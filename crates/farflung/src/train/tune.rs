@@ -1,8 +1,9 @@
-//! The tuner: steps of a run are tried with other buckets and other algorithms, and the fastest go into the plan.
+//! The tuner: steps of a run are tried with other buckets and other algorithms, and the fastest go into the
+//! plan.
 //!
-//! What was tried is dropped: the run begins at its first step with the plan that was chosen, so that a run with
-//! this plan repeats it to the bit. All ranks choose alike, by the slowest rank's time of each candidate on the
-//! transport's clock, which is deterministic on simulated links.
+//! What was tried is dropped: the run begins at its first step with the plan that was chosen, so that a run
+//! with this plan repeats it to the bit. All ranks choose alike, by the slowest rank's time of each candidate
+//! on the transport's clock, which is deterministic on simulated links.
 
 use std::fmt;
 use std::path::Path;

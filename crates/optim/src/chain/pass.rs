@@ -40,8 +40,8 @@ pub(super) enum Pass {
 /// Parameters that are treated alike.
 #[derive(Debug)]
 pub(super) struct Class {
-    /// Settings of their group. Where no link sees whole tensors, the decay is that of the first tensor: others'
-    /// stand in their passes.
+    /// Settings of their group. Where no link sees whole tensors, the decay is that of the first tensor:
+    /// others' stand in their passes.
     pub(super) group: ParamGroup,
     pub(super) passes: Vec<Pass>,
     /// What becomes of the mean of what replicas gathered, if a link of theirs gathers.

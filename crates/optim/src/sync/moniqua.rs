@@ -11,8 +11,8 @@ use super::{Buffers, SyncMethod};
 /// `--consensus-rate` is the slack of its 1-bit form.
 pub const MONIQUA: SyncMethod = SyncMethod {
     name: "moniqua",
-    summary: "as d-psgd, in --moniqua-bits a value: parameters modulo a bound, --theta, on how far neighbours are \
-              apart",
+    summary: "as d-psgd, in --moniqua-bits a value: parameters modulo a bound, --theta, on how far neighbours \
+              are apart",
     reads: &["sync-every", "consensus-rate", "theta", "moniqua-bits"],
     buffers: |_| Buffers { held: 3, saved: 2 },
     build: |s| {

@@ -49,8 +49,8 @@ impl Meeting {
 }
 
 impl Graph {
-    /// As [`Graph::meeting`] of as many ranks as there are weights, which are above 0: the mean by weights stays
-    /// what it was, and is what ranks come to.
+    /// As [`Graph::meeting`] of as many ranks as there are weights, which are above 0: the mean by weights
+    /// stays what it was, and is what ranks come to.
     ///
     /// Two that meet alone go to their mean by weights. On a ring a rank takes `1/3 min(1, w_j / w_i)` of a
     /// neighbour (Metropolis and Hastings); of the one before it on an exponential graph half the least weight

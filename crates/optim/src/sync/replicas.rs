@@ -57,7 +57,8 @@ pub enum Rule {
     },
 }
 
-/// After each step, on a ring whose weights `W` are those of [`Graph::weighted`], with replicas that all begin as the parameters: by a
+/// After each step, on a ring whose weights `W` are those of [`Graph::weighted`], with replicas that all begin
+/// as the parameters: by a
 /// [`Rule`] a copy sends `u`, and everyone who holds its replica, the copy included, adds `u` to it. A message
 /// has the next step's time to arrive, and no rule asks for it sooner.
 ///

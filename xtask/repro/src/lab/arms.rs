@@ -203,7 +203,7 @@ fn zero_one(sizes: &Sizes) -> f64 {
 pub(crate) const ZERO_ONE_ADAM: Arm = arm(
     "0/1 Adam",
     "--optimizer zero-one-adam --codec sign",
-    "gradients in one bit while the variance changes more and more rarely, then local steps that meet in one bit",
+    "gradients in one bit while the variance changes more and more rarely, then local steps",
 )
 .sends(zero_one);
 
