@@ -160,6 +160,8 @@ impl Synchroniser for ZeroOne {
         (!self.averages_gradients()).then_some(&self.anchor)
     }
     fn abandon(&mut self) {
+        // Local steps since replicas last met are dropped.
+        self.step = self.met;
         self.plain.open();
         self.coded.open();
     }
