@@ -1,5 +1,6 @@
 //! Parameters modulo a bound, in a few bits: whoever has parameters near the sender's can tell which they are.
 
+use farflung_base::philox::unit;
 use farflung_base::{PeerId, Philox, Rank};
 use farflung_comm::CommError;
 
@@ -61,9 +62,11 @@ impl Modulo {
         2.0 * self.theta / (1.0 - 1.0 / self.cells())
     }
 
-    /// The draw of an element in a round, in cells.
-    fn draw(&self, draws: &Philox, i: usize) -> f64 {
-        (f64::from(draws.uniform(i as u64)) - 0.5) / self.cells()
+    /// The draws of all elements in a round: half a cell either way.
+    fn draws(&self, round: u64, len: usize) -> Vec<f64> {
+        let draws = Philox::new(self.seed ^ 0x4d6f_6e69_7175_6100, round);
+        let words = (0..len.div_ceil(4) as u64).flat_map(|block| draws.block(block));
+        words.take(len).map(|word| (f64::from(unit(word)) - 0.5) / self.cells()).collect()
     }
 
     /// The cell of a value, where its middle is, and the whole multiple that it leaves out.
@@ -83,17 +86,13 @@ impl Modulo {
         (len * self.bits as usize).div_ceil(8) + CHECK
     }
 
-    fn draws(&self, round: u64) -> Philox {
-        Philox::new(self.seed ^ 0x4d6f_6e69_7175_6100, round)
-    }
-
     /// The message of a round.
     pub(super) fn encode(&self, values: &[f32], round: u64) -> Vec<u8> {
-        let draws = self.draws(round);
+        let draws = self.draws(round, values.len());
         let mut bytes = Vec::with_capacity(self.message(values.len()));
         let (mut held, mut count, mut check) = (0_u64, 0, 0);
-        for (i, &x) in values.iter().enumerate() {
-            let (cell, _, whole) = self.quantise(x, self.draw(&draws, i));
+        for (i, (&x, &draw)) in values.iter().zip(&draws).enumerate() {
+            let (cell, _, whole) = self.quantise(x, draw);
             check = hash(check, i, whole);
             held |= u64::from(cell) << count;
             count += self.bits;
@@ -125,11 +124,11 @@ impl Modulo {
         let Some((cells, sent)) = bytes.split_last_chunk::<CHECK>().filter(|_| want == got) else {
             return Err(CommError::Mismatch { op: "moniqua", peer: PeerId(from.0), want, got }.into());
         };
-        let (draws, modulus) = (self.draws(round), self.modulus());
+        let (draws, modulus) = (self.draws(round, mine.len()), self.modulus());
         let mut inferred =
             Inferred { values: Vec::with_capacity(mine.len()), own: Vec::with_capacity(mine.len()) };
         let (mut rest, mut held, mut count, mut check) = (cells.iter(), 0_u64, 0, 0);
-        for (i, &x) in mine.iter().enumerate() {
+        for (i, (&x, &draw)) in mine.iter().zip(&draws).enumerate() {
             while count < self.bits {
                 held |= u64::from(*rest.next().unwrap_or(&0)) << count;
                 count += 8;
@@ -137,7 +136,6 @@ impl Modulo {
             let cell = (held & ((1 << self.bits) - 1)) as u32;
             held >>= self.bits;
             count -= self.bits;
-            let draw = self.draw(&draws, i);
             let theirs = self.middle(cell) - draw;
             let whole = -(theirs - f64::from(x) / modulus).round();
             check = hash(check, i, whole as i64);
