@@ -36,7 +36,7 @@ pub use adabelief::scale_by_adabelief;
 pub use adabound::{Bound, scale_by_adabound};
 pub use adagrad::scale_by_adagrad;
 pub use adam::{scale_by_adam, scale_by_amsgrad};
-pub use clip::clip_by_global_norm;
+pub use clip::{clip_by_global_norm, clip_by_global_norm_until};
 pub use decay::add_decayed_weights;
 pub use frozen_adam::{FrozenAdam, scale_by_frozen_adam};
 pub use lion::scale_by_lion;

@@ -1,9 +1,8 @@
 //! 1-bit LAMB.
 
-use super::{Averages, LocalMethod, LocalSettings, ONEBIT_ADAM, clipped};
-use crate::ChainBuilder;
-use crate::LrSchedule;
-use crate::transform::{FrozenLamb, scale_by_onebit_lamb, scale_by_schedule};
+use super::{Averages, LocalMethod, LocalSettings, ONEBIT_ADAM};
+use crate::transform::{FrozenLamb, clip_by_global_norm_until, scale_by_onebit_lamb, scale_by_schedule};
+use crate::{Chain, ChainBuilder, LrSchedule};
 
 /// [`onebit_lamb`] with the settings' numbers.
 pub const ONEBIT_LAMB: LocalMethod = LocalMethod {
@@ -24,9 +23,14 @@ pub const ONEBIT_LAMB: LocalMethod = LocalMethod {
 /// 1-bit LAMB: [`scale_by_onebit_lamb`] and the learning rate.
 ///
 /// Source: Li et al. 2021, "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's
-/// Convergence Speed". Differs: clipping, if any, is of what was averaged; and as [`scale_by_onebit_lamb`]
-/// says.
+/// Convergence Speed". Differs: clipping, if any, is of gradients averaged in the warm-up; and as
+/// [`scale_by_onebit_lamb`] says.
 #[must_use]
 pub fn onebit_lamb(settings: FrozenLamb, clip: Option<f64>, schedule: LrSchedule) -> ChainBuilder {
-    clipped(clip).then(scale_by_onebit_lamb(settings)).then(scale_by_schedule(schedule))
+    let chain = match clip {
+        // After the warm-up, what comes is momentum whose tensors were brought to one size.
+        Some(max) => Chain::new().then(clip_by_global_norm_until(max, settings.freeze)),
+        None => Chain::new(),
+    };
+    chain.then(scale_by_onebit_lamb(settings)).then(scale_by_schedule(schedule))
 }
