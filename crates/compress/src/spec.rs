@@ -1,5 +1,7 @@
 //! Codecs by name, for command lines and configuration files. A name is data: it prints as it parses.
 
+mod density;
+
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::str::FromStr;

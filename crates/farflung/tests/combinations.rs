@@ -27,6 +27,8 @@ fn base() -> (tempfile::TempDir, TrainConfig) {
         batch: 1,
         sync_every: 2,
         outer_lr: 0.7,
+        // Some optimizers take long steps here.
+        theta: 10.0,
         ..config
     };
     (folder, config)

@@ -5,6 +5,7 @@ mod bucket;
 mod coder;
 mod coding;
 mod config;
+mod density;
 mod rounds;
 mod way;
 
@@ -20,6 +21,7 @@ use farflung_tensor::{Device, ParamLayout, Shape, Tensor, TensorError};
 use crate::OptimError;
 use bucket::{Bucket, Fetch, Slot};
 use coder::Codecs;
+use density::DensityWarmup;
 use rounds::Rounds;
 use way::{Came, Travelling, Way};
 
@@ -89,6 +91,10 @@ pub struct Average {
     ways: Vec<Way>,
     /// Those after the warm-up, until it is over.
     warm: Option<Vec<Way>>,
+    /// Of a selecting codec.
+    density: Option<DensityWarmup>,
+    /// The stage of its warm-up that `ways` are of.
+    stage: usize,
     /// Buckets whose values come from a device, behind those in flight.
     fetching: VecDeque<Fetch>,
     in_flight: Vec<Travelling>,
@@ -132,6 +138,8 @@ impl Average {
         }
         let (slots, buckets) = config.cut(layout);
         let mut average = Self {
+            density: DensityWarmup::new(&config.codec, config.density_warmup),
+            stage: 0,
             comm,
             config,
             len: layout.len(),
@@ -146,7 +154,7 @@ impl Average {
             came: 0,
             uncommitted: 0..0,
         };
-        let ways = average.new_ways()?;
+        let ways = average.new_ways(0)?;
         average.take(ways);
         Ok(average)
     }
@@ -167,8 +175,38 @@ impl Average {
         }
     }
 
-    fn new_ways(&self) -> Result<Vec<Way>, OptimError> {
-        let (config, comm) = (&self.config, &self.comm);
+    /// The stage of the density's warm-up in a round.
+    fn stage_of(&self, round: u64) -> usize {
+        self.density.map_or(0, |density| density.stage(round.saturating_sub(self.config.warmup)))
+    }
+
+    /// Goes on with the next stage's share where the round is the first of one. What codecs remember stays.
+    fn change_density(&mut self) -> Result<(), OptimError> {
+        let stage = self.stage_of(self.round);
+        let between = self.in_flight.is_empty() && self.fetching.is_empty() && self.uncommitted.is_empty();
+        if stage == self.stage || !between || self.round < self.config.warmup {
+            return Ok(());
+        }
+        let saved = self.save("")?;
+        let mut ways = self.new_ways(stage)?;
+        let get = |name: &str| saved.iter().find(|(n, _)| n == name).map(|(_, values)| values.as_slice());
+        for (bucket, way) in ways.iter_mut().enumerate() {
+            way.restore(&format!("bucket{bucket}."), &get)?;
+            way.begin(self.round);
+        }
+        self.stage = stage;
+        self.take(ways);
+        Ok(())
+    }
+
+    /// Ways through the codec of a stage.
+    fn new_ways(&self, stage: usize) -> Result<Vec<Way>, OptimError> {
+        let comm = &self.comm;
+        let staged = self.density.map(|density| density.codec(stage));
+        let config = &AverageConfig {
+            codec: staged.unwrap_or_else(|| self.config.codec.clone()),
+            ..self.config.clone()
+        };
         let (streams, protocols) = (config.codec.streams(&self.device)?, config.codec.protocols());
         let way = |(i, bucket): (usize, &Bucket)| {
             Ok(match (&streams, &protocols) {
@@ -213,6 +251,7 @@ impl Average {
     /// Errors: as [`Averaging::ready`].
     pub fn ready(&mut self, range: Range<usize>, flat: &Tensor) -> Result<(), OptimError> {
         self.check(flat)?;
+        self.change_density()?;
         self.mark(range)?;
         if self.config.overlap { self.start(flat) } else { Ok(()) }
     }
@@ -281,6 +320,7 @@ impl Average {
     /// Errors: as [`Averaging::ready`].
     pub fn start_fragment(&mut self, fragment: usize, flat: &Tensor) -> Result<(), OptimError> {
         self.check(flat)?;
+        self.change_density()?;
         if self.in_flight.is_empty() && self.fetching.is_empty() {
             self.came = self.buckets.partition_point(|bucket| bucket.fragment < fragment);
         }
@@ -371,13 +411,14 @@ impl Average {
         round: u64,
         get: impl Fn(&str) -> Option<&'a [f32]>,
     ) -> Result<(), OptimError> {
-        let mut restored = self.new_ways()?;
+        let stage = self.stage_of(round);
+        let mut restored = self.new_ways(stage)?;
         if round >= self.config.warmup {
             for (bucket, way) in restored.iter_mut().enumerate() {
                 way.restore(&format!("{prefix}bucket{bucket}."), &get)?;
             }
         }
-        (self.round, self.came, self.uncommitted) = (round, 0, 0..0);
+        (self.round, self.came, self.uncommitted, self.stage) = (round, 0, 0..0, stage);
         self.take(restored);
         Ok(())
     }

@@ -1,19 +1,20 @@
 //! A chain of transforms, fused: one pass for the norm, one pass for everything else.
 
+mod contribution;
+mod gathered;
 mod pass;
 
 use std::fmt;
 use std::ops::Range;
 
-use farflung_tensor::{
-    Device, Op, Param, ParamLayout, Program, ProgramBuilder, Tensor, TensorError, ViewMut,
-};
+use farflung_tensor::{Device, Op, Param, ParamLayout, Program, Tensor, ViewMut};
 
 use crate::OptimError;
 use crate::group::{Groups, ParamGroup};
 use crate::norm::global_norm;
 use crate::per_tensor::{Tensors, factor};
-use crate::transform::{Contribution, StepInfo, Transform};
+use crate::transform::{Rounds, StepInfo, Transform};
+pub use gathered::Meets;
 use pass::{Class, Numbered, Pass, Place, classify, close, passes};
 
 /// Tells whether a link is for a parameter.
@@ -145,7 +146,10 @@ impl ChainBuilder {
             }
             let group = self.groups.of(param);
             let passes = passes_of(&selected, group)?;
-            last = Some(classify(&mut classes, last, group.lr, passes, param));
+            let mut links = self.links.iter().zip(&selected).filter(|(_, selected)| **selected);
+            let link = links.find(|(link, _)| link.transform.gathers().is_some());
+            let gathered = link.map(|(link, _)| gathered::program(&*link.transform, group)).transpose()?;
+            last = Some(classify(&mut classes, last, group, (passes, gathered), param));
         }
         close(&mut classes, last, layout);
         let several = classes.iter().any(|class| class.passes.len() > 1);
@@ -153,8 +157,9 @@ impl ChainBuilder {
         Ok(Chain {
             links: self.links.into_iter().map(|link| link.transform).collect(),
             classes,
-            contribution: blend()?,
+            contribution: contribution::program()?,
             states: named,
+            first_states: numbers.into_iter().map(|(_, states)| states).collect(),
             update,
             factor: factor()?,
             step: 0,
@@ -191,6 +196,8 @@ pub struct Chain {
     /// From a state and the gradient to what replicas average.
     contribution: Program,
     states: Vec<(String, Tensor)>,
+    /// Where the states of each link begin.
+    first_states: Vec<usize>,
     /// The update between two passes, if there are several.
     update: Option<Tensor>,
     /// The program that multiplies a tensor's update.
@@ -241,6 +248,12 @@ impl Chain {
         self.step
     }
 
+    /// In which steps replicas average gradients, and which are local, where a link decides that.
+    #[must_use]
+    pub fn rounds(&self) -> Option<Rounds> {
+        self.links.iter().find_map(|link| link.rounds())
+    }
+
     /// Whether replicas average something else than gradients in the next step: [`Chain::contribute`].
     #[must_use]
     pub fn contributes(&self) -> bool {
@@ -259,20 +272,24 @@ impl Chain {
         share: f32,
         into: &mut Tensor,
     ) -> Result<(), OptimError> {
+        for (link, &first) in self.links.iter().zip(&self.first_states) {
+            if let Some(contribution) = link.contribution(self.step) {
+                let own = &self.states[first..first + link.states().len()];
+                let mut buffers = contribution::Buffers { states: own, grads, share, into };
+                let Some(scale) = contribution.scale else {
+                    return buffers.blend(&self.contribution, contribution, range, 1.0);
+                };
+                let tensors = self.classes.iter().flat_map(|class| &class.tensors);
+                for tensor in tensors.filter(|tensor| range.contains(&tensor.start)) {
+                    let number = buffers.number(scale, tensor.start)?;
+                    buffers.blend(&self.contribution, contribution, tensor.range(), number)?;
+                }
+                return Ok(());
+            }
+        }
         let x = grads.view().part(range.start, range.len())?;
         let y = into.view_mut().part(range.start, range.len())?;
-        let device = grads.device();
-        let mut states = 0;
-        for link in &self.links {
-            if let Some(Contribution { state, keep, take }) = link.contribution(self.step) {
-                let (_, state) = &self.states[states + usize::from(state)];
-                let reads = &[state.view().part(range.start, range.len())?, x];
-                let (program, scalars) = (&self.contribution, &[share * keep, take]);
-                return Ok(device.run(Op::Map { program, scalars, reads, writes: &mut [y] })?);
-            }
-            states += link.states().len();
-        }
-        Ok(device.run(Op::Cast { x, y })?)
+        Ok(grads.device().run(Op::Cast { x, y })?)
     }
 
     /// What a step needs before any element moves. Changes nothing, so a step that is given up here never was.
@@ -291,7 +308,7 @@ impl Chain {
         prepared: Prepared,
     ) -> Result<(), OptimError> {
         for class in &self.classes {
-            let info = StepInfo { step: self.step, norm: prepared.norm, lr: class.lr };
+            let info = StepInfo { step: self.step, norm: prepared.norm, lr: class.group.lr };
             self.scalars.clear();
             for link in &self.links {
                 link.scalars(info, &mut self.scalars);
@@ -300,8 +317,17 @@ impl Chain {
                 match pass {
                     Pass::PerTensor(link) => {
                         let update = self.update.as_mut().expect(IN_MEMORY);
-                        let tensors =
-                            &mut Tensors { list: &class.tensors, params, update, factor: &self.factor };
+                        let own = self.first_states[*link]..;
+                        let count = self.links[*link].states().len();
+                        let tensors = &mut Tensors {
+                            list: &class.tensors,
+                            params,
+                            update,
+                            factor: &self.factor,
+                            states: &mut self.states[own][..count],
+                            step: self.step,
+                            decay: class.group.decay,
+                        };
                         self.links[*link].per_tensor().map_or(Ok(()), |link| link.rewrite(tensors))?;
                     }
                     Pass::Fused { program, place, states } => {
@@ -367,16 +393,6 @@ impl Chain {
         self.step = step;
         Ok(())
     }
-}
-
-/// The program of a [`Contribution`].
-fn blend() -> Result<Program, TensorError> {
-    let mut p = ProgramBuilder::new();
-    let (state, gradient, keep, take) = (p.read(0), p.read(1), p.scalar(0), p.scalar(1));
-    let (kept, taken) = (p.mul(keep, state), p.mul(take, gradient));
-    let blended = p.add(kept, taken);
-    p.store(0, blended);
-    p.build()
 }
 
 /// Why an update is there.

@@ -74,6 +74,18 @@ pub enum OptimError {
         /// The protocol.
         name: String,
     },
+    /// A neighbour whose parameters are too far away to be told from what it sent: no parameter has changed.
+    #[cfg(feature = "sync")]
+    #[error(
+        "moniqua: parameters of worker {from} are farther away than messages can tell, since some differ by \
+         more than theta {theta}: raise --theta, or lower --lr"
+    )]
+    TooFar {
+        /// The neighbour.
+        from: u32,
+        /// The bound.
+        theta: f64,
+    },
     /// A collective failed.
     #[cfg(feature = "sync")]
     #[error(transparent)]

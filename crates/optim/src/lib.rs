@@ -26,11 +26,13 @@ pub mod sync;
 pub use average::{
     Average, AverageConfig, Averaged, Averaging, Coding, MakeCompressor, MakeProtocol, agree, token_weight,
 };
-pub use chain::{Chain, ChainBuilder, Prepared};
+pub use chain::{Chain, ChainBuilder, Meets, Prepared};
 pub use error::OptimError;
 pub use finite::all_finite;
 pub use group::{GroupError, GroupRule, Groups, ParamGroup};
-pub use local::{AdamW, Lookahead, OnebitAdam, Sgd, adamw, onebit_adam, qadam, sgd};
+pub use local::{
+    AdamW, Lookahead, OnebitAdam, Sgd, adamw, onebit_adam, onebit_lamb, qadam, sgd, zero_one_adam,
+};
 pub use lr_schedule::{Decay, LrSchedule};
 pub use norm::{global_norm, sum_of_squares};
 pub use outer::{OuterOptimizer, diloco_outer};

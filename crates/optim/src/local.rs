@@ -11,10 +11,12 @@ mod lamb;
 mod lion;
 mod muon;
 mod onebit_adam;
+mod onebit_lamb;
 mod radam;
 mod rmsprop;
 mod sgd;
 mod signum;
+mod zero_one_adam;
 
 use crate::transform::{MuonScale, clip_by_global_norm, lookahead, trace};
 use crate::{Chain, ChainBuilder, LrSchedule};
@@ -29,10 +31,12 @@ pub use lamb::{LAMB, Lamb, lamb};
 pub use lion::{LION, Lion, lion};
 pub use muon::{MUON, Muon, is_hidden_matrix, muon};
 pub use onebit_adam::{ONEBIT_ADAM, OnebitAdam, QADAM, onebit_adam, qadam};
+pub use onebit_lamb::{ONEBIT_LAMB, onebit_lamb};
 pub use radam::{RADAM, radam};
 pub use rmsprop::{RMSPROP, RmsProp, rmsprop};
 pub use sgd::{SGD, Sgd, sgd};
 pub use signum::{SIGNUM, Signum, signum};
+pub use zero_one_adam::{ZERO_ONE_ADAM, zero_one_adam};
 
 /// The numbers that methods are made of; each reads those that it has a use for.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -69,6 +73,12 @@ pub struct LocalSettings {
     pub schedule: LrSchedule,
     /// Updates after which a second moment stands still.
     pub freeze: u64,
+    /// Changes of a second moment after which the updates between two of them double.
+    pub variance_doubling: u64,
+    /// Local updates after which those between two meetings of replicas double.
+    pub local_doubling: u64,
+    /// The most local updates between two meetings.
+    pub most_local: u64,
     /// Slow weights around the method.
     pub lookahead: Option<Lookahead>,
 }
@@ -93,6 +103,9 @@ impl Default for LocalSettings {
             clip: None,
             schedule: LrSchedule::constant(1e-3),
             freeze: u64::MAX,
+            variance_doubling: 16,
+            local_doubling: 32_678,
+            most_local: 16,
             lookahead: None,
         }
     }
@@ -124,6 +137,33 @@ pub enum Averages {
         /// The codec that it goes through, unless another is asked for.
         codec: &'static str,
     },
+    /// Gradients, by a codec in most steps, and later what local steps gathered.
+    Gathered {
+        /// The codec that they go through, unless another is asked for.
+        codec: &'static str,
+        /// The method of synchronisation that it takes.
+        sync: &'static str,
+    },
+}
+
+impl Averages {
+    /// The codec that an optimizer's averages go through, unless another is asked for.
+    #[must_use]
+    pub const fn codec(self) -> Option<&'static str> {
+        match self {
+            Self::Gradients => None,
+            Self::Momentum { codec } | Self::Gathered { codec, .. } => Some(codec),
+        }
+    }
+
+    /// The method of synchronisation that an optimizer takes, where that is not one of several.
+    #[must_use]
+    pub const fn sync(self) -> Option<&'static str> {
+        match self {
+            Self::Gradients | Self::Momentum { .. } => None,
+            Self::Gathered { sync, .. } => Some(sync),
+        }
+    }
 }
 
 /// A row of the table of optimizers.
@@ -164,6 +204,8 @@ pub const METHODS: &[LocalMethod] = &[
     SIGNUM,
     ONEBIT_ADAM,
     QADAM,
+    ZERO_ONE_ADAM,
+    ONEBIT_LAMB,
 ];
 
 /// Buffers of a method, each as long as the parameters.

@@ -28,6 +28,12 @@ pub struct Tensors<'a> {
     pub(crate) params: &'a Tensor,
     pub(crate) update: &'a mut Tensor,
     pub(crate) factor: &'a Program,
+    /// The states of the link.
+    pub(crate) states: &'a mut [(String, Tensor)],
+    /// The step, counted from 0.
+    pub(crate) step: u64,
+    /// Weight decay of their group; `None` is the optimizer's own.
+    pub(crate) decay: Option<f64>,
 }
 
 /// The program of [`Tensors::scale`]: `x = s x`.
@@ -83,6 +89,27 @@ impl Tensors<'_> {
     /// The update of tensor `i`, to rewrite.
     pub fn update_mut(&mut self, i: usize) -> Result<ViewMut<'_>, OptimError> {
         Ok(self.update.view_mut().part(self.list[i].start, self.list[i].shape)?)
+    }
+
+    /// The step, counted from 0.
+    #[must_use]
+    pub const fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Weight decay of the tensors' group; `None` is the optimizer's own.
+    #[must_use]
+    pub const fn decay(&self) -> Option<f64> {
+        self.decay
+    }
+
+    /// State `number` of the link, for tensor `i`.
+    ///
+    /// # Panics
+    /// For a state that the link does not have.
+    pub fn state_mut(&mut self, number: usize, i: usize) -> Result<ViewMut<'_>, OptimError> {
+        let Param { start, shape, .. } = self.list[i];
+        Ok(self.states[number].1.view_mut().part(start, shape)?)
     }
 
     /// The l2 norm of each tensor's parameters.

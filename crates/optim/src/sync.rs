@@ -13,19 +13,23 @@ mod event;
 mod exchange;
 mod gossip;
 mod mean;
+mod modulo;
+mod moniqua;
 mod neighbours;
 mod noloco;
 mod replicas;
 mod server;
 mod streaming;
 mod timeline;
+mod zero_one;
 
 use std::sync::{PoisonError, RwLock};
 
 use farflung_comm::Communicator;
 use farflung_tensor::{Device, ParamLayout, Tensor};
 
-use crate::{Average, AverageConfig, Coding, OptimError};
+use crate::transform::Rounds;
+use crate::{Average, AverageConfig, Chain, Coding, OptimError};
 
 pub use asynchronous::{
     ASYNC, Asynchronous, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Servers,
@@ -37,12 +41,14 @@ pub use diloco::{DILOCO, DiLoCo};
 pub use eager::{EAGER, Eager};
 pub use event::{EVENT, EventTriggered};
 pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
+pub use moniqua::MONIQUA;
 pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
 pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
 pub use server::{DelayedNesterov, Push, Quorum, QuorumMean, RuleState, ServerRule};
 pub use streaming::STREAMING;
 pub use timeline::Timeline;
+pub use zero_one::{ZERO_ONE, ZeroOne};
 
 /// A moment of a run: after which step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,6 +70,12 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// The average that the gradients of each step go through; `None` for a method whose steps are local.
     fn gradients(&mut self) -> Option<&mut Average>;
 
+    /// Whether [`Synchroniser::gradients`] gives an average in the next step, in a method that also has local
+    /// steps.
+    fn averages_gradients(&self) -> bool {
+        false
+    }
+
     /// After each local step: takes up what neighbours or servers sent. Only they wait for each other. `weight` is
     /// as in [`Synchroniser::exchange`].
     ///
@@ -81,6 +93,19 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// Errors: a peer that was lost; a codec that refuses values which are not finite.
     fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError>;
 
+    /// As [`Synchroniser::exchange`], for a method that averages what the optimizer gathered over local steps.
+    ///
+    /// Errors: as [`Synchroniser::exchange`].
+    fn exchange_gathered(
+        &mut self,
+        params: &Tensor,
+        _chain: &Chain,
+        after: After,
+        weight: f64,
+    ) -> Result<(), OptimError> {
+        self.exchange(params, after, weight)
+    }
+
     /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
 
@@ -92,6 +117,13 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 
     /// Takes the step that was exchanged, or makes the average of gradients final.
     fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError>;
+
+    /// As [`Synchroniser::commit`], for a method that averages what the optimizer gathered.
+    ///
+    /// Errors: as [`Synchroniser::commit`].
+    fn commit_gathered(&mut self, params: &mut Tensor, _chain: &mut Chain) -> Result<(), OptimError> {
+        self.commit(params)
+    }
 
     /// After each local step, and after the commit where copies met: sends what leaves now and comes back at a
     /// later meeting, and tells whether that is something. Nobody waits for it.
@@ -208,6 +240,14 @@ pub struct SyncSettings<'a> {
     pub trigger: f64,
     /// What only asynchronous methods read.
     pub asynchronous: AsynchronousSettings,
+    /// How far neighbours' copies are apart in any element, at most.
+    pub theta: f64,
+    /// Bits of an element that is sent modulo a bound.
+    pub bits: u32,
+    /// The parts of all copies in a mean, where 1 is an equal part.
+    pub weights: Vec<f64>,
+    /// In which steps the optimizer has gradients averaged, and which are local, where it decides that.
+    pub rounds: Option<Rounds>,
     /// The parameters as all copies have them.
     pub params: &'a Tensor,
 }
@@ -269,6 +309,8 @@ pub const METHODS: &[SyncMethod] = &[
     PARAMETER_SERVER,
     BOUNDED_STALE,
     DECOUPLED,
+    MONIQUA,
+    ZERO_ONE,
 ];
 
 /// Methods that are not in the table.

@@ -14,6 +14,7 @@ mod decay;
 mod frozen_adam;
 mod lion;
 mod lookahead;
+mod onebit_lamb;
 mod orthogonalize;
 mod radam;
 mod rms;
@@ -21,6 +22,7 @@ mod schedule;
 mod sign;
 mod trace;
 mod trust_ratio;
+mod zero_one_adam;
 
 use std::fmt::Debug;
 
@@ -34,11 +36,12 @@ pub use adabelief::scale_by_adabelief;
 pub use adabound::{Bound, scale_by_adabound};
 pub use adagrad::scale_by_adagrad;
 pub use adam::{scale_by_adam, scale_by_amsgrad};
-pub use clip::clip_by_global_norm;
+pub use clip::{clip_by_global_norm, clip_by_global_norm_until};
 pub use decay::add_decayed_weights;
 pub use frozen_adam::{FrozenAdam, scale_by_frozen_adam};
 pub use lion::scale_by_lion;
 pub use lookahead::lookahead;
+pub use onebit_lamb::{FrozenLamb, scale_by_onebit_lamb};
 pub use orthogonalize::{MuonScale, Outputs, orthogonalize};
 pub use radam::scale_by_radam;
 pub use rms::{scale_by_centered_rms, scale_by_rms};
@@ -46,6 +49,7 @@ pub use schedule::scale_by_schedule;
 pub use sign::sign;
 pub use trace::{trace, trace_with};
 pub use trust_ratio::scale_by_trust_ratio;
+pub use zero_one_adam::{Rounds, ZeroOneAdam, scale_by_zero_one_adam};
 
 /// What a link may use while it writes its instructions.
 #[derive(Debug)]
@@ -94,7 +98,8 @@ pub struct StepInfo {
     pub lr: f64,
 }
 
-/// What replicas average in a step in the place of the gradient: `keep * state + take * gradient`.
+/// What replicas average in a step in the place of the gradient: `keep * state + take * gradient`, times a
+/// number of each tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Contribution {
     /// Which of the link's states.
@@ -103,6 +108,26 @@ pub struct Contribution {
     pub keep: f32,
     /// The gradient's part.
     pub take: f32,
+    /// Where each tensor's number is; `None` is 1.
+    pub scale: Option<TensorScale>,
+}
+
+/// Where a link has a number for each tensor; 0 stands for 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorScale {
+    /// In which of the link's states.
+    pub state: u16,
+    /// Which element of the tensor's part of that; no tensor is shorter.
+    pub element: u16,
+}
+
+/// What a link gathers over local steps, for replicas to average where they meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gathered {
+    /// Which of the link's states.
+    pub state: u16,
+    /// Number of scalars that [`Transform::gathered_scalars`] gives.
+    pub scalars: u16,
 }
 
 /// One link of a chain.
@@ -115,7 +140,8 @@ pub trait Transform: Debug + Send {
         Ok(())
     }
 
-    /// Names of its state buffers, each of the parameters' length, starting at zero; three at most.
+    /// Names of its state buffers, each of the parameters' length, starting at zero; three at most, unless it
+    /// sees whole tensors: its instructions then do without its states.
     fn states(&self) -> &'static [&'static str] {
         &[]
     }
@@ -137,6 +163,26 @@ pub trait Transform: Debug + Send {
     /// for its gradient. For one link of a chain at most.
     fn contribution(&self, _step: u64) -> Option<Contribution> {
         None
+    }
+
+    /// In which steps replicas average gradients, and which are local, if the link decides that.
+    fn rounds(&self) -> Option<Rounds> {
+        None
+    }
+
+    /// What it gathers over local steps, if anything. For one link of a chain at most, which has three states:
+    /// all of them are rewritten where replicas meet.
+    fn gathers(&self) -> Option<Gathered> {
+        None
+    }
+
+    /// The scalars of a meeting after these steps, for parameters with a factor of the learning rate.
+    fn gathered_scalars(&self, _lr: f64, _steps: std::ops::Range<u64>, _out: &mut Vec<f32>) {}
+
+    /// Writes the instructions from the mean of what replicas gathered to the parameters' next values. The
+    /// parameter of `e` is what it was when replicas last met; scalars begin with 0.
+    fn emit_gathered(&self, e: &mut Emit<'_>, _mean: Value) -> Value {
+        e.param
     }
 
     /// What it does with whole tensors before its instructions, if anything. The links before it run as a pass

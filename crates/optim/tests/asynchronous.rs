@@ -37,7 +37,7 @@ fn trace(method: &SyncMethod, case: Case, speeds: &[u64], cut: Cut) -> Vec<Trace
     let rank = |comm: Communicator| {
         let number = comm.rank().index();
         let mut params = CPU.tensor(&random(1), layout().len()).unwrap();
-        let mut sync = make(method, case, comm.clone(), &params);
+        let mut sync = make(method, case, comm.clone(), &[], &params);
         let mut trace = Vec::new();
         for step in 1..=STEPS {
             let after = After { step, last: step == STEPS };
@@ -65,7 +65,8 @@ fn trace(method: &SyncMethod, case: Case, speeds: &[u64], cut: Cut) -> Vec<Trace
                 let steps = sync.steps();
                 drop(sync);
                 comm.barrier().unwrap();
-                sync = make(method, case, comm.clone(), &CPU.tensor(&random(2), layout().len()).unwrap());
+                sync =
+                    make(method, case, comm.clone(), &[], &CPU.tensor(&random(2), layout().len()).unwrap());
                 sync.restore(steps, &|name| states.get(name).cloned()).unwrap();
                 comm.barrier().unwrap();
             }
@@ -179,7 +180,7 @@ fn nobody_waits_for_the_slowest_unless_the_bound_says_so() {
         let rank = |comm: Communicator| {
             let number = comm.rank().index();
             let mut params = CPU.tensor(&random(1), layout().len()).unwrap();
-            let mut sync = make(method, case, comm.clone(), &params);
+            let mut sync = make(method, case, comm.clone(), &[], &params);
             let begun = comm.now();
             let mut done = Vec::new();
             for step in 1..=10 {
@@ -283,7 +284,7 @@ fn bytes_are_those_of_the_formula() {
         let rank = |comm: Communicator| {
             let mut params = CPU.tensor(&random(1), layout().len()).unwrap();
             let case = case(Servers::Sharded, PLAIN.asynchronous);
-            let mut sync = make(&ASYNC, case, comm.clone(), &params);
+            let mut sync = make(&ASYNC, case, comm.clone(), &[], &params);
             comm.barrier().unwrap();
             let before = comm.stats().sent.payload.0;
             sync.mix(&mut params, After { step: 3, last: false }, 1.0).unwrap();

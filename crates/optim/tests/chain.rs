@@ -87,6 +87,8 @@ fn all_chains() -> Vec<(&'static str, ChainBuilder)> {
         schedule,
         centered: true,
         lookahead: Some(Lookahead { every: 2, alpha: 0.5 }),
+        // Local steps of the methods that have such, which fill all of their buffers.
+        freeze: 2,
         ..LocalSettings::default()
     };
     chains.extend(METHODS.iter().map(|method| (method.name, method.chain(settings))));

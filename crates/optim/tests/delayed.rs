@@ -162,7 +162,8 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
 #[test]
 fn what_is_in_flight_is_not_taken_up_on_another_timeline() {
     let params = CPU.tensor(&random(1), layout().len()).unwrap();
-    let sync = |case| make(&STREAMING, case, Communicator::new(memory::cluster(1).pop().unwrap()), &params);
+    let sync =
+        |case| make(&STREAMING, case, Communicator::new(memory::cluster(1).pop().unwrap()), &[1.0], &params);
     let mut leaves = sync(PLAIN);
     leaves.depart(&params, After { step: 2, last: false }, 1.0).unwrap();
     leaves.settle().unwrap();
@@ -196,6 +197,10 @@ fn what_no_timeline_has_is_refused() {
             trigger: PLAIN.trigger,
             asynchronous: PLAIN.asynchronous,
             consensus_rate: 1.0,
+            theta: 0.1,
+            bits: 8,
+            weights: vec![1.0; 8],
+            rounds: None,
             params: &params,
         };
         Delayed::new(sync, settings).unwrap_err().to_string()
@@ -251,8 +256,8 @@ fn eager_updates_do_what_plain_loops_do() {
                 params.clone_from(&x);
             }
             if step == STEPS {
-                let all: Vec<f64> =
-                    (0..len).map(|i| params.iter().map(|p| p[i]).sum::<f64>() / ranks as f64).collect();
+                let sum = |i: usize| params.iter().zip(weights).map(|(p, w)| w * p[i]).sum::<f64>();
+                let all: Vec<f64> = (0..len).map(|i| sum(i) / ranks as f64).collect();
                 params.fill(all);
             }
             for rank in 0..ranks {

@@ -5,11 +5,13 @@
 
 mod synchronise;
 
+use farflung_base::Philox;
 use farflung_comm::{Communicator, memory};
 use farflung_compress::{CodecSpec, Payload, RoundKey};
+use farflung_optim::OptimError;
 use farflung_optim::sync::{
-    CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, Meeting, NOLOCO, Neighbour, RANDOM_PAIRS,
-    SHIFT_ONE, SyncMethod, SyncSettings,
+    After, CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, MONIQUA, Meeting, NOLOCO, Neighbour,
+    RANDOM_PAIRS, SHIFT_ONE, SyncMethod, SyncSettings,
 };
 use synchronise::{CPU, Case, PLAIN, STEPS, far, layout, local, make, random, trace};
 
@@ -27,11 +29,31 @@ fn learn(params: &mut All, step: u64) {
     }
 }
 
-/// The mean of all ranks, which they take after the last step.
-fn end(params: &mut All) {
-    let n = params.len() as f64;
-    let mean: Vec<f64> = (0..params[0].len()).map(|i| params.iter().map(|p| p[i]).sum::<f64>() / n).collect();
+/// The mean of all ranks by weights, which they take after the last step.
+fn end_by(params: &mut All, weights: &[f64]) {
+    let all: f64 = weights.iter().sum();
+    let mean = |i: usize| params.iter().zip(weights).map(|(p, w)| w * p[i]).sum::<f64>() / all;
+    let mean: Vec<f64> = (0..params[0].len()).map(mean).collect();
     params.fill(mean);
+}
+
+fn end(params: &mut All) {
+    end_by(params, &vec![1.0; params.len()]);
+}
+
+/// Weights of ranks that train on unequal numbers of tokens; an equal part is 1.
+fn unequal(ranks: usize) -> &'static [f64] {
+    [&[][..], &[1.0], &[0.5, 1.5], &[0.5, 1.0, 1.5], &[0.5, 1.0, 1.5, 1.0], &[0.4, 1.0, 2.0, 1.0, 0.6]][ranks]
+}
+
+/// A neighbour's part as the methods' documentation has it.
+fn part(graph: Graph, weights: &[f64], rank: usize, meeting: &Meeting, of: Neighbour) -> f64 {
+    let (own, theirs) = (weights[rank], weights[of.rank as usize]);
+    match graph {
+        Graph::Exponential => of.weight * weights.iter().copied().fold(f64::INFINITY, f64::min) / own,
+        _ if meeting.from.len() == 1 => theirs / (theirs + own),
+        _ => of.weight * (theirs / own).min(1.0),
+    }
 }
 
 /// That a method gave these parameters after each step.
@@ -59,8 +81,9 @@ fn gossip_does_what_plain_loops_do() {
         (&RANDOM_PAIRS, Graph::RandomPairs { seed: 0 }),
     ];
     for (method, graph) in graphs {
-        for ranks in [1, 2, 3, 5] {
-            let got = trace(method, PLAIN, ranks, &[1.0; 5], None);
+        for (ranks, weights) in [1, 2, 3, 5].into_iter().flat_map(|n| [(n, &[1.0; 5][..n]), (n, unequal(n))])
+        {
+            let got = trace(method, PLAIN, ranks, weights, None);
             let (mut params, mut wanted) = (start(ranks), Vec::new());
             for step in 1..=STEPS {
                 let before = params.clone();
@@ -69,14 +92,17 @@ fn gossip_does_what_plain_loops_do() {
                     // What neighbours had before the step, from the second on.
                     let round = step.checked_sub(2);
                     let meeting = round.map(|round| graph.meeting(rank as u32, ranks as u32, round));
-                    for Neighbour { rank: from, weight } in meeting.unwrap_or_default().from {
+                    let meeting = meeting.unwrap_or_default();
+                    for &neighbour in &meeting.from {
+                        let weight = part(graph, weights, rank, &meeting, neighbour);
+                        let from = neighbour.rank;
                         for i in 0..params.len() {
                             params[i] += weight * (before[from as usize][i] - before[rank][i]);
                         }
                     }
                 }
                 if step == STEPS {
-                    end(&mut params);
+                    end_by(&mut params, weights);
                 }
                 wanted.push(params.clone());
             }
@@ -85,12 +111,102 @@ fn gossip_does_what_plain_loops_do() {
     }
 }
 
+/// Copies that take no steps of their own from the second on come to the mean by weights.
+#[test]
+fn what_copies_come_to_is_the_mean_by_weights() {
+    let plain = [&D_PSGD, &SHIFT_ONE, &EXPONENTIAL, &RANDOM_PAIRS, &CHOCO, &LOW_PRECISION, &MONIQUA];
+    for method in plain {
+        let weights = unequal(5);
+        let case = Case { rate: 1.0, bits: 24, still_after: 1, ..PLAIN };
+        let got = trace(method, case, 5, weights, None);
+        let mut wanted = start(5);
+        learn(&mut wanted, 1);
+        end_by(&mut wanted, weights);
+        // Before the last step, after which all take the mean as it is computed.
+        for (rank, trace) in got.iter().enumerate() {
+            let off = far(&trace[STEPS as usize - 2].0, &wanted[rank]);
+            assert!(off < 2e-4, "{}, rank {rank}: {off}", method.name);
+            assert!(far(&trace[STEPS as usize - 1].0, &wanted[rank]) < 1e-6, "{}", method.name);
+        }
+    }
+}
+
+/// Moniqua as its paper writes it, in f64: `q = Q(x / B mod 1)`, and `x_j = (q_j B - x_i) mod B + x_i`.
+#[test]
+fn moniqua_does_what_plain_loops_do() {
+    for (bits, rate, within) in [(8, 1.0, 1e-3), (16, 0.5, 1e-5), (1, 0.05, 1e-3), (3, 0.2, 1e-3)] {
+        let case = Case { rate, bits, ..PLAIN };
+        let levels = f64::from(1 << bits);
+        let modulus = 2.0 * case.theta / (1.0 - 1.0 / levels);
+        let centred = |x: f64, of: f64| (x + of / 2.0).rem_euclid(of) - of / 2.0;
+        let elements = synchronise::elements();
+        for ranks in [2, 3, 5] {
+            let got = trace(&MONIQUA, case, ranks, &[1.0; 5][..ranks], None);
+            let (mut params, mut wanted) = (start(ranks), Vec::new());
+            for step in 1..=STEPS {
+                let before = params.clone();
+                learn(&mut params, step);
+                if step > 1 {
+                    let draws = Philox::new(0x4d6f_6e69_7175_6100, step - 2);
+                    for (k, &e) in elements.iter().enumerate() {
+                        let draw = (f64::from(draws.uniform(k as u64)) - 0.5) / levels;
+                        let sent: Vec<f64> = before
+                            .iter()
+                            .map(|x| {
+                                let z = centred(x[e] / modulus + draw, 1.0);
+                                (((z + 0.5) * levels).floor() + 0.5) / levels - 0.5 - draw
+                            })
+                            .collect();
+                        for rank in 0..ranks {
+                            let x = before[rank][e];
+                            let seen = |j: usize| centred(sent[j] * modulus - x, modulus) + x;
+                            let meeting = Graph::Ring.meeting(rank as u32, ranks as u32, 0);
+                            for n in meeting.from {
+                                params[rank][e] += rate * n.weight * (seen(n.rank as usize) - seen(rank));
+                            }
+                        }
+                    }
+                }
+                if step == STEPS {
+                    end(&mut params);
+                }
+                wanted.push(params.clone());
+            }
+            compare(&MONIQUA, &got, &wanted, within);
+        }
+    }
+}
+
+#[test]
+fn a_bound_that_does_not_hold_ends_the_run_and_names_the_neighbour() {
+    let case = Case { theta: 1e-3, ..PLAIN };
+    let ranks = memory::cluster(2).into_iter().map(|endpoint| {
+        move || {
+            let comm = Communicator::new(endpoint);
+            let rank = comm.rank().0;
+            let moved: Vec<f32> = random(1).iter().map(|x| x + 0.01 * rank as f32).collect();
+            let mut params = CPU.tensor(&moved, layout().len()).unwrap();
+            let mut sync = make(&MONIQUA, case, comm, &[1.0; 2], &params);
+            let after = |step| After { step, last: false };
+            sync.depart(&params, after(1), 1.0).unwrap();
+            let refused = sync.mix(&mut params, after(2), 1.0).unwrap_err();
+            assert!(matches!(refused, OptimError::TooFar { from, .. } if from == 1 - rank), "{refused}");
+            assert!(refused.to_string().contains("--theta"), "{refused}");
+            assert_eq!(params.to_vec::<f32>().unwrap(), moved);
+        }
+    });
+    let ranks: Vec<_> = ranks.map(std::thread::spawn).collect();
+    for rank in ranks {
+        rank.join().unwrap();
+    }
+}
+
 /// `NoLoCo` as its paper writes it, over whole vectors in f64.
 #[test]
 fn noloco_does_what_plain_loops_do() {
     let (rate, mu) = (0.7, PLAIN.momentum);
     for ranks in [1, 2, 3, 4] {
-        let weights = &[0.5, 1.0, 1.5, 1.0][..ranks];
+        let weights = unequal(ranks);
         let got = trace(&NOLOCO, PLAIN, ranks, weights, None);
         let (mut params, mut wanted) = (start(ranks), Vec::new());
         let (mut slow, mut v) = (params.clone(), vec![vec![0.0; params[0].len()]; ranks]);
@@ -98,7 +214,7 @@ fn noloco_does_what_plain_loops_do() {
         for step in 1..=STEPS {
             learn(&mut params, step);
             if step == STEPS {
-                end(&mut params);
+                end_by(&mut params, weights);
             } else if step.is_multiple_of(PLAIN.every) {
                 let old = slow.clone();
                 for i in 0..ranks {
@@ -109,8 +225,9 @@ fn noloco_does_what_plain_loops_do() {
                     for e in 0..v[i].len() {
                         let d = |k: usize| params[k][e] - old[k][e];
                         let moved = (weights[i] * d(i) + weights[j] * d(j)) / (weights[i] + weights[j]);
-                        v[i][e] =
-                            mu * v[i][e] + rate * moved + rate * (0.5 * (old[i][e] + old[j][e]) - old[i][e]);
+                        let slow_mean =
+                            (weights[i] * old[i][e] + weights[j] * old[j][e]) / (weights[i] + weights[j]);
+                        v[i][e] = mu * v[i][e] + rate * moved + rate * (slow_mean - old[i][e]);
                         slow[i][e] = old[i][e] + v[i][e];
                     }
                 }
@@ -170,13 +287,13 @@ fn replicas_do_what_plain_loops_do() {
         let case = PLAIN;
         compare(
             &LOW_PRECISION,
-            &trace(&LOW_PRECISION, case, ranks, &[1.0; 5], None),
+            &trace(&LOW_PRECISION, case, ranks, &[1.0; 5][..ranks], None),
             &with_replicas(case, ranks, None),
             1e-6,
         );
         compare(
             &CHOCO,
-            &trace(&CHOCO, case, ranks, &[1.0; 5], None),
+            &trace(&CHOCO, case, ranks, &[1.0; 5][..ranks], None),
             &with_replicas(case, ranks, Some(0.5)),
             1e-6,
         );
@@ -186,13 +303,13 @@ fn replicas_do_what_plain_loops_do() {
             let case = Case { codec, ..PLAIN };
             compare(
                 &LOW_PRECISION,
-                &trace(&LOW_PRECISION, case, ranks, &[1.0; 5], None),
+                &trace(&LOW_PRECISION, case, ranks, &[1.0; 5][..ranks], None),
                 &with_replicas(case, ranks, None),
                 2e-3,
             );
             compare(
                 &CHOCO,
-                &trace(&CHOCO, case, ranks, &[1.0; 5], None),
+                &trace(&CHOCO, case, ranks, &[1.0; 5][..ranks], None),
                 &with_replicas(case, ranks, Some(0.5)),
                 2e-3,
             );
@@ -242,6 +359,8 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
         (&LOW_PRECISION, Case { codec: "int4-sr", ..PLAIN }),
         (&CHOCO, Case { codec: "sign", ..PLAIN }),
         (&CHOCO, Case { codec: "random:3/f16", ..PLAIN }),
+        (&MONIQUA, PLAIN),
+        (&MONIQUA, Case { bits: 1, rate: 0.05, ..PLAIN }),
     ];
     for (method, case) in cases {
         let whole = trace(method, case, 3, &[1.0; 3], None);
@@ -269,6 +388,10 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
         trigger: case.trigger,
         asynchronous: case.asynchronous,
         consensus_rate: case.rate,
+        theta: 0.1,
+        bits: 8,
+        weights: vec![1.0],
+        rounds: None,
         params: &params,
     };
     for (case, said) in [
@@ -279,7 +402,9 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
         let error = (CHOCO.build)(settings(case)).unwrap_err().to_string();
         assert!(error.contains(said), "{error}");
     }
-    assert!(make(&CHOCO, PLAIN, Communicator::new(memory::cluster(1).pop().unwrap()), &params).is_apart());
+    assert!(
+        make(&CHOCO, PLAIN, Communicator::new(memory::cluster(1).pop().unwrap()), &[1.0], &params).is_apart()
+    );
 }
 
 #[test]

@@ -34,6 +34,24 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{}: speed-up over f32 at {FAR}", arm.name), faster, "x", Mark::AtLeast(1.0))?;
         said.push((outcome.gap(&f32).mean, format!("{} {:+.2} %", arm.name, outcome.gap(&f32).mean)));
     }
+    let moniqua = lab.compare(report, &arms::MONIQUA_8, &f32, judged)?;
+    let one_bit = lab.compare(report, &arms::MONIQUA_1, &f32, Mark::None)?;
+    Published {
+        what: "loss of Moniqua against averaging at each step",
+        paper: "the rate of D-PSGD without extra memory, down to one bit (ResNet-20 and -110 on CIFAR-10)",
+        ours: format!(
+            "{:+.2} % in 8 bits at {:.1} times fewer bytes than f32, {:+.2} % in one bit at {:.1} times fewer",
+            moniqua.gap(&f32).mean,
+            f32.payload() / moniqua.payload(),
+            one_bit.gap(&f32).mean,
+            f32.payload() / one_bit.payload()
+        ),
+        setting: lab.setting().command(&arms::MONIQUA_8),
+        holds: moniqua.gap(&f32).mean <= MOST,
+        note: "with one bit the error of each message is about theta, so that --consensus-rate must be small, \
+               and copies hardly mix",
+    }
+    .record(report);
     let noloco = lab.compare(report, &arms::NOLOCO, &f32, Mark::None)?;
     Published {
         what: "loss of NoLoCo against averaging at each step",

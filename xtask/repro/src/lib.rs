@@ -107,6 +107,7 @@ mod signals;
 mod sim_scale;
 mod theory;
 mod trainer_cost;
+mod tune;
 mod simulate_scale;
 mod slow_link;
 mod soak;
@@ -203,6 +204,7 @@ pub const BENCHES: &[Bench] = &[
     simulate_scale::BENCH,
     sim_scale::BENCH,
     trainer_cost::BENCH,
+    tune::BENCH,
     zero_bubble::BENCH,
 ];
 

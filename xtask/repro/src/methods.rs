@@ -6,8 +6,9 @@ use anyhow::{Context, Result, ensure};
 use farflung::TrainConfig;
 use farflung::base::Link;
 use farflung::config::recipe::RECIPES;
-use farflung::optim::local::{Averages, METHODS as OPTIMIZERS};
-use farflung::optim::sync::METHODS;
+use farflung::optim::local::METHODS as OPTIMIZERS;
+use farflung::optim::sync::{METHODS, SyncMethod};
+use farflung::parallel::Plan;
 use farflung::train::{Job, Trainer};
 
 use crate::binary::farflung;
@@ -17,8 +18,9 @@ use crate::workers::{Over, again, job, on_all, relative_l2};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "methods",
-    claim: "each method of synchronisation and each recipe is another one in its degenerate case, has the same \
-            bits over every transport, and goes on from a checkpoint with the same bits",
+    claim: "each method of synchronisation and each recipe is another one in its degenerate case, weighs \
+            replicas by their tokens, has the same bits over every transport, and goes on from a checkpoint \
+            with the same bits",
     source: "ours",
     seed: 1337,
     run,
@@ -83,6 +85,7 @@ const DEGENERATE: &[Degenerate] = &[
     same("--sync exponential --workers 2", "--sync d-psgd --workers 2"),
     same("--sync random-pairs --workers 2", "--sync d-psgd --workers 2"),
     near("--sync d-psgd --workers 1", "--sync ddp --workers 1"),
+    near("--sync moniqua --moniqua-bits 24 --consensus-rate 1", "--sync d-psgd"),
     near("--sync low-precision --workers 1", "--sync ddp --workers 1"),
     near("--sync choco --consensus-rate 1", "--sync d-psgd"),
     near(
@@ -91,11 +94,21 @@ const DEGENERATE: &[Degenerate] = &[
     ),
     same("--recipe onebit-adam --codec-warmup 8", "--optimizer onebit-adam --codec none --codec-warmup 8"),
     same(
+        "--optimizer zero-one-adam --codec sign --codec-warmup 8",
+        "--optimizer onebit-adam --codec none --codec-warmup 8",
+    ),
+    near(
+        "--optimizer zero-one-adam --codec none --codec-warmup 3 --sync-every 1 --weight-decay 0 --clip 0",
+        "--optimizer onebit-adam --codec none --codec-warmup 3 --weight-decay 0 --clip 0",
+    ),
+    same(
         "--recipe sparseloco --codec none --sync-every 4",
         "--sync diloco --outer-lr 1 --outer-momentum 0 --sync-every 4",
     ),
     same("--recipe intellect-1 --codec none --sync-every 4", "--sync diloco --sync-every 4"),
     same("--recipe muloco --codec none --sync-every 4", "--optimizer muon --sync diloco --sync-every 4"),
+    same("--recipe dgc --codec none", "--optimizer adamw --beta1 0"),
+    same("--codec dgc:0.25 --density-warmup 4", "--codec dgc:0.25 --density-warmup 0"),
     same("--recipe demo --codec none", "--optimizer signum --momentum 0"),
     same("--recipe distro --codec none", "--optimizer signum --momentum 0"),
     same("--recipe bytegrad --codec none", "--sync ddp"),
@@ -109,9 +122,54 @@ fn timed(flags: &str) -> bool {
     METHODS.iter().any(|row| row.timed && flags.starts_with(&format!("--sync {} ", row.name)))
 }
 
+/// Microbatches of the replicas of an uneven plan.
+const UNEVEN: [u32; 4] = [1, 3, 2, 2];
+
+/// Methods whose replicas train on unequal numbers of tokens: after one step of plain SGD, what they have in
+/// common is the mean by tokens, which is the step of ddp.
+const WEIGHTED: [&str; 9] = [
+    "--sync diloco --outer-lr 1 --outer-momentum 0",
+    "--sync noloco --outer-lr 1 --outer-momentum 0",
+    "--sync d-psgd",
+    "--sync shift-one",
+    "--sync exponential",
+    "--sync random-pairs",
+    "--sync moniqua",
+    "--sync low-precision --codec none",
+    "--sync choco --codec none",
+];
+
+/// Parameters after the first steps of a run under an uneven plan.
+fn uneven(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Vec<f32>> {
+    let config = TrainConfig { steps, ..shared.config(&format!("{flags} --accumulate 2"))? };
+    let job = again(base, config, Over::Memory);
+    let plan = Plan { microbatches: UNEVEN.to_vec(), ..job.plan.clone() };
+    let ends = ends(&job.with_plan(plan)?)?;
+    ensure!(ends.windows(2).all(|pair| pair[0] == pair[1]), "{flags}: replicas differ after the last step");
+    ends.into_iter().next().context("a job has ranks")
+}
+
+/// Rows of replicas with unequal numbers of tokens.
+fn weighted(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<()> {
+    const PLAIN: &str = "--optimizer sgd --momentum 0 --clip 0 --lr 0.1";
+    let ddp = uneven(base, shared, &format!("--sync ddp {PLAIN}"), 1)?;
+    for flags in WEIGHTED {
+        let off = relative_l2(&uneven(base, shared, &format!("{flags} {PLAIN}"), 1)?, &ddp);
+        let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches against ddp");
+        report.row(&metric, off, "", Mark::AtMost(ROUNDED))?;
+    }
+    let adam = uneven(base, shared, "--optimizer onebit-adam --codec none --codec-warmup 8", STEPS)?;
+    let zero_one = uneven(base, shared, "--optimizer zero-one-adam --codec-warmup 8", STEPS)?;
+    let metric =
+        format!("--optimizer zero-one-adam --codec-warmup 8: the same against onebit-adam, {STEPS} steps");
+    report.row(&metric, relative_l2(&zero_one, &adam), "", Mark::AtMost(ROUNDED))
+}
+
 /// Flags of every method, recipe, and optimizer that averages something of its own, each with its own codec.
 fn all() -> Vec<String> {
-    let methods = METHODS.iter().map(|row| {
+    // A method that only one optimizer takes is in the list with that.
+    let alone = |row: &&SyncMethod| OPTIMIZERS.iter().all(|own| own.averages.sync() != Some(row.name));
+    let methods = METHODS.iter().filter(alone).map(|row| {
         let codec = row.codec.map_or(String::new(), |codec| format!(" --codec {codec}"));
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
         // So that workers meet at the step of the checkpoint, and are never done at the same time.
@@ -123,14 +181,16 @@ fn all() -> Vec<String> {
         let local = row.settings.iter().any(|(name, _)| *name == "sync-every");
         format!("--recipe {}{}", row.name, if local { " --sync-every 3" } else { "" })
     });
-    let optimizers = OPTIMIZERS.iter().filter_map(|row| match row.averages {
-        Averages::Momentum { codec } => {
-            Some(format!("--optimizer {} --codec {codec} --codec-warmup 3", row.name))
-        }
-        Averages::Gradients => None,
+    let optimizers = OPTIMIZERS.iter().filter_map(|row| {
+        let codec = row.averages.codec()?;
+        // Variances that change in turns, and local steps that meet in turns, where there are such.
+        let turns =
+            row.averages.sync().map_or("", |_| " --variance-doubling 1 --local-doubling 1 --sync-every 2");
+        Some(format!("--optimizer {} --codec {codec} --codec-warmup 3{turns}", row.name))
     });
     let paced = "--sync diloco --sync-every 3 --local-steps 3,3,2,1".to_owned();
-    methods.chain(recipes).chain(optimizers).chain([paced]).collect()
+    let falling = "--codec dgc:0.01 --density-warmup 6".to_owned();
+    methods.chain(recipes).chain(optimizers).chain([paced, falling]).collect()
 }
 
 /// What runs share, beside flags.
@@ -170,7 +230,7 @@ const UNEQUAL: &str = "unequal.toml";
 /// Parameters of each rank after the last step.
 fn ends(job: &Job) -> Result<Vec<Vec<f32>>> {
     on_all(job, |rank: &mut Trainer| {
-        for _ in 0..STEPS {
+        for _ in 0..job.config.steps {
             rank.step(false)?;
         }
         let params = rank.params().to_vec::<f32>()?;
@@ -197,6 +257,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let metric = format!("{flags}: parameters after {STEPS} steps against {other}");
         report.row(&metric, off, "", Mark::AtMost(*within))?;
     }
+    weighted(report, &base, &shared)?;
     let transports = [("simulated", Over::Simulated(Link::FREE)), ("tcp", Over::Tcp)];
     for (i, flags) in all().iter().enumerate() {
         if timed(flags) {

@@ -89,7 +89,8 @@ pub(crate) fn on_all<T: Send>(job: &Job, work: impl Fn(&mut Trainer) -> Result<T
     in_seats(job, |seat| work(&mut Trainer::new(job, seat.comm, job.config.threads)?))
 }
 
-fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Result<Vec<T>> {
+/// The same with each worker's seat, before it has a trainer.
+pub(crate) fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sync) -> Result<Vec<T>> {
     let work = &work;
     std::thread::scope(|scope| {
         let mut threads = Vec::new();

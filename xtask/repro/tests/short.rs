@@ -110,6 +110,7 @@ short! {
     uneven: "uneven",
     uneven_plan: "uneven-plan",
     trainer_cost: "trainer-cost",
+    tune: "tune",
     zero_bubble: "zero-bubble",
 }
 

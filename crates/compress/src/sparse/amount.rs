@@ -45,6 +45,18 @@ impl Amount {
         Self { multiple: if multiple == 0 { 1 } else { multiple }, ..self }
     }
 
+    /// The share in millionths; `None` for a count.
+    #[must_use]
+    pub const fn share(self) -> Option<u32> {
+        if self.share { Some(self.count) } else { None }
+    }
+
+    /// What counts are rounded down to multiples of.
+    #[must_use]
+    pub const fn multiple(self) -> u32 {
+        self.multiple
+    }
+
     /// Whether it keeps no element of any vector: zero, or less than one multiple.
     #[must_use]
     pub const fn is_nothing(self) -> bool {

@@ -18,6 +18,13 @@ pub enum Given {
 }
 
 impl TrainConfig {
+    /// Counts settings as given, by their names as fields.
+    pub(crate) fn mark_given(&mut self, names: &[&'static str]) {
+        if let Given::Only(given) = &mut self.given {
+            given.extend(names);
+        }
+    }
+
     /// Whether a setting was given; `name` is its key in a file, such as `eval-every`.
     #[must_use]
     pub fn was_given(&self, name: &str) -> bool {

@@ -175,10 +175,14 @@ macro_rules! settings {
             fn fill(args: TrainArgs) -> Self {
                 let given = Given::Only(args.given());
                 let (min_lr, codec, outer_momentum) = (args.min_lr, args.codec, args.outer_momentum);
+                let sync = args.sync;
                 let own = args.optimizer_defaults();
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
                 own.fill(&mut config);
+                if sync.is_none() {
+                    config.take_sync_of_row();
+                }
                 if codec.is_none() {
                     config.take_codec_of_rows();
                 }
@@ -262,7 +266,8 @@ settings! {
         beta1: f64, "X", 0.9;
         /// Decay of the second moment of Adam and its kin, and of Lion's momentum (0.99 there unless told).
         beta2: f64, "X", 0.95;
-        /// What optimizers add to what they divide by; unless told 1e-6 for lamb, 1e-10 for adagrad, 1e-16 for
+        /// What optimizers add to what they divide by; unless told 1e-6 for lamb and its 1-bit
+        /// form, 1e-10 for adagrad, 1e-16 for
         /// adabelief.
         eps: f64, "X", 1e-8;
         /// Momentum of sgd, signum, rmsprop (0 unless told) and muon (0.95 unless told).
@@ -281,6 +286,11 @@ settings! {
         final_lr: f64, "RATE", 0.1;
         /// How fast adabound's rates go there.
         gamma: f64, "X", 1e-3;
+        /// Changes of zero-one-adam's variance after which the steps between two of them double.
+        variance_doubling: u64, "N", 16u64;
+        /// Local steps of zero-one-adam after which those between two averages double, up to --sync-every;
+        /// unless told a fifth of --steps.
+        local_doubling: u64, "STEPS";
         /// How far muon moves hidden matrices: match-adamw (0.2 times the root of the longer side, so that one
         /// rate suits both) or original (the root of outputs over inputs, if above 1).
         muon_scale: MuonScaleKind, "KIND", MuonScaleKind::MatchAdamW;
@@ -304,7 +314,7 @@ settings! {
         recipe: RecipeKind, "NAME";
         /// What workers average, and when; the list is below.
         sync: SyncKind, "KIND", SyncKind::default();
-        /// Steps between DiLoCo's averages.
+        /// Steps between DiLoCo's averages; under zero-one-adam the most.
         sync_every: u64, "STEPS", 20u64;
         /// Local steps of each replica in --sync-every steps: equal, by-speed (slower machines of --topology
         /// take fewer, so that nobody waits), or a number for each such as 30,30,10.
@@ -339,6 +349,11 @@ settings! {
         trigger: f64, "X", 0.02;
         /// How far choco lets a worker go towards its neighbours in a step: less for codecs that lose more.
         consensus_rate: f64, "X", 0.5;
+        /// Moniqua's bound: how far neighbours' parameters may be apart. A run fails where a message would be
+        /// understood wrongly.
+        theta: f64, "X", 0.25;
+        /// Bits that moniqua sends of each parameter, 1 to 24; with one, --consensus-rate is to be small.
+        moniqua_bits: u32, "N", 8u32;
         /// How values are packed for the link: none, f16, bf16, int8, int4:128, sign, topk:0.01/f16, dgc:0.01
         /// (momentum is gathered before the selection), powersgd:4 (matrices as products of rank 4), and many
         /// more; a wrong name lists them.
@@ -347,12 +362,19 @@ settings! {
         /// or is unbiased.
         error_feedback: bool, "BOOL", true;
         /// Steps at the beginning in which averages travel as they are, before --codec holds; unless told 0,
-        /// and 15% of --steps under the optimizers that average momentum, which it is the warm-up of.
+        /// and 15% of --steps under the optimizers that average momentum, which it is the warm-up of. Under
+        /// zero-one-adam the steps after which its variance stands still, and 15% too.
         codec_warmup: u64, "STEPS";
+        /// Steps after these over which the density of a codec that keeps a share, such as dgc:0.001, falls
+        /// from a quarter to its own: 0.25, 0.0625, 0.0156, 0.0039, 0.001.
+        density_warmup: u64, "STEPS", 0u64;
         /// Megabytes of gradients that are averaged together.
         bucket_mb: f64, "MB", 4.0;
         /// Average a bucket while the backward pass still computes the next.
         overlap: bool, "BOOL", true;
+        /// Steps that are tried, before the first one, with each of several bucket sizes and algorithms: the
+        /// fastest go into plan.toml in the run's folder, by which --plan repeats the run. 0 tries none.
+        tune: u64, "STEPS", 0u64;
         /// Link of each worker: BANDWIDTH,LATENCY or home, office, cloud, lan, datacenter.
         link: Link, "LINK", HOME;
         /// TOML file with devices, links and regions, instead of --link; or the name of a shipped one, such as

@@ -125,6 +125,8 @@ impl TrainConfig {
         let exchanged = [
             "codec",
             "codec-warmup",
+            "density-warmup",
+            "tune",
             "error-feedback",
             "bucket-mb",
             "overlap",
@@ -150,6 +152,8 @@ impl TrainConfig {
         );
         notes.idle(self.outweighs_recipe(), &["recipe"], "all settings that it is made of have other values");
         let each_step = self.sync.each_step;
+        let local = format!("`sync` {} takes local steps: buckets and algorithm matter little", self.sync);
+        notes.idle(!each_step && self.tune > 0, &["tune"], &local);
         let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {
             ", but for the report's comparison"
         } else {
@@ -172,6 +176,12 @@ impl TrainConfig {
         let codec = self.codec;
         let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
         notes.idle(plain, &["codec-warmup"], "all averages travel as they are");
+        let keeps = codec.codec().and_then(|codec| codec.density()).is_some();
+        notes.idle(
+            !keeps || self.sync.compensates,
+            &["density-warmup"],
+            &format!("`codec` {codec} keeps no share of the elements"),
+        );
         let why = match codec {
             _ if sync.compensates => "the method makes up itself for what the codec loses",
             AverageSpec::Codec(codec) if codec.feedback() => "the codec's name sets its feedback",

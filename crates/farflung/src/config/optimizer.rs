@@ -65,6 +65,9 @@ impl TrainArgs {
 
     /// Drops what a file has as another optimizer's defaults.
     pub(super) fn forget_optimizer_defaults(&mut self) {
+        if self.by_default.remove("sync") {
+            self.sync = None;
+        }
         for setting in &FOLLOWS {
             if self.by_default.remove(setting.name) {
                 (setting.forget)(self);
@@ -97,6 +100,9 @@ impl TrainConfig {
             clip: (self.clip > 0.0).then_some(self.clip),
             schedule,
             freeze: self.warm_steps().saturating_mul(updates),
+            variance_doubling: self.variance_doubling.saturating_mul(updates),
+            local_doubling: self.local_doubling().saturating_mul(updates),
+            most_local: self.sync_every,
             lookahead: (every > 0).then_some(Lookahead { every, alpha: self.lookahead_alpha }),
         }
     }

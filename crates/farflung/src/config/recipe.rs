@@ -34,6 +34,18 @@ pub const RECIPES: &[Recipe] = &[
         settings: &[("optimizer", "onebit-adam"), ("codec", "sign")],
     },
     Recipe {
+        name: "dgc",
+        summary: "a thousandth of the gradients, momentum gathered before the selection, a density that falls",
+        source: "Lin et al. 2018, Deep Gradient Compression",
+        settings: &[
+            // AdamW without a first moment, since the codec gathers momentum; the paper has SGD.
+            ("beta1", "0.0"),
+            ("codec", "topk:0.001/none+dgc"),
+            ("density-warmup", "100"),
+            ("algorithm", "all-gather"),
+        ],
+    },
+    Recipe {
         name: "demo",
         summary: "the fast parts of a momentum that each worker keeps: 32 of 4096 DCT coefficients",
         source: "Peng et al. 2024, DeMo",

@@ -5,18 +5,23 @@ use farflung_optim::OptimError;
 use farflung_optim::local::Averages;
 use farflung_optim::sync::{AsynchronousSettings, Quorum, Timeline};
 
+use super::choice::SyncKind;
+use super::value::Setting as _;
 use super::{TrainConfig, check};
 use crate::{Error, Result};
 
 impl TrainConfig {
     /// Takes the codec that the optimizer or the method of synchronisation has of its own, if one has.
     pub(super) fn take_codec_of_rows(&mut self) {
-        let by_optimizer = match self.optimizer.averages {
-            Averages::Momentum { codec } => Some(codec),
-            Averages::Gradients => None,
-        };
-        if let Some(name) = by_optimizer.or(self.sync.codec) {
+        if let Some(name) = self.optimizer.averages.codec().or(self.sync.codec) {
             self.codec = name.parse().expect("a row's codec is in the list of codecs");
+        }
+    }
+
+    /// Takes the method of synchronisation that the optimizer comes with, if it does.
+    pub(super) fn take_sync_of_row(&mut self) {
+        if let Some(name) = self.optimizer.averages.sync() {
+            self.sync = SyncKind::parse(name).expect("a row's method is in the table of methods");
         }
     }
 
@@ -50,18 +55,30 @@ impl TrainConfig {
         }
     }
 
+    /// Local steps after which those between two averages double.
+    pub(crate) fn local_doubling(&self) -> u64 {
+        self.local_doubling.unwrap_or_else(|| self.steps.div_ceil(5))
+    }
+
     /// Steps before `codec` holds.
     pub(crate) fn warm_steps(&self) -> u64 {
         const PERCENT: u64 = 15;
         self.codec_warmup.unwrap_or(match self.optimizer.averages {
             Averages::Gradients => 0,
-            Averages::Momentum { .. } => (self.steps * PERCENT).div_ceil(100),
+            Averages::Momentum { .. } | Averages::Gathered { .. } => (self.steps * PERCENT).div_ceil(100),
         })
     }
 
     pub(super) fn validate_sync(&self) -> Result<()> {
         let rate = self.consensus_rate;
         check("consensus-rate", &rate, rate > 0.0 && rate <= 1.0, "above 0 and at most 1")?;
+        let bounded = self.theta > 0.0 && self.theta.is_finite();
+        check("theta", &self.theta, bounded, "above 0")?;
+        let bits = self.moniqua_bits;
+        check("moniqua-bits", &bits, (1..=24).contains(&bits), "between 1 and 24")?;
+        check("variance-doubling", &self.variance_doubling, self.variance_doubling > 0, "at least 1")?;
+        let doubling = self.local_doubling();
+        check("local-doubling", &doubling, doubling > 0 || self.steps == 0, "at least 1")?;
         check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
         check("trigger", &self.trigger, self.trigger >= 0.0, "at least 0")?;
         check("meet-every", &self.meet_every, self.meet_every > 0, "at least 1")?;

@@ -75,7 +75,7 @@ macro_rules! integers {
         }
     )*};
 }
-integers!(u64, usize);
+integers!(u32, u64, usize);
 
 impl Setting for f64 {
     fn expected() -> String {

@@ -117,7 +117,7 @@ impl Choices {
 impl Choices {
     /// The optimizer, if replicas average its momentum.
     fn momentum(&self) -> Option<&'static LocalMethod> {
-        (self.optimizer.averages != Averages::Gradients).then_some(self.optimizer)
+        matches!(self.optimizer.averages, Averages::Momentum { .. }).then_some(self.optimizer)
     }
 }
 
@@ -178,9 +178,31 @@ const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["optimizer", "sync"],
+        refuses: |choices| {
+            let (optimizer, method) = (choices.optimizer, choices.sync?);
+            let wanted = optimizer.averages.sync()?;
+            let expected = format!("{wanted} with {}: it says when replicas meet", optimizer.name);
+            (method.name != wanted).then(|| refuse("sync", method.name, expected))
+        },
+    },
+    Rule {
+        axes: ["optimizer", "sync"],
+        refuses: |choices| {
+            let (optimizer, method) = (choices.optimizer, choices.sync?);
+            let name = |row: &&LocalMethod| row.averages.sync() == Some(method.name);
+            let of = farflung_optim::local::METHODS.iter().find(name)?;
+            let expected = format!("{} with {}, which asks it when replicas meet", of.name, method.name);
+            (optimizer.name != of.name).then(|| refuse("optimizer", optimizer.name, expected))
+        },
+    },
+    Rule {
         axes: ["optimizer", "schedule"],
         refuses: |choices| {
-            let (optimizer, order) = (choices.momentum()?, choices.schedule.as_ref()?);
+            let (optimizer, order) = (choices.optimizer, choices.schedule.as_ref()?);
+            if optimizer.averages == Averages::Gradients {
+                return None;
+            }
             let why = "it adds whole gradients to its momentum, once a step";
             let expected = format!("with {}, another such as adamw: {why}", order.name);
             (order.copies || !order.flushes).then(|| refuse("optimizer", optimizer.name, expected))
@@ -199,7 +221,7 @@ const RULES: &[Rule] = &[
         refuses: |choices| {
             let method = choices.sync.filter(|method| method.codec == Some(NO_CODEC))?;
             let level = choices.levels.iter().find(|level| level.codec != NO_CODEC)?;
-            let expected = format!("{NO_CODEC} with {}: parameters travel as they are", method.name);
+            let expected = format!("{NO_CODEC} with {}: it sends parameters itself", method.name);
             Some(refuse("codec", &level.codec, expected))
         },
     },

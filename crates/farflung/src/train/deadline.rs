@@ -84,7 +84,7 @@ fn slowest(job: &Job, topology: &Topology) -> Result<Option<Slowest>> {
     // Each step's vote: a loss, and whether to stop.
     let numbers = Bytes(16);
     let vote = average(job, topology, algorithm, |by| by.programs(2, numbers, topology), numbers);
-    let warmup = (job.config.warm_steps() > 0).then(|| plainly(largest));
+    let warmup = (job.config.warm_steps() > 0 || job.config.density_warmup > 0).then(|| plainly(largest));
     Ok([vote, bucket].into_iter().chain(warmup).max_by_key(|found| found.time))
 }
 

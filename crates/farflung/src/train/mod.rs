@@ -38,6 +38,7 @@ mod sizes;
 mod tied;
 mod together;
 mod trainer;
+pub mod tune;
 
 pub use bind::ReplicaSchedule;
 pub use chain::{PipelineSizes, chain, pipeline_plan};

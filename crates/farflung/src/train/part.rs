@@ -4,11 +4,11 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-use farflung_optim::sync::Synchroniser;
-use farflung_optim::{Average, Chain, Prepared};
+use farflung_optim::sync::{After, Synchroniser};
+use farflung_optim::{Average, Chain, OptimError, Prepared};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
-use farflung_tensor::{Op, Param, Tensor};
+use farflung_tensor::{Op, Param, ProgramBuilder, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::{Input, Output, Saved, Slices, Stage};
 
@@ -35,6 +35,8 @@ pub(super) struct Part {
     pub(super) own: Option<Tensor>,
     /// Whether another part has the token table too.
     shares_table: bool,
+    /// The part of this rank's gradients in a mean of them, where 1 is an equal part.
+    weight: f64,
     /// What replicas average, where that is not the gradient.
     contribution: Option<Tensor>,
     /// Whether `grads` hold what the next update takes, rather than what the last one took.
@@ -95,6 +97,17 @@ pub(super) fn copy(x: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
+/// Multiplies all elements by a factor.
+fn scale(x: &mut Tensor, by: f32) -> Result<()> {
+    let mut p = ProgramBuilder::new();
+    let (value, factor) = (p.load(0), p.scalar(0));
+    let product = p.mul(value, factor);
+    p.store(0, product);
+    let program = &p.build()?;
+    let (scalars, device) = (&[by], x.device().clone());
+    Ok(device.run(Op::Map { program, scalars, reads: &[], writes: &mut [x.view_mut()] })?)
+}
+
 /// What a part is made of.
 #[derive(Debug)]
 pub(super) struct Parts {
@@ -106,6 +119,7 @@ pub(super) struct Parts {
     pub(super) recompute: Recompute,
     pub(super) offload: usize,
     pub(super) shares_table: bool,
+    pub(super) weight: f64,
 }
 
 /// Writes what replicas average of a range of the gradients into `into`. A token table that another part has
@@ -130,7 +144,7 @@ fn contribute(
 
 impl Part {
     pub(super) fn new(made_of: Parts) -> Result<Self> {
-        let Parts { stage, params, chain, sync, costs, recompute, offload, shares_table } = made_of;
+        let Parts { stage, params, chain, sync, costs, recompute, offload, shares_table, weight } = made_of;
         Ok(Self {
             grads: stage.zeros()?,
             stage,
@@ -142,6 +156,7 @@ impl Part {
             offload,
             own: None,
             shares_table,
+            weight,
             contribution: None,
             pending: false,
             reducing: Reducing::No,
@@ -305,6 +320,10 @@ impl Part {
             // A copy of the model that saw no microbatch adds nothing.
             self.grads = self.stage.zeros()?;
         }
+        #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
+        if self.weight != 1.0 && self.average().is_some() {
+            scale(&mut self.grads, self.weight as f32)?;
+        }
         let shared = self.shared();
         self.make_room()?;
         if let Some(average) = self.sync.as_mut().and_then(|sync| sync.gradients()) {
@@ -396,6 +415,18 @@ impl Part {
                 Ok(self.chain.restore(step, |name| states.get(name).map(Vec::as_slice))?)
             }
         }
+    }
+
+    /// The gradients, where they were averaged by a method that also has local steps.
+    pub(super) fn averaged_gradients(&mut self) -> Option<&mut Tensor> {
+        let averaged = self.sync.as_ref().is_some_and(|sync| sync.averages_gradients());
+        averaged.then_some(&mut self.grads)
+    }
+
+    /// Averages over all holders where replicas meet; nothing has changed when it returns.
+    pub(super) fn exchange(&mut self, after: After, weight: f64) -> Option<Result<(), OptimError>> {
+        let Self { sync, params, chain, .. } = self;
+        sync.as_mut().map(|sync| sync.exchange_gathered(params, chain, after, weight))
     }
 
     /// Gives an update up before it is taken.

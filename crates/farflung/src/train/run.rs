@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use farflung_base::{Link, Nanos};
-use farflung_comm::Communicator;
+use farflung_comm::{Communicator, Stats};
 
 use super::blame;
 use super::checkpoint::{self, Resumed, Totals};
@@ -21,6 +21,7 @@ use super::report::{Report, sample};
 use super::sizes;
 use super::together::together;
 use super::trainer::{StepDone, Synced, Thoroughness, Trainer, hash};
+use super::tune::tune;
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
 use crate::events::{EventLog, What};
@@ -199,14 +200,16 @@ pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Opt
 struct Clock {
     before: Totals,
     start: Nanos,
+    /// What was sent and received before this part began, for trials.
+    trials: Stats,
     wall: Instant,
 }
 
 impl Clock {
-    fn new(comm: &Communicator, before: Totals) -> Self {
+    fn new(comm: &Communicator, before: Totals, trials: Stats) -> Self {
         #[expect(clippy::disallowed_methods, reason = "the run reports how long it really took")]
         let wall = Instant::now();
-        Self { before, start: comm.now(), wall }
+        Self { before, start: comm.now(), trials, wall }
     }
 
     fn totals(&self, comm: &Communicator) -> Totals {
@@ -214,8 +217,8 @@ impl Clock {
         Totals {
             time_s: self.before.time_s + comm.now().saturating_sub(self.start).as_secs_f64(),
             wall_s: self.before.wall_s + self.wall.elapsed().as_secs_f64(),
-            bytes_sent: self.before.bytes_sent + stats.sent.wire.0,
-            bytes_received: self.before.bytes_received + stats.received.wire.0,
+            bytes_sent: self.before.bytes_sent + stats.sent.wire.0 - self.trials.sent.wire.0,
+            bytes_received: self.before.bytes_received + stats.received.wire.0 - self.trials.received.wire.0,
         }
     }
 }
@@ -301,12 +304,21 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
 /// One rank's run.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
     let Seat { comm, simulated, link } = seat;
-    let mut trainer = Trainer::new(job, comm, job.threads(local))?;
+    let threads = job.threads(local);
+    let tuned = tune(job, &comm, threads)?;
+    let mut watch = watch;
+    if let (Some(tuned), Some(watch)) = (&tuned, watch.as_deref_mut()) {
+        tuned.lines().iter().for_each(|line| watch.note(line));
+    }
+    let (job, comm) = tuned.as_ref().map_or((job, comm), |tuned| (&tuned.job, tuned.comm.clone()));
+    let trials = tuned.as_ref().map_or(Stats::default(), |tuned| tuned.comm.stats());
+    let mut trainer = Trainer::new(job, comm, threads)?;
     let run = open_folder(job, trainer.comm())?;
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let hearing = (job.processes > 1).then(|| Hearing::new(trainer.comm(), &job.stop));
     let mut kept = Kept::default();
-    let done = train(job, &mut trainer, run.as_ref(), &mut events, &mut kept, (simulated, link), watch);
+    let done =
+        train(job, &mut trainer, run.as_ref(), &mut events, &mut kept, (simulated, link, trials), watch);
     let done = done.map_err(|mut error| {
         let mut stopper = None;
         // The stop of this rank comes first.
@@ -331,7 +343,7 @@ fn train(
     run: Option<&RunDir>,
     events: &mut EventLog,
     kept: &mut Kept,
-    (simulated, link): (bool, Option<Link>),
+    (simulated, link, trials): (bool, Option<Link>, Stats),
     mut watch: Option<&mut (dyn Watch + '_)>,
 ) -> Result<Option<Report>> {
     let config = &job.config;
@@ -356,7 +368,7 @@ fn train(
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
     }
     let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
-    let clock = Clock::new(trainer.comm(), before);
+    let clock = Clock::new(trainer.comm(), before, trials);
     *kept = Kept::at(begun, run, before);
     if run.is_some() {
         trainer.mark()?;

@@ -379,8 +379,15 @@ impl Trainer {
         let early = (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[]));
         if self.schedule.updates() == Updates::Flush {
             let Executor { parts, placement, tied, .. } = &mut self.executor;
-            by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
-            tied.finish(parts, placement)?;
+            if self.each_step {
+                by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
+                tied.finish(parts, placement)?;
+            } else {
+                // The table's gradients of one replica met before any mean.
+                tied.finish(parts, placement)?;
+                by_number(parts, placement).into_iter().try_for_each(|(_, part)| part.finish_reduce())?;
+                tied.take_first(parts, placement, Part::averaged_gradients)?;
+            }
             parts.values_mut().try_for_each(Part::contribute_alone)?;
         }
         self.executor.parts.values_mut().try_for_each(|part| part.catch_up(None))?;

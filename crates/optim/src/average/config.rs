@@ -27,6 +27,9 @@ pub struct AverageConfig {
     /// Rounds at the beginning that travel as plain f32, before [`AverageConfig::codec`] holds: from the first
     /// step on, lossy codecs lose more than later.
     pub warmup: u64,
+    /// Rounds after these in which a codec that keeps a share of the elements, such as `dgc:0.001`, keeps more:
+    /// a quarter, then a quarter of that and so on, each share for as many rounds. 0 is none.
+    pub density_warmup: u64,
     /// Whether buckets start as soon as they are ready, rather than all at the end.
     pub overlap: bool,
     /// Seed of the codecs that draw.
@@ -42,6 +45,7 @@ impl Default for AverageConfig {
             bucket_bytes: 4 << 20,
             fragments: 1,
             warmup: 0,
+            density_warmup: 0,
             overlap: true,
             seed: 0,
         }

@@ -40,9 +40,12 @@ pub(super) enum Pass {
 /// Parameters that are treated alike.
 #[derive(Debug)]
 pub(super) struct Class {
-    /// Factor of their learning rate.
-    pub(super) lr: f64,
+    /// Settings of their group. Where no link sees whole tensors, the decay is that of the first tensor:
+    /// others' stand in their passes.
+    pub(super) group: ParamGroup,
     pub(super) passes: Vec<Pass>,
+    /// What becomes of the mean of what replicas gathered, if a link of theirs gathers.
+    pub(super) gathered: Option<Program>,
     pub(super) tensors: Vec<Param>,
     /// Their ranges of the flat buffers, as long as they can be; padding goes with what stands before it.
     pub(super) ranges: Vec<Range<usize>>,
@@ -57,6 +60,13 @@ pub(super) struct Numbered<'a> {
     pub(super) states: usize,
 }
 
+impl Numbered<'_> {
+    /// States that its instructions load: a link that sees whole tensors has its own for these.
+    fn fused_states(&self) -> usize {
+        if self.link.per_tensor().is_some() { 0 } else { self.link.states().len() }
+    }
+}
+
 /// The passes of links that are applied to parameters of one group.
 pub(super) fn passes(links: &[Numbered<'_>], group: ParamGroup) -> Result<Vec<Pass>, OptimError> {
     enum Step<'a> {
@@ -65,8 +75,8 @@ pub(super) fn passes(links: &[Numbered<'_>], group: ParamGroup) -> Result<Vec<Pa
     }
     let (mut steps, mut open, mut held) = (Vec::new(), Vec::new(), 0);
     for &numbered in links {
-        let states = numbered.link.states().len();
         let whole = numbered.link.per_tensor().is_some();
+        let states = numbered.fused_states();
         if whole || (held + states > STATES && !open.is_empty()) {
             steps.push(Step::Fused(std::mem::take(&mut open)));
             held = 0;
@@ -100,7 +110,7 @@ fn fuse(links: &[Numbered<'_>], place: Place, group: ParamGroup) -> Result<Pass,
         let mut emit = Emit { program: &mut program, param, group, scalars: numbered.scalars, states };
         update = numbered.link.emit(&mut emit, update);
         places.push(states);
-        used.extend(numbered.states..numbered.states + numbered.link.states().len());
+        used.extend(numbered.states..numbered.states + numbered.fused_states());
     }
     let mut stored = update;
     if place.last {
@@ -119,13 +129,20 @@ fn fuse(links: &[Numbered<'_>], place: Place, group: ParamGroup) -> Result<Pass,
 pub(super) fn classify(
     classes: &mut Vec<Class>,
     last: Option<usize>,
-    lr: f64,
-    passes: Vec<Pass>,
+    group: ParamGroup,
+    (passes, gathered): (Vec<Pass>, Option<Program>),
     param: &Param,
 ) -> usize {
-    let same = |class: &Class| class.lr.to_bits() == lr.to_bits() && class.passes == passes;
+    let whole = passes.iter().any(|pass| matches!(pass, Pass::PerTensor(_)));
+    let same = |class: &Class| {
+        let decays = |group: ParamGroup| group.decay.map(f64::to_bits);
+        class.group.lr.to_bits() == group.lr.to_bits()
+            && (!whole || decays(class.group) == decays(group))
+            && class.passes == passes
+            && class.gathered == gathered
+    };
     let found = classes.iter().position(same).unwrap_or_else(|| {
-        classes.push(Class { lr, passes, tensors: Vec::new(), ranges: Vec::new() });
+        classes.push(Class { group, passes, gathered, tensors: Vec::new(), ranges: Vec::new() });
         classes.len() - 1
     });
     if let Some(before) = last.filter(|before| *before != found)

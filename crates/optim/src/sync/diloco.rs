@@ -1,7 +1,8 @@
 //! DiLoCo: local steps, then an average of how far the parameters moved, through an outer optimizer.
 
-use farflung_tensor::{Op, ProgramBuilder, Tensor};
+use farflung_tensor::Tensor;
 
+use super::mean::scale;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer};
 
@@ -52,18 +53,6 @@ impl DiLoCo {
             prepared: None,
         })
     }
-}
-
-/// Multiplies all elements by a factor.
-fn scale(x: &mut Tensor, by: f32) -> Result<(), OptimError> {
-    let mut p = ProgramBuilder::new();
-    let (value, factor) = (p.load(0), p.scalar(0));
-    let product = p.mul(value, factor);
-    p.store(0, product);
-    let program = p.build()?;
-    let device = x.device().clone();
-    let (scalars, writes) = (&[by], &mut [x.view_mut()]);
-    Ok(device.run(Op::Map { program: &program, scalars, reads: &[], writes })?)
 }
 
 impl Synchroniser for DiLoCo {

@@ -118,8 +118,18 @@ impl Eager {
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
-        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params, .. } =
-            settings;
+        let SyncSettings {
+            comm,
+            device,
+            layout,
+            average,
+            every,
+            outer_lr,
+            outer_momentum,
+            weights,
+            params,
+            ..
+        } = settings;
         let packing = Packing::new(layout);
         let zeros = || device.zeros(layout.len());
         let copies = comm.size() as f64;
@@ -142,7 +152,7 @@ impl Eager {
             own: Path::new(nothing.clone()),
             left: nothing,
             part: 0.0,
-            mean: CommonMean::new(plain, device, layout)?,
+            mean: CommonMean::new(plain, &weights, device, layout)?,
             average,
             buffer: zeros()?,
             flight: Flight::Nothing,

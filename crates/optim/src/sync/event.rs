@@ -8,7 +8,7 @@ use farflung_tensor::{Param, Tensor};
 
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
-use super::neighbours::Graph;
+use super::neighbours::{Graph, Meeting};
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
@@ -45,6 +45,8 @@ pub const EVENT: SyncMethod = SyncMethod {
 pub struct EventTriggered {
     trigger: f64,
     every: u64,
+    /// The same in each round.
+    meeting: Meeting,
     packing: Packing,
     /// Of each tensor in packed values.
     tensors: Vec<Range<usize>>,
@@ -81,10 +83,13 @@ impl EventTriggered {
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
-        let SyncSettings { comm, device, layout, average, every, trigger, params, .. } = settings;
+        let SyncSettings { comm, device, layout, average, every, trigger, weights, params, .. } = settings;
         let packing = Packing::new(layout);
         let sent = packing.pack(params)?;
-        let meeting = Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0);
+        let meeting = match weights.len() {
+            0 => Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0),
+            _ => Graph::Ring.weighted(comm.rank().0, &weights, 0),
+        };
         let heard = meeting.from.iter().map(|n| Heard { from: n.rank, values: sent.clone() }).collect();
         let mut end = 0;
         let tensors = layout.params().iter().map(Param::range).map(|range| {
@@ -99,7 +104,8 @@ impl EventTriggered {
             sent,
             heard,
             flight: Flight::Nothing,
-            mean: CommonMean::new(Average::new(comm, device, layout, average)?, device, layout)?,
+            mean: CommonMean::new(Average::new(comm, device, layout, average)?, &weights, device, layout)?,
+            meeting,
             rounds: 0,
             settled: [zeros()?, zeros()?, zeros()?, zeros()?],
             packing,
@@ -202,7 +208,7 @@ impl Synchroniser for EventTriggered {
             let now = self.packing.pack(params)?;
             let message = self.message(&now);
             let comm = self.mean.average.communicator();
-            self.flight = Flight::Away(Exchange::start(comm, Graph::Ring, self.rounds, &message));
+            self.flight = Flight::Away(Exchange::start(comm, self.meeting.clone(), self.rounds, &message));
             self.rounds += 1;
         }
         Ok(false)

@@ -6,7 +6,7 @@ use farflung_base::{PeerId, Pending, Rank};
 use farflung_comm::{CommError, Communicator};
 use farflung_tensor::{Param, ParamLayout, Tensor};
 
-use super::neighbours::Graph;
+use super::neighbours::Meeting;
 use crate::OptimError;
 
 /// Takes parameters out of flat buffers, without padding, and puts them back.
@@ -92,9 +92,8 @@ pub(super) struct Arrived {
 const TAG: u32 = 0x6055_1900;
 
 impl Exchange {
-    /// Sends `bytes` to all whom this rank meets on a graph in a round, and receives theirs.
-    pub(super) fn start(comm: &Communicator, graph: Graph, round: u64, bytes: &[u8]) -> Self {
-        let meeting = graph.meeting(comm.rank().0, comm.size() as u32, round);
+    /// Sends `bytes` to all whom this rank meets in a round, and receives theirs.
+    pub(super) fn start(comm: &Communicator, meeting: Meeting, round: u64, bytes: &[u8]) -> Self {
         let tag = TAG + (round % 2) as u32;
         let coming = meeting.from.into_iter().map(|neighbour| {
             let from = Rank(neighbour.rank);

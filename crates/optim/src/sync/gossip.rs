@@ -4,6 +4,7 @@ use farflung_tensor::{Device, Op, Program, ProgramBuilder, Tensor};
 
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
+use super::modulo::{Inferred, Modulo};
 use super::neighbours::Graph;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
@@ -71,10 +72,13 @@ pub const RANDOM_PAIRS: SyncMethod = SyncMethod {
 ///
 /// Copies are never quite the same; the model of the run is their mean, which is computed where it is evaluated
 /// or saved, and which all take after the last step. Every so many steps all meet to tell their losses, and
-/// average nothing. Copies count alike, whatever their numbers of tokens. Parameters travel as f32.
+/// average nothing. Copies count by their weights: `w_ij` are those of [`Graph::weighted`], so that what copies
+/// have in common is the mean by weights. Parameters travel as f32, or as a [`Wire`] says.
 #[derive(Debug)]
 pub struct Gossip {
     graph: Graph,
+    wire: Wire,
+    weights: Vec<f64>,
     every: u64,
     packing: Packing,
     add: Program,
@@ -85,6 +89,19 @@ pub struct Gossip {
     rounds: u64,
 }
 
+/// How parameters travel.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Wire {
+    /// As f32.
+    Plain,
+    /// In a few bits, modulo a bound.
+    Modulo {
+        modulo: Modulo,
+        /// How far a copy goes towards its neighbours: less for fewer bits.
+        rate: f64,
+    },
+}
+
 /// What neighbours sent.
 #[derive(Debug)]
 enum Flight {
@@ -92,6 +109,7 @@ enum Flight {
     Away {
         /// What this rank sent.
         sent: Vec<f32>,
+        round: u64,
         messages: Exchange,
     },
     /// It is in `change`.
@@ -103,7 +121,16 @@ impl Gossip {
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>, graph: Graph) -> Result<Self, OptimError> {
-        let SyncSettings { comm, device, layout, average, every, .. } = settings;
+        Self::with_wire(settings, graph, Wire::Plain)
+    }
+
+    /// The same, whose messages are packed.
+    pub(super) fn with_wire(
+        settings: SyncSettings<'_>,
+        graph: Graph,
+        wire: Wire,
+    ) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, every, weights, .. } = settings;
         let average = Average::new(comm, device, layout, average)?;
         let mut p = ProgramBuilder::new();
         let (x, change) = (p.load(0), p.read(0));
@@ -111,11 +138,13 @@ impl Gossip {
         p.store(0, sum);
         Ok(Self {
             graph,
+            wire,
             every: every.max(1),
             packing: Packing::new(layout),
             add: p.build()?,
             change: device.zeros(layout.len())?,
-            mean: CommonMean::new(average, device, layout)?,
+            mean: CommonMean::new(average, &weights, device, layout)?,
+            weights,
             flight: Flight::Nothing,
             rounds: 0,
         })
@@ -127,8 +156,8 @@ impl Gossip {
 
     /// Waits for neighbours, and writes what they change.
     fn arrive(&mut self) -> Result<(), OptimError> {
-        let (sent, messages) = match std::mem::replace(&mut self.flight, Flight::Nothing) {
-            Flight::Away { sent, messages } => (sent, messages),
+        let (sent, round, messages) = match std::mem::replace(&mut self.flight, Flight::Nothing) {
+            Flight::Away { sent, round, messages } => (sent, round, messages),
             other => {
                 self.flight = other;
                 return Ok(());
@@ -136,9 +165,16 @@ impl Gossip {
         };
         let mut change = vec![0.0_f32; sent.len()];
         for Arrived { from, weight, bytes } in messages.wait()? {
-            let theirs = from_bytes(&bytes, sent.len(), from)?;
-            for ((change, mine), theirs) in change.iter_mut().zip(&sent).zip(theirs) {
-                *change += weight as f32 * (theirs - mine);
+            let (theirs, mine, part) = match self.wire {
+                Wire::Plain => (from_bytes(&bytes, sent.len(), from)?, None, weight),
+                Wire::Modulo { modulo, rate } => {
+                    let Inferred { values, own } = modulo.decode(&bytes, &sent, round, from)?;
+                    (values, Some(own), rate * weight)
+                }
+            };
+            let mine = mine.as_ref().unwrap_or(&sent);
+            for ((change, mine), theirs) in change.iter_mut().zip(mine).zip(theirs) {
+                *change += part as f32 * (theirs - mine);
             }
         }
         self.packing.unpack(&change, &mut self.change)?;
@@ -181,8 +217,13 @@ impl Synchroniser for Gossip {
         }
         let sent = self.packing.pack(params)?;
         let comm = self.mean.average.communicator();
-        let messages = Exchange::start(comm, self.graph, self.rounds, &to_bytes(&sent));
-        self.flight = Flight::Away { sent, messages };
+        let (rank, round) = (comm.rank().0, self.rounds);
+        let bytes = match self.wire {
+            Wire::Plain => to_bytes(&sent),
+            Wire::Modulo { modulo, .. } => modulo.encode(&sent, round),
+        };
+        let messages = Exchange::start(comm, self.graph.weighted(rank, &self.weights, round), round, &bytes);
+        self.flight = Flight::Away { sent, round, messages };
         self.rounds += 1;
         Ok(false)
     }

@@ -1,6 +1,6 @@
 //! The mean of copies that are apart: the model of the run, and what all take after the last step.
 
-use farflung_tensor::{Device, Op, ParamLayout, Tensor};
+use farflung_tensor::{Device, Op, ParamLayout, ProgramBuilder, Tensor};
 
 use crate::finite::is_finite;
 use crate::{Average, OptimError};
@@ -10,10 +10,23 @@ pub(super) fn copy(from: &Tensor, to: &mut Tensor) -> Result<(), OptimError> {
     Ok(from.device().run(Op::Cast { x: from.view(), y: to.view_mut() })?)
 }
 
-/// The mean of all copies, exactly the same on all.
+/// Multiplies all elements by a factor.
+pub(super) fn scale(x: &mut Tensor, by: f32) -> Result<(), OptimError> {
+    let mut p = ProgramBuilder::new();
+    let (value, factor) = (p.load(0), p.scalar(0));
+    let product = p.mul(value, factor);
+    p.store(0, product);
+    let program = &p.build()?;
+    let (scalars, device) = (&[by], x.device().clone());
+    Ok(device.run(Op::Map { program, scalars, reads: &[], writes: &mut [x.view_mut()] })?)
+}
+
+/// The mean of all copies by their weights, exactly the same on all.
 #[derive(Debug)]
 pub(super) struct CommonMean {
     pub(super) average: Average,
+    /// This copy's part of the mean, where 1 is an equal part.
+    weight: f64,
     mean: Tensor,
     /// Whether it was computed for [`CommonMean::common`].
     gathered: bool,
@@ -22,12 +35,23 @@ pub(super) struct CommonMean {
 }
 
 impl CommonMean {
-    pub(super) fn new(average: Average, device: &Device, layout: &ParamLayout) -> Result<Self, OptimError> {
-        Ok(Self { average, mean: device.zeros(layout.len())?, gathered: false, last: false })
+    /// With all copies' weights, which are 1 where there are none.
+    pub(super) fn new(
+        average: Average,
+        weights: &[f64],
+        device: &Device,
+        layout: &ParamLayout,
+    ) -> Result<Self, OptimError> {
+        let weight = weights.get(average.communicator().rank().index()).copied().unwrap_or(1.0);
+        Ok(Self { average, weight, mean: device.zeros(layout.len())?, gathered: false, last: false })
     }
 
     fn compute(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.mean)?;
+        #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
+        if self.weight != 1.0 {
+            scale(&mut self.mean, self.weight as f32)?;
+        }
         self.average.all(&mut self.mean)?;
         Ok(())
     }

@@ -49,6 +49,33 @@ impl Meeting {
 }
 
 impl Graph {
+    /// As [`Graph::meeting`] of as many ranks as there are weights, which are above 0: the mean by weights
+    /// stays what it was, and is what ranks come to.
+    ///
+    /// Two that meet alone go to their mean by weights. On a ring a rank takes `1/3 min(1, w_j / w_i)` of a
+    /// neighbour (Metropolis and Hastings); of the one before it on an exponential graph half the least weight
+    /// over its own.
+    #[must_use]
+    pub fn weighted(self, rank: u32, weights: &[f64], round: u64) -> Meeting {
+        let mut meeting = self.meeting(rank, weights.len() as u32, round);
+        let Some(&own) = weights.get(rank as usize) else { return meeting };
+        let least = weights.iter().copied().fold(f64::INFINITY, f64::min);
+        let most = weights.iter().copied().fold(0.0, f64::max);
+        if least >= most {
+            return meeting;
+        }
+        let pair = meeting.from.len() == 1;
+        for neighbour in &mut meeting.from {
+            let theirs = weights[neighbour.rank as usize];
+            neighbour.weight *= match self {
+                Self::Exponential => least / own,
+                _ if pair => 2.0 * theirs / (theirs + own),
+                Self::Ring | Self::ShiftOne | Self::RandomPairs { .. } => (theirs / own).min(1.0),
+            };
+        }
+        meeting
+    }
+
     /// Whom `rank` of `size` meets in a round, counted from 0.
     #[must_use]
     pub fn meeting(self, rank: u32, size: u32, round: u64) -> Meeting {
@@ -110,6 +137,38 @@ mod tests {
             row
         };
         (0..size).map(row).collect()
+    }
+
+    #[test]
+    fn with_weights_the_mean_by_weights_stays_and_is_what_ranks_come_to() {
+        for graph in GRAPHS {
+            for size in 2..9_usize {
+                let weights: Vec<f64> = (0..size).map(|i| [0.5, 1.0, 2.5, 1.0][i % 4]).collect();
+                let all: f64 = weights.iter().sum();
+                let mean =
+                    |values: &[f64]| values.iter().zip(&weights).map(|(x, w)| x * w).sum::<f64>() / all;
+                let mut values: Vec<f64> = (0..size).map(|i| (i * i) as f64).collect();
+                let wanted = mean(&values);
+                for round in 0..400 {
+                    let before = values.clone();
+                    for rank in 0..size as u32 {
+                        let meeting = graph.weighted(rank, &weights, round);
+                        let taken: f64 = meeting.from.iter().map(|n| n.weight).sum();
+                        assert!((0.0..=1.0 + 1e-12).contains(&taken), "{graph:?} {size}");
+                        for Neighbour { rank: from, weight } in meeting.from {
+                            values[rank as usize] += weight * (before[from as usize] - before[rank as usize]);
+                        }
+                    }
+                    assert!((mean(&values) - wanted).abs() < 1e-9 * wanted, "{graph:?} {size} {round}");
+                }
+                assert!(values.iter().all(|x| (x - wanted).abs() < 1e-3 * wanted), "{graph:?} {size}");
+                // Equal weights change no bit.
+                for rank in 0..size as u32 {
+                    let equal = graph.weighted(rank, &vec![0.7; size], 3);
+                    assert_eq!(equal, graph.meeting(rank, size as u32, 3));
+                }
+            }
+        }
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
 /// v_i = mu v_i + eta mean(d_i, d_j) + eta (mean(s_i, s_j) - s_i);   s_i += v_i;   params_i = s_i
 /// ```
 ///
-/// The mean of `d` is by weights; each sends `8 P` bytes. Slow parameters are never quite the same; the model
+/// Means are by weights; each sends `8 P` bytes. Slow parameters are never quite the same; the model
 /// of the run is the mean of all copies, which all take after the last step.
 ///
 /// Source: Kolehmainen et al. 2025, "`NoLoCo`", and its code.
@@ -70,8 +70,18 @@ impl NoLoCo {
     ///
     /// Errors: those of [`Average::new`].
     pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
-        let SyncSettings { comm, device, layout, average, every, outer_lr, outer_momentum, params, .. } =
-            settings;
+        let SyncSettings {
+            comm,
+            device,
+            layout,
+            average,
+            every,
+            outer_lr,
+            outer_momentum,
+            params,
+            weights,
+            ..
+        } = settings;
         let outer = || {
             let (mut slow, velocity) = (device.zeros(layout.len())?, device.zeros(layout.len())?);
             copy(params, &mut slow)?;
@@ -85,7 +95,7 @@ impl NoLoCo {
             packing: Packing::new(layout),
             outer: outer()?,
             next: outer()?,
-            mean: CommonMean::new(Average::new(comm, device, layout, average)?, device, layout)?,
+            mean: CommonMean::new(Average::new(comm, device, layout, average)?, &weights, device, layout)?,
             stepped: false,
             rounds: 0,
         })
@@ -98,7 +108,8 @@ impl NoLoCo {
         let moved: Vec<f32> = params.iter().zip(&slow).map(|(params, slow)| params - slow).collect();
         let own = Brought { weight: weight as f32, moved, slow };
         let comm = self.mean.average.communicator();
-        let other = Exchange::start(comm, self.graph, self.rounds, &own.bytes()).wait()?.pop();
+        let meeting = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
+        let other = Exchange::start(comm, meeting, self.rounds, &own.bytes()).wait()?.pop();
         let other = other.map(|arrived| Brought::read(&arrived, own.slow.len())).transpose()?;
         let mut velocity = self.packing.pack(&self.outer.velocity)?;
         for (i, v) in velocity.iter_mut().enumerate() {
@@ -123,11 +134,12 @@ impl Brought {
         Ok(Self { weight: values[0], moved: moved.to_vec(), slow: slow.to_vec() })
     }
 
-    /// Means of how far both came, by weights, and of both slow values.
+    /// Means of how far both came and of both slow values, by weights.
     fn mean_with(&self, own: &Self, i: usize) -> (f32, f32) {
         let all = self.weight + own.weight;
         let moved = (self.weight * self.moved[i] + own.weight * own.moved[i]) / all;
-        (moved, 0.5 * (self.slow[i] + own.slow[i]))
+        let slow = (self.weight * self.slow[i] + own.weight * own.slow[i]) / all;
+        (moved, slow)
     }
 }
 

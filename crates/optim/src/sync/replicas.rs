@@ -58,7 +58,8 @@ pub enum Rule {
     },
 }
 
-/// After each step, on a ring whose weights are `W`, with replicas that all begin as the parameters: by a
+/// After each step, on a ring whose weights `W` are those of [`Graph::weighted`], with replicas that all begin
+/// as the parameters: by a
 /// [`Rule`] a copy sends `u`, and everyone who holds its replica, the copy included, adds `u` to it. A message
 /// has the next step's time to arrive, and no rule asks for it sooner.
 ///
@@ -79,6 +80,8 @@ pub struct Replicas {
     /// Whether `others` hold.
     known: bool,
     flight: Option<Exchange>,
+    /// Of all copies.
+    weights: Vec<f64>,
     mean: CommonMean,
     rounds: u64,
 }
@@ -89,7 +92,7 @@ impl Replicas {
     /// Errors: those of [`Average::new`]; [`OptimError::Setting`] for a rate that is not above 0 and at most 1,
     /// and for a protocol in the place of a codec.
     pub fn new(settings: SyncSettings<'_>, rule: Rule) -> Result<Self, OptimError> {
-        let SyncSettings { comm, device, layout, average, every, params, .. } = settings;
+        let SyncSettings { comm, device, layout, average, every, params, weights, .. } = settings;
         if let Rule::Consensus { rate: value } = rule
             && !(value > 0.0 && value <= 1.0)
         {
@@ -105,7 +108,7 @@ impl Replicas {
         let packing = Packing::new(layout);
         let average = Average::new(comm, device, layout, average)?;
         let values = packing.pack(params)?;
-        let others = neighbours(&average).into_iter().map(|_| values.clone()).collect();
+        let others = neighbours(&average, &weights).into_iter().map(|_| values.clone()).collect();
         Ok(Self {
             rule,
             every: every.max(1),
@@ -116,14 +119,16 @@ impl Replicas {
             others,
             known: true,
             flight: None,
-            mean: CommonMean::new(average, device, layout)?,
+            mean: CommonMean::new(average, &weights, device, layout)?,
+            weights,
             rounds: 0,
         })
     }
 
     /// Sends `bytes` to both neighbours, and receives theirs.
     fn start(&self, bytes: &[u8]) -> Exchange {
-        Exchange::start(self.mean.average.communicator(), Graph::Ring, self.rounds, bytes)
+        let comm = self.mean.average.communicator();
+        Exchange::start(comm, Graph::Ring.weighted(comm.rank().0, &self.weights, 0), self.rounds, bytes)
     }
 
     /// Takes up what neighbours sent.
@@ -149,7 +154,9 @@ impl Replicas {
 
     /// Adds to `x` so many times how far neighbours' replicas are from the own one, by their weights.
     fn approach(&self, x: &mut [f32], own: &[f32], rate: f64) {
-        for (Neighbour { weight, .. }, other) in neighbours(&self.mean.average).iter().zip(&self.others) {
+        for (Neighbour { weight, .. }, other) in
+            neighbours(&self.mean.average, &self.weights).iter().zip(&self.others)
+        {
             let part = (rate * weight) as f32;
             x.iter_mut()
                 .zip(other.iter().zip(own))
@@ -159,9 +166,8 @@ impl Replicas {
 }
 
 /// Whose replicas a rank holds, and what part each is of the mean on the ring.
-fn neighbours(average: &Average) -> Vec<Neighbour> {
-    let comm = average.communicator();
-    Graph::Ring.meeting(comm.rank().0, comm.size() as u32, 0).from
+fn neighbours(average: &Average, weights: &[f64]) -> Vec<Neighbour> {
+    Graph::Ring.weighted(average.communicator().rank().0, weights, 0).from
 }
 
 impl Synchroniser for Replicas {

@@ -9,12 +9,20 @@ use crate::OptimError;
 /// `clip_grad_norm_`. It stands first in its chain.
 #[must_use]
 pub fn clip_by_global_norm(max: f64) -> impl Transform {
-    ClipByGlobalNorm { max }
+    ClipByGlobalNorm { max, until: u64::MAX }
+}
+
+/// [`clip_by_global_norm`] in the first `until` steps: for a link that takes other values than gradients after
+/// them.
+#[must_use]
+pub fn clip_by_global_norm_until(max: f64, until: u64) -> impl Transform {
+    ClipByGlobalNorm { max, until }
 }
 
 #[derive(Debug)]
 struct ClipByGlobalNorm {
     max: f64,
+    until: u64,
 }
 
 impl Transform for ClipByGlobalNorm {
@@ -31,7 +39,8 @@ impl Transform for ClipByGlobalNorm {
         1
     }
     fn scalars(&self, info: StepInfo, out: &mut Vec<f32>) {
-        out.push((self.max / (info.norm + 1e-6)).min(1.0) as f32);
+        let factor = if info.step < self.until { self.max / (info.norm + 1e-6) } else { 1.0 };
+        out.push(factor.min(1.0) as f32);
     }
     fn emit(&self, e: &mut Emit<'_>, update: Value) -> Value {
         let factor = e.program.scalar(e.scalars);

@@ -109,6 +109,6 @@ impl Transform for ScaleByFrozenAdam {
     }
     fn contribution(&self, step: u64) -> Option<Contribution> {
         let (keep, take) = (self.0.beta1 as f32, (1.0 - self.0.beta1) as f32);
-        (!self.is_warm(step)).then_some(Contribution { state: 0, keep, take })
+        (!self.is_warm(step)).then_some(Contribution { state: 0, keep, take, scale: None })
     }
 }

@@ -54,6 +54,10 @@ pub(crate) struct Case {
     pub(crate) rate: f64,
     pub(crate) trigger: f64,
     pub(crate) asynchronous: AsynchronousSettings,
+    pub(crate) theta: f64,
+    pub(crate) bits: u32,
+    /// Steps after which ranks take none of their own.
+    pub(crate) still_after: u64,
 }
 
 pub(crate) const PLAIN: Case = Case {
@@ -74,12 +78,16 @@ pub(crate) const PLAIN: Case = Case {
         quorum: Quorum { least: 1, grace: Nanos::ZERO },
         tokens_per_step: 1.0,
     },
+    theta: 0.2,
+    bits: 8,
+    still_after: u64::MAX,
 };
 
 pub(crate) fn make(
     method: &SyncMethod,
     case: Case,
     comm: Communicator,
+    weights: &[f64],
     params: &Tensor,
 ) -> Box<dyn Synchroniser> {
     let average =
@@ -98,6 +106,10 @@ pub(crate) fn make(
         consensus_rate: case.rate,
         trigger: case.trigger,
         asynchronous: case.asynchronous,
+        theta: case.theta,
+        bits: case.bits,
+        weights: weights.to_vec(),
+        rounds: None,
         params,
     })
     .unwrap()
@@ -117,13 +129,15 @@ pub(crate) fn trace(
     let rank = |comm: Communicator| {
         let number = comm.rank().index();
         let mut params = CPU.tensor(&random(1), layout().len()).unwrap();
-        let mut sync = make(method, case, comm.clone(), &params);
+        let mut sync = make(method, case, comm.clone(), &weights[..ranks], &params);
         let mut trace = Vec::new();
         for step in 1..=STEPS {
             let after = After { step, last: step == STEPS };
             let moved: Vec<f32> = params.to_vec::<f32>().unwrap();
             let moved: Vec<f32> = moved.iter().zip(local(number, step)).map(|(p, g)| p - 0.01 * g).collect();
-            params.write(&moved).unwrap();
+            if step <= case.still_after {
+                params.write(&moved).unwrap();
+            }
             sync.mix(&mut params, after, weights[number]).unwrap();
             let mut meets = sync.is_due(after);
             while meets {
@@ -143,7 +157,13 @@ pub(crate) fn trace(
                 let saved: BTreeMap<String, Vec<f32>> =
                     sync.average().save("").unwrap().into_iter().collect();
                 let (steps, round) = (sync.steps(), sync.average().round());
-                sync = make(method, case, comm.clone(), &CPU.tensor(&random(2), layout().len()).unwrap());
+                sync = make(
+                    method,
+                    case,
+                    comm.clone(),
+                    &weights[..ranks],
+                    &CPU.tensor(&random(2), layout().len()).unwrap(),
+                );
                 sync.restore(steps, &|name| states.get(name).cloned()).unwrap();
                 sync.average_mut().restore("", round, |name| saved.get(name).map(Vec::as_slice)).unwrap();
             }

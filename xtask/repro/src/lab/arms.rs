@@ -1,5 +1,7 @@
 //! The table of arms: one row a method.
 
+use farflung::optim::transform::Rounds;
+
 use super::Sizes;
 
 /// A method that is compared with others.
@@ -136,6 +138,12 @@ pub(crate) const DGC: Arm = arm(
     "--codec dgc:0.01 --beta1 0 --lr 1e-3 --min-lr 1e-4",
     "a hundredth of the gradients with momentum correction, into AdamW without a first moment",
 );
+/// The same with a density that falls over a tenth of the steps.
+pub(crate) const DGC_FALLING: Arm = arm(
+    "DGC 1 %, density warm-up",
+    "--codec dgc:0.01 --density-warmup 200 --beta1 0 --lr 1e-3 --min-lr 1e-4",
+    "the same, a quarter of the gradients at first and then less and less",
+);
 /// A hundredth of the gradients.
 pub(crate) const TOP_K: Arm =
     arm("top 1 %", "--codec topk:0.01", "the largest hundredth of the gradients, with feedback, into AdamW");
@@ -156,6 +164,16 @@ pub(crate) const ONEBIT_ADAM: Arm = arm(
     "momentum in one bit with feedback, after 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
+/// LAMB's momentum in one bit.
+pub(crate) const ONEBIT_LAMB: Arm = arm(
+    "1-bit LAMB",
+    "--optimizer onebit-lamb --codec sign",
+    "LAMB's momentum in one bit with feedback, after 15 % of the steps as f32",
+)
+.sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * sign(sizes));
+/// LAMB, which 1-bit LAMB is compared with.
+pub(crate) const LAMB: Arm =
+    arm("LAMB", "--optimizer lamb", "a control: gradients as f32 into LAMB").sends(f32_ring);
 /// Momentum in 8 bits.
 pub(crate) const QADAM: Arm = arm(
     "QAdam",
@@ -163,6 +181,31 @@ pub(crate) const QADAM: Arm = arm(
     "momentum in 8 bits, after 15 % of the steps as f32",
 )
 .sends(|sizes| WARMUP * f32_ring(sizes) + (1.0 - WARMUP) * min_max(sizes));
+
+/// What 0/1 Adam sends: gradients as f32 where its variance changes, in one bit in the other steps before it
+/// stands still, and in one bit what local steps gathered.
+fn zero_one(sizes: &Sizes) -> f64 {
+    let steps = sizes.steps as u64;
+    let freeze = (steps * 15).div_ceil(100);
+    let most = sizes.every as u64;
+    let rounds = Rounds { freeze, variance_doubling: 16, local_doubling: steps.div_ceil(5), most };
+    let each = Sizes { every: 1.0, ..sizes.clone() };
+    let (plain, packed) = (f32_ring(&each), sign(&each));
+    let sent = |step| match () {
+        () if rounds.varies(step) => plain,
+        () if rounds.meets(step) || step + 1 == steps => packed,
+        () => 0.0,
+    };
+    (0..steps).map(sent).sum::<f64>() / sizes.steps
+}
+
+/// Steps of local work, which meet in one bit.
+pub(crate) const ZERO_ONE_ADAM: Arm = arm(
+    "0/1 Adam",
+    "--optimizer zero-one-adam --codec sign",
+    "gradients in one bit while the variance changes more and more rarely, then local steps",
+)
+.sends(zero_one);
 
 /// `DiLoCo` by fragments, which travel in 4 bits.
 pub(crate) const STREAMING: Arm = arm(
@@ -315,6 +358,26 @@ pub(crate) const CHOCO: Arm = arm(
 )
 .sends(|sizes| beside_a_mean(sizes, 2.0 * blocks(sizes.params, 1.0, 4096.0, 4.0)));
 
+/// Moniqua's message of so many bits an element, to both neighbours: the cells and an eight-byte check.
+fn moniqua(sizes: &Sizes, bits: f64) -> f64 {
+    beside_a_mean(sizes, 2.0 * ((sizes.params * bits / 8.0).ceil() + 8.0))
+}
+
+/// Parameters modulo a bound in 8 bits to neighbours.
+pub(crate) const MONIQUA_8: Arm = arm(
+    "Moniqua, 8 bits",
+    "--sync moniqua --moniqua-bits 8 --consensus-rate 1",
+    "parameters modulo a bound in 8 bits to both neighbours on a ring, without any memory",
+)
+.sends(|sizes| moniqua(sizes, 8.0));
+/// The same in one bit.
+pub(crate) const MONIQUA_1: Arm = arm(
+    "Moniqua, 1 bit",
+    "--sync moniqua --moniqua-bits 1 --consensus-rate 0.02",
+    "parameters modulo a bound in one bit to both neighbours on a ring, without any memory",
+)
+.sends(|sizes| moniqua(sizes, 1.0));
+
 /// The largest hundredth, packed once.
 pub(crate) const TOP_K_GATHERED: Arm = arm(
     "top 1 %, all-gather",
@@ -444,10 +507,14 @@ pub(crate) const ALL: &[Arm] = &[
     POWER_SGD_4,
     POWER_SGD_1,
     DGC,
+    DGC_FALLING,
     TOP_K,
     TOP_K_ALONE,
     ONEBIT_ADAM,
     QADAM,
+    ZERO_ONE_ADAM,
+    ONEBIT_LAMB,
+    LAMB,
     STREAMING,
     STREAMING_F32,
     STREAMING_MIXED,
@@ -463,6 +530,8 @@ pub(crate) const ALL: &[Arm] = &[
     NOLOCO,
     LOW_PRECISION,
     CHOCO,
+    MONIQUA_8,
+    MONIQUA_1,
     TOP_K_GATHERED,
     DGC_GATHERED,
     DEMO,

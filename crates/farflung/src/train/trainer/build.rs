@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use farflung_base::{Nanos, Rank, StageId};
 use farflung_comm::Communicator;
 use farflung_optim::sync::{SyncMethod, SyncSettings, Synchroniser};
+use farflung_optim::transform::Rounds;
 use farflung_optim::{AverageConfig, Chain, token_weight};
 use farflung_parallel::pipeline::{Placement, Tie, Updates};
 use farflung_tensor::{Device, Interrupt, Tensor};
@@ -161,17 +162,21 @@ fn build_part(
     if job.config.deterministic {
         repeat::check(&model, &params, job.plan.batch as usize)?;
     }
+    let chain = chain(&own_steps(job, replica), device, &model, updates)?;
     let sync = match holders {
         Some(group) if !model.layout().is_empty() => {
             let level = job.plan.outermost();
             let rounds = if job.averages_each_step() { updates } else { 1 };
-            let warmup = (job.config.warm_steps() * rounds).div_ceil(u64::from(level.every).max(1));
+            let rounds_of = |steps: u64| (steps * rounds).div_ceil(u64::from(level.every).max(1));
+            let warmup = Warmups {
+                plain: rounds_of(job.config.warm_steps()),
+                density: rounds_of(job.config.density_warmup),
+            };
             let share = job.plan.weight(replica);
-            Some(synchroniser(job, group, (plain, share), &model, (&params, warmup))?)
+            Some(synchroniser(job, group, (plain, share), &model, (&params, warmup, chain.rounds()))?)
         }
         _ => None,
     };
-    let chain = chain(&own_steps(job, replica), device, &model, updates)?;
     let placement = schedule.placement();
     let shares_table =
         placement.tie() != Tie::Whole && (placement.is_first(stage) != placement.is_last(stage));
@@ -190,25 +195,41 @@ fn build_part(
         recompute,
         offload,
         shares_table,
+        // Where gradients are averaged in each step, losses are weighted by the tokens of all.
+        weight: if job.averages_each_step() { 1.0 } else { job.plan.weight(replica) },
     })
 }
 
+/// Rounds at the beginning of a run.
+struct Warmups {
+    /// Those that travel as they are.
+    plain: u64,
+    /// Those after them in which a selecting codec keeps more.
+    density: u64,
+}
+
 /// How the holders of a part keep it equal: the plan's method. With the replica's share of the tokens of a step
-/// that all take, the parameters as they begin, and rounds before codecs hold.
+/// that all take, the parameters as they begin, warm-ups, and the optimizer's rounds.
 fn synchroniser(
     job: &Job,
     group: &Communicator,
     (device, share): (&Device, f64),
     model: &Stage,
-    (params, warmup): (&Tensor, u64),
+    (params, warmup, rounds): (&Tensor, Warmups, Option<Rounds>),
 ) -> Result<Box<dyn Synchroniser>> {
     let level = job.plan.outermost();
     let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
+    let local = job.plan.local_steps();
+    let period = u64::from(local.period());
     Ok((method.build)(SyncSettings {
         comm: averages::in_regions(group.clone(), &job.plan)?,
         device,
         layout: model.layout(),
-        average: AverageConfig { warmup, ..job.average_config()? },
+        average: AverageConfig {
+            warmup: warmup.plain,
+            density_warmup: warmup.density,
+            ..job.average_config()?
+        },
         every: level.every.into(),
         outer_lr: job.config.outer_lr,
         outer_momentum: job.config.outer_momentum,
@@ -218,6 +239,11 @@ fn synchroniser(
         consensus_rate: job.config.consensus_rate,
         trigger: job.config.trigger,
         asynchronous: job.config.asynchronous(job.plan.replicas(), share),
+        theta: job.config.theta,
+        bits: job.config.moniqua_bits,
+        // Where there are two copies in a pipeline, replicas are the same after each step.
+        weights: (0..job.plan.replicas()).map(|replica| local.weight(replica, 0..period)).collect(),
+        rounds,
         params,
     })?)
 }

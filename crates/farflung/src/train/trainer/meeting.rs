@@ -79,7 +79,7 @@ impl Trainer {
         let mut goes_on = false;
         for part in self.executor.parts.values_mut() {
             if let Some(sync) = &mut part.sync {
-                sync.commit(&mut part.params)?;
+                sync.commit_gathered(&mut part.params, &mut part.chain)?;
                 goes_on |= sync.goes_on();
             }
         }
@@ -123,7 +123,7 @@ impl Trainer {
         let Executor { parts, placement, tied, .. } = &mut self.executor;
         let mut refused = None;
         for (_, part) in by_number(parts, placement) {
-            match part.sync.as_mut().map(|sync| sync.exchange(&part.params, after, weight)) {
+            match part.exchange(after, weight) {
                 None | Some(Ok(())) => {}
                 Some(Err(error @ OptimError::Comm(_))) => return Err(error.into()),
                 // The same on all holders of this part. Those of other parts go on, and so does this rank with

@@ -44,7 +44,8 @@ impl Marked {
         let states = part.chain.states().map(|(name, state)| Ok((name.to_owned(), kept(state)?)));
         let states = states.collect::<Result<_>>()?;
         let params = if agreed(part).is_some() { None } else { Some(kept(&part.params)?) };
-        let average = part.sync.as_ref().filter(|_| each_step).map(|sync| sync.average());
+        let average = part.sync.as_ref().filter(|sync| each_step || sync.averages_gradients());
+        let average = average.map(|sync| sync.average());
         let saved =
             |average: &Average| Ok::<_, Error>((average.round(), average.save("")?.into_iter().collect()));
         let gradients = average.map(saved).transpose()?;

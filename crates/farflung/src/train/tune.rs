@@ -1,0 +1,254 @@
+//! The tuner: steps of a run are tried with other buckets and other algorithms, and the fastest go into the
+//! plan.
+//!
+//! What was tried is dropped: the run begins at its first step with the plan that was chosen, so that a run
+//! with this plan repeats it to the bit. All ranks choose alike, by the slowest rank's time of each candidate
+//! on the transport's clock, which is deterministic on simulated links.
+
+use std::fmt;
+use std::path::Path;
+
+use farflung_base::{Algorithm, Bytes, Nanos};
+use farflung_comm::{Communicator, ReduceOp};
+use farflung_compress::AverageSpec;
+use farflung_parallel::plan::NO_CODEC;
+use farflung_parallel::{Level, Plan};
+
+use super::job::Job;
+use super::trainer::Trainer;
+use super::{averages, planned};
+use crate::config::choice::Resume;
+use crate::{Result, TrainConfig};
+
+/// Buckets and an algorithm, as a plan's outermost level has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Candidate {
+    /// How values are summed.
+    pub algorithm: Algorithm,
+    /// Most f32 bytes of a bucket.
+    pub bucket_bytes: u64,
+}
+
+impl fmt::Display for Candidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, buckets of {}", self.algorithm, Bytes(self.bucket_bytes))
+    }
+}
+
+/// A candidate, and what a step took with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tried {
+    /// Which.
+    pub candidate: Candidate,
+    /// The mean of a step on the slowest rank.
+    pub step: Nanos,
+}
+
+/// What came of tuning.
+#[derive(Debug)]
+pub struct Tuned {
+    /// The job with the plan that was chosen.
+    pub job: Job,
+    /// Where its ranks meet: as the plan says.
+    pub comm: Communicator,
+    /// All candidates, in the order of the trials; none where the plan of the run's folder was taken.
+    pub tried: Vec<Tried>,
+}
+
+impl Tuned {
+    /// What was chosen.
+    #[must_use]
+    pub fn chosen(&self) -> Candidate {
+        Candidate::of(self.job.plan.outermost())
+    }
+
+    /// Lines for a terminal: the choice, and what each candidate took, the fastest first.
+    #[must_use]
+    pub fn lines(&self) -> Vec<String> {
+        if self.tried.is_empty() {
+            return vec![format!("tune: {}, as the plan of the run's folder has them", self.chosen())];
+        }
+        let mut tried = self.tried.clone();
+        tried.sort_by_key(|tried| tried.step);
+        let mut lines = vec![format!("tune: {} of {} candidates is fastest", self.chosen(), tried.len())];
+        lines.extend(
+            tried.iter().map(|Tried { candidate, step }| format!("tune: {candidate}: {step} a step")),
+        );
+        lines
+    }
+}
+
+impl Candidate {
+    fn of(level: &Level) -> Self {
+        Self { algorithm: level.algorithm, bucket_bytes: level.bucket_bytes }
+    }
+}
+
+/// Shares of the gradients that buckets are tried with, besides what the plan has.
+const SHARES: [u64; 5] = [1, 2, 4, 8, 16];
+
+impl TrainConfig {
+    /// Takes what was chosen, as if it had been given.
+    fn take(&mut self, candidate: Candidate) {
+        self.algorithm = candidate.algorithm;
+        self.bucket_mb = candidate.bucket_bytes as f64 / 1e6;
+        self.mark_given(&["algorithm", "bucket_mb"]);
+    }
+}
+
+impl Job {
+    /// The job with other buckets and another algorithm; `None` where these do not go together with its codec.
+    fn with_candidate(&self, candidate: Candidate) -> Option<Self> {
+        let mut plan = self.plan.clone();
+        let level = plan.levels.last_mut()?;
+        (level.algorithm, level.bucket_bytes) = (candidate.algorithm, candidate.bucket_bytes);
+        if averages::refusal(level).is_some() {
+            return None;
+        }
+        let mut job = Self { plan, ..self.clone() };
+        job.config.take(candidate);
+        Some(job)
+    }
+
+    /// Algorithms to try: all by which the codec's bytes can be summed, or plain values.
+    fn algorithms(&self) -> Vec<Algorithm> {
+        let level = self.plan.outermost();
+        let packed = level.codec != NO_CODEC && !matches!(level.codec.parse(), Ok(AverageSpec::Protocol(_)));
+        let all = if packed { &Algorithm::CODED[..] } else { &Algorithm::ALL[..] };
+        all.iter().copied().filter(|a| *a != Algorithm::Hierarchical || self.has_regions()).collect()
+    }
+
+    /// Whether some links are slower than others, so that there are regions.
+    fn has_regions(&self) -> bool {
+        averages::regions(&self.plan).is_some() || self.cluster.is_some()
+    }
+
+    /// Bucket sizes to try, the plan's own first.
+    fn buckets(&self) -> Vec<u64> {
+        let all = 4 * self.model.parameters();
+        let mut sizes = vec![self.plan.outermost().bucket_bytes.min(all)];
+        for share in SHARES {
+            let size = all.div_ceil(share).max(4);
+            if !sizes.contains(&size) {
+                sizes.push(size);
+            }
+        }
+        sizes
+    }
+
+    /// Every candidate there is: the grid that [`tune`] searches a part of.
+    #[must_use]
+    pub fn grid(&self) -> Vec<Candidate> {
+        let buckets = self.buckets();
+        let of = |algorithm| buckets.iter().map(move |&bucket_bytes| Candidate { algorithm, bucket_bytes });
+        self.algorithms().into_iter().flat_map(of).collect()
+    }
+}
+
+/// Steps of a candidate on one rank; for all ranks to call. `None` where it does not go together with the job's
+/// codec.
+///
+/// Errors: those of a step.
+pub fn measure(
+    job: &Job,
+    comm: &Communicator,
+    candidate: Candidate,
+    (steps, threads): (u64, usize),
+) -> Result<Option<Tried>> {
+    let Some(mut trial) = job.with_candidate(candidate) else { return Ok(None) };
+    // What most steps do: warm-ups pass.
+    trial.config.codec_warmup = Some(0);
+    trial.config.density_warmup = 0;
+    (trial.fault, trial.failure) = (None, None);
+    let comm = comm.clone().with_algorithm(trial.plain_algorithm());
+    let mut trainer = Trainer::new(&trial, comm.clone(), threads)?;
+    trainer.step(false)?;
+    comm.barrier()?;
+    let begun = comm.now();
+    for _ in 0..steps {
+        trainer.step(false)?;
+    }
+    let mut took = [comm.now().saturating_sub(begun).0 / steps.max(1)];
+    comm.all_reduce(&mut took, ReduceOp::Max)?;
+    Ok(Some(Tried { candidate, step: Nanos(took[0]) }))
+}
+
+/// Chooses buckets and an algorithm where `--tune` asks for it: first the algorithm with the plan's buckets,
+/// then the buckets with that one, then the algorithm once more if the buckets changed. A run that goes on
+/// takes the plan of its folder instead. For all ranks to call.
+///
+/// Errors: those of a step; a plan in the run's folder that cannot be read.
+pub fn tune(job: &Job, comm: &Communicator, threads: usize) -> Result<Option<Tuned>> {
+    let steps = job.config.tune;
+    if steps == 0 || comm.size() == 1 || !job.averages_each_step() {
+        return Ok(None);
+    }
+    let mut search = Search { job, comm, steps, threads, tried: Vec::new() };
+    let chosen = match kept_plan(job, comm)? {
+        Some(plan) => Candidate::of(plan.outermost()),
+        None => search.run()?,
+    };
+    let tuned = job.with_candidate(chosen).expect("it was tried, or a run had it");
+    let comm = comm.clone().with_algorithm(tuned.plain_algorithm());
+    Ok(Some(Tuned { job: tuned, comm, tried: search.tried }))
+}
+
+/// The plan with which the run began that goes on, if all ranks have it and it is of this job.
+fn kept_plan(job: &Job, comm: &Communicator) -> Result<Option<Plan>> {
+    let own = |out: &Path| super::checkpoint::folder(out, comm.rank());
+    let folder = match &job.config.resume {
+        Resume::No => None,
+        Resume::Auto => job.out.as_deref().map(own),
+        Resume::Path(checkpoint) => checkpoint.parent().map(Path::to_path_buf),
+    };
+    let file = folder.map(|folder| folder.join("plan.toml")).filter(|file| file.is_file());
+    let plan = file.map(|file| planned::read(&file)).transpose()?;
+    let same = |plan: &Plan| {
+        let mut plan = plan.clone();
+        if let (Some(level), ours) = (plan.levels.last_mut(), job.plan.outermost()) {
+            (level.algorithm, level.bucket_bytes) = (ours.algorithm, ours.bucket_bytes);
+        }
+        plan.digest() == job.plan.digest()
+    };
+    let plan = plan.filter(same);
+    let told = comm.all_gather_bytes(plan.as_ref().map_or_else(Vec::new, |p| p.to_string().into_bytes()))?;
+    let alike = told.windows(2).all(|pair| pair[0] == pair[1]);
+    Ok(plan.filter(|_| alike))
+}
+
+/// A search under way.
+struct Search<'a> {
+    job: &'a Job,
+    comm: &'a Communicator,
+    steps: u64,
+    threads: usize,
+    tried: Vec<Tried>,
+}
+
+impl Search<'_> {
+    fn run(&mut self) -> Result<Candidate> {
+        let level = self.job.plan.outermost();
+        let own = self.job.buckets()[0];
+        let start = Candidate { algorithm: level.algorithm, bucket_bytes: own };
+        self.best([start])?;
+        let algorithms = self.job.algorithms();
+        let of = |bucket_bytes| {
+            algorithms.iter().map(move |&algorithm| Candidate { algorithm, bucket_bytes }).collect::<Vec<_>>()
+        };
+        let found = self.best(of(own))?;
+        let buckets = self.job.buckets().into_iter();
+        let found = self.best(buckets.map(|bucket_bytes| Candidate { bucket_bytes, ..found }))?;
+        if found.bucket_bytes == own { Ok(found) } else { self.best(of(found.bucket_bytes)) }
+    }
+
+    /// Tries candidates that were not tried yet, and gives the fastest of all; of equals the first.
+    fn best(&mut self, candidates: impl IntoIterator<Item = Candidate>) -> Result<Candidate> {
+        for candidate in candidates {
+            if self.tried.iter().all(|tried| tried.candidate != candidate) {
+                self.tried.extend(measure(self.job, self.comm, candidate, (self.steps, self.threads))?);
+            }
+        }
+        let fastest = self.tried.iter().min_by_key(|tried| tried.step);
+        Ok(fastest.map_or_else(|| Candidate::of(self.job.plan.outermost()), |tried| tried.candidate))
+    }
+}

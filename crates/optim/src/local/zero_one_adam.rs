@@ -1,0 +1,36 @@
+//! 0/1 Adam.
+
+use super::{Averages, LocalMethod, LocalSettings, clipped};
+use crate::ChainBuilder;
+use crate::transform::{Rounds, ZeroOneAdam, add_decayed_weights, scale_by_schedule, scale_by_zero_one_adam};
+
+/// [`zero_one_adam`] with the decays, rounds, weight decay and clipping of the settings.
+pub const ZERO_ONE_ADAM: LocalMethod = LocalMethod {
+    name: "zero-one-adam",
+    summary: "0/1 Adam: gradients in 1 bit while its variance changes more and more rarely; after \
+              --codec-warmup local steps, which meet in 1 bit",
+    reads: &["beta1", "beta2", "eps", "variance-doubling", "local-doubling"],
+    defaults: &[],
+    averages: Averages::Gathered { codec: "sign", sync: "zero-one" },
+    buffers: |_| 3,
+    per_tensor: false,
+    build: |settings| {
+        let LocalSettings { beta1, beta2, eps, weight_decay, clip, schedule, freeze, .. } = settings;
+        let LocalSettings { variance_doubling, local_doubling, most_local: most, .. } = settings;
+        let rounds = Rounds { freeze, variance_doubling, local_doubling, most };
+        zero_one_adam(ZeroOneAdam { beta1, beta2, eps, rounds, schedule, weight_decay }, clip)
+    },
+};
+
+/// 0/1 Adam, for replicas that [`ZeroOne`](crate::sync::ZeroOne) keeps one model: [`scale_by_zero_one_adam`]
+/// with decoupled weight decay and the learning rate.
+///
+/// Source: Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam".
+/// Differs: clipping, if any, is of averaged gradients, and of a replica's own in local steps; and as
+/// [`scale_by_zero_one_adam`] says.
+#[must_use]
+pub fn zero_one_adam(settings: ZeroOneAdam, clip: Option<f64>) -> ChainBuilder {
+    let ZeroOneAdam { schedule, weight_decay, .. } = settings;
+    let adam = scale_by_zero_one_adam(settings);
+    clipped(clip).then(adam).then(add_decayed_weights(weight_decay)).then(scale_by_schedule(schedule))
+}

@@ -1,0 +1,234 @@
+//! Parameters modulo a bound, in a few bits: whoever has parameters near the sender's can tell which they are.
+
+use farflung_base::philox::unit;
+use farflung_base::{PeerId, Philox, Rank};
+use farflung_comm::CommError;
+
+use crate::OptimError;
+
+/// Most bits of an element.
+const MOST_BITS: u32 = 24;
+/// Bytes of the check behind the elements.
+const CHECK: usize = 8;
+
+/// Moniqua's quantiser: of an element `x` it sends which of `2^bits` cells of `[-1/2, 1/2)` holds
+/// `x / B + u` modulo 1, where `B = 2 theta / (1 - 2^-bits)` and `u` is a draw that all ranks share. A receiver
+/// whose element is within `theta` of `x` knows it to `B / 2^(bits + 1)`.
+///
+/// A message is the cells, packed from the lowest bit on, and eight bytes: a hash of the whole multiples of
+/// `B` that the sender left out. A receiver that infers others is too far away, and sees that.
+///
+/// Source: Lu and De Sa 2020, "Moniqua: Modulo Quantized Communication in Decentralized SGD", Alg. 1. Differs:
+/// `u` makes the error independent of `x` (their stochastic rounding with shared randomness does so on
+/// average); the hash is ours.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Modulo {
+    theta: f64,
+    bits: u32,
+    seed: u64,
+}
+
+/// What a receiver makes of a message.
+pub(super) struct Inferred {
+    /// The sender's values.
+    pub(super) values: Vec<f32>,
+    /// The receiver's own as the sender would have sent them, so that what both change by cancels.
+    pub(super) own: Vec<f32>,
+}
+
+impl Modulo {
+    /// For neighbours within `theta` of each other in each element.
+    ///
+    /// Errors: [`OptimError::Setting`] for a bound that is not above 0 and finite, or no bits, or more than 24.
+    pub(super) fn new(theta: f64, bits: u32, seed: u64) -> Result<Self, OptimError> {
+        let wrong =
+            |field, value, expected| Err(OptimError::Setting { transform: "sync", field, value, expected });
+        if !(theta > 0.0 && theta.is_finite()) {
+            return wrong("theta", theta, "above 0");
+        }
+        if !(1..=MOST_BITS).contains(&bits) {
+            return wrong("moniqua-bits", f64::from(bits), "between 1 and 24");
+        }
+        Ok(Self { theta, bits, seed })
+    }
+
+    fn cells(&self) -> f64 {
+        f64::from(1_u32 << self.bits)
+    }
+
+    /// `B`.
+    fn modulus(&self) -> f64 {
+        // The quantiser is off by half a cell at most.
+        2.0 * self.theta / (1.0 - 1.0 / self.cells())
+    }
+
+    /// The draws of all elements in a round: half a cell either way.
+    fn draws(&self, round: u64, len: usize) -> Vec<f64> {
+        let draws = Philox::new(self.seed ^ 0x4d6f_6e69_7175_6100, round);
+        let words = (0..len.div_ceil(4) as u64).flat_map(|block| draws.block(block));
+        words.take(len).map(|word| (f64::from(unit(word)) - 0.5) / self.cells()).collect()
+    }
+
+    /// The cell of a value, where its middle is, and the whole multiple that it leaves out.
+    fn quantise(&self, x: f32, draw: f64) -> (u32, f64, i64) {
+        let y = f64::from(x) / self.modulus() + draw;
+        let whole = (y + 0.5).floor();
+        let cell = ((y - whole + 0.5) * self.cells()).floor().clamp(0.0, self.cells() - 1.0);
+        (cell as u32, self.middle(cell as u32), whole as i64)
+    }
+
+    fn middle(&self, cell: u32) -> f64 {
+        (f64::from(cell) + 0.5) / self.cells() - 0.5
+    }
+
+    /// Bytes of a message of `len` elements.
+    pub(super) const fn message(&self, len: usize) -> usize {
+        (len * self.bits as usize).div_ceil(8) + CHECK
+    }
+
+    /// The message of a round.
+    pub(super) fn encode(&self, values: &[f32], round: u64) -> Vec<u8> {
+        let draws = self.draws(round, values.len());
+        let mut bytes = Vec::with_capacity(self.message(values.len()));
+        let (mut held, mut count, mut check) = (0_u64, 0, 0);
+        for (i, (&x, &draw)) in values.iter().zip(&draws).enumerate() {
+            let (cell, _, whole) = self.quantise(x, draw);
+            check = hash(check, i, whole);
+            held |= u64::from(cell) << count;
+            count += self.bits;
+            while count >= 8 {
+                bytes.push(held as u8);
+                held >>= 8;
+                count -= 8;
+            }
+        }
+        if count > 0 {
+            bytes.push(held as u8);
+        }
+        bytes.extend(check.to_le_bytes());
+        bytes
+    }
+
+    /// What a message of a round says to one who has `mine`.
+    ///
+    /// Errors: [`CommError::Mismatch`] for bytes of another length; [`OptimError::TooFar`] for a sender whose
+    /// values are too far from `mine` to be told apart.
+    pub(super) fn decode(
+        &self,
+        bytes: &[u8],
+        mine: &[f32],
+        round: u64,
+        from: Rank,
+    ) -> Result<Inferred, OptimError> {
+        let (want, got) = (self.message(mine.len()), bytes.len());
+        let Some((cells, sent)) = bytes.split_last_chunk::<CHECK>().filter(|_| want == got) else {
+            return Err(CommError::Mismatch { op: "moniqua", peer: PeerId(from.0), want, got }.into());
+        };
+        let (draws, modulus) = (self.draws(round, mine.len()), self.modulus());
+        let mut inferred =
+            Inferred { values: Vec::with_capacity(mine.len()), own: Vec::with_capacity(mine.len()) };
+        let (mut rest, mut held, mut count, mut check) = (cells.iter(), 0_u64, 0, 0);
+        for (i, (&x, &draw)) in mine.iter().zip(&draws).enumerate() {
+            while count < self.bits {
+                held |= u64::from(*rest.next().unwrap_or(&0)) << count;
+                count += 8;
+            }
+            let cell = (held & ((1 << self.bits) - 1)) as u32;
+            held >>= self.bits;
+            count -= self.bits;
+            let theirs = self.middle(cell) - draw;
+            let whole = -(theirs - f64::from(x) / modulus).round();
+            check = hash(check, i, whole as i64);
+            let (_, middle, own) = self.quantise(x, draw);
+            inferred.values.push((modulus * (theirs + whole)) as f32);
+            inferred.own.push((modulus * (middle - draw + own as f64)) as f32);
+        }
+        if check.to_le_bytes() == *sent {
+            Ok(inferred)
+        } else {
+            Err(OptimError::TooFar { from: from.0, theta: self.theta })
+        }
+    }
+}
+
+/// Adds element `i`'s multiple to the hash of all: multiples 0 add nothing.
+const fn hash(check: u64, i: usize, whole: i64) -> u64 {
+    // An odd factor for each element, by SplitMix64.
+    let mut z = (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    check.wrapping_add(whole.cast_unsigned().wrapping_mul((z ^ (z >> 31)) | 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn values(seed: u64, len: usize, scale: f64) -> Vec<f32> {
+        let draw = Philox::new(seed, 0);
+        (0..len).map(|i| ((f64::from(draw.uniform(i as u64)) - 0.5) * scale) as f32).collect()
+    }
+
+    #[test]
+    fn a_neighbour_within_the_bound_is_known_to_half_a_cell_and_one_beyond_is_noticed() {
+        let (theta, len) = (0.05, 301);
+        for bits in [1, 2, 3, 5, 8, 16, 24] {
+            let codec = Modulo::new(theta, bits, 9).unwrap();
+            // Parameters of any size; multiples are left out.
+            let theirs = values(1, len, 7.0);
+            let apart = values(2, len, 2.0 * theta * 0.999);
+            let mine: Vec<f32> = theirs.iter().zip(&apart).map(|(x, d)| x + d).collect();
+            for round in 0..5 {
+                let bytes = codec.encode(&theirs, round);
+                assert_eq!(bytes.len(), (len * bits as usize).div_ceil(8) + 8);
+                let seen = codec.decode(&bytes, &mine, round, Rank(1)).unwrap();
+                // What rounding to f32 adds to values up to 3.5.
+                let most = codec.modulus() / f64::from(1 << (bits + 1).min(30)) + 5e-7;
+                let off = |a: &[f32], b: &[f32]| {
+                    a.iter().zip(b).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max)
+                };
+                assert!(off(&seen.values, &theirs) <= most, "{bits}");
+                assert!(off(&seen.own, &mine) <= most, "{bits}");
+                // The mean stays: what it makes of its own values is what others make of these.
+                let there = codec.decode(&codec.encode(&mine, round), &theirs, round, Rank(0)).unwrap();
+                assert_eq!((there.values, there.own), (seen.own, seen.values));
+                // One element that is too far away is enough.
+                for i in [0, 100, len - 1] {
+                    let mut far = mine.clone();
+                    far[i] = theirs[i] + (codec.modulus() * 1.2) as f32;
+                    let refused = codec.decode(&bytes, &far, round, Rank(1)).err().unwrap();
+                    assert!(matches!(refused, OptimError::TooFar { from: 1, .. }), "{refused}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn hostile_messages_are_refused() {
+        let codec = Modulo::new(0.1, 3, 0).unwrap();
+        let mine = values(3, 10, 1.0);
+        for len in 0..30 {
+            let refused = codec.decode(&vec![0xff; len], &mine, 0, Rank(2)).is_err();
+            // Twelve bytes are a message, whose hash is of other multiples.
+            assert!(refused, "{len}");
+        }
+        for (theta, bits) in [(0.0, 8), (-1.0, 8), (f64::NAN, 8), (f64::INFINITY, 8), (0.1, 0), (0.1, 25)] {
+            assert!(Modulo::new(theta, bits, 0).is_err());
+        }
+    }
+
+    /// Half a cell either way, whatever the value: the mean over rounds is the value.
+    #[test]
+    fn one_bit_is_right_on_average() {
+        let codec = Modulo::new(0.1, 1, 5).unwrap();
+        let (theirs, mine) = ([0.037_f32], [0.0_f32]);
+        let rounds = 20_000;
+        let seen = |round| {
+            f64::from(codec.decode(&codec.encode(&theirs, round), &mine, round, Rank(1)).unwrap().values[0])
+        };
+        let mean = (0..rounds).map(seen).sum::<f64>() / rounds as f64;
+        // Six standard deviations of a uniform error of width B / 2.
+        let most = 6.0 * codec.modulus() / 2.0 / 12.0_f64.sqrt() / (rounds as f64).sqrt();
+        assert!((mean - 0.037).abs() < most, "{mean}");
+    }
+}
