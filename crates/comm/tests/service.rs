@@ -48,8 +48,8 @@ fn all_ask(comm: &Communicator) -> u64 {
     }
     comm.barrier().unwrap();
     drop(serving);
-    let sum = adder.lock().unwrap().sum;
-    sum
+    let adder = adder.lock().unwrap();
+    adder.sum
 }
 
 #[test]
@@ -122,16 +122,17 @@ fn the_others_are_answered_when_one_is_lost() {
     assert_eq!(ranks[1].last(), Some(&15));
 }
 
+/// Tells the second rank of whatever it is asked.
+struct Herald;
+impl Service for Herald {
+    fn receive(&mut self, asked: Asked) -> Vec<Answer> {
+        vec![Answer { to: Rank(1), bytes: asked.bytes }]
+    }
+}
+
 #[test]
 fn a_rank_that_asks_itself_and_computes_on_has_told_the_others() {
     let topology = Topology::uniform(2, "10gbit,1us".parse().unwrap());
-    /// Tells the second rank of whatever it is asked.
-    struct Herald;
-    impl Service for Herald {
-        fn receive(&mut self, asked: Asked) -> Vec<Answer> {
-            vec![Answer { to: Rank(1), bytes: asked.bytes }]
-        }
-    }
     for _ in 0..20 {
         let heard = on_ranks(over(&topology), |comm| {
             let herald = Arc::new(Mutex::new(Herald));

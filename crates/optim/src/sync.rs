@@ -253,6 +253,7 @@ pub struct SyncSettings<'a> {
 }
 
 /// A row of the table of methods.
+#[expect(clippy::struct_excessive_bools, reason = "a row of a table: each is a column")]
 #[derive(Debug, Clone, Copy)]
 pub struct SyncMethod {
     /// The name on command lines and in plans.

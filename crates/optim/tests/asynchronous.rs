@@ -244,7 +244,9 @@ fn a_quorum_of_all_is_diloco() {
                 momentum[i] = 0.9 * momentum[i] + mean;
                 model[i] -= 0.7 * (mean + 0.9 * momentum[i]);
             }
-            since.iter_mut().for_each(|since| since.fill(0.0));
+            for since in &mut since {
+                since.fill(0.0);
+            }
         }
     }
 }

@@ -236,8 +236,8 @@ fn eager_updates_do_what_plain_loops_do() {
         let mut v = vec![vec![0.0; len]; ranks];
         let (mut left, mut mean) = (vec![vec![0.0; len]; ranks], vec![0.0; len]);
         for step in 1..=STEPS {
-            for rank in 0..ranks {
-                params[rank].iter_mut().zip(local(rank, step)).for_each(|(p, g)| *p -= f64::from(0.01 * g));
+            for (rank, params) in params.iter_mut().enumerate() {
+                params.iter_mut().zip(local(rank, step)).for_each(|(p, g)| *p -= f64::from(0.01 * g));
             }
             if step % case.every == 0 || step == STEPS {
                 let mut next = vec![0.0; len];
@@ -260,8 +260,8 @@ fn eager_updates_do_what_plain_loops_do() {
                 let all: Vec<f64> = (0..len).map(|i| sum(i) / ranks as f64).collect();
                 params.fill(all);
             }
-            for rank in 0..ranks {
-                let off = far(&got[rank][step as usize - 1].0, &params[rank]);
+            for (rank, (got, wanted)) in got.iter().zip(&params).enumerate() {
+                let off = far(&got[step as usize - 1].0, wanted);
                 assert!(off < 1e-5, "{weights:?}, rank {rank}, step {step}: {off}");
             }
         }

@@ -158,7 +158,7 @@ fn in_settings(error: ParallelError) -> Error {
             let field = match &*field {
                 "pipeline.schedule" => "schedule-file",
                 field if field.ends_with(".recompute") => "recompute",
-                field if field.ends_with(".steps") => "local-steps",
+                field if field.rsplit('.').next() == Some("steps") => "local-steps",
                 _ => "plan",
             };
             Error::Setting { field, value, expected }

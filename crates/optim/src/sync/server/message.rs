@@ -38,8 +38,8 @@ const REFUSED: u8 = 2;
 fn joined(kind: u8, numbers: &[[u8; 8]], values: &[f32]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(1 + 8 * numbers.len() + 4 * values.len());
     bytes.push(kind);
-    numbers.iter().for_each(|number| bytes.extend(number));
-    values.iter().for_each(|value| bytes.extend(value.to_le_bytes()));
+    bytes.extend(numbers.as_flattened());
+    bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
     bytes
 }
 
