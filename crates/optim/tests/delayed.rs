@@ -13,6 +13,7 @@ use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
     After, COCKTAIL, DILOCO, Delayed, DelayedSettings, Merge, STREAMING, SyncSettings, Timeline,
 };
+use farflung_tensor::{ParamLayout, Shape};
 use synchronise::{CPU, Case, PLAIN, STEPS, elements, far, layout, local, make, random, trace};
 
 const EQUAL: [f64; 3] = [1.0; 3];
@@ -271,5 +272,61 @@ fn eager_updates_do_what_plain_loops_do() {
         let coded = Case { codec: "int8+ef", ..case };
         let got = trace(&EAGER, coded, ranks, weights, None);
         assert!(trace(&EAGER, coded, ranks, weights, Some(9)) == got, "{weights:?}, int8");
+    }
+}
+
+/// torchft's streaming fixture (swarm.md, section 2) where averages are not delayed; its delayed rounds leave a step
+/// earlier than ours. Parameters 1, gradients 2, inner rate 1, outer SGD rate 2, H = 6, two fragments.
+#[test]
+fn torchfts_streaming_fixture() {
+    let layout = ParamLayout::new(["a", "b"].map(|name| (name.to_owned(), Shape::from(64))));
+    for (mixing, wanted) in [
+        (0.0, [[-11.0, -5.0], [-17.0, -23.0], [-35.0, -29.0]]),
+        (0.5, [[-8.0, -5.0], [-14.0, -17.0], [-24.5, -23.0]]),
+        (1.0, [[-5.0, -5.0], [-11.0, -11.0], [-17.0, -17.0]]),
+    ] {
+        let comm = Communicator::new(memory::cluster(1).remove(0));
+        let mut params = CPU.tensor(&vec![1.0_f32; layout.len()], layout.len()).unwrap();
+        let mut sync = (STREAMING.build)(SyncSettings {
+            comm,
+            device: &CPU,
+            layout: &layout,
+            average: AverageConfig::default(),
+            every: 6,
+            outer_lr: 2.0,
+            outer_momentum: 0.0,
+            fragments: 2,
+            delay: 0,
+            mixing,
+            trigger: 0.0,
+            asynchronous: PLAIN.asynchronous,
+            consensus_rate: 1.0,
+            theta: 0.1,
+            bits: 8,
+            weights: vec![1.0],
+            rounds: None,
+            params: &params,
+        })
+        .unwrap();
+        for step in 1..=9 {
+            let after = After { step, last: false };
+            let moved: Vec<f32> = params.to_vec::<f32>().unwrap().iter().map(|p| p - 2.0).collect();
+            params.write(&moved).unwrap();
+            sync.mix(&mut params, after, 1.0).unwrap();
+            if sync.is_due(after) {
+                sync.exchange(&params, after, 1.0).unwrap();
+                sync.prepare().unwrap();
+                sync.commit(&mut params).unwrap();
+            }
+            sync.depart(&params, after, 1.0).unwrap();
+            if step % 3 == 0 {
+                let all = params.to_vec::<f32>().unwrap();
+                // Fragments are counted from the last parameters on, which are ready first.
+                let got = [1, 0].map(|i| all[layout.params()[i].start]);
+                let wanted: [f32; 2] = wanted[step as usize / 3 - 1];
+                let near = got.iter().zip(wanted).all(|(got, wanted)| (got - wanted).abs() < 1e-5);
+                assert!(near, "mixing {mixing}, step {step}: {got:?}, expected {wanted:?}");
+            }
+        }
     }
 }
