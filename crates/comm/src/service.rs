@@ -1,4 +1,5 @@
-//! Messages that are answered as they come, beside whatever else a rank does: what a parameter server is made of.
+//! Messages that are answered as they come, beside whatever else a rank does: what a parameter server is made
+//! of.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -76,8 +76,8 @@ pub trait Synchroniser: std::fmt::Debug + Send {
         false
     }
 
-    /// After each local step: takes up what neighbours or servers sent. Only they wait for each other. `weight` is
-    /// as in [`Synchroniser::exchange`].
+    /// After each local step: takes up what neighbours or servers sent. Only they wait for each other. `weight`
+    /// is as in [`Synchroniser::exchange`].
     ///
     /// Errors: a neighbour or server that was lost.
     fn mix(&mut self, _params: &mut Tensor, _after: After, _weight: f64) -> Result<(), OptimError> {

@@ -1,5 +1,5 @@
-//! Workers that move a model on servers at their own times: against plain loops over the same times, and from any
-//! step.
+//! Workers that move a model on servers at their own times: against plain loops over the same times, and from
+//! any step.
 #![cfg(feature = "sync")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
@@ -89,9 +89,9 @@ fn case(servers: Servers, settings: AsynchronousSettings) -> Case {
     Case { delay: 0, every: 3, asynchronous: AsynchronousSettings { servers, ..settings }, ..PLAIN }
 }
 
-/// Asynchronous local SGD as its paper writes it, in f64: workers that are done in the order of their clocks, and
-/// a server that all of them go on from. Parameters of each rank after each step; after
-/// the last they are to meet, which is not in it.
+/// Asynchronous local SGD as its paper writes it, in f64: workers that are done in the order of their clocks,
+/// and a server that all of them go on from. Parameters of each rank after each step; after the last they are
+/// to meet, which is not in it.
 fn plain(every: u64, outer: (f64, f64), buffer: u64, speeds: &[u64]) -> Vec<Vec<Vec<f64>>> {
     let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
     let (lr, mu) = outer;
@@ -216,8 +216,8 @@ fn a_quorum_of_all_is_diloco() {
         ..PLAIN.asynchronous
     };
     let got = trace(&DECOUPLED, case(Servers::Sharded, settings), &[10_000; 3], Cut::Never);
-    // Where all push at once, the step is one outer step of the mean; it is taken up a local step later, to which
-    // the change since then is added.
+    // Where all push at once, the step is one outer step of the mean; it is taken up a local step later, to
+    // which the change since then is added.
     let n = 3.0;
     let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
     let (mut model, mut momentum) = (start.clone(), vec![0.0; start.len()]);

@@ -221,8 +221,8 @@ fn what_no_timeline_has_is_refused() {
     }
 }
 
-/// Eager updates as their paper writes them, in f64: each worker's own outer state, driven by the last round's mean
-/// with its own part fresh.
+/// Eager updates as their paper writes them, in f64: each worker's own outer state, driven by the last round's
+/// mean with its own part fresh.
 #[test]
 fn eager_updates_do_what_plain_loops_do() {
     use farflung_optim::sync::EAGER;
@@ -275,8 +275,8 @@ fn eager_updates_do_what_plain_loops_do() {
     }
 }
 
-/// torchft's streaming fixture (swarm.md, section 2) where averages are not delayed; its delayed rounds leave a step
-/// earlier than ours. Parameters 1, gradients 2, inner rate 1, outer SGD rate 2, H = 6, two fragments.
+/// torchft's streaming fixture (swarm.md, section 2) where averages are not delayed; its delayed rounds leave a
+/// step earlier than ours. Parameters 1, gradients 2, inner rate 1, outer SGD rate 2, H = 6, two fragments.
 #[test]
 fn torchfts_streaming_fixture() {
     let layout = ParamLayout::new(["a", "b"].map(|name| (name.to_owned(), Shape::from(64))));

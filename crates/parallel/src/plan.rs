@@ -154,8 +154,8 @@ pub struct Level {
     pub method: String,
     /// Steps between two averages: 1 averages the gradients of each step.
     pub every: u32,
-    /// Local steps that each replica takes while the fastest takes its own, which are a multiple of `every`: see
-    /// [`LocalSteps`]. Empty: all take all.
+    /// Local steps that each replica takes while the fastest takes its own, which are a multiple of `every`:
+    /// see [`LocalSteps`]. Empty: all take all.
     pub steps: Vec<u32>,
     /// The codec of what is averaged, by name, with `+ef` where it feeds errors back.
     pub codec: String,

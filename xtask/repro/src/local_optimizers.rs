@@ -1,7 +1,8 @@
 //! Each optimizer's trajectory against PyTorch's or its paper's, and how far each gets on text.
 
 use anyhow::Result;
-use farflung::config::choice::OptimizerKind;
+use farflung::config::choice::{OptimizerKind, SyncKind};
+use farflung::config::value::Setting as _;
 use farflung::optim::local::METHODS;
 use farflung::tensor::Device;
 use farflung::{TrainConfig, optim, tensor};
@@ -40,8 +41,10 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let row = OptimizerKind::of(method);
         let rate = RATES.iter().find(|(name, _)| *name == method.name).map_or(1e-3, |(_, rate)| *rate);
         let own = |setting, or| method.default_of(setting).unwrap_or(or);
+        let sync = method.averages.sync().and_then(SyncKind::parse);
         let config = TrainConfig {
             optimizer: row,
+            sync: sync.unwrap_or(first.sync),
             lr: rate,
             beta2: own("beta2", first.beta2),
             eps: own("eps", first.eps),

@@ -104,6 +104,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The most that losses may be above f32's, in percent: calibrated below over three seeds.
-const EAGER_MOST: f64 = 9.0;
-const EVENT_MOST: f64 = 9.0;
+/// The most that losses may be above f32's, in percent: over three seeds 7.81 was measured, and two standard
+/// deviations of 0.44. The target of 3 is not reached, and the record says so.
+const EAGER_MOST: f64 = 8.7;
+/// Measured: 7.43, and two standard deviations of 0.32.
+const EVENT_MOST: f64 = 8.1;

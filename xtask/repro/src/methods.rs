@@ -36,8 +36,8 @@ const CHECKPOINT: u64 = 5;
 /// Parameters that were computed in another order, relative.
 const ROUNDED: f64 = 1e-6;
 
-/// The largest distance of parameters over real links where order of arrival matters, relative: of the few steps'
-/// way.
+/// The largest distance of parameters over real links where order of arrival matters, relative: of the few
+/// steps' way.
 const NEAR: f64 = 0.05;
 
 /// A method that is another one.

@@ -150,9 +150,9 @@ impl Communicator {
         self.run("recv", self.incoming(from, tag)?, false)
     }
 
-    /// Has `service` answer the messages of this communicator's ranks until the result is dropped: beside all else
-    /// that this rank does, and on simulated links at the time at which each message arrives. A rank may ask its own
-    /// service. It ends by itself when all other ranks are lost.
+    /// Has `service` answer the messages of this communicator's ranks until the result is dropped: beside all
+    /// else that this rank does, and on simulated links at the time at which each message arrives. A rank may
+    /// ask its own service. It ends by itself when all other ranks are lost.
     pub fn start_service<S: Service + ?Sized + 'static>(
         &self,
         tags: ServiceTags,

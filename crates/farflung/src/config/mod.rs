@@ -321,8 +321,8 @@ settings! {
         local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
-        /// Outer momentum of the methods that have one; unless told 0.5 for noloco, eager and
-        /// async, 0.3 for decoupled.
+        /// Outer momentum of the methods that have one; unless told 0.5 for noloco and async,
+        /// 0.3 for decoupled, 0 for eager.
         outer_momentum: f64, "X", 0.9;
         /// Parts of the parameters that streaming averages at different times; unless told 4, or one a step.
         fragments: usize, "N";

@@ -41,8 +41,8 @@ impl TrainConfig {
         self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
     }
 
-    /// What only asynchronous methods read, of one of so many replicas with so many of the tokens of a step, where 1
-    /// is an equal share.
+    /// What only asynchronous methods read, of one of so many replicas with so many of the tokens of a step,
+    /// where 1 is an equal share.
     pub(crate) fn asynchronous(&self, replicas: u32, tokens_per_step: f64) -> AsynchronousSettings {
         let least = self.quorum.unwrap_or(replicas as usize / 2 + 1);
         AsynchronousSettings {

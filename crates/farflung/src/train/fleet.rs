@@ -9,8 +9,8 @@ use farflung_zoo::GptConfig;
 use super::chain::{PipelineSizes, layers, machines};
 use crate::Result;
 
-/// The fleet of a cluster's machines: each as slow as the slowest, with the memory of the smallest, joined by the
-/// link that takes longest for a microbatch's hidden states.
+/// The fleet of a cluster's machines: each as slow as the slowest, with the memory of the smallest, joined by
+/// the link that takes longest for a microbatch's hidden states.
 ///
 /// Errors: those of [`Cluster::topology`]; [`ParallelError::NoDevices`].
 pub fn fleet(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<Fleet> {

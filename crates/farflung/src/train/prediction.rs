@@ -87,8 +87,9 @@ impl Prediction {
         Self::new(&job.plan, &job.model, &job.machines()?)
     }
 
-    /// The first step of a plan with a flush on machines of a topology file, to be drawn: what each rank computes,
-    /// and as one span on its link what it waits for behind its pass, averages and the agreement on the step.
+    /// The first step of a plan with a flush on machines of a topology file, to be drawn: what each rank
+    /// computes, and as one span on its link what it waits for behind its pass, averages and the agreement on
+    /// the step.
     ///
     /// Errors: as [`Prediction::on`].
     pub fn timeline(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Timeline> {

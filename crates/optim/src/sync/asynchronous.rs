@@ -58,8 +58,8 @@ impl Default for AsynchronousSettings {
 
 /// [`Asynchronous`] with [`DelayedNesterov`].
 ///
-/// Source: Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling". Differs: with a delay above
-/// 0, a worker trains on while its change and the answer travel.
+/// Source: Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling". Differs: with a delay
+/// above 0, a worker trains on while its change and the answer travel.
 pub const ASYNC: SyncMethod = SyncMethod {
     name: "async",
     summary: "each worker moves the model on the servers when its local steps are done, and waits for nobody \
@@ -173,9 +173,9 @@ struct Pace {
 /// The messages of workers and servers.
 const TAGS: ServiceTags = ServiceTags { ask: 0x5E47_0001, answer: 0x5E47_0002 };
 
-/// Every `every` steps a worker sends how far its parameters moved to the servers that hold the model. Each server
-/// moves its shard by a [`ServerRule`] as changes arrive and sends it back; the worker then goes on from there, and keeps
-/// what it has learned since it sent:
+/// Every `every` steps a worker sends how far its parameters moved to the servers that hold the model. Each
+/// server moves its shard by a [`ServerRule`] as changes arrive and sends it back; the worker then goes on from
+/// there, and keeps what it has learned since it sent:
 ///
 /// ```text
 /// sent:      change = base - params;  base = params
@@ -323,8 +323,8 @@ impl Asynchronous {
         Ok(())
     }
 
-    /// All workers meet: each server has all changes, and all know the model. What servers remember too, where it
-    /// is wanted.
+    /// All workers meet: each server has all changes, and all know the model. What servers remember too, where
+    /// it is wanted.
     fn meet(&mut self, wants: Wants) -> Result<(), OptimError> {
         self.check()?;
         // A server that is there answers: this wait has a deadline.

@@ -29,8 +29,8 @@ pub const EVENT: SyncMethod = SyncMethod {
     build: |s| Ok(Box::new(EventTriggered::new(s)?)),
 };
 
-/// Neighbours on a ring know each other's parameters as they were last sent, `x'`. After each step a copy sends those
-/// tensors with `|x - x'| >= trigger |x'|`, and all mix what is known of all, one step later:
+/// Neighbours on a ring know each other's parameters as they were last sent, `x'`. After each step a copy sends
+/// those tensors with `|x - x'| >= trigger |x'|`, and all mix what is known of all, one step later:
 ///
 /// ```text
 /// x_i = x_i - step_i + sum over neighbours j of w_ij (x'_j - x'_i)
@@ -39,8 +39,9 @@ pub const EVENT: SyncMethod = SyncMethod {
 /// The mean over all copies stays what the steps make it, whatever was not sent. With a trigger of 0 it is
 /// [`D_PSGD`](super::D_PSGD). A round sends one bit a tensor and 4 bytes a value of the tensors that changed.
 ///
-/// Source: Ghosh et al. 2021, "`EventGraD`: event-triggered communication in parallel machine learning". Differs: the
-/// threshold is relative to the tensor's norm, where theirs follows its last changes; mixing is of what was sent.
+/// Source: Ghosh et al. 2021, "`EventGraD`: event-triggered communication in parallel machine learning".
+/// Differs: the threshold is relative to the tensor's norm, where theirs follows its last changes; mixing is of
+/// what was sent.
 #[derive(Debug)]
 pub struct EventTriggered {
     trigger: f64,

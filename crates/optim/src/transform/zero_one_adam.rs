@@ -13,8 +13,8 @@ use crate::{LrSchedule, OptimError};
 /// `local_doubling` steps, and `most` at most.
 ///
 /// Source: Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", section
-/// 6 (the sets `T_v` and `T_u`). Differs: intervals double by steps, as in `DeepSpeed`'s `zoadam.py`, rather than
-/// with the learning rate.
+/// 6 (the sets `T_v` and `T_u`). Differs: intervals double by steps, as in `DeepSpeed`'s `zoadam.py`, rather
+/// than with the learning rate.
 ///
 /// ```
 /// use farflung_optim::transform::Rounds;

@@ -1,7 +1,7 @@
 //! How many copies of each stage keep a model whole while machines come and go.
 
-/// The part of the time in which every stage of a model has a machine, where each has `copies` machines that are
-/// lost and replaced independently.
+/// The part of the time in which every stage of a model has a machine, where each has `copies` machines that
+/// are lost and replaced independently.
 ///
 /// A machine works for `lifetime` in the mean and is away for `absence`, so that it is there for `lifetime /
 /// (lifetime + absence)` of the time: `(1 - away^copies)^stages`.

@@ -61,7 +61,8 @@ impl Checkpoints {
     pub fn best(self) -> Self {
         let at = |every: f64| Self { every, ..self };
         let ratio = f64::midpoint(5.0_f64.sqrt(), -1.0);
-        // Logarithms: the best lies between a fraction of a checkpoint and many times the time between failures.
+        // Logarithms: the best lies between a fraction of a checkpoint and many times the time between
+        // failures.
         let (mut low, mut high) =
             ((self.save.min(self.between) * 1e-3).max(1e-9).ln(), (self.between * 10.0).ln());
         for _ in 0..200 {

@@ -1,4 +1,5 @@
-//! Oobleck's templates: pipelines of several lengths, planned ahead, from which any number of machines is made up.
+//! Oobleck's templates: pipelines of several lengths, planned ahead, from which any number of machines is made
+//! up.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

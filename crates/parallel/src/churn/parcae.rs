@@ -21,8 +21,8 @@ const INTERVAL: Nanos = Nanos(60_000_000_000);
 const AHEAD: u32 = 12;
 
 /// Chances of how many pipelines are left whole, index by number, once `lost` of `machines` machines, each as
-/// likely, are gone. The shape takes some of them, and a machine of one pipeline may take the same stage's place in
-/// another (their intra-stage migration), so that the stage with the fewest machines decides.
+/// likely, are gone. The shape takes some of them, and a machine of one pipeline may take the same stage's
+/// place in another (their intra-stage migration), so that the stage with the fewest machines decides.
 ///
 /// Exact: the machines lost by stage are counted as independent draws under the condition that `lost` are lost
 /// in all. Source: Duan et al. 2024, "Parcae", section 5.

@@ -32,7 +32,8 @@ pub struct Seat {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Rerouted {
-    /// Microbatch `i` of pipeline `d` is number `d m + i`. Each way through the machines is a copy of the model.
+    /// Microbatch `i` of pipeline `d` is number `d m + i`. Each way through the machines is a copy of the
+    /// model.
     pub order: ComputeOrder,
     /// The place of each rank of the order.
     pub seats: Vec<Seat>,
@@ -40,17 +41,17 @@ pub struct Rerouted {
 
 /// Several pipelines of `base` side by side, where the machines at `lost` are gone.
 ///
-/// Each seat does its work in the order of `base`; a machine that has work of several seats takes what is ready,
-/// in the order of the times that `base` has at `cost`. Whole backwards are split: `I`, which others wait for,
-/// comes before `W`, which fills the time in which nothing else is ready. A lost seat's microbatches go in turn
-/// to the machines of its stage. The result is a [`ComputeOrder`], so that each microbatch passes each stage
-/// once and nobody waits for ever.
+/// Each seat does its work in the order of `base`; a machine that has work of several seats takes what is
+/// ready, in the order of the times that `base` has at `cost`. Whole backwards are split: `I`, which others
+/// wait for, comes before `W`, which fills the time in which nothing else is ready. A lost seat's microbatches
+/// go in turn to the machines of its stage. The result is a [`ComputeOrder`], so that each microbatch passes
+/// each stage once and nobody waits for ever.
 ///
 /// Source: Gandhi et al. 2024, "ReCycle", section 3. Theirs finds the order by an integer program and staggers
 /// the optimizer's steps; this one is a list schedule and has no steps.
 ///
-/// Errors: [`ParallelError::Zero`] for no pipelines or a stage that has no machine left, or a seat that does not
-/// exist; an order of several copies or slices ([`ParallelError::NotBuilt`]); those of [`simulate`] and
+/// Errors: [`ParallelError::Zero`] for no pipelines or a stage that has no machine left, or a seat that does
+/// not exist; an order of several copies or slices ([`ParallelError::NotBuilt`]); those of [`simulate`] and
 /// [`ComputeOrder::new`].
 pub fn reroute(
     base: &ComputeOrder,

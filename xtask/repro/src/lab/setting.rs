@@ -64,7 +64,8 @@ impl Setting {
         }
     }
 
-    /// Workers of which one is three times slower, on a network that costs next to nothing; `share` of the steps.
+    /// Workers of which one is three times slower, on a network that costs next to nothing; `share` of the
+    /// steps.
     pub(crate) fn straggling(options: &Options, share: f64) -> Self {
         let common = COMMON.replace("--link 100mbit,1us", "--topology straggler");
         let all = Self::of(options);

@@ -1,4 +1,5 @@
-//! `farflung plan churn`: what training gets done while machines are lost and come back, for each way of going on.
+//! `farflung plan churn`: what training gets done while machines are lost and come back, for each way of going
+//! on.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;

@@ -181,8 +181,8 @@ impl Owner {
         self.answered = Some(Answered { model, sent });
     }
 
-    /// The base, the newest model, and the parameters when the change left that is in it; the base for each where
-    /// no model waits.
+    /// The base, the newest model, and the parameters when the change left that is in it; the base for each
+    /// where no model waits.
     pub(super) fn vectors(&self) -> [&[f32]; 3] {
         let waits = self.answered.as_ref();
         [

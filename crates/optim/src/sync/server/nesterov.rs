@@ -10,8 +10,8 @@ use super::{Push, RuleState, ServerRule};
 /// buf += D;   every N-th:  m = mu m + buf / N;  x -= lr (mu m + D / N);  buf = 0      else:  x -= lr D / N
 /// ```
 ///
-/// After a full buffer the model does not depend on the order of arrival, to rounding, and `N` equal changes are
-/// one synchronous Nesterov step of their mean. Without momentum it is asynchronous SGD.
+/// After a full buffer the model does not depend on the order of arrival, to rounding, and `N` equal changes
+/// are one synchronous Nesterov step of their mean. Without momentum it is asynchronous SGD.
 ///
 /// Source: Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", Alg. 3 with `c = 0`.
 #[derive(Debug)]

@@ -14,11 +14,11 @@ pub struct Quorum {
 }
 
 /// Changes wait until a quorum has come, and as long after that as the grace is; then the model takes an outer
-/// Nesterov step of their mean by weight, and those who sent them are answered. Nobody waits for a worker that is
-/// late: its change joins the next mean.
+/// Nesterov step of their mean by weight, and those who sent them are answered. Nobody waits for a worker that
+/// is late: its change joins the next mean.
 ///
-/// Source: Douillard et al. 2026, "Decoupled `DiLoCo`". Its text gives no formula for the grace window, which is a
-/// constant here, and is over at the first message after it.
+/// Source: Douillard et al. 2026, "Decoupled `DiLoCo`". Its text gives no formula for the grace window, which
+/// is a constant here, and is over at the first message after it.
 #[derive(Debug)]
 pub struct QuorumMean {
     lr: f64,
