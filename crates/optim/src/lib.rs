@@ -14,6 +14,7 @@ pub mod local;
 
 mod outer;
 mod scaling;
+mod weigh;
 
 #[cfg(feature = "sync")]
 mod average;
@@ -39,3 +40,4 @@ pub use outer::{OuterOptimizer, diloco_outer};
 pub use per_tensor::{PerTensor, Tensors};
 pub use scaling::LossScale;
 pub use transform::Transform;
+pub use weigh::weigh;

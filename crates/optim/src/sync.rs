@@ -18,6 +18,7 @@ mod moniqua;
 mod neighbours;
 mod noloco;
 mod replicas;
+mod saved;
 mod server;
 mod streaming;
 mod timeline;

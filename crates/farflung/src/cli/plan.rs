@@ -14,7 +14,7 @@ use farflung::base::Bytes;
 use farflung::compress::CodecSpec;
 use farflung::config::value::Setting;
 use farflung::parallel::{Limits, ModelShape, ParallelError, Plan, Planned, Recompute, StepTime, plan};
-use farflung::train::{AveragePrices, Fit, Prediction, fit, planned_codec, planned_model};
+use farflung::train::{AveragePrices, Fit, Prediction, fit, planned_codec, planned_model, read_topology};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
@@ -80,7 +80,7 @@ impl PlanCommand {
             Some(Planner::Churn(command)) => return command.run(),
             None => {}
         }
-        let cluster = file::read(&self.topology.unwrap_or_default())?;
+        let cluster = read_topology(&self.topology.unwrap_or_default())?;
         let preset = GptConfig::preset(&self.model)?;
         let model = GptConfig { context: self.context.unwrap_or(preset.context), ..preset };
         let context = model.context as u64;

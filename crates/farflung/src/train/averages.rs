@@ -34,7 +34,7 @@ pub(super) fn refusal(level: &Level) -> Option<String> {
 }
 
 /// Whether a level's values travel as a codec's bytes: what a protocol exchanges is summed plainly.
-fn packs(level: &Level) -> bool {
+pub(super) fn packs(level: &Level) -> bool {
     level.codec != NO_CODEC && !matches!(level.codec.parse(), Ok(AverageSpec::Protocol(_)))
 }
 

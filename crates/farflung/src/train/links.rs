@@ -1,7 +1,7 @@
 //! Who sits at which transport: threads of one process over memory or simulated links, or one process a rank
 //! over TCP.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
@@ -30,15 +30,20 @@ pub struct Seat {
 ///
 /// Errors: [`Error::Io`], and [`Error::Parallel`] with the line.
 pub(crate) fn cluster(config: &TrainConfig) -> Result<Option<Cluster>> {
-    let read = |path: &PathBuf| -> Result<Cluster> {
-        let shipped = path.to_str().filter(|_| !path.exists()).map(shipped::cluster);
-        if let Some(Ok(cluster)) = shipped {
-            return Ok(cluster);
+    config.topology.as_deref().map(read_topology).transpose()
+}
+
+/// Reads a topology file, or where it cannot be read the shipped topology of this name.
+///
+/// Errors: [`Error::Io`], and [`Error::Parallel`] with the line.
+pub fn read_topology(path: &Path) -> Result<Cluster> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(text.parse()?),
+        Err(source) => {
+            let shipped = path.to_str().and_then(|name| shipped::cluster(name).ok());
+            shipped.ok_or_else(|| Error::io("read", path)(source))
         }
-        let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-        Ok(text.parse()?)
-    };
-    config.topology.as_ref().map(read).transpose()
+    }
 }
 
 /// The links of the settings: those between the machines of a file, in its order, or equal access links.

@@ -47,7 +47,7 @@ pub use fault::{Failure, Fault, FaultyValue, Moment};
 pub use fit::{Fit, fit};
 pub use fleet::fleet;
 pub use job::{Job, plan_of};
-pub use links::{Seat, join, seats};
+pub use links::{Seat, join, read_topology, seats};
 pub(crate) use meet::Ranks;
 pub use meet::{RankValue, same_plan};
 pub use parting::Leftover;

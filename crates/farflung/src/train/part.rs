@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use farflung_optim::sync::{After, Synchroniser};
-use farflung_optim::{Average, Chain, OptimError, Prepared};
+use farflung_optim::{Average, Chain, OptimError, Prepared, weigh};
 use farflung_parallel::Recompute;
 use farflung_parallel::pipeline::StageCost;
-use farflung_tensor::{Op, Param, ProgramBuilder, Tensor};
+use farflung_tensor::{Op, Param, Tensor};
 use farflung_zoo::block::Grads;
 use farflung_zoo::{Input, Output, Saved, Slices, Stage};
 
@@ -95,17 +95,6 @@ pub(super) fn copy(x: &Tensor) -> Result<Tensor> {
     let mut y = x.device().empty(x.dtype(), x.shape())?;
     x.device().run(Op::Cast { x: x.view(), y: y.view_mut() })?;
     Ok(y)
-}
-
-/// Multiplies all elements by a factor.
-fn scale(x: &mut Tensor, by: f32) -> Result<()> {
-    let mut p = ProgramBuilder::new();
-    let (value, factor) = (p.load(0), p.scalar(0));
-    let product = p.mul(value, factor);
-    p.store(0, product);
-    let program = &p.build()?;
-    let (scalars, device) = (&[by], x.device().clone());
-    Ok(device.run(Op::Map { program, scalars, reads: &[], writes: &mut [x.view_mut()] })?)
 }
 
 /// What a part is made of.
@@ -320,9 +309,8 @@ impl Part {
             // A copy of the model that saw no microbatch adds nothing.
             self.grads = self.stage.zeros()?;
         }
-        #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
-        if self.weight != 1.0 && self.average().is_some() {
-            scale(&mut self.grads, self.weight as f32)?;
+        if self.average().is_some() {
+            weigh(&mut self.grads, self.weight)?;
         }
         let shared = self.shared();
         self.make_room()?;

@@ -10,8 +10,6 @@ use std::path::Path;
 
 use farflung_base::{Algorithm, Bytes, Nanos};
 use farflung_comm::{Communicator, ReduceOp};
-use farflung_compress::AverageSpec;
-use farflung_parallel::plan::NO_CODEC;
 use farflung_parallel::{Level, Plan};
 
 use super::job::Job;
@@ -112,8 +110,7 @@ impl Job {
 
     /// Algorithms to try: all by which the codec's bytes can be summed, or plain values.
     fn algorithms(&self) -> Vec<Algorithm> {
-        let level = self.plan.outermost();
-        let packed = level.codec != NO_CODEC && !matches!(level.codec.parse(), Ok(AverageSpec::Protocol(_)));
+        let packed = averages::packs(self.plan.outermost());
         let all = if packed { &Algorithm::CODED[..] } else { &Algorithm::ALL[..] };
         all.iter().copied().filter(|a| *a != Algorithm::Hierarchical || self.has_regions()).collect()
     }

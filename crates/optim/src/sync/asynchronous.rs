@@ -1,15 +1,16 @@
-//! Workers that move a model on servers whenever they are ready: nobody waits for the slowest.
+//! Workers that update a model on servers when each is ready, without waiting for the slowest.
 
 mod owner;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, Pending, Rank};
-use farflung_comm::{CommError, Communicator, ServiceTags};
-use farflung_tensor::{Device, Tensor};
+use farflung_comm::{CommError, Communicator, Look, ServiceTags};
+use farflung_tensor::Tensor;
 
 use super::exchange::Packing;
 use super::mean::copy;
+use super::saved::required;
 use super::server::{DelayedNesterov, Quorum, QuorumMean, Server, ServerRule, ToServer, Wants};
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
@@ -131,14 +132,14 @@ pub const BOUNDED_STALE: SyncMethod = SyncMethod {
     ..PARAMETER_SERVER
 };
 
-/// [`Asynchronous`] with a [`QuorumMean`], for which nobody waits.
+/// [`Asynchronous`] with a [`QuorumMean`]: workers train on until its answer arrives.
 ///
 /// Source: Douillard et al. 2026, "Decoupled `DiLoCo`". Differs: the fragments are the servers' shards, whose
 /// changes leave together; the grace is a constant.
 pub const DECOUPLED: SyncMethod = SyncMethod {
     name: "decoupled",
-    summary: "outer Nesterov steps of whoever's changes have come when --quorum has and --grace is over; nobody \
-              waits for them",
+    summary: "servers take an outer Nesterov step of the changes that came, once these are --quorum and --grace is \
+              over",
     reads: &["sync-every", "outer-lr", "outer-momentum", "quorum", "grace", "servers", "meet-every"],
     // As with `async`: a quorum of half moves the model twice a round.
     outer_momentum: Some(0.3),
@@ -281,10 +282,6 @@ impl Asynchronous {
         })
     }
 
-    fn device(&self) -> Device {
-        self.common.device().clone()
-    }
-
     /// Fails where the own server does: it has lost all others.
     fn check(&mut self) -> Result<(), OptimError> {
         if !self.serving.is_ready() {
@@ -298,7 +295,7 @@ impl Asynchronous {
     fn push(&mut self, params: &[f32], step: u64, weight: f64) {
         let weight = weight * self.pace.weight;
         // What has arrived here by now was first.
-        self.comm.first(&mut [&mut self.serving], farflung_comm::Look::Now);
+        self.comm.first(&mut [&mut self.serving], Look::Now);
         for owner in &mut self.owners {
             let change = owner.push(params, step);
             let message = ToServer::Push { step, weight, change }.to_bytes();
@@ -459,16 +456,12 @@ impl Synchroniser for Asynchronous {
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.common.shape().len();
-        let found = |name: &str| match get(name).unwrap_or_default() {
-            values if values.len() == expected => Ok(values),
-            values => Err(OptimError::State { name: name.to_owned(), found: values.len(), expected }),
-        };
+        let found = |name: &str| required(get, name, expected);
         let shared = self.states().iter().map(|(name, _)| found(name)).collect::<Result<Vec<_>, _>>()?;
         let own: Vec<Vec<f32>> = OWN.iter().map_while(|name| found(name).ok()).collect();
-        let device = self.device();
-        let packed = |flat: &Vec<f32>| self.packing.pack(&device.tensor(flat, flat.len())?);
-        let packed_shared = shared.iter().map(packed).collect::<Result<Vec<_>, _>>()?;
-        let packed_own = own.iter().map(packed).collect::<Result<Vec<_>, _>>()?;
+        let packed = |flat: &Vec<f32>| self.packing.pack_host(flat);
+        let packed_shared: Vec<_> = shared.iter().map(packed).collect();
+        let packed_own: Vec<_> = own.iter().map(packed).collect();
         self.common.write(&shared[0])?;
         for owner in &mut self.owners {
             owner.stand_at(&packed_shared[0]);

@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use farflung_tensor::{Device, Op, Tensor, TensorError, View};
 
+use super::saved::required;
 use super::{After, SyncSettings, Synchroniser, Timeline};
 use crate::finite::is_finite;
 use crate::{Average, AverageConfig, OptimError};
@@ -365,10 +366,7 @@ impl Synchroniser for Delayed {
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.mean.shape().len();
-        let found = |name: &str| match get(name).unwrap_or_default() {
-            values if values.len() == expected => Ok(values),
-            values => Err(OptimError::State { name: name.to_owned(), found: values.len(), expected }),
-        };
+        let found = |name: &str| required(get, name, expected);
         let outer = self.outer.tensors().map(|(name, _)| found(name)).collect::<Result<Vec<_>, _>>()?;
         let flight = match (get(&self.mean_name), get("delta")) {
             (Some(_), Some(_)) => Some((found(&self.mean_name)?, found("delta")?)),

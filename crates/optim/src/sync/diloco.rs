@@ -2,9 +2,8 @@
 
 use farflung_tensor::Tensor;
 
-use super::mean::scale;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
-use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer};
+use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
 
 /// [`DiLoCo`].
 pub const DILOCO: SyncMethod = SyncMethod {
@@ -64,10 +63,7 @@ impl Synchroniser for DiLoCo {
     }
     fn exchange(&mut self, params: &Tensor, _: After, weight: f64) -> Result<(), OptimError> {
         let delta = self.outer.delta(params)?;
-        #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
-        if weight != 1.0 {
-            scale(delta, weight as f32)?;
-        }
+        weigh(delta, weight)?;
         self.average.all(delta)?;
         Ok(())
     }

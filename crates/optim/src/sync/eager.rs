@@ -6,13 +6,15 @@ use farflung_tensor::Tensor;
 
 use super::exchange::Packing;
 use super::mean::CommonMean;
+use super::saved::required;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
 /// [`Eager`].
 pub const EAGER: SyncMethod = SyncMethod {
     name: "eager",
-    summary: "diloco whose averages have the next round's time to arrive; each worker counts its own change at once",
+    summary: "diloco whose averages have the next round's time to arrive; each worker counts its own change at \
+              once",
     each_step: false,
     reads: &["sync-every", "outer-lr", "outer-momentum"],
     overlaps: true,
@@ -295,16 +297,11 @@ impl Synchroniser for Eager {
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.buffer.shape().len();
-        let found = |name: &str| match get(name).unwrap_or_default() {
-            values if values.len() == expected => Ok(values),
-            values => Err(OptimError::State { name: name.to_owned(), found: values.len(), expected }),
-        };
+        let found = |name: &str| required(get, name, expected);
         let shared = SHARED.iter().map(|name| found(name)).collect::<Result<Vec<_>, _>>()?;
         let own: Vec<Vec<f32>> = OWN.iter().map_while(|name| found(name).ok()).collect();
-        let device = self.buffer.device().clone();
-        let packed = |flat: &Vec<f32>| self.packing.pack(&device.tensor(flat, flat.len())?);
-        let [at, velocity] = [packed(&shared[0])?, packed(&shared[1])?];
-        let own = own.iter().map(packed).collect::<Result<Vec<_>, _>>()?;
+        let [at, velocity] = [self.packing.pack_host(&shared[0]), self.packing.pack_host(&shared[1])];
+        let own: Vec<_> = own.iter().map(|flat| self.packing.pack_host(flat)).collect();
         self.shared = Path { at, velocity };
         self.flight = Flight::Nothing;
         if let [at, velocity, change, mean @ ..] = &own[..] {

@@ -9,6 +9,7 @@ use farflung_tensor::{Param, Tensor};
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::neighbours::{Graph, Meeting};
+use super::saved::optional;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
@@ -261,12 +262,9 @@ impl Synchroniser for EventTriggered {
         let expected = self.settled[0].shape().len();
         let mut found = Vec::new();
         for (name, tensor) in SETTLED.into_iter().zip(&mut self.settled) {
-            let Some(values) = get(name) else { break };
-            if values.len() != expected {
-                return Err(OptimError::State { name: name.to_owned(), found: values.len(), expected });
-            }
+            let Some(values) = optional(get, name, expected)? else { break };
             tensor.write(&values)?;
-            found.push(self.packing.pack(tensor)?);
+            found.push(self.packing.pack_host(&values));
         }
         self.flight = Flight::Nothing;
         if let [sent, before, after, change @ ..] = &found[..] {

@@ -29,11 +29,15 @@ impl Packing {
 
     /// The values of a flat buffer, `[len]`.
     pub(super) fn pack(&self, flat: &Tensor) -> Result<Vec<f32>, OptimError> {
-        let pack = |all: &[f32]| self.pieces.iter().flat_map(|piece| &all[piece.clone()]).copied().collect();
         Ok(match flat.host() {
-            Some(all) => pack(all),
-            None => pack(&flat.to_vec::<f32>()?),
+            Some(all) => self.pack_host(all),
+            None => self.pack_host(&flat.to_vec::<f32>()?),
         })
+    }
+
+    /// The same of a flat buffer's elements, padding included.
+    pub(super) fn pack_host(&self, all: &[f32]) -> Vec<f32> {
+        self.pieces.iter().flat_map(|piece| &all[piece.clone()]).copied().collect()
     }
 
     /// Writes values, `[len]`, to a flat buffer; its padding stays.

@@ -6,6 +6,7 @@ use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::modulo::{Inferred, Modulo};
 use super::neighbours::Graph;
+use super::saved::optional;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
@@ -260,12 +261,8 @@ impl Synchroniser for Gossip {
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.change.shape().len();
-        let change = get("change");
+        let change = optional(get, "change", expected)?;
         if let Some(values) = &change {
-            if values.len() != expected {
-                let (name, found) = ("change".to_owned(), values.len());
-                return Err(OptimError::State { name, found, expected });
-            }
             self.change.write(values)?;
         }
         self.flight = if change.is_some() { Flight::Here } else { Flight::Nothing };

@@ -1,24 +1,13 @@
 //! The mean of copies that are apart: the model of the run, and what all take after the last step.
 
-use farflung_tensor::{Device, Op, ParamLayout, ProgramBuilder, Tensor};
+use farflung_tensor::{Device, Op, ParamLayout, Tensor};
 
 use crate::finite::is_finite;
-use crate::{Average, OptimError};
+use crate::{Average, OptimError, weigh};
 
 /// Copies a flat buffer.
 pub(super) fn copy(from: &Tensor, to: &mut Tensor) -> Result<(), OptimError> {
     Ok(from.device().run(Op::Cast { x: from.view(), y: to.view_mut() })?)
-}
-
-/// Multiplies all elements by a factor.
-pub(super) fn scale(x: &mut Tensor, by: f32) -> Result<(), OptimError> {
-    let mut p = ProgramBuilder::new();
-    let (value, factor) = (p.load(0), p.scalar(0));
-    let product = p.mul(value, factor);
-    p.store(0, product);
-    let program = &p.build()?;
-    let (scalars, device) = (&[by], x.device().clone());
-    Ok(device.run(Op::Map { program, scalars, reads: &[], writes: &mut [x.view_mut()] })?)
 }
 
 /// The mean of all copies by their weights, exactly the same on all.
@@ -48,10 +37,7 @@ impl CommonMean {
 
     fn compute(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.mean)?;
-        #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
-        if self.weight != 1.0 {
-            scale(&mut self.mean, self.weight as f32)?;
-        }
+        weigh(&mut self.mean, self.weight)?;
         self.average.all(&mut self.mean)?;
         Ok(())
     }

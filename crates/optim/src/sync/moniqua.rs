@@ -1,9 +1,9 @@
 //! Moniqua: gossip in a few bits without any memory.
 
+use super::SyncMethod;
 use super::gossip::{D_PSGD, Gossip, Wire};
 use super::modulo::Modulo;
 use super::neighbours::Graph;
-use super::{Buffers, SyncMethod};
 
 /// [`Gossip`] on a ring whose messages are parameters modulo a bound.
 ///
@@ -14,7 +14,6 @@ pub const MONIQUA: SyncMethod = SyncMethod {
     summary: "as d-psgd, in --moniqua-bits a value: parameters modulo a bound, --theta, on how far neighbours \
               are apart",
     reads: &["sync-every", "consensus-rate", "theta", "moniqua-bits"],
-    buffers: |_| Buffers { held: 3, saved: 2 },
     build: |s| {
         let modulo = Modulo::new(s.theta, s.bits, s.average.seed)?;
         let rate = s.consensus_rate;

@@ -7,6 +7,7 @@ use farflung_tensor::Tensor;
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::{Graph, Neighbour};
+use super::saved::optional;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
@@ -250,11 +251,7 @@ impl Synchroniser for Replicas {
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.own.shape().len();
-        if let Some(own) = get("replica") {
-            if own.len() != expected {
-                let (name, found) = ("replica".to_owned(), own.len());
-                return Err(OptimError::State { name, found, expected });
-            }
+        if let Some(own) = optional(get, "replica", expected)? {
             self.own.write(&own)?;
         }
         // Neighbours may have begun anew, or have dropped what was in flight.

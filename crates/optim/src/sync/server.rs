@@ -115,7 +115,7 @@ impl Server {
         let slowest = self.slowest();
         let mut answers = Vec::new();
         for (rank, worker) in (0..).zip(&mut self.workers) {
-            let ahead = worker.step.unwrap_or(0) - slowest.min(worker.step.unwrap_or(0));
+            let ahead = worker.step.unwrap_or(0).saturating_sub(slowest);
             if worker.due && (all || self.staleness.is_none_or(|most| ahead <= most)) {
                 worker.due = false;
                 let moved = FromServer::Moved { pushes: worker.pushes, model: self.model.clone() };

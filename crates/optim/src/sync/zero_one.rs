@@ -3,11 +3,11 @@
 
 use farflung_tensor::Tensor;
 
-use super::mean::{copy, scale};
+use super::mean::copy;
 use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::Rounds;
-use crate::{Average, AverageConfig, Chain, Coding, Meets, OptimError};
+use crate::{Average, AverageConfig, Chain, Coding, Meets, OptimError, weigh};
 
 /// [`ZeroOne`].
 pub const ZERO_ONE: SyncMethod = SyncMethod {
@@ -128,7 +128,7 @@ impl Synchroniser for ZeroOne {
     ) -> Result<(), OptimError> {
         if self.rounds.is_local(after.step - 1) {
             copy(chain.gathered().expect(GATHERS), &mut self.mean)?;
-            scale(&mut self.mean, weight as f32)?;
+            weigh(&mut self.mean, weight)?;
             self.coded.all(&mut self.mean)?;
             self.exchanged = true;
         }

@@ -8,11 +8,11 @@ use farflung::parallel::churn::Checkpoints;
 use farflung::parallel::{Cluster, Plan, render};
 use farflung::terminal::print;
 use farflung::train::auto::{Candidate, Improvement, Way, auto, by_region, held, improvements, sent};
-use farflung::train::{PipelineSizes, Prediction};
+use farflung::train::{PipelineSizes, Prediction, read_topology};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
-use super::file::{read, write};
+use super::file::write;
 use super::{churn, regional};
 
 /// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which
@@ -122,7 +122,7 @@ struct Chosen<'a> {
 
 impl AutoCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let cluster = read(&self.topology)?;
+        let cluster = read_topology(&self.topology)?;
         let preset = GptConfig::preset(&self.model)?;
         let model = GptConfig { context: self.context.map_or(preset.context, |n| n as usize), ..preset };
         let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };

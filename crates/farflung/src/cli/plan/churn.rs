@@ -9,11 +9,11 @@ use farflung::parallel::churn::{
     Checkpoints, POLICIES, Prices, Recovery, Replay, Row, Trace, alive, best_shape, copies_for, daly, replay,
 };
 use farflung::terminal::print;
-use farflung::train::{PipelineSizes, fleet};
+use farflung::train::{PipelineSizes, fleet, read_topology};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
-use super::file::{read, write};
+use super::file::write;
 
 /// Compare ways to go on while machines are lost and come back: restarting from checkpoints, Varuna's morphing,
 /// Oobleck's templates, ReCycle's re-routing, Parcae's liveput, all under one trace.
@@ -34,7 +34,12 @@ pub(crate) struct ChurnCommand {
     #[arg(long, value_name = "NAME", default_value = "gpt2")]
     model: String,
     /// Sequences of a microbatch.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
     batch: u32,
     /// Microbatches of a step, over all machines.
     #[arg(
@@ -54,7 +59,12 @@ pub(crate) struct ChurnCommand {
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = positive)]
     regroup: Nanos,
     /// Hours that are simulated.
-    #[arg(long, value_name = "N", default_value_t = 24, value_parser = clap::value_parser!(u64).range(1..=8760))]
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 24,
+        value_parser = clap::value_parser!(u64).range(1..=8760)
+    )]
     hours: u64,
     /// Of the losses that are drawn.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -126,7 +136,7 @@ struct Found<'a> {
 
 impl ChurnCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let cluster = read(&self.topology)?;
+        let cluster = read_topology(&self.topology)?;
         let model = GptConfig::preset(&self.model)?;
         let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
         let fleet = fleet(&model, &cluster, sizes)?;

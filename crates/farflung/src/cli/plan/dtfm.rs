@@ -11,8 +11,9 @@ use farflung::parallel::planner::dtfm::{
 };
 use farflung::parallel::{Cluster, render, shipped};
 use farflung::terminal::print;
+use farflung::train::read_topology;
 
-use super::file::{read, write};
+use super::file::write;
 
 /// Place a pipeline with data parallelism by DT-FM's cost model: which devices share a stage, and in which
 /// order.
@@ -133,7 +134,7 @@ impl DtfmCommand {
 
     fn cluster(&self) -> Result<Cluster> {
         match (&self.topology, self.case) {
-            (Some(path), _) => read(path),
+            (Some(path), _) => read_topology(path),
             (None, case) => Ok(shipped::cluster(&format!("dtfm-{}", case.unwrap_or(1)))?),
         }
     }

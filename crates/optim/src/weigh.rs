@@ -1,0 +1,22 @@
+//! A copy's part of a mean.
+
+use farflung_tensor::{Op, ProgramBuilder, Tensor};
+
+use crate::OptimError;
+
+/// Multiplies all elements by a copy's part of a mean, where 1 is an equal part: that one changes no bit.
+///
+/// Errors: those of the buffer's device.
+pub fn weigh(x: &mut Tensor, weight: f64) -> Result<(), OptimError> {
+    #[expect(clippy::float_cmp, reason = "an equal part is exactly 1")]
+    if weight == 1.0 {
+        return Ok(());
+    }
+    let mut p = ProgramBuilder::new();
+    let (value, factor) = (p.load(0), p.scalar(0));
+    let product = p.mul(value, factor);
+    p.store(0, product);
+    let program = &p.build()?;
+    let (scalars, device) = (&[weight as f32], x.device().clone());
+    Ok(device.run(Op::Map { program, scalars, reads: &[], writes: &mut [x.view_mut()] })?)
+}
