@@ -228,6 +228,9 @@ where
     }
 }
 
+/// Marks contexts of members that somebody else has decided on.
+const DECLARED: u64 = 6;
+
 /// Ranks `0..size` over a transport, with collectives that are matched by the order in which each rank starts them.
 ///
 /// Clones are the same communicator. After a failed collective it is poisoned: every later call fails with the reason.
@@ -250,6 +253,29 @@ impl Communicator {
         let (size, me) = (transport.size(), transport.me().index());
         let members = (0..size as u32).map(PeerId).collect();
         Self::of(transport, me, members, 0, Nanos::from_millis(60_000))
+    }
+
+    /// These members of the transport's network, this endpoint among them, in this order. All of them call it
+    /// with the same members and the same `context`, a number that no other communicator of this network is
+    /// made with. Nothing is sent: whoever decides on members has told them already.
+    ///
+    /// # Errors
+    /// [`CommError::Argument`] for a member that the network does not have, and if this endpoint is none.
+    pub fn of_members(
+        transport: Arc<dyn Transport>,
+        members: &[PeerId],
+        context: u64,
+    ) -> Result<Self, CommError> {
+        const OP: &str = "communicator";
+        let (me, size) = (transport.me(), transport.size());
+        if let Some(unknown) = members.iter().find(|member| member.index() >= size) {
+            return Err(CommError::Argument { op: OP, what: "member", got: unknown.index(), want: size });
+        }
+        let Some(me) = members.iter().position(|&member| member == me) else {
+            return Err(CommError::Argument { op: OP, what: "members with this one", got: 0, want: 1 });
+        };
+        let context = mix(mix(0, DECLARED), context);
+        Ok(Self::of(transport, me, members.into(), context, Nanos::from_millis(60_000)))
     }
 
     /// So many members, this rank among them, with the ring and the default topology.

@@ -4,6 +4,7 @@
 mod check;
 mod difference;
 mod local_steps;
+mod members;
 mod part;
 mod text;
 
@@ -19,6 +20,7 @@ use crate::{Axis, Mesh, ParallelError};
 
 pub use difference::{Difference, Digest};
 pub use local_steps::LocalSteps;
+pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};
 
 /// How the ranks of a job train one model.
