@@ -101,6 +101,22 @@ pub enum Control<'a> {
         /// HMAC-SHA256 by the secret over `farflung/join/1`, the role, the expiry and the session's exporter.
         mac: &'a [u8],
     },
+    /// From a process that would become a member of this job: asks where the members are.
+    Ask(&'a str),
+    /// To one that asked.
+    Members {
+        /// The number of each endpoint.
+        slots: Listed<u32>,
+        /// Where each listens.
+        #[serde(borrow)]
+        addresses: Listed<&'a str>,
+        /// Public keys, 32 bytes each; none where connections are not encrypted.
+        keys: Listed<&'a [u8]>,
+        /// The secret of connections among members, 32 bytes; empty where they are not encrypted.
+        secret: &'a [u8],
+        /// Whatever else a member has to know before it connects.
+        welcome: &'a [u8],
+    },
 }
 
 impl<'a> Control<'a> {
@@ -206,6 +222,17 @@ mod tests {
             (Control::Absent(Listed(vec![0])), "0e 01 00"),
             (Control::Denied, "0f"),
             (Control::Prove { expiry: 5, clock: 300, mac: &[7, 8] }, "10 05 ac02 02 0708"),
+            (Control::Ask("night"), "11 05 6e69676874"),
+            (
+                Control::Members {
+                    slots: Listed(vec![0, 200]),
+                    addresses: Listed(vec!["a:1", "b:2"]),
+                    keys: Listed(vec![&[3], &[4]]),
+                    secret: &[5],
+                    welcome: &[6, 7],
+                },
+                "12 02 00 c801 02 03 613a31 03 623a32 02 01 03 01 04 01 05 02 06 07",
+            ),
         ]
     }
 
@@ -221,7 +248,7 @@ mod tests {
             }
             assert!(Control::decode(&[&bytes[..], &[0]].concat()).is_err());
         }
-        assert!(Control::decode(&[17]).is_err());
+        assert!(Control::decode(&[19]).is_err());
         // A list of four thousand million ranks in seven bytes.
         assert!(Control::decode(&[4, 0xFF, 0xFF, 0xFF, 0xFF, 0x0F, 1]).is_err());
     }

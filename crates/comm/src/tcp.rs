@@ -5,8 +5,9 @@
 //! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.
 
 mod door;
-mod growth;
+mod gate;
 mod link;
+mod links;
 mod rendezvous;
 mod store;
 mod stream;
@@ -29,8 +30,9 @@ use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
 use crate::transport::Tag;
 use crate::{CommError, Frame, Pool};
-pub use growth::{ask_in, let_in};
+pub use gate::{Asked, Connected, Gate, GateConfig};
 use link::Link;
+use links::Links;
 pub use rendezvous::Config;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 use stream::Stream;
@@ -48,8 +50,7 @@ pub type Tcp = Endpoint<TcpDriver>;
 #[derive(Debug)]
 pub struct TcpDriver {
     start: Instant,
-    /// By peer, all of them; none to this one itself.
-    links: Vec<Vec<Link>>,
+    links: Links,
     inbox: Arc<Inbox>,
     pool: Arc<Pool>,
     /// A byte written to the first wakes whoever polls, through the second.
@@ -63,35 +64,31 @@ pub struct TcpDriver {
 pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
     let io = |what| move |e: std::io::Error| CommError::io(what, &config.master, &e);
     let streams = rendezvous::meet(config)?;
-    let bell = UnixStream::pair().map_err(io("wake-up pipe for"))?;
-    for end in [&bell.0, &bell.1] {
-        end.set_nonblocking(true).map_err(io("wake-up pipe for"))?;
-    }
-    let pool = Pool::new();
     let near = streams
         .iter()
         .filter(|peer| peer.first().is_some_and(|stream| is_within_one_machine(&stream.socket)))
         .count();
-    let inbox = Inbox::new(streams.len());
     let crowded = std::thread::available_parallelism().is_ok_and(|cores| near >= cores.get());
-    let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
-    let mut links = Vec::new();
-    for (peer, streams) in streams.into_iter().enumerate() {
-        let peer = PeerId(peer as u32);
-        for Stream { socket, .. } in &streams {
-            socket.set_nodelay(true).and_then(|()| socket.set_nonblocking(true)).map_err(io("socket of"))?;
-            if is_within_one_machine(socket) {
-                tune_within_one_machine(socket, crowded);
-            }
-        }
-        if !streams.is_empty() {
-            inbox.peer_up(peer);
-        }
-        links.push(Link::side_by_side(peer, streams));
+    let tcp = open(PeerId(config.rank), streams.len(), crowded).map_err(io("wake-up pipe for"))?;
+    for (peer, streams) in (0..).map(PeerId).zip(streams).filter(|(_, streams)| !streams.is_empty()) {
+        tcp.driver().connect(peer, streams, crowded).map_err(io("socket of"))?;
     }
+    Ok(tcp)
+}
+
+/// An endpoint of a network of so many that is connected to nobody yet. `crowded`: there are more of them on
+/// this machine than cores.
+fn open(me: PeerId, size: usize, crowded: bool) -> std::io::Result<Arc<Tcp>> {
+    let bell = UnixStream::pair()?;
+    for end in [&bell.0, &bell.1] {
+        end.set_nonblocking(true)?;
+    }
+    let inbox = Inbox::new(size);
+    let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
+    let (pool, links) = (Pool::new(), Links::new(size));
     let driver =
         TcpDriver { start: real_start(), links, inbox: Arc::clone(&inbox), pool: Arc::clone(&pool), bell };
-    Ok(Arc::new(Endpoint::new(PeerId(config.rank), driver, inbox, pool)))
+    Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
 }
 
 fn is_within_one_machine(stream: &TcpStream) -> bool {
@@ -111,10 +108,32 @@ fn tune_within_one_machine(stream: &TcpStream, crowded: bool) {
 }
 
 impl TcpDriver {
-    /// The link that carries this conversation.
-    fn link(&self, peer: PeerId, tag: Tag) -> &Link {
-        let links = &self.links[peer.index()];
-        &links[tag.number as usize % links.len()]
+    /// Connects a peer, once.
+    fn connect(&self, peer: PeerId, streams: Vec<Stream>, crowded: bool) -> std::io::Result<()> {
+        for Stream { socket, .. } in &streams {
+            socket.set_nodelay(true)?;
+            socket.set_nonblocking(true)?;
+            if is_within_one_machine(socket) {
+                tune_within_one_machine(socket, crowded);
+            }
+        }
+        if !self.links.connect(peer, Link::side_by_side(peer, streams)) {
+            return Err(std::io::ErrorKind::AlreadyExists.into());
+        }
+        self.inbox.peer_up(peer);
+        self.nudge();
+        Ok(())
+    }
+
+    /// Whether a peer was connected ever.
+    fn is_connected(&self, peer: PeerId) -> bool {
+        self.links.to(peer).is_some()
+    }
+
+    /// The link that carries this conversation; none to a peer that has never come.
+    fn link(&self, peer: PeerId, tag: Tag) -> Option<&Link> {
+        let links = self.links.to(peer)?;
+        links.get(tag.number as usize % links.len())
     }
 
     /// Waits for sockets for at most `timeout` and moves what they give and take.
@@ -122,15 +141,16 @@ impl TcpDriver {
         let may_read = |link: &Link| link.may_read(self.inbox.held(link.peer));
         // Of what a session has opened already the sockets say nothing.
         let has_more = |link: &&Link| link.is_open() && link.has_more() && may_read(link);
-        let waits = !self.links.iter().flatten().any(|link| has_more(&link));
+        let links: Vec<&Link> = self.links.all().filter(|link| link.is_open()).collect();
+        let waits = !links.iter().any(has_more);
         let timeout = if waits { timeout.min(Nanos::from_millis(3_600_000)) } else { Nanos::ZERO };
         let wait = Timespec {
             tv_sec: (timeout.0 / 1_000_000_000).cast_signed(),
             tv_nsec: i64::from((timeout.0 % 1_000_000_000) as u32),
         };
-        let mut polled = Vec::with_capacity(self.links.len());
+        let mut polled = Vec::with_capacity(links.len());
         let mut fds = vec![PollFd::new(&self.bell.1, PollFlags::IN)];
-        for link in self.links.iter().flatten().filter(|link| link.is_open()) {
+        for link in links {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, may_read(link));
             flags.set(PollFlags::OUT, link.wants_to_write());
@@ -160,24 +180,24 @@ impl TcpDriver {
 
 impl Driver for TcpDriver {
     fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
-        let link = self.link(to, tag);
+        let Some(link) = self.link(to, tag) else { return };
         link.push(tag, frame);
         if link.wants_to_write() {
             self.nudge();
         }
     }
     fn submit_bytes(&self, to: PeerId, tag: Tag, _: Nanos, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
-        let link = self.link(to, tag);
+        let Some(link) = self.link(to, tag) else { return };
         link.push_bytes(tag, check, bytes, pool);
         if link.wants_to_write() {
             self.nudge();
         }
     }
     fn has_room(&self, to: PeerId, tag: Tag) -> bool {
-        self.link(to, tag).has_room(tag)
+        self.link(to, tag).is_none_or(|link| link.has_room(tag))
     }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {
-        let link = self.link(from, tag);
+        let Some(link) = self.link(from, tag) else { return };
         let resumes = link.taken(tag, &self.inbox);
         if resumes || link.wants_to_write() {
             self.nudge();
@@ -201,7 +221,7 @@ impl Driver for TcpDriver {
     }
     fn close(&self, _: &Inbox) {
         let until = Nanos::from(PARTING).saturating_add(self.now());
-        let open = || self.links.iter().flatten().filter(|link| link.is_open());
+        let open = || self.links.all().filter(|link| link.is_open());
         open().for_each(Link::say_goodbye);
         while open().any(Link::wants_to_write) && self.now() < until {
             self.drive(Nanos::from_millis(20));

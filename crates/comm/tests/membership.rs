@@ -7,13 +7,10 @@
 mod common;
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use common::{TRANSPORTS, on_ranks, tcp_cluster};
+use common::{TRANSPORTS, on_ranks};
 use farflung_base::{Nanos, PeerId, Rank, Topology};
-use farflung_comm::secure::Security;
 use farflung_comm::simulated::{Faults, cluster_with};
-use farflung_comm::tcp::{Store, StoreHost, ask_in, let_in};
 use farflung_comm::{CommError, Communicator, ReduceOp, Transport};
 
 const fn ms(millis: u64) -> Nanos {
@@ -141,48 +138,4 @@ fn an_aborted_communicator_ends_everywhere_and_names_who_did_it() {
         assert!(matches!(errors[1], CommError::Poisoned(_)), "{name}");
         assert_eq!([errors[0].peer(), errors[2].peer()], [Some(PeerId(1)); 2], "{name}: {errors:?}");
     }
-}
-
-#[test]
-fn processes_that_come_later_are_let_in_over_sockets_of_their_own() {
-    let host = StoreHost::bind("127.0.0.1:0", "night", &Security::clear()).unwrap();
-    let address = host.address().to_string();
-    let store = |millis| {
-        Store::connect(&address, "night", &Security::clear(), Duration::from_millis(millis)).unwrap()
-    };
-    let deadline = Duration::from_secs(20);
-    std::thread::scope(|scope| {
-        let nobody = scope.spawn(|| ask_in(&store(50), "night", &Security::clear(), deadline).unwrap_err());
-        assert!(matches!(nobody.join().unwrap(), CommError::Absent { .. }));
-        // It has asked, and is gone: the members find that it does not come, and go on.
-        let newcomer = scope.spawn(|| {
-            let store = store(20_000);
-            while store.get("ready").unwrap().is_none() {
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            let comm = ask_in(&store, "night", &Security::clear(), deadline).unwrap();
-            (comm.rank().0, sum(&comm, 10.0))
-        });
-        let sums = on_ranks(tcp_cluster(2), |comm| {
-            let store = (comm.rank().0 == 0).then(|| store(20_000));
-            let error =
-                let_in(&comm, store.as_ref(), "night", &Security::clear(), Duration::from_millis(300))
-                    .unwrap_err();
-            let CommError::Missing { ranks, .. } = &error else { unreachable!("{error}") };
-            assert_eq!(ranks, &[Rank(2)]);
-            assert!(let_in(&comm, store.as_ref(), "night", &Security::clear(), deadline).unwrap().is_none());
-            if let Some(store) = &store {
-                store.put("ready", b"").unwrap();
-            }
-            loop {
-                if let Some(all) =
-                    let_in(&comm, store.as_ref(), "night", &Security::clear(), deadline).unwrap()
-                {
-                    assert_eq!((all.rank(), all.size()), (comm.rank(), 3));
-                    return sum(&all, 1.0);
-                }
-            }
-        });
-        assert_eq!((sums, newcomer.join().unwrap()), (vec![12.0; 2], (2, 12.0)));
-    });
 }

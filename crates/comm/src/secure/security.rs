@@ -60,6 +60,8 @@ struct Sealed {
     allow: Option<Arc<BTreeSet<PublicKey>>>,
     /// Keys of the members, by rank, once a host has told them.
     members: Arc<Vec<PublicKey>>,
+    /// What newcomers prove where `secret` is the members' own: `secret` and `expiry` as they were before.
+    newcomers: Option<(JoinSecret, u64)>,
 }
 
 /// What a host tells its members of each other.
@@ -102,7 +104,7 @@ impl Security {
     fn sealed(identity: &Identity, secret: JoinSecret, expiry: u64, host: Option<PublicKey>) -> Self {
         let (own, tls) = (identity.public(), Tls::new(identity));
         let (allow, members) = (None, Arc::default());
-        let sealed = Sealed { tls, own, secret, expiry, host, allow, members };
+        let sealed = Sealed { tls, own, secret, expiry, host, allow, members, newcomers: None };
         Self { sealed: Some(Arc::new(sealed)), refused: Refused::default() }
     }
 
@@ -200,6 +202,20 @@ impl Security {
         Ok(Some(Admission { members, secret: JoinSecret::generate()? }))
     }
 
+    /// The same for a member of a run that others join later: connections among members prove `secret`, and
+    /// newcomers what they proved here before.
+    pub(crate) fn growing(&self, secret: JoinSecret) -> Self {
+        let mut own = self.clone();
+        if let Some(sealed) = &mut own.sealed {
+            let sealed = Arc::make_mut(sealed);
+            let before = std::mem::replace(&mut sealed.secret, secret);
+            sealed.newcomers = Some((before, std::mem::take(&mut sealed.expiry)));
+            // Whoever has the secret is a member: the host may have left.
+            sealed.host = None;
+        }
+        own
+    }
+
     /// The same among the members that a host has let in.
     pub(crate) fn among(&self, admission: Admission) -> Self {
         let mut own = self.clone();
@@ -229,9 +245,13 @@ impl Eq for Security {}
 impl Sealed {
     /// The secret of tickets until `expiry`, where this side can know it.
     fn secret_of(&self, expiry: u64) -> Option<JoinSecret> {
-        match self.expiry {
-            own if own == expiry => Some(self.secret.clone()),
-            0 => Some(self.secret.until(expiry)),
+        let (secret, own) = match &self.newcomers {
+            Some((secret, own)) if expiry > 0 => (secret, *own),
+            _ => (&self.secret, self.expiry),
+        };
+        match own {
+            own if own == expiry => Some(secret.clone()),
+            0 => Some(secret.until(expiry)),
             _ => None,
         }
     }

@@ -139,7 +139,7 @@ impl Door {
             let want = match wire::parse(bytes) {
                 Ok(Parsed::Part(want)) if want <= HELLO => want,
                 Ok(Parsed::Whole(Message::Control(message), _)) => match message {
-                    Control::Hello { .. } | Control::Open(_) if stream.is_proven() => {
+                    Control::Hello { .. } | Control::Open(_) | Control::Ask(_) if stream.is_proven() => {
                         return Heard::Greeting(std::mem::take(bytes));
                     }
                     proof @ Control::Prove { .. } if stream.is_sealed() && !stream.is_proven() => {

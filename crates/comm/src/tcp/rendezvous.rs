@@ -521,13 +521,30 @@ pub(super) fn answer<T>(
     until: Until,
     wanted: impl FnOnce(&Control<'_>) -> Option<T>,
 ) -> Result<T, CommError> {
+    let mut absent = Vec::new();
+    let answered = answer_of(from, stream, until, |message| match message {
+        Control::Missing(Listed(ranks)) => {
+            absent = ranks.iter().copied().map(Rank).collect();
+            None
+        }
+        other => wanted(other),
+    });
+    if absent.is_empty() { answered } else { Err(missing(config, absent)) }
+}
+
+/// The same, of whoever knows no ranks.
+pub(super) fn answer_of<T>(
+    from: &str,
+    stream: &Stream,
+    until: Until,
+    wanted: impl FnOnce(&Control<'_>) -> Option<T>,
+) -> Result<T, CommError> {
     let bytes = stream.read_message(from, until)?;
     let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
     let Parsed::Whole(Message::Control(message), _) = wire::parse(&bytes).map_err(wrong)? else {
         return Err(wrong(WireError::Malformed("control message")));
     };
     match &message {
-        Control::Missing(Listed(ranks)) => Err(missing(config, ranks.iter().copied().map(Rank).collect())),
         Control::Refuse(reason) => Err(refused(from, *reason)),
         other => wanted(other).ok_or_else(|| wrong(WireError::Malformed("answer"))),
     }

@@ -21,6 +21,14 @@ impl Until {
         Self::after(Duration::from_secs(u32::MAX.into()))
     }
 
+    /// The same, over after `limit` from now at the latest.
+    pub(super) fn at_most(self, limit: Duration) -> Self {
+        match self.left() {
+            Some(left) if left < limit => self,
+            _ => Self::after(limit),
+        }
+    }
+
     /// The same, and a moment longer.
     pub(super) fn longer(self, by: Duration) -> Self {
         Self { limit: self.limit + by, ..self }

@@ -9,6 +9,8 @@ use farflung_optim::AverageConfig;
 use farflung_parallel::{Cluster, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
+use serde::{Deserialize, Serialize};
+
 use farflung_zoo::{
     Corpus, GptConfig, HoldOut, Sampler, Shard, Sharding, Shards, Split, Stage, Tokenizer, ZooError,
     tokenizer,
@@ -23,6 +25,15 @@ use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
 use crate::{Error, Result, TrainConfig, corpus, finite};
 
+/// Where the numbers of a plan's steps and microbatches begin: those before belong to other plans of the same run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Base {
+    /// Steps before it.
+    pub step: u64,
+    /// Microbatches of all replicas before it.
+    pub microbatches: u64,
+}
+
 /// A run before its workers exist.
 #[derive(Debug, Clone)]
 pub struct Job {
@@ -32,6 +43,10 @@ pub struct Job {
     pub model: GptConfig,
     /// Every decision that the ranks share.
     pub plan: Plan,
+    /// Where the plan's numbers begin.
+    pub base: Base,
+    /// Whether members come and leave while it trains.
+    pub elastic: bool,
     /// The machines and links of `--topology`.
     pub cluster: Option<Cluster>,
     /// Operations a second of each rank's machine, on the virtual clock.
@@ -88,6 +103,8 @@ impl Job {
             config,
             model,
             plan,
+            base: Base::default(),
+            elastic: false,
             cluster,
             rates,
             tokenizer,
@@ -171,8 +188,14 @@ impl Job {
     /// Tokens of all replicas in the first so many steps.
     #[must_use]
     pub fn tokens_after(&self, steps: u64) -> u64 {
-        let sequences = self.plan.local_steps().all_microbatches(steps) * u64::from(self.plan.batch);
-        sequences * self.model.context as u64
+        self.microbatches_after(steps) * u64::from(self.plan.batch) * self.model.context as u64
+    }
+
+    /// Microbatches of all replicas in the first so many steps, which the plan has reached.
+    #[must_use]
+    pub fn microbatches_after(&self, steps: u64) -> u64 {
+        let local = self.plan.local_steps();
+        self.base.microbatches + local.all_microbatches(steps) - local.all_microbatches(self.base.step.min(steps))
     }
 
     /// Tokens of all replicas in one step that all take.

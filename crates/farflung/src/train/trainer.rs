@@ -11,9 +11,11 @@
 
 mod agree;
 mod build;
+mod carry;
 mod gather;
 mod meeting;
 mod retreat;
+mod snapshot;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -32,6 +34,7 @@ use farflung_zoo::Stage;
 use super::bind::ReplicaSchedule;
 use super::executor::{Executor, Pass};
 use super::fault::{Failure, Fault, FaultyValue, Moment};
+use super::job::Base;
 use super::part::Part;
 use super::resync::{Drift, Resync};
 use super::tied::{Across, Tied};
@@ -39,6 +42,7 @@ use crate::signals::Armed;
 use crate::{Error, Result, Stop};
 use agree::{Met, Vote, Voting};
 use retreat::Mark;
+pub(super) use snapshot::{Progress, Snapshot};
 pub use verify::Thoroughness;
 
 /// One rank of a run.
@@ -52,6 +56,8 @@ pub struct Trainer {
     /// Number of this replica's first microbatch within a step, and microbatches of all replicas.
     first_microbatch: u64,
     all_microbatches: u64,
+    /// Where the plan's numbers begin.
+    base: Base,
     replicas: u32,
     /// Who takes a local step when.
     local: LocalSteps,
@@ -94,6 +100,10 @@ pub struct Trainer {
     tries: u32,
     /// Whether this rank's own gradients were finite when a step was tried again.
     sound: bool,
+    /// Whether the last step ended with an average of all replicas that failed: the next does that alone.
+    unmet: bool,
+    /// Whether this rank knows of members that come or leave.
+    wants_change: bool,
 }
 
 /// How often a step is computed whose gradients are not finite: a fault of the moment passes.
@@ -122,6 +132,8 @@ pub struct StepDone {
     pub synced: Synced,
     /// Whether any rank wants to stop; known where all agreed.
     pub stop: bool,
+    /// Whether any rank knows of members that come or leave; known where all agreed.
+    pub change: bool,
     /// Where copies of parameters were compared: how far apart they were.
     pub drift: Option<Drift>,
     /// How often the step was given up because its gradients overflowed, and computed again.
@@ -212,6 +224,11 @@ impl Trainer {
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
         let mut skipped = 0;
         self.tries = 0;
+        if self.unmet {
+            // The local step counts already; only its meeting failed, among other replicas.
+            let done = self.meet_now(stop)?;
+            return self.compared(done);
+        }
         self.reach(Moment::Begun, self.step + 1)?;
         if !self.local.takes(self.replica, self.step + 1) {
             return self.pass_over(stop);
@@ -256,7 +273,7 @@ impl Trainer {
         self.suffer(FaultyValue::Parameters, self.step)?;
         self.suffer(FaultyValue::Moments, self.step)?;
         let done =
-            if self.each_step { self.agreed(&vote) } else { self.local_step(vote.loss, stop || vote.stop)? };
+            if self.each_step { self.agreed(&vote) } else { self.local_step(vote.loss, stop || vote.wish.stop)? };
         self.compared(StepDone { skipped, ..done })
     }
 
@@ -299,7 +316,8 @@ impl Trainer {
             loss: vote.loss,
             losses: vec![vote.loss],
             synced: Synced::Yes,
-            stop: vote.stop,
+            stop: vote.wish.stop,
+            change: vote.wish.change,
             drift: None,
             skipped: 0,
         }
@@ -350,8 +368,9 @@ impl Trainer {
         for part in self.executor.parts.values_mut() {
             part.stage.set_gradient_scale(self.scale.get());
         }
-        let taken = self.local.taken(self.replica, self.step);
-        let first = taken * self.all_microbatches + self.first_microbatch;
+        let taken = |step| self.local.taken(self.replica, step);
+        let taken = taken(self.step) - taken(self.base.step);
+        let first = self.base.microbatches + taken * self.all_microbatches + self.first_microbatch;
         self.executor.begin(Pass::Training { first }, self.schedule.microbatches());
         // Without a flush there are updates within the pass, which only a return to the mark takes back.
         self.half_done = self.schedule.updates() != Updates::Flush;

@@ -11,10 +11,34 @@ use crate::Result;
 pub(super) struct Vote {
     /// Mean loss over all tokens of the voters' replicas.
     pub(super) loss: f64,
-    /// Whether any of them wants to stop.
-    pub(super) stop: bool,
+    /// What any of them wishes.
+    pub(super) wish: Wish,
     /// Sum of the squares of the gradients of all parts, where the model has several.
     pub(super) squares: Option<f64>,
+}
+
+/// What ranks would have happen after a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Wish {
+    /// That the run stops.
+    pub(super) stop: bool,
+    /// That members change: one has come, or leaves.
+    pub(super) change: bool,
+}
+
+impl Wish {
+    /// What a wish for change counts beside one to stop: that of no number of ranks adds up to one to stop.
+    const CHANGE: f64 = 1.0 / (1 << 20) as f64;
+
+    /// As a number to be summed over ranks.
+    fn weigh(self) -> f64 {
+        f64::from(u8::from(self.stop)) + f64::from(u8::from(self.change)) * Self::CHANGE
+    }
+
+    /// What any rank wishes, of the sum.
+    fn of_sum(sum: f64) -> Self {
+        Self { stop: sum >= 1.0, change: sum.fract() > 0.0 }
+    }
 }
 
 /// What all ranks know when replicas have met after local steps.
@@ -22,8 +46,8 @@ pub(super) struct Vote {
 pub(super) struct Met {
     /// Mean loss over all replicas of each step since they last met.
     pub(super) losses: Vec<f64>,
-    /// Whether any rank wants to stop.
-    pub(super) stop: bool,
+    /// What any rank wishes.
+    pub(super) wish: Wish,
 }
 
 /// A vote on its way.
@@ -52,12 +76,13 @@ impl Trainer {
         let replicas = if self.each_step { self.replicas } else { 1 };
         // An equal part is exactly 1, so that equal replicas have the bits of a plain mean.
         let weight = if self.each_step { self.part_of(self.step + 1) } else { 1.0 };
-        let mut mine = vec![loss * weight, f64::from(u8::from(stop))];
+        let wish = Wish { stop, change: self.wants_change };
+        let mut mine = vec![loss * weight, wish.weigh()];
         mine.extend(squares);
         let sums = self.voters.start_all_reduce(mine, ReduceOp::Sum);
         let read = move |sums: Vec<f64>| Vote {
             loss: sums[0] / f64::from(replicas),
-            stop: sums[1] > 0.0,
+            wish: Wish::of_sum(sums[1]),
             squares: (sums.len() > 2).then(|| sums[2..].iter().sum()),
         };
         Voting { sums, read: Box::new(read) }
@@ -76,12 +101,12 @@ impl Trainer {
         let first = self.step + 1 - window.len() as u64;
         let told = |(step, loss): (u64, f64)| if tells { loss * self.part_of(step) } else { 0.0 };
         let mut mine: Vec<f64> = (first..).zip(window).map(told).collect();
-        mine.push(f64::from(u8::from(stop)));
+        mine.push(Wish { stop, change: self.wants_change }.weigh());
         let sums = self.executor.comm.start_all_reduce(mine, ReduceOp::Sum);
         let replicas = f64::from(self.replicas);
         let read = move |mut sums: Vec<f64>| {
-            let stop = sums.pop().is_some_and(|stop| stop > 0.0);
-            Met { losses: sums.iter().map(|sum| sum / replicas).collect(), stop }
+            let wish = Wish::of_sum(sums.pop().unwrap_or(0.0));
+            Met { losses: sums.iter().map(|sum| sum / replicas).collect(), wish }
         };
         Voting { sums, read: Box::new(read) }
     }

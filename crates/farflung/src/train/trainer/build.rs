@@ -42,7 +42,7 @@ impl Trainer {
         let interrupt = Interrupt::default();
         let plain = job.device(comm.rank().index(), threads)?;
         let device = plain.with_interrupt(&interrupt);
-        let holders = groups(&comm, &placement, plan.replicas(), position)?;
+        let holders = groups(job, &comm, &placement, position)?;
         let tied = tie(&comm, &placement, plan.replicas() == 1 || !each_step, position)?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank)? };
         let copies = !holders.is_empty() || placement.tie() == Tie::Across;
@@ -105,6 +105,7 @@ impl Trainer {
             replica,
             first_microbatch: plan.first_microbatch(replica),
             all_microbatches: plan.all_microbatches(),
+            base: job.base,
             replicas: plan.replicas(),
             local: plan.local_steps(),
             every: plan.outermost().every.into(),
@@ -129,6 +130,8 @@ impl Trainer {
             half_done: false,
             tries: 0,
             sound: true,
+            unmet: false,
+            wants_change: false,
             schedule,
         })
     }
@@ -264,13 +267,15 @@ fn chain(config: &TrainConfig, device: &Device, stage: &Stage, updates: u64) -> 
 
 /// A communicator for each part of this rank that others hold too: replicas, or the other copy of the model.
 fn groups(
+    job: &Job,
     comm: &Communicator,
     placement: &Placement,
-    replicas: u32,
     position: Rank,
 ) -> Result<BTreeMap<u32, Communicator>> {
     let mut groups = BTreeMap::new();
-    if replicas == 1 && placement.copies() == 1 {
+    // A method with local steps keeps its state where others come and leave, also while a replica is alone.
+    let keeps = job.elastic && !job.averages_each_step();
+    if job.plan.replicas() == 1 && placement.copies() == 1 && !keeps {
         return Ok(groups);
     }
     if placement.ranks() == 1 {

@@ -23,19 +23,29 @@ impl Trainer {
         let due = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|s| s.is_due(after)));
         // A single replica is always the same as itself.
         let alone = self.replicas == 1 && self.executor.parts.values().all(|p| p.sync.is_none());
-        if !due && !alone {
-            self.depart(after, stop)?;
-            let (losses, skipped) = (Vec::new(), 0);
-            return Ok(StepDone {
-                step,
-                loss,
-                losses,
-                synced: Synced::No,
-                stop: false,
-                drift: None,
-                skipped,
-            });
+        if due || alone {
+            return self.meet_now(stop);
         }
+        self.depart(after, stop)?;
+        let (stop, change, losses, drift, skipped) = (false, false, Vec::new(), None, 0);
+        Ok(StepDone { step, loss, losses, synced: Synced::No, stop, change, drift, skipped })
+    }
+
+    /// All replicas meet after the step that was done. Where that fails, the next step does it again: local steps
+    /// are not repeated.
+    pub(super) fn meet_now(&mut self, stop: bool) -> Result<StepDone> {
+        let window = self.window.clone();
+        let met = self.meet_after_step(stop);
+        self.unmet = met.is_err();
+        if self.unmet {
+            self.window = window;
+        }
+        met
+    }
+
+    fn meet_after_step(&mut self, stop: bool) -> Result<StepDone> {
+        let (step, last) = (self.step, self.step == self.steps);
+        let after = After { step, last };
         // What left with an earlier vote comes back with it.
         let voting = self.voting.take();
         let voting = voting.unwrap_or_else(|| self.vote_on_window(stop));
@@ -52,7 +62,8 @@ impl Trainer {
             loss: vote.losses.last().copied().unwrap_or(f64::NAN),
             losses: vote.losses,
             synced: Synced::Yes,
-            stop: vote.stop,
+            stop: vote.wish.stop,
+            change: vote.wish.change,
             drift: None,
             skipped: 0,
         })

@@ -1,0 +1,159 @@
+//! Networks that grow while they are used: newcomers ask any member, connect to all, and no connection that
+//! exists is touched.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use farflung_base::PeerId;
+use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket, unix_seconds};
+use farflung_comm::tcp::{Gate, GateConfig};
+use farflung_comm::{CommError, Communicator, ReduceOp, Refusal, Transport};
+
+fn config(security: &Security) -> GateConfig {
+    let mut config = GateConfig::new("127.0.0.1:0", "night", security.clone());
+    config.deadline = Duration::from_secs(10);
+    config
+}
+
+fn ask(gate: &Gate, security: &Security) -> Result<farflung_comm::tcp::Asked, CommError> {
+    Gate::ask(&config(security), &[gate.address().to_owned()])
+}
+
+fn peer(gate: &Gate) -> PeerId {
+    gate.transport().me()
+}
+
+/// The sum of one from each of some members, on each of them.
+fn sums(gates: &[&Gate], context: u64) -> Vec<f32> {
+    let members: Vec<PeerId> = gates.iter().map(|gate| peer(gate)).collect();
+    let sum = |gate: &Gate| {
+        let transport: Arc<dyn Transport> = gate.transport();
+        let comm = Communicator::of_members(transport, &members, context).unwrap();
+        let mut x = vec![1.0_f32; 100_000];
+        comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+        assert!(x.iter().all(|v| v.to_bits() == x[0].to_bits()));
+        x[0]
+    };
+    thread::scope(|scope| {
+        let ranks: Vec<_> = gates.iter().map(|gate| scope.spawn(|| sum(gate))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn wait_for(gate: &Gate, count: usize) {
+    while gate.connected().len() < count {
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn grows(host: &Security, others: &[Security; 3]) {
+    let first = Gate::found(&config(host)).unwrap();
+    first.set_welcome(b"come in".to_vec()).unwrap();
+    assert_eq!(sums(&[&first], 1), [1.0]);
+    let asked = ask(&first, &others[0]).unwrap();
+    assert_eq!((asked.welcome.as_slice(), asked.members().len()), (&b"come in"[..], 1));
+    let second = asked.join().unwrap();
+    wait_for(&first, 1);
+    assert_eq!(sums(&[&first, &second], 2), [2.0; 2]);
+    // A third one comes while the two are at work, and asks the one that came later. It is as good a door as the
+    // first, which leaves then.
+    let third = thread::scope(|scope| {
+        let coming = scope.spawn(|| ask(&second, &others[1]).unwrap().join().unwrap());
+        for context in 3..40 {
+            assert_eq!(sums(&[&first, &second], context), [2.0; 2]);
+        }
+        coming.join().unwrap()
+    });
+    wait_for(&first, 2);
+    wait_for(&second, 2);
+    assert_eq!(sums(&[&first, &third, &second], 50), [3.0; 3]);
+    drop(first);
+    // Until it is noticed that the first one has left, the fourth may be told of it, and passes it over.
+    let fourth = ask(&second, &others[2]).unwrap().join().unwrap();
+    wait_for(&second, 3);
+    wait_for(&third, 3);
+    assert_eq!(sums(&[&third, &fourth, &second], 51), [3.0; 3]);
+}
+
+#[test]
+fn a_network_grows_while_it_is_used_and_the_first_may_leave() {
+    let clear = Security::clear;
+    grows(&clear(), &[clear(), clear(), clear()]);
+}
+
+fn identity(number: u8) -> Identity {
+    Identity::from_seed([number; 32])
+}
+
+fn ticket(host: &Identity, secret: &JoinSecret, expiry: u64) -> Ticket {
+    let addresses = vec!["127.0.0.1:1".to_owned()];
+    Ticket { addresses, host: host.public(), secret: secret.until(expiry), expiry }
+}
+
+#[test]
+fn whoever_has_the_ticket_is_let_in_by_any_member() {
+    let secret = JoinSecret::from_text(b"an old pond, a frog jumps in").unwrap();
+    let ticket = ticket(&identity(1), &secret, unix_seconds() + 3600);
+    // The ticket's host is known by its key, so those that ask another member have the ticket's secret alone.
+    let by_ticket = |number: u8, host: u8| {
+        let ticket = Ticket { host: identity(host).public(), ..ticket.clone() };
+        Security::by_ticket(&identity(number), &ticket)
+    };
+    grows(&Security::by_secret(&identity(1), &secret), &[by_ticket(2, 1), by_ticket(3, 2), by_ticket(4, 2)]);
+}
+
+#[test]
+fn strangers_are_refused_by_name_and_the_members_go_on() {
+    let secret = JoinSecret::from_text(b"an old pond, a frog jumps in").unwrap();
+    let host = Security::by_secret(&identity(1), &secret);
+    let first = Gate::found(&config(&host)).unwrap();
+    let refused = |security: &Security| match ask(&first, security).unwrap_err() {
+        CommError::Refused { reason, .. } | CommError::Unproven { reason, .. } => reason,
+        other => unreachable!("{other}"),
+    };
+    let wrong = JoinSecret::from_text(b"a frog that nobody has seen").unwrap();
+    let until = unix_seconds() + 3600;
+    assert_eq!(
+        refused(&Security::by_ticket(&identity(2), &ticket(&identity(1), &wrong, until))),
+        Refusal::Secret
+    );
+    let old = ticket(&identity(1), &secret, unix_seconds() - 60);
+    assert!(matches!(refused(&Security::by_ticket(&identity(2), &old)), Refusal::Expired { .. }));
+    let elsewhere = ticket(&identity(9), &secret, until);
+    assert_eq!(refused(&Security::by_ticket(&identity(2), &elsewhere)), Refusal::Key);
+    assert_eq!(refused(&Security::clear()), Refusal::Clear);
+    let security = Security::by_ticket(&identity(2), &ticket(&identity(1), &secret, until));
+    let mut other_job = config(&security);
+    other_job.job = "day".to_owned();
+    let error = Gate::ask(&other_job, &[first.address().to_owned()]).unwrap_err();
+    assert!(matches!(error, CommError::Refused { reason: Refusal::Job, .. }), "{error}");
+    let mut fewer = config(&security);
+    fewer.slots = 1000;
+    let error = Gate::ask(&fewer, &[first.address().to_owned()]).unwrap().join().unwrap_err();
+    assert!(matches!(error, CommError::Refused { reason: Refusal::WorldSize { want: 1024, got: 1000 }, .. }));
+    let second = ask(&first, &security).unwrap().join().unwrap();
+    wait_for(&first, 1);
+    assert_eq!(sums(&[&first, &second], 1), [2.0; 2]);
+    assert_eq!(first.connected()[0].key, Some(identity(2).public()));
+}
+
+#[test]
+fn nobody_has_a_number_twice_and_a_full_network_says_so() {
+    let clear = Security::clear();
+    let small = || {
+        let mut small = config(&clear);
+        small.slots = 3;
+        small
+    };
+    let first = Gate::found(&small()).unwrap();
+    let join = || Gate::ask(&small(), &[first.address().to_owned()]).unwrap().join();
+    let second = join().unwrap();
+    let third = join().unwrap();
+    assert_eq!(peer(&second).0 + peer(&third).0, 3);
+    drop((second, third));
+    let error = join().unwrap_err();
+    assert!(matches!(error, CommError::Argument { what: "endpoints so far", want: 3, .. }), "{error}");
+}

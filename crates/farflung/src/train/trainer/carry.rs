@@ -1,0 +1,75 @@
+//! One rank's state carried over to the run's next plan, when members have come or left.
+
+use farflung_comm::Communicator;
+
+use super::Trainer;
+use crate::Result;
+use crate::train::executor::Pass;
+use crate::train::job::Job;
+use crate::train::part::Part;
+
+impl Trainer {
+    /// Drops what is in flight, so that the rank stands behind its last step.
+    ///
+    /// Errors: those of the device.
+    pub(in crate::train) fn drop_step(&mut self) -> Result<()> {
+        self.voting = None;
+        self.executor.begin(Pass::Evaluation, 0);
+        self.executor.sending.clear();
+        self.executor.tied.give_up();
+        self.executor.boundaries.rollback();
+        for part in self.executor.parts.values_mut() {
+            if let Some(own) = part.own.take() {
+                part.params = own;
+            }
+            if let Some(sync) = &mut part.sync {
+                sync.abandon();
+            }
+            part.rollback();
+            part.begin();
+        }
+        Ok(())
+    }
+
+    /// The same rank in the run's next plan: parameters, optimizer and counters move over as they are; the method of
+    /// synchronisation is made anew with its state. Residuals of codecs belong to the old plan's blocks and are
+    /// dropped, and so they are on all ranks.
+    ///
+    /// Errors: those of [`Trainer::new`], and of the method.
+    pub(in crate::train) fn carry_over(mut self, job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
+        self.drop_step()?;
+        let rounds = self.counters().rounds;
+        let mut next = Self::new(job, comm, threads)?;
+        for (stage, part) in std::mem::take(&mut self.executor.parts) {
+            if let Some(into) = next.executor.parts.get_mut(&stage) {
+                take_over(into, part, rounds)?;
+            }
+        }
+        next.step = self.step;
+        next.scale = self.scale;
+        next.window = self.window;
+        next.unmet = self.unmet;
+        next.resync.restart(next.step);
+        Ok(next)
+    }
+}
+
+/// Moves what a part has into the same part of the next plan.
+fn take_over(into: &mut Part, from: Part, rounds: u64) -> Result<()> {
+    let Part { params, chain, sync, .. } = from;
+    if let Some(next) = &mut into.sync {
+        let agreed = sync.as_ref().and_then(|sync| sync.agreed()).unwrap_or(&params);
+        next.moved(agreed)?;
+        if let Some(before) = &sync {
+            let mut states = std::collections::BTreeMap::new();
+            for (name, state) in before.states() {
+                states.insert(name.to_owned(), state.to_vec::<f32>()?);
+            }
+            next.restore(before.steps(), &|name| states.get(name).cloned())?;
+            next.average_mut().restore("", rounds, |_| Some(&[]))?;
+        }
+    }
+    into.params = params;
+    into.chain = chain;
+    Ok(())
+}

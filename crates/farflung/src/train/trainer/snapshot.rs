@@ -1,0 +1,193 @@
+//! What a rank has of the run in memory, as bytes for another rank that holds the same parts: what a checkpoint
+//! has, less what is each rank's own.
+
+use std::collections::BTreeMap;
+
+use farflung_base::StageId;
+use farflung_tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::Trainer;
+use crate::train::executor::floats;
+use crate::{Error, Result};
+
+/// How far a rank is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub(in crate::train) struct Progress {
+    /// Steps done.
+    pub(in crate::train) step: u64,
+    /// Averages that the method of synchronisation has committed.
+    pub(in crate::train) outer_step: u64,
+}
+
+/// Parameters and states after some steps, by name.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::train) struct Snapshot {
+    counters: Counters,
+    tensors: BTreeMap<String, Vec<f32>>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Counters {
+    progress: Progress,
+    rounds: u64,
+    /// By part: updates of its optimizer.
+    updates: Vec<u64>,
+    scale: Vec<f32>,
+    /// Name and length of each tensor, in their order.
+    tensors: Vec<(String, u64)>,
+}
+
+impl Snapshot {
+    /// As bytes: the counters behind their length, then all values.
+    pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
+        let head = postcard::to_stdvec(&self.counters).expect("numbers and names have no way to fail");
+        let mut bytes = (head.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(head);
+        for values in self.tensors.values() {
+            bytes.extend(values.iter().flat_map(|v| v.to_le_bytes()));
+        }
+        bytes
+    }
+
+    /// Reads what [`Snapshot::to_bytes`] wrote. `None` for bytes that are not that: nothing is allocated by a
+    /// length that they claim.
+    pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (len, rest) = bytes.split_first_chunk::<8>()?;
+        let (head, mut rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+        let counters: Counters = postcard::from_bytes(head).ok()?;
+        let mut tensors = BTreeMap::new();
+        for (name, count) in &counters.tensors {
+            let count = usize::try_from(*count).ok()?;
+            let (values, behind) = rest.split_at_checked(count.checked_mul(size_of::<f32>())?)?;
+            rest = behind;
+            tensors.insert(name.clone(), floats(values, count)?);
+        }
+        (rest.is_empty() && tensors.len() == counters.tensors.len()).then_some(Self { counters, tensors })
+    }
+}
+
+/// The name of a buffer of a part.
+fn named(stage: StageId, kind: &str, name: &str) -> String {
+    format!("{stage}/{kind}/{name}")
+}
+
+impl Trainer {
+    /// How far it is.
+    pub(in crate::train) fn progress(&self) -> Progress {
+        let counters = self.counters();
+        Progress { step: counters.step, outer_step: counters.outer_step }
+    }
+
+    /// What all replicas have alike: parameters as they last agreed on them, the method's state, and where
+    /// gradients are averaged at each step the optimizer's.
+    ///
+    /// Errors: those of the device.
+    pub(in crate::train) fn shared_snapshot(&self) -> Result<Snapshot> {
+        self.snapshot(|part, tensors, stage| {
+            let agreed = part.sync.as_ref().and_then(|sync| sync.agreed());
+            tensors.push((named(stage, "params", ""), agreed.unwrap_or(&part.params)));
+            for (name, state) in part.sync.iter().flat_map(|sync| sync.states()) {
+                tensors.push((named(stage, "sync", name), state));
+            }
+            if self.each_step {
+                tensors.extend(part.chain.states().map(|(name, state)| (named(stage, "chain", name), state)));
+            }
+        })
+    }
+
+    /// What is this replica's own, where steps are local: its optimizer's state.
+    ///
+    /// Errors: those of the device.
+    pub(in crate::train) fn own_snapshot(&self) -> Result<Snapshot> {
+        self.snapshot(|part, tensors, stage| {
+            tensors.extend(part.chain.states().map(|(name, state)| (named(stage, "chain", name), state)));
+        })
+    }
+
+    fn snapshot<'a>(
+        &'a self,
+        of: impl Fn(&'a super::Part, &mut Vec<(String, &'a Tensor)>, StageId),
+    ) -> Result<Snapshot> {
+        let mut found = Vec::new();
+        for (&stage, part) in &self.executor.parts {
+            of(part, &mut found, stage);
+        }
+        let mut tensors = BTreeMap::new();
+        for (name, tensor) in found {
+            tensors.insert(name, tensor.to_vec::<f32>()?);
+        }
+        let counters = Counters {
+            progress: self.progress(),
+            rounds: self.counters().rounds,
+            updates: self.executor.parts.values().map(|part| part.chain.step()).collect(),
+            scale: self.scale.save().to_vec(),
+            tensors: tensors.iter().map(|(name, values)| (name.clone(), values.len() as u64)).collect(),
+        };
+        Ok(Snapshot { counters, tensors })
+    }
+
+    /// Takes another rank's state in the place of its own. Nothing has changed where it does not fit.
+    ///
+    /// Errors: [`Error::Message`] for a snapshot of other parts; those of the optimizer and of the method.
+    pub(in crate::train) fn take_snapshot(&mut self, shared: &Snapshot, own: Option<&Snapshot>) -> Result<()> {
+        let wrong = || Error::Message {
+            message: "the state of another member".to_owned(),
+            problem: "is not that of these parts of the model",
+        };
+        let get = |name: &str| {
+            let own = own.and_then(|own| own.tensors.get(name));
+            own.or_else(|| shared.tensors.get(name)).map(Vec::as_slice)
+        };
+        for (&stage, part) in &self.executor.parts {
+            let fits = get(&named(stage, "params", "")).is_some_and(|values| values.len() == part.params.shape().len());
+            if !fits || shared.counters.updates.len() != self.executor.parts.len() {
+                return Err(wrong());
+            }
+        }
+        let own_updates = own.map_or(&shared.counters.updates, |own| &own.counters.updates);
+        for ((&stage, part), &updates) in self.executor.parts.iter_mut().zip(own_updates) {
+            part.params.write(get(&named(stage, "params", "")).ok_or_else(wrong)?)?;
+            part.chain.restore(updates, |name| get(&named(stage, "chain", name)))?;
+            if let Some(sync) = &mut part.sync {
+                sync.moved(&part.params)?;
+                let state = |name: &str| get(&named(stage, "sync", name)).map(<[f32]>::to_vec);
+                sync.restore(shared.counters.progress.outer_step, &state)?;
+                // Residuals are their rank's own: a newcomer begins without, in the round of the others.
+                sync.average_mut().restore("", shared.counters.rounds, |_| Some(&[]))?;
+            }
+        }
+        self.scale.restore(&shared.counters.scale);
+        self.step = shared.counters.progress.step;
+        self.window.clear();
+        self.unmet = false;
+        self.resync.restart(self.step);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn snapshots_come_back_and_other_bytes_are_none() {
+        let tensors = BTreeMap::from([("a".to_owned(), vec![1.0_f32, -2.0]), ("b".to_owned(), vec![3.0])]);
+        let counters = Counters {
+            progress: Progress { step: 7, outer_step: 2 },
+            rounds: 5,
+            updates: vec![7],
+            scale: vec![1.0],
+            tensors: vec![("a".to_owned(), 2), ("b".to_owned(), 1)],
+        };
+        let snapshot = Snapshot { counters, tensors };
+        let bytes = snapshot.to_bytes();
+        assert_eq!(Snapshot::from_bytes(&bytes), Some(snapshot));
+        for end in 0..bytes.len() {
+            assert_eq!(Snapshot::from_bytes(&bytes[..end]), None);
+        }
+        assert_eq!(Snapshot::from_bytes(&[&bytes[..], &[0]].concat()), None);
+        // A head of as many bytes as there can be.
+        assert_eq!(Snapshot::from_bytes(&[0xFF; 40]), None);
+    }
+}
