@@ -36,6 +36,22 @@ pub struct Answer {
     pub to: Rank,
     /// What it says.
     pub bytes: Vec<u8>,
+    /// Whether it is for the receiver's own service, rather than for whoever waits there for an answer.
+    pub asks: bool,
+}
+
+impl Answer {
+    /// For whoever waits for an answer.
+    #[must_use]
+    pub const fn new(to: Rank, bytes: Vec<u8>) -> Self {
+        Self { to, bytes, asks: false }
+    }
+
+    /// For the receiver's service.
+    #[must_use]
+    pub const fn to_service(to: Rank, bytes: Vec<u8>) -> Self {
+        Self { to, bytes, asks: true }
+    }
 }
 
 /// The numbers of the tags by which a service is asked and answers. No other message may have them.
@@ -54,7 +70,7 @@ pub(crate) struct Serving<S: ?Sized> {
     /// Ranks that may still ask, with what has come of their next message.
     asking: Vec<(Rank, Incoming)>,
     /// Answers on their way, by rank.
-    answers: Vec<VecDeque<Outgoing>>,
+    answers: Vec<VecDeque<(Tag, Outgoing)>>,
     ask: Tag,
     answer: Tag,
     torn: Torn,
@@ -80,7 +96,8 @@ impl<S: Service + ?Sized> Serving<S> {
     fn send(&mut self, port: &mut dyn Port) {
         for (queue, &peer) in self.answers.iter_mut().zip(self.members.iter()) {
             while let Some(first) = queue.front_mut() {
-                match first.poll(port, peer, self.answer, 0) {
+                let (tag, out) = first;
+                match out.poll(port, peer, *tag, 0) {
                     Ok(true) => drop(queue.pop_front()),
                     Ok(false) => break,
                     // Whoever is gone needs no answer.
@@ -119,9 +136,10 @@ impl<S: Service + ?Sized> Body for Serving<S> {
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
         while let Some(asked) = self.take(port) {
             let answers = self.service.lock().unwrap_or_else(PoisonError::into_inner).receive(asked);
-            for Answer { to, bytes } in answers {
+            for Answer { to, bytes, asks } in answers {
+                let tag = if asks { self.ask } else { self.answer };
                 if let Some(queue) = self.answers.get_mut(to.index()) {
-                    queue.push_back(Outgoing::new(Arc::new(bytes)));
+                    queue.push_back((tag, Outgoing::new(Arc::new(bytes))));
                 }
             }
             self.send(port);

@@ -24,7 +24,7 @@ impl Service for Adder {
     fn receive(&mut self, Asked { from, at, bytes }: Asked) -> Vec<Answer> {
         self.sum += u64::from(bytes[0]);
         self.asked.push((from, at));
-        vec![Answer { to: from, bytes: [self.sum.to_le_bytes().to_vec(), bytes].concat() }]
+        vec![Answer::new(from, [self.sum.to_le_bytes().to_vec(), bytes].concat())]
     }
 }
 
@@ -126,7 +126,7 @@ fn the_others_are_answered_when_one_is_lost() {
 struct Herald;
 impl Service for Herald {
     fn receive(&mut self, asked: Asked) -> Vec<Answer> {
-        vec![Answer { to: Rank(1), bytes: asked.bytes }]
+        vec![Answer::new(Rank(1), asked.bytes)]
     }
 }
 
@@ -151,5 +151,39 @@ fn a_rank_that_asks_itself_and_computes_on_has_told_the_others() {
             heard
         });
         assert!(heard[1] < Nanos::from_millis(2), "{heard:?}");
+    }
+}
+
+/// Passes a number on to the next rank's service until it has come round; then tells whoever waits on rank 0.
+struct Passes {
+    me: u32,
+    ranks: u32,
+}
+
+impl Service for Passes {
+    fn receive(&mut self, asked: Asked) -> Vec<Answer> {
+        let count = asked.bytes[0] + 1;
+        let next = Rank((self.me + 1) % self.ranks);
+        if u32::from(count) > self.ranks {
+            return vec![Answer::new(Rank(0), vec![count])];
+        }
+        vec![Answer::to_service(next, vec![count])]
+    }
+}
+
+#[test]
+fn a_service_asks_the_services_of_others() {
+    for (name, cluster) in TRANSPORTS {
+        on_ranks(cluster(4), |comm| {
+            let service = Arc::new(Mutex::new(Passes { me: comm.rank().0, ranks: 4 }));
+            let serving = comm.start_service(ServiceTags { ask: 5, answer: 6 }, &service);
+            comm.barrier().unwrap();
+            if comm.rank().0 == 0 {
+                comm.send(Rank(0), 5, &[0]).unwrap();
+                assert_eq!(comm.recv(Rank(0), 6).unwrap(), [5], "{name}");
+            }
+            comm.barrier().unwrap();
+            drop(serving);
+        });
     }
 }

@@ -119,7 +119,7 @@ impl Server {
             if worker.due && (all || self.staleness.is_none_or(|most| ahead <= most)) {
                 worker.due = false;
                 let moved = FromServer::Moved { pushes: worker.pushes, model: self.model.clone() };
-                answers.push(Answer { to: Rank(rank), bytes: moved.to_bytes() });
+                answers.push(Answer::new(Rank(rank), moved.to_bytes()));
             }
         }
         answers
@@ -138,7 +138,7 @@ impl Server {
             };
             let values = [&self.model[..], &states].concat();
             let met = FromServer::Met { pushes: self.pushes, values };
-            answers.push(Answer { to: Rank(rank), bytes: met.to_bytes() });
+            answers.push(Answer::new(Rank(rank), met.to_bytes()));
         }
         answers
     }
@@ -150,7 +150,7 @@ impl Service for Server {
         self.mark(told);
         let known = ToServer::from_bytes(&bytes, self.model.len());
         let (Some(message), Some(worker)) = (known, self.workers.get_mut(from.index())) else {
-            return vec![Answer { to: from, bytes: FromServer::Refused.to_bytes() }];
+            return vec![Answer::new(from, FromServer::Refused.to_bytes())];
         };
         match message {
             ToServer::Push { step, weight, change } => {
