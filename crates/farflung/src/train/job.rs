@@ -195,7 +195,8 @@ impl Job {
     #[must_use]
     pub fn microbatches_after(&self, steps: u64) -> u64 {
         let local = self.plan.local_steps();
-        self.base.microbatches + local.all_microbatches(steps) - local.all_microbatches(self.base.step.min(steps))
+        self.base.microbatches + local.all_microbatches(steps)
+            - local.all_microbatches(self.base.step.min(steps))
     }
 
     /// Tokens of all replicas in one step that all take.
@@ -241,6 +242,12 @@ impl Job {
             tracing::warn!(rank, device, "--offload changes nothing: this device's memory is the host's");
         }
         Ok(device)
+    }
+
+    /// Whether this rank can leave without ending the run: others go on.
+    #[must_use]
+    pub const fn leaves_alone(&self) -> bool {
+        self.elastic && self.world > 1
     }
 
     /// Threads of each worker when `local` of them share this machine.

@@ -35,6 +35,7 @@ mod report;
 mod resync;
 mod run;
 mod sizes;
+mod steps;
 mod tied;
 mod together;
 mod trainer;

@@ -1,8 +1,6 @@
 //! A run from its first step to its report: the loop of each rank, and what rank 0 tells the world about it.
 
-use std::time::Instant;
-
-use farflung_base::{Link, Nanos};
+use farflung_base::Link;
 use farflung_comm::{Communicator, Stats};
 
 use super::blame;
@@ -19,15 +17,14 @@ use super::planned;
 use super::prediction::Prediction;
 use super::report::{Report, sample};
 use super::sizes;
+use super::steps::{Clock, Last, Record, Steps, evaluated};
 use super::together::together;
-use super::trainer::{StepDone, Synced, Thoroughness, Trainer, hash};
+use super::trainer::{Thoroughness, Trainer, hash};
 use super::tune::tune;
 use crate::config::choice::Resume;
 use crate::config::notes::Circumstances;
 use crate::events::{EventLog, What};
-use crate::{
-    Error, Existing, LaunchEnv, MetricsWriter, Result, RunDir, Signal, StepMetrics, TrainConfig, model_name,
-};
+use crate::{Error, Existing, LaunchEnv, Result, RunDir, StepMetrics, TrainConfig, model_name};
 
 /// Follows a run: called on rank 0.
 pub trait Watch: Send {
@@ -196,100 +193,6 @@ pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Opt
     failure.map_or(Ok(report), Err)
 }
 
-/// When this part of the run began, and what the run had used before.
-struct Clock {
-    before: Totals,
-    start: Nanos,
-    /// What was sent and received before this part began, for trials.
-    trials: Stats,
-    wall: Instant,
-}
-
-impl Clock {
-    fn new(comm: &Communicator, before: Totals, trials: Stats) -> Self {
-        #[expect(clippy::disallowed_methods, reason = "the run reports how long it really took")]
-        let wall = Instant::now();
-        Self { before, start: comm.now(), trials, wall }
-    }
-
-    fn totals(&self, comm: &Communicator) -> Totals {
-        let stats = comm.stats();
-        Totals {
-            time_s: self.before.time_s + comm.now().saturating_sub(self.start).as_secs_f64(),
-            wall_s: self.before.wall_s + self.wall.elapsed().as_secs_f64(),
-            bytes_sent: self.before.bytes_sent + stats.sent.wire.0 - self.trials.sent.wire.0,
-            bytes_received: self.before.bytes_received + stats.received.wire.0 - self.trials.received.wire.0,
-        }
-    }
-}
-
-/// What rank 0 tells about the run's steps.
-struct Record<'a, 'w> {
-    job: &'a Job,
-    link: Option<Link>,
-    metrics: Option<MetricsWriter>,
-    watch: Option<&'a mut (dyn Watch + 'w)>,
-    rows: Vec<StepMetrics>,
-    /// Those among them whose losses are known.
-    told: usize,
-    /// The run's clock after the last step.
-    time_s: f64,
-}
-
-impl Record<'_, '_> {
-    /// Takes a step down. Where replicas are apart it waits for their losses: `train_loss` is the mean over all
-    /// tokens of the step, of all replicas, whatever the method.
-    fn step(
-        &mut self,
-        done: &StepDone,
-        val_loss: Option<f64>,
-        digest: Option<String>,
-        totals: &Totals,
-    ) -> Result<()> {
-        let tokens = self.job.tokens_after(done.step);
-        let new = tokens - self.job.tokens_after(done.step - 1);
-        let row = StepMetrics {
-            step: done.step,
-            time_s: totals.time_s,
-            wall_s: totals.wall_s,
-            tokens,
-            train_loss: done.loss,
-            val_loss,
-            bytes_sent: totals.bytes_sent,
-            bytes_received: totals.bytes_received,
-            tokens_per_s: new as f64 / (totals.time_s - self.time_s).max(1e-9),
-            drift: done.drift.map(|d| d.distance),
-            digest,
-        };
-        self.time_s = totals.time_s;
-        if let Some(watch) = &mut self.watch {
-            if let Some(drift) = done.drift.filter(|d| d.distance > 0.0) {
-                watch.note(&format!(
-                    "step {}: copies of parameters were up to {:.1e} apart and are equal again (rank 0 sent {})",
-                    done.step,
-                    drift.distance,
-                    farflung_base::Bytes(drift.bytes)
-                ));
-            }
-            watch.step(&row, link_use(self.link, totals));
-        }
-        self.rows.push(row);
-        self.tell(&done.losses)
-    }
-
-    /// Takes down the losses of the first steps that still wait for theirs.
-    fn tell(&mut self, losses: &[f64]) -> Result<()> {
-        for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
-            row.train_loss = loss;
-            if let Some(metrics) = &mut self.metrics {
-                metrics.write(row)?;
-            }
-            self.told += 1;
-        }
-        Ok(())
-    }
-}
-
 /// A rank's folder, opened; rank 0 makes the one in which the others have theirs.
 fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     let Some(out) = &job.out else { return Ok(None) };
@@ -374,9 +277,11 @@ fn train(
         trainer.mark()?;
     }
     job.stop.begin();
-    let mut record = Record { job, link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
-    if let Some(watch) = record.watch.as_deref_mut() {
-        announce(job, trainer, simulated, resumed.as_ref(), watch)?;
+    let record = Record { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
+    let (job, last) = (job.clone(), Last::at(begun));
+    let mut steps = Steps { job, record, clock, run, tells: first, last_loss: None, last };
+    if let Some(watch) = steps.record.watch.as_deref_mut() {
+        announce(&steps.job, trainer, simulated, resumed.as_ref(), watch)?;
     }
 
     events.time_s = before.time_s;
@@ -384,56 +289,11 @@ fn train(
         events.write(begun, What::Resumed { from: from.display().to_string(), notes });
     }
     let first_loss = if begun == 0 { Some(evaluated(trainer)?) } else { None };
-    let mut last_loss = first_loss;
-    let (mut last_evaluated, mut saved, mut checked) = (begun, begun, begun);
+    steps.last_loss = first_loss;
     while trainer.steps_done() < config.steps {
-        let done = trainer.step(job.stop.requested().is_some())?;
-        let agreed = done.synced == Synced::Yes;
-        if agreed {
-            kept.totals = clock.totals(trainer.comm());
-            run.map_or(Ok(()), |_| trainer.mark())?;
-        }
-        events.time_s = clock.totals(trainer.comm()).time_s;
-        if done.skipped > 0 {
-            events.write(done.step, What::Skipped { times: done.skipped });
-        }
-        let end = done.step == config.steps;
-        let stop = done.stop && agreed && !end;
-        let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
-        let saves = run.is_some() && agreed && (end || stop || due(config.checkpoint_every, saved));
-        let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
-        let looks = Looks {
-            verify: (agreed && (end || saves || due(config.check_every, checked)))
-                .then_some(if end || saves { Thoroughness::All } else { Thoroughness::Usual }),
-            evaluate: agreed && (end || due(config.eval_every, last_evaluated)),
-            digest: agreed && wants_digest,
-            saves,
-        };
-        let (seen, looked) = looks.look(trainer);
-        if looks.verify.is_some() {
-            checked = done.step;
-        }
-        if looks.evaluate {
-            last_loss = seen.val_loss;
-            last_evaluated = done.step;
-        }
-        // A step that was done has its row, whether or not it could be looked at.
-        if first && looked.as_ref().err().is_none_or(Error::is_interruption) {
-            record.step(&done, seen.val_loss, seen.digest, &clock.totals(trainer.comm()))?;
-            record.tell(&seen.losses)?;
-        }
-        looked?;
-        if let Some(run) = run.filter(|_| saves) {
-            let totals = clock.totals(trainer.comm());
-            let path = checkpoint::save(trainer, job, run, totals)?;
-            saved = done.step;
-            kept.saved = Some((saved, path.clone()));
-            events.write(saved, What::Saved { path: path.display().to_string() });
-        }
-        if stop {
-            return Err(Error::Stopped(job.stop.requested().unwrap_or(Signal::Terminate)));
-        }
+        steps.step(trainer, events, kept)?;
     }
+    let Steps { job, mut record, clock, mut last_loss, .. } = steps;
     if begun == config.steps {
         // Of a run that was cut off before its report.
         last_loss = Some(evaluated(trainer)?);
@@ -442,10 +302,10 @@ fn train(
     let totals = clock.totals(trainer.comm());
     let _armed = trainer.armed();
     let Some((stage, params)) = trainer.whole()? else { return Ok(None) };
-    let text = sample(job, stage, params)?;
+    let text = sample(&job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
     let report =
-        Report::new(job, (simulated, link), (first_loss, last_loss), record.rows, totals, hash, text)?;
+        Report::new(&job, (simulated, link), (first_loss, last_loss), record.rows, totals, hash, text)?;
     if let Some(run) = run {
         report.write(run)?;
     }
@@ -471,60 +331,4 @@ fn announce(
     }
     resumed.iter().flat_map(|resumed| &resumed.notes).for_each(|note| watch.note(note));
     Ok(())
-}
-
-/// What is looked at after a step.
-struct Looks {
-    verify: Option<Thoroughness>,
-    evaluate: bool,
-    digest: bool,
-    /// Whether a checkpoint follows.
-    saves: bool,
-}
-
-/// What was seen of a step.
-#[derive(Default)]
-struct Seen {
-    val_loss: Option<f64>,
-    digest: Option<String>,
-    /// Of steps that were not told yet: a run that goes on from a checkpoint knows nothing of them.
-    losses: Vec<f64>,
-}
-
-impl Looks {
-    /// What is seen until something fails, and whether something did.
-    fn look(&self, trainer: &mut Trainer) -> (Seen, Result<()>) {
-        let mut seen = Seen::default();
-        let look = |trainer: &mut Trainer| {
-            self.verify.map_or(Ok(()), |thoroughness| trainer.verify(thoroughness))?;
-            if self.evaluate {
-                seen.val_loss = Some(evaluated(trainer)?);
-            }
-            if self.digest {
-                seen.digest = trainer.digest()?;
-            }
-            if self.saves {
-                seen.losses = trainer.tell_losses()?;
-            }
-            Ok(())
-        };
-        let any = self.verify.is_some() || self.evaluate || self.digest;
-        let looked = if any { trainer.with_common(look) } else { Ok(()) };
-        (seen, looked)
-    }
-}
-
-/// The loss of the held-out text.
-///
-/// Errors: [`Error::LossNotFinite`], on all ranks alike.
-fn evaluated(trainer: &mut Trainer) -> Result<f64> {
-    let loss = trainer.evaluate()?;
-    if loss.is_finite() { Ok(loss) } else { Err(Error::LossNotFinite { step: trainer.steps_done(), loss }) }
-}
-
-/// Share of the elapsed time that the bytes sent take on the link.
-fn link_use(link: Option<Link>, totals: &Totals) -> Option<f64> {
-    let link = link.filter(|l| l.bandwidth.0 != u64::MAX)?;
-    let sending = totals.bytes_sent as f64 * 8.0 / link.bandwidth.0 as f64;
-    (totals.time_s > 0.0).then(|| (sending / totals.time_s).min(1.0))
 }

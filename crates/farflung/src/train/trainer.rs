@@ -272,8 +272,11 @@ impl Trainer {
         self.reach(Moment::Committed, self.step)?;
         self.suffer(FaultyValue::Parameters, self.step)?;
         self.suffer(FaultyValue::Moments, self.step)?;
-        let done =
-            if self.each_step { self.agreed(&vote) } else { self.local_step(vote.loss, stop || vote.wish.stop)? };
+        let done = if self.each_step {
+            self.agreed(&vote)
+        } else {
+            self.local_step(vote.loss, stop || vote.wish.stop)?
+        };
         self.compared(StepDone { skipped, ..done })
     }
 

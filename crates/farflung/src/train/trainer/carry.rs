@@ -36,7 +36,12 @@ impl Trainer {
     /// dropped, and so they are on all ranks.
     ///
     /// Errors: those of [`Trainer::new`], and of the method.
-    pub(in crate::train) fn carry_over(mut self, job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
+    pub(in crate::train) fn carry_over(
+        mut self,
+        job: &Job,
+        comm: Communicator,
+        threads: usize,
+    ) -> Result<Self> {
         self.drop_step()?;
         let rounds = self.counters().rounds;
         let mut next = Self::new(job, comm, threads)?;

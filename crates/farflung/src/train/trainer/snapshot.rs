@@ -130,7 +130,11 @@ impl Trainer {
     /// Takes another rank's state in the place of its own. Nothing has changed where it does not fit.
     ///
     /// Errors: [`Error::Message`] for a snapshot of other parts; those of the optimizer and of the method.
-    pub(in crate::train) fn take_snapshot(&mut self, shared: &Snapshot, own: Option<&Snapshot>) -> Result<()> {
+    pub(in crate::train) fn take_snapshot(
+        &mut self,
+        shared: &Snapshot,
+        own: Option<&Snapshot>,
+    ) -> Result<()> {
         let wrong = || Error::Message {
             message: "the state of another member".to_owned(),
             problem: "is not that of these parts of the model",
@@ -140,7 +144,8 @@ impl Trainer {
             own.or_else(|| shared.tensors.get(name)).map(Vec::as_slice)
         };
         for (&stage, part) in &self.executor.parts {
-            let fits = get(&named(stage, "params", "")).is_some_and(|values| values.len() == part.params.shape().len());
+            let fits = get(&named(stage, "params", ""))
+                .is_some_and(|values| values.len() == part.params.shape().len());
             if !fits || shared.counters.updates.len() != self.executor.parts.len() {
                 return Err(wrong());
             }

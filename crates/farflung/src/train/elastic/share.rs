@@ -1,0 +1,152 @@
+//! The run's state in memory, from members that have it to those that have not: newcomers, and survivors of a
+//! loss that stand one step behind.
+
+use farflung_base::{Bytes, Rank};
+use farflung_comm::Communicator;
+
+use super::super::trainer::{Progress, Snapshot, Trainer};
+use crate::{Error, Result};
+
+/// Tags of the state's pieces: of what all have alike, and of what one member has for itself.
+const SHARED: u32 = u32::MAX / 2 - 8;
+const OWN: u32 = u32::MAX / 2 - 9;
+
+/// What is sent at a time.
+const CHUNK: usize = 4 << 20;
+
+/// Who gives the state and who takes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Exchange {
+    /// Those that are furthest.
+    pub(super) donors: Vec<Rank>,
+    /// All others.
+    pub(super) takers: Vec<Rank>,
+    /// How far the donors are.
+    pub(super) progress: Progress,
+}
+
+impl Exchange {
+    /// Of how far each rank is; nothing of one that has no state.
+    ///
+    /// `None` where nobody has any.
+    pub(super) fn new(standing: &[Option<Progress>]) -> Option<Self> {
+        let progress = standing.iter().flatten().max().copied()?;
+        let is_donor = |rank: &Rank| standing[rank.index()] == Some(progress);
+        let (donors, takers) = (0..standing.len() as u32).map(Rank).partition(is_donor);
+        Some(Self { donors, takers, progress })
+    }
+}
+
+/// What crossed the links for those that had no state.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Shared {
+    /// Bytes of the state that each taker got.
+    pub(super) state: Bytes,
+    /// How many gave it.
+    pub(super) donors: usize,
+}
+
+/// The part of so many bytes that one of several donors gives.
+fn piece(len: usize, donor: usize, donors: usize) -> std::ops::Range<usize> {
+    len * donor / donors..len * (donor + 1) / donors
+}
+
+/// Brings all ranks to where the donors are: each donor sends its part of what all donors have alike, and the first
+/// one also its optimizer's state where steps are local. All ranks call it.
+///
+/// Errors: [`Error::Message`] where the donors' states differ, or where what came does not have the hash that all
+/// donors told; [`Error::PeerLost`] for a donor or a taker that is lost. Nothing has changed then.
+pub(super) fn share(trainer: &mut Trainer, comm: &Communicator, exchange: &Exchange) -> Result<Shared> {
+    let (me, donors) = (comm.rank(), &exchange.donors);
+    if exchange.takers.is_empty() {
+        return Ok(Shared::default());
+    }
+    let donor = donors.iter().position(|&rank| rank == me);
+    let mine = donor.map(|_| Ok::<_, Error>(trainer.shared_snapshot()?.to_bytes())).transpose()?;
+    let own = match donor {
+        Some(0) => trainer.own_snapshot()?.to_bytes(),
+        _ => Vec::new(),
+    };
+    // Its length and hash, of all donors.
+    let told = mine.as_ref().map_or_else(Vec::new, |bytes| {
+        [&(bytes.len() as u64).to_le_bytes()[..], blake3::hash(bytes).as_bytes()].concat()
+    });
+    let told = comm.all_gather_bytes(told)?;
+    let said = |rank: &Rank| &told[rank.index()];
+    let first = said(&donors[0]);
+    let wrong = |problem| Error::Message { message: "the state of the run".to_owned(), problem };
+    let (len, hash) = first.split_first_chunk::<8>().ok_or_else(|| wrong("has no length"))?;
+    let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| wrong("is longer than memory"))?;
+    if let Some(other) = donors.iter().find(|donor| said(donor) != first) {
+        let problem = "is not the same on all members that have it";
+        tracing::error!(rank = other.0, "the state of this member differs from that of the first");
+        return Err(wrong(problem));
+    }
+    let pieces: Vec<_> = (0..donors.len()).map(|donor| piece(len, donor, donors.len())).collect();
+    if let (Some(donor), Some(bytes)) = (donor, &mine) {
+        for chunk in bytes[pieces[donor].clone()].chunks(CHUNK) {
+            send_to_all(comm, &exchange.takers, SHARED, chunk)?;
+        }
+        if donor == 0 {
+            send_to_all(comm, &exchange.takers, OWN, &own)?;
+        }
+    } else {
+        let mut parts: Vec<Vec<u8>> = vec![Vec::new(); donors.len()];
+        loop {
+            // Of all donors at once, so that no link waits for another.
+            let missing = |(donor, part): (usize, &Vec<u8>)| (part.len() < pieces[donor].len()).then_some(donor);
+            let due: Vec<usize> = parts.iter().enumerate().filter_map(missing).collect();
+            if due.is_empty() {
+                break;
+            }
+            let arriving: Vec<_> = due.iter().map(|&donor| comm.start_recv(donors[donor], SHARED)).collect();
+            for (donor, chunk) in due.into_iter().zip(arriving) {
+                let chunk = chunk.wait()?;
+                if chunk.is_empty() || parts[donor].len() + chunk.len() > pieces[donor].len() {
+                    return Err(wrong("comes in other pieces than its length says"));
+                }
+                parts[donor].extend(chunk);
+            }
+        }
+        let bytes = parts.concat();
+        let own = comm.recv(donors[0], OWN)?;
+        if blake3::hash(&bytes).as_bytes() != hash {
+            return Err(wrong("does not have the hash that its members told"));
+        }
+        let malformed = || wrong("does not read as one");
+        let shared = Snapshot::from_bytes(&bytes).ok_or_else(malformed)?;
+        let own = Snapshot::from_bytes(&own).ok_or_else(malformed)?;
+        trainer.take_snapshot(&shared, Some(&own))?;
+    }
+    Ok(Shared { state: Bytes(len as u64), donors: donors.len() })
+}
+
+fn send_to_all(comm: &Communicator, takers: &[Rank], tag: u32, bytes: &[u8]) -> Result<()> {
+    let sending: Vec<_> = takers.iter().map(|&rank| comm.start_send(rank, tag, bytes.to_vec())).collect();
+    for sent in sending {
+        sent.wait()?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn those_that_are_furthest_give() {
+        let at = |step, outer_step| Some(Progress { step, outer_step });
+        let exchange = Exchange::new(&[at(7, 1), None, at(8, 1), at(8, 1), at(8, 0)]).unwrap();
+        assert_eq!(exchange.donors, [Rank(2), Rank(3)]);
+        assert_eq!(exchange.takers, [Rank(0), Rank(1), Rank(4)]);
+        assert_eq!(Exchange::new(&[None, None]), None);
+    }
+
+    #[test]
+    fn pieces_cover_the_state_once() {
+        for (len, donors) in [(0, 1), (10, 3), (7, 7), (5, 9)] {
+            let all: Vec<usize> = (0..donors).flat_map(|donor| piece(len, donor, donors)).collect();
+            assert!(all.iter().copied().eq(0..len));
+        }
+    }
+}

@@ -1,0 +1,267 @@
+//! The steps of a run on one rank, and what it tells the world about each: its row, what was looked at, its
+//! checkpoint. It does not depend on how ranks meet.
+
+use std::time::Instant;
+
+use farflung_base::{Link, Nanos};
+use farflung_comm::{Communicator, Stats};
+
+use super::checkpoint::{self, Totals};
+use super::job::Job;
+use super::parting::Kept;
+use super::run::Watch;
+use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
+use crate::events::{EventLog, What};
+use crate::{Error, MetricsWriter, Result, RunDir, Signal, StepMetrics};
+
+/// When this part of the run began, and what the run had used before.
+pub(super) struct Clock {
+    before: Totals,
+    start: Nanos,
+    /// What was sent and received before this part began, for trials.
+    trials: Stats,
+    wall: Instant,
+}
+
+impl Clock {
+    pub(super) fn new(comm: &Communicator, before: Totals, trials: Stats) -> Self {
+        #[expect(clippy::disallowed_methods, reason = "the run reports how long it really took")]
+        let wall = Instant::now();
+        Self { before, start: comm.now(), trials, wall }
+    }
+
+    pub(super) fn totals(&self, comm: &Communicator) -> Totals {
+        let stats = comm.stats();
+        Totals {
+            time_s: self.before.time_s + comm.now().saturating_sub(self.start).as_secs_f64(),
+            wall_s: self.before.wall_s + self.wall.elapsed().as_secs_f64(),
+            bytes_sent: self.before.bytes_sent + stats.sent.wire.0 - self.trials.sent.wire.0,
+            bytes_received: self.before.bytes_received + stats.received.wire.0 - self.trials.received.wire.0,
+        }
+    }
+}
+
+/// What rank 0 tells about the run's steps.
+pub(super) struct Record<'a, 'w> {
+    pub(super) link: Option<Link>,
+    pub(super) metrics: Option<MetricsWriter>,
+    pub(super) watch: Option<&'a mut (dyn Watch + 'w)>,
+    pub(super) rows: Vec<StepMetrics>,
+    /// Those among them whose losses are known.
+    pub(super) told: usize,
+    /// The run's clock after the last step.
+    pub(super) time_s: f64,
+}
+
+impl Record<'_, '_> {
+    /// Takes a step down. Where replicas are apart it waits for their losses: `train_loss` is the mean over all
+    /// tokens of the step, of all replicas, whatever the method.
+    pub(super) fn step(
+        &mut self,
+        job: &Job,
+        done: &StepDone,
+        val_loss: Option<f64>,
+        digest: Option<String>,
+        totals: &Totals,
+    ) -> Result<()> {
+        let tokens = job.tokens_after(done.step);
+        let new = tokens - job.tokens_after(done.step - 1);
+        let row = StepMetrics {
+            step: done.step,
+            time_s: totals.time_s,
+            wall_s: totals.wall_s,
+            tokens,
+            train_loss: done.loss,
+            val_loss,
+            bytes_sent: totals.bytes_sent,
+            bytes_received: totals.bytes_received,
+            tokens_per_s: new as f64 / (totals.time_s - self.time_s).max(1e-9),
+            drift: done.drift.map(|d| d.distance),
+            digest,
+        };
+        self.time_s = totals.time_s;
+        if let Some(watch) = &mut self.watch {
+            if let Some(drift) = done.drift.filter(|d| d.distance > 0.0) {
+                watch.note(&format!(
+                    "step {}: copies of parameters were up to {:.1e} apart and are equal again (rank 0 sent {})",
+                    done.step,
+                    drift.distance,
+                    farflung_base::Bytes(drift.bytes)
+                ));
+            }
+            watch.step(&row, link_use(self.link, totals));
+        }
+        self.rows.push(row);
+        self.tell(&done.losses)
+    }
+
+    /// Takes down the losses of the first steps that still wait for theirs.
+    pub(super) fn tell(&mut self, losses: &[f64]) -> Result<()> {
+        for (row, &loss) in self.rows[self.told..].iter_mut().zip(losses) {
+            row.train_loss = loss;
+            if let Some(metrics) = &mut self.metrics {
+                metrics.write(row)?;
+            }
+            self.told += 1;
+        }
+        Ok(())
+    }
+}
+
+/// The loop over steps, as far as it is.
+pub(super) struct Steps<'a, 'w> {
+    /// What is trained now.
+    pub(super) job: Job,
+    pub(super) record: Record<'a, 'w>,
+    pub(super) clock: Clock,
+    pub(super) run: Option<&'a RunDir>,
+    /// Whether this rank tells about the run's steps.
+    pub(super) tells: bool,
+    /// The loss of the held-out text, when it was last computed.
+    pub(super) last_loss: Option<f64>,
+    pub(super) last: Last,
+}
+
+/// The steps after which something was last done.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Last {
+    evaluated: u64,
+    saved: u64,
+    checked: u64,
+}
+
+impl Last {
+    /// All of it after this step.
+    pub(super) const fn at(step: u64) -> Self {
+        Self { evaluated: step, saved: step, checked: step }
+    }
+}
+
+/// What follows a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Next {
+    /// Another one, or the end.
+    Step,
+    /// Members change first: some come or leave.
+    Change,
+}
+
+impl Steps<'_, '_> {
+    /// Trains a step, and looks at it where that is due.
+    ///
+    /// Errors: [`Error::Stopped`] after a step at which all ranks agreed to stop; whatever ends a step.
+    pub(super) fn step(
+        &mut self,
+        trainer: &mut Trainer,
+        events: &mut EventLog,
+        kept: &mut Kept,
+    ) -> Result<Next> {
+        let stops = self.job.stop.requested().is_some() && !self.job.leaves_alone();
+        let done = trainer.step(stops)?;
+        let config = &self.job.config;
+        let agreed = done.synced == Synced::Yes;
+        if agreed {
+            kept.totals = self.clock.totals(trainer.comm());
+            self.run.map_or(Ok(()), |_| trainer.mark())?;
+        }
+        events.time_s = self.clock.totals(trainer.comm()).time_s;
+        if done.skipped > 0 {
+            events.write(done.step, What::Skipped { times: done.skipped });
+        }
+        let end = done.step == config.steps;
+        let stop = done.stop && agreed && !end;
+        let due = |every: u64, since: u64| every > 0 && done.step - since >= every;
+        let saves =
+            self.run.is_some() && agreed && (end || stop || due(config.checkpoint_every, self.last.saved));
+        let wants_digest = config.digest_every > 0 && (end || done.step.is_multiple_of(config.digest_every));
+        let looks = Looks {
+            verify: (agreed && (end || saves || due(config.check_every, self.last.checked)))
+                .then_some(if end || saves { Thoroughness::All } else { Thoroughness::Usual }),
+            evaluate: agreed && (end || due(config.eval_every, self.last.evaluated)),
+            digest: agreed && wants_digest,
+            saves,
+        };
+        let (seen, looked) = looks.look(trainer);
+        if looks.verify.is_some() {
+            self.last.checked = done.step;
+        }
+        if looks.evaluate {
+            self.last_loss = seen.val_loss;
+            self.last.evaluated = done.step;
+        }
+        // A step that was done has its row, whether or not it could be looked at.
+        if self.tells && looked.as_ref().err().is_none_or(Error::is_interruption) {
+            let totals = self.clock.totals(trainer.comm());
+            self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals)?;
+            self.record.tell(&seen.losses)?;
+        }
+        looked?;
+        if let Some(run) = self.run.filter(|_| saves) {
+            let totals = self.clock.totals(trainer.comm());
+            let path = checkpoint::save(trainer, &self.job, run, totals)?;
+            self.last.saved = done.step;
+            kept.saved = Some((done.step, path.clone()));
+            events.write(done.step, What::Saved { path: path.display().to_string() });
+        }
+        if stop {
+            return Err(Error::Stopped(self.job.stop.requested().unwrap_or(Signal::Terminate)));
+        }
+        Ok(if done.change && agreed && !end { Next::Change } else { Next::Step })
+    }
+}
+
+/// What is looked at after a step.
+struct Looks {
+    verify: Option<Thoroughness>,
+    evaluate: bool,
+    digest: bool,
+    /// Whether a checkpoint follows.
+    saves: bool,
+}
+
+/// What was seen of a step.
+#[derive(Default)]
+struct Seen {
+    val_loss: Option<f64>,
+    digest: Option<String>,
+    /// Of steps that were not told yet: a run that goes on from a checkpoint knows nothing of them.
+    losses: Vec<f64>,
+}
+
+impl Looks {
+    /// What is seen until something fails, and whether something did.
+    fn look(&self, trainer: &mut Trainer) -> (Seen, Result<()>) {
+        let mut seen = Seen::default();
+        let look = |trainer: &mut Trainer| {
+            self.verify.map_or(Ok(()), |thoroughness| trainer.verify(thoroughness))?;
+            if self.evaluate {
+                seen.val_loss = Some(evaluated(trainer)?);
+            }
+            if self.digest {
+                seen.digest = trainer.digest()?;
+            }
+            if self.saves {
+                seen.losses = trainer.tell_losses()?;
+            }
+            Ok(())
+        };
+        let any = self.verify.is_some() || self.evaluate || self.digest;
+        let looked = if any { trainer.with_common(look) } else { Ok(()) };
+        (seen, looked)
+    }
+}
+
+/// The loss of the held-out text.
+///
+/// Errors: [`Error::LossNotFinite`], on all ranks alike.
+pub(super) fn evaluated(trainer: &mut Trainer) -> Result<f64> {
+    let loss = trainer.evaluate()?;
+    if loss.is_finite() { Ok(loss) } else { Err(Error::LossNotFinite { step: trainer.steps_done(), loss }) }
+}
+
+/// Share of the elapsed time that the bytes sent take on the link.
+fn link_use(link: Option<Link>, totals: &Totals) -> Option<f64> {
+    let link = link.filter(|l| l.bandwidth.0 != u64::MAX)?;
+    let sending = totals.bytes_sent as f64 * 8.0 / link.bandwidth.0 as f64;
+    (totals.time_s > 0.0).then(|| (sending / totals.time_s).min(1.0))
+}
