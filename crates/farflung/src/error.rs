@@ -27,6 +27,12 @@ pub enum Error {
         /// The number of the [moment](crate::train::Moment).
         moment: u8,
     },
+    /// This rank may not go on with the others of its run.
+    #[error("this member may not go on: {reason}")]
+    Removed {
+        /// Why.
+        reason: String,
+    },
     /// A setting of the command line or of a file has a value that cannot be.
     #[error("`{field}` is {value}, expected {expected}")]
     Setting {
@@ -489,6 +495,7 @@ impl Error {
             // Ends compare what they hold when a run begins again.
             // The dead one that still has the place is found out in a while; other reasons stay.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
+            Self::Removed { .. } => 75,
             Self::PeerLost { .. }
             | Self::StoppedBy { .. }
             | Self::CutOff { .. }

@@ -34,6 +34,23 @@ pub enum What {
         /// How often, in this step.
         times: u32,
     },
+    /// Members have come, left or were lost, and the others went on.
+    Members {
+        /// The number of the view.
+        epoch: u64,
+        /// How many there are now.
+        members: usize,
+        /// Endpoints that have come.
+        came: Vec<u32>,
+        /// Endpoints that are gone.
+        went: Vec<u32>,
+        /// Sequences that a lost member had trained on in local steps which no average has.
+        lost_sequences: u64,
+        /// From the beginning of the change to the next step, in milliseconds of the run's clock.
+        took_ms: u64,
+        /// The failure that was seen here; none where members came or left in peace.
+        reason: Option<String>,
+    },
     /// A peer was lost, which ended the run here.
     Lost {
         /// Who, and how one can tell.

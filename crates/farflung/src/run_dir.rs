@@ -88,16 +88,7 @@ impl RunDir {
 
     /// Writes a file of the run in one move: readers see the old one or the new one.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let path = self.path.join(name);
-        let beside = self.path.join(format!(".{name}.tmp"));
-        let write = || {
-            let mut file = File::create(&beside)?;
-            file.write_all(bytes)?;
-            file.sync_all()?;
-            fs::rename(&beside, &path)?;
-            File::open(&self.path)?.sync_all()
-        };
-        write().map_err(Error::io("write", &path))
+        replace(&self.path.join(name), bytes)
     }
 
     /// Opens `metrics.jsonl` for the steps after `step`; lines of later steps, which a resumed run repeats, are dropped.
@@ -179,6 +170,21 @@ fn is_of_run(name: &str) -> bool {
 /// A checkpoint's folder name. Sorts by step for anybody who lists it.
 pub(crate) fn folder(step: u64) -> String {
     format!("step-{step:08}")
+}
+
+/// Writes a file in one move: readers see the old one or the new one.
+pub(crate) fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let folder = path.parent().unwrap_or_else(|| Path::new("."));
+    let beside = folder.join(format!(".{name}.tmp"));
+    let write = || {
+        let mut file = File::create(&beside)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&beside, path)?;
+        File::open(folder)?.sync_all()
+    };
+    write().map_err(Error::io("write", path))
 }
 
 /// The names in a folder, sorted.

@@ -5,7 +5,7 @@
 //! has again. It knows no job beyond its name, and does not decide who counts as a member.
 
 use std::collections::BTreeMap;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -118,7 +118,7 @@ impl Gate {
     /// If it cannot listen, or the system has no random bytes.
     pub fn found(config: &GateConfig) -> Result<Self, CommError> {
         let secret = config.security.is_sealed().then(JoinSecret::generate).transpose()?;
-        Self::open(config, listen_at(config)?, PeerId(0), secret)
+        Self::open(config, listen_at(config)?, PeerId(0), secret, None)
     }
 
     fn open(
@@ -126,10 +126,15 @@ impl Gate {
         listener: TcpListener,
         me: PeerId,
         secret: Option<JoinSecret>,
+        seen: Option<IpAddr>,
     ) -> Result<Self, CommError> {
         let io = |e: std::io::Error| CommError::io("listen at", &config.listen, &e);
-        let at = listener.local_addr().map_err(io)?.to_string();
-        let address = config.advertise.clone().unwrap_or(at);
+        let mut at = listener.local_addr().map_err(io)?;
+        // One that listens at all addresses is reached where it has been seen.
+        if let Some(seen) = seen.filter(|_| at.ip().is_unspecified()) {
+            at.set_ip(seen);
+        }
+        let address = config.advertise.clone().unwrap_or_else(|| at.to_string());
         let tcp = open(me, config.slots as usize, CROWDED).map_err(io)?;
         let security = match &secret {
             Some(secret) => config.security.growing(secret.clone()),
@@ -165,11 +170,19 @@ impl Gate {
         &self.shared.address
     }
 
-    /// The peers that have come, by number, those that have left included.
+    /// The peers that are connected, by number. One that stands still is, until its connection breaks.
     #[must_use]
     pub fn connected(&self) -> Vec<Connected> {
+        let (me, inbox) = (self.shared.tcp.me(), &self.shared.tcp.driver().inbox);
+        let here = |known: &&Connected| known.peer != me && !inbox.is_down(known.peer);
+        lock(&self.shared.known).values().filter(here).cloned().collect()
+    }
+
+    /// This member, as others know it.
+    #[must_use]
+    pub fn own(&self) -> Connected {
         let me = self.shared.tcp.me();
-        lock(&self.shared.known).values().filter(|known| known.peer != me).cloned().collect()
+        Connected { peer: me, address: self.shared.address.clone(), key: self.shared.security.own_key() }
     }
 
     /// What whoever asks is told beside where the members are; at most 128 KiB.
@@ -228,6 +241,8 @@ pub struct Asked {
     config: GateConfig,
     members: Vec<Connected>,
     secret: Option<JoinSecret>,
+    /// From where it asked.
+    seen: Option<IpAddr>,
     /// What members say beside.
     pub welcome: Vec<u8>,
 }
@@ -237,7 +252,7 @@ impl Asked {
         let io = |e: std::io::Error| CommError::io("question to", &name, &e);
         stream.say(&Control::Ask(&config.job)).map_err(io)?;
         let told = answer_of(name, stream, until, |message| Self::read(config, message))?;
-        Ok(told)
+        Ok(Self { seen: stream.socket.local_addr().ok().map(|at| at.ip()), ..told })
     }
 
     /// What a member's answer says; none if it makes no sense.
@@ -259,7 +274,7 @@ impl Asked {
             members.push(Connected { peer: PeerId(slot), address: (*address).to_owned(), key });
         }
         let secret = if is_sealed { Some(JoinSecret::new((*secret).try_into().ok()?)) } else { None };
-        Some(Self { config: config.clone(), members, secret, welcome: welcome.to_vec() })
+        Some(Self { config: config.clone(), members, secret, seen: None, welcome: welcome.to_vec() })
     }
 
     /// Where the members are.
@@ -286,7 +301,7 @@ impl Asked {
                 Some(listener) => listener,
                 None => listen_at(config)?,
             };
-            let gate = Gate::open(config, at, PeerId(slot), self.secret.clone())?;
+            let gate = Gate::open(config, at, PeerId(slot), self.secret.clone(), self.seen)?;
             match self.reach_all(&gate) {
                 // Somebody has had the number before.
                 Err(CommError::Refused { reason: Refusal::Taken(_), .. }) => {}

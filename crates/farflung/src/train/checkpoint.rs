@@ -21,8 +21,9 @@ use farflung_comm::Communicator;
 use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_tensors_to};
 use serde::{Deserialize, Serialize};
 
-use super::job::Job;
+use super::job::{Base, Job};
 use super::meet::model_facts;
+use super::planned;
 use super::together::together;
 use super::trainer::Trainer;
 use crate::config::shared::Fact;
@@ -61,6 +62,9 @@ struct Record {
     outer_step: u64,
     rounds: u64,
     totals: Totals,
+    /// Where the numbers of its steps and microbatches begin, in a run whose members come and leave.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    base: Option<Base>,
     /// Ranks that did not answer when it was saved: they may be behind, and take their state from the others.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     absent: Vec<u32>,
@@ -150,12 +154,12 @@ fn save_common(
 
     let level = job.plan.outermost();
     let record = Record {
-        rank: trainer.rank().0,
-        world: job.world,
+        rank: if job.elastic { 0 } else { trainer.rank().0 },
+        world: if job.elastic { 1 } else { job.world },
         model: model_facts(job),
         parts: trainer.layers(),
         stages: job.plan.stages() as usize,
-        sequences: job.plan.sequences(),
+        sequences: if job.elastic { one_replica(job) } else { job.plan.sequences() },
         seed: job.config.seed,
         sync: level.method.clone(),
         codec: level.codec.clone(),
@@ -164,6 +168,7 @@ fn save_common(
         outer_step,
         rounds,
         totals,
+        base: job.elastic.then(|| Base { step, microbatches: job.microbatches_after(step) }),
         absent: absent.iter().map(|rank| rank.0).collect(),
     };
     let text = serde_json::to_vec_pretty(&record).expect("numbers and names have no way to fail");
@@ -177,6 +182,11 @@ fn save_common(
     Ok(path)
 }
 
+/// Sequences of a step of one replica alone: what a member goes on with that starts again by itself.
+fn one_replica(job: &Job) -> u64 {
+    planned::microbatches(&job.config) as u64 * u64::from(job.plan.batch)
+}
+
 /// Where a run goes on.
 #[derive(Debug)]
 pub(super) struct Resumed {
@@ -186,6 +196,8 @@ pub(super) struct Resumed {
     pub(super) notes: Vec<String>,
     /// The checkpoint, of this rank or of the one that it was taken from.
     pub(super) from: PathBuf,
+    /// Where the numbers of steps and microbatches begin.
+    pub(super) base: Base,
 }
 
 /// Finds the newest step that every rank has, and restores it. `None` starts at step 0. A collective.
@@ -201,7 +213,8 @@ pub(super) fn resume(trainer: &mut Trainer, job: &Job, run: &RunDir) -> Result<O
     samples::agree(trainer)?;
     compare::same_step(&source.record, trainer.comm())?;
     notes.extend(compare::differing_settings(&source, job));
-    Ok(Some(Resumed { totals: source.record.totals, notes, from: source.path().to_owned() }))
+    let base = source.record.base.unwrap_or(job.base);
+    Ok(Some(Resumed { totals: source.record.totals, notes, from: source.path().to_owned(), base }))
 }
 
 /// Everyone's number, by rank.

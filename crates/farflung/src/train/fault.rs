@@ -83,6 +83,15 @@ impl Failure {
     }
 }
 
+/// A member that leaves in peace after a step, in a run whose members come and leave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Departure {
+    /// Which rank, while it has this number.
+    pub rank: u32,
+    /// The number of its step before which it asks to leave.
+    pub step: u64,
+}
+
 impl Fault {
     /// Whether it is in these values of a rank in a step.
     pub(super) fn is_in(self, rank: u32, step: u64, value: FaultyValue) -> bool {

@@ -17,7 +17,7 @@ use farflung_zoo::{
 };
 
 use super::costs::Machines;
-use super::fault::{Failure, Fault};
+use super::fault::{Departure, Failure, Fault};
 use super::fingerprint::digest;
 use super::{averages, combination, costs, links, planned};
 use crate::config::choice::{SamplingKind, TokenizerKind};
@@ -77,6 +77,8 @@ pub struct Job {
     pub fault: Option<Fault>,
     /// A failure that a test places in the run.
     pub failure: Option<Failure>,
+    /// A member that a test has leave.
+    pub departure: Option<Departure>,
 }
 
 impl Job {
@@ -120,6 +122,7 @@ impl Job {
             processes: 1,
             fault: None,
             failure: None,
+            departure: None,
         })
     }
 

@@ -10,6 +10,7 @@ use farflung_comm::Communicator;
 use farflung_comm::secure::Security;
 use farflung_parallel::{Cluster, Plan, shipped};
 
+use super::elastic::Place;
 use super::job::Job;
 use crate::config::choice::TransportKind;
 use crate::transports::{Ends, Meeting, TRANSPORTS, TransportMethod};
@@ -24,6 +25,8 @@ pub struct Seat {
     pub simulated: bool,
     /// The link that all ranks have, where it is simulated and one.
     pub link: Option<Link>,
+    /// Its place among members that come and leave, in a run that has them.
+    pub place: Option<Place>,
 }
 
 /// The machines of the settings' topology, if there is one: a file's, or shipped ones by their name.
@@ -138,6 +141,26 @@ pub(super) fn join_unless_stopped(
     }
 }
 
+/// What is declared of the links between the ranks: of real ones only a file says anything.
+fn declared_of(job: &Job, simulates: bool) -> Result<Option<Topology>> {
+    (simulates || job.config.topology.is_some()).then(|| job.topology()).transpose()
+}
+
+/// A communicator of a job's ranks with what the job declares of their links.
+fn prepared(job: &Job, mut comm: Communicator, declared: Option<&Topology>) -> Result<Communicator> {
+    if let Some(topology) = declared {
+        comm = comm.with_topology(topology.clone())?;
+    }
+    Ok(comm.with_algorithm(job.plain_algorithm()).with_deadline(job.config.deadline))
+}
+
+/// The same for members that were decided on while the run was under way.
+///
+/// Errors: a topology that does not fit.
+pub(super) fn seat(job: &Job, comm: Communicator, simulates: bool) -> Result<Communicator> {
+    prepared(job, comm, declared_of(job, simulates)?.as_ref())
+}
+
 /// The seats of this process: all of the job's, or one of them under a launcher. `joined` has [joined](join)
 /// the processes of a launched job.
 ///
@@ -148,15 +171,11 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
     let world = job.world;
     let transport = config.transport_for(processes)?;
     let simulates = transport.simulated;
-    // Of real links only a file says anything.
-    let declared = (simulates || config.topology.is_some()).then(|| job.topology()).transpose()?;
     let link = (simulates && config.topology.is_none()).then_some(config.link);
-    let seat_of = |mut comm: Communicator| -> Result<Seat> {
-        if let Some(topology) = &declared {
-            comm = comm.with_topology(topology.clone())?;
-        }
-        let comm = comm.with_algorithm(job.plain_algorithm()).with_deadline(config.deadline);
-        Ok(Seat { comm, simulated: simulates, link })
+    let declared = declared_of(job, simulates)?;
+    let seat_of = |comm: Communicator| -> Result<Seat> {
+        let comm = prepared(job, comm, declared.as_ref())?;
+        Ok(Seat { comm, simulated: simulates, link, place: None })
     };
     match transport.ends {
         Ends::Threads(open) => {

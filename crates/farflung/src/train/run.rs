@@ -7,6 +7,7 @@ use super::blame;
 use super::checkpoint::{self, Resumed, Totals};
 use super::claim::Claim;
 use super::deadline;
+use super::elastic;
 use super::finished::{self, Left};
 use super::hearing::{Hearing, Word};
 use super::job::Job;
@@ -162,21 +163,7 @@ fn prepare(config: TrainConfig, env: Option<&LaunchEnv>, stop: crate::Stop) -> R
 
 /// Trains a job in the given seats, a thread each.
 pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Option<Report>> {
-    let local = seats.len();
-    let mut watch = Some(watch);
-    let results: Vec<Result<Option<Report>>> = std::thread::scope(|scope| {
-        let workers: Vec<_> = seats
-            .into_iter()
-            .map(|seat| {
-                let watch = if seat.comm.rank().0 == 0 { watch.take() } else { None };
-                scope.spawn(move || work(job, seat, local, watch))
-            })
-            .collect();
-        workers
-            .into_iter()
-            .map(|w| w.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    });
+    let results = run_seats(job, seats, watch);
     // A worker that fails takes the others with it: the first cause is the one that is not about a lost peer.
     let mut report = None;
     let mut failure: Option<Error> = None;
@@ -193,6 +180,26 @@ pub fn run_job(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Result<Opt
     failure.map_or(Ok(report), Err)
 }
 
+/// Trains a job in the given seats, a thread each, and gives what becomes of each of them.
+pub fn run_seats(job: &Job, seats: Vec<Seat>, watch: &mut dyn Watch) -> Vec<Result<Option<Report>>> {
+    let local = seats.len();
+    let mut watch = Some(watch);
+    std::thread::scope(|scope| {
+        let workers: Vec<_> = seats
+            .into_iter()
+            .map(|seat| {
+                let shown = seat.comm.rank().0 == 0 || local == 1;
+                let watch = if shown { watch.take() } else { None };
+                scope.spawn(move || work(job, seat, local, watch))
+            })
+            .collect();
+        workers
+            .into_iter()
+            .map(|w| w.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}
+
 /// A rank's folder, opened; rank 0 makes the one in which the others have theirs.
 fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
     let Some(out) = &job.out else { return Ok(None) };
@@ -206,7 +213,10 @@ fn open_folder(job: &Job, comm: &Communicator) -> Result<Option<RunDir>> {
 
 /// One rank's run.
 fn work(job: &Job, seat: Seat, local: usize, watch: Option<&mut (dyn Watch + '_)>) -> Result<Option<Report>> {
-    let Seat { comm, simulated, link } = seat;
+    if seat.place.is_some() {
+        return elastic::work(job, seat, local, watch);
+    }
+    let Seat { comm, simulated, link, .. } = seat;
     let threads = job.threads(local);
     let tuned = tune(job, &comm, threads)?;
     let mut watch = watch;
@@ -313,7 +323,7 @@ fn train(
 }
 
 /// What is said before the first step.
-fn announce(
+pub(super) fn announce(
     job: &Job,
     trainer: &Trainer,
     simulated: bool,

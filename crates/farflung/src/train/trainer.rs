@@ -28,7 +28,7 @@ use farflung_comm::Communicator;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
 use farflung_parallel::LocalSteps;
 use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
-use farflung_tensor::{Param, Tensor, TensorError};
+use farflung_tensor::{Device, Param, Tensor, TensorError};
 use farflung_zoo::Stage;
 
 use super::bind::ReplicaSchedule;
@@ -64,6 +64,8 @@ pub struct Trainer {
     /// Steps between two averages.
     every: u64,
     executor: Executor,
+    /// The device without the interrupt.
+    plain: Device,
     /// Those that agree on each step: all ranks, or those of one pipeline where steps are local.
     voters: Communicator,
     /// Whether replicas are the same after each step.
@@ -150,6 +152,16 @@ impl Trainer {
     /// Its rank in the job.
     pub(super) const fn rank(&self) -> Rank {
         Rank(self.executor.first + self.position.0)
+    }
+
+    /// Its replica's number.
+    pub(super) const fn replica(&self) -> u32 {
+        self.replica
+    }
+
+    /// Asks for a change of members after the next step at which all replicas are the same.
+    pub(super) const fn ask_for_change(&mut self, asks: bool) {
+        self.wants_change = asks;
     }
 
     /// While this lives, a stop ends what the rank computes.

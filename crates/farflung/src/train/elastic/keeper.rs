@@ -2,10 +2,9 @@
 //! [`farflung_parallel::membership`], and carries out what that says. Messages are taken up as they arrive, whatever
 //! the rank computes.
 
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use farflung_base::{Nanos, PeerId, Rank};
+use farflung_base::{Nanos, Rank};
 use farflung_comm::{Answer, Asked, Service};
 use farflung_parallel::membership::{Action, Event, MemberId, Message, Reason, State, View, step};
 use serde::{Deserialize, Serialize};
@@ -104,7 +103,7 @@ impl Keeper {
     fn keep(&self, kept: &farflung_parallel::membership::Kept) {
         let Some(path) = &self.promises else { return };
         let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");
-        if let Err(error) = crate::run_dir::replace_file(path, &text) {
+        if let Err(error) = crate::run_dir::replace(path, &text) {
             // A member that forgets a promise could let a run fork: it makes none.
             tracing::error!(path = %path.display(), %error, "a promise could not be written");
         }

@@ -30,6 +30,12 @@ impl Trainer {
     ///
     /// Errors: those of [`ReplicaSchedule::new`].
     pub fn new(job: &Job, comm: Communicator, threads: usize) -> Result<Self> {
+        let plain = job.device(comm.rank().index(), threads)?;
+        Self::on(job, comm, (plain, Interrupt::default()))
+    }
+
+    /// The same on a device that is open: of one handle, and of what interrupts its other one.
+    pub(super) fn on(job: &Job, comm: Communicator, (plain, interrupt): (Device, Interrupt)) -> Result<Self> {
         let (plan, rank, stages) = (&job.plan, comm.rank().0, job.plan.stages());
         let (position, replica) = (Rank(rank % stages), rank / stages);
         let schedule = ReplicaSchedule::new(job, replica)?;
@@ -39,8 +45,6 @@ impl Trainer {
 
         let messages = job.stop.tie_messages(comm.clone());
         let comm = job.stop.tie_step(comm);
-        let interrupt = Interrupt::default();
-        let plain = job.device(comm.rank().index(), threads)?;
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
         let tied = tie(&comm, &placement, plan.replicas() == 1 || !each_step, position)?;
@@ -110,6 +114,7 @@ impl Trainer {
             local: plan.local_steps(),
             every: plan.outermost().every.into(),
             executor,
+            plain,
             voters,
             each_step,
             window: Vec::new(),

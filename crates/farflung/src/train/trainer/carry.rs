@@ -1,14 +1,42 @@
 //! One rank's state carried over to the run's next plan, when members have come or left.
 
 use farflung_comm::Communicator;
+use farflung_optim::sync::SyncMethod;
 
 use super::Trainer;
-use crate::Result;
 use crate::train::executor::Pass;
-use crate::train::job::Job;
+use crate::train::job::{Base, Job};
 use crate::train::part::Part;
+use crate::{Error, Result};
 
 impl Trainer {
+    /// Whether members can come and leave with what it trains by.
+    ///
+    /// Errors: [`Error::Setting`] for a pipeline, and for a method whose replicas never all have the same parameters or
+    /// that waits for no meeting.
+    pub(in crate::train) fn check_elastic(&self, job: &Job) -> Result<()> {
+        let expected = |expected: &str| expected.to_owned();
+        if job.plan.stages() > 1 {
+            let value = job.plan.stages().to_string();
+            let expected = expected("1: members that come and leave hold the whole model each");
+            return Err(Error::Setting { field: "stages", value, expected });
+        }
+        let level = job.plan.outermost();
+        let method = SyncMethod::by_name(&level.method);
+        let apart = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|sync| sync.is_apart()));
+        if apart || method.is_some_and(|method| method.timed || method.overlaps) {
+            let expected =
+                expected("ddp, diloco or another whose replicas all have the same parameters after an average");
+            return Err(Error::Setting { field: "sync", value: level.method.clone(), expected });
+        }
+        Ok(())
+    }
+
+    /// The plan's numbers begin here.
+    pub(in crate::train) const fn begin_at(&mut self, base: Base) {
+        self.base = base;
+    }
+
     /// Drops what is in flight, so that the rank stands behind its last step.
     ///
     /// Errors: those of the device.
@@ -36,26 +64,23 @@ impl Trainer {
     /// dropped, and so they are on all ranks.
     ///
     /// Errors: those of [`Trainer::new`], and of the method.
-    pub(in crate::train) fn carry_over(
-        mut self,
-        job: &Job,
-        comm: Communicator,
-        threads: usize,
-    ) -> Result<Self> {
+    pub(in crate::train) fn carry_over(&mut self, job: &Job, comm: Communicator) -> Result<()> {
         self.drop_step()?;
         let rounds = self.counters().rounds;
-        let mut next = Self::new(job, comm, threads)?;
+        let device = (self.plain.clone(), self.executor.interrupt.clone());
+        let mut next = Self::on(job, comm, device)?;
         for (stage, part) in std::mem::take(&mut self.executor.parts) {
             if let Some(into) = next.executor.parts.get_mut(&stage) {
                 take_over(into, part, rounds)?;
             }
         }
         next.step = self.step;
-        next.scale = self.scale;
-        next.window = self.window;
+        next.scale = self.scale.clone();
+        next.window = std::mem::take(&mut self.window);
         next.unmet = self.unmet;
         next.resync.restart(next.step);
-        Ok(next)
+        *self = next;
+        Ok(())
     }
 }
 

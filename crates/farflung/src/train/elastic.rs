@@ -1,0 +1,18 @@
+//! Runs whose members come and leave: who they are is decided by [`farflung_parallel::membership`], and every change
+//! is a resume in memory. The step in flight is dropped, the members of the new view tell each other how far they
+//! are, the plan is made for them, and whoever has no state or an older one takes it from those that are furthest.
+
+mod arrivals;
+mod change;
+mod keeper;
+mod place;
+mod run;
+mod seats;
+mod share;
+mod view;
+
+pub use arrivals::{Arrivals, AtGate, Newcomer, Scripted};
+pub use change::Changed;
+pub use place::Place;
+pub use seats::seats;
+pub(super) use run::work;

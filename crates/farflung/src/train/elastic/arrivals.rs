@@ -1,0 +1,64 @@
+//! Who is there beside the members: peers that have connected and may become members.
+
+use std::sync::Arc;
+
+use farflung_base::{Nanos, PeerId};
+use farflung_comm::secure::PublicKey;
+use farflung_comm::tcp::{Connected, Gate};
+use farflung_parallel::membership::MemberId;
+
+/// A peer that is connected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Newcomer {
+    /// Its number in the network.
+    pub peer: PeerId,
+    /// Its name among members.
+    pub id: MemberId,
+}
+
+impl Newcomer {
+    /// An endpoint whose peer has this key, where connections are encrypted. An endpoint's number is nobody else's
+    /// ever, so that a machine that comes again is a new member.
+    #[must_use]
+    pub fn new(peer: PeerId, key: Option<&PublicKey>) -> Self {
+        let mut id = [0; 32];
+        if let Some(key) = key {
+            id.copy_from_slice(key.bytes());
+        }
+        id[..4].copy_from_slice(&peer.0.to_be_bytes());
+        Self { peer, id: MemberId(id) }
+    }
+}
+
+impl From<&Connected> for Newcomer {
+    fn from(connected: &Connected) -> Self {
+        Self::new(connected.peer, connected.key.as_ref())
+    }
+}
+
+/// Tells who is connected.
+pub trait Arrivals: std::fmt::Debug + Send + Sync {
+    /// All peers that are connected at a time by the transport's clock, members or not.
+    fn here(&self, now: Nanos) -> Vec<Newcomer>;
+}
+
+/// Those that have come through a gate.
+#[derive(Debug)]
+pub struct AtGate(pub Arc<Gate>);
+
+impl Arrivals for AtGate {
+    fn here(&self, _: Nanos) -> Vec<Newcomer> {
+        self.0.connected().iter().map(Newcomer::from).collect()
+    }
+}
+
+/// Endpoints of one process, each of which is there from a time on: for simulated links and tests.
+#[derive(Debug, Clone, Default)]
+pub struct Scripted(pub Vec<(PeerId, Nanos)>);
+
+impl Arrivals for Scripted {
+    fn here(&self, now: Nanos) -> Vec<Newcomer> {
+        let come = self.0.iter().filter(|(_, from)| *from <= now);
+        come.map(|&(peer, _)| Newcomer::new(peer, None)).collect()
+    }
+}

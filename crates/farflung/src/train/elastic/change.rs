@@ -1,0 +1,256 @@
+//! Going over to another view: after a step at which some member asked for it, and after a loss.
+
+use std::fmt;
+
+use farflung_base::{Bytes, Nanos, PeerId};
+use farflung_comm::Communicator;
+use farflung_parallel::Plan;
+use farflung_parallel::membership::View;
+
+use super::place::Place;
+use super::share::Shared;
+use super::view::{Brings, stand};
+use crate::events::causes;
+use crate::train::job::Job;
+use crate::train::links;
+use crate::train::trainer::Trainer;
+use crate::{Error, Result};
+
+/// What a change of members did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Changed {
+    /// The number of the view.
+    pub epoch: u64,
+    /// Endpoints that have come.
+    pub came: Vec<PeerId>,
+    /// Endpoints that are gone.
+    pub went: Vec<PeerId>,
+    /// Members now.
+    pub members: usize,
+    /// Steps done, at which all members stand.
+    pub step: u64,
+    /// What the change was for: the failure that this rank saw; none where members came or left in peace.
+    pub reason: Option<String>,
+    /// Bytes of the state that each newcomer took, and how many members gave it.
+    pub state: u64,
+    /// See [`Changed::state`].
+    pub donors: usize,
+    /// Whether this rank took the state of others.
+    pub caught_up: bool,
+    /// Sequences of those that were lost, in local steps that no average has.
+    pub lost_sequences: u64,
+    /// From its beginning to its end, by the transport's clock.
+    pub took: Nanos,
+}
+
+impl fmt::Display for Changed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { came, went, members, step, reason, state, donors, took, .. } = self;
+        let names = |peers: &[PeerId]| {
+            let names: Vec<String> = peers.iter().map(|peer| format!("member {}", peer.0)).collect();
+            names.join(", ")
+        };
+        let mut parts = Vec::new();
+        if !went.is_empty() {
+            parts.push(format!("{} {}", names(went), if reason.is_some() { "lost" } else { "left" }));
+        }
+        if !came.is_empty() {
+            parts.push(format!("{} came", names(came)));
+        }
+        if parts.is_empty() {
+            parts.push("all members".to_owned());
+        }
+        let verb = if *members == 1 { "member goes" } else { "members go" };
+        write!(f, "after step {step}: {}; {members} {verb} on after {took}", parts.join(", "))?;
+        match donors {
+            0 => Ok(()),
+            1 => write!(f, ", {} of state from 1 of them", Bytes(*state)),
+            n => write!(f, ", {} of state from {n} of them", Bytes(*state)),
+        }?;
+        match self.lost_sequences {
+            0 => Ok(()),
+            n => write!(f, "; {n} sequences are lost"),
+        }
+    }
+}
+
+/// A rank that goes over.
+pub(in crate::train) struct Member<'a> {
+    pub(in crate::train) place: &'a mut Place,
+    pub(in crate::train) threads: usize,
+    /// Whether the clock is virtual.
+    pub(in crate::train) simulated: bool,
+}
+
+impl Member<'_> {
+    /// Whether a failure is that of another member, so that the others may go on.
+    pub(in crate::train) fn survives(error: &Error) -> bool {
+        error.is_interruption() && !matches!(error, Error::Stopped(_))
+    }
+
+    /// All members are well after a step, and some come or leave. `None` where nothing changes after all.
+    ///
+    /// Errors: [`Error::Removed`] of a member that leaves.
+    pub(in crate::train) fn between_steps(
+        &mut self,
+        job: &mut Job,
+        trainer: &mut Trainer,
+        leaves: bool,
+    ) -> Result<Option<Changed>> {
+        let begun = trainer.comm().now();
+        match self.place.between_steps(trainer.comm(), leaves) {
+            Ok(None) => Ok(None),
+            Ok(Some(view)) => self.go_over(job, trainer, view, (begun, None)).map(Some),
+            Err(error) if Self::survives(&error) => self.after_loss(job, trainer, error).map(Some),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Goes on without those that are lost; the step in flight is dropped.
+    ///
+    /// Errors: [`Error::Removed`] where this rank may not go on.
+    pub(in crate::train) fn after_loss(
+        &mut self,
+        job: &mut Job,
+        trainer: &mut Trainer,
+        error: Error,
+    ) -> Result<Changed> {
+        let begun = trainer.comm().now();
+        let reason = Some(causes(&error));
+        let peer = lost_peer(&error);
+        // The others need not wait for their deadlines.
+        trainer.comm().abort();
+        trainer.drop_step()?;
+        let view = self.place.after_loss(peer)?;
+        self.go_over(job, trainer, view, (begun, reason))
+    }
+
+    /// Stands at the same step as all members of a view; where another is lost meanwhile, of the next one.
+    fn go_over(
+        &mut self,
+        job: &mut Job,
+        trainer: &mut Trainer,
+        view: View,
+        (begun, reason): (Nanos, Option<String>),
+    ) -> Result<Changed> {
+        let before = slots(self.place.view());
+        let plan = job.plan.clone();
+        let stood = trainer.progress();
+        let mut view = view;
+        loop {
+            let epoch = view.epoch;
+            match self.try_view(job, trainer, view, &before) {
+                Ok(shared) => {
+                    let now = slots(self.place.view());
+                    let fresh = |from: &[u32], than: &[u32]| {
+                        from.iter().filter(|slot| !than.contains(slot)).map(|&slot| PeerId(slot)).collect()
+                    };
+                    let went: Vec<PeerId> = fresh(&before, &now);
+                    let lost = |peer: &PeerId| before.iter().position(|&slot| slot == peer.0);
+                    let lost: Vec<u32> = went.iter().filter_map(lost).map(|rank| rank as u32).collect();
+                    let sequences = unaveraged(&plan, &lost, stood.step);
+                    return Ok(Changed {
+                        epoch,
+                        came: fresh(&now, &before),
+                        went,
+                        caught_up: trainer.progress() != stood,
+                        lost_sequences: if reason.is_some() { sequences } else { 0 },
+                        members: now.len(),
+                        step: trainer.steps_done(),
+                        reason,
+                        state: shared.state.0,
+                        donors: shared.donors,
+                        took: trainer.comm().now().saturating_sub(begun),
+                    });
+                }
+                Err(error) if Self::survives(&error) => {
+                    trainer.drop_step()?;
+                    view = self.place.after_loss(lost_peer(&error))?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn try_view(&mut self, job: &mut Job, trainer: &mut Trainer, view: View, before: &[u32]) -> Result<Shared> {
+        let comm = tied(job, self.place.enter(view.clone())?);
+        let brings = Brings { job, before: before.to_vec(), progress: Some(trainer.progress()) };
+        let stood = stand(&view, &comm, brings);
+        let stood = stood.inspect_err(|_| comm.abort())?;
+        let comm = links::seat(&stood.job, comm, self.simulated)?;
+        let done = trainer.carry_over(&stood.job, comm.clone());
+        let done = done.and_then(|()| super::share::share(trainer, &comm, &stood.exchange));
+        let shared = done.inspect_err(|_| comm.abort())?;
+        *job = stood.job;
+        Ok(shared)
+    }
+
+    /// A newcomer's first view: waits until the members take it in, and gets their state.
+    ///
+    /// Errors: [`Error::Removed`] where no view has it within `patience`.
+    pub(in crate::train) fn come_in(&mut self, job: &mut Job, patience: Nanos) -> Result<Trainer> {
+        let mut view = self.place.wait_for_view(patience)?;
+        loop {
+            let comm = tied(job, self.place.enter(view.clone())?);
+            let brings = Brings { job, before: Vec::new(), progress: None };
+            let came = stand(&view, &comm, brings).and_then(|stood| {
+                let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
+                let mut trainer = Trainer::new(&stood.job, comm.clone(), self.threads)?;
+                super::share::share(&mut trainer, &comm, &stood.exchange)?;
+                Ok((stood.job, trainer))
+            });
+            match came {
+                Ok((next, trainer)) => {
+                    *job = next;
+                    return Ok(trainer);
+                }
+                Err(error) if Self::survives(&error) => {
+                    comm.abort();
+                    view = self.place.after_loss(lost_peer(&error))?;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The rank alone, after it has left: it can only save what it has.
+    pub(in crate::train) fn alone(&mut self, job: &mut Job, trainer: &mut Trainer) -> Result<()> {
+        let comm = tied(job, self.place.alone()?);
+        let own = trainer.replica();
+        let mut next = job.with_plan(job.plan.with_replicas(&[farflung_parallel::plan::Replica::Stays(own)])?)?;
+        let step = trainer.steps_done();
+        next.base = crate::train::job::Base { step, microbatches: job.microbatches_after(step) };
+        let comm = links::seat(&next, comm, self.simulated)?;
+        trainer.carry_over(&next, comm)?;
+        *job = next;
+        Ok(())
+    }
+}
+
+/// Sequences that some replicas have trained on since the last average before `step`, where steps are local.
+fn unaveraged(plan: &Plan, replicas: &[u32], step: u64) -> u64 {
+    let every = u64::from(plan.outermost().every);
+    if every <= 1 {
+        return 0;
+    }
+    let (local, since) = (plan.local_steps(), step.saturating_sub(1) / every * every);
+    let taken = |&replica: &u32| local.taken(replica, step) - local.taken(replica, since);
+    let of = |replica| taken(replica) * u64::from(plan.microbatches[*replica as usize] * plan.batch);
+    replicas.iter().map(of).sum()
+}
+
+fn slots(view: Option<&View>) -> Vec<u32> {
+    view.iter().flat_map(|view| &view.members).map(|member| member.slot).collect()
+}
+
+fn tied(job: &Job, comm: Communicator) -> Communicator {
+    job.stop.tie(comm.with_deadline(job.config.deadline))
+}
+
+/// Whom a failure names.
+fn lost_peer(error: &Error) -> Option<PeerId> {
+    match error {
+        Error::PeerLost { peer, .. } => Some(*peer),
+        _ => None,
+    }
+}

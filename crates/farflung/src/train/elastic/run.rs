@@ -1,0 +1,210 @@
+//! A member's run: steps as in any run, and between them, and after a loss, the next view.
+
+use farflung_base::Nanos;
+use farflung_comm::Stats;
+
+use super::change::{Changed, Member};
+use crate::config::choice::Resume;
+use crate::events::{EventLog, What, causes};
+use crate::train::checkpoint::{self, Totals};
+use crate::train::job::Job;
+use crate::train::links::Seat;
+use crate::train::parting::{Kept, Leftover};
+use crate::train::report::{Report, sample};
+use crate::train::run::{Watch, announce};
+use crate::train::steps::{Clock, Last, Next, Record, Steps, evaluated};
+use crate::train::trainer::{Trainer, hash};
+use crate::{Error, Existing, Result, RunDir, Signal};
+
+/// For how long a newcomer waits to be taken in at least: a step may take that long.
+const PATIENCE: Nanos = Nanos::from_millis(600_000);
+
+/// One member's run, from its first view to the run's last step or its own leaving.
+///
+/// Errors: [`Error::Removed`] where it may not go on, [`Error::StoppedAt`] after a signal, with its checkpoint;
+/// whatever this rank itself fails with.
+pub(in crate::train) fn work(
+    job: &Job,
+    seat: Seat,
+    local: usize,
+    mut watch: Option<&mut (dyn Watch + '_)>,
+) -> Result<Option<Report>> {
+    let Seat { comm, simulated, link, place } = seat;
+    let mut place = place.expect("a seat of such a run has a place");
+    let threads = job.threads(local);
+    let mut job = Job { elastic: true, ..job.clone() };
+    let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
+    let run = job.out.as_deref().map(|out| RunDir::open(out, existing)).transpose()?;
+    let mut events = EventLog::new(run.as_ref().map(RunDir::path));
+    let founds = place.view().is_some();
+    let patience = job.config.deadline.max(PATIENCE);
+    let mut member = Member { place: &mut place, threads, simulated };
+    let mut trainer =
+        if founds { Trainer::new(&job, comm, threads)? } else { member.come_in(&mut job, patience)? };
+    trainer.check_elastic(&job)?;
+    let resumed = match run.as_ref().filter(|_| founds) {
+        Some(run) => checkpoint::resume(&mut trainer, &job, run)?,
+        None => None,
+    };
+    if let Some(resumed) = &resumed {
+        job.base = resumed.base;
+        trainer.begin_at(job.base);
+    }
+    let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
+    let begun = trainer.steps_done();
+    if let Some(run) = &run {
+        run.write_config(&job.config.to_toml())?;
+        run.replace("plan.toml", job.plan.to_string().as_bytes())?;
+    }
+    let metrics = run.as_ref().map(|run| run.metrics(begun)).transpose()?;
+    let clock = Clock::new(trainer.comm(), before, Stats::default());
+    let mut kept = Kept::at(begun, run.as_ref(), before);
+    job.stop.begin();
+    events.time_s = before.time_s;
+    if let Some(watch) = watch.as_deref_mut() {
+        announce(&job, &trainer, simulated, resumed.as_ref(), watch)?;
+        if !founds {
+            watch.note(&format!("came in at step {begun}, one of {} members", job.world));
+        }
+    }
+    if let Some(resumed) = resumed {
+        let from = resumed.from.display().to_string();
+        events.write(begun, What::Resumed { from, notes: resumed.notes });
+    }
+    let record = Record { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
+    let (run, last) = (run.as_ref(), Last::at(begun));
+    let mut steps = Steps { job, record, clock, run, tells: true, last_loss: None, last };
+    let done = train(&mut member, &mut trainer, &mut steps, &mut events, &mut kept, begun == 0 && founds);
+    if let Err(error) = &done
+        && run.is_some_and(RunDir::has_begun)
+    {
+        events.write(trainer.steps_done(), What::ended(error));
+    }
+    let first_loss = done?;
+    let Steps { job, record, clock, last_loss, .. } = steps;
+    let totals = clock.totals(trainer.comm());
+    let (stage, params) = (trainer.stage(), trainer.params());
+    let text = sample(&job, stage, params)?;
+    let hash = hash(stage, params)?.to_hex().to_string();
+    let losses = (first_loss, last_loss);
+    let report = Report::new(&job, (simulated, link), losses, record.rows, totals, hash, text)?;
+    if let Some(run) = run {
+        report.write(run)?;
+    }
+    Ok(Some(report))
+}
+
+/// The steps up to the last. Gives the loss before the first.
+fn train(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    kept: &mut Kept,
+    from_the_start: bool,
+) -> Result<Option<f64>> {
+    let mut first_loss = None;
+    if from_the_start {
+        match evaluated(trainer) {
+            Ok(loss) => first_loss = Some(loss),
+            Err(error) => go_on_without(member, trainer, steps, events, error)?,
+        }
+    }
+    steps.last_loss = first_loss;
+    while trainer.steps_done() < steps.job.config.steps {
+        let leaves = leaving(&steps.job, trainer);
+        trainer.ask_for_change(member.place.wants_change() || leaves.is_some());
+        match steps.step(trainer, events, kept) {
+            Ok(Next::Step) => {}
+            Ok(Next::Change) => {
+                let leaves = leaves.or_else(|| leaving(&steps.job, trainer));
+                match member.between_steps(&mut steps.job, trainer, leaves.is_some()) {
+                    Ok(None) => {}
+                    Ok(Some(changed)) => note(trainer, steps, events, &changed),
+                    Err(error @ Error::Removed { .. }) => {
+                        let Some(signal) = leaves else { return Err(error) };
+                        let left = Box::new(save_alone(member, trainer, steps, events)?);
+                        return Err(Error::StoppedAt { signal, left });
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            Err(error) => go_on_without(member, trainer, steps, events, error)?,
+        }
+    }
+    Ok(first_loss)
+}
+
+/// The signal by which this member leaves, if it does and others are left.
+fn leaving(job: &Job, trainer: &Trainer) -> Option<Signal> {
+    let (rank, step) = (trainer.comm().rank().0, trainer.steps_done() + 1);
+    let placed = job.departure.is_some_and(|d| d.rank == rank && d.step <= step);
+    let asked = job.stop.requested().or(placed.then_some(Signal::Terminate));
+    asked.filter(|_| job.leaves_alone())
+}
+
+/// Goes on with those that are left after a failure, if that was not this rank's own.
+fn go_on_without(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    error: Error,
+) -> Result<()> {
+    if !Member::survives(&error) {
+        return Err(error);
+    }
+    tracing::warn!("{}", causes(&error));
+    let changed = member.after_loss(&mut steps.job, trainer, error)?;
+    note(trainer, steps, events, &changed);
+    Ok(())
+}
+
+/// Tells of a change of members.
+fn note(trainer: &Trainer, steps: &mut Steps<'_, '_>, events: &mut EventLog, changed: &Changed) {
+    if steps.record.rows.last().is_some_and(|row| row.step < changed.step) || changed.caught_up {
+        // Of steps that this rank took from others it knows no losses.
+        steps.record.rows.truncate(steps.record.told);
+    }
+    let text = changed.to_string();
+    tracing::info!("{text}");
+    if let Some(watch) = steps.record.watch.as_deref_mut() {
+        watch.note(&text);
+    }
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    let numbers = |peers: &[farflung_base::PeerId]| peers.iter().map(|peer| peer.0).collect();
+    events.write(
+        changed.step,
+        What::Members {
+            epoch: changed.epoch,
+            members: changed.members,
+            came: numbers(&changed.came),
+            went: numbers(&changed.went),
+            lost_sequences: changed.lost_sequences,
+            took_ms: changed.took.0 / 1_000_000,
+            reason: changed.reason.clone(),
+        },
+    );
+}
+
+/// What a member leaves that goes in peace: its own checkpoint.
+fn save_alone(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+) -> Result<Leftover> {
+    let step = trainer.steps_done();
+    let mut left = Leftover { step, dropped: 0, saved: None, problem: None, resume: None };
+    let Some(run) = steps.run else { return Ok(left) };
+    member.alone(&mut steps.job, trainer)?;
+    let totals = steps.clock.totals(trainer.comm());
+    match checkpoint::save(trainer, &steps.job, run, totals) {
+        Ok(path) => {
+            events.write(step, What::Saved { path: path.display().to_string() });
+            left.saved = Some((step, path));
+        }
+        Err(error) => left.problem = Some(causes(&error)),
+    }
+    Ok(left)
+}

@@ -1,0 +1,87 @@
+//! Where the members of a new view stand: they tell each other how far they are, and the plan is made for them.
+
+use std::str::FromStr;
+
+use farflung_comm::Communicator;
+use farflung_parallel::membership::View;
+use farflung_parallel::Plan;
+use farflung_parallel::plan::Replica;
+use serde::{Deserialize, Serialize};
+
+use super::share::Exchange;
+use crate::train::job::{Base, Job};
+use crate::train::planned;
+use crate::train::trainer::Progress;
+use crate::{Error, Result};
+
+/// What a member of a new view tells the others.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Standing {
+    /// How far it is; none of a newcomer.
+    progress: Option<Progress>,
+    /// The plan that it has carried out so far, and whose replicas those were, by their endpoints.
+    plan: String,
+    members: Vec<u32>,
+    /// Microbatches of all replicas in the run so far.
+    microbatches: u64,
+}
+
+/// What a rank brings into a view.
+pub(super) struct Brings<'a> {
+    /// The run's settings, data and the plan so far.
+    pub(super) job: &'a Job,
+    /// The members of the view before, by their endpoints, in the order of their ranks; empty of a newcomer.
+    pub(super) before: Vec<u32>,
+    /// How far it is; none of a newcomer.
+    pub(super) progress: Option<Progress>,
+}
+
+/// What the members of a view know of each other.
+pub(super) struct Stood {
+    /// The run under their plan.
+    pub(super) job: Job,
+    /// Who gives the state to whom.
+    pub(super) exchange: Exchange,
+}
+
+/// The members of a view tell each other where they stand. All call it.
+///
+/// Errors: a member that is lost meanwhile; a plan that cannot be for so many.
+pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Result<Stood> {
+    let Brings { job, before, progress } = brings;
+    let microbatches = job.microbatches_after(progress.map_or(0, |progress| progress.step));
+    let standing = Standing { progress, plan: job.plan.to_string(), members: before, microbatches };
+    let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
+    let told = comm.all_gather_bytes(mine)?;
+    let wrong = |problem| Error::Message { message: "where a member stands".to_owned(), problem };
+    let told: Vec<Standing> = told
+        .iter()
+        .map(|bytes| postcard::from_bytes(bytes).map_err(|_| wrong("does not read as that")))
+        .collect::<Result<_>>()?;
+    let standing: Vec<Option<Progress>> = told.iter().map(|told| told.progress).collect();
+    let exchange = Exchange::new(&standing).ok_or_else(|| wrong("is nowhere: no member has the state"))?;
+    let furthest = &told[exchange.donors[0].index()];
+    let plan = plan_for(view, furthest, planned::microbatches(&job.config))?;
+    let mut next = job.with_plan(plan)?;
+    // Placed failures and departures are of ranks as they were.
+    (next.failure, next.departure) = (None, None);
+    next.base = Base { step: exchange.progress.step, microbatches: furthest.microbatches };
+    Ok(Stood { job: next, exchange })
+}
+
+/// The plan of a view's members, from the one that the furthest of them carried out.
+fn plan_for(view: &View, furthest: &Standing, microbatches: usize) -> Result<Plan> {
+    let plan = Plan::from_str(&furthest.plan)?;
+    let replicas: Vec<Replica> = view
+        .members
+        .iter()
+        .map(|member| match furthest.members.iter().position(|&slot| slot == member.slot) {
+            Some(old) => Replica::Stays(old as u32),
+            None => Replica::New {
+                machines: vec![format!("member.{}", member.slot)],
+                microbatches: u32::try_from(microbatches).unwrap_or(u32::MAX),
+            },
+        })
+        .collect();
+    Ok(plan.with_replicas(&replicas)?)
+}

@@ -1,0 +1,110 @@
+//! Members that come and leave while a run trains: whoever is left goes on with the bits of a run in which the lost one
+//! had left in peace, and a newcomer has the bits of all.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use farflung::comm::Transport;
+use farflung::comm::simulated::{Faults, cluster_with};
+use farflung::config::choice::{LrScheduleKind, SyncKind};
+use farflung::optim::sync::DILOCO;
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, elastic, run_seats};
+use farflung::{Error, Result, Stop, TrainConfig};
+use farflung_base::{Link, Nanos, PeerId, Topology};
+
+const STEPS: u64 = 6;
+
+/// A job of six small steps of some workers.
+fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
+    let data = folder.join("text.txt");
+    std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
+    let config = TrainConfig {
+        layers: Some(2),
+        heads: Some(2),
+        dim: Some(8),
+        context: Some(8),
+        batch: 1,
+        steps: STEPS,
+        warmup: 0,
+        lr_schedule: LrScheduleKind::Constant,
+        workers,
+        threads: 1,
+        eval_every: 2,
+        eval_batches: 1,
+        sample_tokens: 0,
+        deadline: Nanos::from_millis(2000),
+        data: Some(data),
+        ..config
+    };
+    Job::new(config, workers, Stop::manual()).unwrap()
+}
+
+/// What becomes of each seat in a network of so many endpoints.
+fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Vec<Result<Option<Report>>> {
+    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
+    let ends = cluster_with(&Topology::uniform(ends, link), faults);
+    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
+    run_seats(job, elastic::seats(job, ends, come, true).unwrap(), &mut Quiet)
+}
+
+fn hash(result: &Result<Option<Report>>) -> String {
+    match result {
+        Ok(report) => report.as_ref().unwrap().hash.clone(),
+        Err(error) => unreachable!("{error}"),
+    }
+}
+
+fn diloco() -> TrainConfig {
+    TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() }
+}
+
+fn ddp() -> TrainConfig {
+    TrainConfig { codec: "none".parse().unwrap(), ..TrainConfig::default() }
+}
+
+/// The hash that all survivors have of a run in which a rank leaves in peace before a step.
+fn after_leaving(config: &TrainConfig, rank: u32, step: u64) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), 5, config.clone());
+    let job = Job { departure: Some(Departure { rank, step }), ..job };
+    let results = run(&job, 5, &[], &Faults::new());
+    assert!(matches!(results[rank as usize], Err(Error::StoppedAt { .. })), "{:?}", results[rank as usize]);
+    let hashes: Vec<String> =
+        results.iter().enumerate().filter(|(n, _)| *n != rank as usize).map(|(_, r)| hash(r)).collect();
+    assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
+    hashes[0].clone()
+}
+
+#[test]
+fn a_loss_at_any_moment_is_a_polite_leave_before_or_after_the_step() {
+    for rank in [0, 2, 4] {
+        let polite: Vec<String> = (3..=4).map(|step| after_leaving(&ddp(), rank, step)).collect();
+        for moment in Moment::ALL {
+            let folder = tempfile::tempdir().unwrap();
+            let job = job(folder.path(), 5, ddp());
+            let job = Job { failure: Some(Failure { rank, step: 4, moment }), ..job };
+            let results = run(&job, 5, &[], &Faults::new());
+            assert!(matches!(results[rank as usize], Err(Error::Placed { .. })));
+            let survivors = results.iter().enumerate().filter(|(n, _)| *n != rank as usize);
+            for (n, result) in survivors {
+                let hash = hash(result);
+                assert!(polite.contains(&hash), "rank {rank} at {moment:?}: {n} has {hash}, not {polite:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_newcomer_has_the_bits_of_all() {
+    for config in [ddp(), diloco()] {
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), 2, config);
+        let results = run(&job, 3, &[(PeerId(2), Nanos::from_millis(5))], &Faults::new());
+        let hashes: Vec<String> = results.iter().map(hash).collect();
+        assert_eq!(hashes.len(), 3);
+        assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
+        assert_eq!(results[0].as_ref().unwrap().as_ref().unwrap().workers, 3);
+    }
+}
