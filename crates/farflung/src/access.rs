@@ -183,6 +183,26 @@ pub fn ticket_of(path: &Path) -> Result<Ticket> {
     parse_ticket(&String::from_utf8_lossy(&bytes), &from)
 }
 
+/// The ticket that a process joins by: of a file, else of the variables.
+///
+/// Errors: as [`ticket_of`]; [`Error::Setting`] where there is none.
+pub fn ticket_for(path: Option<&Path>, env: impl Fn(&str) -> Option<String>) -> Result<Ticket> {
+    if let Some(path) = path {
+        return ticket_of(path);
+    }
+    if let Some(word) = env(TICKET).filter(|word| !word.is_empty()) {
+        return parse_ticket(&word, TICKET);
+    }
+    match env(TICKET_FILE).filter(|path| !path.is_empty()) {
+        Some(path) => ticket_of(Path::new(&path)),
+        None => Err(Error::Setting {
+            field: "ticket_file",
+            value: "missing".to_owned(),
+            expected: format!("the file that `farflung host` wrote, - for standard input, or {TICKET}"),
+        }),
+    }
+}
+
 /// Puts a ticket into a file that only this user reads.
 ///
 /// Errors: [`Error::Io`].

@@ -59,6 +59,18 @@ pub enum Error {
         /// Names of what differs too.
         also: Vec<String>,
     },
+    /// This machine has another value than the members of the run that it would join.
+    #[error("the {what} `{field}` is {own} here and {theirs} on the run's members, expected the same")]
+    MemberDiffers {
+        /// What differs.
+        what: &'static str,
+        /// Its name.
+        field: String,
+        /// The value here.
+        own: String,
+        /// That of the members.
+        theirs: String,
+    },
     /// Another rank failed at what all ranks must do before they go on.
     #[error("rank {rank} failed: {message}")]
     OnRank {
@@ -477,6 +489,7 @@ impl Error {
                 CommError::Unproven { .. } | CommError::Unsealed { .. } | CommError::Clocks { .. },
             )
             | Self::RanksDiffer { .. }
+            | Self::MemberDiffers { .. }
             | Self::ForeignFolder { .. }
             | Self::NoCopy { .. }
             | Self::TooLarge(_)

@@ -87,6 +87,8 @@ const LOADING: Duration = Duration::from_millis(500);
 #[derive(Clone, Copy)]
 enum Repeat {
     Exits,
+    /// As `Exits`, and the first signal interrupts nothing.
+    ExitsPatiently,
     Passes,
 }
 
@@ -138,6 +140,12 @@ impl Stop {
         Self::catch(Repeat::Passes, |_| {})
     }
 
+    /// As [`Stop::install`], but the step under way is finished, however long that takes: for a member that
+    /// leaves others who go on.
+    pub fn install_leaving() -> Result<Self> {
+        Self::catch(Repeat::ExitsPatiently, |_| {})
+    }
+
     fn catch(repeat: Repeat, say: Say) -> Result<Self> {
         let failed = || Error::io("catch signals for", Path::new("this process"));
         let caught = Signal::ALL.into_iter().filter(|&signal| signal != Signal::Hangup || !ignores_hangup());
@@ -156,7 +164,7 @@ impl Stop {
                 let Some(signal) = Signal::of(number) else { continue };
                 match (repeat, repeated) {
                     (_, Some(apart)) if apart < ONE_SIGNAL => {}
-                    (Repeat::Exits, Some(_)) => {
+                    (Repeat::Exits | Repeat::ExitsPatiently, Some(_)) => {
                         seen.request(signal);
                         seen.cancel_all();
                         if seen.tied.load(Ordering::Relaxed) {
@@ -173,7 +181,7 @@ impl Stop {
                             seen.abandon();
                         }
                     }
-                    (Repeat::Passes, _) => seen.request(signal),
+                    (Repeat::ExitsPatiently, None) | (Repeat::Passes, _) => seen.request(signal),
                 }
             }
         };

@@ -10,6 +10,7 @@ mod eval;
 mod generate;
 pub(crate) mod launch;
 mod logging;
+mod members;
 mod model;
 mod net;
 mod plan;
@@ -45,6 +46,8 @@ struct Cli {
 #[expect(clippy::large_enum_variant, reason = "there is one of it in a process")]
 enum Command {
     Train(train::TrainCommand),
+    Host(members::HostCommand),
+    Join(members::JoinCommand),
     Generate(generate::GenerateCommand),
     Eval(eval::EvalCommand),
     Compress(compress::CompressCommand),
@@ -84,6 +87,8 @@ impl Cli {
     fn run(self) -> farflung::Result<()> {
         match self.command {
             Command::Train(command) => command.run(),
+            Command::Host(command) => command.run(),
+            Command::Join(command) => command.run(),
             Command::Generate(command) => command.run(),
             Command::Eval(command) => command.run(),
             Command::Compress(command) => command.run(),

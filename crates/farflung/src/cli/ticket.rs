@@ -107,7 +107,7 @@ impl TicketCommand {
 const UNITS: [(&str, u64); 4] = [("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)];
 
 /// Reads a time such as `24h`.
-fn seconds(text: &str) -> std::result::Result<u64, String> {
+pub(super) fn seconds(text: &str) -> std::result::Result<u64, String> {
     let read = |(unit, seconds): &(&str, u64)| {
         text.strip_suffix(unit)?.parse::<u64>().ok().filter(|n| *n > 0)?.checked_mul(*seconds)
     };

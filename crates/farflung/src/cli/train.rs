@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use farflung::config::recipe::RECIPES;
 use farflung::optim::{local, sync};
 use farflung::parallel::pipeline::Method;
-use farflung::train::{Watch, combination, plan_of, refusal, run, world};
+use farflung::train::{Report, Watch, combination, plan_of, refusal, run, world};
 use farflung::transports::TRANSPORTS;
 use farflung::{AccessArgs, Error, Progress, Result, Show, StepMetrics, Stop, TrainFlags};
 
@@ -66,7 +66,7 @@ fn help() -> String {
 }
 
 /// Progress on stderr.
-struct OnTerminal(Progress);
+pub(super) struct OnTerminal(pub(super) Progress);
 
 impl Watch for OnTerminal {
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
@@ -106,17 +106,22 @@ impl TrainCommand {
         let mut watch = OnTerminal(Progress::new(config.steps, 0, show));
         let report = run(config, env.as_ref(), stop, &mut watch);
         watch.0.finish();
-        match report? {
-            Some(report) if json => {
-                let text = serde_json::to_string(&report).map_err(|e| Error::Io {
-                    action: "encode",
-                    path: "the report".into(),
-                    source: e.into(),
-                })?;
-                super::print(&format!("{text}\n"))
-            }
-            Some(report) => super::print(&report.to_string()),
-            None => Ok(()),
+        print_report(report?, json)
+    }
+}
+
+/// Prints a run's report.
+pub(super) fn print_report(report: Option<Report>, json: bool) -> Result<()> {
+    match report {
+        Some(report) if json => {
+            let text = serde_json::to_string(&report).map_err(|e| Error::Io {
+                action: "encode",
+                path: "the report".into(),
+                source: e.into(),
+            })?;
+            super::print(&format!("{text}\n"))
         }
+        Some(report) => super::print(&report.to_string()),
+        None => Ok(()),
     }
 }

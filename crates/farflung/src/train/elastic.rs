@@ -5,6 +5,7 @@
 mod arrivals;
 mod change;
 mod keeper;
+mod meet;
 mod place;
 mod run;
 mod seats;
@@ -13,6 +14,7 @@ mod view;
 
 pub use arrivals::{Arrivals, AtGate, Newcomer, Scripted};
 pub use change::Changed;
+pub use meet::{host, join};
 pub use place::Place;
-pub use seats::seats;
 pub(super) use run::work;
+pub use seats::seats;

@@ -330,7 +330,9 @@ pub(super) fn announce(
     resumed: Option<&Resumed>,
     watch: &mut dyn Watch,
 ) -> Result<()> {
-    for line in job.config.notes(&Circumstances { model: job.model, world: job.world, simulated }) {
+    // Others may come.
+    let world = if job.elastic { job.world.max(2) } else { job.world };
+    for line in job.config.notes(&Circumstances { model: job.model, world, simulated }) {
         watch.note(&line);
     }
     if let Some(note) = note(trainer, job)? {

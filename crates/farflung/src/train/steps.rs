@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use farflung_base::{Link, Nanos};
 use farflung_comm::{Communicator, Stats};
+use serde::{Deserialize, Serialize};
 
 use super::checkpoint::{self, Totals};
 use super::job::Job;
@@ -123,7 +124,7 @@ pub(super) struct Steps<'a, 'w> {
 }
 
 /// The steps after which something was last done.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Last {
     evaluated: u64,
     saved: u64,

@@ -13,6 +13,7 @@ use super::view::{Brings, stand};
 use crate::events::causes;
 use crate::train::job::Job;
 use crate::train::links;
+use crate::train::steps::Last;
 use crate::train::trainer::Trainer;
 use crate::{Error, Result};
 
@@ -93,15 +94,15 @@ impl Member<'_> {
     /// Errors: [`Error::Removed`] of a member that leaves.
     pub(in crate::train) fn between_steps(
         &mut self,
-        job: &mut Job,
+        (job, last): (&mut Job, &mut Last),
         trainer: &mut Trainer,
         leaves: bool,
     ) -> Result<Option<Changed>> {
         let begun = trainer.comm().now();
         match self.place.between_steps(trainer.comm(), leaves) {
             Ok(None) => Ok(None),
-            Ok(Some(view)) => self.go_over(job, trainer, view, (begun, None)).map(Some),
-            Err(error) if Self::survives(&error) => self.after_loss(job, trainer, error).map(Some),
+            Ok(Some(view)) => self.go_over((job, last), trainer, view, (begun, None)).map(Some),
+            Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, error).map(Some),
             Err(error) => Err(error),
         }
     }
@@ -111,7 +112,7 @@ impl Member<'_> {
     /// Errors: [`Error::Removed`] where this rank may not go on.
     pub(in crate::train) fn after_loss(
         &mut self,
-        job: &mut Job,
+        (job, last): (&mut Job, &mut Last),
         trainer: &mut Trainer,
         error: Error,
     ) -> Result<Changed> {
@@ -122,13 +123,13 @@ impl Member<'_> {
         trainer.comm().abort();
         trainer.drop_step()?;
         let view = self.place.after_loss(peer)?;
-        self.go_over(job, trainer, view, (begun, reason))
+        self.go_over((job, last), trainer, view, (begun, reason))
     }
 
     /// Stands at the same step as all members of a view; where another is lost meanwhile, of the next one.
     fn go_over(
         &mut self,
-        job: &mut Job,
+        (job, last): (&mut Job, &mut Last),
         trainer: &mut Trainer,
         view: View,
         (begun, reason): (Nanos, Option<String>),
@@ -139,7 +140,7 @@ impl Member<'_> {
         let mut view = view;
         loop {
             let epoch = view.epoch;
-            match self.try_view(job, trainer, view, &before) {
+            match self.try_view((&mut *job, &mut *last), trainer, view, &before) {
                 Ok(shared) => {
                     let now = slots(self.place.view());
                     let fresh = |from: &[u32], than: &[u32]| {
@@ -172,37 +173,43 @@ impl Member<'_> {
         }
     }
 
-    fn try_view(&mut self, job: &mut Job, trainer: &mut Trainer, view: View, before: &[u32]) -> Result<Shared> {
+    fn try_view(
+        &mut self,
+        (job, last): (&mut Job, &mut Last),
+        trainer: &mut Trainer,
+        view: View,
+        before: &[u32],
+    ) -> Result<Shared> {
         let comm = tied(job, self.place.enter(view.clone())?);
-        let brings = Brings { job, before: before.to_vec(), progress: Some(trainer.progress()) };
+        let brings = Brings { job, before: before.to_vec(), progress: Some(trainer.progress()), last: *last };
         let stood = stand(&view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
         let done = trainer.carry_over(&stood.job, comm.clone());
         let done = done.and_then(|()| super::share::share(trainer, &comm, &stood.exchange));
         let shared = done.inspect_err(|_| comm.abort())?;
-        *job = stood.job;
+        (*job, *last) = (stood.job, stood.last);
         Ok(shared)
     }
 
     /// A newcomer's first view: waits until the members take it in, and gets their state.
     ///
     /// Errors: [`Error::Removed`] where no view has it within `patience`.
-    pub(in crate::train) fn come_in(&mut self, job: &mut Job, patience: Nanos) -> Result<Trainer> {
+    pub(in crate::train) fn come_in(&mut self, job: &mut Job, patience: Nanos) -> Result<(Trainer, Last)> {
         let mut view = self.place.wait_for_view(patience)?;
         loop {
             let comm = tied(job, self.place.enter(view.clone())?);
-            let brings = Brings { job, before: Vec::new(), progress: None };
+            let brings = Brings { job, before: Vec::new(), progress: None, last: Last::at(0) };
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
                 let mut trainer = Trainer::new(&stood.job, comm.clone(), self.threads)?;
                 super::share::share(&mut trainer, &comm, &stood.exchange)?;
-                Ok((stood.job, trainer))
+                Ok((stood.job, trainer, stood.last))
             });
             match came {
-                Ok((next, trainer)) => {
+                Ok((next, trainer, last)) => {
                     *job = next;
-                    return Ok(trainer);
+                    return Ok((trainer, last));
                 }
                 Err(error) if Self::survives(&error) => {
                     comm.abort();
@@ -217,7 +224,8 @@ impl Member<'_> {
     pub(in crate::train) fn alone(&mut self, job: &mut Job, trainer: &mut Trainer) -> Result<()> {
         let comm = tied(job, self.place.alone()?);
         let own = trainer.replica();
-        let mut next = job.with_plan(job.plan.with_replicas(&[farflung_parallel::plan::Replica::Stays(own)])?)?;
+        let mut next =
+            job.with_plan(job.plan.with_replicas(&[farflung_parallel::plan::Replica::Stays(own)])?)?;
         let step = trainer.steps_done();
         next.base = crate::train::job::Base { step, microbatches: job.microbatches_after(step) };
         let comm = links::seat(&next, comm, self.simulated)?;

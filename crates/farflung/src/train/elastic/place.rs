@@ -208,7 +208,11 @@ impl Place {
     /// their `comm`. `None` where there is nothing to change after all.
     ///
     /// Errors: as [`Place::decide`]; a member that is lost meanwhile.
-    pub(in crate::train) fn between_steps(&mut self, comm: &Communicator, leaves: bool) -> Result<Option<View>> {
+    pub(in crate::train) fn between_steps(
+        &mut self,
+        comm: &Communicator,
+        leaves: bool,
+    ) -> Result<Option<View>> {
         self.renew();
         let here = self.newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
         let mine = postcard::to_stdvec(&Standing { leaves, here }).expect("numbers are plain data");
@@ -224,7 +228,11 @@ impl Place {
             let first = &told[0].here;
             for &(slot, id) in first.iter().filter(|come| told.iter().all(|told| told.here.contains(come))) {
                 let joined = view.epoch + 1;
-                events.push(Event::Ready(Member { id: farflung_parallel::membership::MemberId(id), slot, joined }));
+                events.push(Event::Ready(Member {
+                    id: farflung_parallel::membership::MemberId(id),
+                    slot,
+                    joined,
+                }));
             }
         }
         if events.is_empty() {
@@ -246,7 +254,9 @@ impl Place {
             }
             let left = until.saturating_sub(self.transport.now());
             if left == Nanos::ZERO {
-                return Err(Error::Removed { reason: format!("no member took this one in within {patience}") });
+                return Err(Error::Removed {
+                    reason: format!("no member took this one in within {patience}"),
+                });
             }
             let look = Nanos(self.deadline.0 / LOOKS).max(Nanos::from_millis(1));
             let control = self.control.as_ref().expect("it was renewed");

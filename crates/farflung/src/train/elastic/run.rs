@@ -39,8 +39,12 @@ pub(in crate::train) fn work(
     let founds = place.view().is_some();
     let patience = job.config.deadline.max(PATIENCE);
     let mut member = Member { place: &mut place, threads, simulated };
-    let mut trainer =
-        if founds { Trainer::new(&job, comm, threads)? } else { member.come_in(&mut job, patience)? };
+    let (mut trainer, shared_last) = if founds {
+        (Trainer::new(&job, comm, threads)?, None)
+    } else {
+        let (trainer, last) = member.come_in(&mut job, patience)?;
+        (trainer, Some(last))
+    };
     trainer.check_elastic(&job)?;
     let resumed = match run.as_ref().filter(|_| founds) {
         Some(run) => checkpoint::resume(&mut trainer, &job, run)?,
@@ -72,7 +76,7 @@ pub(in crate::train) fn work(
         events.write(begun, What::Resumed { from, notes: resumed.notes });
     }
     let record = Record { link, metrics, watch, rows: Vec::new(), told: 0, time_s: before.time_s };
-    let (run, last) = (run.as_ref(), Last::at(begun));
+    let (run, last) = (run.as_ref(), shared_last.unwrap_or(Last::at(begun)));
     let mut steps = Steps { job, record, clock, run, tells: true, last_loss: None, last };
     let done = train(&mut member, &mut trainer, &mut steps, &mut events, &mut kept, begun == 0 && founds);
     if let Err(error) = &done
@@ -118,7 +122,7 @@ fn train(
             Ok(Next::Step) => {}
             Ok(Next::Change) => {
                 let leaves = leaves.or_else(|| leaving(&steps.job, trainer));
-                match member.between_steps(&mut steps.job, trainer, leaves.is_some()) {
+                match member.between_steps((&mut steps.job, &mut steps.last), trainer, leaves.is_some()) {
                     Ok(None) => {}
                     Ok(Some(changed)) => note(trainer, steps, events, &changed),
                     Err(error @ Error::Removed { .. }) => {
@@ -155,7 +159,7 @@ fn go_on_without(
         return Err(error);
     }
     tracing::warn!("{}", causes(&error));
-    let changed = member.after_loss(&mut steps.job, trainer, error)?;
+    let changed = member.after_loss((&mut steps.job, &mut steps.last), trainer, error)?;
     note(trainer, steps, events, &changed);
     Ok(())
 }

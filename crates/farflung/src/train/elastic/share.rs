@@ -94,7 +94,8 @@ pub(super) fn share(trainer: &mut Trainer, comm: &Communicator, exchange: &Excha
         let mut parts: Vec<Vec<u8>> = vec![Vec::new(); donors.len()];
         loop {
             // Of all donors at once, so that no link waits for another.
-            let missing = |(donor, part): (usize, &Vec<u8>)| (part.len() < pieces[donor].len()).then_some(donor);
+            let missing =
+                |(donor, part): (usize, &Vec<u8>)| (part.len() < pieces[donor].len()).then_some(donor);
             let due: Vec<usize> = parts.iter().enumerate().filter_map(missing).collect();
             if due.is_empty() {
                 break;

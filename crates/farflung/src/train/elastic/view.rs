@@ -3,14 +3,15 @@
 use std::str::FromStr;
 
 use farflung_comm::Communicator;
-use farflung_parallel::membership::View;
 use farflung_parallel::Plan;
+use farflung_parallel::membership::View;
 use farflung_parallel::plan::Replica;
 use serde::{Deserialize, Serialize};
 
 use super::share::Exchange;
 use crate::train::job::{Base, Job};
 use crate::train::planned;
+use crate::train::steps::Last;
 use crate::train::trainer::Progress;
 use crate::{Error, Result};
 
@@ -24,6 +25,8 @@ struct Standing {
     members: Vec<u32>,
     /// Microbatches of all replicas in the run so far.
     microbatches: u64,
+    /// When it last evaluated, saved and checked: all do so after the same steps.
+    last: Last,
 }
 
 /// What a rank brings into a view.
@@ -34,6 +37,7 @@ pub(super) struct Brings<'a> {
     pub(super) before: Vec<u32>,
     /// How far it is; none of a newcomer.
     pub(super) progress: Option<Progress>,
+    pub(super) last: Last,
 }
 
 /// What the members of a view know of each other.
@@ -42,15 +46,17 @@ pub(super) struct Stood {
     pub(super) job: Job,
     /// Who gives the state to whom.
     pub(super) exchange: Exchange,
+    /// When the furthest of them last evaluated, saved and checked.
+    pub(super) last: Last,
 }
 
 /// The members of a view tell each other where they stand. All call it.
 ///
 /// Errors: a member that is lost meanwhile; a plan that cannot be for so many.
 pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Result<Stood> {
-    let Brings { job, before, progress } = brings;
+    let Brings { job, before, progress, last } = brings;
     let microbatches = job.microbatches_after(progress.map_or(0, |progress| progress.step));
-    let standing = Standing { progress, plan: job.plan.to_string(), members: before, microbatches };
+    let standing = Standing { progress, plan: job.plan.to_string(), members: before, microbatches, last };
     let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
     let told = comm.all_gather_bytes(mine)?;
     let wrong = |problem| Error::Message { message: "where a member stands".to_owned(), problem };
@@ -66,7 +72,7 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     // Placed failures and departures are of ranks as they were.
     (next.failure, next.departure) = (None, None);
     next.base = Base { step: exchange.progress.step, microbatches: furthest.microbatches };
-    Ok(Stood { job: next, exchange })
+    Ok(Stood { job: next, exchange, last: furthest.last })
 }
 
 /// The plan of a view's members, from the one that the furthest of them carried out.

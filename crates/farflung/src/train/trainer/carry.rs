@@ -25,8 +25,9 @@ impl Trainer {
         let method = SyncMethod::by_name(&level.method);
         let apart = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|sync| sync.is_apart()));
         if apart || method.is_some_and(|method| method.timed || method.overlaps) {
-            let expected =
-                expected("ddp, diloco or another whose replicas all have the same parameters after an average");
+            let expected = expected(
+                "ddp, diloco or another whose replicas all have the same parameters after an average",
+            );
             return Err(Error::Setting { field: "sync", value: level.method.clone(), expected });
         }
         Ok(())

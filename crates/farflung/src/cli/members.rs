@@ -1,0 +1,194 @@
+//! `farflung host` and `farflung join`: a run that machines join and leave.
+
+use std::net::UdpSocket;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use farflung::access::{self, Home};
+use farflung::comm::secure::{Security, Ticket, unix_seconds};
+use farflung::comm::tcp::{Gate, GateConfig};
+use farflung::train::{Report, elastic};
+use farflung::{Error, Progress, Result, Show, Stop, TrainArgs, TrainFlags};
+
+use super::ticket::seconds;
+use super::train::{OnTerminal, print_report};
+
+/// Where a run's ticket is, in its folder.
+const TICKET: &str = "run.ticket";
+
+const HOST_EXAMPLES: &str = "Examples:
+  farflung host --config run.toml
+  farflung host --sync diloco --sync-every 50 --address my.example.org:29500
+  farflung host --listen 127.0.0.1:0 --steps 200 --out runs/shared --ticket-out run.ticket
+A member that leaves (Ctrl-C) or is lost costs the others the step in flight at most. The host may leave, too.
+";
+
+/// Found a run that other machines join and leave, and train.
+///
+/// Prints a ticket, which `farflung join` needs, and begins alone.
+#[derive(Debug, clap::Args)]
+#[command(after_help = HOST_EXAMPLES)]
+pub(crate) struct HostCommand {
+    /// Where this machine listens for others.
+    #[arg(long, value_name = "HOST:PORT", default_value = "0.0.0.0:29500")]
+    listen: String,
+    /// Where others reach it, for the ticket; up to 16, tried in turn. Unless told, the address from which this
+    /// machine reaches others.
+    #[arg(long, value_name = "HOST:PORT")]
+    address: Vec<String>,
+    /// How long the ticket holds: 90s, 30min, 24h or 7d.
+    #[arg(long, value_name = "TIME", default_value = "7d", value_parser = seconds)]
+    expires: u64,
+    /// Where the ticket is written, for its owner alone; unless told, run.ticket in the run's folder.
+    #[arg(long, value_name = "FILE")]
+    ticket_out: Option<PathBuf>,
+    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    #[arg(long, value_name = "FILE")]
+    key_file: Option<PathBuf>,
+    #[command(flatten)]
+    flags: TrainFlags,
+}
+
+impl HostCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        if self.flags.print_config {
+            return super::print(&self.flags.resolve()?.to_toml());
+        }
+        let config = self.flags.clone().resolve()?;
+        let home = Home::new(self.key_file.as_deref(), |name| std::env::var(name).ok())?;
+        let (identity, secret) = (home.identity()?, home.join_secret()?);
+        let mut gate = GateConfig::new(&self.listen, &config.job, Security::by_secret(&identity, &secret));
+        gate.advertise = self.address.first().cloned();
+        gate.deadline = Duration::from(config.deadline);
+        let expiry = unix_seconds().saturating_add(self.expires);
+        let mut open = |gate: &Gate, folder: &Path| {
+            let addresses = match &self.address[..] {
+                [] => vec![reached(gate.address())],
+                given => given.to_vec(),
+            };
+            let ticket = Ticket { addresses, host: identity.public(), secret: secret.until(expiry), expiry };
+            let word = ticket.word().map_err(|_| Error::Setting {
+                field: "address",
+                value: self.address.join(" "),
+                expected: "1 to 16 times `host:port`, with a port of 1 to 65535".to_owned(),
+            })?;
+            let path = self.ticket_out.clone().unwrap_or_else(|| folder.join(TICKET));
+            access::write_private(&path, &word)?;
+            farflung::terminal::say(format!(
+                "the ticket is in {}: copy it to other machines, and there run\n  farflung join --ticket-file {TICKET}\n",
+                path.display(),
+            ));
+            Ok(())
+        };
+        let (steps, quiet, json) = (config.steps, config.quiet, config.json);
+        let stop = Stop::install_leaving()?;
+        watched(steps, quiet, json, |watch| elastic::host(config, &gate, &stop, watch, &mut open))
+    }
+}
+
+const JOIN_EXAMPLES: &str = "Examples:
+  farflung join --ticket-file run.ticket
+  farflung join --ticket-file - --data book.txt --device wgpu < run.ticket
+  farflung join --ticket-file run.ticket --out runs/helper --threads 4
+Ctrl-C leaves after the step under way, with a checkpoint; the others go on.
+";
+
+/// Join a run of `farflung host`, now or later, as a member that trains.
+///
+/// Settings come with the run; those of this machine alone are flags.
+#[derive(Debug, clap::Args)]
+#[command(after_help = JOIN_EXAMPLES)]
+pub(crate) struct JoinCommand {
+    /// File with the run's ticket; - is standard input. Or FARFLUNG_TICKET (the ticket itself),
+    /// FARFLUNG_TICKET_FILE.
+    #[arg(long, value_name = "FILE")]
+    ticket_file: Option<PathBuf>,
+    /// The run's text on this machine, which has to be the same; unless told, the default text.
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// What this machine computes on: cpu, wgpu, cuda, with a number behind for one of several.
+    #[arg(long, value_name = "NAME")]
+    device: Option<String>,
+    /// Threads; 0 is as many as there are cores.
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Folder for checkpoints and metrics of this member.
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// Where this machine listens for members that come later.
+    #[arg(long, value_name = "HOST:PORT", default_value = "0.0.0.0:0")]
+    listen: String,
+    /// Where those reach it, if that is elsewhere.
+    #[arg(long, value_name = "HOST:PORT")]
+    address: Option<String>,
+    /// The run's name, where it has another than the default.
+    #[arg(long, value_name = "NAME")]
+    job: Option<String>,
+    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    #[arg(long, value_name = "FILE")]
+    key_file: Option<PathBuf>,
+    /// No progress.
+    #[arg(long)]
+    quiet: bool,
+    /// Print the report as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+impl JoinCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let env = |name: &str| std::env::var(name).ok();
+        let ticket = access::ticket_for(self.ticket_file.as_deref(), env)?;
+        let home = Home::new(self.key_file.as_deref(), env)?;
+        let identity = home.identity()?;
+        let mut given = TrainArgs {
+            data: self.data.clone(),
+            out: self.out.clone(),
+            threads: self.threads,
+            quiet: Some(self.quiet),
+            json: Some(self.json),
+            ..TrainArgs::default()
+        };
+        if let Some(device) = &self.device {
+            let line = format!("device = {}", toml::Value::String(device.clone()));
+            given.device = TrainArgs::from_toml(&line, Path::new("the command line"))?.device;
+        }
+        let job = self.job.clone().unwrap_or_else(|| farflung::TrainConfig::default().job);
+        let mut gate = GateConfig::new(&self.listen, job, Security::by_ticket(&identity, &ticket));
+        gate.advertise.clone_from(&self.address);
+        let stop = Stop::install_leaving()?;
+        watched(0, self.quiet, self.json, |watch| {
+            elastic::join(given, &gate, &ticket.addresses, &stop, watch)
+        })
+    }
+}
+
+/// Runs with progress on the terminal, and prints the report.
+fn watched(
+    steps: u64,
+    quiet: bool,
+    json: bool,
+    run: impl FnOnce(&mut OnTerminal) -> Result<Option<Report>>,
+) -> Result<()> {
+    let show = if quiet { Show::Nothing } else { Show::Auto };
+    let mut watch = OnTerminal(Progress::new(steps, 0, show));
+    let report = run(&mut watch);
+    watch.0.finish();
+    print_report(report?, json)
+}
+
+/// An address at which this machine listens as others reach it: where it listens at all of its addresses, the one from
+/// which it would reach others.
+fn reached(listens: &str) -> String {
+    let Ok(at) = listens.parse::<std::net::SocketAddr>() else { return listens.to_owned() };
+    if !at.ip().is_unspecified() {
+        return listens.to_owned();
+    }
+    // Nothing is sent: the system only says by which way it would go.
+    let way = UdpSocket::bind("0.0.0.0:0").and_then(|socket| {
+        socket.connect("192.0.2.1:9")?;
+        socket.local_addr()
+    });
+    let ip = way.map_or(std::net::Ipv4Addr::LOCALHOST.into(), |way| way.ip());
+    std::net::SocketAddr::new(ip, at.port()).to_string()
+}

@@ -1,0 +1,172 @@
+//! A run on machines that come and leave: the one that founds it, and those that join.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use farflung_comm::tcp::{Gate, GateConfig};
+use serde::{Deserialize, Serialize};
+
+use super::arrivals::{AtGate, Newcomer};
+use super::place::Place;
+use super::seats::first_view;
+use crate::config::shared::{Fact, is_own};
+use crate::train::claim::Claim;
+use crate::train::job::Job;
+use crate::train::links::{Seat, seat};
+use crate::train::meet::model_facts;
+use crate::train::planned;
+use crate::train::report::Report;
+use crate::train::run::{Watch, run_job};
+use crate::train::sizes;
+use crate::{Error, Result, Stop, TrainArgs, TrainConfig, model_name};
+
+/// Members of other versions may compute other values.
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+
+/// What a newcomer is told before it connects to all members.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Welcome {
+    version: String,
+    /// The settings that all members share, as TOML.
+    settings: String,
+    /// What follows from them and from the data.
+    facts: Vec<Fact>,
+}
+
+/// Settings that name files of one machine: their contents are compared, or a newcomer has no use for them.
+const FILES: [&str; 2] = ["data", "init-from"];
+
+impl Welcome {
+    fn of(job: &Job) -> Self {
+        let settings = job.config.to_toml();
+        let shared = |line: &&str| {
+            let key = line.split(" = ").next().unwrap_or_default();
+            !is_own(key) && !FILES.contains(&key)
+        };
+        let settings = settings.lines().filter(shared).map(|line| format!("{line}\n")).collect();
+        Self { version: VERSION.to_owned(), settings, facts: facts(job) }
+    }
+
+    /// Reads what members say of the run.
+    fn read(bytes: &[u8]) -> Result<Self> {
+        let malformed = |_| Error::Message {
+            message: "what members say of the run".to_owned(),
+            problem: "does not read as that",
+        };
+        serde_json::from_slice(bytes).map_err(malformed)
+    }
+}
+
+/// What all members must have alike beside their settings.
+fn facts(job: &Job) -> Vec<Fact> {
+    let tokens = job.training.len() + job.held_out.len();
+    let mut facts = model_facts(job);
+    if !job.config.own_data {
+        facts.push(Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)));
+    }
+    facts
+}
+
+/// Refuses settings with which members cannot come and leave.
+fn check(config: &TrainConfig) -> Result<()> {
+    let wrong = |field, value: String, expected: &str| {
+        Err(Error::Setting { field, value, expected: expected.to_owned() })
+    };
+    if let Some(plan) = &config.plan {
+        let expected = "none: a plan is made for whoever is there";
+        return wrong("plan", plan.display().to_string(), expected);
+    }
+    if let Some(topology) = &config.topology {
+        let expected = "none: members come with their own links";
+        return wrong("topology", topology.display().to_string(), expected);
+    }
+    if config.stages > 1 {
+        let expected = "1: members that come and leave hold the whole model each";
+        return wrong("stages", config.stages.to_string(), expected);
+    }
+    Ok(())
+}
+
+/// Opens the data, and makes the plan of a member alone that others can come to.
+fn prepare(config: TrainConfig, stop: &Stop) -> Result<Job> {
+    check(&config)?;
+    sizes::admit(&config, None)?;
+    let config = TrainConfig { workers: 1, ..config };
+    let level = planned::level(&config, 2);
+    let job = Job::new(config, 1, stop.clone())?;
+    let job = Job { elastic: true, ..job };
+    let mut plan = job.plan.clone();
+    plan.levels = vec![level];
+    job.with_plan(plan)
+}
+
+/// Founds a run that others can join, and trains. `open` is called once they can, with the run's folder.
+///
+/// Errors: settings with which members cannot come and leave; a port that is in use.
+pub fn host(
+    config: TrainConfig,
+    gate: &GateConfig,
+    stop: &Stop,
+    watch: &mut dyn Watch,
+    open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
+) -> Result<Option<Report>> {
+    let mut job = prepare(config, stop)?;
+    let claim = Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?;
+    job.out = Some(claim.path().to_owned());
+    let gate = Arc::new(Gate::found(gate)?);
+    let welcome = serde_json::to_vec(&Welcome::of(&job)).expect("texts have no way to fail");
+    gate.set_welcome(welcome)?;
+    let me = Newcomer::from(&gate.own());
+    let view = first_view(std::slice::from_ref(&me));
+    let mut place = place(&gate, me, Some(view.clone()), &job);
+    let comm = seat(&job, place.enter(view)?, false)?;
+    open(&gate, claim.path())?;
+    run_job(&job, vec![Seat { comm, simulated: false, link: None, place: Some(place) }], watch)
+}
+
+/// Becomes a member of the run of which some members are reached at these addresses. `given` are this machine's own
+/// settings.
+///
+/// Errors: [`Error::RanksDiffer`] for another version, model or data than the members'; whatever keeps it from joining.
+pub fn join(
+    given: TrainArgs,
+    gate: &GateConfig,
+    addresses: &[String],
+    stop: &Stop,
+    watch: &mut dyn Watch,
+) -> Result<Option<Report>> {
+    let asked = Gate::ask(gate, addresses)?;
+    let welcome = Welcome::read(&asked.welcome)?;
+    differs("program's", &[Fact::new("version", VERSION)], &[Fact::new("version", &welcome.version)])?;
+    let file = TrainArgs::from_toml(&welcome.settings, Path::new("the run's settings"))?;
+    let mut job = prepare(TrainConfig::merge(given, file)?, stop)?;
+    differs("setting", &facts(&job), &welcome.facts)?;
+    let claim = Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?;
+    job.out = Some(claim.path().to_owned());
+    watch.note(&format!("{} of the run's members answer: connecting to them", asked.members().len()));
+    let gate = Arc::new(asked.join()?);
+    gate.set_welcome(serde_json::to_vec(&welcome).expect("texts have no way to fail"))?;
+    let me = Newcomer::from(&gate.own());
+    let mut place = place(&gate, me, None, &job);
+    let comm = place.alone()?;
+    run_job(&job, vec![Seat { comm, simulated: false, link: None, place: Some(place) }], watch)
+}
+
+fn place(
+    gate: &Arc<Gate>,
+    me: Newcomer,
+    view: Option<farflung_parallel::membership::View>,
+    job: &Job,
+) -> Place {
+    let promises = job.out.as_ref().map(|out| out.join("promises.json"));
+    let arrivals = Arc::new(AtGate(Arc::clone(gate)));
+    Place::new(gate.transport(), me, arrivals, (view, promises), job.config.deadline)
+}
+
+/// Refuses where this machine has another value than the members.
+fn differs(what: &'static str, own: &[Fact], theirs: &[Fact]) -> Result<()> {
+    let other = own.iter().find(|fact| !theirs.contains(fact));
+    let Some(Fact { name, value }) = other else { return Ok(()) };
+    let found = theirs.iter().find(|fact| fact.name == *name).map_or("missing", |fact| &fact.value);
+    Err(Error::MemberDiffers { what, field: name.clone(), own: value.clone(), theirs: found.to_owned() })
+}
