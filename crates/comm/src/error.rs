@@ -127,6 +127,9 @@ pub enum Refusal {
         "one side is encrypted and the other is not: give both the ticket or the secret, or --insecure to both"
     )]
     Clear,
+    /// Both connect to each other at the same time: the connection of the greater number stays.
+    #[error("both connect at the same time")]
+    Crossed,
 }
 
 impl Refusal {
@@ -142,6 +145,7 @@ impl Refusal {
             Self::Secret => "wrong secret",
             Self::Expired { .. } => "expired ticket",
             Self::Clear => "not encrypted",
+            Self::Crossed => "crossed",
         }
     }
 }

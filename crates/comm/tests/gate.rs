@@ -157,3 +157,27 @@ fn nobody_has_a_number_twice_and_a_full_network_says_so() {
     let error = join().unwrap_err();
     assert!(matches!(error, CommError::Argument { what: "endpoints so far", want: 3, .. }), "{error}");
 }
+
+#[test]
+fn two_that_come_at_the_same_time_meet() {
+    let clear = Security::clear();
+    let first = Gate::found(&config(&clear)).unwrap();
+    for _ in 0..8 {
+        // All have asked before any of them has connected.
+        let asked: Vec<_> = (0..3).map(|_| ask(&first, &clear).unwrap()).collect();
+        let come: Vec<Gate> = asked.into_iter().map(|asked| asked.join().unwrap()).collect();
+        thread::scope(|scope| {
+            for gate in &come {
+                scope.spawn(|| gate.meet_others(&config(&clear)).unwrap());
+            }
+        });
+        let others = |gate: &Gate| come.iter().filter(|other| peer(other) != peer(gate)).map(peer).collect::<Vec<_>>();
+        for gate in &come {
+            while !others(gate).iter().all(|&other| gate.connected().iter().any(|c| c.peer == other)) {
+                thread::sleep(Duration::from_millis(2));
+            }
+        }
+        let members: Vec<&Gate> = come.iter().collect();
+        assert_eq!(sums(&members, 7), [3.0; 3]);
+    }
+}

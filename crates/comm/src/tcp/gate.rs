@@ -4,7 +4,8 @@
 //! Each endpoint has a number below [`GateConfig::slots`], which the process draws for itself and which nobody
 //! has again. It knows no job beyond its name, and does not decide who counts as a member.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use std::net::{IpAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -91,6 +92,8 @@ struct Shared {
     address: String,
     /// This one, and those that have come.
     known: Mutex<BTreeMap<u32, Connected>>,
+    /// Peers to which this one is connecting.
+    dialling: Mutex<BTreeSet<u32>>,
     welcome: Mutex<Vec<u8>>,
     closed: AtomicBool,
 }
@@ -149,6 +152,7 @@ impl Gate {
             secret,
             address,
             known: Mutex::new(BTreeMap::from([(me.0, own)])),
+            dialling: Mutex::default(),
             welcome: Mutex::default(),
             closed: AtomicBool::new(false),
         });
@@ -195,6 +199,32 @@ impl Gate {
             return Err(CommError::Argument { op: "gate", what: "length of the welcome", got, want });
         }
         *lock(&self.shared.welcome) = bytes;
+        Ok(())
+    }
+
+    /// Asks a peer who else is there, and connects to those that this one has not met: two that come at the same
+    /// time do not know each other. `config` is the one that it came in with.
+    ///
+    /// # Errors
+    /// What kept it from asking.
+    pub fn meet_others(&self, config: &GateConfig) -> Result<(), CommError> {
+        let until = Until::after(config.deadline.min(EACH));
+        let addresses: Vec<String> = self.connected().into_iter().map(|peer| peer.address).collect();
+        if addresses.is_empty() {
+            return Ok(());
+        }
+        let mut asks = config.clone();
+        // Members prove themselves to each other by what they share.
+        asks.security.clone_from(&self.shared.security);
+        asks.deadline = config.deadline.min(EACH);
+        let asked = Self::ask(&asks, &addresses)?;
+        let me = self.shared.tcp.me();
+        for member in asked.members.iter().filter(|member| member.peer != me) {
+            // Whoever cannot be reached is met another time.
+            if let Err(error) = self.shared.reach(member, until) {
+                tracing::debug!(peer = member.peer.0, %error, "not met");
+            }
+        }
         Ok(())
     }
 
@@ -338,8 +368,22 @@ fn draw(bound: u32) -> Result<u32, CommError> {
 }
 
 impl Shared {
-    /// Connects to a member, as one.
+    /// Connects to a member, as one, unless it has connected to this one.
     fn reach(&self, member: &Connected, until: Until) -> Result<(), CommError> {
+        if self.tcp.driver().is_connected(member.peer) {
+            return Ok(());
+        }
+        lock(&self.dialling).insert(member.peer.0);
+        let reached = self.dial(member, until);
+        lock(&self.dialling).remove(&member.peer.0);
+        match reached {
+            // Its own connection to this one stays.
+            Err(CommError::Refused { reason: Refusal::Crossed, .. }) => Ok(()),
+            reached => reached,
+        }
+    }
+
+    fn dial(&self, member: &Connected, until: Until) -> Result<(), CommError> {
         let me = self.tcp.me();
         let addresses = resolve("address of a member", &member.address)?;
         let until = until.at_most(EACH);
@@ -370,7 +414,11 @@ impl Shared {
             Control::Welcome(by) if *by == member.peer.0 => Some(()),
             _ => None,
         })?;
-        self.connect(member.clone(), stream).map_err(io)
+        match self.connect(member.clone(), stream) {
+            // It has connected to this one meanwhile.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+            connected => connected.map_err(io),
+        }
     }
 
     fn connect(&self, peer: Connected, stream: Stream) -> std::io::Result<()> {
@@ -421,6 +469,9 @@ impl Shared {
                 }
                 if peer == me || self.tcp.driver().is_connected(peer) {
                     return Err(Refusal::Taken(rank));
+                }
+                if me > peer && lock(&self.dialling).contains(&rank) {
+                    return Err(Refusal::Crossed);
                 }
                 // Reading finds whether it is still there.
                 let welcome = Control::Welcome(me.0);

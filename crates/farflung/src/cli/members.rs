@@ -8,7 +8,7 @@ use farflung::access::{self, Home};
 use farflung::comm::secure::{Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{Gate, GateConfig};
 use farflung::train::{Report, elastic};
-use farflung::{Error, Progress, Result, Show, Stop, TrainArgs, TrainFlags};
+use farflung::{Error, Result, Show, Stop, TrainArgs, TrainFlags};
 
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
@@ -80,9 +80,9 @@ impl HostCommand {
             ));
             Ok(())
         };
-        let (steps, quiet, json) = (config.steps, config.quiet, config.json);
+        let (quiet, json) = (config.quiet, config.json);
         let stop = Stop::install_leaving()?;
-        watched(steps, quiet, json, |watch| elastic::host(config, &gate, &stop, watch, &mut open))
+        watched(quiet, json, |watch| elastic::host(config, &gate, &stop, watch, &mut open))
     }
 }
 
@@ -157,7 +157,7 @@ impl JoinCommand {
         let mut gate = GateConfig::new(&self.listen, job, Security::by_ticket(&identity, &ticket));
         gate.advertise.clone_from(&self.address);
         let stop = Stop::install_leaving()?;
-        watched(0, self.quiet, self.json, |watch| {
+        watched(self.quiet, self.json, |watch| {
             elastic::join(given, &gate, &ticket.addresses, &stop, watch)
         })
     }
@@ -165,15 +165,14 @@ impl JoinCommand {
 
 /// Runs with progress on the terminal, and prints the report.
 fn watched(
-    steps: u64,
     quiet: bool,
     json: bool,
     run: impl FnOnce(&mut OnTerminal) -> Result<Option<Report>>,
 ) -> Result<()> {
     let show = if quiet { Show::Nothing } else { Show::Auto };
-    let mut watch = OnTerminal(Progress::new(steps, 0, show));
+    let mut watch = OnTerminal::new(0, show);
     let report = run(&mut watch);
-    watch.0.finish();
+    watch.finish();
     print_report(report?, json)
 }
 

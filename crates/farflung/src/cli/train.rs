@@ -66,15 +66,36 @@ fn help() -> String {
 }
 
 /// Progress on stderr.
-pub(super) struct OnTerminal(pub(super) Progress);
+pub(super) struct OnTerminal {
+    progress: Progress,
+    steps: u64,
+    show: Show,
+}
+
+impl OnTerminal {
+    /// Of so many steps, as far as is known before the run begins.
+    pub(super) fn new(steps: u64, show: Show) -> Self {
+        Self { progress: Progress::new(steps, 0, show), steps, show }
+    }
+
+    pub(super) fn finish(self) {
+        self.progress.finish();
+    }
+}
 
 impl Watch for OnTerminal {
+    fn begin(&mut self, done: u64, steps: u64) {
+        if steps != self.steps {
+            self.progress = Progress::new(steps, done, self.show);
+            self.steps = steps;
+        }
+    }
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
-        self.0.step(metrics, link_use);
+        self.progress.step(metrics, link_use);
     }
 
     fn note(&mut self, text: &str) {
-        self.0.note(text);
+        self.progress.note(text);
     }
 }
 
@@ -103,9 +124,9 @@ impl TrainCommand {
             Show::Auto
         };
         let json = config.json;
-        let mut watch = OnTerminal(Progress::new(config.steps, 0, show));
+        let mut watch = OnTerminal::new(config.steps, show);
         let report = run(config, env.as_ref(), stop, &mut watch);
-        watch.0.finish();
+        watch.finish();
         print_report(report?, json)
     }
 }

@@ -29,6 +29,9 @@ use crate::{Error, Existing, LaunchEnv, Result, RunDir, StepMetrics, TrainConfig
 
 /// Follows a run: called on rank 0.
 pub trait Watch: Send {
+    /// Steps begin, after so many and up to so many.
+    fn begin(&mut self, _done: u64, _steps: u64) {}
+
     /// A step is done. `link_use` is the share of the link's time that this worker's bytes took so far.
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>);
 
@@ -338,7 +341,8 @@ pub(super) fn announce(
     if let Some(note) = note(trainer, job)? {
         watch.note(&note);
     }
-    if trainer.steps_done() > 0 {
+    watch.begin(trainer.steps_done(), job.config.steps);
+    if trainer.steps_done() > 0 && resumed.is_some() {
         watch.note(&format!("resumed at step {}", trainer.steps_done()));
     }
     resumed.iter().flat_map(|resumed| &resumed.notes).for_each(|note| watch.note(note));
