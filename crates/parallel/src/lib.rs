@@ -5,6 +5,7 @@ pub mod churn;
 pub mod cluster;
 mod draw;
 pub mod error;
+pub mod membership;
 pub mod memory;
 pub mod mesh;
 pub mod model;
