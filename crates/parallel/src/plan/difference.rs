@@ -3,13 +3,21 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use serde::{Deserialize, Serialize};
+
 use super::Plan;
 
-/// A hash of a plan's canonical text: equal plans have equal digests.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+/// A blake3 hash of what all ranks must agree on: of a plan's canonical text, a view, weights.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Digest([u8; 32]);
 
 impl Digest {
+    /// A hash that was taken elsewhere.
+    #[must_use]
+    pub const fn new(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+
     /// The hash.
     #[must_use]
     pub const fn bytes(&self) -> &[u8; 32] {

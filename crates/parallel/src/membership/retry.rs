@@ -1,0 +1,40 @@
+//! When to send again.
+
+use farflung_base::Nanos;
+
+use super::Settings;
+
+/// A timer whose waits double up to a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Retry {
+    attempt: u32,
+    at: Nanos,
+}
+
+impl Retry {
+    /// Due at once.
+    pub(super) const fn due(now: Nanos) -> Self {
+        Self { attempt: 0, at: now }
+    }
+
+    /// When it is due.
+    pub(super) const fn at(self) -> Nanos {
+        self.at
+    }
+
+    pub(super) fn is_due(self, now: Nanos) -> bool {
+        now >= self.at
+    }
+
+    /// The next wait: twice the one before.
+    pub(super) fn again(self, now: Nanos, settings: &Settings) -> Self {
+        self.later(now, Nanos::ZERO, settings)
+    }
+
+    /// The same, and `more` on top.
+    pub(super) fn later(self, now: Nanos, more: Nanos, settings: &Settings) -> Self {
+        let wait = settings.resend.0.saturating_mul(1 << self.attempt.min(32)).min(settings.slowest_resend.0);
+        let at = now.saturating_add(Nanos(wait.max(1))).saturating_add(more);
+        Self { attempt: self.attempt.saturating_add(1), at }
+    }
+}

@@ -1,0 +1,65 @@
+//! What a member says again until it is answered.
+
+use super::super::retry::Retry;
+use super::super::state::Round;
+use super::super::{MemberId, Message};
+use super::Step;
+
+impl Step<'_> {
+    /// Sends the view to those that do not have it.
+    pub(super) fn tell(&mut self) {
+        let untold = std::mem::take(&mut self.state.untold);
+        self.state.untold = self.tell_round(untold);
+        let former = std::mem::take(&mut self.state.former);
+        self.state.former = self.tell_round(former);
+    }
+
+    fn tell_round(&mut self, mut round: Round) -> Round {
+        let retry = round.retry.unwrap_or(Retry::due(self.now));
+        if round.to.is_empty() || !retry.is_due(self.now) {
+            return round;
+        }
+        if let Some(view) = self.view().cloned() {
+            for &id in &round.to {
+                self.send(id, Message::Decided { view: view.clone() });
+            }
+            round.retry = Some(retry.again(self.now, &self.state.settings));
+        }
+        round
+    }
+
+    /// What there is to announce has changed.
+    pub(super) fn announce_now(&mut self) {
+        self.state.announcement = Some(Retry::due(self.now));
+    }
+
+    /// Says whom this member has given up and whether it leaves, to all: also to those that it does not hear.
+    pub(super) fn announce(&mut self) {
+        let (Some(at), Some(retry)) = (self.place(), self.state.announcement) else { return };
+        if !retry.is_due(self.now) {
+            return;
+        }
+        let (silent, leaving) = (self.state.silent.clone(), self.state.leaving.contains(&self.state.me.id));
+        for id in self.state.others() {
+            self.send(id, Message::Suspects { at, silent: silent.clone() });
+            if leaving {
+                self.send(id, Message::Leaving { at });
+            }
+        }
+        // Taking back is said once: what is not repeated is forgotten.
+        let more = leaving || !silent.is_empty();
+        self.state.announcement = more.then(|| retry.again(self.now, &self.state.settings));
+    }
+
+    /// Tells the coordinator of newcomers.
+    pub(super) fn pass_on_newcomers(&mut self) {
+        let coordinator: Option<MemberId> =
+            self.view().and_then(|view| view.coordinator(&self.state.silent)).copied();
+        let (Some(at), Some(to)) = (self.place(), coordinator) else { return };
+        if to != self.state.me.id {
+            for member in self.state.ready.values().copied().collect::<Vec<_>>() {
+                self.send(to, Message::Newcomer { at, member });
+            }
+        }
+    }
+}

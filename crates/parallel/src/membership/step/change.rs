@@ -1,0 +1,122 @@
+//! From one view to the next.
+
+use std::collections::BTreeSet;
+
+use super::super::state::Round;
+use super::super::{Action, Kept, MemberId, Message, Reason, View, ViewFault};
+use super::{Step, Told};
+
+impl Step<'_> {
+    /// More than half have voted for `view`: tells all.
+    pub(super) fn decide(&mut self, view: View) {
+        let others = self.state.others();
+        let mut members = view.ids();
+        members.remove(&self.state.me.id);
+        // Those that it removes are told once: whoever misses it is answered when it next says something.
+        let stays = view.has(&self.state.me.id);
+        for id in if stays { &others - &members } else { others } {
+            self.send(id, Message::Decided { view: view.clone() });
+        }
+        self.enter(view);
+        if stays {
+            self.state.untold = Round::new(members);
+        }
+    }
+
+    /// A peer says that a view is decided.
+    pub(super) fn decided(&mut self, from: MemberId, view: View, told: Told) {
+        if let Err(fault) = view.check() {
+            self.actions.push(Action::Fault { peer: from, fault });
+            return;
+        }
+        let Some(mine) = self.view() else {
+            if view.members.iter().any(|m| m.id == self.state.me.id && m.slot == self.state.me.slot) {
+                self.enter(view);
+                self.acknowledge(from);
+            }
+            return;
+        };
+        let (place, old) = (view.place(), mine.place());
+        if place.incarnation != old.incarnation {
+            self.meet_view(from, view, told);
+        } else if place > old {
+            if place.epoch == old.epoch + 1
+                && let Err(fault) = view.follows(mine)
+            {
+                self.actions.push(Action::Fault { peer: from, fault });
+                return;
+            }
+            self.enter(view);
+            self.acknowledge(from);
+        } else if place == old && view != *mine {
+            self.actions.push(Action::Fault { peer: from, fault: ViewFault::Another(place) });
+        } else if told == Told::Decision && place == old {
+            self.acknowledge(from);
+        } else if told == Told::Decision {
+            self.send_view(from);
+        }
+    }
+
+    /// Says that the view has arrived.
+    fn acknowledge(&mut self, to: MemberId) {
+        if let (Some(at), None) = (self.place(), &self.state.stopped) {
+            self.send(to, Message::Here { at });
+        }
+    }
+
+    /// Goes on with a view, or stops if it does not have this member.
+    fn enter(&mut self, view: View) {
+        let me = self.state.me;
+        let Some(&me) = view.members.iter().find(|m| m.id == me.id && m.slot == me.slot) else {
+            let left = self.state.leaving.contains(&me.id);
+            self.stop(if left { Reason::Left } else { Reason::Removed { by: view.place() } });
+            return;
+        };
+        let state = &mut *self.state;
+        let ids = view.ids();
+        state.me = me;
+        state.proposal = None;
+        state.highest = 0;
+        state.silent.retain(|id| ids.contains(id));
+        state.leaving.retain(|id| ids.contains(id));
+        state.ready.retain(|_, new| !view.members.iter().any(|m| m.id == new.id && m.slot == new.slot));
+        state.suspicions.clear();
+        state.untold = Round::default();
+        state.announcement = None;
+        state.alone_since = None;
+        state.kept = Some(Kept::new(view.clone()));
+        self.keep();
+        self.actions.push(Action::Install(view));
+        if !self.state.silent.is_empty() || self.state.leaving.contains(&me.id) {
+            self.announce_now();
+        }
+    }
+
+    /// Stops if it asked to leave and is the only member.
+    pub(super) fn has_left(&mut self) -> bool {
+        let me = self.state.me.id;
+        let alone = self.view().is_some_and(|view| view.members.len() == 1);
+        if alone && self.state.leaving.contains(&me) && self.state.stopped.is_none() {
+            self.stop(Reason::Left);
+        }
+        self.state.stopped.is_some()
+    }
+
+    /// Stops if too few members have been heard for too long.
+    pub(super) fn has_waited_in_vain(&mut self) -> bool {
+        let heard: BTreeSet<MemberId> = self.state.heard();
+        if self.state.is_quorum(&heard) {
+            self.state.alone_since = None;
+            return false;
+        }
+        let since = *self.state.alone_since.get_or_insert(self.now);
+        if self.now < since.saturating_add(self.state.settings.patience) {
+            return false;
+        }
+        if let Some(view) = self.view() {
+            let (members, tie_breaker) = (view.members.len(), heard.contains(&view.tie_breaker));
+            self.stop(Reason::NoMajority { heard: heard.len(), members, tie_breaker });
+        }
+        true
+    }
+}

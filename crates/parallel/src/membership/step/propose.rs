@@ -1,0 +1,223 @@
+//! Proposing the next view.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use farflung_base::Nanos;
+
+use super::super::acceptor::Vote;
+use super::super::proposal::{Phase, Proposal, newest};
+use super::super::retry::Retry;
+use super::super::suspicion::cover;
+use super::super::{Accepted, Action, Ballot, Member, MemberId, Message, View};
+use super::Step;
+
+impl Step<'_> {
+    /// Begins, continues or drops a proposal.
+    pub(super) fn pursue(&mut self, admit: bool) {
+        let Some(mut proposal) = self.state.proposal.take() else {
+            if self.may_propose() && self.wanted(admit).is_some() {
+                self.begin(admit, Retry::due(self.now));
+            }
+            return;
+        };
+        proposal.at_commit |= admit;
+        let (due, at_commit, retry) = (proposal.retry.is_due(self.now), proposal.at_commit, proposal.retry);
+        let wanted = self.may_propose() && self.wanted(at_commit).is_some();
+        match &proposal.phase {
+            Phase::Waiting if due && wanted => self.begin(at_commit, retry),
+            Phase::Waiting if due => {}
+            // Nothing can have been accepted in this ballot.
+            Phase::Preparing { .. } if !wanted => {}
+            Phase::Accepting { view, own: true, .. } if self.is_late(view) => self.begin(at_commit, retry),
+            Phase::Preparing { .. } | Phase::Accepting { .. } if due => {
+                proposal.retry = retry.again(self.now, &self.state.settings);
+                self.ask(&proposal);
+                self.state.proposal = Some(proposal);
+            }
+            _ => self.state.proposal = Some(proposal),
+        }
+    }
+
+    /// Whether this member is the coordinator and hears enough members.
+    fn may_propose(&self) -> bool {
+        let gone = self.gone();
+        let coordinator = self.view().and_then(|view| view.coordinator(&gone));
+        coordinator == Some(&self.state.me.id) && self.state.is_quorum(&self.state.heard())
+    }
+
+    /// Whether someone is to be removed whom this proposal keeps.
+    fn is_late(&self, view: &View) -> bool {
+        let members = view.members.iter().map(|member| member.id);
+        let kept: BTreeSet<MemberId> = members.collect();
+        self.may_propose() && self.lost().iter().any(|id| kept.contains(id))
+    }
+
+    /// The next view as things stand: removals first; leaves and admissions only at a commit, or beside removals.
+    fn wanted(&self, at_commit: bool) -> Option<View> {
+        let view = self.view()?;
+        let mut remove = self.lost();
+        if at_commit || !remove.is_empty() {
+            remove.extend(self.state.leaving.iter().filter(|id| view.has(id)));
+        }
+        if remove.len() == view.members.len() {
+            // All others go first.
+            remove.remove(&self.state.me.id);
+        }
+        if remove.is_empty() && at_commit {
+            let ready: Vec<Member> = self.state.ready.values().copied().collect();
+            return view.with(&ready, self.state.start);
+        }
+        view.without(&remove, self.state.start)
+    }
+
+    /// Members that are given up, and those whose machine asks to join anew.
+    fn gone(&self) -> BTreeSet<MemberId> {
+        let replaced = self.state.ready.keys().filter(|id| self.view().is_some_and(|view| view.has(id)));
+        self.state.silent.iter().chain(replaced).copied().collect()
+    }
+
+    /// Members to remove.
+    fn lost(&self) -> BTreeSet<MemberId> {
+        let gone = self.gone();
+        let Some(view) = self.view() else { return gone };
+        let is_here = |id: &MemberId| view.has(id) && !gone.contains(id);
+        let mut broken = BTreeSet::new();
+        for (from, suspicion) in self.state.suspicions.iter().filter(|(from, _)| is_here(from)) {
+            for (id, since) in suspicion.silent(self.now, &self.state.settings) {
+                if id != from && is_here(id) && self.now >= since.saturating_add(self.state.settings.grace) {
+                    broken.insert((*from.min(id), *from.max(id)));
+                }
+            }
+        }
+        &gone | &cover(view, broken, &self.state.me.id)
+    }
+
+    /// When the next suspicion becomes old enough to act on.
+    pub(super) fn next_grace(&self) -> Option<Nanos> {
+        let settings = &self.state.settings;
+        let said = self.state.suspicions.values().flat_map(|said| said.silent(self.now, settings));
+        let due = said.map(|(_, since)| since.saturating_add(settings.grace));
+        due.filter(|&at| at > self.now).min()
+    }
+
+    /// Begins a ballot.
+    fn begin(&mut self, at_commit: bool, retry: Retry) {
+        let me = self.state.me.id;
+        let Some(kept) = self.state.kept.as_mut() else { return };
+        let promised = kept.promised.map_or(0, |ballot| ballot.number);
+        let number = self.state.highest.max(promised).saturating_add(1);
+        let ballot = Ballot { number, proposer: me };
+        // Its own promise is kept before the question leaves: after a restart it uses no ballot twice.
+        if matches!(kept.promise(ballot), Vote::No { .. }) {
+            return;
+        }
+        let promises = BTreeMap::from([(me, kept.accepted.clone())]);
+        self.keep_if(true, ballot);
+        let retry = retry.again(self.now, &self.state.settings);
+        let proposal = Proposal { ballot, at_commit, phase: Phase::Preparing { promises }, retry };
+        self.ask(&proposal);
+        self.state.proposal = Some(proposal);
+        self.count_promises();
+    }
+
+    /// Sends the question of a proposal's phase to all that have not answered.
+    fn ask(&mut self, proposal: &Proposal) {
+        let Some(at) = self.place() else { return };
+        let ballot = proposal.ballot;
+        let message = match &proposal.phase {
+            Phase::Waiting => return,
+            Phase::Preparing { .. } => Message::Prepare { at, ballot },
+            Phase::Accepting { view, .. } => Message::Accept { at, ballot, view: view.clone() },
+        };
+        for id in self.state.others() {
+            if !proposal.phase.has_answered(&id) {
+                self.send(id, message.clone());
+            }
+        }
+    }
+
+    /// A promise has come.
+    pub(super) fn promised(&mut self, from: MemberId, ballot: Ballot, accepted: Option<Accepted>) {
+        if let (Some(accepted), Some(view)) = (&accepted, self.view())
+            && let Err(fault) = accepted.view.follows(view)
+        {
+            self.actions.push(Action::Fault { peer: from, fault });
+            return;
+        }
+        if let Some(Proposal { ballot: mine, phase: Phase::Preparing { promises }, .. }) = &mut self.state.proposal
+            && *mine == ballot
+        {
+            promises.insert(from, accepted);
+            self.count_promises();
+        }
+    }
+
+    /// With enough promises, asks for votes.
+    fn count_promises(&mut self) {
+        let me = self.state.me.id;
+        let Some(mut proposal) = self.state.proposal.take() else { return };
+        let Phase::Preparing { promises } = &proposal.phase else {
+            self.state.proposal = Some(proposal);
+            return;
+        };
+        if !self.state.is_quorum(&promises.keys().copied().collect()) {
+            self.state.proposal = Some(proposal);
+            return;
+        }
+        let found = newest(promises).cloned();
+        let own = found.is_none();
+        // Without anything to propose the proposal is dropped.
+        let Some(view) = found.or_else(|| self.wanted(proposal.at_commit)) else { return };
+        let ballot = proposal.ballot;
+        match self.state.kept.as_mut().map(|kept| kept.accept(ballot, &view)) {
+            Some(Vote::Yes { changed }) => {
+                self.keep_if(changed, ballot);
+                proposal.phase = Phase::Accepting { view, own, votes: BTreeSet::from([me]) };
+                proposal.retry = Retry::due(self.now).again(self.now, &self.state.settings);
+                self.ask(&proposal);
+                self.state.proposal = Some(proposal);
+                self.count_votes();
+            }
+            Some(Vote::No { promised }) => {
+                self.state.proposal = Some(proposal);
+                self.refused(ballot, promised);
+            }
+            None => {}
+        }
+    }
+
+    /// A vote has come.
+    pub(super) fn accepted(&mut self, from: MemberId, ballot: Ballot) {
+        if let Some(Proposal { ballot: mine, phase: Phase::Accepting { votes, .. }, .. }) = &mut self.state.proposal
+            && *mine == ballot
+        {
+            votes.insert(from);
+            self.count_votes();
+        }
+    }
+
+    /// With enough votes, the view is decided.
+    fn count_votes(&mut self) {
+        if let Some(Proposal { phase: Phase::Accepting { view, votes, .. }, .. }) = &self.state.proposal
+            && self.state.is_quorum(votes)
+        {
+            let view = view.clone();
+            self.decide(view);
+        }
+    }
+
+    /// A higher ballot is in the way: waits, longer each time, and the members one after another.
+    pub(super) fn refused(&mut self, ballot: Ballot, promised: Ballot) {
+        self.state.highest = self.state.highest.max(promised.number);
+        let (settings, me) = (self.state.settings, self.state.me.id);
+        let position = self.view().and_then(|view| view.members.iter().position(|m| m.id == me)).unwrap_or(0);
+        if let Some(proposal) = &mut self.state.proposal
+            && proposal.ballot == ballot
+            && proposal.phase != Phase::Waiting
+        {
+            proposal.phase = Phase::Waiting;
+            let turn = Nanos(settings.resend.0.saturating_mul(position as u64));
+            proposal.retry = proposal.retry.later(self.now, turn, &settings);
+        }
+    }
+}

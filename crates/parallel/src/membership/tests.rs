@@ -1,0 +1,141 @@
+//! Helpers: members by number, and a network that delivers at once.
+
+mod agreement;
+mod changes;
+mod wire;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use farflung_base::Nanos;
+
+use super::{Action, Event, Kept, Member, MemberId, Message, Place, Reason, Settings, Start, State, View};
+use crate::plan::Digest;
+
+pub(super) fn id(number: u32) -> MemberId {
+    MemberId::number(number)
+}
+
+pub(super) fn ids(numbers: &[u32]) -> BTreeSet<MemberId> {
+    numbers.iter().map(|&number| id(number)).collect()
+}
+
+pub(super) fn member(number: u32) -> Member {
+    Member::new(id(number), number)
+}
+
+pub(super) const START: Start = Start { weights: Digest::new([7; 32]), plan: Digest::new([9; 32]) };
+
+/// Epoch 1 of members `0..n`; member 0 is the tie-breaker.
+pub(super) fn first(n: u32) -> View {
+    let members: Vec<Member> = (0..n).map(member).collect();
+    View::first(Place { incarnation: 1, epoch: 1 }, &members, START).unwrap()
+}
+
+pub(super) fn seconds(seconds: u64) -> Nanos {
+    Nanos::from_millis(1000 * seconds)
+}
+
+/// Members with queues between them; nothing is lost unless a test says so.
+#[derive(Default)]
+pub(super) struct Net {
+    pub(super) now: Nanos,
+    pub(super) states: BTreeMap<MemberId, State>,
+    /// What each has kept.
+    pub(super) disks: BTreeMap<MemberId, Kept>,
+    pub(super) stops: BTreeMap<MemberId, Reason>,
+    pub(super) installed: Vec<(MemberId, View)>,
+    pub(super) queue: VecDeque<(MemberId, MemberId, Message)>,
+    /// Links that lose everything, from and to.
+    pub(super) cut: BTreeSet<(MemberId, MemberId)>,
+    wakes: BTreeMap<MemberId, Nanos>,
+}
+
+impl Net {
+    /// Members `0..n` in their first view.
+    pub(super) fn of(n: u32) -> Self {
+        let mut net = Self::default();
+        for number in 0..n {
+            net.add(State::first(id(number), first(n), Settings::default()).unwrap());
+        }
+        net
+    }
+
+    pub(super) fn add(&mut self, state: State) {
+        let id = state.me().id;
+        self.disks.extend(state.kept().map(|kept| (id, kept.clone())));
+        self.states.insert(id, state);
+    }
+
+    /// A member's process dies without a word.
+    pub(super) fn kill(&mut self, number: u32) {
+        self.states.remove(&id(number)).unwrap();
+        self.wakes.remove(&id(number));
+    }
+
+    /// One step of a member. What it sends is queued.
+    pub(super) fn step(&mut self, who: MemberId, event: Event) {
+        let Some(state) = self.states.get_mut(&who) else { return };
+        for action in state.step(event, self.now) {
+            match action {
+                Action::Send { to, message } if !self.cut.contains(&(who, to)) => {
+                    self.queue.push_back((who, to, message));
+                }
+                Action::Send { .. } => {}
+                Action::Keep(kept) => {
+                    self.disks.insert(who, kept);
+                }
+                Action::Install(view) => self.installed.push((who, view)),
+                Action::Stop(reason) => {
+                    self.stops.insert(who, reason);
+                }
+                Action::Wake { at } => {
+                    self.wakes.insert(who, at);
+                }
+                Action::Fault { peer, fault } => panic!("{who} blames {peer}: {fault}"),
+            }
+        }
+    }
+
+    pub(super) fn event(&mut self, number: u32, event: Event) {
+        self.step(id(number), event);
+    }
+
+    /// All of these give up `lost`.
+    pub(super) fn give_up(&mut self, by: &[u32], lost: &[u32]) {
+        for &by in by {
+            for &lost in lost {
+                self.event(by, Event::Silent(id(lost)));
+            }
+        }
+    }
+
+    /// Delivers until nothing is under way.
+    pub(super) fn settle(&mut self) {
+        while let Some((from, to, message)) = self.queue.pop_front() {
+            self.step(to, Event::Message { from, message });
+        }
+    }
+
+    /// Settles, and lets so much time pass with all ticks at their times.
+    pub(super) fn pass(&mut self, span: Nanos) {
+        let end = self.now + span;
+        self.settle();
+        while let Some((&who, &at)) = self.wakes.iter().min_by_key(|(_, at)| **at).filter(|(_, at)| **at <= end) {
+            self.now = self.now.max(at);
+            self.wakes.remove(&who);
+            self.step(who, Event::Tick);
+            self.settle();
+        }
+        self.now = end;
+    }
+
+    pub(super) fn view(&self, number: u32) -> &View {
+        self.states[&id(number)].view().unwrap()
+    }
+
+    /// The numbers of a member's view, in its order.
+    pub(super) fn members(&self, number: u32) -> Vec<u32> {
+        let members = self.view(number).members.iter();
+        members.map(|member| u32::from_be_bytes(member.id.0[28..].try_into().unwrap())).collect()
+    }
+}

@@ -1,0 +1,129 @@
+//! The rules of views, without messages.
+
+use super::*;
+use crate::membership::ViewFault;
+
+#[test]
+fn more_than_half_with_a_tie_breaker_of_one_and_a_half() {
+    // Members of the view, voters, whether they are a majority. Member 0 is the tie-breaker.
+    let table: &[(u32, &[u32], bool)] = &[
+        (1, &[0], true),
+        (1, &[], false),
+        (2, &[0], true),
+        (2, &[1], false),
+        (2, &[0, 1], true),
+        (3, &[0], false),
+        (3, &[0, 1], true),
+        (3, &[1, 2], true),
+        (4, &[0, 1], true),
+        (4, &[2, 3], false),
+        (4, &[1, 2, 3], true),
+        (5, &[0, 1], false),
+        (5, &[0, 1, 2], true),
+        (5, &[2, 3, 4], true),
+        (5, &[3, 4], false),
+        (6, &[0, 1, 2], true),
+        (6, &[3, 4, 5], false),
+        (8, &[0, 1, 2, 3], true),
+        (8, &[4, 5, 6, 7], false),
+        // Strangers do not count.
+        (3, &[0, 8, 9], false),
+    ];
+    for (n, voters, decided) in table {
+        assert_eq!(first(*n).has_majority(&ids(voters)), *decided, "{voters:?} of {n}");
+    }
+}
+
+#[test]
+fn of_a_set_and_the_rest_never_both_and_always_one() {
+    for n in 1..=10_u32 {
+        let view = first(n);
+        for set in 0..1_u32 << n {
+            let (one, rest): (Vec<u32>, Vec<u32>) = (0..n).partition(|i| set >> i & 1 == 1);
+            assert!(view.has_majority(&ids(&one)) != view.has_majority(&ids(&rest)), "{one:?} of {n}");
+        }
+    }
+}
+
+#[test]
+fn the_tie_breaker_stays_or_the_first_member_takes_its_place() {
+    let view = first(4);
+    assert_eq!(view.without(&ids(&[2]), START).unwrap().tie_breaker, id(0));
+    let next = view.without(&ids(&[0]), START).unwrap();
+    assert_eq!((next.tie_breaker, next.epoch, next.parent), (id(1), 2, view.digest()));
+    // 0 joins again: 1 stays the tie-breaker, and joined before it.
+    let again = next.with(&[member(0)], START).unwrap();
+    assert_eq!((again.tie_breaker, again.members[3].id, again.members[3].joined), (id(1), id(0), 3));
+    for (next, old) in [(&next, &view), (&again, &next)] {
+        next.follows(old).unwrap();
+    }
+}
+
+#[test]
+fn the_earliest_that_is_heard_coordinates() {
+    let view = first(2).with(&[member(9), member(5)], START).unwrap();
+    let order: Vec<&MemberId> = [&[][..], &[0], &[0, 1], &[0, 1, 5], &[1]]
+        .map(|silent| view.coordinator(&ids(silent)).unwrap_or_else(|| panic!()))
+        .to_vec();
+    assert_eq!(order, [&id(0), &id(1), &id(5), &id(9), &id(0)]);
+    assert_eq!(view.coordinator(&ids(&[0, 1, 5, 9])), None);
+}
+
+#[test]
+fn at_most_as_many_come_in_as_there_are() {
+    let newcomers: Vec<Member> = (10..15).rev().map(member).collect();
+    let view = first(2).with(&newcomers, START).unwrap();
+    assert_eq!(view.ids(), ids(&[0, 1, 10, 11]));
+    // So the old members alone can remove them again.
+    assert!(view.has_majority(&ids(&[0, 1])));
+    assert_eq!(view.with(&newcomers, START).unwrap().members.len(), 7);
+    // Whoever is a member, or takes a slot that is taken, is no newcomer.
+    assert_eq!(first(2).with(&[member(1), Member::new(id(8), 0)], START), None);
+    let twice = [Member::new(id(8), 5), Member::new(id(9), 5), Member::new(id(8), 6)];
+    assert_eq!(first(3).with(&twice, START).unwrap().members.len(), 4);
+}
+
+#[test]
+fn what_does_not_follow_is_refused_with_the_rule() {
+    let old = first(3);
+    let next = old.without(&ids(&[2]), START).unwrap();
+    let grown = old.with(&[member(7)], START).unwrap();
+    let change = |view: &View, change: &dyn Fn(&mut View)| {
+        let mut view = view.clone();
+        change(&mut view);
+        view.follows(&old).unwrap_err()
+    };
+    let seven = *grown.member(&id(7)).unwrap();
+    let cases: &[(ViewFault, &str)] = &[
+        (change(&next, &|view| view.members.clear()), "a view without members"),
+        (change(&next, &|view| view.epoch = 3), "epoch 3 of incarnation 1 does not follow epoch 1 of incarnation 1"),
+        (change(&next, &|view| view.incarnation = 2), "epoch 2 of incarnation 2 does not follow"),
+        (change(&next, &|view| view.parent = START.plan), "a view whose parent is 0909"),
+        (change(&next, &|view| view.members.swap(0, 1)), "not sorted"),
+        (change(&next, &|view| view.members[1] = view.members[0]), "#0 is there twice"),
+        (change(&next, &|view| view.members[1].slot = 0), "two members of a view have slot 0"),
+        (change(&next, &|view| view.members[1].joined = 9), "#1 joined after"),
+        (change(&next, &|view| view.members.push(old.members[2])), "a view that changes nothing"),
+        (change(&next, &|view| view.members.push(seven)), "a view that removes #2 and admits newcomers"),
+        (change(&next, &|view| view.tie_breaker = id(1)), "the tie-breaker #1 is not the one"),
+        (change(&next, &|view| view.tie_breaker = id(2)), "the tie-breaker #2 is not the one"),
+        (change(&grown, &|view| view.members[3].joined = 1), "#7"),
+        (
+            change(&grown, &|view| {
+                view.members.extend((8..12).map(|n| Member { joined: 2, ..member(n) }));
+            }),
+            "a view that admits 5 newcomers to 3 members",
+        ),
+        (
+            change(&grown, &|view| {
+                view.members = (0..3000).map(|n| Member { joined: 1, ..member(n) }).collect();
+            }),
+            "a view of 3000 members: at most 2048",
+        ),
+    ];
+    for (fault, says) in cases {
+        assert!(fault.to_string().contains(says), "{fault}");
+    }
+    assert_eq!(old.without(&ids(&[0, 1, 2]), START), None, "nobody would be left");
+    assert_eq!(old.without(&ids(&[5]), START), None, "nobody leaves");
+}
