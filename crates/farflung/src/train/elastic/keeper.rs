@@ -10,6 +10,8 @@ use farflung_comm::{Answer, Asked, Service};
 use farflung_parallel::membership::{Action, Event, Kept, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
 
+use crate::Result;
+
 /// What a keeper is told.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 enum Word {
@@ -65,13 +67,15 @@ pub(super) fn event(event: Event) -> Vec<u8> {
 
 impl Keeper {
     /// Writes down what the state must not forget, and keeps it.
-    pub(super) fn new(state: State, promises: Option<PathBuf>) -> Self {
+    ///
+    /// Errors: [`Error::Io`](crate::Error::Io).
+    pub(super) fn new(state: State, promises: Option<PathBuf>) -> Result<Self> {
         let (ranks, heard) = (Vec::new(), BTreeMap::new());
         let keeper = Self { state, ranks, outcome: None, wake: None, awaited: false, heard, promises };
         if let Some(kept) = keeper.state.kept() {
-            keeper.keep(kept);
+            keeper.write(kept)?;
         }
-        keeper
+        Ok(keeper)
     }
 
     /// Who is reached under which number from now on.
@@ -133,13 +137,17 @@ impl Keeper {
 
     /// Writes down what was promised. Gives whether it is there.
     fn keep(&self, kept: &Kept) -> bool {
-        let Some(path) = &self.promises else { return true };
-        let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");
-        let written = crate::run_dir::replace(path, &text);
+        let written = self.write(kept);
         if let Err(error) = &written {
-            tracing::error!(path = %path.display(), %error, "a promise could not be written");
+            tracing::error!(%error, "a promise could not be written");
         }
         written.is_ok()
+    }
+
+    fn write(&self, kept: &Kept) -> Result<()> {
+        let Some(path) = &self.promises else { return Ok(()) };
+        let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");
+        crate::run_dir::replace(path, &text)
     }
 
     fn step(&mut self, event: Event, now: Nanos) -> Vec<Answer> {

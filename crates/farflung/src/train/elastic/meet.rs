@@ -11,6 +11,7 @@ use super::arrivals::{AtGate, Newcomer};
 use super::kept;
 use super::place::Place;
 use super::seats::{first_view, settings};
+use crate::config::choice::Resume;
 use crate::config::shared::{Fact, is_own};
 use crate::train::claim::Claim;
 use crate::train::job::Job;
@@ -20,7 +21,7 @@ use crate::train::planned;
 use crate::train::report::Report;
 use crate::train::run::{Watch, run_job};
 use crate::train::sizes;
-use crate::{Error, Result, Stop, TrainArgs, TrainConfig, model_name};
+use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
 
 /// Members of other versions may compute other values.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -119,6 +120,8 @@ pub fn host(
     let claim = Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?;
     let folder = claim.path();
     job.out = Some(folder.to_owned());
+    let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
+    let run = RunDir::open(folder, existing)?;
     let before = kept::read(folder)?;
     if let Some(former) = former.filter(|_| before.is_some()) {
         kept::is_over(folder, former, watch)?;
@@ -131,7 +134,7 @@ pub fn host(
     let view = first_view(std::slice::from_ref(&me), at, &job)?;
     let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
-    let mut place = place(&opened, gate, me, state, &job);
+    let mut place = place(&opened, gate, me, (state, run), &job)?;
     let comm = seat(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
     run_job(&job, vec![Seat { comm, simulated: false, link: None, place: Some(place) }], watch)
@@ -161,6 +164,10 @@ pub fn join(
             Some(folder) => folder,
             None => Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?,
         };
+        // A newcomer begins with the state of the others, whatever it has left in its folder before.
+        let was_here = kept::is_there(folder.path());
+        let existing = if was_here { Existing::Continue } else { Existing::Refuse };
+        let run = RunDir::open(folder.path(), existing)?;
         job.out = Some(folder.path().to_owned());
         watch
             .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
@@ -168,7 +175,7 @@ pub fn join(
         opened.set_welcome(serde_json::to_vec(&welcome).expect("texts have no way to fail"))?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
-        let mut place = place(&opened, gate, me, state, &job);
+        let mut place = place(&opened, gate, me, (state, run), &job)?;
         let comm = place.alone()?;
         open(&opened, folder.path())?;
         let seat = Seat { comm, simulated: false, link: None, place: Some(place) };
@@ -183,10 +190,15 @@ pub fn join(
     }
 }
 
-fn place(gate: &Arc<Gate>, config: &GateConfig, me: Newcomer, state: State, job: &Job) -> Place {
-    let promises = job.out.as_deref().map(kept::path);
+fn place(
+    gate: &Arc<Gate>,
+    config: &GateConfig,
+    me: Newcomer,
+    (state, run): (State, RunDir),
+    job: &Job,
+) -> Result<Place> {
     let arrivals = Arc::new(AtGate { gate: Arc::clone(gate), config: config.clone() });
-    Place::new(gate.transport(), me, arrivals, (state, promises), job.config.deadline)
+    Place::new(gate.transport(), me, arrivals, (state, Some(run)), job.config.deadline)
 }
 
 /// Refuses where this machine has another value than the members.

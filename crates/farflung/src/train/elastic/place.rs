@@ -10,7 +10,8 @@ use farflung_parallel::membership::{Event, MemberId, State, View};
 
 use super::arrivals::{Arrivals, Newcomer};
 use super::keeper::{Keeper, event};
-use crate::Result;
+use super::kept;
+use crate::{Result, RunDir};
 
 /// The context of messages about members, which is in use while they change.
 const CONTROL: u64 = u64::MAX;
@@ -39,6 +40,8 @@ pub struct Place {
     pub(super) deadline: Nanos,
     /// Until when this rank asks for no change.
     pub(super) pause: Nanos,
+    /// The member's folder.
+    pub(super) run: Option<RunDir>,
 }
 
 /// The keepers of all that are connected, by the numbers that they have here.
@@ -55,21 +58,23 @@ impl std::fmt::Debug for Control {
 }
 
 impl Place {
-    /// Where `me` is at the network. What `state` must not forget is written to the file `promises`.
-    #[must_use]
+    /// Where `me` is at the network. What `state` must not forget is written to the folder.
+    ///
+    /// Errors: [`Error::Io`](crate::Error::Io).
     pub fn new(
         transport: Arc<dyn Transport>,
         me: Newcomer,
         arrivals: Arc<dyn Arrivals>,
-        (state, promises): (State, Option<std::path::PathBuf>),
+        (state, run): (State, Option<RunDir>),
         deadline: Nanos,
-    ) -> Self {
+    ) -> Result<Self> {
         let view = state.view().cloned();
         let names = view.iter().flat_map(|view| &view.members);
         let names = names.map(|member| (PeerId(member.slot), member.id)).collect();
-        let keeper = Arc::new(Mutex::new(Keeper::new(state, promises)));
+        let promises = run.as_ref().map(|run| kept::path(run.path()));
+        let keeper = Arc::new(Mutex::new(Keeper::new(state, promises)?));
         let (control, gone, former, pause) = (None, BTreeSet::new(), BTreeSet::new(), Nanos::ZERO);
-        Self { transport, me, arrivals, keeper, control, view, gone, former, names, deadline, pause }
+        Ok(Self { transport, me, arrivals, keeper, control, view, gone, former, names, deadline, pause, run })
     }
 
     /// The view in force.

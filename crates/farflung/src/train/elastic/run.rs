@@ -5,7 +5,6 @@ use farflung_comm::Stats;
 
 use super::change::{Changed, Member};
 use super::kept;
-use crate::config::choice::Resume;
 use crate::events::{EventLog, What, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
@@ -15,7 +14,7 @@ use crate::train::report::{Report, sample};
 use crate::train::run::{Watch, announce};
 use crate::train::steps::{Clock, Last, Next, Record, Steps, evaluated};
 use crate::train::trainer::{Trainer, hash};
-use crate::{Error, Existing, Result, RunDir, Signal};
+use crate::{Error, Result, RunDir, Signal};
 
 /// For how long a newcomer waits to be taken in at least: a step may take that long.
 const PATIENCE: Nanos = Nanos::from_millis(600_000);
@@ -34,12 +33,8 @@ pub(in crate::train) fn work(
     let mut place = place.expect("a seat of such a run has a place");
     let threads = job.threads(local);
     let mut job = Job { elastic: true, ..job.clone() };
-    let was_here = job.out.as_deref().is_some_and(kept::is_there);
     let founds = place.view().is_some();
-    // A newcomer begins with the state of the others, whatever it has left in its folder before.
-    let goes_on = if founds { job.config.resume != Resume::No } else { was_here };
-    let existing = if goes_on { Existing::Continue } else { Existing::Refuse };
-    let run = job.out.as_deref().map(|out| RunDir::open(out, existing)).transpose()?;
+    let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
     let mut member = Member { place: &mut place, threads, simulated };

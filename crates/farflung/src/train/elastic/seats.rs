@@ -64,7 +64,7 @@ pub fn seats(
         } else {
             State::newcomer(Member::from(&me), rules)
         };
-        let mut place = Place::new(end, me, arrivals, (state, None), job.config.deadline);
+        let mut place = Place::new(end, me, arrivals, (state, None), job.config.deadline)?;
         let comm = if founds { seat(job, place.enter(view.clone())?, simulated)? } else { place.alone()? };
         seats.push(Seat { comm, simulated, link, place: Some(place) });
     }
