@@ -50,7 +50,16 @@ pub(crate) struct HostCommand {
 }
 
 impl HostCommand {
-    pub(crate) fn run(self) -> Result<()> {
+    pub(crate) fn run(mut self) -> Result<()> {
+        match self.flags.args.workers {
+            Some(workers) if workers > 1 => {
+                let expected =
+                    "1: each member is one worker, and a machine may join several times".to_owned();
+                return Err(Error::Setting { field: "workers", value: workers.to_string(), expected });
+            }
+            // The settings may be those of a simulated run.
+            _ => self.flags.args.workers = Some(1),
+        }
         if self.flags.print_config {
             return super::print(&self.flags.resolve()?.to_toml());
         }
@@ -149,6 +158,7 @@ impl JoinCommand {
             data: self.data.clone(),
             out: self.out.clone(),
             threads: self.threads,
+            workers: Some(1),
             quiet: Some(self.quiet),
             json: Some(self.json),
             ..TrainArgs::default()

@@ -11,6 +11,7 @@ use farflung_parallel::plan::Digest;
 use super::decide::Suspect;
 use super::place::Place;
 use super::share::Shared;
+use super::status::Teller;
 use super::view::{Brings, stand};
 use crate::events::causes;
 use crate::train::job::Job;
@@ -83,6 +84,8 @@ pub(in crate::train) struct Member<'a> {
     pub(in crate::train) threads: usize,
     /// Whether the clock is virtual.
     pub(in crate::train) simulated: bool,
+    /// Says how the run stands.
+    pub(super) teller: Teller,
 }
 
 impl Member<'_> {
