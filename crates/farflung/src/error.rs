@@ -544,8 +544,10 @@ impl Error {
             // Ends compare what they hold when a run begins again.
             // The dead one that still has the place is found out in a while; other reasons stay.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
-            Self::Removed { .. } | Self::NoMajority { .. } | Self::NobodyAnswers { .. } => 75,
-            Self::PeerLost { .. }
+            Self::Removed { .. }
+            | Self::NoMajority { .. }
+            | Self::NobodyAnswers { .. }
+            | Self::PeerLost { .. }
             | Self::StoppedBy { .. }
             | Self::CutOff { .. }
             | Self::Comm(CommError::Missing { .. } | CommError::Refused { .. })

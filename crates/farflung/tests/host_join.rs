@@ -2,7 +2,7 @@
 //! whoever may go on does, with the bits of all.
 
 #![cfg(unix)]
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod child;
 #[expect(dead_code, reason = "members come and leave: these runs are not of `train`")]
@@ -54,9 +54,8 @@ fn host(run: &Run, more: &str) -> Member {
     let process = on(run, "host").arg("host").args(run.flags(&args)).spawn().unwrap();
     let mut host = Member { name: "host", process: Some(process) };
     wait_until("the ticket", || {
-        if host.process.as_mut().unwrap().try_wait().unwrap().is_some() {
-            panic!("{}", said(&host.process.take().unwrap().wait_with_output().unwrap()));
-        }
+        let ended = host.process.as_mut().unwrap().try_wait().unwrap();
+        assert!(ended.is_none(), "{}", said(&host.process.take().unwrap().wait_with_output().unwrap()));
         run.at("host/run.ticket").exists().then_some(())
     });
     host
@@ -84,8 +83,8 @@ fn members(run: &Run, member: &Member, count: usize) {
     let path = run.at(member.name).join("events.jsonl");
     let last = || {
         let text = fs::read_to_string(&path).unwrap_or_default();
-        let changes = text.lines().filter(|line| line.contains("\"event\":\"members\""));
-        changes.last().is_some_and(|line| line.contains(&format!("\"members\":{count},")))
+        let mut changes = text.lines().filter(|line| line.contains("\"event\":\"members\""));
+        changes.next_back().is_some_and(|line| line.contains(&format!("\"members\":{count},")))
     };
     wait_until(&format!("{count} members"), || last().then_some(()));
 }

@@ -1,5 +1,7 @@
 //! `farflung host` and `farflung join`: a run that machines join and leave.
 
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::time::Duration;

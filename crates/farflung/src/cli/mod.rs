@@ -44,7 +44,6 @@ struct Cli {
 }
 
 #[derive(Debug, clap::Subcommand)]
-#[expect(clippy::large_enum_variant, reason = "there is one of it in a process")]
 enum Command {
     Train(train::TrainCommand),
     Host(members::HostCommand),

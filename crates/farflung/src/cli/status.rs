@@ -1,5 +1,7 @@
 //! `farflung status`: how a run stands that machines join and leave.
 
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -108,7 +108,7 @@ impl Member<'_> {
         match self.place.between_steps(trainer.comm(), leaves, start) {
             Ok(None) => Ok(None),
             Ok(Some(view)) => self.go_over((job, last), trainer, view, (begun, None)).map(Some),
-            Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, error).map(Some),
+            Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, &error).map(Some),
             Err(error) => Err(error),
         }
     }
@@ -120,14 +120,14 @@ impl Member<'_> {
         &mut self,
         (job, last): (&mut Job, &mut Last),
         trainer: &mut Trainer,
-        error: Error,
+        error: &Error,
     ) -> Result<Changed> {
         let begun = trainer.comm().now();
-        let reason = Some(causes(&error));
-        let suspect = Suspect::of(&error);
+        let reason = Some(causes(error));
+        let suspect = Suspect::of(error);
         // The others need not wait for their deadlines.
         trainer.comm().abort();
-        trainer.drop_step()?;
+        trainer.drop_step();
         let start = self.start(job, trainer)?;
         let view = self.place.after_loss(suspect, start)?;
         self.go_over((job, last), trainer, view, (begun, reason))
@@ -147,7 +147,7 @@ impl Member<'_> {
         let mut view = view;
         loop {
             let epoch = view.epoch;
-            match self.try_view((&mut *job, &mut *last), trainer, view, &before) {
+            match self.try_view((&mut *job, &mut *last), trainer, &view, &before) {
                 Ok(shared) => {
                     let now = slots(self.place.view());
                     let fresh = |from: &[u32], than: &[u32]| {
@@ -172,7 +172,7 @@ impl Member<'_> {
                     });
                 }
                 Err(error) if Self::survives(&error) => {
-                    trainer.drop_step()?;
+                    trainer.drop_step();
                     let start = self.start(job, trainer)?;
                     view = self.place.after_loss(Suspect::of(&error), start)?;
                 }
@@ -194,12 +194,12 @@ impl Member<'_> {
         &mut self,
         (job, last): (&mut Job, &mut Last),
         trainer: &mut Trainer,
-        view: View,
+        view: &View,
         before: &[u32],
     ) -> Result<Shared> {
         let comm = tied(job, self.place.enter(view.clone())?);
         let brings = Brings { job, before: before.to_vec(), progress: Some(trainer.progress()), last: *last };
-        let stood = stand(&view, &comm, brings);
+        let stood = stand(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
         let done = trainer.carry_over(&stood.job, comm.clone());

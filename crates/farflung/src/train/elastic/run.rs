@@ -159,7 +159,7 @@ fn go_on_without(
         return Err(error);
     }
     tracing::warn!("{}", causes(&error));
-    match member.after_loss((&mut steps.job, &mut steps.last), trainer, error) {
+    match member.after_loss((&mut steps.job, &mut steps.last), trainer, &error) {
         Ok(changed) => note(member, trainer, steps, events, &changed),
         Err(error) => Err(parted(member, trainer, steps, events, error)),
     }

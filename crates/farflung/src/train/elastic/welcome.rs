@@ -36,7 +36,7 @@ impl Welcome {
             let key = line.split(" = ").next().unwrap_or_default();
             key == DEADLINE || !is_own(key) && !FILES.contains(&key)
         };
-        let settings = settings.lines().filter(shared).map(|line| format!("{line}\n")).collect();
+        let settings = settings.lines().filter(shared).collect::<Vec<_>>().join("\n");
         Self { version: VERSION.to_owned(), settings, facts: facts(job), status: None }
     }
 

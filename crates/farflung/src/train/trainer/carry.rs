@@ -39,9 +39,7 @@ impl Trainer {
     }
 
     /// Drops what is in flight, so that the rank stands behind its last step.
-    ///
-    /// Errors: those of the device.
-    pub(in crate::train) fn drop_step(&mut self) -> Result<()> {
+    pub(in crate::train) fn drop_step(&mut self) {
         self.voting = None;
         self.executor.begin(Pass::Evaluation, 0);
         self.executor.sending.clear();
@@ -57,7 +55,6 @@ impl Trainer {
             part.rollback();
             part.begin();
         }
-        Ok(())
     }
 
     /// The same rank in the run's next plan: parameters, optimizer and counters move over as they are; the method of
@@ -66,7 +63,7 @@ impl Trainer {
     ///
     /// Errors: those of [`Trainer::new`], and of the method.
     pub(in crate::train) fn carry_over(&mut self, job: &Job, comm: Communicator) -> Result<()> {
-        self.drop_step()?;
+        self.drop_step();
         let rounds = self.counters().rounds;
         let device = (self.plain.clone(), self.executor.interrupt.clone());
         let mut next = Self::on(job, comm, device)?;
@@ -76,7 +73,7 @@ impl Trainer {
             }
         }
         next.step = self.step;
-        next.scale = self.scale.clone();
+        next.scale = self.scale;
         next.window = std::mem::take(&mut self.window);
         next.unmet = self.unmet;
         next.resync.restart(next.step);
