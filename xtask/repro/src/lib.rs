@@ -81,6 +81,7 @@ mod learn_nano;
 mod local_optimizers;
 mod local_vs_sync;
 mod methods;
+mod members;
 mod memory_table;
 mod mismatch;
 mod morphing;
@@ -160,7 +161,9 @@ pub const BENCHES: &[Bench] = &[
     collective_cost::BENCH,
     uneven::BENCH,
     overlap_comm::BENCH,
+    members::churn::BENCH,
     failure::BENCH,
+    members::join::BENCH,
     relay::BENCH,
     soak::BENCH,
     all_reduce::BENCH,

@@ -25,11 +25,9 @@ impl Newcomer {
     /// ever, so that a machine that comes again is a new member.
     #[must_use]
     pub fn new(peer: PeerId, key: Option<&PublicKey>) -> Self {
-        let mut id = [0; 32];
-        if let Some(key) = key {
-            id.copy_from_slice(key.bytes());
-        }
-        id[..4].copy_from_slice(&peer.0.to_be_bytes());
+        let Some(key) = key else { return Self { peer, id: MemberId::number(peer.0) } };
+        let mut id = *key.bytes();
+        id[28..].copy_from_slice(&peer.0.to_be_bytes());
         Self { peer, id: MemberId(id) }
     }
 }

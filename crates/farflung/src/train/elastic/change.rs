@@ -202,8 +202,13 @@ impl Member<'_> {
         let stood = stand(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
-        let done = trainer.carry_over(&stood.job, comm.clone());
-        let done = done.and_then(|()| super::share::share(trainer, &comm, &stood.exchange));
+        // Steps that led here are those of the plan before.
+        let done = super::share::share(trainer, &comm, &stood.exchange, false);
+        let done = done.and_then(|shared| {
+            trainer.catch_up(stood.exchange.progress.step)?;
+            trainer.carry_over(&stood.job, comm.clone())?;
+            Ok(shared)
+        });
         let shared = done.inspect_err(|_| comm.abort())?;
         (*job, *last) = (stood.job, stood.last);
         Ok(shared)
@@ -220,7 +225,7 @@ impl Member<'_> {
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
                 let mut trainer = Trainer::new(&stood.job, comm.clone(), self.threads)?;
-                super::share::share(&mut trainer, &comm, &stood.exchange)?;
+                super::share::share(&mut trainer, &comm, &stood.exchange, true)?;
                 Ok((stood.job, trainer, stood.last))
             });
             match came {

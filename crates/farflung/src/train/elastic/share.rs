@@ -17,23 +17,31 @@ const CHUNK: usize = 4 << 20;
 /// Who gives the state and who takes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Exchange {
-    /// Those that are furthest.
+    /// Those that have all that was agreed on.
     pub(super) donors: Vec<Rank>,
     /// All others.
     pub(super) takers: Vec<Rank>,
-    /// How far the donors are.
+    /// How far the furthest are.
     pub(super) progress: Progress,
+    /// The rank of one of these.
+    pub(super) furthest: Rank,
 }
 
 impl Exchange {
-    /// Of how far each rank is; nothing of one that has no state.
+    /// Of how far each rank is; nothing of one that has no state. Where all agree at each step, one that is a step
+    /// behind takes it from the others. Where steps are local, one that missed an average takes that, and then the steps
+    /// behind it, as all others have.
     ///
     /// `None` where nobody has any.
-    pub(super) fn new(standing: &[Option<Progress>]) -> Option<Self> {
-        let progress = standing.iter().flatten().max().copied()?;
-        let is_donor = |rank: &Rank| standing[rank.index()] == Some(progress);
-        let (donors, takers) = (0..standing.len() as u32).map(Rank).partition(is_donor);
-        Some(Self { donors, takers, progress })
+    pub(super) fn new(standing: &[Option<Progress>], each_step: bool) -> Option<Self> {
+        let agreed = |at: Progress| if each_step { at.step } else { at.outer_step };
+        let newest = standing.iter().flatten().map(|&at| agreed(at)).max()?;
+        let has_all = |rank: &Rank| standing[rank.index()].is_some_and(|at| agreed(at) == newest);
+        let (donors, takers): (Vec<Rank>, Vec<Rank>) =
+            (0..standing.len() as u32).map(Rank).partition(has_all);
+        let furthest =
+            donors.iter().copied().max_by_key(|rank| (standing[rank.index()], std::cmp::Reverse(*rank)))?;
+        Some(Self { donors, takers, progress: standing[furthest.index()]?, furthest })
     }
 }
 
@@ -51,12 +59,17 @@ fn piece(len: usize, donor: usize, donors: usize) -> std::ops::Range<usize> {
     len * donor / donors..len * (donor + 1) / donors
 }
 
-/// Brings all ranks to where the donors are: each donor sends its part of what all donors have alike, and the first
-/// one also its optimizer's state where steps are local. All ranks call it.
+/// Brings all ranks to what the donors have agreed on: each donor sends its part of what all donors have alike, and the
+/// first one also its optimizer's state where steps are local, for those that have none (`is_new`). All ranks call it.
 ///
 /// Errors: [`Error::Message`] where the donors' states differ, or where what came does not have the hash that all
 /// donors told; [`Error::PeerLost`] for a donor or a taker that is lost. Nothing has changed then.
-pub(super) fn share(trainer: &mut Trainer, comm: &Communicator, exchange: &Exchange) -> Result<Shared> {
+pub(super) fn share(
+    trainer: &mut Trainer,
+    comm: &Communicator,
+    exchange: &Exchange,
+    is_new: bool,
+) -> Result<Shared> {
     let (me, donors) = (comm.rank(), &exchange.donors);
     if exchange.takers.is_empty() {
         return Ok(Shared::default());
@@ -117,7 +130,7 @@ pub(super) fn share(trainer: &mut Trainer, comm: &Communicator, exchange: &Excha
         let malformed = || wrong("does not read as one");
         let shared = Snapshot::from_bytes(&bytes).ok_or_else(malformed)?;
         let own = Snapshot::from_bytes(&own).ok_or_else(malformed)?;
-        trainer.take_snapshot(&shared, Some(&own))?;
+        trainer.take_snapshot(&shared, is_new.then_some(&own))?;
     }
     Ok(Shared { state: Bytes(len as u64), donors: donors.len() })
 }
@@ -137,10 +150,20 @@ mod tests {
     #[test]
     fn those_that_are_furthest_give() {
         let at = |step, outer_step| Some(Progress { step, outer_step });
-        let exchange = Exchange::new(&[at(7, 1), None, at(8, 1), at(8, 1), at(8, 0)]).unwrap();
+        let exchange = Exchange::new(&[at(7, 0), None, at(8, 0), at(8, 0)], true).unwrap();
         assert_eq!(exchange.donors, [Rank(2), Rank(3)]);
-        assert_eq!(exchange.takers, [Rank(0), Rank(1), Rank(4)]);
-        assert_eq!(Exchange::new(&[None, None]), None);
+        assert_eq!(exchange.takers, [Rank(0), Rank(1)]);
+        assert_eq!((exchange.furthest, exchange.progress.step), (Rank(2), 8));
+        assert_eq!(Exchange::new(&[None, None], true), None);
+    }
+
+    #[test]
+    fn with_local_steps_those_give_that_have_the_last_average() {
+        let at = |step, outer_step| Some(Progress { step, outer_step });
+        let exchange = Exchange::new(&[at(2, 0), at(2, 1), at(4, 1), None, at(4, 1)], false).unwrap();
+        assert_eq!(exchange.donors, [Rank(1), Rank(2), Rank(4)]);
+        assert_eq!(exchange.takers, [Rank(0), Rank(3)]);
+        assert_eq!((exchange.furthest, exchange.progress.step), (Rank(2), 4));
     }
 
     #[test]

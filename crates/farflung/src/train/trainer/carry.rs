@@ -24,7 +24,10 @@ impl Trainer {
         let level = job.plan.outermost();
         let method = SyncMethod::by_name(&level.method);
         let apart = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|sync| sync.is_apart()));
-        if apart || method.is_some_and(|method| method.timed || method.overlaps) {
+        // Whoever missed an average takes what the others agreed on then.
+        let agrees = |part: &Part| part.sync.as_ref().is_none_or(|sync| sync.agreed().is_some());
+        let forgets = !job.averages_each_step() && !self.executor.parts.values().all(agrees);
+        if apart || forgets || method.is_some_and(|method| method.timed || method.overlaps) {
             let expected = expected(
                 "ddp, diloco or another whose replicas all have the same parameters after an average",
             );
@@ -55,6 +58,23 @@ impl Trainer {
             part.rollback();
             part.begin();
         }
+    }
+
+    /// Takes the steps of its own that lead to `step`, after it took what the others had agreed on before them. Their
+    /// averages come later, with the others.
+    ///
+    /// Errors: those of a step that is not done.
+    pub(in crate::train) fn catch_up(&mut self, step: u64) -> Result<()> {
+        while self.step < step {
+            let before = self.step;
+            match self.step(false) {
+                Ok(_) => {}
+                // The meeting behind it failed, as that of the others has.
+                Err(_) if self.step > before => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// The same rank in the run's next plan: parameters, optimizer and counters move over as they are; the method of
