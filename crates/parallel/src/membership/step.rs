@@ -92,8 +92,7 @@ impl Step<'_> {
             message => {
                 let Some(at) = message.at() else { return };
                 let Some(mine) = self.place() else {
-                    // It may be in the sender's view, and the one who decided that may have died: asks for the view.
-                    self.send(from, Message::Here { at: Place { incarnation: 0, epoch: 0 } });
+                    self.ask_for_view(from, &message);
                     return;
                 };
                 if at.incarnation != mine.incarnation {
@@ -107,6 +106,14 @@ impl Step<'_> {
                     self.receive_from_member(from, message);
                 }
             }
+        }
+    }
+
+    /// A newcomer may be in the sender's view, and the one who decided that may have died: asks for it.
+    fn ask_for_view(&mut self, from: MemberId, message: &Message) {
+        // Two newcomers would ask each other without end.
+        if !matches!(message, Message::Here { .. }) {
+            self.send(from, Message::Here { at: Place { incarnation: 0, epoch: 0 } });
         }
     }
 

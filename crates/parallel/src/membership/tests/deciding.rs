@@ -431,3 +431,14 @@ fn a_vote_is_kept_before_it_is_sent() {
     let message = Message::Refused { at, ballot: low, promised: ballot };
     assert_eq!(actions, [Action::Send { to: id(2), message }]);
 }
+
+#[test]
+fn newcomers_do_not_ask_each_other_without_end() {
+    let at = Place { incarnation: 0, epoch: 0 };
+    let mut newcomer = State::newcomer(member(9), Settings::default());
+    let message = Message::Here { at };
+    assert_eq!(newcomer.step(Event::Message { from: id(8), message: message.clone() }, Nanos::ZERO), []);
+    let asked = Message::Leaving { at: first(2).place() };
+    let actions = newcomer.step(Event::Message { from: id(0), message: asked }, Nanos::ZERO);
+    assert_eq!(actions, [Action::Send { to: id(0), message }]);
+}
