@@ -175,6 +175,10 @@ impl Step<'_> {
         let own = found.is_none();
         // Without anything to propose the proposal is dropped.
         let Some(view) = found.or_else(|| self.wanted(proposal.at_commit)) else { return };
+        if own && !self.can_go_on(&view, promises) {
+            self.state.proposal = Some(proposal);
+            return;
+        }
         let ballot = proposal.ballot;
         match self.state.kept.as_mut().map(|kept| kept.accept(ballot, &view)) {
             Some(Vote::Yes { changed }) => {
@@ -191,6 +195,15 @@ impl Step<'_> {
             }
             None => {}
         }
+    }
+
+    /// Whether those that have promised, with newcomers that are ready, may decide what follows this view: else members that
+    /// are there could be removed by a view of members that are not.
+    fn can_go_on(&self, view: &View, promises: &BTreeMap<MemberId, Option<Accepted>>) -> bool {
+        let is_there = |id: &MemberId| promises.contains_key(id) || self.state.ready.contains_key(id);
+        let mut there = view.ids();
+        there.retain(is_there);
+        view.has_majority(&there)
     }
 
     /// The view that may have been decided: the newest one with a vote.

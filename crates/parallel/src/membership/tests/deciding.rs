@@ -442,3 +442,19 @@ fn newcomers_do_not_ask_each_other_without_end() {
     let actions = newcomer.step(Event::Message { from: id(0), message: asked }, Nanos::ZERO);
     assert_eq!(actions, [Action::Send { to: id(0), message }]);
 }
+
+#[test]
+fn members_that_answer_are_not_removed_for_members_that_do_not() {
+    // 0 has given up 1 and 2, wrongly; 3 and 4 are dead, and 0 has not noticed.
+    let mut net = Net::of(5);
+    net.kill(3);
+    net.kill(4);
+    net.give_up(&[0], &[1, 2]);
+    net.pass(seconds(2));
+    assert!(net.installed.is_empty(), "a view of 0, 3 and 4 could not go on");
+    net.event(0, Event::Heard(id(1)));
+    net.event(0, Event::Heard(id(2)));
+    net.give_up(&[0, 1, 2], &[3, 4]);
+    net.pass(seconds(2));
+    assert_eq!((net.members(1), net.view(1).epoch), (vec![0, 1, 2], 2));
+}
