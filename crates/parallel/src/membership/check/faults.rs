@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_base::Nanos;
 
-use super::super::{Event, Member, MemberId, Place, Reason, Settings, Start, State, View};
+use super::super::{Event, Member, MemberId, Message, Place, Reason, Settings, Start, State, View};
 use super::draw::Draw;
 use super::history::Breach;
 use super::world::{Machine, Weather, World};
@@ -191,7 +191,10 @@ impl Storm {
         let pause = self.world.draw.between(LOOK.0, LOOK.1);
         self.world.plan(self.world.now.saturating_add(pause), Own::Look { who, life });
         let Some(state) = self.world.state(who) else {
-            self.start_again(who);
+            let ended = self.world.machines.get(&who).and_then(|machine| machine.ended.as_ref());
+            if self.is_healed && ended.is_some_and(|reason| *reason != Reason::Left) {
+                self.begin_again(who);
+            }
             return;
         };
         let me = *state.me();
@@ -199,6 +202,8 @@ impl Storm {
             self.ask_in(me);
             return;
         };
+        let hears_enough = view.has_majority(&(&view.ids() - state.silent()));
+        let (at, members) = (view.place(), view.ids().into_iter().collect::<Vec<_>>());
         let others: Vec<Member> =
             view.members.iter().chain(state.ready()).filter(|member| member.id != who).copied().collect();
         let mut missed = self.missed.remove(&who).unwrap_or_default();
@@ -215,6 +220,11 @@ impl Storm {
             }
         }
         self.missed.insert(who, missed);
+        // A frame of the training has the sender's epoch. Whoever hears too few knows of others, too: the ticket names some.
+        let known = if hears_enough { members } else { self.world.running() };
+        if let Some(other) = self.world.draw.one_of(&known) {
+            self.world.send(who, other, Message::Here { at });
+        }
         if self.world.draw.percent(50) {
             self.world.step(who, Event::Admit);
         }
@@ -231,17 +241,11 @@ impl Storm {
         }
     }
 
-    /// After healing a process that has ended starts again, unless it left.
-    fn start_again(&mut self, who: MemberId) {
-        if !self.is_healed {
-            return;
-        }
-        let ended = self.world.machines.get(&who).and_then(|machine| machine.ended.clone());
-        match ended {
-            Some(Reason::NoMajority { .. }) => self.restart(who),
-            Some(Reason::Left) | None => {}
-            Some(_) => self.come(who),
-        }
+    /// A machine whose process has ended starts another: with its votes, unless the others go on without it.
+    fn begin_again(&mut self, who: MemberId) {
+        let is_out = |reason: &Reason| matches!(reason, Reason::Removed { .. } | Reason::Superseded { .. });
+        let ended = self.world.machines.get(&who).and_then(|machine| machine.ended.as_ref());
+        if ended.is_some_and(is_out) { self.come(who) } else { self.restart(who) }
     }
 
     /// With its votes; without any as a newcomer.
@@ -287,6 +291,7 @@ impl Storm {
             }
             74..78 => {
                 self.outcome.leaves += 1;
+                self.world.leaves.insert(one);
                 self.world.step(one, Event::Leave(one));
             }
             78..88 => {
@@ -365,11 +370,7 @@ impl Storm {
             let down = self.world.machines.iter().filter(|(_, machine)| is_down(machine));
             for who in down.map(|(id, _)| *id).collect::<Vec<_>>() {
                 if all || self.world.draw.percent(50) {
-                    let removed = matches!(
-                        self.world.machines[&who].ended,
-                        Some(Reason::Removed { .. } | Reason::Superseded { .. })
-                    );
-                    if removed { self.come(who) } else { self.restart(who) }
+                    self.begin_again(who);
                 }
             }
             self.outcome.can_go_on = self.can_go_on();
@@ -387,7 +388,11 @@ impl Storm {
             return false;
         };
         let is_majority = |view: &View| {
-            let living = view.members.iter().filter(|member| world.lives(member));
+            // Whoever is about to leave does not count: if all others are dead, the run ends with it.
+            let living = view
+                .members
+                .iter()
+                .filter(|member| world.lives(member) && !world.leaves.contains(&member.id));
             view.has_majority(&living.map(|member| member.id).collect())
         };
         let accepted = states().filter_map(|state| state.kept()?.accepted.as_ref()).map(|vote| &vote.view);

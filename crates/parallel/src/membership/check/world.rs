@@ -54,6 +54,8 @@ pub(super) struct World<T> {
     /// Links that lose everything, from and to.
     pub(super) cut: BTreeSet<(MemberId, MemberId)>,
     pub(super) machines: BTreeMap<MemberId, Machine>,
+    /// Processes that have asked to leave.
+    pub(super) leaves: BTreeSet<MemberId>,
     pub(super) history: History,
     /// How many events processes took up.
     pub(super) steps: u64,
@@ -73,6 +75,7 @@ impl<T> World<T> {
             weather,
             cut: BTreeSet::new(),
             machines: BTreeMap::new(),
+            leaves: BTreeSet::new(),
             history: History::default(),
             steps: 0,
             settings,
@@ -140,6 +143,7 @@ impl<T> World<T> {
         machine.wake = None;
         machine.dies_in = None;
         machine.ended = None;
+        self.leaves.remove(&id);
         // Views that two members propose differ even where their members do not.
         let weights = Digest::new(id.0);
         self.step(id, Event::Starts(Start { weights, plan: weights }));
@@ -224,7 +228,8 @@ impl<T> World<T> {
         }
     }
 
-    fn send(&mut self, from: MemberId, to: MemberId, message: Message) {
+    /// Sends a message, which may be lost.
+    pub(super) fn send(&mut self, from: MemberId, to: MemberId, message: Message) {
         if self.cut.contains(&(from, to)) || self.draw.percent(self.weather.loss) {
             return;
         }
@@ -237,11 +242,6 @@ impl<T> World<T> {
     fn send_once(&mut self, from: MemberId, to: MemberId, message: Message) {
         let delay = self.draw.between(Nanos::from_millis(1), self.weather.delay);
         self.queue(self.now.saturating_add(delay), Due::Deliver { from, to, message });
-    }
-
-    /// Whether a process runs on a machine.
-    pub(super) fn runs(&self, id: MemberId) -> bool {
-        self.machines.get(&id).is_some_and(|machine| machine.state.is_some())
     }
 
     /// Machines with a process.
