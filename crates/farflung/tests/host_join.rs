@@ -126,6 +126,14 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     assert_eq!(left.status.code(), Some(130), "{}", said(&left));
     assert!(said(&left).contains("is saved in a/step-"), "{}", said(&left));
     members(&run, &host, 2);
+    // By a notice that its machine is about to be taken away.
+    let c = join(&run, "c", "host/run.ticket", &["--notice-file", "notice", "--notice-every", "20ms"]);
+    members(&run, &host, 3);
+    fs::write(run.at("notice"), "").unwrap();
+    let left = c.ends();
+    assert_eq!(left.status.code(), Some(143), "{}", said(&left));
+    assert!(said(&left).contains("notice is there: leaves after this step"), "{}", said(&left));
+    members(&run, &host, 2);
     // Without a word.
     b.send(Signal::KILL);
     members(&run, &host, 1);

@@ -10,7 +10,7 @@ use farflung::access::{self, Home};
 use farflung::comm::secure::{Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{Gate, GateConfig};
 use farflung::train::{Report, elastic};
-use farflung::{Error, Result, Show, Stop, TrainArgs, TrainFlags};
+use farflung::{Error, NoticeArgs, Result, Show, Stop, TrainArgs, TrainFlags};
 
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
@@ -47,6 +47,8 @@ pub(crate) struct HostCommand {
     /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
+    #[command(flatten)]
+    notice: NoticeArgs,
     #[command(flatten)]
     flags: TrainFlags,
 }
@@ -97,6 +99,7 @@ impl HostCommand {
         };
         let (quiet, json) = (config.quiet, config.json);
         let stop = Stop::install_leaving()?;
+        self.notice.watch(&stop)?;
         watched(quiet, json, |watch| elastic::host(config, &gate, former.as_ref(), &stop, watch, &mut open))
     }
 }
@@ -105,6 +108,7 @@ const JOIN_EXAMPLES: &str = "Examples:
   farflung join --ticket-file run.ticket
   farflung join --ticket-file - --data book.txt --device wgpu < run.ticket
   farflung join --ticket-file run.ticket --out runs/helper --threads 4
+  farflung join --ticket-file run.ticket --notice-command 'curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action'
 Ctrl-C leaves after the step under way, with a checkpoint; the others go on.
 ";
 
@@ -148,6 +152,8 @@ pub(crate) struct JoinCommand {
     /// Print the report as JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    notice: NoticeArgs,
 }
 
 impl JoinCommand {
@@ -173,6 +179,7 @@ impl JoinCommand {
         let mut gate = GateConfig::new(&self.listen, job, Security::by_ticket(&identity, &ticket));
         gate.advertise.clone_from(&self.address);
         let stop = Stop::install_leaving()?;
+        self.notice.watch(&stop)?;
         let mut open = |gate: &Gate, folder: &Path| {
             // Others may come in by this member, too: the host may have left.
             let addresses = vec![reached(gate.address())];

@@ -203,8 +203,11 @@ impl Member<'_> {
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
         // Steps that led here are those of the plan before.
-        let done = super::share::share(trainer, &comm, &stood.exchange, false);
-        let done = done.and_then(|shared| {
+        let done = super::share::share(Some(trainer), &comm, &stood.exchange);
+        let done = done.and_then(|(shared, taken)| {
+            if let Some(taken) = taken {
+                trainer.take_snapshot(&taken.shared, None)?;
+            }
             trainer.catch_up(stood.exchange.progress.step)?;
             trainer.carry_over(&stood.job, comm.clone())?;
             Ok(shared)
@@ -224,8 +227,11 @@ impl Member<'_> {
             let brings = Brings { job, before: Vec::new(), progress: None, last: Last::at(0) };
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
-                let mut trainer = Trainer::new(&stood.job, comm.clone(), self.threads)?;
-                super::share::share(&mut trainer, &comm, &stood.exchange, true)?;
+                let (_, taken) = super::share::share(None, &comm, &stood.exchange)?;
+                let mut trainer = Trainer::new(&stood.job, comm, self.threads)?;
+                if let Some(taken) = taken {
+                    trainer.take_snapshot(&taken.shared, Some(&taken.own))?;
+                }
                 Ok((stood.job, trainer, stood.last))
             });
             match came {

@@ -59,25 +59,33 @@ fn piece(len: usize, donor: usize, donors: usize) -> std::ops::Range<usize> {
     len * donor / donors..len * (donor + 1) / donors
 }
 
-/// Brings all ranks to what the donors have agreed on: each donor sends its part of what all donors have alike, and the
-/// first one also its optimizer's state where steps are local, for those that have none (`is_new`). All ranks call it.
+/// The run's state as it came to a rank that had none, or an older one.
+#[derive(Debug)]
+pub(super) struct Taken {
+    /// What all have alike.
+    pub(super) shared: Snapshot,
+    /// What is its own to the first of the donors.
+    pub(super) own: Snapshot,
+}
+
+/// Has the run's state go from the donors to the takers: each donor sends its part of what all donors have alike, and the
+/// first one also its optimizer's state where steps are local. All ranks call it; a donor has a `trainer`.
 ///
 /// Errors: [`Error::Message`] where the donors' states differ, or where what came does not have the hash that all
-/// donors told; [`Error::PeerLost`] for a donor or a taker that is lost. Nothing has changed then.
+/// donors told; [`Error::PeerLost`] for a donor or a taker that is lost.
 pub(super) fn share(
-    trainer: &mut Trainer,
+    trainer: Option<&Trainer>,
     comm: &Communicator,
     exchange: &Exchange,
-    is_new: bool,
-) -> Result<Shared> {
+) -> Result<(Shared, Option<Taken>)> {
     let (me, donors) = (comm.rank(), &exchange.donors);
     if exchange.takers.is_empty() {
-        return Ok(Shared::default());
+        return Ok((Shared::default(), None));
     }
-    let donor = donors.iter().position(|&rank| rank == me);
-    let mine = donor.map(|_| Ok::<_, Error>(trainer.shared_snapshot()?.to_bytes())).transpose()?;
+    let donor = donors.iter().position(|&rank| rank == me).zip(trainer);
+    let mine = donor.map(|(_, trainer)| Ok::<_, Error>(trainer.shared_snapshot()?.to_bytes())).transpose()?;
     let own = match donor {
-        Some(0) => trainer.own_snapshot()?.to_bytes(),
+        Some((0, trainer)) => trainer.own_snapshot()?.to_bytes(),
         _ => Vec::new(),
     };
     // Its length and hash, of all donors.
@@ -87,52 +95,56 @@ pub(super) fn share(
     let told = comm.all_gather_bytes(told)?;
     let said = |rank: &Rank| &told[rank.index()];
     let first = said(&donors[0]);
-    let wrong = |problem| Error::Message { message: "the state of the run".to_owned(), problem };
     let (len, hash) = first.split_first_chunk::<8>().ok_or_else(|| wrong("has no length"))?;
     let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| wrong("is longer than memory"))?;
     if let Some(other) = donors.iter().find(|donor| said(donor) != first) {
-        let problem = "is not the same on all members that have it";
         tracing::error!(rank = other.0, "the state of this member differs from that of the first");
-        return Err(wrong(problem));
+        return Err(wrong("is not the same on all members that have it"));
     }
     let pieces: Vec<_> = (0..donors.len()).map(|donor| piece(len, donor, donors.len())).collect();
-    if let (Some(donor), Some(bytes)) = (donor, &mine) {
+    let shared = Shared { state: Bytes(len as u64), donors: donors.len() };
+    if let (Some((donor, _)), Some(bytes)) = (donor, &mine) {
         for chunk in bytes[pieces[donor].clone()].chunks(CHUNK) {
             send_to_all(comm, &exchange.takers, SHARED, chunk)?;
         }
         if donor == 0 {
             send_to_all(comm, &exchange.takers, OWN, &own)?;
         }
-    } else {
-        let mut parts: Vec<Vec<u8>> = vec![Vec::new(); donors.len()];
-        loop {
-            // Of all donors at once, so that no link waits for another.
-            let missing =
-                |(donor, part): (usize, &Vec<u8>)| (part.len() < pieces[donor].len()).then_some(donor);
-            let due: Vec<usize> = parts.iter().enumerate().filter_map(missing).collect();
-            if due.is_empty() {
-                break;
-            }
-            let arriving: Vec<_> = due.iter().map(|&donor| comm.start_recv(donors[donor], SHARED)).collect();
-            for (donor, chunk) in due.into_iter().zip(arriving) {
-                let chunk = chunk.wait()?;
-                if chunk.is_empty() || parts[donor].len() + chunk.len() > pieces[donor].len() {
-                    return Err(wrong("comes in other pieces than its length says"));
-                }
-                parts[donor].extend(chunk);
-            }
-        }
-        let bytes = parts.concat();
-        let own = comm.recv(donors[0], OWN)?;
-        if blake3::hash(&bytes).as_bytes() != hash {
-            return Err(wrong("does not have the hash that its members told"));
-        }
-        let malformed = || wrong("does not read as one");
-        let shared = Snapshot::from_bytes(&bytes).ok_or_else(malformed)?;
-        let own = Snapshot::from_bytes(&own).ok_or_else(malformed)?;
-        trainer.take_snapshot(&shared, is_new.then_some(&own))?;
+        return Ok((shared, None));
     }
-    Ok(Shared { state: Bytes(len as u64), donors: donors.len() })
+    let bytes = gather(comm, donors, &pieces)?;
+    let own = comm.recv(donors[0], OWN)?;
+    if blake3::hash(&bytes).as_bytes() != hash {
+        return Err(wrong("does not have the hash that its members told"));
+    }
+    let read = |bytes: &[u8]| Snapshot::from_bytes(bytes).ok_or_else(|| wrong("does not read as one"));
+    let taken = Taken { shared: read(&bytes)?, own: read(&own)? };
+    Ok((shared, Some(taken)))
+}
+
+fn wrong(problem: &'static str) -> Error {
+    Error::Message { message: "the state of the run".to_owned(), problem }
+}
+
+/// The pieces of all donors, together.
+fn gather(comm: &Communicator, donors: &[Rank], pieces: &[std::ops::Range<usize>]) -> Result<Vec<u8>> {
+    let mut parts: Vec<Vec<u8>> = vec![Vec::new(); donors.len()];
+    loop {
+        // Of all donors at once, so that no link waits for another.
+        let missing = |(donor, part): (usize, &Vec<u8>)| (part.len() < pieces[donor].len()).then_some(donor);
+        let due: Vec<usize> = parts.iter().enumerate().filter_map(missing).collect();
+        if due.is_empty() {
+            return Ok(parts.concat());
+        }
+        let arriving: Vec<_> = due.iter().map(|&donor| comm.start_recv(donors[donor], SHARED)).collect();
+        for (donor, chunk) in due.into_iter().zip(arriving) {
+            let chunk = chunk.wait()?;
+            if chunk.is_empty() || parts[donor].len() + chunk.len() > pieces[donor].len() {
+                return Err(wrong("comes in other pieces than its length says"));
+            }
+            parts[donor].extend(chunk);
+        }
+    }
 }
 
 fn send_to_all(comm: &Communicator, takers: &[Rank], tag: u32, bytes: &[u8]) -> Result<()> {
