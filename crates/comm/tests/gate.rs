@@ -171,7 +171,8 @@ fn two_that_come_at_the_same_time_meet() {
                 scope.spawn(|| gate.meet_others(&config(&clear)).unwrap());
             }
         });
-        let others = |gate: &Gate| come.iter().filter(|other| peer(other) != peer(gate)).map(peer).collect::<Vec<_>>();
+        let others =
+            |gate: &Gate| come.iter().filter(|other| peer(other) != peer(gate)).map(peer).collect::<Vec<_>>();
         for gate in &come {
             while !others(gate).iter().all(|&other| gate.connected().iter().any(|c| c.peer == other)) {
                 thread::sleep(Duration::from_millis(2));

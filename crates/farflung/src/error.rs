@@ -33,6 +33,31 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+    /// Too few members of its run are left for this rank to go on: the others may have gone on without it.
+    #[error("this member may not go on: {reason}{}", left.as_deref().map(ToString::to_string).unwrap_or_default())]
+    NoMajority {
+        /// How many are left, of how many.
+        reason: String,
+        /// What is saved, and what is not.
+        left: Option<Box<crate::train::Leftover>>,
+    },
+    /// The run of a folder goes on elsewhere.
+    #[error(
+        "the run of this folder goes on: {address} answers, one of {members} members; join it there with its ticket, or \
+         give another folder with `--out`"
+    )]
+    StillRuns {
+        /// Who answers.
+        address: String,
+        /// How many it knows.
+        members: usize,
+    },
+    /// A list of members that cannot be one.
+    #[error("no view of the run's members: {reason}")]
+    NotAView {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A setting of the command line or of a file has a value that cannot be.
     #[error("`{field}` is {value}, expected {expected}")]
     Setting {
@@ -490,6 +515,7 @@ impl Error {
             )
             | Self::RanksDiffer { .. }
             | Self::MemberDiffers { .. }
+            | Self::StillRuns { .. }
             | Self::ForeignFolder { .. }
             | Self::NoCopy { .. }
             | Self::TooLarge(_)
@@ -508,7 +534,7 @@ impl Error {
             // Ends compare what they hold when a run begins again.
             // The dead one that still has the place is found out in a while; other reasons stay.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
-            Self::Removed { .. } => 75,
+            Self::Removed { .. } | Self::NoMajority { .. } => 75,
             Self::PeerLost { .. }
             | Self::StoppedBy { .. }
             | Self::CutOff { .. }

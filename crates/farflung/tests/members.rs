@@ -10,8 +10,8 @@ use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
 use farflung::config::choice::{LrScheduleKind, SyncKind};
 use farflung::optim::sync::DILOCO;
-use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, elastic, run_seats};
-use farflung::{Error, Result, Stop, TrainConfig};
+use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, Watch, elastic, run_seats};
+use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Link, Nanos, PeerId, Topology};
 
 const STEPS: u64 = 6;
@@ -43,10 +43,20 @@ fn job(folder: &Path, workers: usize, config: TrainConfig) -> Job {
 
 /// What becomes of each seat in a network of so many endpoints.
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Vec<Result<Option<Report>>> {
+    watched(job, ends, come, faults, &mut Quiet)
+}
+
+fn watched(
+    job: &Job,
+    ends: usize,
+    come: &[(PeerId, Nanos)],
+    faults: &Faults,
+    watch: &mut dyn Watch,
+) -> Vec<Result<Option<Report>>> {
     let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
     let ends = cluster_with(&Topology::uniform(ends, link), faults);
     let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    run_seats(job, elastic::seats(job, ends, come, true).unwrap(), &mut Quiet)
+    run_seats(job, elastic::seats(job, ends, come, true).unwrap(), watch)
 }
 
 fn hash(result: &Result<Option<Report>>) -> String {
@@ -106,5 +116,58 @@ fn a_newcomer_has_the_bits_of_all() {
         assert_eq!(hashes.len(), 3);
         assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{hashes:?}");
         assert_eq!(results[0].as_ref().unwrap().as_ref().unwrap().workers, 3);
+    }
+}
+
+/// When a run of five without faults begins and ends its fourth step, by the transport's clock.
+fn fourth_step(config: &TrainConfig) -> (Nanos, Nanos) {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path(), 5, config.clone());
+    let mut times = Times::default();
+    watched(&job, 5, &[], &Faults::new(), &mut times);
+    let at = |step: usize| Nanos((times.0[step] * 1e9) as u64);
+    (at(2), at(3))
+}
+
+/// When each step was done, in seconds.
+#[derive(Default)]
+struct Times(Vec<f64>);
+
+impl Watch for Times {
+    fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
+        self.0.push(metrics.time_s);
+    }
+    fn note(&mut self, _: &str) {}
+}
+
+#[test]
+fn whoever_is_frozen_or_cut_off_is_left_behind() {
+    let config = ddp();
+    let (begin, end) = fourth_step(&config);
+    for victim in [0, 3] {
+        let polite: Vec<String> = (3..=5).map(|step| after_leaving(&config, victim, step)).collect();
+        for part in 0..4 {
+            let at = Nanos(begin.0 + (end.0 - begin.0) * part / 4);
+            let island = [PeerId(victim)];
+            let cut = Faults::new().at(at).partition(&island, 5, Nanos::MAX);
+            let frozen = Faults::new().at(at).freeze(PeerId(victim), Nanos::from_millis(3_600_000));
+            for (what, faults) in [("cut off", cut), ("frozen", frozen)] {
+                let folder = tempfile::tempdir().unwrap();
+                let job = job(folder.path(), 5, config.clone());
+                let results = run(&job, 5, &[], &faults);
+                for (n, result) in results.iter().enumerate() {
+                    if n == victim as usize {
+                        let error = result.as_ref().err().unwrap();
+                        assert_eq!(error.exit_code(), 75, "{what} at {at}: {error}");
+                    } else {
+                        let hash = hash(result);
+                        assert!(
+                            polite.contains(&hash),
+                            "{victim} {what} at {at}: {n} has {hash}, not {polite:?}"
+                        );
+                    }
+                }
+            }
+        }
     }
 }

@@ -90,6 +90,15 @@ impl Security {
         Self::sealed(identity, ticket.secret.clone(), ticket.expiry, Some(ticket.host))
     }
 
+    /// Any member of the run may answer, not only the host that the ticket names: it may have left.
+    #[must_use]
+    pub fn by_any_member(mut self) -> Self {
+        if let Some(sealed) = &mut self.sealed {
+            Arc::make_mut(sealed).host = None;
+        }
+        self
+    }
+
     /// Of those that prove the secret only these keys, and the own one, are let in.
     #[must_use]
     pub fn allowing(mut self, keys: impl IntoIterator<Item = PublicKey>) -> Self {

@@ -202,22 +202,15 @@ impl Gate {
         Ok(())
     }
 
-    /// Asks a peer who else is there, and connects to those that this one has not met: two that come at the same
+    /// Asks peers who else is there, and connects to those that this one has not met: two that come at the same
     /// time do not know each other. `config` is the one that it came in with.
     ///
     /// # Errors
-    /// What kept it from asking.
+    /// As [`Gate::ask_again`].
     pub fn meet_others(&self, config: &GateConfig) -> Result<(), CommError> {
         let until = Until::after(config.deadline.min(EACH));
-        let addresses: Vec<String> = self.connected().into_iter().map(|peer| peer.address).collect();
-        if addresses.is_empty() {
-            return Ok(());
-        }
-        let mut asks = config.clone();
-        // Members prove themselves to each other by what they share.
-        asks.security.clone_from(&self.shared.security);
-        asks.deadline = config.deadline.min(EACH);
-        let asked = Self::ask(&asks, &addresses)?;
+        let quick = GateConfig { deadline: config.deadline.min(EACH), ..config.clone() };
+        let asked = self.ask_again(&quick)?;
         let me = self.shared.tcp.me();
         for member in asked.members.iter().filter(|member| member.peer != me) {
             // Whoever cannot be reached is met another time.
@@ -226,6 +219,22 @@ impl Gate {
             }
         }
         Ok(())
+    }
+
+    /// Asks the peers that this one has ever met where all are, as one of them: also where the host that let it in
+    /// is gone. With the answer it may come in anew; `config` is the one that it came in with.
+    ///
+    /// # Errors
+    /// As [`Gate::ask`].
+    pub fn ask_again(&self, config: &GateConfig) -> Result<Asked, CommError> {
+        let me = self.shared.tcp.me();
+        let known: Vec<Connected> = lock(&self.shared.known).values().cloned().collect();
+        let others = known.into_iter().filter(|peer| peer.peer != me);
+        let addresses: Vec<String> = others.map(|peer| peer.address).collect();
+        // Members prove themselves to each other by what they share.
+        let asks = GateConfig { security: self.shared.security.clone(), ..config.clone() };
+        let asked = Self::ask(&asks, &addresses)?;
+        Ok(Asked { config: config.clone(), ..asked })
     }
 
     /// Asks the members that are reached at any of these addresses, in turn, where all are: the first step of a

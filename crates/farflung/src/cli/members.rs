@@ -61,19 +61,23 @@ impl HostCommand {
         gate.advertise = self.address.first().cloned();
         gate.deadline = Duration::from(config.deadline);
         let expiry = unix_seconds().saturating_add(self.expires);
+        // Of an earlier run of the folder.
+        let former = match &config.out {
+            Some(folder) if folder.join(TICKET).exists() => {
+                let ticket = access::ticket_for(Some(&folder.join(TICKET)), |_| None)?;
+                let mut former = gate.clone();
+                former.security = Security::by_ticket(&identity, &ticket).by_any_member();
+                Some(former)
+            }
+            _ => None,
+        };
         let mut open = |gate: &Gate, folder: &Path| {
             let addresses = match &self.address[..] {
                 [] => vec![reached(gate.address())],
                 given => given.to_vec(),
             };
             let ticket = Ticket { addresses, host: identity.public(), secret: secret.until(expiry), expiry };
-            let word = ticket.word().map_err(|_| Error::Setting {
-                field: "address",
-                value: self.address.join(" "),
-                expected: "1 to 16 times `host:port`, with a port of 1 to 65535".to_owned(),
-            })?;
-            let path = self.ticket_out.clone().unwrap_or_else(|| folder.join(TICKET));
-            access::write_private(&path, &word)?;
+            let path = write_ticket(&ticket, folder, self.ticket_out.as_deref())?;
             farflung::terminal::say(format!(
                 "the ticket is in {}: copy it to other machines, and there run\n  farflung join --ticket-file {TICKET}\n",
                 path.display(),
@@ -82,7 +86,7 @@ impl HostCommand {
         };
         let (quiet, json) = (config.quiet, config.json);
         let stop = Stop::install_leaving()?;
-        watched(quiet, json, |watch| elastic::host(config, &gate, &stop, watch, &mut open))
+        watched(quiet, json, |watch| elastic::host(config, &gate, former.as_ref(), &stop, watch, &mut open))
     }
 }
 
@@ -157,9 +161,35 @@ impl JoinCommand {
         let mut gate = GateConfig::new(&self.listen, job, Security::by_ticket(&identity, &ticket));
         gate.advertise.clone_from(&self.address);
         let stop = Stop::install_leaving()?;
+        let mut open = |gate: &Gate, folder: &Path| {
+            // Others may come in by this member, too: the host may have left.
+            let addresses = vec![reached(gate.address())];
+            let ticket = Ticket { addresses, host: identity.public(), ..ticket.clone() };
+            write_ticket(&ticket, folder, None).map(drop)
+        };
         watched(self.quiet, self.json, |watch| {
-            elastic::join(given, &gate, &ticket.addresses, &stop, watch)
+            elastic::join(&given, &gate, &ticket.addresses, &stop, watch, &mut open)
         })
+    }
+}
+
+/// Writes a member's ticket into its folder, and to where else it is wanted, which it gives.
+fn write_ticket(ticket: &Ticket, folder: &Path, wanted: Option<&Path>) -> Result<PathBuf> {
+    let word = ticket.word().map_err(|_| Error::Setting {
+        field: "address",
+        value: ticket.addresses.join(" "),
+        expected: "1 to 16 times `host:port`, with a port of 1 to 65535".to_owned(),
+    })?;
+    std::fs::create_dir_all(folder).map_err(|source| Error::Io {
+        action: "create",
+        path: folder.to_owned(),
+        source,
+    })?;
+    let own = folder.join(TICKET);
+    access::write_private(&own, &word)?;
+    match wanted {
+        Some(path) => access::write_private(path, &word).map(|()| path.to_owned()),
+        None => Ok(own),
     }
 }
 

@@ -4,7 +4,9 @@
 
 mod arrivals;
 mod change;
+mod decide;
 mod keeper;
+mod kept;
 mod meet;
 mod place;
 mod run;

@@ -1,11 +1,12 @@
 //! What happens to a member, and what it then does.
 
 use farflung_base::Nanos;
+use serde::{Deserialize, Serialize};
 
 use super::{Kept, Member, MemberId, Message, Place, Start, View, ViewFault};
 
-/// What happens to a member.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// What happens to a member. A recording of a run is a list of these with their times.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Event {
     /// A message has come from a peer whose id is proven.

@@ -184,7 +184,8 @@ impl Step<'_> {
         let alone = state.alone_since.map(|since| since.saturating_add(state.settings.patience));
         let proposal = state.proposal.as_ref().map(|proposal| proposal.retry.at());
         let announcement = state.announcement.map(super::retry::Retry::at);
-        let timers = [alone, proposal, announcement, state.untold.wake(), state.former.wake(), self.next_grace()];
+        let timers =
+            [alone, proposal, announcement, state.untold.wake(), state.former.wake(), self.next_grace()];
         if let Some(at) = timers.into_iter().flatten().min() {
             self.actions.push(Action::Wake { at });
         }

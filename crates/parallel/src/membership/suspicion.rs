@@ -26,7 +26,11 @@ impl Suspicion {
     }
 
     /// Whom it has given up since when; nobody where it has not repeated that for three of its slowest waits.
-    pub(super) fn silent(&self, now: Nanos, settings: &Settings) -> impl Iterator<Item = (&MemberId, &Nanos)> {
+    pub(super) fn silent(
+        &self,
+        now: Nanos,
+        settings: &Settings,
+    ) -> impl Iterator<Item = (&MemberId, &Nanos)> {
         let forgotten = self.said.saturating_add(Nanos(settings.slowest_resend.0.saturating_mul(3)));
         self.since.iter().filter(move |_| now < forgotten)
     }
@@ -45,7 +49,8 @@ pub(super) fn cover(
     while !broken.is_empty() {
         let pairs_of = |id: &MemberId| broken.iter().filter(|(a, b)| a == id || b == id).count();
         // The last of equals: members are sorted by when they joined.
-        let worst = view.members.iter().map(|member| member.id).filter(|id| id != spared).max_by_key(pairs_of);
+        let worst =
+            view.members.iter().map(|member| member.id).filter(|id| id != spared).max_by_key(pairs_of);
         let Some(worst) = worst.filter(|id| pairs_of(id) > 0) else { break };
         broken.retain(|(a, b)| *a != worst && *b != worst);
         removed.insert(worst);

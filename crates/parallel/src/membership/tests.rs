@@ -120,7 +120,9 @@ impl Net {
     pub(super) fn pass(&mut self, span: Nanos) {
         let end = self.now + span;
         self.settle();
-        while let Some((&who, &at)) = self.wakes.iter().min_by_key(|(_, at)| **at).filter(|(_, at)| **at <= end) {
+        while let Some((&who, &at)) =
+            self.wakes.iter().min_by_key(|(_, at)| **at).filter(|(_, at)| **at <= end)
+        {
             self.now = self.now.max(at);
             self.wakes.remove(&who);
             self.step(who, Event::Tick);

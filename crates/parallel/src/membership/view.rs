@@ -222,7 +222,9 @@ impl View {
         let mut ids = self.ids();
         let mut new: Vec<Member> = newcomers
             .iter()
-            .filter(|member| !slots.contains(&member.slot) && ids.insert(member.id) && slots.insert(member.slot))
+            .filter(|member| {
+                !slots.contains(&member.slot) && ids.insert(member.id) && slots.insert(member.slot)
+            })
             .map(|&member| Member { joined: self.epoch + 1, ..member })
             .collect();
         new.sort_by_key(order);

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::secure::PublicKey;
-use farflung_comm::tcp::{Connected, Gate};
-use farflung_parallel::membership::MemberId;
+use farflung_comm::tcp::{Connected, Gate, GateConfig};
+use farflung_parallel::membership::{Member, MemberId};
 
 /// A peer that is connected.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +30,12 @@ impl Newcomer {
     }
 }
 
+impl From<&Newcomer> for Member {
+    fn from(newcomer: &Newcomer) -> Self {
+        Self::new(newcomer.id, newcomer.peer.0)
+    }
+}
+
 impl From<&Connected> for Newcomer {
     fn from(connected: &Connected) -> Self {
         Self::new(connected.peer, connected.key.as_ref())
@@ -40,15 +46,38 @@ impl From<&Connected> for Newcomer {
 pub trait Arrivals: std::fmt::Debug + Send + Sync {
     /// All peers that are connected at a time by the transport's clock, members or not.
     fn here(&self, now: Nanos) -> Vec<Newcomer>;
+
+    /// Where the peers are reached that are connected, where that is known.
+    fn addresses(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// A newcomer that waits looks whether others have come that it has not met.
+    fn meet(&self) {}
 }
 
 /// Those that have come through a gate.
 #[derive(Debug)]
-pub struct AtGate(pub Arc<Gate>);
+pub struct AtGate {
+    /// The gate.
+    pub gate: Arc<Gate>,
+    /// What it was opened with.
+    pub config: GateConfig,
+}
 
 impl Arrivals for AtGate {
     fn here(&self, _: Nanos) -> Vec<Newcomer> {
-        self.0.connected().iter().map(Newcomer::from).collect()
+        self.gate.connected().iter().map(Newcomer::from).collect()
+    }
+
+    fn addresses(&self) -> Vec<String> {
+        self.gate.connected().into_iter().map(|peer| peer.address).collect()
+    }
+
+    fn meet(&self) {
+        if let Err(error) = self.gate.meet_others(&self.config) {
+            tracing::debug!(%error, "who else has come is not known");
+        }
     }
 }
 

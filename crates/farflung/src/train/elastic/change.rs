@@ -5,8 +5,10 @@ use std::fmt;
 use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
-use farflung_parallel::membership::View;
+use farflung_parallel::membership::{Start, View};
+use farflung_parallel::plan::Digest;
 
+use super::decide::Suspect;
 use super::place::Place;
 use super::share::Shared;
 use super::view::{Brings, stand};
@@ -99,7 +101,8 @@ impl Member<'_> {
         leaves: bool,
     ) -> Result<Option<Changed>> {
         let begun = trainer.comm().now();
-        match self.place.between_steps(trainer.comm(), leaves) {
+        let start = self.start(job, trainer)?;
+        match self.place.between_steps(trainer.comm(), leaves, start) {
             Ok(None) => Ok(None),
             Ok(Some(view)) => self.go_over((job, last), trainer, view, (begun, None)).map(Some),
             Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, error).map(Some),
@@ -118,11 +121,12 @@ impl Member<'_> {
     ) -> Result<Changed> {
         let begun = trainer.comm().now();
         let reason = Some(causes(&error));
-        let peer = lost_peer(&error);
+        let suspect = Suspect::of(&error);
         // The others need not wait for their deadlines.
         trainer.comm().abort();
         trainer.drop_step()?;
-        let view = self.place.after_loss(peer)?;
+        let start = self.start(job, trainer)?;
+        let view = self.place.after_loss(suspect, start)?;
         self.go_over((job, last), trainer, view, (begun, reason))
     }
 
@@ -166,11 +170,21 @@ impl Member<'_> {
                 }
                 Err(error) if Self::survives(&error) => {
                     trainer.drop_step()?;
-                    view = self.place.after_loss(lost_peer(&error))?;
+                    let start = self.start(job, trainer)?;
+                    view = self.place.after_loss(Suspect::of(&error), start)?;
                 }
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// What the next view says of the run, where this rank would propose it: its own weights and plan.
+    fn start(&mut self, job: &Job, trainer: &Trainer) -> Result<Option<Start>> {
+        if !self.place.proposes() {
+            return Ok(None);
+        }
+        let weights = Digest::new(*trainer.hash()?.as_bytes());
+        Ok(Some(Start { weights, plan: job.plan.digest() }))
     }
 
     fn try_view(
@@ -213,7 +227,7 @@ impl Member<'_> {
                 }
                 Err(error) if Self::survives(&error) => {
                     comm.abort();
-                    view = self.place.after_loss(lost_peer(&error))?;
+                    view = self.place.after_loss(Suspect::of(&error), None)?;
                 }
                 Err(error) => return Err(error),
             }
@@ -253,12 +267,4 @@ fn slots(view: Option<&View>) -> Vec<u32> {
 
 fn tied(job: &Job, comm: Communicator) -> Communicator {
     job.stop.tie(comm.with_deadline(job.config.deadline))
-}
-
-/// Whom a failure names.
-fn lost_peer(error: &Error) -> Option<PeerId> {
-    match error {
-        Error::PeerLost { peer, .. } => Some(*peer),
-        _ => None,
-    }
 }

@@ -2,12 +2,15 @@
 //! [`farflung_parallel::membership`], and carries out what that says. Messages are taken up as they arrive, whatever
 //! the rank computes.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use farflung_base::{Nanos, Rank};
 use farflung_comm::{Answer, Asked, Service};
-use farflung_parallel::membership::{Action, Event, MemberId, Message, Reason, State, View, step};
+use farflung_parallel::membership::{Action, Event, Kept, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
+
+use crate::Result;
 
 /// What a keeper is told.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -16,6 +19,10 @@ enum Word {
     Event(Event),
     /// By another member.
     Message(Message),
+    /// By another member, which wants to know whether this one is there. With it comes where that one stands.
+    Ping(Option<Message>),
+    /// The answer.
+    Pong(Option<Message>),
 }
 
 /// What came of it.
@@ -30,14 +37,16 @@ pub(super) enum Outcome {
 /// A member's view and promises.
 #[derive(Debug)]
 pub(super) struct Keeper {
-    /// None of a newcomer, until a view has it.
-    state: Option<State>,
-    me: MemberId,
+    state: State,
     /// Who has which number in the communicator of keepers.
     ranks: Vec<MemberId>,
     outcome: Option<Outcome>,
     /// When it wants to be woken.
-    pub(super) wake: Option<Nanos>,
+    wake: Option<Nanos>,
+    /// Whether its rank waits for what comes.
+    pub(super) awaited: bool,
+    /// When each of the others last said something.
+    heard: BTreeMap<MemberId, Nanos>,
     /// The file of its promises.
     promises: Option<PathBuf>,
 }
@@ -47,14 +56,26 @@ fn decode(bytes: &[u8]) -> Option<Word> {
     postcard::from_bytes(bytes).ok()
 }
 
+fn encode(word: &Word) -> Vec<u8> {
+    postcard::to_stdvec(word).expect("words are plain data")
+}
+
 /// What a rank tells its own keeper.
-pub(super) fn event(event: &Event) -> Vec<u8> {
-    postcard::to_stdvec(&Word::Event(event.clone())).expect("events are plain data")
+pub(super) fn event(event: Event) -> Vec<u8> {
+    encode(&Word::Event(event))
 }
 
 impl Keeper {
-    pub(super) fn new(me: MemberId, state: Option<State>, promises: Option<PathBuf>) -> Self {
-        Self { state, me, ranks: Vec::new(), outcome: None, wake: None, promises }
+    /// Writes down what the state must not forget, and keeps it.
+    ///
+    /// Errors: [`Error::Io`](crate::Error::Io).
+    pub(super) fn new(state: State, promises: Option<PathBuf>) -> Result<Self> {
+        let (ranks, heard) = (Vec::new(), BTreeMap::new());
+        let keeper = Self { state, ranks, outcome: None, wake: None, awaited: false, heard, promises };
+        if let Some(kept) = keeper.state.kept() {
+            keeper.write(kept)?;
+        }
+        Ok(keeper)
     }
 
     /// Who is reached under which number from now on.
@@ -67,75 +88,93 @@ impl Keeper {
         self.outcome.take()
     }
 
+    /// When it wants to be woken.
+    pub(super) const fn wake(&self) -> Option<Nanos> {
+        self.wake
+    }
+
+    /// Whether a peer has said anything since.
+    pub(super) fn has_heard(&self, id: &MemberId, since: Nanos) -> bool {
+        self.heard.get(id).is_some_and(|&at| at >= since)
+    }
+
+    /// The question whether a peer is there.
+    pub(super) fn ping(&self) -> Vec<u8> {
+        encode(&Word::Ping(self.here()))
+    }
+
+    /// Where this member stands.
+    fn here(&self) -> Option<Message> {
+        self.state.view().map(|view| Message::Here { at: view.place() })
+    }
+
     fn rank(&self, id: &MemberId) -> Option<Rank> {
         self.ranks.iter().position(|rank| rank == id).map(|rank| Rank(rank as u32))
     }
 
-    fn message(&self, to: &MemberId, message: Message) -> Option<Answer> {
-        let bytes = postcard::to_stdvec(&Word::Message(message)).expect("messages are plain data");
-        // Whoever cannot be reached is as good as silent.
-        Some(Answer::to_service(self.rank(to)?, bytes))
-    }
-
-    /// Carries out what the function says.
+    /// Carries out what the function says, in its order.
     fn act(&mut self, actions: Vec<Action>) -> Vec<Answer> {
         let mut leaving = Vec::new();
         for action in actions {
             match action {
-                Action::Send { to, message } => leaving.extend(self.message(&to, message)),
-                Action::Keep(kept) => self.keep(&kept),
-                Action::Install(view) => {
-                    // Newcomers have no view yet, and hear of theirs from all.
-                    for member in view.members.iter().filter(|member| member.joined == view.epoch) {
-                        leaving.extend(self.message(&member.id, Message::Decided { view: view.clone() }));
-                    }
-                    self.outcome = Some(Outcome::Installed(view));
+                Action::Send { to, message } => {
+                    // Whoever cannot be reached is as good as silent.
+                    let to = self.rank(&to);
+                    leaving.extend(to.map(|to| Answer::to_service(to, encode(&Word::Message(message)))));
                 }
+                // A member that may forget a promise makes none: what it would say is as if it were lost.
+                Action::Keep(kept) if !self.keep(&kept) => break,
+                Action::Keep(_) => {}
+                Action::Install(view) => self.outcome = Some(Outcome::Installed(view)),
                 Action::Stop(reason) => self.outcome = Some(Outcome::Stopped(reason)),
                 Action::Wake { at } => self.wake = Some(at),
+                Action::Fault { peer, fault } => tracing::warn!(%peer, %fault, "a view was not taken up"),
+                _ => {}
             }
         }
         leaving
     }
-}
 
-impl Keeper {
-    fn keep(&self, kept: &farflung_parallel::membership::Kept) {
-        let Some(path) = &self.promises else { return };
-        let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");
-        if let Err(error) = crate::run_dir::replace(path, &text) {
-            // A member that forgets a promise could let a run fork: it makes none.
-            tracing::error!(path = %path.display(), %error, "a promise could not be written");
+    /// Writes down what was promised. Gives whether it is there.
+    fn keep(&self, kept: &Kept) -> bool {
+        let written = self.write(kept);
+        if let Err(error) = &written {
+            tracing::error!(%error, "a promise could not be written");
         }
+        written.is_ok()
     }
 
-    fn receive_word(&mut self, word: Word, from: Rank, now: Nanos) -> Vec<Answer> {
-        let own = self.rank(&self.me) == Some(from);
-        let event = match word {
-            Word::Event(event) if own => event,
-            Word::Message(message) => {
-                let Some(&from) = self.ranks.get(from.index()) else { return Vec::new() };
-                if let (None, Message::Decided { view }) = (&self.state, &message) {
-                    return self.enter(view);
-                }
-                Event::Message { from, message }
-            }
-            Word::Event(_) => return Vec::new(),
-        };
-        let Some(state) = self.state.take() else { return Vec::new() };
+    fn write(&self, kept: &Kept) -> Result<()> {
+        let Some(path) = &self.promises else { return Ok(()) };
+        let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");
+        crate::run_dir::replace(path, &text)
+    }
+
+    fn step(&mut self, event: Event, now: Nanos) -> Vec<Answer> {
         self.wake = None;
-        let (state, actions) = step(state, event, now);
-        self.state = Some(state);
+        let actions = self.state.step(event, now);
         self.act(actions)
     }
 
-    /// A newcomer's first view.
-    fn enter(&mut self, view: &View) -> Vec<Answer> {
-        if view.members.iter().any(|member| member.id == self.me) {
-            self.state = Some(State::new(self.me, view.clone()));
-            self.outcome = Some(Outcome::Installed(view.clone()));
+    fn receive_word(&mut self, word: Word, from: Rank, now: Nanos) -> Vec<Answer> {
+        let Some(&sender) = self.ranks.get(from.index()) else { return Vec::new() };
+        let own = sender == self.state.me().id;
+        self.heard.insert(sender, now);
+        let (message, answers) = match word {
+            Word::Event(event) if own => return self.step(event, now),
+            Word::Event(_) => return Vec::new(),
+            Word::Message(message) | Word::Pong(Some(message)) => (Some(message), false),
+            Word::Pong(None) => (None, false),
+            Word::Ping(message) => (message, true),
+        };
+        let mut leaving = Vec::new();
+        if answers {
+            leaving.push(Answer::to_service(from, encode(&Word::Pong(self.here()))));
         }
-        Vec::new()
+        if let Some(message) = message {
+            leaving.extend(self.step(Event::Message { from: sender, message }, now));
+        }
+        leaving
     }
 }
 
@@ -146,10 +185,9 @@ impl Service for Keeper {
             return Vec::new();
         };
         let mut leaving = self.receive_word(word, from, at);
-        if self.outcome.is_some() || self.wake.is_some() {
-            // Whoever waits here looks.
-            leaving.extend(self.rank(&self.me).map(|me| Answer::new(me, Vec::new())));
-        }
+        // Whoever waits here looks.
+        let own = self.rank(&self.state.me().id).filter(|_| self.awaited);
+        leaving.extend(own.map(|me| Answer::new(me, Vec::new())));
         leaving
     }
 }

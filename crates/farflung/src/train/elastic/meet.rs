@@ -4,11 +4,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use farflung_comm::tcp::{Gate, GateConfig};
+use farflung_parallel::membership::{Member, State};
 use serde::{Deserialize, Serialize};
 
 use super::arrivals::{AtGate, Newcomer};
+use super::kept;
 use super::place::Place;
-use super::seats::first_view;
+use super::seats::{first_view, settings};
+use crate::config::choice::Resume;
 use crate::config::shared::{Fact, is_own};
 use crate::train::claim::Claim;
 use crate::train::job::Job;
@@ -18,7 +21,7 @@ use crate::train::planned;
 use crate::train::report::Report;
 use crate::train::run::{Watch, run_job};
 use crate::train::sizes;
-use crate::{Error, Result, Stop, TrainArgs, TrainConfig, model_name};
+use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
 
 /// Members of other versions may compute other values.
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -100,67 +103,102 @@ fn prepare(config: TrainConfig, stop: &Stop) -> Result<Job> {
     job.with_plan(plan)
 }
 
-/// Founds a run that others can join, and trains. `open` is called once they can, with the run's folder.
+/// Founds a run that others can join, and trains. `open` is called once they can, with the run's folder. `former` asks
+/// the members of an earlier run of that folder whether they go on.
 ///
-/// Errors: settings with which members cannot come and leave; a port that is in use.
+/// Errors: settings with which members cannot come and leave; a port that is in use; [`Error::StillRuns`] where the run
+/// of this folder goes on without this machine.
 pub fn host(
     config: TrainConfig,
     gate: &GateConfig,
+    former: Option<&GateConfig>,
     stop: &Stop,
     watch: &mut dyn Watch,
     open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
     let mut job = prepare(config, stop)?;
     let claim = Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?;
-    job.out = Some(claim.path().to_owned());
-    let gate = Arc::new(Gate::found(gate)?);
+    let folder = claim.path();
+    job.out = Some(folder.to_owned());
+    let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
+    let run = RunDir::open(folder, existing)?;
+    let before = kept::read(folder)?;
+    if let Some(former) = former.filter(|_| before.is_some()) {
+        kept::is_over(folder, former, watch)?;
+    }
+    let opened = Arc::new(Gate::found(gate)?);
     let welcome = serde_json::to_vec(&Welcome::of(&job)).expect("texts have no way to fail");
-    gate.set_welcome(welcome)?;
-    let me = Newcomer::from(&gate.own());
-    let view = first_view(std::slice::from_ref(&me));
-    let mut place = place(&gate, me, Some(view.clone()), &job);
+    opened.set_welcome(welcome)?;
+    let me = Newcomer::from(&opened.own());
+    let at = kept::next(before.as_ref());
+    let view = first_view(std::slice::from_ref(&me), at, &job)?;
+    let state = State::first(me.id, view.clone(), settings(job.config.deadline));
+    let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
+    let mut place = place(&opened, gate, me, (state, run), &job)?;
     let comm = seat(&job, place.enter(view)?, false)?;
-    open(&gate, claim.path())?;
+    open(&opened, folder)?;
     run_job(&job, vec![Seat { comm, simulated: false, link: None, place: Some(place) }], watch)
 }
 
-/// Becomes a member of the run of which some members are reached at these addresses. `given` are this machine's own
-/// settings.
+/// Becomes a member of the run of which some members are reached at these addresses; one that the others go on without
+/// comes back as a newcomer. `given` are this machine's own settings. `open` is called once it is connected.
 ///
-/// Errors: [`Error::RanksDiffer`] for another version, model or data than the members'; whatever keeps it from joining.
+/// Errors: [`Error::MemberDiffers`] for another version, model or data than the members'; whatever keeps it from joining.
 pub fn join(
-    given: TrainArgs,
+    given: &TrainArgs,
     gate: &GateConfig,
     addresses: &[String],
     stop: &Stop,
     watch: &mut dyn Watch,
+    open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
-    let asked = Gate::ask(gate, addresses)?;
-    let welcome = Welcome::read(&asked.welcome)?;
-    differs("program's", &[Fact::new("version", VERSION)], &[Fact::new("version", &welcome.version)])?;
-    let file = TrainArgs::from_toml(&welcome.settings, Path::new("the run's settings"))?;
-    let mut job = prepare(TrainConfig::merge(given, file)?, stop)?;
-    differs("setting", &facts(&job), &welcome.facts)?;
-    let claim = Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?;
-    job.out = Some(claim.path().to_owned());
-    watch.note(&format!("{} of the run's members answer: connecting to them", asked.members().len()));
-    let gate = Arc::new(asked.join()?);
-    gate.set_welcome(serde_json::to_vec(&welcome).expect("texts have no way to fail"))?;
-    let me = Newcomer::from(&gate.own());
-    let mut place = place(&gate, me, None, &job);
-    let comm = place.alone()?;
-    run_job(&job, vec![Seat { comm, simulated: false, link: None, place: Some(place) }], watch)
+    let mut claim: Option<Claim> = None;
+    let mut asked = Gate::ask(gate, addresses)?;
+    loop {
+        let welcome = Welcome::read(&asked.welcome)?;
+        differs("program's", &[Fact::new("version", VERSION)], &[Fact::new("version", &welcome.version)])?;
+        let file = TrainArgs::from_toml(&welcome.settings, Path::new("the run's settings"))?;
+        let mut job = prepare(TrainConfig::merge(given.clone(), file)?, stop)?;
+        differs("setting", &facts(&job), &welcome.facts)?;
+        let folder = match claim.take() {
+            Some(folder) => folder,
+            None => Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?,
+        };
+        // A newcomer begins with the state of the others, whatever it has left in its folder before.
+        let was_here = kept::is_there(folder.path());
+        let existing = if was_here { Existing::Continue } else { Existing::Refuse };
+        let run = RunDir::open(folder.path(), existing)?;
+        job.out = Some(folder.path().to_owned());
+        watch
+            .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
+        let opened = Arc::new(asked.join()?);
+        opened.set_welcome(serde_json::to_vec(&welcome).expect("texts have no way to fail"))?;
+        let me = Newcomer::from(&opened.own());
+        let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
+        let mut place = place(&opened, gate, me, (state, run), &job)?;
+        let comm = place.alone()?;
+        open(&opened, folder.path())?;
+        let seat = Seat { comm, simulated: false, link: None, place: Some(place) };
+        match run_job(&job, vec![seat], watch) {
+            Err(Error::Removed { reason }) if stop.requested().is_none() => {
+                watch.note(&format!("{reason}: comes back as a newcomer"));
+                asked = opened.ask_again(gate)?;
+                claim = Some(folder);
+            }
+            done => return done,
+        }
+    }
 }
 
 fn place(
     gate: &Arc<Gate>,
+    config: &GateConfig,
     me: Newcomer,
-    view: Option<farflung_parallel::membership::View>,
+    (state, run): (State, RunDir),
     job: &Job,
-) -> Place {
-    let promises = job.out.as_ref().map(|out| out.join("promises.json"));
-    let arrivals = Arc::new(AtGate(Arc::clone(gate)));
-    Place::new(gate.transport(), me, arrivals, (view, promises), job.config.deadline)
+) -> Result<Place> {
+    let arrivals = Arc::new(AtGate { gate: Arc::clone(gate), config: config.clone() });
+    Place::new(gate.transport(), me, arrivals, (state, Some(run)), job.config.deadline)
 }
 
 /// Refuses where this machine has another value than the members.

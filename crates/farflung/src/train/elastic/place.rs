@@ -1,17 +1,17 @@
-//! A member's place in a run whose members change: how it hears of them, and how it agrees with them on the next
-//! view.
+//! A member's place in a run whose members change: the view in force, who is connected, and the service by which it
+//! hears of the others whatever it computes.
 
-use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use farflung_base::{Nanos, PeerId, Pending};
 use farflung_comm::{CommError, Communicator, PeerEvent, ServiceTags, Transport};
-use farflung_parallel::membership::{Event, Member, State, View};
+use farflung_parallel::membership::{Event, MemberId, State, View};
 
 use super::arrivals::{Arrivals, Newcomer};
-use super::keeper::{Keeper, Outcome, event};
-use crate::{Error, Result};
+use super::keeper::{Keeper, event};
+use super::kept;
+use crate::{Result, RunDir};
 
 /// The context of messages about members, which is in use while they change.
 const CONTROL: u64 = u64::MAX;
@@ -19,23 +19,29 @@ const CONTROL: u64 = u64::MAX;
 const ALONE: u64 = u64::MAX - 1;
 /// Their tags.
 const TAGS: ServiceTags = ServiceTags { ask: 1, answer: 2 };
-/// Parts of the deadline after which an answer is asked for again where the rules name no time.
-const LOOKS: u64 = 8;
 
 /// A member's place, or that of a process that is to become one.
 #[derive(Debug)]
 pub struct Place {
     transport: Arc<dyn Transport>,
     me: Newcomer,
-    arrivals: Arc<dyn Arrivals>,
+    pub(super) arrivals: Arc<dyn Arrivals>,
     keeper: Arc<Mutex<Keeper>>,
     control: Option<Control>,
     /// The view that is in force here; none of a newcomer.
     view: Option<View>,
-    /// Endpoints that are gone, and those that were members once.
+    /// Endpoints whose connections are gone.
     gone: BTreeSet<PeerId>,
+    /// Endpoints that were members once: they are answered, but never become members again.
+    former: BTreeSet<PeerId>,
+    /// All that were ever here.
+    names: BTreeMap<PeerId, MemberId>,
     /// The longest wait for others.
-    deadline: Nanos,
+    pub(super) deadline: Nanos,
+    /// Until when this rank asks for no change.
+    pub(super) pause: Nanos,
+    /// The member's folder.
+    pub(super) run: Option<RunDir>,
 }
 
 /// The keepers of all that are connected, by the numbers that they have here.
@@ -51,28 +57,24 @@ impl std::fmt::Debug for Control {
     }
 }
 
-/// What the members tell each other between two steps.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
-struct Standing {
-    leaves: bool,
-    /// Number and name of each newcomer that is connected here.
-    here: Vec<(u32, [u8; 32])>,
-}
-
 impl Place {
-    /// A member of the first `view`, or a newcomer where there is none. `promises` is the file of what it has promised.
-    #[must_use]
+    /// Where `me` is at the network. What `state` must not forget is written to the folder.
+    ///
+    /// Errors: [`Error::Io`](crate::Error::Io).
     pub fn new(
         transport: Arc<dyn Transport>,
         me: Newcomer,
         arrivals: Arc<dyn Arrivals>,
-        (view, promises): (Option<View>, Option<PathBuf>),
+        (state, run): (State, Option<RunDir>),
         deadline: Nanos,
-    ) -> Self {
-        let state = view.clone().map(|view| State::new(me.id, view));
-        let keeper = Arc::new(Mutex::new(Keeper::new(me.id, state, promises)));
-        let (control, gone) = (None, BTreeSet::new());
-        Self { transport, me, arrivals, keeper, control, view, gone, deadline }
+    ) -> Result<Self> {
+        let view = state.view().cloned();
+        let names = view.iter().flat_map(|view| &view.members);
+        let names = names.map(|member| (PeerId(member.slot), member.id)).collect();
+        let promises = run.as_ref().map(|run| kept::path(run.path()));
+        let keeper = Arc::new(Mutex::new(Keeper::new(state, promises)?));
+        let (control, gone, former, pause) = (None, BTreeSet::new(), BTreeSet::new(), Nanos::ZERO);
+        Ok(Self { transport, me, arrivals, keeper, control, view, gone, former, names, deadline, pause, run })
     }
 
     /// The view in force.
@@ -87,19 +89,29 @@ impl Place {
         &self.transport
     }
 
-    fn keeper(&self) -> MutexGuard<'_, Keeper> {
+    pub(super) fn keeper(&self) -> MutexGuard<'_, Keeper> {
         self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes note of endpoints that are gone, and gives those that are members.
-    fn lost(&mut self) -> Vec<PeerId> {
+    /// Takes note of endpoints that are gone, and gives those that were here.
+    pub(super) fn lost(&mut self) -> Vec<MemberId> {
         for happened in self.transport.events() {
             if let PeerEvent::Down(peer, _) = happened {
                 self.gone.insert(peer);
             }
         }
+        self.gone.iter().filter_map(|peer| self.names.get(peer)).copied().collect()
+    }
+
+    pub(super) fn name(&self, peer: PeerId) -> Option<MemberId> {
+        self.names.get(&peer).copied()
+    }
+
+    /// The other members, by their endpoints, whose connections hold.
+    pub(super) fn others(&self) -> Vec<(PeerId, MemberId)> {
         let members = self.view.iter().flat_map(|view| &view.members);
-        members.map(|member| PeerId(member.slot)).filter(|peer| self.gone.contains(peer)).collect()
+        let others = members.map(|member| (PeerId(member.slot), member.id));
+        others.filter(|(peer, _)| *peer != self.me.peer && !self.gone.contains(peer)).collect()
     }
 
     fn is_member(&self, peer: PeerId) -> bool {
@@ -107,19 +119,24 @@ impl Place {
     }
 
     /// Those that are connected, are no members and never were.
-    fn newcomers(&mut self) -> Vec<Newcomer> {
+    pub(super) fn newcomers(&mut self) -> Vec<Newcomer> {
         self.lost();
         let here = self.arrivals.here(self.transport.now());
         here.into_iter()
-            .filter(|peer| peer.peer != self.me.peer)
-            .filter(|peer| !self.is_member(peer.peer) && !self.gone.contains(&peer.peer))
+            .filter(|peer| peer.peer != self.me.peer && !self.is_member(peer.peer))
+            .filter(|peer| !self.gone.contains(&peer.peer) && !self.former.contains(&peer.peer))
             .collect()
     }
 
-    /// Whether members should change, as far as is known here.
-    pub(in crate::train) fn wants_change(&mut self) -> bool {
+    /// Whether members should change, as far as is known here. To be asked between two steps.
+    pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
         self.renew();
-        !self.newcomers().is_empty()
+        let now = self.transport.now();
+        let due = self.keeper().wake().is_some_and(|at| at <= now);
+        if due {
+            self.tell(Event::Tick)?;
+        }
+        Ok(now >= self.pause && !self.newcomers().is_empty())
     }
 
     /// Has a service between this rank and all that are connected, which hears of members while the rank computes.
@@ -133,6 +150,7 @@ impl Place {
             return;
         }
         self.control = None;
+        self.names.extend(peers.iter().map(|peer| (peer.peer, peer.id)));
         self.keeper().reaches(peers.iter().map(|peer| peer.id).collect());
         let members: Vec<PeerId> = peers.iter().map(|peer| peer.peer).collect();
         let comm = Communicator::of_members(Arc::clone(&self.transport), &members, CONTROL);
@@ -141,130 +159,34 @@ impl Place {
         self.control = Some(Control { comm, peers, serving });
     }
 
+    fn control(&self) -> &Control {
+        self.control.as_ref().expect("it was renewed")
+    }
+
     /// Tells the own keeper what happened.
-    fn tell(&self, happened: &Event) -> Result<()> {
-        let control = self.control.as_ref().expect("it was renewed");
-        Ok(control.comm.send(control.comm.rank(), TAGS.ask, &event(happened))?)
+    pub(super) fn tell(&self, happened: Event) -> Result<()> {
+        let comm = &self.control().comm;
+        Ok(comm.send(comm.rank(), TAGS.ask, &event(happened))?)
     }
 
-    /// Waits until the members have agreed on what follows from these events.
-    ///
-    /// Errors: [`Error::Removed`] where this rank may not go on.
-    fn decide(&mut self, events: &[Event]) -> Result<View> {
-        self.renew();
-        for happened in events {
-            self.tell(happened)?;
-        }
-        loop {
-            match self.keeper().outcome() {
-                Some(Outcome::Installed(view)) => return Ok(view),
-                Some(Outcome::Stopped(reason)) => return Err(Error::Removed { reason: reason.to_string() }),
-                None => {}
-            }
-            let now = self.transport.now();
-            let at = self.keeper().wake.unwrap_or(Nanos::MAX);
-            let look = Nanos(self.deadline.0 / LOOKS).max(Nanos::from_millis(1));
-            let patience = at.saturating_sub(now).clamp(Nanos(1), look);
-            let control = self.control.as_ref().expect("it was renewed");
-            let comm = control.comm.clone().with_deadline(patience);
-            match comm.recv(comm.rank(), TAGS.answer) {
-                Ok(_) => {}
-                Err(CommError::Deadline { .. }) => {
-                    self.renew();
-                    for peer in self.lost() {
-                        self.silent(peer)?;
-                    }
-                    self.tell(&Event::Tick)?;
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
+    /// Asks others whether they are there. The answers come to the own keeper.
+    pub(super) fn ping(
+        &self,
+        others: &[(PeerId, MemberId)],
+    ) -> Vec<Pending<std::result::Result<(), CommError>>> {
+        let Control { comm, peers, .. } = self.control();
+        let rank = |peer: &PeerId| peers.iter().position(|p| p.peer == *peer);
+        let ranks = others.iter().filter_map(|(peer, _)| rank(peer));
+        let ping = self.keeper().ping();
+        ranks.map(|rank| comm.start_send(farflung_base::Rank(rank as u32), TAGS.ask, ping.clone())).collect()
     }
 
-    fn silent(&self, peer: PeerId) -> Result<()> {
-        let members = self.view.iter().flat_map(|view| &view.members);
-        let member = members.into_iter().find(|member| member.slot == peer.0);
-        member.map_or(Ok(()), |member| self.tell(&Event::Silent(member.id)))
-    }
-
-    /// The next view after a failure that `peer` may be the reason of.
-    ///
-    /// Errors: as [`Place::decide`].
-    pub(in crate::train) fn after_loss(&mut self, peer: Option<PeerId>) -> Result<View> {
-        let mut lost = self.lost();
-        lost.extend(peer.filter(|peer| self.is_member(*peer) && *peer != self.me.peer));
-        lost.sort_unstable();
-        lost.dedup();
-        let view = self.view.clone();
-        let id = |peer: &PeerId| {
-            let members = view.iter().flat_map(|view| &view.members);
-            members.into_iter().find(|member| member.slot == peer.0).map(|member| Event::Silent(member.id))
-        };
-        let events: Vec<Event> = lost.iter().filter_map(id).collect();
-        self.decide(&events)
-    }
-
-    /// The next view after a step at which some member asked for one: all members are well, and call this together over
-    /// their `comm`. `None` where there is nothing to change after all.
-    ///
-    /// Errors: as [`Place::decide`]; a member that is lost meanwhile.
-    pub(in crate::train) fn between_steps(
-        &mut self,
-        comm: &Communicator,
-        leaves: bool,
-    ) -> Result<Option<View>> {
-        self.renew();
-        let here = self.newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
-        let mine = postcard::to_stdvec(&Standing { leaves, here }).expect("numbers are plain data");
-        let told = comm.all_gather_bytes(mine)?;
-        let told: Vec<Standing> = told.iter().filter_map(|bytes| postcard::from_bytes(bytes).ok()).collect();
-        let view = self.view.clone().expect("a member has a view");
-        let mut events = Vec::new();
-        for (member, _) in view.members.iter().zip(&told).filter(|(_, told)| told.leaves) {
-            events.push(Event::Leave(member.id));
-        }
-        if told.len() == view.members.len() && events.is_empty() {
-            // Only those that every member reaches can take part.
-            let first = &told[0].here;
-            for &(slot, id) in first.iter().filter(|come| told.iter().all(|told| told.here.contains(come))) {
-                let joined = view.epoch + 1;
-                events.push(Event::Ready(Member {
-                    id: farflung_parallel::membership::MemberId(id),
-                    slot,
-                    joined,
-                }));
-            }
-        }
-        if events.is_empty() {
-            return Ok(None);
-        }
-        events.push(Event::Admit);
-        self.decide(&events).map(Some)
-    }
-
-    /// Waits until a view has this newcomer.
-    ///
-    /// Errors: [`Error::Removed`] where none has within the deadline.
-    pub(in crate::train) fn wait_for_view(&mut self, patience: Nanos) -> Result<View> {
-        let until = self.transport.now().saturating_add(patience);
-        loop {
-            self.renew();
-            if let Some(Outcome::Installed(view)) = self.keeper().outcome() {
-                return Ok(view);
-            }
-            let left = until.saturating_sub(self.transport.now());
-            if left == Nanos::ZERO {
-                return Err(Error::Removed {
-                    reason: format!("no member took this one in within {patience}"),
-                });
-            }
-            let look = Nanos(self.deadline.0 / LOOKS).max(Nanos::from_millis(1));
-            let control = self.control.as_ref().expect("it was renewed");
-            let comm = control.comm.clone().with_deadline(look.min(left));
-            match comm.recv(comm.rank(), TAGS.answer) {
-                Ok(_) | Err(CommError::Deadline { .. }) => {}
-                Err(error) => return Err(error.into()),
-            }
+    /// Waits until the own keeper has heard something, at most for so long.
+    pub(super) fn wait(&self, patience: Nanos) -> Result<()> {
+        let comm = self.control().comm.clone().with_deadline(patience.max(Nanos(1)));
+        match comm.recv(comm.rank(), TAGS.answer) {
+            Ok(_) | Err(CommError::Deadline { .. }) => Ok(()),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -275,11 +197,12 @@ impl Place {
     pub(in crate::train) fn enter(&mut self, view: View) -> Result<Communicator> {
         for member in self.view.iter().flat_map(|view| &view.members) {
             if !view.members.iter().any(|stays| stays.id == member.id) {
-                self.gone.insert(PeerId(member.slot));
+                self.former.insert(PeerId(member.slot));
             }
         }
         let members: Vec<PeerId> = view.members.iter().map(|member| PeerId(member.slot)).collect();
         let comm = Communicator::of_members(Arc::clone(&self.transport), &members, view.epoch)?;
+        self.names.extend(view.members.iter().map(|member| (PeerId(member.slot), member.id)));
         self.view = Some(view);
         Ok(comm)
     }

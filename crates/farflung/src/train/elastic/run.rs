@@ -4,7 +4,7 @@ use farflung_base::Nanos;
 use farflung_comm::Stats;
 
 use super::change::{Changed, Member};
-use crate::config::choice::Resume;
+use super::kept;
 use crate::events::{EventLog, What, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
@@ -14,7 +14,7 @@ use crate::train::report::{Report, sample};
 use crate::train::run::{Watch, announce};
 use crate::train::steps::{Clock, Last, Next, Record, Steps, evaluated};
 use crate::train::trainer::{Trainer, hash};
-use crate::{Error, Existing, Result, RunDir, Signal};
+use crate::{Error, Result, RunDir, Signal};
 
 /// For how long a newcomer waits to be taken in at least: a step may take that long.
 const PATIENCE: Nanos = Nanos::from_millis(600_000);
@@ -33,10 +33,9 @@ pub(in crate::train) fn work(
     let mut place = place.expect("a seat of such a run has a place");
     let threads = job.threads(local);
     let mut job = Job { elastic: true, ..job.clone() };
-    let existing = if job.config.resume == Resume::No { Existing::Refuse } else { Existing::Continue };
-    let run = job.out.as_deref().map(|out| RunDir::open(out, existing)).transpose()?;
-    let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let founds = place.view().is_some();
+    let run = place.run.take();
+    let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
     let mut member = Member { place: &mut place, threads, simulated };
     let (mut trainer, shared_last) = if founds {
@@ -117,20 +116,20 @@ fn train(
     steps.last_loss = first_loss;
     while trainer.steps_done() < steps.job.config.steps {
         let leaves = leaving(&steps.job, trainer);
-        trainer.ask_for_change(member.place.wants_change() || leaves.is_some());
+        trainer.ask_for_change(member.place.wants_change()? || leaves.is_some());
         match steps.step(trainer, events, kept) {
             Ok(Next::Step) => {}
             Ok(Next::Change) => {
                 let leaves = leaves.or_else(|| leaving(&steps.job, trainer));
                 match member.between_steps((&mut steps.job, &mut steps.last), trainer, leaves.is_some()) {
                     Ok(None) => {}
-                    Ok(Some(changed)) => note(trainer, steps, events, &changed),
+                    Ok(Some(changed)) => note(member, trainer, steps, events, &changed)?,
                     Err(error @ Error::Removed { .. }) => {
                         let Some(signal) = leaves else { return Err(error) };
                         let left = Box::new(save_alone(member, trainer, steps, events)?);
                         return Err(Error::StoppedAt { signal, left });
                     }
-                    Err(error) => return Err(error),
+                    Err(error) => return Err(parted(member, trainer, steps, events, error)),
                 }
             }
             Err(error) => go_on_without(member, trainer, steps, events, error)?,
@@ -159,13 +158,37 @@ fn go_on_without(
         return Err(error);
     }
     tracing::warn!("{}", causes(&error));
-    let changed = member.after_loss((&mut steps.job, &mut steps.last), trainer, error)?;
-    note(trainer, steps, events, &changed);
-    Ok(())
+    match member.after_loss((&mut steps.job, &mut steps.last), trainer, error) {
+        Ok(changed) => note(member, trainer, steps, events, &changed),
+        Err(error) => Err(parted(member, trainer, steps, events, error)),
+    }
+}
+
+/// What a rank ends with that may not go on: where too few are left, nobody else has what it has, and it saves that.
+fn parted(
+    member: &mut Member<'_>,
+    trainer: &mut Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    error: Error,
+) -> Error {
+    let Error::NoMajority { reason, left: None } = error else { return error };
+    match save_alone(member, trainer, steps, events) {
+        Ok(left) => Error::NoMajority { reason, left: Some(Box::new(left)) },
+        Err(error) => error,
+    }
 }
 
 /// Tells of a change of members.
-fn note(trainer: &Trainer, steps: &mut Steps<'_, '_>, events: &mut EventLog, changed: &Changed) {
+///
+/// Errors: [`Error::Io`].
+fn note(
+    member: &Member<'_>,
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    changed: &Changed,
+) -> Result<()> {
     if steps.record.rows.last().is_some_and(|row| row.step < changed.step) || changed.caught_up {
         // Of steps that this rank took from others it knows no losses.
         steps.record.rows.truncate(steps.record.told);
@@ -189,6 +212,7 @@ fn note(trainer: &Trainer, steps: &mut Steps<'_, '_>, events: &mut EventLog, cha
             reason: changed.reason.clone(),
         },
     );
+    steps.run.map_or(Ok(()), |run| kept::write_addresses(run.path(), &member.place.arrivals.addresses()))
 }
 
 /// What a member leaves that goes in peace: its own checkpoint.

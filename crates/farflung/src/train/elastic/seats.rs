@@ -4,21 +4,34 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::Transport;
-use farflung_parallel::membership::{Member, View};
+use farflung_parallel::membership::{Member, Place as At, Settings, Start, State, View};
+use farflung_parallel::plan::Digest;
 
 use super::arrivals::{Newcomer, Scripted};
 use super::place::Place;
-use crate::Result;
 use crate::train::job::Job;
 use crate::train::links::{Seat, seat};
-
-/// The number of a run's first view.
-const FIRST: u64 = 1;
+use crate::{Error, Result};
 
 /// The first view of a run, of these members.
-pub(super) fn first_view(members: &[Newcomer]) -> View {
-    let member = |peer: &Newcomer| Member { id: peer.id, slot: peer.peer.0, joined: FIRST };
-    View { epoch: FIRST, members: members.iter().map(member).collect() }
+///
+/// Errors: none for members that are not the same.
+pub(super) fn first_view(members: &[Newcomer], at: At, job: &Job) -> Result<View> {
+    let members: Vec<Member> = members.iter().map(Member::from).collect();
+    // Its weights are those that the settings give.
+    let start = Start { weights: Digest::new([0; 32]), plan: job.plan.digest() };
+    View::first(at, &members, start).map_err(|fault| Error::NotAView { reason: fault.to_string() })
+}
+
+/// The times of the rules, for members that wait for each other as long as `deadline`.
+pub(super) fn settings(deadline: Nanos) -> Settings {
+    let usual = Settings::default();
+    Settings {
+        resend: usual.resend.min(deadline),
+        slowest_resend: usual.slowest_resend.min(deadline),
+        patience: usual.patience.min(deadline),
+        grace: usual.grace.min(deadline),
+    }
 }
 
 /// Seats at the endpoints of one network: the first of them, as many as the job has ranks, found the run, and the others
@@ -32,7 +45,8 @@ pub fn seats(
     simulated: bool,
 ) -> Result<Vec<Seat>> {
     let founders: Vec<Newcomer> = (0..job.world as u32).map(|n| Newcomer::new(PeerId(n), None)).collect();
-    let view = first_view(&founders);
+    let view = first_view(&founders, At { incarnation: 1, epoch: 1 }, job)?;
+    let rules = settings(job.config.deadline);
     let mut all: Vec<(PeerId, Nanos)> = founders.iter().map(|peer| (peer.peer, Nanos::ZERO)).collect();
     all.extend_from_slice(come);
     let link = (simulated && job.config.topology.is_none()).then_some(job.config.link);
@@ -44,8 +58,13 @@ pub fn seats(
             continue;
         }
         let arrivals = Arc::new(Scripted(all.clone()));
-        let first = (founds.then(|| view.clone()), None);
-        let mut place = Place::new(end, me, arrivals, first, job.config.deadline);
+        let state = if founds {
+            let state = State::first(me.id, view.clone(), rules);
+            state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?
+        } else {
+            State::newcomer(Member::from(&me), rules)
+        };
+        let mut place = Place::new(end, me, arrivals, (state, None), job.config.deadline)?;
         let comm = if founds { seat(job, place.enter(view.clone())?, simulated)? } else { place.alone()? };
         seats.push(Seat { comm, simulated, link, place: Some(place) });
     }

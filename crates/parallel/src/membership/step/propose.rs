@@ -144,7 +144,8 @@ impl Step<'_> {
             self.actions.push(Action::Fault { peer: from, fault });
             return;
         }
-        if let Some(Proposal { ballot: mine, phase: Phase::Preparing { promises }, .. }) = &mut self.state.proposal
+        if let Some(Proposal { ballot: mine, phase: Phase::Preparing { promises }, .. }) =
+            &mut self.state.proposal
             && *mine == ballot
         {
             promises.insert(from, accepted);
@@ -188,7 +189,8 @@ impl Step<'_> {
 
     /// A vote has come.
     pub(super) fn accepted(&mut self, from: MemberId, ballot: Ballot) {
-        if let Some(Proposal { ballot: mine, phase: Phase::Accepting { votes, .. }, .. }) = &mut self.state.proposal
+        if let Some(Proposal { ballot: mine, phase: Phase::Accepting { votes, .. }, .. }) =
+            &mut self.state.proposal
             && *mine == ballot
         {
             votes.insert(from);

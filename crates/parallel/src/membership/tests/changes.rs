@@ -96,7 +96,10 @@ fn what_does_not_follow_is_refused_with_the_rule() {
     let seven = *grown.member(&id(7)).unwrap();
     let cases: &[(ViewFault, &str)] = &[
         (change(&next, &|view| view.members.clear()), "a view without members"),
-        (change(&next, &|view| view.epoch = 3), "epoch 3 of incarnation 1 does not follow epoch 1 of incarnation 1"),
+        (
+            change(&next, &|view| view.epoch = 3),
+            "epoch 3 of incarnation 1 does not follow epoch 1 of incarnation 1",
+        ),
         (change(&next, &|view| view.incarnation = 2), "epoch 2 of incarnation 2 does not follow"),
         (change(&next, &|view| view.parent = START.plan), "a view whose parent is 0909"),
         (change(&next, &|view| view.members.swap(0, 1)), "not sorted"),

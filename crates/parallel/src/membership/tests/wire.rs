@@ -68,7 +68,8 @@ fn messages_are_read_back_and_their_sizes_are_bounded() {
 
 #[test]
 fn the_largest_message_fits_its_bound() {
-    let longest = |n: u32| Member { id: MemberId([0xff; 32]), slot: u32::MAX, joined: u64::MAX - u64::from(n) };
+    let longest =
+        |n: u32| Member { id: MemberId([0xff; 32]), slot: u32::MAX, joined: u64::MAX - u64::from(n) };
     let view = View {
         epoch: u64::MAX,
         incarnation: u64::MAX,

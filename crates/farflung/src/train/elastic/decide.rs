@@ -1,0 +1,245 @@
+//! How members agree on the next view: what they have seen goes to the rules, and they wait for what these decide.
+
+use farflung_base::{Nanos, PeerId};
+use farflung_comm::{CommError, Communicator};
+use farflung_parallel::membership::{Event, Member, MemberId, Reason, Start, View};
+use serde::{Deserialize, Serialize};
+
+use super::keeper::Outcome;
+use super::place::Place;
+use crate::{Error, Result};
+
+/// Between two looks while others are waited for.
+const LOOK: Nanos = Nanos::from_millis(50);
+/// Whoever says nothing for so long when it is asked whether it is there is silent: two round trips around the world.
+const ROLL_CALL: Nanos = Nanos::from_millis(800);
+/// Between two attempts of a newcomer to meet others that come.
+const MEETS: Nanos = Nanos::from_millis(1000);
+/// After a change for which somebody asked and that did not come about, the next is asked for so much later.
+const PAUSE: Nanos = Nanos::from_millis(1000);
+
+/// What the members tell each other between two steps.
+#[derive(Debug, Serialize, Deserialize)]
+struct Standing {
+    leaves: bool,
+    /// Number and name of each newcomer that is connected here.
+    here: Vec<(u32, [u8; 32])>,
+}
+
+/// Who may be the reason of a failure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::train) enum Suspect {
+    /// Somebody else has said so, or has left: the reason is elsewhere.
+    Nobody,
+    /// Its connection broke.
+    Broken(PeerId),
+    /// It did not answer in time.
+    Slow(PeerId),
+}
+
+impl Suspect {
+    /// Whom a failure names.
+    pub(super) fn of(error: &Error) -> Self {
+        let Error::PeerLost { peer, source } = error else { return Self::Nobody };
+        let mut error = source.downcast_ref::<CommError>();
+        while let Some(CommError::Poisoned(first)) = error {
+            error = Some(first);
+        }
+        match error {
+            Some(CommError::PeerDown { .. }) => Self::Broken(*peer),
+            Some(CommError::Deadline { .. }) => Self::Slow(*peer),
+            _ => Self::Nobody,
+        }
+    }
+}
+
+/// Asking the others whether they are there.
+struct RollCall {
+    at: Nanos,
+    asked: Vec<(PeerId, MemberId)>,
+}
+
+impl Place {
+    /// How long a question whether somebody is there stays open.
+    fn roll_call(&self) -> Nanos {
+        ROLL_CALL.min(self.deadline)
+    }
+
+    /// Whether this member would be the one to propose, as far as it knows.
+    pub(in crate::train) fn proposes(&mut self) -> bool {
+        let gone = self.lost().into_iter().collect();
+        let me = PeerId(self.transport().me().0);
+        let me = self.name(me);
+        self.view().is_some_and(|view| view.coordinator(&gone).copied() == me)
+    }
+
+    /// Waits until the members have agreed on what follows from these events; `None` where nothing has within
+    /// `patience` although all of them are there.
+    ///
+    /// Errors: [`Error::Removed`] where the others go on without this rank, [`Error::NoMajority`] where too few are left.
+    fn decide(&mut self, events: Vec<Event>, suspect: Suspect, patience: Nanos) -> Result<Option<View>> {
+        self.renew();
+        self.keeper().awaited = true;
+        let decided = self.wait_for_outcome(events, suspect, patience);
+        self.keeper().awaited = false;
+        decided
+    }
+
+    fn wait_for_outcome(
+        &mut self,
+        events: Vec<Event>,
+        suspect: Suspect,
+        patience: Nanos,
+    ) -> Result<Option<View>> {
+        let mut told: Vec<MemberId> = Vec::new();
+        for happened in events {
+            if let Event::Silent(id) = happened {
+                told.push(id);
+            }
+            self.tell(happened)?;
+        }
+        let until = self.transport().now().saturating_add(patience);
+        let mut suspect = Some(suspect);
+        let mut calling = RollCall { at: self.transport().now(), asked: self.others() };
+        let mut _asking = self.ping(&calling.asked);
+        loop {
+            let outcome = self.keeper().outcome();
+            match outcome {
+                Some(Outcome::Installed(view)) => return Ok(Some(view)),
+                Some(Outcome::Stopped(reason)) => return Err(stopped(reason)),
+                None => {}
+            }
+            let now = self.transport().now();
+            if now >= until {
+                return Ok(None);
+            }
+            self.renew();
+            let mut silent = self.lost();
+            // Whoever was asked and says nothing is silent, too.
+            let quiet = |id: &MemberId| !self.keeper().has_heard(id, calling.at);
+            let unheard: Vec<MemberId> = calling.asked.iter().map(|(_, id)| *id).filter(quiet).collect();
+            let is_over = now >= calling.at.saturating_add(self.roll_call());
+            if is_over || unheard.iter().all(|id| silent.contains(id)) {
+                if is_over {
+                    silent.extend(&unheard);
+                }
+                // All answer, and yet one of them kept this rank waiting for as long as may be.
+                let named = match suspect.take() {
+                    Some(Suspect::Broken(peer) | Suspect::Slow(peer)) => self.name(peer),
+                    _ => None,
+                };
+                let nobody = silent.is_empty() && told.is_empty();
+                silent.extend(named.filter(|_| nobody));
+            }
+            if is_over {
+                calling = RollCall { at: now, asked: self.others() };
+                _asking = self.ping(&calling.asked);
+            }
+            silent.retain(|id| !told.contains(id));
+            for id in silent {
+                self.tell(Event::Silent(id))?;
+                told.push(id);
+            }
+            let wake = self.keeper().wake().unwrap_or(Nanos::MAX);
+            if wake <= now {
+                self.tell(Event::Tick)?;
+            }
+            let next = until.min(calling.at.saturating_add(self.roll_call())).min(now.saturating_add(LOOK));
+            let next = if wake > now { next.min(wake) } else { next };
+            self.wait(next.saturating_sub(now))?;
+        }
+    }
+
+    /// The next view after a failure.
+    ///
+    /// Errors: as [`Place::decide`].
+    pub(in crate::train) fn after_loss(&mut self, suspect: Suspect, start: Option<Start>) -> Result<View> {
+        let mut events: Vec<Event> = start.map(Event::Starts).into_iter().collect();
+        events.extend(self.lost().into_iter().map(Event::Silent));
+        // Two members that are cut from each other only are told apart after as long again.
+        let patience = Nanos(self.deadline.0.saturating_mul(4));
+        self.decide(events, suspect, patience)?.ok_or_else(|| Error::NoMajority {
+            reason: format!("the members did not agree on who goes on within {patience}"),
+            left: None,
+        })
+    }
+
+    /// The next view after a step at which some member asked for one: all members are well, and call this together over
+    /// their `comm`. `None` where there is nothing to change after all.
+    ///
+    /// Errors: as [`Place::decide`]; a member that is lost meanwhile.
+    pub(in crate::train) fn between_steps(
+        &mut self,
+        comm: &Communicator,
+        leaves: bool,
+        start: Option<Start>,
+    ) -> Result<Option<View>> {
+        self.renew();
+        let here = self.newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
+        let mine = postcard::to_stdvec(&Standing { leaves, here }).expect("numbers are plain data");
+        let told = comm.all_gather_bytes(mine)?;
+        let told: Vec<Standing> = told.iter().filter_map(|bytes| postcard::from_bytes(bytes).ok()).collect();
+        let mut events: Vec<Event> = start.map(Event::Starts).into_iter().collect();
+        let known = events.len();
+        for (member, told) in self.view().iter().flat_map(|view| &view.members).zip(&told) {
+            if told.leaves {
+                events.push(Event::Leave(member.id));
+            }
+        }
+        if events.len() == known
+            && let Some((first, others)) = told.split_first()
+        {
+            // One that every member reaches. The next has to reach this one, too.
+            let met = |come: &&(u32, [u8; 32])| others.iter().all(|told| told.here.contains(come));
+            let come = first.here.iter().find(met);
+            events.extend(come.map(|&(slot, id)| Event::Ready(Member::new(MemberId(id), slot))));
+        }
+        self.pause = self.transport().now().saturating_add(PAUSE);
+        if events.len() == known {
+            return Ok(None);
+        }
+        events.push(Event::Admit);
+        let view = self.decide(events, Suspect::Nobody, self.deadline)?;
+        if view.is_some() {
+            self.pause = Nanos::ZERO;
+        }
+        Ok(view)
+    }
+
+    /// Waits until a view has this newcomer.
+    ///
+    /// Errors: [`Error::Removed`] where none has within `patience`.
+    pub(in crate::train) fn wait_for_view(&mut self, patience: Nanos) -> Result<View> {
+        let until = self.transport().now().saturating_add(patience);
+        let mut meets = self.transport().now().saturating_add(MEETS);
+        self.keeper().awaited = true;
+        loop {
+            self.renew();
+            let outcome = self.keeper().outcome();
+            if let Some(Outcome::Installed(view)) = outcome {
+                self.keeper().awaited = false;
+                return Ok(view);
+            }
+            let now = self.transport().now();
+            if now >= until {
+                let reason = format!("no member took this one in within {patience}");
+                return Err(Error::Removed { reason });
+            }
+            if now >= meets {
+                self.arrivals.meet();
+                meets = self.transport().now().saturating_add(MEETS);
+            }
+            self.wait(LOOK.min(until.saturating_sub(now)))?;
+        }
+    }
+}
+
+/// Why this rank may not go on.
+fn stopped(reason: Reason) -> Error {
+    match reason {
+        Reason::NoMajority { .. } | Reason::StillRuns { .. } => {
+            Error::NoMajority { reason: reason.to_string(), left: None }
+        }
+        reason => Error::Removed { reason: reason.to_string() },
+    }
+}
