@@ -140,3 +140,25 @@ fn devices_are_listed_and_one_that_is_not_there_is_an_error_with_the_reason() {
     assert_eq!(wrong.status.code(), Some(2));
     assert!(text(&wrong.stderr).contains("cuda[:n]"), "{wrong:?}");
 }
+
+#[test]
+fn net_bench_times_each_collective_and_names_the_slowest_rank() {
+    for op in [
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "reduce",
+        "scan",
+        "exclusive_scan",
+        "all_to_all",
+    ] {
+        let bench =
+            ["net", "bench", "--op", op, "--min", "4000", "--max", "4000", "--iterations", "3", "--json"];
+        let output = farflung(&[&["launch", "-n", "3", "--"], &bench[..]].concat());
+        assert!(output.status.success(), "{op}: {output:?}");
+        let row: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((&row["op"], row["ranks"].as_u64()), (&op.into(), Some(3)));
+        assert!(row["slowest_rank"].as_u64().unwrap() < 3 && row["time_us"].as_f64().unwrap() > 0.0, "{row}");
+    }
+}
