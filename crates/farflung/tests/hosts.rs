@@ -1,7 +1,8 @@
 //! `launch --hosts`: a job over ssh, with an sshd of this test's own on the loopback, and with a stand-in for ssh
 //! where ssh or a machine fails.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::print_stdout, reason = "a test that is left out says so")]
 
 mod tiny;
 
@@ -183,7 +184,7 @@ fn a_rank_that_fails_over_ssh_ends_the_job_with_its_code_and_its_machine() {
 
 /// How many processes have this among their arguments.
 fn processes(mark: &str) -> usize {
-    let all = fs::read_dir("/proc").unwrap().filter_map(std::result::Result::ok);
+    let all = fs::read_dir("/proc").unwrap().filter_map(Result::ok);
     let lines = all.filter_map(|entry| fs::read(entry.path().join("cmdline")).ok());
     lines.filter(|line| String::from_utf8_lossy(line).contains(mark)).count()
 }

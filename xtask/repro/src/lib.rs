@@ -68,6 +68,7 @@ mod divergence;
 mod dtfm_cost;
 mod dtfm_search;
 mod dtfm_world;
+mod engines;
 mod failure;
 mod gemm;
 mod gossip;
@@ -160,6 +161,7 @@ pub const BENCHES: &[Bench] = &[
     collective_cost::BENCH,
     uneven::BENCH,
     overlap_comm::BENCH,
+    engines::BENCH,
     failure::BENCH,
     relay::BENCH,
     soak::BENCH,

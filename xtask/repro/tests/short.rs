@@ -24,6 +24,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("dgc", "trains for half a minute"),
     ("diloco", "trains for half a minute"),
     ("divergence", "one mark is decided by the clock"),
+    ("engines", "needs mpirun, Slurm and sshd, and the binary beside it"),
     ("failure", "deadlines of real processes, which tests beside it would miss"),
     ("gemm", "decided by the clock"),
     ("gossip", "trains for half a minute"),
