@@ -51,7 +51,7 @@ pub(crate) fn tcp_at(n: usize, master: &str, streams: usize) -> Cluster {
 }
 
 /// With the settings that `set` leaves.
-fn tcp_by(n: usize, master: &str, set: impl Fn(&mut tcp::Config)) -> Cluster {
+pub(crate) fn tcp_by(n: usize, master: &str, set: impl Fn(&mut tcp::Config)) -> Cluster {
     std::thread::scope(|scope| {
         let joins: Vec<_> = (0..n as u32)
             .map(|rank| {
