@@ -34,8 +34,8 @@ use crate::{CommError, Frame, Pool};
 pub use gate::{Asked, Connected, Gate, GateConfig};
 use link::Link;
 use links::Links;
-pub use pace::Pace;
 use pace::Pacer;
+pub use pace::{Pace, SLOWEST};
 pub use rendezvous::Config;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 use stream::Stream;
@@ -85,11 +85,10 @@ impl Tcp {
     /// Sends no faster than this from now on.
     ///
     /// # Errors
-    /// [`CommError::Argument`] for a rate below 8 kbit a second; [`CommError::Io`] if the system gives no thread.
+    /// [`CommError::Argument`] for a rate below [`SLOWEST`]; [`CommError::Io`] if the system gives no thread.
     pub fn keep_pace(&self, pace: Pace) -> Result<(), CommError> {
-        const SLOWEST: usize = 8_000;
-        if let Some(rate) = [pace.all, pace.each].into_iter().find(|rate| rate.0 < SLOWEST as u64) {
-            let (got, want) = (rate.0 as usize, SLOWEST);
+        if let Some(rate) = [pace.all, pace.each].into_iter().find(|rate| *rate < SLOWEST) {
+            let (got, want) = (rate.0 as usize, SLOWEST.0 as usize);
             return Err(CommError::Argument { op: "pace", what: "bits a second", got, want });
         }
         let TcpDriver { links, pacer, inbox, bell, .. } = self.driver();

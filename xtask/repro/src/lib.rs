@@ -24,7 +24,8 @@
 //! ```
 
 pub mod harness;
-pub mod peers;
+pub mod pacing;
+mod peers;
 
 mod allocations;
 mod binary;
@@ -183,6 +184,7 @@ pub const BENCHES: &[Bench] = &[
     schedule_vectors::BENCH,
     schedule_laws::BENCH,
     slow_link::BENCH,
+    pacing::BENCH,
     pipeline_exact::BENCH,
     predict_vs_run::BENCH,
     regions::BENCH,

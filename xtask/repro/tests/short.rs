@@ -31,6 +31,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("async", "trains for half a minute"),
     ("local-vs-sync", "trains for half a minute"),
     ("gpt-step", "decided by the clock"),
+    ("pacing", "decided by the clock"),
     ("plan-scale", "decided by the clock"),
     ("gpu", "for a device"),
     ("instructions", "counts those of a release build, with a tool that may be missing"),

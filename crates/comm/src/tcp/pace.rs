@@ -36,6 +36,9 @@ impl Pace {
     }
 }
 
+/// The slowest rate that is kept: 1000 bytes a second.
+pub const SLOWEST: Bandwidth = Bandwidth(8_000);
+
 /// What may be sent at once after a pause.
 const BURST: Nanos = Nanos::from_millis(10);
 /// What is worth a system call, in time.

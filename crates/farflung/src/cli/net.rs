@@ -65,6 +65,9 @@ struct BenchArgs {
     /// Times that each size is run; the median is told.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iterations: u32,
+    /// The fastest that each process sends to all others together, such as 20mbit.
+    #[arg(long, value_name = "BANDWIDTH", default_value = "unlimited")]
+    up: Bandwidth,
     /// Print a JSON object a line.
     #[arg(long)]
     json: bool,
@@ -131,16 +134,17 @@ impl Op {
 
 impl NetCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let join = || {
-            Ok::<_, Error>(Communicator::new(tcp::join(&place(
-                &self.access,
-                self.peers.as_deref(),
-                self.rank,
-            )?)?))
+        let join = |up| {
+            let mut config = place(&self.access, self.peers.as_deref(), self.rank)?;
+            config.pace.all = up;
+            Ok::<_, Error>(Communicator::new(tcp::join(&config)?))
         };
         match self.command {
-            Net::Bench(args) => args.run(&join()?),
-            Net::Probe(args) => args.run(&join()?),
+            Net::Bench(args) => {
+                let comm = join(args.up)?;
+                args.run(&comm)
+            }
+            Net::Probe(args) => args.run(&join(Bandwidth::UNLIMITED)?),
             Net::Relay(args) => args.run(),
         }
     }

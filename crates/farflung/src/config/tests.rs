@@ -26,6 +26,7 @@ fn what_is_printed_reads_back_the_same() {
         lr: 1.234_567_890_123e-5,
         link: Link { bandwidth: farflung_base::Bandwidth(123_456_789), latency: Nanos(1_234_567) },
         deadline: Nanos(1),
+        up: farflung_base::Bandwidth(20_000_001),
         codec: "topk:0.01/int4:64+ef:0.95".parse().unwrap(),
         resume: Resume::Path("runs/x/step-3".into()),
         clip: 0.0,
@@ -109,6 +110,8 @@ fn ranges_are_checked_by_name() {
         ("bucket-mb", |c| c.bucket_mb = 0.0),
         ("heads", |c| c.heads = Some(0)),
         ("deadline", |c| c.deadline = Nanos::ZERO),
+        ("up", |c| c.up = farflung_base::Bandwidth(7_999)),
+        ("up-each", |c| c.up_each = farflung_base::Bandwidth(0)),
     ];
     for (field, spoil) in broken {
         let mut config = TrainConfig::default();

@@ -127,6 +127,7 @@ pub fn host(
         kept::is_over(folder, former, watch)?;
     }
     let opened = Arc::new(Gate::found(gate)?);
+    opened.transport().keep_pace(job.config.pace())?;
     let welcome = serde_json::to_vec(&Welcome::of(&job)).expect("texts have no way to fail");
     opened.set_welcome(welcome)?;
     let me = Newcomer::from(&opened.own());
@@ -172,6 +173,7 @@ pub fn join(
         watch
             .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
         let opened = Arc::new(asked.join()?);
+        opened.transport().keep_pace(job.config.pace())?;
         opened.set_welcome(serde_json::to_vec(&welcome).expect("texts have no way to fail"))?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
