@@ -10,11 +10,14 @@ use crate::shell;
 pub(crate) const HELP: &str = "\
 Install what builds and tests need on a Debian machine, where it is missing.
 
-Usage: cargo xtask setup [wgpu] [cuda] [--dry-run]
+Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [--dry-run]
 
   (nothing)   a C compiler (for zstd) and git (for `cargo xtask tidy`)
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
   cuda        also LLVM 22 where the feature `cuda` looks for its LLVM, which it would download otherwise
+  ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback
+  mpi         also OpenMPI's mpirun, for `cargo xtask bench engines`
+  slurm       also Slurm's daemons, for the same; it starts its own on the loopback
   --dry-run   say what is missing, install nothing, and fail if anything is
 
 rustfmt and clippy come with the toolchain, cargo-nextest is used where it is there: neither is installed here.
@@ -47,6 +50,23 @@ const WGPU: &[Need] = &[
     },
 ];
 
+const SSH: &[Need] = &[
+    Need { package: "openssh-client", probe: &["test", "-x", "/usr/bin/ssh"], what_for: "launch --hosts" },
+    Need { package: "openssh-server", probe: &["test", "-x", "/usr/sbin/sshd"], what_for: "its tests" },
+];
+
+const MPI: &[Need] =
+    &[Need { package: "openmpi-bin", probe: &["mpirun", "--version"], what_for: "the bench `engines`" }];
+
+const SLURM: &[Need] = &[
+    Need {
+        package: "slurm-wlm",
+        probe: &["test", "-x", "/usr/sbin/slurmctld"],
+        what_for: "the bench `engines`",
+    },
+    Need { package: "munge", probe: &["test", "-x", "/usr/sbin/munged"], what_for: "Slurm's credentials" },
+];
+
 const CUDA: &[Need] = &[
     Need { package: "g++", probe: &["c++", "--version"], what_for: "cubecl's bridge to LLVM" },
     Need {
@@ -75,6 +95,9 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     for arg in args {
         match arg.as_str() {
             "wgpu" => needs.extend(WGPU),
+            "ssh" => needs.extend(SSH),
+            "mpi" => needs.extend(MPI),
+            "slurm" => needs.extend(SLURM),
             "cuda" => {
                 needs.extend(CUDA);
                 cuda = true;

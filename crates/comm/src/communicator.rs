@@ -2,13 +2,15 @@
 
 mod admission;
 mod arrivals;
+mod call;
 mod collectives;
+mod exchanges;
 mod membership;
 mod messages;
 mod meter;
 
 pub use arrivals::Look;
-pub use collectives::shift_one;
+pub use exchanges::shift_one;
 pub use meter::Counter;
 use meter::{Counters, Meter};
 

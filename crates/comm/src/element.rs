@@ -1,39 +1,108 @@
 //! The types that can be reduced, and how. Loops over slices; it knows no frames.
 
-use std::fmt::Debug;
+mod array;
+mod located;
+
+pub use located::Located;
+
+use std::fmt::{self, Debug};
 
 use half::{bf16, f16};
 
 use crate::CommError;
 
-/// How the ranks' values become one.
+/// How the ranks' values become one. In brackets: MPI's name.
 ///
 /// Integers wrap. Floats of 16 bits are widened to f32, reduced, and rounded to the nearest (ties to even) at each
-/// reduction of two values, since 16 bits are what travels. In `Max` and `Min` a NaN wins.
+/// reduction of two values, since 16 bits are what travels. In `Max` and `Min` a NaN wins. Of [`Located`] values
+/// `Max` and `Min` also say where the value is (`MPI_MAXLOC`, `MPI_MINLOC`); there is no other reduction of them.
+/// A reduction of one's own is a [`UserOp`](crate::UserOp).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
-    /// The sum, in the order of the algorithm.
+    /// The sum, in the order of the algorithm (`MPI_SUM`).
     Sum,
-    /// The sum divided by the number of ranks; floats only.
+    /// The sum divided by the number of ranks; floats only, and not in scans. MPI has none.
     Mean,
-    /// The greatest.
+    /// The greatest (`MPI_MAX`).
     Max,
-    /// The least.
+    /// The least (`MPI_MIN`).
     Min,
-    /// The product, in the order of the algorithm.
+    /// The product, in the order of the algorithm (`MPI_PROD`).
     Product,
+    /// The bits that all have; integers only (`MPI_BAND`).
+    And,
+    /// The bits that any has; integers only (`MPI_BOR`).
+    Or,
+    /// The bits that an odd number have; integers only (`MPI_BXOR`).
+    Xor,
+    /// 1 where no value is zero, else 0; integers only (`MPI_LAND`).
+    LogicalAnd,
+    /// 1 where any value is not zero, else 0; integers only (`MPI_LOR`).
+    LogicalOr,
+    /// 1 where an odd number of values are not zero, else 0; integers only (`MPI_LXOR`).
+    LogicalXor,
+}
+
+impl ReduceOp {
+    /// All of them.
+    pub const ALL: [Self; 11] = [
+        Self::Sum,
+        Self::Mean,
+        Self::Max,
+        Self::Min,
+        Self::Product,
+        Self::And,
+        Self::Or,
+        Self::Xor,
+        Self::LogicalAnd,
+        Self::LogicalOr,
+        Self::LogicalXor,
+    ];
+
+    /// Its name in errors.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Sum => "sum",
+            Self::Mean => "mean",
+            Self::Max => "max",
+            Self::Min => "min",
+            Self::Product => "product",
+            Self::And => "and",
+            Self::Or => "or",
+            Self::Xor => "xor",
+            Self::LogicalAnd => "logical and",
+            Self::LogicalOr => "logical or",
+            Self::LogicalXor => "logical xor",
+        }
+    }
+
+    /// The error of a type that does not have it.
+    const fn refused(self, op: &'static str, element: &'static str) -> CommError {
+        CommError::Unsupported { op, reduction: self.name(), element }
+    }
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
 mod sealed {
     pub trait Sealed {}
 }
 
-/// A type that collectives carry: floats of 16, 32 and 64 bits, and integers of 8 to 64.
+/// A type that collectives carry: floats of 16, 32 and 64 bits, integers of 8 to 64, arrays of these, and
+/// [`Located`] values.
 pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sealed {
     /// Its name in errors.
     const NAME: &'static str;
     /// Its number in the check word of frames.
     const CODE: u8;
+    /// Numbers in one element, which stand in the check word of frames where it is not 1: the length of an array.
+    #[doc(hidden)]
+    const WIDTH: usize = 1;
     /// What a slice is filled with when a collective over it failed.
     const INVALID: Self;
 
@@ -41,7 +110,7 @@ pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sea
     #[doc(hidden)]
     fn reduce(op: ReduceOp, into: &mut [Self], x: &[Self], first: First);
 
-    /// Divides by the number of ranks.
+    /// Divides by the number of ranks. Only of types that have [`ReduceOp::Mean`].
     #[doc(hidden)]
     fn divide(x: &mut [Self], n: usize);
 
@@ -61,7 +130,7 @@ pub enum First {
 }
 
 /// Reduces pair by pair.
-fn each<T: Copy>(into: &mut [T], x: &[T], first: First, f: impl Fn(T, T) -> T) {
+pub(crate) fn each<T: Copy>(into: &mut [T], x: &[T], first: First, f: impl Fn(T, T) -> T) {
     match first {
         First::Into => into.iter_mut().zip(x).for_each(|(a, b)| *a = f(*a, *b)),
         First::Other => into.iter_mut().zip(x).for_each(|(a, b)| *a = f(*b, *a)),
@@ -86,6 +155,12 @@ macro_rules! float {
                     ReduceOp::Product => each(into, x, first, |a, b| narrow(widen(a) * widen(b))),
                     ReduceOp::Max => each(into, x, first, |a, b| if a.is_nan() || a > b { a } else { b }),
                     ReduceOp::Min => each(into, x, first, |a, b| if a.is_nan() || a < b { a } else { b }),
+                    ReduceOp::And
+                    | ReduceOp::Or
+                    | ReduceOp::Xor
+                    | ReduceOp::LogicalAnd
+                    | ReduceOp::LogicalOr
+                    | ReduceOp::LogicalXor => unreachable!("`supports` refuses bits of floats"),
                 }
             }
             fn divide(x: &mut [Self], n: usize) {
@@ -95,8 +170,13 @@ macro_rules! float {
                     *x = narrow(widen(*x) / n);
                 }
             }
-            fn supports(_: ReduceOp, _: &'static str) -> Result<(), CommError> {
-                Ok(())
+            fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError> {
+                match op {
+                    ReduceOp::Sum | ReduceOp::Mean | ReduceOp::Max | ReduceOp::Min | ReduceOp::Product => {
+                        Ok(())
+                    }
+                    bits => Err(bits.refused(name, Self::NAME)),
+                }
             }
         }
     };
@@ -120,6 +200,12 @@ macro_rules! integer {
                     ReduceOp::Product => each(into, x, first, Self::wrapping_mul),
                     ReduceOp::Max => each(into, x, first, Ord::max),
                     ReduceOp::Min => each(into, x, first, Ord::min),
+                    ReduceOp::And => each(into, x, first, |a, b| a & b),
+                    ReduceOp::Or => each(into, x, first, |a, b| a | b),
+                    ReduceOp::Xor => each(into, x, first, |a, b| a ^ b),
+                    ReduceOp::LogicalAnd => each(into, x, first, |a, b| Self::from(a != 0 && b != 0)),
+                    ReduceOp::LogicalOr => each(into, x, first, |a, b| Self::from(a != 0 || b != 0)),
+                    ReduceOp::LogicalXor => each(into, x, first, |a, b| Self::from((a != 0) != (b != 0))),
                 }
             }
             fn divide(_: &mut [Self], _: usize) {
@@ -127,8 +213,8 @@ macro_rules! integer {
             }
             fn supports(op: ReduceOp, name: &'static str) -> Result<(), CommError> {
                 match op {
-                    ReduceOp::Mean => Err(CommError::Unsupported { op: name, element: Self::NAME }),
-                    ReduceOp::Sum | ReduceOp::Max | ReduceOp::Min | ReduceOp::Product => Ok(()),
+                    ReduceOp::Mean => Err(op.refused(name, Self::NAME)),
+                    _ => Ok(()),
                 }
             }
         }
@@ -167,6 +253,24 @@ mod tests {
         assert_eq!(reduced(ReduceOp::Product, vec![16_u8, 3], &[16, 5]), [0, 15]);
         assert_eq!(reduced(ReduceOp::Min, vec![i32::MIN], &[4]), [i32::MIN]);
         assert!(u64::supports(ReduceOp::Mean, "all_reduce").is_err());
+    }
+
+    #[test]
+    fn bits_and_truths_are_those_of_integers() {
+        let reduced = |op| reduced(op, vec![0b1100_u8, 0, 7, 0], &[0b1010, 4, 0, 0]);
+        assert_eq!(reduced(ReduceOp::And), [0b1000, 0, 0, 0]);
+        assert_eq!(reduced(ReduceOp::Or), [0b1110, 4, 7, 0]);
+        assert_eq!(reduced(ReduceOp::Xor), [0b0110, 4, 7, 0]);
+        assert_eq!(reduced(ReduceOp::LogicalAnd), [1, 0, 0, 0]);
+        assert_eq!(reduced(ReduceOp::LogicalOr), [1, 1, 1, 0]);
+        assert_eq!(reduced(ReduceOp::LogicalXor), [0, 1, 1, 0]);
+        for op in ReduceOp::ALL {
+            let of_numbers = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product].contains(&op);
+            assert_eq!(f16::supports(op, "scan").is_ok(), of_numbers || op == ReduceOp::Mean, "{op}");
+            assert_eq!(i8::supports(op, "scan").is_ok(), op != ReduceOp::Mean, "{op}");
+        }
+        let refused = f32::supports(ReduceOp::Xor, "scan").unwrap_err().to_string();
+        assert_eq!(refused, "scan: xor is not defined for f32");
     }
 
     #[test]

@@ -270,12 +270,22 @@ pub enum CommError {
         algorithm: farflung_base::Algorithm,
     },
     /// A reduction that the element type does not have.
-    #[error("{op} is not defined for {element}")]
+    #[error("{op}: {reduction} is not defined for {element}")]
     Unsupported {
-        /// The operation.
+        /// The call.
         op: &'static str,
+        /// The reduction.
+        reduction: &'static str,
         /// The element type.
         element: &'static str,
+    },
+    /// A [`UserOp`](crate::UserOp) panicked.
+    #[error("{op}: the reduction `{reduction}` panicked")]
+    ReductionPanicked {
+        /// The call.
+        op: &'static str,
+        /// The reduction's name.
+        reduction: &'static str,
     },
     /// A message of bytes is longer than [`MAX_MESSAGE`](crate::MAX_MESSAGE).
     #[error("{op}: a message from {peer} is longer than {max} bytes")]

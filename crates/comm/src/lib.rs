@@ -21,7 +21,9 @@ mod all_to_all;
 mod butterfly;
 mod doubling;
 mod grouped;
+mod ordered;
 mod ring;
+mod scan;
 mod tree;
 
 mod algorithm;
@@ -35,6 +37,7 @@ mod interpret;
 mod message;
 mod plain;
 mod plans;
+mod reduction;
 mod service;
 
 // Values travel as they lie in memory.
@@ -54,7 +57,7 @@ pub use communicator::{Communicator, Counter, Look, shift_one};
 pub use control::{Control, Listed};
 pub use cost::{cost, cost_coded, message_operation, operation, operation_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
-pub use element::{Element, ReduceOp};
+pub use element::{Element, Located, ReduceOp};
 pub use endpoint::{Driver, Endpoint, Role, Started, Wake};
 pub use error::{CoderError, CommError, DownReason, Refusal, WireError};
 pub use farflung_base::Algorithm;
@@ -62,7 +65,13 @@ pub use frame::{FRAME_BYTES, Frame, Pool};
 pub use grouped::{hierarchical, moshpit, square};
 pub use inbox::{Inbox, WINDOW};
 pub use message::MAX_MESSAGE;
+pub use ordered::{
+    ordered_direct, ordered_direct_reduce, ordered_reduce_scatter, ordered_tree, ordered_tree_all_reduce,
+    ordered_tree_reduce,
+};
+pub use reduction::{Reduction, UserOp};
 pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
+pub use scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, doubling_scan};
 pub use service::{Answer, Asked, Service, ServiceTags};
 pub use steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
 pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};

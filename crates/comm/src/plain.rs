@@ -4,9 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::cold::copy_part;
-use crate::element::{Element, First, ReduceOp};
+use crate::element::{Element, First};
 use crate::interpret::{At, Transfers, Turn};
 use crate::plans::Passing;
+use crate::reduction::Reduction;
 use crate::steps::{Merge, Program, Step};
 use crate::transport::Port;
 use crate::{CommError, FRAME_BYTES, Frame};
@@ -14,10 +15,9 @@ use crate::{CommError, FRAME_BYTES, Frame};
 /// A buffer of `T` that a program without messages works on.
 pub(crate) struct Plain<T, S> {
     data: S,
-    op: ReduceOp,
+    op: Reduction<T>,
     passing: Arc<Passing>,
     lanes: Vec<Lane>,
-    element: std::marker::PhantomData<T>,
 }
 
 /// How far the step is that a lane is in.
@@ -79,9 +79,9 @@ fn passes_through(later: &[Step], blocks: &Range<usize>) -> bool {
 }
 
 impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
-    pub(crate) fn new(program: &Program, passing: Arc<Passing>, data: S, op: ReduceOp) -> Self {
+    pub(crate) fn new(program: &Program, passing: Arc<Passing>, data: S, op: Reduction<T>) -> Self {
         let lanes = program.lanes.iter().map(|_| Lane::default()).collect();
-        Self { data, op, passing, lanes, element: std::marker::PhantomData }
+        Self { data, op, passing, lanes }
     }
 
     /// Sends one frame of each of the step's transfers, as far as the network has room.
@@ -145,11 +145,16 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Plain<T, S> {
         let passes = || self.passing.of(at.lane, receives_done, || passes_through(later, blocks));
         let only = *merge == Merge::Reduce && part == whole && passes();
         if only {
-            T::reduce(self.op, bytemuck::cast_slice_mut(frame.bytes_mut()), into, First::Other);
+            self.op.reduce(at.name, bytemuck::cast_slice_mut(frame.bytes_mut()), into, First::Other)?;
             passed_on = true;
         } else {
             match merge {
-                Merge::Reduce => T::reduce(self.op, into, bytemuck::cast_slice(frame.bytes()), First::Into),
+                Merge::Reduce => {
+                    self.op.reduce(at.name, into, bytemuck::cast_slice(frame.bytes()), First::Into)?;
+                }
+                Merge::ReduceBefore => {
+                    self.op.reduce(at.name, into, bytemuck::cast_slice(frame.bytes()), First::Other)?;
+                }
                 Merge::Copy => {
                     copy_part(bytemuck::cast_slice_mut(into), frame.bytes(), all);
                     passed_on = later.first().is_some_and(|step| step.sends.iter().any(|s| s.1 == *blocks));
@@ -198,7 +203,7 @@ impl<T: Element, S: AsMut<[T]> + AsRef<[T]> + Send> Transfers for Plain<T, S> {
     }
 
     fn end(&mut self, members: usize) {
-        if self.op == ReduceOp::Mean {
+        if self.op.is_mean() {
             T::divide(self.data.as_mut(), members);
         }
     }
@@ -216,6 +221,7 @@ mod tests {
     use farflung_base::{Nanos, PeerId, Rank};
 
     use super::*;
+    use crate::ReduceOp;
     use crate::communicator::Body as _;
     use crate::interpret::Interpreter;
     use crate::plans::Plan;
@@ -284,7 +290,7 @@ mod tests {
             let members: Arc<[PeerId]> = (0..3).map(PeerId).collect();
             let plan = Plan::from(Program::new(2, steps.clone()));
             let Plan { program, passing, .. } = plan;
-            let plain = Plain::new(&program, passing, vec![1.0_f32; 4], ReduceOp::Sum);
+            let plain = Plain::new(&program, passing, vec![1.0_f32; 4], ReduceOp::Sum.into());
             let mut body = Interpreter::new("test", program, None, plain, (tag, 9), members);
             assert!(body.poll(&mut port).is_pending());
             // The next frame comes before there is room, or after.

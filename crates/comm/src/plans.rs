@@ -10,7 +10,12 @@ use crate::algorithm::{AllReduce, program_on};
 use crate::all_to_all::{bruck_all_to_all, direct_all_to_all, pairwise_all_to_all};
 use crate::butterfly::{direct_all_gather, direct_gather, direct_reduce_scatter};
 use crate::cost::cost;
+use crate::ordered::{
+    ordered_direct, ordered_direct_reduce, ordered_reduce_scatter, ordered_tree_all_reduce,
+    ordered_tree_reduce,
+};
 use crate::ring::{ring_all_gather, ring_reduce_scatter};
+use crate::scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, doubling_scan};
 use crate::steps::{Program, Step};
 use crate::tree::{binomial_broadcast, binomial_reduce, chain_broadcast};
 
@@ -29,6 +34,12 @@ pub(crate) enum Kind {
     Broadcast(Rank),
     Reduce(Rank),
     AllToAll,
+    Scan,
+    ExclusiveScan,
+    /// The same in the order of ranks, for reductions that do not commute.
+    OrderedAllReduce,
+    OrderedReduceScatter,
+    OrderedReduce(Rank),
 }
 
 /// A program, and by which all-reduce it was made, if it is one.
@@ -148,25 +159,47 @@ impl Plans {
                 }],
             ),
             Kind::Broadcast(root) => {
-                let chains = [4, 16, 64].map(|blocks| move |rank| chain_broadcast(rank, n, root, blocks));
-                let tree = |rank| binomial_broadcast(rank, n, root);
-                let mut candidates: Vec<&dyn Fn(Rank) -> Program> = vec![&tree];
-                let worth = |blocks: u64| bytes.0 / blocks >= LEAST_BLOCK;
-                let chains = chains.iter().zip([4, 16, 64]).filter(|&(_, blocks)| worth(blocks));
-                candidates.extend(chains.map(|(chain, _)| chain as &dyn Fn(Rank) -> Program));
-                self.cheapest(bytes, &candidates)
+                self.by_chain(bytes, &|rank| binomial_broadcast(rank, n, root), &|rank, blocks| {
+                    chain_broadcast(rank, n, root, blocks)
+                })
             }
             Kind::Reduce(root) => {
-                let scattered = |rank| {
-                    let mut program = ring_reduce_scatter(rank, n);
-                    let gathered = direct_gather(rank, n, root).lanes;
-                    program.lanes[0].extend(gathered.into_iter().flatten());
-                    program
-                };
+                let scattered = |rank| ring_reduce_scatter(rank, n).then(direct_gather(rank, n, root));
                 self.cheapest(bytes, &[&|rank| binomial_reduce(rank, n, root), &scattered])
             }
+            Kind::Scan => self
+                .by_chain(bytes, &|rank| doubling_scan(rank, n), &|rank, blocks| chain_scan(rank, n, blocks)),
+            Kind::ExclusiveScan => {
+                self.by_chain(bytes, &|rank| doubling_exclusive_scan(rank, n), &|rank, blocks| {
+                    chain_exclusive_scan(rank, n, blocks)
+                })
+            }
+            Kind::OrderedAllReduce => self.cheapest(
+                bytes,
+                &[&|rank| ordered_tree_all_reduce(rank, n), &|rank| ordered_direct(rank, n)],
+            ),
+            Kind::OrderedReduceScatter => ordered_reduce_scatter(self.rank, n),
+            Kind::OrderedReduce(root) => self.cheapest(
+                bytes,
+                &[&|rank| ordered_tree_reduce(rank, n, root), &|rank| ordered_direct_reduce(rank, n, root)],
+            ),
         };
         program.into()
+    }
+
+    /// The cheapest of one program for small buffers and chains of several numbers of blocks.
+    fn by_chain(
+        &self,
+        bytes: Bytes,
+        small: &dyn Fn(Rank) -> Program,
+        chain: &dyn Fn(Rank, usize) -> Program,
+    ) -> Program {
+        let chains = [4, 16, 64].map(|blocks| move |rank| chain(rank, blocks));
+        let mut candidates: Vec<&dyn Fn(Rank) -> Program> = vec![small];
+        let worth = |blocks: u64| bytes.0 / blocks >= LEAST_BLOCK;
+        let chains = chains.iter().zip([4, 16, 64]).filter(|&(_, blocks)| worth(blocks));
+        candidates.extend(chains.map(|(chain, _)| chain as &dyn Fn(Rank) -> Program));
+        self.cheapest(bytes, &candidates)
     }
 
     /// The first, or the cheapest where the algorithm is to be chosen.

@@ -9,10 +9,24 @@ use farflung_base::Rank;
 /// What happens to received values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Merge {
-    /// They are reduced into what is there.
+    /// They are reduced into what is there, which is the first operand.
     Reduce,
+    /// They are reduced into what is there, themselves the first operand: they come of lower ranks, and the
+    /// order of ranks is kept. Not in coded programs.
+    ReduceBefore,
     /// They replace what is there.
     Copy,
+}
+
+impl Merge {
+    /// As it is printed.
+    const fn sign(self) -> &'static str {
+        match self {
+            Self::Reduce => "+=",
+            Self::ReduceBefore => "=+",
+            Self::Copy => "=",
+        }
+    }
 }
 
 /// Which side of a coded reduction encodes.
@@ -159,6 +173,13 @@ impl Program {
         Self { bounds: Some(bounds), ..self }
     }
 
+    /// This program's one list of steps, and then another's over the same blocks.
+    pub(crate) fn then(mut self, next: Self) -> Self {
+        debug_assert_eq!((self.blocks, self.lanes.len(), next.lanes.len()), (next.blocks, 1, 1));
+        self.lanes[0].extend(next.lanes.into_iter().flatten());
+        self
+    }
+
     /// The elements of a range of blocks in a buffer of `len` elements.
     #[must_use]
     pub fn elements(&self, blocks: &Range<usize>, len: usize) -> Range<usize> {
@@ -194,11 +215,7 @@ impl fmt::Display for Step {
             gap = "  ";
         }
         for (from, range, merge) in &self.recvs {
-            let sign = match merge {
-                Merge::Reduce => "+=",
-                Merge::Copy => "=",
-            };
-            write!(f, "{gap}{}..{} {sign} {}", range.start, range.end, from.0)?;
+            write!(f, "{gap}{}..{} {} {}", range.start, range.end, merge.sign(), from.0)?;
             gap = "  ";
         }
         let Coding { encode, sends, recvs, decode, complete } = &self.coding;
@@ -215,11 +232,7 @@ impl fmt::Display for Step {
             gap = "  ";
         }
         for (message, merge) in decode {
-            let sign = match merge {
-                Merge::Reduce => "+=",
-                Merge::Copy => "=",
-            };
-            write!(f, "{gap}dec {sign} {message}")?;
+            write!(f, "{gap}dec {} {message}", merge.sign())?;
             gap = "  ";
         }
         for block in complete {

@@ -8,6 +8,7 @@ mod door;
 mod gate;
 mod link;
 mod links;
+mod pace;
 mod rendezvous;
 mod store;
 mod stream;
@@ -28,11 +29,13 @@ use rustix::net::sockopt;
 use crate::endpoint::{Driver, Endpoint, Role, Wake};
 use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
-use crate::transport::Tag;
+use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, Pool};
 pub use gate::{Asked, Connected, Gate, GateConfig};
 use link::Link;
 use links::Links;
+use pace::Pacer;
+pub use pace::{Pace, SLOWEST};
 pub use rendezvous::Config;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 use stream::Stream;
@@ -50,11 +53,12 @@ pub type Tcp = Endpoint<TcpDriver>;
 #[derive(Debug)]
 pub struct TcpDriver {
     start: Instant,
-    links: Links,
+    links: Arc<Links>,
+    pacer: Arc<Pacer>,
     inbox: Arc<Inbox>,
     pool: Arc<Pool>,
     /// A byte written to the first wakes whoever polls, through the second.
-    bell: (UnixStream, UnixStream),
+    bell: Arc<(UnixStream, UnixStream)>,
 }
 
 /// Meets the other ranks at the master and connects to each of them. Rank `r` becomes `PeerId(r)`.
@@ -70,25 +74,54 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
         .count();
     let crowded = std::thread::available_parallelism().is_ok_and(|cores| near >= cores.get());
     let tcp = open(PeerId(config.rank), streams.len(), crowded).map_err(io("wake-up pipe for"))?;
+    tcp.keep_pace(config.pace)?;
     for (peer, streams) in (0..).map(PeerId).zip(streams).filter(|(_, streams)| !streams.is_empty()) {
         tcp.driver().connect(peer, streams, crowded).map_err(io("socket of"))?;
     }
     Ok(tcp)
 }
 
+impl Tcp {
+    /// Sends no faster than this from now on.
+    ///
+    /// # Errors
+    /// [`CommError::Argument`] for a rate below [`SLOWEST`]; [`CommError::Io`] if the system gives no thread.
+    pub fn keep_pace(&self, pace: Pace) -> Result<(), CommError> {
+        if let Some(rate) = [pace.all, pace.each].into_iter().find(|rate| *rate < SLOWEST) {
+            let (got, want) = (rate.0 as usize, SLOWEST.0 as usize);
+            return Err(CommError::Argument { op: "pace", what: "bits a second", got, want });
+        }
+        let TcpDriver { links, pacer, inbox, bell, .. } = self.driver();
+        let (inbox, bell) = (Arc::clone(inbox), Arc::clone(bell));
+        let wake = move || {
+            inbox.signal();
+            ring(&inbox, &bell);
+        };
+        pacer.keep(pace, links, wake).map_err(|e| CommError::io("thread that paces", &self.me(), &e))
+    }
+}
+
 /// An endpoint of a network of so many that is connected to nobody yet. `crowded`: there are more of them on
 /// this machine than cores.
 fn open(me: PeerId, size: usize, crowded: bool) -> std::io::Result<Arc<Tcp>> {
-    let bell = UnixStream::pair()?;
+    let bell = Arc::new(UnixStream::pair()?);
     for end in [&bell.0, &bell.1] {
         end.set_nonblocking(true)?;
     }
     let inbox = Inbox::new(size);
     let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
-    let (pool, links) = (Pool::new(), Links::new(size));
-    let driver =
-        TcpDriver { start: real_start(), links, inbox: Arc::clone(&inbox), pool: Arc::clone(&pool), bell };
+    let (pool, links, pacer) = (Pool::new(), Arc::new(Links::new(size)), Arc::new(Pacer::new(size)));
+    let start = real_start();
+    let driver = TcpDriver { start, links, pacer, inbox: Arc::clone(&inbox), pool: Arc::clone(&pool), bell };
     Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
+}
+
+/// Wakes whoever polls.
+fn ring(inbox: &Inbox, bell: &(UnixStream, UnixStream)) {
+    if inbox.is_driven() {
+        // A full pipe has woken the other side already.
+        let _ = (&bell.0).write(&[1]);
+    }
 }
 
 fn is_within_one_machine(stream: &TcpStream) -> bool {
@@ -117,7 +150,7 @@ impl TcpDriver {
                 tune_within_one_machine(socket, crowded);
             }
         }
-        if !self.links.connect(peer, Link::side_by_side(peer, streams)) {
+        if !self.links.connect(peer, Link::side_by_side(peer, streams, &self.pacer)) {
             return Err(std::io::ErrorKind::AlreadyExists.into());
         }
         self.inbox.peer_up(peer);
@@ -153,7 +186,7 @@ impl TcpDriver {
         for link in links {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, may_read(link));
-            flags.set(PollFlags::OUT, link.wants_to_write());
+            flags.set(PollFlags::OUT, link.waits_for_socket());
             polled.push(link);
             fds.push(PollFd::from_borrowed_fd(link.socket().as_fd(), flags));
         }
@@ -211,10 +244,7 @@ impl Driver for TcpDriver {
         Wake::Moved
     }
     fn nudge(&self) {
-        if self.inbox.is_driven() {
-            // A full pipe has woken the other side already.
-            let _ = (&self.bell.0).write(&[1]);
-        }
+        ring(&self.inbox, &self.bell);
     }
     fn has_background(&self) -> bool {
         true
@@ -232,5 +262,6 @@ impl Driver for TcpDriver {
         while open().next().is_some() && self.now() < grace {
             self.drive(grace.saturating_sub(self.now()));
         }
+        self.pacer.close();
     }
 }

@@ -90,7 +90,7 @@ fn execute(programs: &[Program]) -> Vec<Vec<u64>> {
                 let into = &mut state[rank][message(number).block];
                 match merge {
                     Merge::Copy => *into = set,
-                    Merge::Reduce => {
+                    Merge::Reduce | Merge::ReduceBefore => {
                         assert_eq!(*into & set, 0, "a rank's values would count twice");
                         *into |= set;
                     }

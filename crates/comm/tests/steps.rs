@@ -8,8 +8,10 @@ use std::fmt::Write;
 use farflung_base::{Bandwidth, Port, Rank, Topology};
 use farflung_comm::{
     Algorithm, AllReduce as _, Merge, Program, binomial_broadcast, binomial_reduce, bruck_all_to_all,
-    butterfly, chain_broadcast, direct, direct_all_gather, direct_all_to_all, direct_gather,
-    direct_reduce_scatter, direct_scatter, dissemination_barrier, double_tree, hierarchical, moshpit,
+    butterfly, chain_broadcast, chain_exclusive_scan, chain_scan, direct, direct_all_gather,
+    direct_all_to_all, direct_gather, direct_reduce_scatter, direct_scatter, dissemination_barrier,
+    double_tree, doubling_exclusive_scan, doubling_scan, hierarchical, moshpit, ordered_direct,
+    ordered_direct_reduce, ordered_reduce_scatter, ordered_tree_all_reduce, ordered_tree_reduce,
     pairwise_all_to_all, pipelined_ring, regions, ring_all_gather, ring_reduce_scatter,
 };
 
@@ -22,6 +24,36 @@ type Wires = Vec<Vec<Vec<VecDeque<Vec<u64>>>>>;
 
 /// Runs the programs on sets of ranks as bits: afterwards `[rank][block]` says whose values are in there.
 fn execute(programs: &[Program], start: impl Fn(usize, usize) -> u64) -> Vec<Vec<u64>> {
+    execute_by(programs, start, |merge, into, value| match merge {
+        Merge::Copy => *into = value,
+        Merge::Reduce | Merge::ReduceBefore => {
+            assert_eq!(*into & value, 0, "a rank's values would count twice");
+            *into |= value;
+        }
+    })
+}
+
+/// The same, where whatever is reduced must be of neighbouring ranks, the lower ones first.
+fn execute_in_order(programs: &[Program], start: impl Fn(usize, usize) -> u64) -> Vec<Vec<u64>> {
+    execute_by(programs, start, |merge, into, value| {
+        let (low, high) = match merge {
+            Merge::Copy => return *into = value,
+            Merge::Reduce => (*into, value),
+            Merge::ReduceBefore => (value, *into),
+        };
+        assert!(low > 0 && high > 0);
+        let highest = low.ilog2();
+        assert_eq!(highest + 1, high.trailing_zeros(), "{low:b} before {high:b}");
+        *into = low | high;
+    })
+}
+
+/// Runs the programs, with a rule for what meets what is there.
+fn execute_by(
+    programs: &[Program],
+    start: impl Fn(usize, usize) -> u64,
+    meet: impl Fn(Merge, &mut u64, u64),
+) -> Vec<Vec<u64>> {
     let n = programs.len();
     let mut state: Vec<Vec<u64>> =
         (0..n).map(|rank| (0..programs[rank].blocks).map(|b| start(rank, b)).collect()).collect();
@@ -47,13 +79,7 @@ fn execute(programs: &[Program], start: impl Fn(usize, usize) -> u64) -> Vec<Vec
             let Some(values) = wires[lane][from.index()][rank].pop_front() else { continue };
             assert_eq!(values.len(), range.len());
             for (into, value) in state[rank][range.clone()].iter_mut().zip(values) {
-                match merge {
-                    Merge::Copy => *into = value,
-                    Merge::Reduce => {
-                        assert_eq!(*into & value, 0, "a rank's values would count twice");
-                        *into |= value;
-                    }
-                }
+                meet(*merge, into, value);
             }
             *received += 1;
             moved = true;
@@ -160,6 +186,54 @@ fn every_rank_ends_with_everything_once() {
 }
 
 #[test]
+fn scans_and_ordered_reductions_keep_the_order_of_ranks() {
+    for n in 1..=17 {
+        let everyone = (1_u64 << n) - 1;
+        let own = |rank: usize, _| 1_u64 << rank;
+        for programs in [
+            all(n, |r| doubling_scan(r, n)),
+            all(n, |r| chain_scan(r, n, 1)),
+            all(n, |r| chain_scan(r, n, 5)),
+        ] {
+            for (rank, blocks) in execute_in_order(&programs, own).iter().enumerate() {
+                assert!(blocks.iter().all(|&set| set == (2 << rank) - 1), "{n}: {blocks:?}");
+            }
+        }
+        let exclusive = [
+            all(n, |r| doubling_exclusive_scan(r, n)),
+            all(n, |r| chain_exclusive_scan(r, n, 1)),
+            all(n, |r| chain_exclusive_scan(r, n, 5)),
+        ];
+        for programs in exclusive {
+            for (rank, blocks) in execute_in_order(&programs, own).iter().enumerate() {
+                let before = if rank == 0 { 1 } else { (1 << rank) - 1 };
+                assert!(blocks.iter().all(|&set| set == before), "{n}: {blocks:?}");
+            }
+        }
+        for programs in [all(n, |r| ordered_tree_all_reduce(r, n)), all(n, |r| ordered_direct(r, n))] {
+            let ends = execute_in_order(&programs, own);
+            assert!(ends.iter().flatten().all(|&set| set == everyone), "{n}: {ends:?}");
+        }
+        let scattered = execute_in_order(&all(n, |r| ordered_reduce_scatter(r, n)), own);
+        assert!((0..n).all(|r| scattered[r][r] == everyone));
+        for root in (0..n as u32).map(Rank) {
+            let programs =
+                [all(n, |r| ordered_tree_reduce(r, n, root)), all(n, |r| ordered_direct_reduce(r, n, root))];
+            for programs in programs {
+                let ends = execute_in_order(&programs, own);
+                assert!(ends[root.index()].iter().all(|&set| set == everyone), "{n} to {root}: {ends:?}");
+            }
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "before")]
+fn a_tree_that_folds_far_ranks_together_is_found_out() {
+    let _ = execute_in_order(&all(4, |r| binomial_reduce(r, 4, Rank(0))), |rank, _| 1 << rank);
+}
+
+#[test]
 fn the_lists_are_pinned() {
     let mut text = String::new();
     let mut print = |name: &str, n: usize, programs: Vec<Program>| {
@@ -186,6 +260,16 @@ fn the_lists_are_pinned() {
         print("direct_gather to 1", n, all(n, |r| direct_gather(r, n, Rank(1))));
         print("pairwise_all_to_all", n, all(n, |r| pairwise_all_to_all(r, n)));
         print("bruck_all_to_all", n, all(n, |r| bruck_all_to_all(r, n)));
+    }
+    for n in [2, 3, 5, 8] {
+        print("doubling_scan", n, all(n, |r| doubling_scan(r, n)));
+        print("chain_scan in 3", n, all(n, |r| chain_scan(r, n, 3)));
+        print("doubling_exclusive_scan", n, all(n, |r| doubling_exclusive_scan(r, n)));
+        print("chain_exclusive_scan in 3", n, all(n, |r| chain_exclusive_scan(r, n, 3)));
+        print("ordered_tree_all_reduce", n, all(n, |r| ordered_tree_all_reduce(r, n)));
+        print("ordered_direct", n, all(n, |r| ordered_direct(r, n)));
+        print("ordered_tree_reduce to 1", n, all(n, |r| ordered_tree_reduce(r, n, Rank(1))));
+        print("ordered_direct_reduce to 1", n, all(n, |r| ordered_direct_reduce(r, n, Rank(1))));
     }
     insta::assert_snapshot!("step_lists", text);
 }

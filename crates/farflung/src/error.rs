@@ -392,6 +392,33 @@ pub enum Error {
         /// The exit code to pass on.
         code: u8,
     },
+    /// The processes of a launched job on another machine failed.
+    #[error("the ranks on {host} failed: {status}")]
+    OnHost {
+        /// The machine.
+        host: String,
+        /// The exit status there, in words.
+        status: std::process::ExitStatus,
+        /// The exit code to pass on.
+        code: u8,
+    },
+    /// A machine of a launched job was not reached, or its connection was lost.
+    #[error("ssh to {host} failed: see what it said, and try `ssh {host} true`")]
+    Ssh {
+        /// The machine.
+        host: String,
+        /// The exit code to pass on.
+        code: u8,
+    },
+    /// ssh could not be started.
+    #[error("failed to start `{command}`")]
+    StartSsh {
+        /// The command.
+        command: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// A peer was lost; the job can be started again.
     #[error("{peer} was lost")]
     PeerLost {
@@ -553,7 +580,10 @@ impl Error {
             | Self::Comm(CommError::Missing { .. } | CommError::Refused { .. })
             | Self::Boundary { source: farflung_compress::CompressError::CacheMiss { .. }, .. } => 75,
             Self::Stopped(signal) | Self::StoppedAt { signal, .. } => signal.exit_code(),
-            Self::Child { code, .. } | Self::OnRank { code, .. } => *code,
+            Self::Child { code, .. }
+            | Self::OnHost { code, .. }
+            | Self::Ssh { code, .. }
+            | Self::OnRank { code, .. } => *code,
             _ => 1,
         }
     }

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, Topology};
 use farflung_comm::secure::Security;
+use farflung_comm::tcp::Pace;
 use farflung_comm::{Communicator, Transport};
 
 use crate::Result;
@@ -31,6 +32,8 @@ pub struct Meeting {
     pub job: String,
     /// Longest wait for the others.
     pub deadline: Nanos,
+    /// How fast this process sends over sockets.
+    pub pace: Pace,
 }
 
 /// Opens the ends of all ranks.

@@ -20,7 +20,7 @@ fn help_has_an_example_and_the_exit_codes() {
     let one_line = text(&help.stdout).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(one_line.contains("130, 143 and 129 after SIGINT, SIGTERM and SIGHUP"), "{one_line}");
     let help = farflung(&["launch", "--help"]);
-    assert!(text(&help.stdout).contains("Example:\n  farflung launch -n 4 -- train"));
+    assert!(text(&help.stdout).contains("Examples:\n  farflung launch -n 4 -- train"));
     assert!(help.stderr.is_empty());
 }
 
@@ -139,4 +139,26 @@ fn devices_are_listed_and_one_that_is_not_there_is_an_error_with_the_reason() {
     let wrong = farflung(&["train", "--device", "gpu"]);
     assert_eq!(wrong.status.code(), Some(2));
     assert!(text(&wrong.stderr).contains("cuda[:n]"), "{wrong:?}");
+}
+
+#[test]
+fn net_bench_times_each_collective_and_names_the_slowest_rank() {
+    for op in [
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "reduce",
+        "scan",
+        "exclusive_scan",
+        "all_to_all",
+    ] {
+        let bench =
+            ["net", "bench", "--op", op, "--min", "4000", "--max", "4000", "--iterations", "3", "--json"];
+        let output = farflung(&[&["launch", "-n", "3", "--"], &bench[..]].concat());
+        assert!(output.status.success(), "{op}: {output:?}");
+        let row: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((&row["op"], row["ranks"].as_u64()), (&op.into(), Some(3)));
+        assert!(row["slowest_rank"].as_u64().unwrap() < 3 && row["time_us"].as_f64().unwrap() > 0.0, "{row}");
+    }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use farflung::{Error, Launch, Signal, Stop};
 
 fn launch(script: &str, grace: Duration, stop: &Stop) -> farflung::Result<()> {
-    let job = Launch { processes: 3, master: ("127.0.0.1".to_owned(), 0), grace, secret: None };
+    let job = Launch { grace, ..Launch::here(3) };
     job.run(Path::new("/bin/sh"), &["-c".into(), script.into()], stop)
 }
 
@@ -94,8 +94,7 @@ fn the_code_says_whether_a_restart_mends_it_and_the_rank_is_the_origin() {
 
 #[test]
 fn a_program_that_is_not_there_is_named() {
-    let job =
-        Launch { processes: 2, master: ("127.0.0.1".to_owned(), 1), grace: Duration::ZERO, secret: None };
+    let job = Launch { grace: Duration::ZERO, ..Launch::here(2) };
     let outcome = job.run(Path::new("/no/such/program"), &[], &Stop::manual());
     assert!(matches!(outcome, Err(Error::Start { rank: 0, .. })), "{outcome:?}");
 }

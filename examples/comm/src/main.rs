@@ -5,7 +5,9 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::thread;
 
 use farflung_base::{Bytes, Link, Nanos, Rank, Topology};
-use farflung_comm::{Algorithm, AllReduce as _, CommError, Communicator, ReduceOp, cost, simulated, tcp};
+use farflung_comm::{
+    Algorithm, AllReduce as _, CommError, Communicator, ReduceOp, UserOp, cost, memory, simulated, tcp,
+};
 
 const RANKS: usize = 4;
 const LEN: usize = 1_000_000;
@@ -31,7 +33,37 @@ fn main() -> Result<(), Box<dyn Error>> {
     for (rank, mean, sent) in over_tcp()? {
         println!("{rank}: mean {mean}, sent {sent}");
     }
+
+    println!("\nMean and variance of all ranks' samples, by a reduction of one's own:");
+    for (rank, first, mean, variance) in statistics()? {
+        println!("{rank}: samples from {first} on; mean {mean:.3}, variance {variance:.3}");
+    }
     Ok(())
+}
+
+/// How many samples, their mean, and the sum of squared distances from it: Chan, Golub and LeVeque 1979.
+fn merge([n, mean, squares]: [f64; 3], [m, other, more]: [f64; 3]) -> [f64; 3] {
+    let (all, distance) = (n + m, other - mean);
+    [all, mean + distance * m / all, squares + more + distance * distance * n * m / all]
+}
+
+/// Rank `r` has `1000 (r + 1)` samples. Where its samples begin among all is a scan; what they have in common is
+/// reduced without sending any of them.
+fn statistics() -> Result<Vec<(Rank, u64, f64, f64)>, CommError> {
+    on_threads(memory::cluster(RANKS), |transport| {
+        let comm = Communicator::new(transport);
+        let count = 1000 * u64::from(comm.rank().0 + 1);
+        let mut first = [count];
+        comm.exclusive_scan(&mut first, ReduceOp::Sum)?;
+        if comm.rank() == Rank(0) {
+            first = [0];
+        }
+        let samples = (first[0]..first[0] + count).map(|i| [1.0, (i as f64 * 0.37).sin(), 0.0]);
+        let mut all = [samples.reduce(merge).expect("there are samples")];
+        comm.all_reduce(&mut all, UserOp::commutative("mean and variance", merge))?;
+        let [[n, mean, squares]] = all;
+        Ok((comm.rank(), first[0], mean, squares / n))
+    })
 }
 
 /// One all-reduce with `compute` beside it; returns the virtual time at its end, and what each rank sent.

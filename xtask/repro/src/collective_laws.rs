@@ -1,5 +1,7 @@
 //! What collectives compute: exactly, alike on all ranks, alike on all transports.
 
+mod every;
+
 use anyhow::Result;
 use farflung::base::{Philox, Rank, Topology};
 use farflung::comm::{
@@ -8,13 +10,14 @@ use farflung::comm::{
 };
 
 use crate::harness::{Bench, Mark, Options, Report};
-use crate::ranks::{Cluster, on_ranks, over_links, over_memory, over_tcp};
+use crate::ranks::{Cluster, on_ranks, over_links, over_memory, over_tcp, over_tls};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "collective-laws",
-    claim: "every all-reduce of every type is exact on whole numbers, within n - 1 rounding steps of the true sum \
-            else, and the same bits on every rank and every transport; small integers wrap, a NaN wins in min and max, \
-            and 16-bit floats are rounded once a reduction",
+    claim: "every collective, operation, type and root gives what one process computes, blocking or not; every \
+            all-reduce of every type is exact on whole numbers, within n - 1 rounding steps of the true sum else, and \
+            the same bits on every rank and every transport; small integers wrap, a NaN wins in min and max, 16-bit \
+            floats are rounded once a reduction, and a user's reduction keeps the order of ranks",
     source: "the rules in the README of farflung-comm",
     seed: 11,
     run,
@@ -147,6 +150,35 @@ fn laws<T: Number>(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64)
     Ok(found)
 }
 
+/// Every collective for every type over one cluster: what each rank found.
+fn every_over(cluster: Cluster, sizes: &[usize]) -> Result<Vec<Found>> {
+    let laws = [
+        every::of_type::<f32>,
+        every::of_type::<bf16>,
+        every::of_type::<f16>,
+        every::of_type::<f64>,
+        every::of_type::<i8>,
+        every::of_type::<i16>,
+        every::of_type::<i32>,
+        every::of_type::<i64>,
+        every::of_type::<u8>,
+        every::of_type::<u16>,
+        every::of_type::<u32>,
+        every::of_type::<u64>,
+        every::of_others,
+    ];
+    on_ranks(cluster, |comm| {
+        let mut all = Found::default();
+        for law in laws {
+            let found = law(&comm, sizes)?;
+            all.cases += found.cases;
+            all.broken += found.broken;
+            all.bits = all.bits.rotate_left(1) ^ found.bits;
+        }
+        Ok(all)
+    })
+}
+
 /// All types.
 fn all_laws(comm: &Communicator, make: &Make, sizes: &[usize], seed: u64) -> Result<Found, CommError> {
     let laws = [
@@ -209,9 +241,48 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             }
         }
     }
+    let worlds: &[usize] = if options.quick { &[1, 2, 5] } else { &[1, 2, 3, 4, 5, 6, 7, 8, 9] };
+    let every = on_every_transport(worlds)?;
     report.row("programs", programs().len() as f64, "1", Mark::None)?;
     report.row("collectives checked on every rank", cases as f64, "1", Mark::None)?;
     report.row("results that break a law", broken as f64, "1", Mark::AtMost(0.0))?;
     report.row("ranks with other bits than rank 0", unlike as f64, "1", Mark::AtMost(0.0))?;
-    report.row("ranks with other bits over tcp or simulated links", elsewhere as f64, "1", Mark::AtMost(0.0))
+    report.row(
+        "ranks with other bits over tcp or simulated links",
+        elsewhere as f64,
+        "1",
+        Mark::AtMost(0.0),
+    )?;
+    report.row("results of every collective, both forms", every.cases as f64, "1", Mark::None)?;
+    report.row("of these not what one process computes", every.broken as f64, "1", Mark::AtMost(0.0))?;
+    report.row("ranks with others over links, tcp, tls", every.elsewhere as f64, "1", Mark::AtMost(0.0))
+}
+
+/// What every collective came to.
+#[derive(Debug, Default)]
+struct Every {
+    cases: u64,
+    broken: u64,
+    /// Ranks whose results over another transport have other bits than over memory.
+    elsewhere: usize,
+}
+
+fn on_every_transport(worlds: &[usize]) -> Result<Every> {
+    let mut all = Every::default();
+    for &n in worlds {
+        let sizes = [0, 1, n - 1, 43];
+        let here = every_over(over_memory(n), &sizes)?;
+        let links = Topology::uniform(n, "1gbit,1ms".parse()?);
+        let others =
+            [over_links(&links), over_tcp(n)?, over_tls(n)?].map(|cluster| every_over(cluster, &sizes));
+        for there in others {
+            let there = there?;
+            all.elsewhere += there.iter().zip(&here).filter(|(there, here)| there != here).count();
+            all.cases += there.iter().map(|found| found.cases).sum::<u64>();
+            all.broken += there.iter().map(|found| found.broken).sum::<u64>();
+        }
+        all.cases += here.iter().map(|found| found.cases).sum::<u64>();
+        all.broken += here.iter().map(|found| found.broken).sum::<u64>();
+    }
+    Ok(all)
 }

@@ -24,7 +24,8 @@
 //! ```
 
 pub mod harness;
-pub mod peers;
+pub mod pacing;
+mod peers;
 
 mod allocations;
 mod binary;
@@ -68,6 +69,7 @@ mod divergence;
 mod dtfm_cost;
 mod dtfm_search;
 mod dtfm_world;
+mod engines;
 mod failure;
 mod gemm;
 mod gossip;
@@ -162,6 +164,7 @@ pub const BENCHES: &[Bench] = &[
     uneven::BENCH,
     overlap_comm::BENCH,
     members::churn::BENCH,
+    engines::BENCH,
     failure::BENCH,
     members::join::BENCH,
     relay::BENCH,
@@ -184,6 +187,7 @@ pub const BENCHES: &[Bench] = &[
     schedule_vectors::BENCH,
     schedule_laws::BENCH,
     slow_link::BENCH,
+    pacing::BENCH,
     pipeline_exact::BENCH,
     predict_vs_run::BENCH,
     regions::BENCH,

@@ -5,6 +5,7 @@ use std::thread;
 
 use anyhow::Result;
 use farflung::base::Topology;
+use farflung::comm::secure::{Identity, JoinSecret, Security};
 use farflung::comm::{CommError, Communicator, Transport, memory, simulated, tcp};
 
 /// One endpoint for each rank.
@@ -20,9 +21,25 @@ pub(crate) fn over_links(topology: &Topology) -> Cluster {
 
 /// Over sockets of the loopback interface.
 pub(crate) fn over_tcp(n: usize) -> Result<Cluster> {
+    over_sockets(n, &Security::clear(), tcp::Pace::default())
+}
+
+/// Over encrypted sockets of the loopback interface. All ranks have one key.
+pub(crate) fn over_tls(n: usize) -> Result<Cluster> {
+    let security = Security::by_secret(&Identity::generate()?, &JoinSecret::generate()?);
+    over_sockets(n, &security, tcp::Pace::default())
+}
+
+/// Over sockets of the loopback interface, with these settings.
+pub(crate) fn over_sockets(n: usize, security: &Security, pace: tcp::Pace) -> Result<Cluster> {
     let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let master = format!("127.0.0.1:{port}");
-    let join = |rank| tcp::join(&tcp::Config::new(rank, n as u32, &master)).map(|t| t as Arc<dyn Transport>);
+    let join = |rank| {
+        let mut config = tcp::Config::new(rank, n as u32, &master);
+        config.security = security.clone();
+        config.pace = pace;
+        tcp::join(&config).map(|t| t as Arc<dyn Transport>)
+    };
     let join = &join;
     thread::scope(|scope| {
         let joins: Vec<_> = (0..n as u32).map(|rank| scope.spawn(move || join(rank))).collect();

@@ -53,6 +53,15 @@ impl Communicator {
         self.run(NAME, self.exchange(NAME, out)?, true)
     }
 
+    /// Starts a [`Communicator::all_to_all_bytes`].
+    pub fn start_all_to_all_bytes(&self, out: Vec<Vec<u8>>) -> Pending<Result<Vec<Vec<u8>>, CommError>> {
+        const NAME: &str = "all_to_all_bytes";
+        match self.exchange(NAME, out.into_iter().map(Arc::new).collect()) {
+            Ok(body) => self.start(NAME, body, true),
+            Err(e) => Pending::ready(Err(e)),
+        }
+    }
+
     /// Starts an all-reduce that travels as `coder`'s bytes, by [`coded_exchange`]; gives the coder back with
     /// the result. A sum or a mean.
     pub fn start_all_reduce_coded(
@@ -95,7 +104,7 @@ impl Communicator {
         op: ReduceOp,
     ) -> Result<Interpreter<Messages<V>>, CommError> {
         if !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
-            return Err(CommError::Unsupported { op: name, element: "coded f32" });
+            return Err(CommError::Unsupported { op: name, reduction: op.name(), element: "coded f32" });
         }
         let len = values.count();
         let made_for = program.bounds.as_ref().map_or(Some(len), |bounds| bounds.last().copied());

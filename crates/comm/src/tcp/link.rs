@@ -6,9 +6,10 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use farflung_base::PeerId;
+use farflung_base::{Nanos, PeerId};
 
 use super::HELD;
+use super::pace::Pacer;
 use super::stream::{Stream, session_error};
 use crate::inbox::{Inbox, WINDOW};
 use crate::transport::Tag;
@@ -33,6 +34,7 @@ const COUNTED: usize = 1024;
 pub(super) struct Link {
     pub(super) peer: PeerId,
     stream: Stream,
+    pacer: Arc<Pacer>,
     out: Mutex<Out>,
     incoming: Mutex<In>,
     taken: Mutex<Counts>,
@@ -100,15 +102,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Link {
     /// The links to one peer.
-    pub(super) fn side_by_side(peer: PeerId, streams: Vec<Stream>) -> Vec<Self> {
+    pub(super) fn side_by_side(peer: PeerId, streams: Vec<Stream>, pacer: &Arc<Pacer>) -> Vec<Self> {
         let staying = Arc::new(AtomicUsize::new(streams.len()));
-        streams.into_iter().map(|stream| Self::new(peer, stream, Arc::clone(&staying))).collect()
+        let link = |stream| Self::new(peer, stream, Arc::clone(pacer), Arc::clone(&staying));
+        streams.into_iter().map(link).collect()
     }
 
-    fn new(peer: PeerId, stream: Stream, staying: Arc<AtomicUsize>) -> Self {
+    fn new(peer: PeerId, stream: Stream, pacer: Arc<Pacer>, staying: Arc<AtomicUsize>) -> Self {
         Self {
             peer,
             stream,
+            pacer,
             staying,
             out: Mutex::default(),
             incoming: Mutex::default(),
@@ -129,6 +133,11 @@ impl Link {
 
     pub(super) fn wants_to_write(&self) -> bool {
         self.waiting.load(Ordering::Acquire) || self.stream.holds()
+    }
+
+    /// Whether what there is to write waits for the socket, not for the rate.
+    pub(super) fn waits_for_socket(&self) -> bool {
+        self.stream.holds() || self.wants_to_write() && self.pacer.wait(self.peer) == Nanos::ZERO
     }
 
     /// Whether there is something to be read of which the socket knows nothing any more.
@@ -174,8 +183,8 @@ impl Link {
         let mut written = 0;
         while written < whole {
             let at = written.min(HEADER_BYTES);
-            let rest = [IoSlice::new(&header[at..]), IoSlice::new(&bytes[written - at..])];
-            match self.stream.write_now(&rest) {
+            let rest = [&header[at..], &bytes[written - at..]];
+            match self.write_some(&rest) {
                 Ok(0) => break,
                 Ok(count) => {
                     written += count;
@@ -195,6 +204,7 @@ impl Link {
             out.queue.push_back((header, Some(frame)));
             out.at = written;
             self.waiting.store(true, Ordering::Release);
+            self.pacer.ring();
         }
     }
 
@@ -240,7 +250,7 @@ impl Link {
 
     fn write(&self, out: &mut Out) {
         while !out.queue.is_empty() {
-            let mut slices: [IoSlice<'_>; 2 * WRITTEN] = std::array::from_fn(|_| IoSlice::new(&[]));
+            let mut parts: [&[u8]; 2 * WRITTEN] = [&[]; 2 * WRITTEN];
             let mut used = 0;
             let mut skip = out.at;
             for (header, frame) in out.queue.iter().take(WRITTEN) {
@@ -249,12 +259,12 @@ impl Link {
                     let rest = &part[skip.min(part.len())..];
                     skip -= skip.min(part.len());
                     if !rest.is_empty() {
-                        slices[used] = IoSlice::new(rest);
+                        parts[used] = rest;
                         used += 1;
                     }
                 }
             }
-            match self.stream.write_now(&slices[..used]) {
+            match self.write_some(&parts[..used]) {
                 Ok(0) => break,
                 Ok(written) => {
                     out.at += written;
@@ -276,6 +286,23 @@ impl Link {
             }
         }
         self.waiting.store(!out.queue.is_empty(), Ordering::Release);
+        if !out.queue.is_empty() {
+            self.pacer.ring();
+        }
+    }
+
+    /// Writes as much as the socket takes and the rate admits; at most `2 WRITTEN` parts.
+    fn write_some(&self, parts: &[&[u8]]) -> io::Result<usize> {
+        let all = parts.iter().map(|part| part.len()).sum();
+        self.pacer.write(self.peer, all, |mut admitted| {
+            let mut slices: [IoSlice<'_>; 2 * WRITTEN] = std::array::from_fn(|_| IoSlice::new(&[]));
+            for (slice, part) in slices.iter_mut().zip(parts) {
+                let some = &part[..part.len().min(admitted)];
+                admitted -= some.len();
+                *slice = IoSlice::new(some);
+            }
+            self.stream.write_now(&slices[..parts.len()])
+        })
     }
 
     /// Reads what is there, at most a turn's, into the inbox.

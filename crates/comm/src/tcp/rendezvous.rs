@@ -10,6 +10,7 @@ use std::time::Duration;
 use farflung_base::Rank;
 
 use super::door::{Door, Guest};
+use super::pace::Pace;
 use super::stream::Stream;
 use super::streams::multiply;
 use super::until::Until;
@@ -54,6 +55,8 @@ pub struct Config {
     pub streams: usize,
     /// How connections are protected, and who is let in; by default they are not, and everybody is.
     pub security: Security,
+    /// How fast this rank sends; by default as fast as the sockets take it.
+    pub pace: Pace,
 }
 
 impl Config {
@@ -71,6 +74,7 @@ impl Config {
             listen: None,
             streams: 1,
             security: Security::clear(),
+            pace: Pace::default(),
         }
     }
 

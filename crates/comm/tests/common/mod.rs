@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use farflung_base::{Nanos, Topology};
+use farflung_comm::secure::{Identity, JoinSecret, Security};
 use farflung_comm::{Communicator, Transport, memory, simulated, tcp};
 
 pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
@@ -13,11 +14,12 @@ pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 pub(crate) type Make = fn(usize) -> Cluster;
 
 /// Every transport, by name.
-pub(crate) const TRANSPORTS: [(&str, Make); 4] = [
+pub(crate) const TRANSPORTS: [(&str, Make); 5] = [
     ("memory", memory_cluster),
     ("simulated", simulated_cluster),
     ("tcp", tcp_cluster),
     ("tcp with three streams", |n| tcp_at(n, &format!("127.0.0.1:{}", free_port()), 3)),
+    ("tls", tls_cluster),
 ];
 
 pub(crate) fn memory_cluster(n: usize) -> Cluster {
@@ -37,12 +39,24 @@ pub(crate) fn tcp_cluster(n: usize) -> Cluster {
     tcp_at(n, &format!("127.0.0.1:{}", free_port()), 1)
 }
 
+/// Over TCP, encrypted, with a join secret.
+pub(crate) fn tls_cluster(n: usize) -> Cluster {
+    let secret = JoinSecret::generate().unwrap();
+    let security = || Security::by_secret(&Identity::generate().unwrap(), &secret);
+    tcp_by(n, &format!("127.0.0.1:{}", free_port()), |config| config.security = security())
+}
+
 pub(crate) fn tcp_at(n: usize, master: &str, streams: usize) -> Cluster {
+    tcp_by(n, master, |config| config.streams = streams)
+}
+
+/// With the settings that `set` leaves.
+pub(crate) fn tcp_by(n: usize, master: &str, set: impl Fn(&mut tcp::Config)) -> Cluster {
     std::thread::scope(|scope| {
         let joins: Vec<_> = (0..n as u32)
             .map(|rank| {
                 let mut config = tcp::Config::new(rank, n as u32, master);
-                config.streams = streams;
+                set(&mut config);
                 scope.spawn(move || tcp::join(&config).unwrap() as Arc<dyn Transport>)
             })
             .collect();

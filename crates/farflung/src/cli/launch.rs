@@ -1,47 +1,120 @@
-//! `farflung launch`: several processes of this binary on this machine.
+//! `farflung launch`: several processes of this binary, on this machine or over ssh on several.
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
 use std::env;
 use std::ffi::OsString;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use farflung::comm::secure::JoinSecret;
+use farflung::launch::{Hosts, Remote, serve};
 use farflung::{Error, Launch, Result, Stop, access, launch_env};
 use farflung_base::Nanos;
 
-/// Start several processes of one job on this machine, joined over TCP.
+/// Start several processes of one job, on this machine or over ssh on several, joined over TCP.
 ///
 /// Everything after `--` is a farflung command; each process runs it with RANK, WORLD_SIZE, LOCAL_RANK,
 /// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. When one fails, the others are ended. Where other
 /// machines can reach --master, connections are encrypted by a secret that only these processes know.
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example:\n  farflung launch -n 4 -- train --steps 200 --sync ddp")]
+#[command(after_help = "Examples:
+  farflung launch -n 4 -- train --steps 200 --sync ddp
+  farflung launch --hosts hosts.txt -- train --steps 200 --sync diloco")]
 pub(crate) struct LaunchCommand {
-    /// Number of processes.
-    #[arg(short = 'n', long = "nproc", value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(launch_env::MOST_PROCESSES)))]
-    processes: u16,
-    /// Where rank 0 listens; port 0 is any free one.
-    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:0", value_parser = master)]
-    master: (String, u16),
+    /// Number of processes; with --hosts unless told as many as the machines have slots.
+    #[arg(short = 'n', long = "nproc", value_name = "N", required_unless_present_any = ["hosts", "from_stdin"],
+          value_parser = clap::value_parser!(u16).range(1..=i64::from(launch_env::MOST_PROCESSES)))]
+    processes: Option<u16>,
+    /// Where rank 0 listens; port 0 is any free one. [default: 127.0.0.1:0, with --hosts port 29500 of the first
+    /// machine]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = master)]
+    master: Option<(String, u16)>,
     /// How long the others may go on after one failed, and how long they may then take to end.
     #[arg(long, value_name = "TIME", default_value = "5s")]
     grace: Nanos,
+    /// File with the machines, one a line: `name`, or `user@name slots=4`. Each is reached by ssh, which must not
+    /// ask for a password. FARFLUNG_ variables go along; nothing secret stands on a command line.
+    #[arg(long, value_name = "FILE", conflicts_with = "from_stdin")]
+    hosts: Option<PathBuf>,
+    /// How ssh is called, with its flags.
+    #[arg(
+        long,
+        value_name = "COMMAND",
+        requires = "hosts",
+        default_value = "ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=15"
+    )]
+    ssh: String,
+    /// The path of farflung on the machines; unless told that of this one.
+    #[arg(long, value_name = "PATH", requires = "hosts")]
+    program: Option<String>,
+    /// The folder in which the processes run on the machines; unless told this one.
+    #[arg(long, value_name = "DIR", requires = "hosts")]
+    dir: Option<PathBuf>,
+    /// Start what the first line of standard input says: how --hosts does it on each machine.
+    #[arg(long, hide = true, conflicts_with_all = ["processes", "master", "command"])]
+    from_stdin: bool,
     /// The command of each process.
-    #[arg(last = true, required = true, value_name = "COMMAND")]
+    #[arg(last = true, required_unless_present = "from_stdin", value_name = "COMMAND")]
     command: Vec<OsString>,
 }
 
 impl LaunchCommand {
     pub(super) fn run(self) -> Result<()> {
         let program = env::current_exe().map_err(|source| Error::Start { rank: 0, source })?;
-        let launch = Launch {
-            processes: usize::from(self.processes),
-            secret: secret(&self.master.0)?,
-            master: self.master,
-            grace: Duration::from(self.grace),
-        };
+        if self.from_stdin {
+            return serve(&program, BufReader::new(std::io::stdin()), &Stop::install_passing()?);
+        }
+        if let Some(hosts) = &self.hosts {
+            return self.on_hosts(Hosts::read(hosts)?, &program);
+        }
+        let processes = usize::from(self.processes.unwrap_or(1));
+        let here = Launch::here(processes);
+        let master = self.master.unwrap_or(here.master);
+        let secret = secret(&master.0)?;
+        let launch = Launch { master, secret, grace: Duration::from(self.grace), ..Launch::here(processes) };
         launch.run(&program, &self.command, &Stop::install_passing()?)
+    }
+
+    fn on_hosts(&self, hosts: Hosts, program: &Path) -> Result<()> {
+        let first = hosts.first().address().to_owned();
+        let master = self.master.clone().unwrap_or((first, launch_env::MASTER_PORT));
+        let wrong = |expected: &str| Error::Setting {
+            field: "master",
+            value: format!("{}:{}", master.0, master.1),
+            expected: expected.to_owned(),
+        };
+        if master.1 == 0 {
+            return Err(wrong("a port: rank 0 listens on another machine"));
+        }
+        let processes = self.processes.map_or(hosts.slots(), usize::from);
+        let elsewhere = |address: &str| !launch_env::is_loopback(address);
+        if !elsewhere(&master.0) && hosts.ranks(processes)?.iter().any(|(host, _)| elsewhere(host.address()))
+        {
+            return Err(wrong("an address of the first machine that the others reach"));
+        }
+        let text = |path: &Path| {
+            let wrong = Error::Setting {
+                field: "program",
+                value: path.display().to_string(),
+                expected: "a path that is text (UTF-8)".to_owned(),
+            };
+            path.to_str().map(str::to_owned).ok_or(wrong)
+        };
+        let lost = |source| Error::Io { action: "find", path: "the current folder".into(), source };
+        let here = env::current_dir().map_err(lost)?;
+        let remote = Remote {
+            hosts,
+            processes,
+            secret: secret(&master.0)?,
+            master,
+            grace: Duration::from(self.grace),
+            ssh: self.ssh.split_whitespace().map(str::to_owned).collect(),
+            program: self.program.clone().map_or_else(|| text(program), Ok)?,
+            dir: Some(self.dir.clone().unwrap_or(here)),
+        };
+        remote.run(&self.command, env::vars_os(), &Stop::install_passing()?)
     }
 }
 

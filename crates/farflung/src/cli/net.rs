@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use farflung::base::{Bandwidth, Bytes, Link, Nanos, Rank};
-use farflung::comm::{Algorithm, CommError, Communicator, ReduceOp, tcp};
+use farflung::comm::{Algorithm, CommError, Communicator, Located, ReduceOp, tcp};
 use farflung::parallel::{Between, Cluster, Machine, Speed};
 use farflung::{AccessArgs, Error, Result};
 
@@ -42,7 +42,8 @@ enum Net {
     Relay(RelayArgs),
 }
 
-/// Time a collective at growing sizes, in the columns of nccl-tests: busbw is what each process's link carries.
+/// Time a collective at growing sizes, in the columns of nccl-tests: busbw is what each process's link carries,
+/// slowest the rank that took longest in the run that is told.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example: farflung launch -n 4 -- net bench --max 4194304")]
 struct BenchArgs {
@@ -64,6 +65,9 @@ struct BenchArgs {
     /// Times that each size is run; the median is told.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
     iterations: u32,
+    /// The fastest that each process sends to all others together, such as 20mbit.
+    #[arg(long, value_name = "BANDWIDTH", default_value = "unlimited")]
+    up: Bandwidth,
     /// Print a JSON object a line.
     #[arg(long)]
     json: bool,
@@ -91,6 +95,9 @@ enum Op {
     ReduceScatter,
     AllGather,
     Broadcast,
+    Reduce,
+    Scan,
+    ExclusiveScan,
     AllToAll,
 }
 
@@ -102,6 +109,9 @@ impl Op {
             Self::ReduceScatter => comm.reduce_scatter(x, ReduceOp::Sum).map(|_| ()),
             Self::AllGather => comm.all_gather(x),
             Self::Broadcast => comm.broadcast(x, Rank(0)),
+            Self::Reduce => comm.reduce(x, ReduceOp::Sum, Rank(0)),
+            Self::Scan => comm.scan(x, ReduceOp::Sum),
+            Self::ExclusiveScan => comm.exclusive_scan(x, ReduceOp::Sum),
             Self::AllToAll => comm.all_to_all(x).map(|_| ()),
         }
     }
@@ -111,11 +121,12 @@ impl Op {
         self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
     }
 
-    /// What each link carries, over the buffer: nccl-tests' factor.
+    /// What each link carries, over the buffer: nccl-tests' factor. It has no scans; of these each rank but the
+    /// last sends one buffer on.
     fn factor(self, n: f64) -> f64 {
         match self {
             Self::AllReduce => 2.0 * (n - 1.0) / n,
-            Self::Broadcast => 1.0,
+            Self::Broadcast | Self::Reduce | Self::Scan | Self::ExclusiveScan => 1.0,
             Self::ReduceScatter | Self::AllGather | Self::AllToAll => (n - 1.0) / n,
         }
     }
@@ -123,16 +134,17 @@ impl Op {
 
 impl NetCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let join = || {
-            Ok::<_, Error>(Communicator::new(tcp::join(&place(
-                &self.access,
-                self.peers.as_deref(),
-                self.rank,
-            )?)?))
+        let join = |up| {
+            let mut config = place(&self.access, self.peers.as_deref(), self.rank)?;
+            config.pace.all = up;
+            Ok::<_, Error>(Communicator::new(tcp::join(&config)?))
         };
         match self.command {
-            Net::Bench(args) => args.run(&join()?),
-            Net::Probe(args) => args.run(&join()?),
+            Net::Bench(args) => {
+                let comm = join(args.up)?;
+                args.run(&comm)
+            }
+            Net::Probe(args) => args.run(&join(Bandwidth::UNLIMITED)?),
             Net::Relay(args) => args.run(),
         }
     }
@@ -163,8 +175,11 @@ fn now() -> Instant {
     Instant::now()
 }
 
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
+/// Seconds that the slowest rank took, and which one that was.
+type Slowest = Located<f64, u64>;
+
+fn median<T: Copy>(mut times: Vec<T>, seconds: impl Fn(&T) -> f64) -> T {
+    times.sort_by(|a, b| seconds(a).total_cmp(&seconds(b)));
     times[times.len() / 2]
 }
 
@@ -183,8 +198,8 @@ impl BenchArgs {
         let n = comm.size() as f64;
         if first && !self.json {
             super::print(&format!(
-                "{:>12} {:>12} {:>12} {:>12}\n",
-                "bytes", "time us", "algbw GB/s", "busbw GB/s"
+                "{:>12} {:>12} {:>12} {:>12} {:>8}\n",
+                "bytes", "time us", "algbw GB/s", "busbw GB/s", "slowest"
             ))?;
         }
         let mut bytes = self.min;
@@ -198,12 +213,13 @@ impl BenchArgs {
                 let start = now();
                 self.op.run(&comm, &mut x)?;
                 if iteration > 0 {
-                    times.push(start.elapsed().as_secs_f64());
+                    let (value, place) = (start.elapsed().as_secs_f64(), u64::from(comm.rank().0));
+                    times.push(Slowest { value, place });
                 }
             }
             // The slowest rank's time counts.
             comm.all_reduce(&mut times, ReduceOp::Max)?;
-            let time = median(times);
+            let Slowest { value: time, place: slowest } = median(times, |time| time.value);
             let size = size_of_val(&x[..]);
             let algbw = size as f64 / time / 1e9;
             let busbw = algbw * self.op.factor(n);
@@ -211,10 +227,13 @@ impl BenchArgs {
                 let row = serde_json::json!({
                     "op": self.op.name(), "ranks": comm.size(), "bytes": size,
                     "time_us": time * 1e6, "algbw_gbs": algbw, "busbw_gbs": busbw,
+                    "slowest_rank": slowest,
                 });
                 super::print(&format!("{row}\n"))?;
             } else if first {
-                super::print(&format!("{size:>12} {:>12.1} {algbw:>12.3} {busbw:>12.3}\n", time * 1e6))?;
+                let row =
+                    format!("{size:>12} {:>12.1} {algbw:>12.3} {busbw:>12.3} {slowest:>8}\n", time * 1e6);
+                super::print(&row)?;
             }
             bytes *= 4;
         }
@@ -244,7 +263,7 @@ impl ProbeArgs {
             comm.recv(to, PROBE)?;
             transfers.push(start.elapsed().saturating_sub(turn).as_secs_f64());
         }
-        let rate = self.bytes as f64 * 8.0 / median(transfers).max(1e-9);
+        let rate = self.bytes as f64 * 8.0 / median(transfers, |&seconds| seconds).max(1e-9);
         Ok(Link { bandwidth: Bandwidth(rate as u64), latency: Nanos::from(turn / 2) })
     }
 
@@ -309,6 +328,6 @@ mod tests {
         assert!(near(Op::AllReduce.factor(8.0), 1.75));
         assert!(near(Op::AllGather.factor(8.0), 0.875) && near(Op::Broadcast.factor(8.0), 1.0));
         assert_eq!(Op::ReduceScatter.name(), "reduce_scatter");
-        assert_eq!(median(vec![3.0, 1.0, 2.0]).to_string(), "2");
+        assert_eq!(median(vec![3.0, 1.0, 2.0], |&seconds| seconds).to_string(), "2");
     }
 }

@@ -28,7 +28,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use farflung_base::{Link, Nanos};
+use farflung_base::{Bandwidth, Link, Nanos};
 use farflung_comm::Algorithm;
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
@@ -51,8 +51,7 @@ use validate::check;
 use value::Setting;
 
 /// The default link, `home`: a fibre or cable line's uplink.
-const HOME: Link =
-    Link { bandwidth: farflung_base::Bandwidth(20_000_000), latency: Nanos::from_micros(25_000) };
+const HOME: Link = Link { bandwidth: Bandwidth(20_000_000), latency: Nanos::from_micros(25_000) };
 
 /// Eight bits a value, with a scale for each 256.
 fn default_codec() -> AverageSpec {
@@ -380,6 +379,11 @@ settings! {
         /// TOML file with devices, links and regions, instead of --link; or the name of a shipped one, such as
         /// home.
         topology: PathBuf, "FILE" => "its path is; the machines and links are compared";
+        /// The fastest that this process sends to all others together, such as 20mbit, so that training does not take
+        /// all of a home's line: what sockets are given, to which TCP's headers add 3 to 4%.
+        up: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has a line of its own";
+        /// The fastest that it sends to each of them.
+        up_each: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has a line of its own";
         /// The job's name where several use one port: ranks of another job are turned away.
         job: String, "NAME", "farflung" => "ranks with another do not meet";
         /// What carries bytes; the list is below. auto is simulated in one process, and tcp in several.
@@ -557,6 +561,12 @@ impl TrainConfig {
     pub fn get(&self, name: &str) -> Option<toml::Value> {
         let mut all = self.entries().into_iter().flat_map(|(_, entries)| entries);
         all.find(|(key, _)| dashed(key) == name)?.1
+    }
+
+    /// How fast this process sends over sockets.
+    #[must_use]
+    pub const fn pace(&self) -> farflung_comm::tcp::Pace {
+        farflung_comm::tcp::Pace { all: self.up, each: self.up_each }
     }
 
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.

@@ -196,6 +196,8 @@ impl TrainConfig {
         notes.idle(!run.simulated, &["link"], "it is for simulated links, and this run's are real");
         let one_process = run.simulated || alone || self.transport == TransportKind::of(&MEMORY);
         notes.idle(one_process, &["job"], "the run is one process, which no other joins");
+        let no_sockets = "the run is one process, which sends nothing over sockets";
+        notes.idle(one_process, &["up", "up-each"], no_sockets);
         notes.idle(one_process, &["own-data"], "the run is one process, which has one text");
         let speeds = "`topology` sets the speeds";
         notes.idle(self.topology.is_some(), &["compute-rate"], speeds);

@@ -24,8 +24,9 @@ fn what_is_printed_reads_back_the_same() {
         data: Some("a \"b\"/c".into()),
         prompt: "line\nbreak \u{1f980}".to_owned(),
         lr: 1.234_567_890_123e-5,
-        link: Link { bandwidth: farflung_base::Bandwidth(123_456_789), latency: Nanos(1_234_567) },
+        link: Link { bandwidth: Bandwidth(123_456_789), latency: Nanos(1_234_567) },
         deadline: Nanos(1),
+        up: Bandwidth(20_000_001),
         codec: "topk:0.01/int4:64+ef:0.95".parse().unwrap(),
         resume: Resume::Path("runs/x/step-3".into()),
         clip: 0.0,
@@ -98,7 +99,7 @@ fn a_wrong_value_names_the_key_and_what_was_expected() {
 #[test]
 fn ranges_are_checked_by_name() {
     type Spoil = fn(&mut TrainConfig);
-    let broken: [(&str, Spoil); 10] = [
+    let broken: [(&str, Spoil); 12] = [
         ("workers", |c| c.workers = 0),
         ("batch", |c| c.batch = 0),
         ("beta2", |c| c.beta2 = 1.0),
@@ -109,6 +110,8 @@ fn ranges_are_checked_by_name() {
         ("bucket-mb", |c| c.bucket_mb = 0.0),
         ("heads", |c| c.heads = Some(0)),
         ("deadline", |c| c.deadline = Nanos::ZERO),
+        ("up", |c| c.up = Bandwidth(7_999)),
+        ("up-each", |c| c.up_each = Bandwidth(0)),
     ];
     for (field, spoil) in broken {
         let mut config = TrainConfig::default();

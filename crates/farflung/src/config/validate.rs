@@ -3,6 +3,7 @@
 use std::fmt;
 
 use farflung_base::Nanos;
+use farflung_comm::tcp;
 
 use super::TrainConfig;
 use crate::{Error, Result};
@@ -72,7 +73,11 @@ impl TrainConfig {
         self.validate_optimizer()?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;
         check("min-lr", &self.min_lr, self.min_lr <= self.lr, "at most `lr`")?;
-        check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than no time")
+        check("deadline", &self.deadline, self.deadline > Nanos::ZERO, "more than no time")?;
+        for (field, rate) in [("up", self.up), ("up-each", self.up_each)] {
+            check(field, &rate, rate >= tcp::SLOWEST, "8kbit a second or more")?;
+        }
+        Ok(())
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::str::FromStr;
 
-use farflung_base::{Link, Nanos};
+use farflung_base::{Bandwidth, Link, Nanos};
 use toml::Value;
 
 use super::nearest::with_nearest;
@@ -139,6 +139,22 @@ impl Setting for Link {
             bits => format!("{bits}bit,{}ns", self.latency.0),
         };
         Value::String(shortest(self, self.to_string(), exact))
+    }
+}
+
+impl Setting for Bandwidth {
+    fn expected() -> String {
+        "a bandwidth such as `20mbit` (units: bit, kbit, mbit, gbit, kbyte, mbyte, gbyte), or `unlimited`"
+            .to_owned()
+    }
+    fn parse(text: &str) -> Option<Self> {
+        text.parse().ok()
+    }
+    fn value(&self) -> Value {
+        Value::String(match *self {
+            Self::UNLIMITED => "unlimited".to_owned(),
+            rate => shortest(self, self.to_string(), format!("{}bit", rate.0)),
+        })
     }
 }
 

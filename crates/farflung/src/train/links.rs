@@ -93,6 +93,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         security: env.security.clone(),
         job: config.job.clone(),
         deadline: config.deadline,
+        pace: config.pace(),
     };
     // Where a rank has a transport of another kind, the others are to hear of it.
     let meets = |row: &TransportMethod| match row.ends {
@@ -190,6 +191,7 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
                 security: Security::clear(),
                 job: config.job.clone(),
                 deadline: config.deadline,
+                pace: config.pace(),
             };
             Ok(vec![seat_of(joined.map_or_else(|| meet(&alone()), Ok)?)?])
         }

@@ -333,9 +333,13 @@ pub(super) fn announce(
     resumed: Option<&Resumed>,
     watch: &mut dyn Watch,
 ) -> Result<()> {
-    // Others may come.
-    let world = if job.elastic { job.world.max(2) } else { job.world };
-    for line in job.config.notes(&Circumstances { model: job.model, world, simulated }) {
+    let mut config = job.config.clone();
+    if job.elastic {
+        // Others may come.
+        config.workers = job.world.max(2);
+    }
+    let world = if job.elastic { config.workers } else { job.world };
+    for line in config.notes(&Circumstances { model: job.model, world, simulated }) {
         watch.note(&line);
     }
     if let Some(note) = note(trainer, job)? {

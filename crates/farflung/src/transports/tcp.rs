@@ -12,9 +12,10 @@ pub const TCP: TransportMethod = TransportMethod {
     summary: "sockets between processes, as `farflung launch` starts them; encrypted with a ticket or secret",
     simulated: false,
     ends: Ends::Processes(|meeting| {
-        let Meeting { rank, world_size, master, security, job, deadline } = meeting;
+        let Meeting { rank, world_size, master, security, job, deadline, pace } = meeting;
         let mut join = tcp::Config::new(*rank, *world_size, master.clone());
         join.deadline = Duration::from(*deadline);
+        join.pace = *pace;
         join.job.clone_from(job);
         join.security.clone_from(security);
         Ok(Communicator::new(tcp::join(&join)?).with_deadline(*deadline))

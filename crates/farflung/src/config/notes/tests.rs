@@ -248,6 +248,18 @@ const CASES: &[Case] = &[
     ("link = 'home'\ntopology = 't'", 4, true, "`link` changes nothing: `topology` sets the links"),
     ("link = 'home'\ntransport = 'memory'", 4, false, "`link` changes nothing: it is for simulated links"),
     (
+        "up = '20mbit'",
+        4,
+        true,
+        "`up` changes nothing: the run is one process, which sends nothing over sockets",
+    ),
+    (
+        "up-each = '1mbit'\ntransport = 'memory'",
+        4,
+        false,
+        "`up-each` changes nothing: the run is one process",
+    ),
+    (
         "compute-rate = 1e9\ntransport = 'tcp'",
         4,
         false,

@@ -84,6 +84,7 @@ pub fn host(
         kept::is_over(folder, former, watch)?;
     }
     let opened = Arc::new(Gate::found(gate)?);
+    opened.transport().keep_pace(job.config.pace())?;
     let welcome = Welcome::of(&job);
     opened.set_welcome(welcome.to_bytes())?;
     let me = Newcomer::from(&opened.own());
@@ -129,6 +130,7 @@ pub fn join(
         watch
             .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
         let opened = Arc::new(asked.join()?);
+        opened.transport().keep_pace(job.config.pace())?;
         let welcome = Welcome { status: None, ..welcome };
         opened.set_welcome(welcome.to_bytes())?;
         let me = Newcomer::from(&opened.own());

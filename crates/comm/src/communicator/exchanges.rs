@@ -1,0 +1,262 @@
+//! The collectives that give each rank other values than it put in: gather, scatter, all-to-all, neighbours.
+
+use std::ops::Range;
+
+use farflung_base::{Pending, Rank};
+
+use super::Communicator;
+use super::call::Call;
+use crate::CommError;
+use crate::all_to_all::pairwise_all_to_all;
+use crate::butterfly::{direct_gather, direct_scatter};
+use crate::element::Element;
+use crate::plans::Kind;
+use crate::steps::{Merge, Program, Step};
+
+/// A collective over a buffer that is made for it, and the part of the buffer that is the result.
+struct Moved<T> {
+    call: Call<T>,
+    buffer: Vec<T>,
+    result: Range<usize>,
+}
+
+impl Communicator {
+    fn moved<T: Element>(&self, moved: Result<Moved<T>, CommError>) -> Result<Vec<T>, CommError> {
+        let Moved { call, mut buffer, result } = moved?;
+        self.in_place(call, &mut buffer)?;
+        Ok(cut_out(buffer, &result))
+    }
+
+    fn start_moved<T: Element>(
+        &self,
+        moved: Result<Moved<T>, CommError>,
+    ) -> Pending<Result<Vec<T>, CommError>> {
+        match moved {
+            Ok(Moved { call, buffer, result }) => {
+                self.owned(Ok(call), buffer).map(move |done| done.map(|buffer| cut_out(buffer, &result)))
+            }
+            Err(error) => Pending::ready(Err(error)),
+        }
+    }
+
+    fn gathered<T: Element>(&self, own: &[T], counts: &[usize], root: Rank) -> Result<Moved<T>, CommError> {
+        const NAME: &str = "gather";
+        self.root(NAME, root)?;
+        let len = counts.iter().fold(0_usize, |sum, &count| sum.saturating_add(count));
+        self.counts(NAME, counts, len)?;
+        if own.len() != counts[self.group.me] {
+            let (got, want) = (own.len(), counts[self.group.me]);
+            return Err(CommError::Argument { op: NAME, what: "length", got, want });
+        }
+        let program = direct_gather(self.rank(), self.size(), root);
+        if self.rank() != root {
+            let call = Call::moving(NAME, self.only_own(program, own.len()), 0);
+            return Ok(Moved { call, buffer: own.to_vec(), result: 0..0 });
+        }
+        let mut buffer = vec![T::zeroed(); len];
+        let start = counts[..self.group.me].iter().sum::<usize>();
+        buffer[start..start + own.len()].copy_from_slice(own);
+        Ok(Moved { call: Call::moving(NAME, program.with_counts(counts), 0), buffer, result: 0..len })
+    }
+
+    /// Everyone's `own` at the root, one after the other in the order of ranks; nothing elsewhere. `counts` are the
+    /// lengths of all.
+    pub fn gather<T: Element>(
+        &self,
+        own: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Result<Option<Vec<T>>, CommError> {
+        let all = self.moved(self.gathered(own, counts, root))?;
+        Ok((self.rank() == root).then_some(all))
+    }
+
+    /// Starts a [`Communicator::gather`].
+    pub fn start_gather<T: Element>(
+        &self,
+        own: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Pending<Result<Option<Vec<T>>, CommError>> {
+        let is_root = self.rank() == root;
+        self.start_moved(self.gathered(own, counts, root))
+            .map(move |all| all.map(|all| is_root.then_some(all)))
+    }
+
+    fn scattered<T: Element>(&self, data: &[T], counts: &[usize], root: Rank) -> Result<Moved<T>, CommError> {
+        const NAME: &str = "scatter";
+        self.root(NAME, root)?;
+        let program = direct_scatter(self.rank(), self.size(), root);
+        let len = counts.iter().fold(0_usize, |sum, &count| sum.saturating_add(count));
+        self.counts(NAME, counts, if self.rank() == root { data.len() } else { len })?;
+        let own = counts[self.group.me];
+        if self.rank() != root {
+            let call = Call::moving(NAME, self.only_own(program, own), 0);
+            return Ok(Moved { call, buffer: vec![T::zeroed(); own], result: 0..own });
+        }
+        let start = counts[..self.group.me].iter().sum::<usize>();
+        let call = Call::moving(NAME, program.with_counts(counts), 0);
+        Ok(Moved { call, buffer: data.to_vec(), result: start..start + own })
+    }
+
+    /// This rank's `counts[rank]` elements of the root's `data`, which no other rank looks at.
+    pub fn scatter<T: Element>(&self, data: &[T], counts: &[usize], root: Rank) -> Result<Vec<T>, CommError> {
+        self.moved(self.scattered(data, counts, root))
+    }
+
+    /// Starts a [`Communicator::scatter`].
+    pub fn start_scatter<T: Element>(
+        &self,
+        data: &[T],
+        counts: &[usize],
+        root: Rank,
+    ) -> Pending<Result<Vec<T>, CommError>> {
+        self.start_moved(self.scattered(data, counts, root))
+    }
+
+    /// A program over a buffer that is the own block and nothing else.
+    fn only_own(&self, program: Program, len: usize) -> Program {
+        let mut counts = vec![0; self.size()];
+        counts[self.group.me] = len;
+        program.with_counts(&counts)
+    }
+
+    fn exchanged<T: Element>(&self, data: &[T]) -> Result<Moved<T>, CommError> {
+        const NAME: &str = "all_to_all";
+        let (n, len) = (self.size(), data.len());
+        if !len.is_multiple_of(n) {
+            return Err(CommError::Argument {
+                op: NAME,
+                what: "length beyond whole parts",
+                got: len % n,
+                want: 0,
+            });
+        }
+        let call = Call::moving(NAME, self.plan::<T>(Kind::AllToAll, 2 * len), len);
+        Ok(Moved { call, buffer: [data, data].concat(), result: len..2 * len })
+    }
+
+    /// Sends the `j`-th part of `data` to rank `j` and returns what the ranks sent here, in their order. All parts of all
+    /// ranks are equally long.
+    pub fn all_to_all<T: Element>(&self, data: &[T]) -> Result<Vec<T>, CommError> {
+        self.moved(self.exchanged(data))
+    }
+
+    /// Starts a [`Communicator::all_to_all`].
+    pub fn start_all_to_all<T: Element>(&self, data: &[T]) -> Pending<Result<Vec<T>, CommError>> {
+        self.start_moved(self.exchanged(data))
+    }
+
+    fn exchanged_v<T: Element>(
+        &self,
+        data: &[T],
+        sent: &[usize],
+        received: &[usize],
+    ) -> Result<Moved<T>, CommError> {
+        const NAME: &str = "all_to_all_v";
+        self.counts(NAME, sent, data.len())?;
+        let len = received.iter().fold(0_usize, |sum, &count| sum.saturating_add(count));
+        self.counts(NAME, received, len)?;
+        if sent[self.group.me] != received[self.group.me] {
+            let (got, want) = (received[self.group.me], sent[self.group.me]);
+            return Err(CommError::Argument { op: NAME, what: "own count", got, want });
+        }
+        let mut buffer = data.to_vec();
+        buffer.resize(data.len() + len, T::zeroed());
+        let program = pairwise_all_to_all(self.rank(), self.size()).with_counts(&[sent, received].concat());
+        Ok(Moved { call: Call::moving(NAME, program, 0), buffer, result: data.len()..data.len() + len })
+    }
+
+    /// Sends `sent[j]` elements of `data`, which lie one part after the other, to rank `j`, and returns what the ranks
+    /// sent here, in their order: `received[j]` elements of rank `j`.
+    pub fn all_to_all_v<T: Element>(
+        &self,
+        data: &[T],
+        sent: &[usize],
+        received: &[usize],
+    ) -> Result<Vec<T>, CommError> {
+        self.moved(self.exchanged_v(data, sent, received))
+    }
+
+    /// Starts a [`Communicator::all_to_all_v`].
+    pub fn start_all_to_all_v<T: Element>(
+        &self,
+        data: &[T],
+        sent: &[usize],
+        received: &[usize],
+    ) -> Pending<Result<Vec<T>, CommError>> {
+        self.start_moved(self.exchanged_v(data, sent, received))
+    }
+
+    fn met<T: Element>(&self, data: &[T], neighbors: &[Rank]) -> Result<Moved<T>, CommError> {
+        const NAME: &str = "neighbor_exchange";
+        for (i, &rank) in neighbors.iter().enumerate() {
+            self.member(NAME, rank)?;
+            if rank == self.rank() || neighbors[..i].contains(&rank) {
+                let (got, want) = (rank.index(), self.size());
+                return Err(CommError::Argument { op: NAME, what: "neighbor named twice", got, want });
+            }
+        }
+        let (len, parts) = (data.len(), neighbors.len() + 1);
+        let step = Step {
+            sends: neighbors.iter().map(|&to| (to, 0..1)).collect(),
+            recvs: (1..).zip(neighbors).map(|(i, &from)| (from, i..i + 1, Merge::Copy)).collect(),
+            ..Step::default()
+        };
+        let mut program = Program::new(parts, vec![step]).with_counts(&vec![len; parts]);
+        // Ranks may have different numbers of neighbours: what they have in common is one exchange.
+        program.blocks = 1;
+        let (buffer, result) = (data.repeat(parts), len..len * parts);
+        Ok(Moved { call: Call::moving(NAME, program, len), buffer, result })
+    }
+
+    /// Sends `data` to each neighbour and returns theirs, in the order of `neighbors`. Whoever names a rank is named by
+    /// it, and no rank twice; all have equally much. For a ring `neighbors` are the two ranks next to this one, for
+    /// gossip in pairs the [partner](shift_one) of the round; a rank without neighbours takes part with none.
+    pub fn neighbor_exchange<T: Element>(
+        &self,
+        data: &[T],
+        neighbors: &[Rank],
+    ) -> Result<Vec<Vec<T>>, CommError> {
+        let theirs = self.moved(self.met(data, neighbors))?;
+        Ok(parts(&theirs, neighbors.len()))
+    }
+
+    /// Starts a [`Communicator::neighbor_exchange`].
+    pub fn start_neighbor_exchange<T: Element>(
+        &self,
+        data: &[T],
+        neighbors: &[Rank],
+    ) -> Pending<Result<Vec<Vec<T>>, CommError>> {
+        let count = neighbors.len();
+        self.start_moved(self.met(data, neighbors))
+            .map(move |theirs| theirs.map(|theirs| parts(&theirs, count)))
+    }
+}
+
+/// A part of a buffer, whose place it takes.
+fn cut_out<T>(mut buffer: Vec<T>, part: &Range<usize>) -> Vec<T> {
+    buffer.truncate(part.end);
+    if part.start > 0 { buffer.split_off(part.start) } else { buffer }
+}
+
+/// So many equal parts, one after the other.
+fn parts<T: Clone>(all: &[T], count: usize) -> Vec<Vec<T>> {
+    let len = all.len() / count.max(1);
+    (0..count).map(|i| all[i * len..(i + 1) * len].to_vec()).collect()
+}
+
+/// The partner of a rank in round `round` of gossip in pairs, where each rank of one half meets each of the other; `None`
+/// where it sits out.
+///
+/// Source: bagua's decentralized "shift one" peer selection.
+#[must_use]
+pub fn shift_one(rank: Rank, size: usize, round: usize) -> Option<Rank> {
+    let half = size / 2;
+    let me = rank.index();
+    if half == 0 || me >= 2 * half {
+        return None;
+    }
+    let partner = if me < half { half + (me + round) % half } else { (me + half - round % half) % half };
+    Some(Rank(partner as u32))
+}

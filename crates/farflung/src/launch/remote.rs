@@ -1,0 +1,120 @@
+//! A job on several machines: one ssh to each, which is told over its standard input what to start, so that nothing
+//! but the program's path stands on a command line.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use farflung_comm::secure::JoinSecret;
+
+use super::as_text;
+use super::hosts::Hosts;
+use super::job::{Job, Whose};
+use super::share::Share;
+use crate::{Error, Result, Stop};
+
+/// Variables that go along to the machines begin so.
+const OURS: &str = "FARFLUNG_";
+
+/// Those of these names go along as well.
+const ALSO: [&str; 1] = ["RUST_LOG"];
+
+/// A job's processes on several machines.
+#[derive(Debug, Clone)]
+pub struct Remote {
+    /// The machines.
+    pub hosts: Hosts,
+    /// Number of processes.
+    pub processes: usize,
+    /// Host and port of rank 0.
+    pub master: (String, u16),
+    /// As [`Launch::grace`](super::Launch::grace); also how long a machine that is not reached any more is waited
+    /// for at the end.
+    pub grace: Duration,
+    /// A join secret for the processes, unless they have one from elsewhere.
+    pub secret: Option<JoinSecret>,
+    /// ssh and its flags.
+    pub ssh: Vec<String>,
+    /// The path of this program on the machines.
+    pub program: String,
+    /// The folder in which the processes run; unless told the one in which ssh begins.
+    pub dir: Option<PathBuf>,
+}
+
+impl Remote {
+    /// Runs this program with `args` as each of the ranks and waits for all of them, as
+    /// [`Launch::run`](super::Launch::run) does. `variables` are this process's, of which those that are
+    /// farflung's go along.
+    ///
+    /// Errors: [`Error::OnHost`] with the machine that the job failed by, [`Error::Ssh`] for one that is not
+    /// reached, [`Error::Stopped`], [`Error::StartSsh`]; [`Error::Setting`] for more processes than the machines
+    /// have, and for arguments that are not text.
+    pub fn run(
+        &self,
+        args: &[OsString],
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+        stop: &Stop,
+    ) -> Result<()> {
+        let Self { processes, master, grace, secret, ssh, program, dir, .. } = self;
+        let text = |words: &OsString| {
+            let expected = "text (UTF-8)".to_owned();
+            let wrong = || Error::Setting { field: "command", value: words.display().to_string(), expected };
+            words.clone().into_string().map_err(|_| wrong())
+        };
+        let args = args.iter().map(text).collect::<Result<Vec<String>>>()?;
+        let mut passed: BTreeMap<String, String> = variables
+            .into_iter()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .filter(|(name, _)| name.starts_with(OURS) || ALSO.contains(&name.as_str()))
+            .collect();
+        if let Some(secret) = secret {
+            passed.insert(crate::access::SECRET.to_owned(), as_text(secret));
+        }
+        let placed = self.hosts.ranks(*processes)?;
+        let mut job = Job::default();
+        for (host, ranks) in placed {
+            let share = Share {
+                ranks,
+                world_size: *processes,
+                master: master.clone(),
+                grace: *grace,
+                dir: dir.clone(),
+                variables: passed.clone(),
+                args: args.clone(),
+            };
+            let (first, flags) = ssh.split_first().ok_or_else(|| Error::Setting {
+                field: "ssh",
+                value: String::new(),
+                expected: "a command".to_owned(),
+            })?;
+            let mut command = Command::new(first);
+            command.args(flags).arg("--").arg(&host.name);
+            command.arg(format!("{} launch --from-stdin", quoted(program))).stdin(Stdio::piped());
+            let started = job.start(command, Whose::Host(host.name.clone()));
+            started.map_err(|source| Error::StartSsh { command: first.clone(), source })?;
+            job.tell_last(&serde_json::to_string(&share).expect("a share is text and numbers"));
+        }
+        job.run(*grace, stop)
+    }
+}
+
+/// A word for a shell.
+fn quoted(word: &str) -> String {
+    format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shell_reads_a_quoted_word_as_it_is() {
+        for word in ["/usr/bin/farflung", "it's $HOME", "a b;c", "\\"] {
+            let said =
+                Command::new("sh").args(["-c", &format!("printf %s {}", quoted(word))]).output().unwrap();
+            assert_eq!(String::from_utf8(said.stdout).unwrap(), word);
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! What one machine of a job is told over ssh, and what it does then: it starts its ranks and listens for signals.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::{BufRead, Read};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::Signal as SystemSignal;
+use serde::{Deserialize, Serialize};
+
+use super::Launch;
+use super::job::{HEARD, POLL};
+use crate::{Error, Result, Signal, Stop};
+
+/// The longest first line, in bytes.
+const LONGEST: u64 = 1 << 20;
+
+/// A machine's part of a job: the first line of what it reads, as JSON. Secrets are among the variables.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Share {
+    pub(super) ranks: Range<usize>,
+    pub(super) world_size: usize,
+    pub(super) master: (String, u16),
+    pub(super) grace: Duration,
+    /// Where the processes run; unless told where ssh begins.
+    pub(super) dir: Option<PathBuf>,
+    pub(super) variables: BTreeMap<String, String>,
+    pub(super) args: Vec<String>,
+}
+
+/// Starts the ranks that `input` says in its first line, as processes of `program`, and waits for them. Each line
+/// after it is a signal's name, which is passed on. Where the input ends, whoever began the job is gone: the ranks
+/// are asked to end, and killed if they have not twice `grace` later.
+///
+/// # Errors
+/// As [`Launch::run`]; [`Error::Setting`] for a first line that is not what `launch --hosts` says, and a folder that
+/// is not there.
+pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &Stop) -> Result<()> {
+    let mut line = String::new();
+    let wrong = |value: &dyn ToString, expected: &str| Error::Setting {
+        field: "standard input",
+        value: value.to_string(),
+        expected: expected.to_owned(),
+    };
+    let read = input.by_ref().take(LONGEST).read_line(&mut line);
+    read.map_err(|error| wrong(&error, "what `farflung launch --hosts` says"))?;
+    let share: Share =
+        serde_json::from_str(&line).map_err(|error| wrong(&error, "what `farflung launch --hosts` says"))?;
+    if let Some(dir) = &share.dir {
+        std::env::set_current_dir(dir).map_err(Error::io("enter the folder", dir))?;
+    }
+    let Share { ranks, world_size, master, grace, variables, args, .. } = share;
+    let launch = Launch { ranks, world_size, master, grace, secret: None };
+    let args: Vec<OsString> = args.into_iter().map(OsString::from).collect();
+    let listener = stop.clone();
+    thread::spawn(move || listen(input, grace, &listener));
+    launch.run_with(program, &args, &variables, stop)
+}
+
+/// Passes signals on until the input ends; then ends the ranks.
+fn listen(input: impl BufRead, grace: Duration, stop: &Stop) {
+    for line in input.lines().map_while(std::result::Result::ok) {
+        match HEARD.iter().find(|(name, _)| *name == line).map(|(_, signal)| *signal) {
+            Some(SystemSignal::INT) => stop.request(Signal::Interrupt),
+            Some(SystemSignal::TERM) => stop.request(Signal::Terminate),
+            Some(SystemSignal::HUP) => stop.request(Signal::Hangup),
+            Some(_) => insist(POLL * 3, stop),
+            None => tracing::warn!(line, "no signal has that name"),
+        }
+    }
+    insist(grace, stop);
+}
+
+/// Asks three times: the third kills.
+fn insist(between: Duration, stop: &Stop) {
+    for _ in 0..3 {
+        stop.request(Signal::Terminate);
+        thread::sleep(between);
+    }
+}

@@ -1,0 +1,175 @@
+//! The same training under what starts jobs on clusters: `mpirun`, a Slurm of one node, ssh, Kubernetes' variables.
+
+mod daemons;
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::binary::farflung;
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::now;
+use daemons::{Slurm, Sshd};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "engines",
+    claim: "a job that mpirun, Slurm, ssh or Kubernetes starts trains with the bits of one that `farflung launch` starts",
+    source: "the real mpirun, srun and sshd (`cargo xtask setup mpi slurm ssh`); the variables of an indexed Job",
+    seed: 0,
+    run,
+};
+
+/// What a run came to.
+#[derive(Debug, PartialEq)]
+struct Trained {
+    losses: Vec<String>,
+    weights: Vec<u8>,
+}
+
+impl Trained {
+    fn read(folder: &Path) -> Result<Self> {
+        let metrics = fs::read_to_string(folder.join("metrics.jsonl"))?;
+        let loss = |line: &str| Some(line.split_once("\"train_loss\":")?.1.split(',').next()?.to_owned());
+        let losses: Option<Vec<String>> = metrics.lines().map(loss).collect();
+        let mut found = Vec::new();
+        weights_below(folder, &mut found)?;
+        found.sort();
+        let weights = fs::read(found.last().context("there is no checkpoint")?)?;
+        Ok(Self { losses: losses.context("a line of the metrics has no loss")?, weights })
+    }
+}
+
+fn weights_below(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            weights_below(&path, found)?;
+        } else if path.file_name().is_some_and(|name| name == "model.safetensors") {
+            found.push(path);
+        }
+    }
+    Ok(())
+}
+
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+}
+
+/// Two ranks that train.
+struct Job {
+    folder: PathBuf,
+    steps: &'static str,
+}
+
+impl Job {
+    /// The arguments of each rank.
+    fn args(&self, out: &str) -> Vec<String> {
+        let out = self.folder.join(out).display().to_string();
+        let args = ["train", "--model", "nano", "--steps", self.steps, "--workers", "2", "--threads", "1"];
+        let more = ["--sync", "ddp", "--sample-tokens", "0", "--eval-every", self.steps, "--out", &out];
+        args.iter().chain(&more).map(|&arg| arg.to_owned()).collect()
+    }
+
+    /// `farflung` with a port of rank 0 and these arguments.
+    fn farflung(&self, args: &[String]) -> Result<Command> {
+        let args: Vec<&str> = args.iter().map(String::as_str).collect();
+        let mut command = farflung(&args)?;
+        command.current_dir(&self.folder).env("MASTER_PORT", free_port()?.to_string());
+        Ok(command)
+    }
+
+    /// Where a run's errors stand.
+    fn said(&self, out: &str) -> PathBuf {
+        self.folder.join(format!("{out}.stderr"))
+    }
+
+    fn spawn(&self, mut command: Command, out: &str) -> Result<Child> {
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(fs::File::create(self.said(out))?);
+        Ok(command.spawn()?)
+    }
+
+    /// `engine` before `farflung` and its arguments.
+    fn under(&self, engine: &[&str], out: &str) -> Result<Command> {
+        let ours = self.farflung(&self.args(out))?;
+        let mut command = Command::new(engine[0]);
+        command.args(&engine[1..]).arg(ours.get_program()).args(ours.get_args()).current_dir(&self.folder);
+        command.envs(ours.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        Ok(command)
+    }
+
+    fn launched(&self, out: &str) -> Result<Command> {
+        let args = [&["launch", "-n", "2", "--"].map(str::to_owned)[..], &self.args(out)].concat();
+        self.farflung(&args)
+    }
+
+    fn over_ssh(&self, sshd: &Sshd, out: &str) -> Result<Command> {
+        let hosts = self.folder.join("hosts");
+        fs::write(&hosts, "127.0.0.1\nlocalhost\n")?;
+        let (hosts, master) = (hosts.display().to_string(), format!("127.0.0.1:{}", free_port()?));
+        let ssh = sshd.ssh();
+        let launch = ["launch", "--hosts", &hosts, "--ssh", &ssh, "--master", &master, "--"];
+        self.farflung(&[&launch.map(str::to_owned)[..], &self.args(out)].concat())
+    }
+
+    /// The ranks of an indexed Job, with the variables that Kubernetes and its manifest give them.
+    fn kubernetes(&self, out: &str) -> Result<Vec<Child>> {
+        let port = free_port()?.to_string();
+        let rank = |index: &str| -> Result<Child> {
+            let mut command = self.farflung(&self.args(out))?;
+            command.env("JOB_COMPLETION_INDEX", index).env("WORLD_SIZE", "2");
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+            self.spawn(command, &format!("{out}-{index}"))
+        };
+        Ok(vec![rank("0")?, rank("1")?])
+    }
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let job = Job { folder: folder.path().to_owned(), steps: if options.quick { "3" } else { "20" } };
+    let mut ran = |name: &str, start: &dyn Fn(&str) -> Result<Vec<Child>>| -> Result<Trained> {
+        let began = now();
+        let out = format!("{name}-run");
+        for mut rank in start(&out)? {
+            let status = rank.wait()?;
+            let said = || fs::read_to_string(job.said(&out)).unwrap_or_default();
+            ensure!(status.success(), "under {name}: {status}\n{}", said());
+        }
+        report.row(&format!("{name}: all of it"), began.elapsed().as_secs_f64(), "s", Mark::None)?;
+        Trained::read(&folder.path().join(&out))
+    };
+    let one =
+        |out: &str, command: Result<Command>| -> Result<Vec<Child>> { Ok(vec![job.spawn(command?, out)?]) };
+    let wanted = ran("launch", &|out| one(out, job.launched(out)))?;
+    let sshd = Sshd::start(&folder.path().join("sshd"))?;
+    let slurm = Slurm::start(&folder.path().join("slurm"))?;
+    // A machine with fewer cores than ranks, and root, are not what mpirun expects.
+    let mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"];
+    let srun = ["srun", "-n", "2", "--overcommit", "--mpi=none"];
+    let found = [
+        ("mpirun", ran("mpirun", &|out| one(out, job.under(&mpirun, out)))?),
+        (
+            "slurm",
+            ran("slurm", &|out| {
+                one(
+                    out,
+                    job.under(&srun, out).map(|mut command| {
+                        command.env("SLURM_CONF", slurm.config());
+                        command
+                    }),
+                )
+            })?,
+        ),
+        ("ssh", ran("ssh", &|out| one(out, job.over_ssh(&sshd, out)))?),
+        ("kubernetes", ran("kubernetes", &|out| job.kubernetes(out))?),
+    ];
+    report.row("losses of each", wanted.losses.len() as f64, "1", Mark::None)?;
+    for (name, trained) in found {
+        let name = format!("{name}: losses or weights with other bits than launch");
+        report.row(&name, f64::from(u8::from(trained != wanted)), "1", Mark::AtMost(0.0))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,80 @@
+//! A rate in all that each rank keeps, over TCP and TLS, and what it costs an all-reduce.
+
+use anyhow::Result;
+use farflung::base::Bandwidth;
+use farflung::comm::ReduceOp;
+use farflung::comm::secure::{Identity, JoinSecret, Security};
+use farflung::comm::tcp::Pace;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::ranks::{on_ranks, over_sockets};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "pacing",
+    claim: "a rank holds the rate that --up gives it within 5%, and an all-reduce then takes what each rank sends over \
+            the rate, to 5%, with the bits of one without a limit",
+    source: "the closed form of the ring: 2 (n-1)/n buffers out of each rank",
+    seed: 0,
+    run,
+};
+
+/// What a rank found: the time, the bytes that its sockets were given, and the result's bits.
+struct Found {
+    seconds: f64,
+    sent: u64,
+    bits: Vec<u32>,
+}
+
+/// One all-reduce of so many bytes on each of `n` ranks.
+fn reduced(n: usize, bytes: usize, security: &Security, rate: Bandwidth) -> Result<Vec<Found>> {
+    let pace = Pace { all: rate, ..Pace::default() };
+    on_ranks(over_sockets(n, security, pace)?, |comm| {
+        let rank = comm.rank().0 as f32;
+        let mut x: Vec<f32> = (0..bytes / 4).map(|i| (i as f32 * 0.37 + rank).sin()).collect();
+        comm.barrier()?;
+        let (start, before) = (comm.now(), comm.stats().sent.wire.0);
+        comm.all_reduce(&mut x, ReduceOp::Mean)?;
+        // The last to end: who is done early has only not waited for the others.
+        comm.barrier()?;
+        let seconds = comm.now().saturating_sub(start).as_secs_f64();
+        let sent = comm.stats().sent.wire.0 - before;
+        Ok(Found { seconds, sent, bits: x.iter().map(|v| v.to_bits()).collect() })
+    })
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let sealed = Security::by_secret(&Identity::generate()?, &JoinSecret::generate()?);
+    let rates: &[u64] = if options.quick { &[100] } else { &[20, 100, 500] };
+    for &mbit in rates {
+        let rate = Bandwidth(mbit * 1_000_000);
+        for n in [2, 4] {
+            // Two seconds, or a moment.
+            let seconds = if options.quick { 0.4 } else { 2.0 };
+            let share = 2.0 * (n - 1) as f64 / n as f64;
+            let bytes = (seconds * rate.0 as f64 / 8.0 / share) as usize / 4 * 4;
+            let free = reduced(n, bytes, &Security::clear(), Bandwidth::UNLIMITED)?;
+            for (name, security) in [("tcp", &Security::clear()), ("tls", &sealed)] {
+                let slow = reduced(n, bytes, security, rate)?;
+                let name = format!("{mbit} mbit, {n} ranks, {name}");
+                // A burst of 10 ms is free after the pause before.
+                let closed = share * bytes as f64 * 8.0 / rate.0 as f64;
+                let off = slow.iter().map(|rank| {
+                    let held = rank.sent as f64 * 8.0 / rank.seconds / rate.0 as f64;
+                    (held - 1.0).abs()
+                });
+                let held = Mark::AtMost(if options.quick { 0.25 } else { 0.05 });
+                report.row(&format!("{name}: off the rate"), off.fold(0.0, f64::max), "1", held)?;
+                let over = slow.iter().map(|rank| (rank.seconds / closed - 1.0).abs()).fold(0.0, f64::max);
+                report.row(&format!("{name}: off the closed form"), over, "1", held)?;
+                let unlike = slow.iter().filter(|rank| rank.bits != free[0].bits).count();
+                report.row(
+                    &format!("{name}: ranks with other bits"),
+                    unlike as f64,
+                    "1",
+                    Mark::AtMost(0.0),
+                )?;
+            }
+        }
+    }
+    Ok(())
+}
