@@ -15,7 +15,7 @@ use crate::config::choice::Resume;
 use crate::config::shared::{Fact, is_own};
 use crate::train::claim::Claim;
 use crate::train::job::Job;
-use crate::train::links::{Seat, seat};
+use crate::train::links::{Seat, pace, seat};
 use crate::train::meet::model_facts;
 use crate::train::planned;
 use crate::train::report::Report;
@@ -127,7 +127,7 @@ pub fn host(
         kept::is_over(folder, former, watch)?;
     }
     let opened = Arc::new(Gate::found(gate)?);
-    opened.transport().keep_pace(job.config.pace())?;
+    opened.transport().keep_pace(pace(&job.config))?;
     let welcome = serde_json::to_vec(&Welcome::of(&job)).expect("texts have no way to fail");
     opened.set_welcome(welcome)?;
     let me = Newcomer::from(&opened.own());
@@ -173,7 +173,7 @@ pub fn join(
         watch
             .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
         let opened = Arc::new(asked.join()?);
-        opened.transport().keep_pace(job.config.pace())?;
+        opened.transport().keep_pace(pace(&job.config))?;
         opened.set_welcome(serde_json::to_vec(&welcome).expect("texts have no way to fail"))?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
