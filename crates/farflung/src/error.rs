@@ -41,6 +41,16 @@ pub enum Error {
         /// What is saved, and what is not.
         left: Option<Box<crate::train::Leftover>>,
     },
+    /// No member of a run answers.
+    #[error(
+        "no member of the run answers at {addresses} within {after}: it may be over, or the ticket may be old"
+    )]
+    NobodyAnswers {
+        /// Where.
+        addresses: String,
+        /// How long it was asked.
+        after: farflung_base::Nanos,
+    },
     /// The run of a folder goes on elsewhere.
     #[error(
         "the run of this folder goes on: {address} answers, one of {members} members; join it there with its ticket, or \
@@ -561,8 +571,10 @@ impl Error {
             // Ends compare what they hold when a run begins again.
             // The dead one that still has the place is found out in a while; other reasons stay.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
-            Self::Removed { .. } | Self::NoMajority { .. } => 75,
-            Self::PeerLost { .. }
+            Self::Removed { .. }
+            | Self::NoMajority { .. }
+            | Self::NobodyAnswers { .. }
+            | Self::PeerLost { .. }
             | Self::StoppedBy { .. }
             | Self::CutOff { .. }
             | Self::Comm(CommError::Missing { .. } | CommError::Refused { .. })

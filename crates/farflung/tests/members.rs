@@ -106,6 +106,35 @@ fn a_loss_at_any_moment_is_a_polite_leave_before_or_after_the_step() {
     }
 }
 
+/// With local steps the round in which a rank is lost is reduced from what the others have done, whenever in it that
+/// was.
+#[test]
+fn a_round_in_which_a_rank_is_lost_is_that_of_the_others() {
+    for rank in [0, 2, 4] {
+        let after_the_round = after_leaving(&diloco(), rank, 4);
+        let mut rounds = Vec::new();
+        for (step, moment) in [3, 4].into_iter().flat_map(|step| Moment::ALL.map(|moment| (step, moment))) {
+            let folder = tempfile::tempdir().unwrap();
+            let job = job(folder.path(), 5, diloco());
+            let job = Job { failure: Some(Failure { rank, step, moment }), ..job };
+            let results = run(&job, 5, &[], &Faults::new());
+            assert!(matches!(results[rank as usize], Err(Error::Placed { .. })));
+            let survivors = results.iter().enumerate().filter(|(n, _)| *n != rank as usize);
+            let hashes: Vec<String> = survivors.map(|(_, result)| hash(result)).collect();
+            assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{rank} {step} {moment:?}: {hashes:?}");
+            rounds.push((step, moment, hashes[0].clone()));
+        }
+        let (.., last) = rounds.pop().unwrap();
+        assert_eq!(last, after_the_round, "{rank} is lost behind the average");
+        let (.., first) = rounds[0].clone();
+        assert_ne!(first, last);
+        for (step, moment, hash) in rounds {
+            assert!([&first, &last].contains(&&hash), "{rank} is lost in step {step}, {moment:?}");
+            assert!(hash == first || moment == Moment::Met, "{rank} {step} {moment:?}");
+        }
+    }
+}
+
 #[test]
 fn a_newcomer_has_the_bits_of_all() {
     for config in [ddp(), diloco()] {

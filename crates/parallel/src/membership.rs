@@ -11,6 +11,7 @@
 //! It does not know: sockets, clocks, files, randomness, and what a member computes.
 
 mod acceptor;
+pub mod check;
 mod event;
 mod member;
 mod message;

@@ -83,6 +83,7 @@ mod learn_nano;
 mod local_optimizers;
 mod local_vs_sync;
 mod methods;
+mod members;
 mod memory_table;
 mod mismatch;
 mod morphing;
@@ -163,7 +164,9 @@ pub const BENCHES: &[Bench] = &[
     uneven::BENCH,
     overlap_comm::BENCH,
     engines::BENCH,
+    members::churn::BENCH,
     failure::BENCH,
+    members::join::BENCH,
     relay::BENCH,
     soak::BENCH,
     all_reduce::BENCH,

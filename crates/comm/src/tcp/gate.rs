@@ -92,10 +92,18 @@ struct Shared {
     address: String,
     /// This one, and those that have come.
     known: Mutex<BTreeMap<u32, Connected>>,
-    /// Peers to which this one is connecting.
-    dialling: Mutex<BTreeSet<u32>>,
+    meeting: Mutex<Meeting>,
     welcome: Mutex<Vec<u8>>,
     closed: AtomicBool,
+}
+
+/// Peers that are about to be connected: two may call each other at the same time.
+#[derive(Debug, Default)]
+struct Meeting {
+    /// This one calls them.
+    calling: BTreeSet<u32>,
+    /// They have called, and are welcome.
+    called: BTreeSet<u32>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -152,7 +160,7 @@ impl Gate {
             secret,
             address,
             known: Mutex::new(BTreeMap::from([(me.0, own)])),
-            dialling: Mutex::default(),
+            meeting: Mutex::default(),
             welcome: Mutex::default(),
             closed: AtomicBool::new(false),
         });
@@ -379,12 +387,15 @@ fn draw(bound: u32) -> Result<u32, CommError> {
 impl Shared {
     /// Connects to a member, as one, unless it has connected to this one.
     fn reach(&self, member: &Connected, until: Until) -> Result<(), CommError> {
-        if self.tcp.driver().is_connected(member.peer) {
-            return Ok(());
+        {
+            let mut meeting = lock(&self.meeting);
+            if self.tcp.driver().is_connected(member.peer) || meeting.called.contains(&member.peer.0) {
+                return Ok(());
+            }
+            meeting.calling.insert(member.peer.0);
         }
-        lock(&self.dialling).insert(member.peer.0);
-        let reached = self.dial(member, until);
-        lock(&self.dialling).remove(&member.peer.0);
+        let reached = self.call(member, until);
+        lock(&self.meeting).calling.remove(&member.peer.0);
         match reached {
             // Its own connection to this one stays.
             Err(CommError::Refused { reason: Refusal::Crossed, .. }) => Ok(()),
@@ -392,7 +403,7 @@ impl Shared {
         }
     }
 
-    fn dial(&self, member: &Connected, until: Until) -> Result<(), CommError> {
+    fn call(&self, member: &Connected, until: Until) -> Result<(), CommError> {
         let me = self.tcp.me();
         let addresses = resolve("address of a member", &member.address)?;
         let until = until.at_most(EACH);
@@ -452,6 +463,7 @@ impl Shared {
                     let (peer, key) = (PeerId(rank), stream.peer_key());
                     // A socket that breaks now comes again.
                     let _ = self.connect(Connected { peer, address: listen.to_owned(), key }, stream);
+                    lock(&self.meeting).called.remove(&rank);
                 }
             }
         }
@@ -476,12 +488,16 @@ impl Shared {
                 if rank >= self.slots {
                     return Err(Refusal::Rank(rank));
                 }
-                if peer == me || self.tcp.driver().is_connected(peer) {
+                let mut meeting = lock(&self.meeting);
+                if peer == me || self.tcp.driver().is_connected(peer) || meeting.called.contains(&rank) {
                     return Err(Refusal::Taken(rank));
                 }
-                if me > peer && lock(&self.dialling).contains(&rank) {
+                // Of two calls the one of the greater number stays.
+                if me > peer && meeting.calling.contains(&rank) {
                     return Err(Refusal::Crossed);
                 }
+                meeting.called.insert(rank);
+                drop(meeting);
                 // Reading finds whether it is still there.
                 let welcome = Control::Welcome(me.0);
                 let _ = stream.socket.set_nonblocking(false).and_then(|()| stream.say(&welcome));

@@ -1,5 +1,7 @@
 //! `farflung host` and `farflung join`: a run that machines join and leave.
 
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -8,7 +10,7 @@ use farflung::access::{self, Home};
 use farflung::comm::secure::{Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{Gate, GateConfig};
 use farflung::train::{Report, elastic};
-use farflung::{Error, Result, Show, Stop, TrainArgs, TrainFlags};
+use farflung::{Error, NoticeArgs, Result, Show, Stop, TrainArgs, TrainFlags};
 
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
@@ -46,11 +48,22 @@ pub(crate) struct HostCommand {
     #[arg(long, value_name = "FILE")]
     key_file: Option<PathBuf>,
     #[command(flatten)]
+    notice: NoticeArgs,
+    #[command(flatten)]
     flags: TrainFlags,
 }
 
 impl HostCommand {
-    pub(crate) fn run(self) -> Result<()> {
+    pub(crate) fn run(mut self) -> Result<()> {
+        match self.flags.args.workers {
+            Some(workers) if workers > 1 => {
+                let expected =
+                    "1: each member is one worker, and a machine may join several times".to_owned();
+                return Err(Error::Setting { field: "workers", value: workers.to_string(), expected });
+            }
+            // The settings may be those of a simulated run.
+            _ => self.flags.args.workers = Some(1),
+        }
         if self.flags.print_config {
             return super::print(&self.flags.resolve()?.to_toml());
         }
@@ -86,6 +99,7 @@ impl HostCommand {
         };
         let (quiet, json) = (config.quiet, config.json);
         let stop = Stop::install_leaving()?;
+        self.notice.watch(&stop)?;
         watched(quiet, json, |watch| elastic::host(config, &gate, former.as_ref(), &stop, watch, &mut open))
     }
 }
@@ -94,6 +108,7 @@ const JOIN_EXAMPLES: &str = "Examples:
   farflung join --ticket-file run.ticket
   farflung join --ticket-file - --data book.txt --device wgpu < run.ticket
   farflung join --ticket-file run.ticket --out runs/helper --threads 4
+  farflung join --ticket-file run.ticket --notice-command 'curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action'
 Ctrl-C leaves after the step under way, with a checkpoint; the others go on.
 ";
 
@@ -137,6 +152,8 @@ pub(crate) struct JoinCommand {
     /// Print the report as JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    notice: NoticeArgs,
 }
 
 impl JoinCommand {
@@ -149,6 +166,7 @@ impl JoinCommand {
             data: self.data.clone(),
             out: self.out.clone(),
             threads: self.threads,
+            workers: Some(1),
             quiet: Some(self.quiet),
             json: Some(self.json),
             ..TrainArgs::default()
@@ -161,6 +179,7 @@ impl JoinCommand {
         let mut gate = GateConfig::new(&self.listen, job, Security::by_ticket(&identity, &ticket));
         gate.advertise.clone_from(&self.address);
         let stop = Stop::install_leaving()?;
+        self.notice.watch(&stop)?;
         let mut open = |gate: &Gate, folder: &Path| {
             // Others may come in by this member, too: the host may have left.
             let addresses = vec![reached(gate.address())];

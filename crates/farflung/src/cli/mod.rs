@@ -11,6 +11,7 @@ mod generate;
 pub(crate) mod launch;
 mod logging;
 mod members;
+mod status;
 mod model;
 mod net;
 mod plan;
@@ -43,11 +44,11 @@ struct Cli {
 }
 
 #[derive(Debug, clap::Subcommand)]
-#[expect(clippy::large_enum_variant, reason = "there is one of it in a process")]
 enum Command {
     Train(train::TrainCommand),
     Host(members::HostCommand),
     Join(members::JoinCommand),
+    Status(status::StatusCommand),
     Generate(generate::GenerateCommand),
     Eval(eval::EvalCommand),
     Compress(compress::CompressCommand),
@@ -89,6 +90,7 @@ impl Cli {
             Command::Train(command) => command.run(),
             Command::Host(command) => command.run(),
             Command::Join(command) => command.run(),
+            Command::Status(command) => command.run(),
             Command::Generate(command) => command.run(),
             Command::Eval(command) => command.run(),
             Command::Compress(command) => command.run(),

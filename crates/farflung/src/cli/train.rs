@@ -7,7 +7,7 @@ use farflung::optim::{local, sync};
 use farflung::parallel::pipeline::Method;
 use farflung::train::{Report, Watch, combination, plan_of, refusal, run, world};
 use farflung::transports::TRANSPORTS;
-use farflung::{AccessArgs, Error, Progress, Result, Show, StepMetrics, Stop, TrainFlags};
+use farflung::{AccessArgs, Error, NoticeArgs, Progress, Result, Show, StepMetrics, Stop, TrainFlags};
 
 /// Train a model with several workers, here over simulated links, or one worker a process under `farflung
 /// launch`.
@@ -26,6 +26,8 @@ pub(crate) struct TrainCommand {
     flags: TrainFlags,
     #[command(flatten)]
     access: AccessArgs,
+    #[command(flatten)]
+    notice: NoticeArgs,
 }
 
 const EXAMPLES: &str = "Examples:
@@ -118,6 +120,7 @@ impl TrainCommand {
             tracing::info!("{env}");
         }
         let stop = Stop::install_loading(super::say)?;
+        self.notice.watch(&stop)?;
         let show = if config.quiet || env.as_ref().is_some_and(|e| e.rank.0 != 0) {
             Show::Nothing
         } else {

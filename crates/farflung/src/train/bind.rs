@@ -177,9 +177,13 @@ fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
     lengths.iter().map(slice).collect()
 }
 
-/// The microbatch whose whole backward pass is the last in a rank's list, by stage.
+/// The microbatch whose whole backward pass is the last in a rank's list, by stage; of none where passes have times of
+/// their own.
 pub(super) fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
     let mut last = BTreeMap::new();
+    if schedule.arrivals.is_some() {
+        return last;
+    }
     for (rank, action) in schedule.schedule.order().actions() {
         if rank == position && action.kind == ComputeKind::Backward {
             last.insert(action.stage, action.microbatch);

@@ -12,11 +12,14 @@ mod place;
 mod run;
 mod seats;
 mod share;
+mod status;
 mod view;
+mod welcome;
 
 pub use arrivals::{Arrivals, AtGate, Newcomer, Scripted};
 pub use change::Changed;
-pub use meet::{host, join};
+pub use meet::{host, join, status};
 pub use place::Place;
 pub(super) use run::work;
 pub use seats::seats;
+pub use status::{MemberStatus, Status};

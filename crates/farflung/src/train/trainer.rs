@@ -100,11 +100,17 @@ pub struct Trainer {
     half_done: bool,
     /// How often the step in flight was not finite, for another reason than its loss scale.
     tries: u32,
-    /// Whether this rank's own gradients were finite when a step was tried again.
-    sound: bool,
+    told: Told,
     /// Whether the last step ended with an average of all replicas that failed: the next does that alone.
     unmet: bool,
-    /// Whether this rank knows of members that come or leave.
+}
+
+/// What this rank tells the others about itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Told {
+    /// Whether its own gradients were finite when a step was tried again.
+    sound: bool,
+    /// Whether it knows of members that come or leave.
     wants_change: bool,
 }
 
@@ -161,7 +167,7 @@ impl Trainer {
 
     /// Asks for a change of members after the next step at which all replicas are the same.
     pub(super) const fn ask_for_change(&mut self, asks: bool) {
-        self.wants_change = asks;
+        self.told.wants_change = asks;
     }
 
     /// While this lives, a stop ends what the rank computes.
@@ -407,7 +413,7 @@ impl Trainer {
         }
         drop(armed);
         if self.tries > 0 {
-            self.sound = self.is_sound(loss);
+            self.told.sound = self.is_sound(loss);
         }
         // One part knows the norm of all gradients: its ranks need not wait for them to tell of their losses.
         let early = (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[]));
@@ -439,7 +445,7 @@ impl Trainer {
 
     /// Why a step was given up: all that voted on it tell whether their own gradients are finite.
     fn not_finite(&self, cause: OptimError) -> Result<Error> {
-        let told = self.voters.all_gather_bytes(vec![u8::from(self.sound)])?;
+        let told = self.voters.all_gather_bytes(vec![u8::from(self.told.sound)])?;
         let first = if self.each_step { 0 } else { self.executor.first };
         let ranks = (first..).zip(&told).filter(|(_, told)| told.as_slice() != [1]);
         let ranks = ranks.map(|(rank, _)| Rank(rank)).collect();

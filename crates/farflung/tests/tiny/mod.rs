@@ -17,8 +17,15 @@ impl Run {
         self.0.path().join(name)
     }
 
-    /// `train` with what such a run needs and `args` do not say.
+    /// `train` with what such a run of two workers needs and `args` do not say.
     pub(crate) fn args(&self, args: &str) -> Vec<String> {
+        let workers = if args.split_whitespace().any(|arg| arg == "--workers") { "" } else { "--workers 2" };
+        let command = ["train".to_owned()];
+        command.into_iter().chain(self.flags(&format!("{args} {workers}"))).collect()
+    }
+
+    /// What such a run needs and `args` do not say.
+    pub(crate) fn flags(&self, args: &str) -> Vec<String> {
         let data = self.at("text.txt").display().to_string();
         let needed = [
             ("--layers", "2"),
@@ -27,7 +34,6 @@ impl Run {
             ("--context", "8"),
             ("--batch", "1"),
             ("--warmup", "0"),
-            ("--workers", "2"),
             ("--threads", "1"),
             ("--eval-every", "1"),
             ("--eval-batches", "1"),
@@ -37,7 +43,7 @@ impl Run {
         let given: Vec<&str> = args.split_whitespace().collect();
         let needed = needed.into_iter().filter(|(flag, _)| !given.contains(flag));
         let needed = needed.flat_map(|(flag, value)| [flag, value]);
-        ["train"].into_iter().chain(given.iter().copied()).chain(needed).map(str::to_owned).collect()
+        given.iter().copied().chain(needed).map(str::to_owned).collect()
     }
 }
 

@@ -7,6 +7,7 @@ use super::{Kept, Member, MemberId, Message, Place, Start, View, ViewFault};
 
 /// What happens to a member. A recording of a run is a list of these with their times.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(clippy::large_enum_variant, reason = "most events are messages")]
 #[non_exhaustive]
 pub enum Event {
     /// A message has come from a peer whose id is proven.
@@ -17,6 +18,8 @@ pub enum Event {
         message: Message,
     },
     /// A member or newcomer is given up: its deadline has passed, or its connection is broken.
+    ///
+    /// A newcomer is only taken from those that are ready: if a view admits it all the same, say this again.
     Silent(MemberId),
     /// A member that was given up works again. A message alone does not say that.
     Heard(MemberId),

@@ -22,7 +22,10 @@ impl MemberId {
 impl fmt::Display for MemberId {
     /// The first 8 bytes in hexadecimal; of a simulated member its number.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let ([0, .., 0], &[.., a, b, c, d]) = (&self.0[..28], &self.0) {
+        let (zeros, number) = self.0.split_at(28);
+        if let &[a, b, c, d] = number
+            && zeros.iter().all(|&byte| byte == 0)
+        {
             return write!(f, "#{}", u32::from_be_bytes([a, b, c, d]));
         }
         self.0[..8].iter().try_for_each(|byte| write!(f, "{byte:02x}"))

@@ -16,7 +16,7 @@ pub enum Message {
     ///
     /// A caller that receives any other frame of a wrong epoch can pass it on as this message.
     Here {
-        /// The sender's view.
+        /// The sender's view; zeros of a newcomer that asks whether it is in a view.
         at: Place,
     },
     /// Asks for a promise to vote in no lower ballot.

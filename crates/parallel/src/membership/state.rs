@@ -63,9 +63,12 @@ pub struct State {
     /// The newest view of an older incarnation whose members refuse this one, and who has.
     pub(super) refusals: Option<Refusals>,
     pub(super) stopped: Option<Reason>,
-    /// The rule of the checker's own test: one vote is a majority.
+    /// A wrong rule, for tests of `check`: one vote is a majority.
     #[cfg(test)]
     pub(crate) one_vote_is_a_majority: bool,
+    /// Another: votes of earlier proposers are not looked for.
+    #[cfg(test)]
+    pub(crate) ignores_votes: bool,
 }
 
 /// Members that the view is sent to again and again, until they answer.
@@ -156,6 +159,8 @@ impl State {
             stopped: None,
             #[cfg(test)]
             one_vote_is_a_majority: false,
+            #[cfg(test)]
+            ignores_votes: false,
         }
     }
 

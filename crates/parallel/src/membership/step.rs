@@ -67,17 +67,19 @@ impl Step<'_> {
 
     /// Does what is due.
     fn advance(&mut self, admit: bool) {
-        let Some(mut place) = self.place() else { return };
+        let Some(mut place) = self.place().filter(|_| self.state.stopped.is_none()) else { return };
+        // Members know the view before they are asked about the next.
+        self.tell();
         self.pursue(admit);
         // A member that decides alone may have the next change to propose at once.
         while let Some(next) = self.place().filter(|&next| next != place && self.state.stopped.is_none()) {
             place = next;
+            self.tell();
             self.pursue(false);
         }
         if self.has_left() || self.has_waited_in_vain() {
             return;
         }
-        self.tell();
         self.announce();
         self.wake();
     }
@@ -88,7 +90,11 @@ impl Step<'_> {
             Message::Decided { view } => self.decided(from, view, Told::Decision),
             Message::Stale { view } => self.decided(from, view, Told::Answer),
             message => {
-                let (Some(mine), Some(at)) = (self.place(), message.at()) else { return };
+                let Some(at) = message.at() else { return };
+                let Some(mine) = self.place() else {
+                    self.ask_for_view(from, &message);
+                    return;
+                };
                 if at.incarnation != mine.incarnation {
                     self.meet_incarnation(from, at);
                 } else if at < mine {
@@ -100,6 +106,14 @@ impl Step<'_> {
                     self.receive_from_member(from, message);
                 }
             }
+        }
+    }
+
+    /// A newcomer may be in the sender's view, and the one who decided that may have died: asks for it.
+    fn ask_for_view(&mut self, from: MemberId, message: &Message) {
+        // Two newcomers would ask each other without end.
+        if !matches!(message, Message::Here { .. }) {
+            self.send(from, Message::Here { at: Place { incarnation: 0, epoch: 0 } });
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod agreement;
 mod changes;
+mod deciding;
 mod wire;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -68,7 +69,7 @@ impl Net {
 
     /// A member's process dies without a word.
     pub(super) fn kill(&mut self, number: u32) {
-        self.states.remove(&id(number)).unwrap();
+        assert!(self.states.remove(&id(number)).is_some());
         self.wakes.remove(&id(number));
     }
 

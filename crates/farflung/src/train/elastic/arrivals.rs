@@ -1,11 +1,15 @@
 //! Who is there beside the members: peers that have connected and may become members.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::secure::PublicKey;
 use farflung_comm::tcp::{Connected, Gate, GateConfig};
 use farflung_parallel::membership::{Member, MemberId};
+
+use super::status::Status;
+use super::welcome::Welcome;
 
 /// A peer that is connected.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,11 +25,9 @@ impl Newcomer {
     /// ever, so that a machine that comes again is a new member.
     #[must_use]
     pub fn new(peer: PeerId, key: Option<&PublicKey>) -> Self {
-        let mut id = [0; 32];
-        if let Some(key) = key {
-            id.copy_from_slice(key.bytes());
-        }
-        id[..4].copy_from_slice(&peer.0.to_be_bytes());
+        let Some(key) = key else { return Self { peer, id: MemberId::number(peer.0) } };
+        let mut id = *key.bytes();
+        id[28..].copy_from_slice(&peer.0.to_be_bytes());
         Self { peer, id: MemberId(id) }
     }
 }
@@ -48,9 +50,12 @@ pub trait Arrivals: std::fmt::Debug + Send + Sync {
     fn here(&self, now: Nanos) -> Vec<Newcomer>;
 
     /// Where the peers are reached that are connected, where that is known.
-    fn addresses(&self) -> Vec<String> {
-        Vec::new()
+    fn addresses(&self) -> BTreeMap<PeerId, String> {
+        BTreeMap::new()
     }
+
+    /// Has whoever asks told how the run stands.
+    fn tell(&self, _status: Status) {}
 
     /// A newcomer that waits looks whether others have come that it has not met.
     fn meet(&self) {}
@@ -63,6 +68,8 @@ pub struct AtGate {
     pub gate: Arc<Gate>,
     /// What it was opened with.
     pub config: GateConfig,
+    /// What newcomers are told.
+    pub(super) welcome: Welcome,
 }
 
 impl Arrivals for AtGate {
@@ -70,8 +77,16 @@ impl Arrivals for AtGate {
         self.gate.connected().iter().map(Newcomer::from).collect()
     }
 
-    fn addresses(&self) -> Vec<String> {
-        self.gate.connected().into_iter().map(|peer| peer.address).collect()
+    fn addresses(&self) -> BTreeMap<PeerId, String> {
+        let own = self.gate.own();
+        self.gate.connected().into_iter().chain([own]).map(|peer| (peer.peer, peer.address)).collect()
+    }
+
+    fn tell(&self, status: Status) {
+        let welcome = Welcome { status: Some(status), ..self.welcome.clone() };
+        if let Err(error) = self.gate.set_welcome(welcome.to_bytes()) {
+            tracing::warn!(%error, "how the run stands is not told");
+        }
     }
 
     fn meet(&self) {

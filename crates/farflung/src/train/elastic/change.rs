@@ -11,6 +11,7 @@ use farflung_parallel::plan::Digest;
 use super::decide::Suspect;
 use super::place::Place;
 use super::share::Shared;
+use super::status::Teller;
 use super::view::{Brings, stand};
 use crate::events::causes;
 use crate::train::job::Job;
@@ -83,6 +84,8 @@ pub(in crate::train) struct Member<'a> {
     pub(in crate::train) threads: usize,
     /// Whether the clock is virtual.
     pub(in crate::train) simulated: bool,
+    /// Says how the run stands.
+    pub(super) teller: Teller,
 }
 
 impl Member<'_> {
@@ -105,7 +108,7 @@ impl Member<'_> {
         match self.place.between_steps(trainer.comm(), leaves, start) {
             Ok(None) => Ok(None),
             Ok(Some(view)) => self.go_over((job, last), trainer, view, (begun, None)).map(Some),
-            Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, error).map(Some),
+            Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, &error).map(Some),
             Err(error) => Err(error),
         }
     }
@@ -117,14 +120,14 @@ impl Member<'_> {
         &mut self,
         (job, last): (&mut Job, &mut Last),
         trainer: &mut Trainer,
-        error: Error,
+        error: &Error,
     ) -> Result<Changed> {
         let begun = trainer.comm().now();
-        let reason = Some(causes(&error));
-        let suspect = Suspect::of(&error);
+        let reason = Some(causes(error));
+        let suspect = Suspect::of(error);
         // The others need not wait for their deadlines.
         trainer.comm().abort();
-        trainer.drop_step()?;
+        trainer.drop_step();
         let start = self.start(job, trainer)?;
         let view = self.place.after_loss(suspect, start)?;
         self.go_over((job, last), trainer, view, (begun, reason))
@@ -144,7 +147,7 @@ impl Member<'_> {
         let mut view = view;
         loop {
             let epoch = view.epoch;
-            match self.try_view((&mut *job, &mut *last), trainer, view, &before) {
+            match self.try_view((&mut *job, &mut *last), trainer, &view, &before) {
                 Ok(shared) => {
                     let now = slots(self.place.view());
                     let fresh = |from: &[u32], than: &[u32]| {
@@ -169,7 +172,7 @@ impl Member<'_> {
                     });
                 }
                 Err(error) if Self::survives(&error) => {
-                    trainer.drop_step()?;
+                    trainer.drop_step();
                     let start = self.start(job, trainer)?;
                     view = self.place.after_loss(Suspect::of(&error), start)?;
                 }
@@ -191,16 +194,24 @@ impl Member<'_> {
         &mut self,
         (job, last): (&mut Job, &mut Last),
         trainer: &mut Trainer,
-        view: View,
+        view: &View,
         before: &[u32],
     ) -> Result<Shared> {
         let comm = tied(job, self.place.enter(view.clone())?);
         let brings = Brings { job, before: before.to_vec(), progress: Some(trainer.progress()), last: *last };
-        let stood = stand(&view, &comm, brings);
+        let stood = stand(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
-        let done = trainer.carry_over(&stood.job, comm.clone());
-        let done = done.and_then(|()| super::share::share(trainer, &comm, &stood.exchange));
+        // Steps that led here are those of the plan before.
+        let done = super::share::share(Some(trainer), &comm, &stood.exchange);
+        let done = done.and_then(|(shared, taken)| {
+            if let Some(taken) = taken {
+                trainer.take_snapshot(&taken.shared, None)?;
+            }
+            trainer.catch_up(stood.exchange.progress.step)?;
+            trainer.carry_over(&stood.job, comm.clone())?;
+            Ok(shared)
+        });
         let shared = done.inspect_err(|_| comm.abort())?;
         (*job, *last) = (stood.job, stood.last);
         Ok(shared)
@@ -216,8 +227,11 @@ impl Member<'_> {
             let brings = Brings { job, before: Vec::new(), progress: None, last: Last::at(0) };
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
-                let mut trainer = Trainer::new(&stood.job, comm.clone(), self.threads)?;
-                super::share::share(&mut trainer, &comm, &stood.exchange)?;
+                let (_, taken) = super::share::share(None, &comm, &stood.exchange)?;
+                let mut trainer = Trainer::new(&stood.job, comm, self.threads)?;
+                if let Some(taken) = taken {
+                    trainer.take_snapshot(&taken.shared, Some(&taken.own))?;
+                }
                 Ok((stood.job, trainer, stood.last))
             });
             match came {

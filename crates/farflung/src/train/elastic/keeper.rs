@@ -123,8 +123,13 @@ impl Keeper {
                     leaving.extend(to.map(|to| Answer::to_service(to, encode(&Word::Message(message)))));
                 }
                 // A member that may forget a promise makes none: what it would say is as if it were lost.
-                Action::Keep(kept) if !self.keep(&kept) => break,
-                Action::Keep(_) => {}
+                Action::Keep(kept) => match self.write(&kept) {
+                    Ok(()) => {}
+                    Err(error) => {
+                        tracing::error!(%error, "a promise could not be written");
+                        break;
+                    }
+                },
                 Action::Install(view) => self.outcome = Some(Outcome::Installed(view)),
                 Action::Stop(reason) => self.outcome = Some(Outcome::Stopped(reason)),
                 Action::Wake { at } => self.wake = Some(at),
@@ -135,15 +140,7 @@ impl Keeper {
         leaving
     }
 
-    /// Writes down what was promised. Gives whether it is there.
-    fn keep(&self, kept: &Kept) -> bool {
-        let written = self.write(kept);
-        if let Err(error) = &written {
-            tracing::error!(%error, "a promise could not be written");
-        }
-        written.is_ok()
-    }
-
+    /// Writes down what was promised.
     fn write(&self, kept: &Kept) -> Result<()> {
         let Some(path) = &self.promises else { return Ok(()) };
         let text = serde_json::to_vec_pretty(kept).expect("promises are plain data");

@@ -68,8 +68,7 @@ pub(super) fn next(before: Option<&Kept>) -> Place {
 ///
 /// Errors: [`Error::Io`].
 pub(super) fn write_addresses(folder: &Path, addresses: &[String]) -> Result<()> {
-    let lines: String = addresses.iter().map(|address| format!("{address}\n")).collect();
-    run_dir::replace(&folder.join(ADDRESSES), lines.as_bytes())
+    run_dir::replace(&folder.join(ADDRESSES), addresses.join("\n").as_bytes())
 }
 
 /// Asks the members of the run of a folder whether it goes on.

@@ -3,72 +3,25 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use farflung_comm::tcp::{Gate, GateConfig};
+use farflung_comm::CommError;
+use farflung_comm::tcp::{Asked, Gate, GateConfig};
 use farflung_parallel::membership::{Member, State};
-use serde::{Deserialize, Serialize};
 
 use super::arrivals::{AtGate, Newcomer};
 use super::kept;
 use super::place::Place;
 use super::seats::{first_view, settings};
+use super::status::Status;
+use super::welcome::Welcome;
 use crate::config::choice::Resume;
-use crate::config::shared::{Fact, is_own};
 use crate::train::claim::Claim;
 use crate::train::job::Job;
 use crate::train::links::{Seat, pace, seat};
-use crate::train::meet::model_facts;
 use crate::train::planned;
 use crate::train::report::Report;
 use crate::train::run::{Watch, run_job};
 use crate::train::sizes;
 use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
-
-/// Members of other versions may compute other values.
-const VERSION: &str = env!("CARGO_PKG_VERSION");
-
-/// What a newcomer is told before it connects to all members.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Welcome {
-    version: String,
-    /// The settings that all members share, as TOML.
-    settings: String,
-    /// What follows from them and from the data.
-    facts: Vec<Fact>,
-}
-
-/// Settings that name files of one machine: their contents are compared, or a newcomer has no use for them.
-const FILES: [&str; 2] = ["data", "init-from"];
-
-impl Welcome {
-    fn of(job: &Job) -> Self {
-        let settings = job.config.to_toml();
-        let shared = |line: &&str| {
-            let key = line.split(" = ").next().unwrap_or_default();
-            !is_own(key) && !FILES.contains(&key)
-        };
-        let settings = settings.lines().filter(shared).map(|line| format!("{line}\n")).collect();
-        Self { version: VERSION.to_owned(), settings, facts: facts(job) }
-    }
-
-    /// Reads what members say of the run.
-    fn read(bytes: &[u8]) -> Result<Self> {
-        let malformed = |_| Error::Message {
-            message: "what members say of the run".to_owned(),
-            problem: "does not read as that",
-        };
-        serde_json::from_slice(bytes).map_err(malformed)
-    }
-}
-
-/// What all members must have alike beside their settings.
-fn facts(job: &Job) -> Vec<Fact> {
-    let tokens = job.training.len() + job.held_out.len();
-    let mut facts = model_facts(job);
-    if !job.config.own_data {
-        facts.push(Fact::new("data", format!("{tokens} tokens with hash {}", job.hash)));
-    }
-    facts
-}
 
 /// Refuses settings with which members cannot come and leave.
 fn check(config: &TrainConfig) -> Result<()> {
@@ -82,6 +35,10 @@ fn check(config: &TrainConfig) -> Result<()> {
     if let Some(topology) = &config.topology {
         let expected = "none: members come with their own links";
         return wrong("topology", topology.display().to_string(), expected);
+    }
+    if config.workers > 1 {
+        let expected = "1: each member is one worker, and a machine may join several times";
+        return wrong("workers", config.workers.to_string(), expected);
     }
     if config.stages > 1 {
         let expected = "1: members that come and leave hold the whole model each";
@@ -128,14 +85,14 @@ pub fn host(
     }
     let opened = Arc::new(Gate::found(gate)?);
     opened.transport().keep_pace(pace(&job.config))?;
-    let welcome = serde_json::to_vec(&Welcome::of(&job)).expect("texts have no way to fail");
-    opened.set_welcome(welcome)?;
+    let welcome = Welcome::of(&job);
+    opened.set_welcome(welcome.to_bytes())?;
     let me = Newcomer::from(&opened.own());
     let at = kept::next(before.as_ref());
     let view = first_view(std::slice::from_ref(&me), at, &job)?;
     let state = State::first(me.id, view.clone(), settings(job.config.deadline));
     let state = state.map_err(|fault| Error::NotAView { reason: fault.to_string() })?;
-    let mut place = place(&opened, gate, me, (state, run), &job)?;
+    let mut place = place((&opened, gate, welcome), me, (state, run), &job)?;
     let comm = seat(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
     run_job(&job, vec![Seat { comm, simulated: false, link: None, place: Some(place) }], watch)
@@ -154,13 +111,13 @@ pub fn join(
     open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
     let mut claim: Option<Claim> = None;
-    let mut asked = Gate::ask(gate, addresses)?;
+    let mut asked = ask(gate, addresses)?;
     loop {
         let welcome = Welcome::read(&asked.welcome)?;
-        differs("program's", &[Fact::new("version", VERSION)], &[Fact::new("version", &welcome.version)])?;
+        welcome.check_version()?;
         let file = TrainArgs::from_toml(&welcome.settings, Path::new("the run's settings"))?;
         let mut job = prepare(TrainConfig::merge(given.clone(), file)?, stop)?;
-        differs("setting", &facts(&job), &welcome.facts)?;
+        welcome.check_job(&job)?;
         let folder = match claim.take() {
             Some(folder) => folder,
             None => Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?,
@@ -174,10 +131,11 @@ pub fn join(
             .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
         let opened = Arc::new(asked.join()?);
         opened.transport().keep_pace(pace(&job.config))?;
-        opened.set_welcome(serde_json::to_vec(&welcome).expect("texts have no way to fail"))?;
+        let welcome = Welcome { status: None, ..welcome };
+        opened.set_welcome(welcome.to_bytes())?;
         let me = Newcomer::from(&opened.own());
         let state = State::newcomer(Member::from(&me), settings(job.config.deadline));
-        let mut place = place(&opened, gate, me, (state, run), &job)?;
+        let mut place = place((&opened, gate, welcome), me, (state, run), &job)?;
         let comm = place.alone()?;
         open(&opened, folder.path())?;
         let seat = Seat { comm, simulated: false, link: None, place: Some(place) };
@@ -193,20 +151,26 @@ pub fn join(
 }
 
 fn place(
-    gate: &Arc<Gate>,
-    config: &GateConfig,
+    (gate, config, welcome): (&Arc<Gate>, &GateConfig, Welcome),
     me: Newcomer,
     (state, run): (State, RunDir),
     job: &Job,
 ) -> Result<Place> {
-    let arrivals = Arc::new(AtGate { gate: Arc::clone(gate), config: config.clone() });
+    let arrivals = Arc::new(AtGate { gate: Arc::clone(gate), config: config.clone(), welcome });
     Place::new(gate.transport(), me, arrivals, (state, Some(run)), job.config.deadline)
 }
 
-/// Refuses where this machine has another value than the members.
-fn differs(what: &'static str, own: &[Fact], theirs: &[Fact]) -> Result<()> {
-    let other = own.iter().find(|fact| !theirs.contains(fact));
-    let Some(Fact { name, value }) = other else { return Ok(()) };
-    let found = theirs.iter().find(|fact| fact.name == *name).map_or("missing", |fact| &fact.value);
-    Err(Error::MemberDiffers { what, field: name.clone(), own: value.clone(), theirs: found.to_owned() })
+/// Asks a run's members how it stands; `None` where it has not begun.
+///
+/// Errors: nobody answers at these addresses, or refuses.
+pub fn status(gate: &GateConfig, addresses: &[String]) -> Result<Option<Status>> {
+    let asked = ask(gate, addresses)?;
+    Ok(Welcome::read(&asked.welcome)?.status)
+}
+
+fn ask(gate: &GateConfig, addresses: &[String]) -> Result<Asked> {
+    Gate::ask(gate, addresses).map_err(|error| match error {
+        CommError::Missing { master, after, .. } => Error::NobodyAnswers { addresses: master, after },
+        error => error.into(),
+    })
 }

@@ -5,6 +5,7 @@ use farflung_comm::Stats;
 
 use super::change::{Changed, Member};
 use super::kept;
+use super::status::Teller;
 use crate::events::{EventLog, What, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
@@ -37,7 +38,7 @@ pub(in crate::train) fn work(
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
-    let mut member = Member { place: &mut place, threads, simulated };
+    let mut member = Member { place: &mut place, threads, simulated, teller: Teller::default() };
     let (mut trainer, shared_last) = if founds {
         (Trainer::new(&job, comm, threads)?, None)
     } else {
@@ -118,7 +119,7 @@ fn train(
         let leaves = leaving(&steps.job, trainer);
         trainer.ask_for_change(member.place.wants_change()? || leaves.is_some());
         match steps.step(trainer, events, kept) {
-            Ok(Next::Step) => {}
+            Ok(Next::Step) => member.teller.tell(member.place, trainer, steps),
             Ok(Next::Change) => {
                 let leaves = leaves.or_else(|| leaving(&steps.job, trainer));
                 match member.between_steps((&mut steps.job, &mut steps.last), trainer, leaves.is_some()) {
@@ -158,7 +159,7 @@ fn go_on_without(
         return Err(error);
     }
     tracing::warn!("{}", causes(&error));
-    match member.after_loss((&mut steps.job, &mut steps.last), trainer, error) {
+    match member.after_loss((&mut steps.job, &mut steps.last), trainer, &error) {
         Ok(changed) => note(member, trainer, steps, events, &changed),
         Err(error) => Err(parted(member, trainer, steps, events, error)),
     }
@@ -183,7 +184,7 @@ fn parted(
 ///
 /// Errors: [`Error::Io`].
 fn note(
-    member: &Member<'_>,
+    member: &mut Member<'_>,
     trainer: &Trainer,
     steps: &mut Steps<'_, '_>,
     events: &mut EventLog,
@@ -195,6 +196,7 @@ fn note(
     }
     let text = changed.to_string();
     tracing::info!("{text}");
+    member.teller.changed(text.clone(), changed.took);
     if let Some(watch) = steps.record.watch.as_deref_mut() {
         watch.note(&text);
     }
@@ -212,7 +214,12 @@ fn note(
             reason: changed.reason.clone(),
         },
     );
-    steps.run.map_or(Ok(()), |run| kept::write_addresses(run.path(), &member.place.arrivals.addresses()))
+    steps.run.map_or(Ok(()), |run| {
+        let addresses = member.place.arrivals.addresses().into_iter();
+        let me = member.place.transport().me();
+        let others: Vec<String> = addresses.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
+        kept::write_addresses(run.path(), &others)
+    })
 }
 
 /// What a member leaves that goes in peace: its own checkpoint.

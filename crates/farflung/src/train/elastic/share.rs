@@ -17,23 +17,31 @@ const CHUNK: usize = 4 << 20;
 /// Who gives the state and who takes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Exchange {
-    /// Those that are furthest.
+    /// Those that have all that was agreed on.
     pub(super) donors: Vec<Rank>,
     /// All others.
     pub(super) takers: Vec<Rank>,
-    /// How far the donors are.
+    /// How far the furthest are.
     pub(super) progress: Progress,
+    /// The rank of one of these.
+    pub(super) furthest: Rank,
 }
 
 impl Exchange {
-    /// Of how far each rank is; nothing of one that has no state.
+    /// Of how far each rank is; nothing of one that has no state. Where all agree at each step, one that is a step
+    /// behind takes it from the others. Where steps are local, one that missed an average takes that, and then the steps
+    /// behind it, as all others have.
     ///
     /// `None` where nobody has any.
-    pub(super) fn new(standing: &[Option<Progress>]) -> Option<Self> {
-        let progress = standing.iter().flatten().max().copied()?;
-        let is_donor = |rank: &Rank| standing[rank.index()] == Some(progress);
-        let (donors, takers) = (0..standing.len() as u32).map(Rank).partition(is_donor);
-        Some(Self { donors, takers, progress })
+    pub(super) fn new(standing: &[Option<Progress>], each_step: bool) -> Option<Self> {
+        let agreed = |at: Progress| if each_step { at.step } else { at.outer_step };
+        let newest = standing.iter().flatten().map(|&at| agreed(at)).max()?;
+        let has_all = |rank: &Rank| standing[rank.index()].is_some_and(|at| agreed(at) == newest);
+        let (donors, takers): (Vec<Rank>, Vec<Rank>) =
+            (0..standing.len() as u32).map(Rank).partition(has_all);
+        let furthest =
+            donors.iter().copied().max_by_key(|rank| (standing[rank.index()], std::cmp::Reverse(*rank)))?;
+        Some(Self { donors, takers, progress: standing[furthest.index()]?, furthest })
     }
 }
 
@@ -51,20 +59,33 @@ fn piece(len: usize, donor: usize, donors: usize) -> std::ops::Range<usize> {
     len * donor / donors..len * (donor + 1) / donors
 }
 
-/// Brings all ranks to where the donors are: each donor sends its part of what all donors have alike, and the first
-/// one also its optimizer's state where steps are local. All ranks call it.
+/// The run's state as it came to a rank that had none, or an older one.
+#[derive(Debug)]
+pub(super) struct Taken {
+    /// What all have alike.
+    pub(super) shared: Snapshot,
+    /// What is its own to the first of the donors.
+    pub(super) own: Snapshot,
+}
+
+/// Has the run's state go from the donors to the takers: each donor sends its part of what all donors have alike, and the
+/// first one also its optimizer's state where steps are local. All ranks call it; a donor has a `trainer`.
 ///
 /// Errors: [`Error::Message`] where the donors' states differ, or where what came does not have the hash that all
-/// donors told; [`Error::PeerLost`] for a donor or a taker that is lost. Nothing has changed then.
-pub(super) fn share(trainer: &mut Trainer, comm: &Communicator, exchange: &Exchange) -> Result<Shared> {
+/// donors told; [`Error::PeerLost`] for a donor or a taker that is lost.
+pub(super) fn share(
+    trainer: Option<&Trainer>,
+    comm: &Communicator,
+    exchange: &Exchange,
+) -> Result<(Shared, Option<Taken>)> {
     let (me, donors) = (comm.rank(), &exchange.donors);
     if exchange.takers.is_empty() {
-        return Ok(Shared::default());
+        return Ok((Shared::default(), None));
     }
-    let donor = donors.iter().position(|&rank| rank == me);
-    let mine = donor.map(|_| Ok::<_, Error>(trainer.shared_snapshot()?.to_bytes())).transpose()?;
+    let donor = donors.iter().position(|&rank| rank == me).zip(trainer);
+    let mine = donor.map(|(_, trainer)| Ok::<_, Error>(trainer.shared_snapshot()?.to_bytes())).transpose()?;
     let own = match donor {
-        Some(0) => trainer.own_snapshot()?.to_bytes(),
+        Some((0, trainer)) => trainer.own_snapshot()?.to_bytes(),
         _ => Vec::new(),
     };
     // Its length and hash, of all donors.
@@ -74,52 +95,56 @@ pub(super) fn share(trainer: &mut Trainer, comm: &Communicator, exchange: &Excha
     let told = comm.all_gather_bytes(told)?;
     let said = |rank: &Rank| &told[rank.index()];
     let first = said(&donors[0]);
-    let wrong = |problem| Error::Message { message: "the state of the run".to_owned(), problem };
     let (len, hash) = first.split_first_chunk::<8>().ok_or_else(|| wrong("has no length"))?;
     let len = usize::try_from(u64::from_le_bytes(*len)).map_err(|_| wrong("is longer than memory"))?;
     if let Some(other) = donors.iter().find(|donor| said(donor) != first) {
-        let problem = "is not the same on all members that have it";
         tracing::error!(rank = other.0, "the state of this member differs from that of the first");
-        return Err(wrong(problem));
+        return Err(wrong("is not the same on all members that have it"));
     }
     let pieces: Vec<_> = (0..donors.len()).map(|donor| piece(len, donor, donors.len())).collect();
-    if let (Some(donor), Some(bytes)) = (donor, &mine) {
+    let shared = Shared { state: Bytes(len as u64), donors: donors.len() };
+    if let (Some((donor, _)), Some(bytes)) = (donor, &mine) {
         for chunk in bytes[pieces[donor].clone()].chunks(CHUNK) {
             send_to_all(comm, &exchange.takers, SHARED, chunk)?;
         }
         if donor == 0 {
             send_to_all(comm, &exchange.takers, OWN, &own)?;
         }
-    } else {
-        let mut parts: Vec<Vec<u8>> = vec![Vec::new(); donors.len()];
-        loop {
-            // Of all donors at once, so that no link waits for another.
-            let missing =
-                |(donor, part): (usize, &Vec<u8>)| (part.len() < pieces[donor].len()).then_some(donor);
-            let due: Vec<usize> = parts.iter().enumerate().filter_map(missing).collect();
-            if due.is_empty() {
-                break;
-            }
-            let arriving: Vec<_> = due.iter().map(|&donor| comm.start_recv(donors[donor], SHARED)).collect();
-            for (donor, chunk) in due.into_iter().zip(arriving) {
-                let chunk = chunk.wait()?;
-                if chunk.is_empty() || parts[donor].len() + chunk.len() > pieces[donor].len() {
-                    return Err(wrong("comes in other pieces than its length says"));
-                }
-                parts[donor].extend(chunk);
-            }
-        }
-        let bytes = parts.concat();
-        let own = comm.recv(donors[0], OWN)?;
-        if blake3::hash(&bytes).as_bytes() != hash {
-            return Err(wrong("does not have the hash that its members told"));
-        }
-        let malformed = || wrong("does not read as one");
-        let shared = Snapshot::from_bytes(&bytes).ok_or_else(malformed)?;
-        let own = Snapshot::from_bytes(&own).ok_or_else(malformed)?;
-        trainer.take_snapshot(&shared, Some(&own))?;
+        return Ok((shared, None));
     }
-    Ok(Shared { state: Bytes(len as u64), donors: donors.len() })
+    let bytes = gather(comm, donors, &pieces)?;
+    let own = comm.recv(donors[0], OWN)?;
+    if blake3::hash(&bytes).as_bytes() != hash {
+        return Err(wrong("does not have the hash that its members told"));
+    }
+    let read = |bytes: &[u8]| Snapshot::from_bytes(bytes).ok_or_else(|| wrong("does not read as one"));
+    let taken = Taken { shared: read(&bytes)?, own: read(&own)? };
+    Ok((shared, Some(taken)))
+}
+
+fn wrong(problem: &'static str) -> Error {
+    Error::Message { message: "the state of the run".to_owned(), problem }
+}
+
+/// The pieces of all donors, together.
+fn gather(comm: &Communicator, donors: &[Rank], pieces: &[std::ops::Range<usize>]) -> Result<Vec<u8>> {
+    let mut parts: Vec<Vec<u8>> = vec![Vec::new(); donors.len()];
+    loop {
+        // Of all donors at once, so that no link waits for another.
+        let missing = |(donor, part): (usize, &Vec<u8>)| (part.len() < pieces[donor].len()).then_some(donor);
+        let due: Vec<usize> = parts.iter().enumerate().filter_map(missing).collect();
+        if due.is_empty() {
+            return Ok(parts.concat());
+        }
+        let arriving: Vec<_> = due.iter().map(|&donor| comm.start_recv(donors[donor], SHARED)).collect();
+        for (donor, chunk) in due.into_iter().zip(arriving) {
+            let chunk = chunk.wait()?;
+            if chunk.is_empty() || parts[donor].len() + chunk.len() > pieces[donor].len() {
+                return Err(wrong("comes in other pieces than its length says"));
+            }
+            parts[donor].extend(chunk);
+        }
+    }
 }
 
 fn send_to_all(comm: &Communicator, takers: &[Rank], tag: u32, bytes: &[u8]) -> Result<()> {
@@ -137,10 +162,20 @@ mod tests {
     #[test]
     fn those_that_are_furthest_give() {
         let at = |step, outer_step| Some(Progress { step, outer_step });
-        let exchange = Exchange::new(&[at(7, 1), None, at(8, 1), at(8, 1), at(8, 0)]).unwrap();
+        let exchange = Exchange::new(&[at(7, 0), None, at(8, 0), at(8, 0)], true).unwrap();
         assert_eq!(exchange.donors, [Rank(2), Rank(3)]);
-        assert_eq!(exchange.takers, [Rank(0), Rank(1), Rank(4)]);
-        assert_eq!(Exchange::new(&[None, None]), None);
+        assert_eq!(exchange.takers, [Rank(0), Rank(1)]);
+        assert_eq!((exchange.furthest, exchange.progress.step), (Rank(2), 8));
+        assert_eq!(Exchange::new(&[None, None], true), None);
+    }
+
+    #[test]
+    fn with_local_steps_those_give_that_have_the_last_average() {
+        let at = |step, outer_step| Some(Progress { step, outer_step });
+        let exchange = Exchange::new(&[at(2, 0), at(2, 1), at(4, 1), None, at(4, 1)], false).unwrap();
+        assert_eq!(exchange.donors, [Rank(1), Rank(2), Rank(4)]);
+        assert_eq!(exchange.takers, [Rank(0), Rank(3)]);
+        assert_eq!((exchange.furthest, exchange.progress.step), (Rank(2), 4));
     }
 
     #[test]

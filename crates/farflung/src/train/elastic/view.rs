@@ -65,8 +65,9 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
         .map(|bytes| postcard::from_bytes(bytes).map_err(|_| wrong("does not read as that")))
         .collect::<Result<_>>()?;
     let standing: Vec<Option<Progress>> = told.iter().map(|told| told.progress).collect();
-    let exchange = Exchange::new(&standing).ok_or_else(|| wrong("is nowhere: no member has the state"))?;
-    let furthest = &told[exchange.donors[0].index()];
+    let exchange = Exchange::new(&standing, job.averages_each_step())
+        .ok_or_else(|| wrong("is nowhere: no member has the state"))?;
+    let furthest = &told[exchange.furthest.index()];
     let plan = plan_for(view, furthest, planned::microbatches(&job.config))?;
     let mut next = job.with_plan(plan)?;
     // Placed failures and departures are of ranks as they were.

@@ -81,11 +81,7 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
         Ok(Self {
             costs: schedule.cost.by_slice(schedule.schedule.order())?,
             parts: placement.stages_of(position).map(|stage| (stage, PartState::default())).collect(),
-            last: if schedule.arrivals.is_some() {
-                BTreeMap::new()
-            } else {
-                last_backwards(schedule, position)
-            },
+            last: last_backwards(schedule, position),
             each_step: averages::each_step(operations.plan),
             table,
             rounds: 0,

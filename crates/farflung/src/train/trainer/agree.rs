@@ -76,7 +76,7 @@ impl Trainer {
         let replicas = if self.each_step { self.replicas } else { 1 };
         // An equal part is exactly 1, so that equal replicas have the bits of a plain mean.
         let weight = if self.each_step { self.part_of(self.step + 1) } else { 1.0 };
-        let wish = Wish { stop, change: self.wants_change };
+        let wish = Wish { stop, change: self.told.wants_change };
         let mut mine = vec![loss * weight, wish.weigh()];
         mine.extend(squares);
         let sums = self.voters.start_all_reduce(mine, ReduceOp::Sum);
@@ -101,7 +101,7 @@ impl Trainer {
         let first = self.step + 1 - window.len() as u64;
         let told = |(step, loss): (u64, f64)| if tells { loss * self.part_of(step) } else { 0.0 };
         let mut mine: Vec<f64> = (first..).zip(window).map(told).collect();
-        mine.push(Wish { stop, change: self.wants_change }.weigh());
+        mine.push(Wish { stop, change: self.told.wants_change }.weigh());
         let sums = self.executor.comm.start_all_reduce(mine, ReduceOp::Sum);
         let replicas = f64::from(self.replicas);
         let read = move |mut sums: Vec<f64>| {

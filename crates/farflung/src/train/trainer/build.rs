@@ -12,7 +12,7 @@ use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::weights::Weights;
 use farflung_zoo::{Keeping, Stage};
 
-use super::Trainer;
+use super::{Told, Trainer};
 use crate::train::activations::within_budget;
 use crate::train::averages;
 use crate::train::bind::{ReplicaSchedule, last_backwards};
@@ -80,11 +80,7 @@ impl Trainer {
             tied,
             dim: job.model.dim,
             scale: token_weight(group as usize, tokens),
-            last: if schedule.arrivals.is_some() {
-                BTreeMap::new()
-            } else {
-                last_backwards(&schedule, position)
-            },
+            last: last_backwards(&schedule, position),
             averages: each_step && !holders.is_empty(),
             slices: schedule.slices.clone(),
             again: recomputed(order),
@@ -134,9 +130,8 @@ impl Trainer {
             mark: None,
             half_done: false,
             tries: 0,
-            sound: true,
+            told: Told { sound: true, wants_change: false },
             unmet: false,
-            wants_change: false,
             schedule,
         })
     }

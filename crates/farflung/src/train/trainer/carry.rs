@@ -24,7 +24,10 @@ impl Trainer {
         let level = job.plan.outermost();
         let method = SyncMethod::by_name(&level.method);
         let apart = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|sync| sync.is_apart()));
-        if apart || method.is_some_and(|method| method.timed || method.overlaps) {
+        // Whoever missed an average takes what the others agreed on then.
+        let agrees = |part: &Part| part.sync.as_ref().is_none_or(|sync| sync.agreed().is_some());
+        let forgets = !job.averages_each_step() && !self.executor.parts.values().all(agrees);
+        if apart || forgets || method.is_some_and(|method| method.timed || method.overlaps) {
             let expected = expected(
                 "ddp, diloco or another whose replicas all have the same parameters after an average",
             );
@@ -39,9 +42,7 @@ impl Trainer {
     }
 
     /// Drops what is in flight, so that the rank stands behind its last step.
-    ///
-    /// Errors: those of the device.
-    pub(in crate::train) fn drop_step(&mut self) -> Result<()> {
+    pub(in crate::train) fn drop_step(&mut self) {
         self.voting = None;
         self.executor.begin(Pass::Evaluation, 0);
         self.executor.sending.clear();
@@ -57,6 +58,22 @@ impl Trainer {
             part.rollback();
             part.begin();
         }
+    }
+
+    /// Takes the steps of its own that lead to `step`, after it took what the others had agreed on before them. Their
+    /// averages come later, with the others.
+    ///
+    /// Errors: those of a step that is not done.
+    pub(in crate::train) fn catch_up(&mut self, step: u64) -> Result<()> {
+        while self.step < step {
+            let before = self.step;
+            match self.step(false) {
+                Ok(_) => {}
+                // The meeting behind it failed, as that of the others has.
+                Err(_) if self.step > before => {}
+                Err(error) => return Err(error),
+            }
+        }
         Ok(())
     }
 
@@ -66,7 +83,7 @@ impl Trainer {
     ///
     /// Errors: those of [`Trainer::new`], and of the method.
     pub(in crate::train) fn carry_over(&mut self, job: &Job, comm: Communicator) -> Result<()> {
-        self.drop_step()?;
+        self.drop_step();
         let rounds = self.counters().rounds;
         let device = (self.plain.clone(), self.executor.interrupt.clone());
         let mut next = Self::on(job, comm, device)?;
@@ -76,7 +93,7 @@ impl Trainer {
             }
         }
         next.step = self.step;
-        next.scale = self.scale.clone();
+        next.scale = self.scale;
         next.window = std::mem::take(&mut self.window);
         next.unmet = self.unmet;
         next.resync.restart(next.step);

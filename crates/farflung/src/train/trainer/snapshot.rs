@@ -79,12 +79,23 @@ impl Trainer {
         Progress { step: counters.step, outer_step: counters.outer_step }
     }
 
+    /// The step after which all replicas last agreed.
+    pub(in crate::train) fn agreed_step(&self) -> u64 {
+        if self.each_step {
+            return self.step;
+        }
+        // The last step of a run ends its period.
+        let ends = self.step.is_multiple_of(self.every) || self.step == self.steps;
+        let before = if ends && !self.unmet { self.step } else { self.step.saturating_sub(1) };
+        if ends && !self.unmet { before } else { before / self.every * self.every }
+    }
+
     /// What all replicas have alike: parameters as they last agreed on them, the method's state, and where
-    /// gradients are averaged at each step the optimizer's.
+    /// gradients are averaged at each step the optimizer's. It stands where they agreed.
     ///
     /// Errors: those of the device.
     pub(in crate::train) fn shared_snapshot(&self) -> Result<Snapshot> {
-        self.snapshot(|part, tensors, stage| {
+        let mut snapshot = self.snapshot(|part, tensors, stage| {
             let agreed = part.sync.as_ref().and_then(|sync| sync.agreed());
             tensors.push((named(stage, "params", ""), agreed.unwrap_or(&part.params)));
             for (name, state) in part.sync.iter().flat_map(|sync| sync.states()) {
@@ -93,7 +104,14 @@ impl Trainer {
             if self.each_step {
                 tensors.extend(part.chain.states().map(|(name, state)| (named(stage, "chain", name), state)));
             }
-        })
+        })?;
+        snapshot.counters.progress.step = self.agreed_step();
+        if !self.each_step {
+            // Those are each replica's own.
+            snapshot.counters.updates.fill(0);
+            snapshot.counters.scale.clear();
+        }
+        Ok(snapshot)
     }
 
     /// What is this replica's own, where steps are local: its optimizer's state.
@@ -127,7 +145,8 @@ impl Trainer {
         Ok(Snapshot { counters, tensors })
     }
 
-    /// Takes another rank's state in the place of its own. Nothing has changed where it does not fit.
+    /// Takes another rank's state in the place of its own. Where optimizers are each replica's own, it keeps its own
+    /// one unless `own` has another's. Nothing has changed where it does not fit.
     ///
     /// Errors: [`Error::Message`] for a snapshot of other parts; those of the optimizer and of the method.
     pub(in crate::train) fn take_snapshot(
@@ -150,10 +169,12 @@ impl Trainer {
                 return Err(wrong());
             }
         }
-        let own_updates = own.map_or(&shared.counters.updates, |own| &own.counters.updates);
-        for ((&stage, part), &updates) in self.executor.parts.iter_mut().zip(own_updates) {
+        let optimizer = own.or(self.each_step.then_some(shared)).map(|from| &from.counters);
+        for (number, (&stage, part)) in self.executor.parts.iter_mut().enumerate() {
             part.params.write(get(&named(stage, "params", "")).ok_or_else(wrong)?)?;
-            part.chain.restore(updates, |name| get(&named(stage, "chain", name)))?;
+            if let Some(&updates) = optimizer.and_then(|counters| counters.updates.get(number)) {
+                part.chain.restore(updates, |name| get(&named(stage, "chain", name)))?;
+            }
             if let Some(sync) = &mut part.sync {
                 sync.moved(&part.params)?;
                 let state = |name: &str| get(&named(stage, "sync", name)).map(<[f32]>::to_vec);
@@ -162,7 +183,9 @@ impl Trainer {
                 sync.average_mut().restore("", shared.counters.rounds, |_| Some(&[]))?;
             }
         }
-        self.scale.restore(&shared.counters.scale);
+        if let Some(counters) = optimizer {
+            self.scale.restore(&counters.scale);
+        }
         self.step = shared.counters.progress.step;
         self.window.clear();
         self.unmet = false;

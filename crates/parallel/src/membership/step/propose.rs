@@ -33,6 +33,7 @@ impl Step<'_> {
                 proposal.retry = retry.again(self.now, &self.state.settings);
                 self.ask(&proposal);
                 self.state.proposal = Some(proposal);
+                self.count_promises(false);
             }
             _ => self.state.proposal = Some(proposal),
         }
@@ -117,7 +118,7 @@ impl Step<'_> {
         let proposal = Proposal { ballot, at_commit, phase: Phase::Preparing { promises }, retry };
         self.ask(&proposal);
         self.state.proposal = Some(proposal);
-        self.count_promises();
+        self.count_promises(true);
     }
 
     /// Sends the question of a proposal's phase to all that have not answered.
@@ -149,26 +150,35 @@ impl Step<'_> {
             && *mine == ballot
         {
             promises.insert(from, accepted);
-            self.count_promises();
+            self.count_promises(true);
         }
     }
 
     /// With enough promises, asks for votes.
-    fn count_promises(&mut self) {
+    ///
+    /// Where it depends on members that are heard whether a late view must be proposed again, they are waited for, once.
+    fn count_promises(&mut self, waits: bool) {
         let me = self.state.me.id;
         let Some(mut proposal) = self.state.proposal.take() else { return };
         let Phase::Preparing { promises } = &proposal.phase else {
             self.state.proposal = Some(proposal);
             return;
         };
-        if !self.state.is_quorum(&promises.keys().copied().collect()) {
+        let found = self.may_be_decided(promises);
+        let more = self.state.heard().iter().any(|id| !promises.contains_key(id));
+        let is_early = waits && more && found.is_some_and(|view| self.is_late(view));
+        if is_early || !self.state.is_quorum(&promises.keys().copied().collect()) {
             self.state.proposal = Some(proposal);
             return;
         }
-        let found = newest(promises).cloned();
+        let found = found.cloned();
         let own = found.is_none();
         // Without anything to propose the proposal is dropped.
         let Some(view) = found.or_else(|| self.wanted(proposal.at_commit)) else { return };
+        if own && !self.can_go_on(&view, promises) {
+            self.state.proposal = Some(proposal);
+            return;
+        }
         let ballot = proposal.ballot;
         match self.state.kept.as_mut().map(|kept| kept.accept(ballot, &view)) {
             Some(Vote::Yes { changed }) => {
@@ -185,6 +195,29 @@ impl Step<'_> {
             }
             None => {}
         }
+    }
+
+    /// Whether those that have promised, with newcomers that are ready, may decide what follows this view: else members that
+    /// are there could be removed by a view of members that are not.
+    fn can_go_on(&self, view: &View, promises: &BTreeMap<MemberId, Option<Accepted>>) -> bool {
+        let is_there = |id: &MemberId| promises.contains_key(id) || self.state.ready.contains_key(id);
+        let mut there = view.ids();
+        there.retain(is_there);
+        view.has_majority(&there)
+    }
+
+    /// The view that may have been decided: the newest one with a vote.
+    ///
+    /// `None` where those that have voted, with those that have not answered, are no majority: who has promised without a
+    /// vote never voted in this epoch, so that no view can have been decided.
+    fn may_be_decided<'a>(&self, promises: &'a BTreeMap<MemberId, Option<Accepted>>) -> Option<&'a View> {
+        #[cfg(test)]
+        if self.state.ignores_votes {
+            return None;
+        }
+        let mut voters = self.view().map(View::ids).unwrap_or_default();
+        voters.retain(|id| !matches!(promises.get(id), Some(None)));
+        if self.state.is_quorum(&voters) { newest(promises) } else { None }
     }
 
     /// A vote has come.

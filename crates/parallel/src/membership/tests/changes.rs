@@ -45,6 +45,42 @@ fn of_a_set_and_the_rest_never_both_and_always_one() {
     }
 }
 
+/// Every set of `0..n`, as bits.
+fn sets(n: u32) -> Vec<BTreeSet<MemberId>> {
+    (0..1_u32 << n).map(|set| (0..n).filter(|i| set >> i & 1 == 1).map(id).collect()).collect()
+}
+
+#[test]
+fn the_fewest_that_are_a_majority() {
+    // Members of the view, the fewest with the tie-breaker, the fewest without.
+    let table =
+        [(2, 1, None), (3, 2, Some(2)), (4, 2, Some(3)), (5, 3, Some(3)), (6, 3, Some(4)), (7, 4, Some(4))];
+    for (n, with, without) in table {
+        for tie_breaker in 0..n {
+            let view = View { tie_breaker: id(tie_breaker), ..first(n) };
+            for set in sets(n) {
+                let fewest = if set.contains(&view.tie_breaker) { Some(with) } else { without };
+                let expected = fewest.is_some_and(|fewest| set.len() >= fewest);
+                assert_eq!(view.has_majority(&set), expected, "{set:?} of {n}, tie-breaker {tie_breaker}");
+            }
+        }
+    }
+}
+
+#[test]
+fn two_majorities_share_a_member() {
+    for n in 2..=7 {
+        for tie_breaker in 0..n {
+            let view = View { tie_breaker: id(tie_breaker), ..first(n) };
+            let majorities: Vec<_> = sets(n).into_iter().filter(|set| view.has_majority(set)).collect();
+            assert_eq!(majorities.len(), 1 << (n - 1), "of each set and the rest, one");
+            for one in &majorities {
+                assert!(majorities.iter().all(|other| !one.is_disjoint(other)), "{one:?} of {n}");
+            }
+        }
+    }
+}
+
 #[test]
 fn the_tie_breaker_stays_or_the_first_member_takes_its_place() {
     let view = first(4);

@@ -1,0 +1,61 @@
+//! `farflung status`: how a run stands that machines join and leave.
+
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use farflung::access::{self, Home};
+use farflung::comm::secure::Security;
+use farflung::comm::tcp::GateConfig;
+use farflung::train::elastic;
+use farflung::{Result, TrainConfig};
+
+/// How long its members are asked.
+const ASKED: Duration = Duration::from_secs(10);
+
+const EXAMPLES: &str = "Examples:
+  farflung status --ticket-file run.ticket
+  farflung status --ticket-file runs/gpt-1/run.ticket --json
+Each member has a ticket in its folder with its own address, for when the host is gone.
+";
+
+/// Show how a run of `farflung host` stands: who is here, their shares, who waits for whom, loss, time lost.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct StatusCommand {
+    /// File with the run's ticket; - is standard input. Or FARFLUNG_TICKET (the ticket itself),
+    /// FARFLUNG_TICKET_FILE.
+    #[arg(long, value_name = "FILE")]
+    ticket_file: Option<PathBuf>,
+    /// The run's name, where it has another than the default.
+    #[arg(long, value_name = "NAME")]
+    job: Option<String>,
+    /// This machine's key, made on first use; unless told `key` in FARFLUNG_HOME or ~/.config/farflung.
+    #[arg(long, value_name = "FILE")]
+    key_file: Option<PathBuf>,
+    /// Print it as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+impl StatusCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let env = |name: &str| std::env::var(name).ok();
+        let ticket = access::ticket_for(self.ticket_file.as_deref(), env)?;
+        let identity = Home::new(self.key_file.as_deref(), env)?.identity()?;
+        let job = self.job.unwrap_or_else(|| TrainConfig::default().job);
+        let mut gate = GateConfig::new("", job, Security::by_ticket(&identity, &ticket));
+        gate.deadline = ASKED;
+        let status = elastic::status(&gate, &ticket.addresses)?;
+        match status {
+            Some(status) if self.json => {
+                let text = serde_json::to_string_pretty(&status).expect("texts and numbers are plain data");
+                super::print(&format!("{text}\n"))
+            }
+            Some(status) => super::print(&status.to_string()),
+            None if self.json => super::print("null\n"),
+            None => super::print("the run has not made a step yet\n"),
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! Notices that a machine is about to be taken away, as spot machines get them: a file that appears, or a command that
+//! succeeds. Then the run is asked to stop, as by SIGTERM.
+
+#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use farflung_base::Nanos;
+
+use crate::{Error, Result, Signal, Stop, terminal};
+
+/// How this machine hears that it is about to be taken away.
+#[derive(Debug, Clone, clap::Args)]
+pub struct NoticeArgs {
+    /// Leave in peace once this file is there, as after SIGTERM.
+    #[arg(long, value_name = "FILE", help_heading = NOTICE)]
+    notice_file: Option<PathBuf>,
+    /// Leave in peace once this shell command succeeds, such as
+    /// `curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action` on a spot machine of AWS.
+    #[arg(long, value_name = "COMMAND", help_heading = NOTICE)]
+    notice_command: Option<String>,
+    /// How often to look for either.
+    #[arg(long, value_name = "TIME", default_value = "2s", help_heading = NOTICE)]
+    notice_every: Nanos,
+}
+
+const NOTICE: &str = "When this machine is taken away";
+
+impl NoticeArgs {
+    /// Looks from now on, and asks `stop` once there is a notice.
+    ///
+    /// Errors: the system gives no thread.
+    pub fn watch(&self, stop: &Stop) -> Result<()> {
+        if self.notice_file.is_none() && self.notice_command.is_none() {
+            return Ok(());
+        }
+        let (notice, stop) = (self.clone(), stop.clone());
+        let every = Duration::from(self.notice_every).max(Duration::from_millis(10));
+        let look = move || {
+            while stop.requested().is_none() {
+                if let Some(what) = notice.given() {
+                    terminal::say(format!("{what}: leaves after this step\n"));
+                    stop.request(Signal::Terminate);
+                    return;
+                }
+                thread::sleep(every);
+            }
+        };
+        let started = thread::Builder::new().name("farflung-notice".to_owned()).spawn(look);
+        started.map(drop).map_err(|source| Error::Start { rank: 0, source })
+    }
+
+    /// What gives notice, if anything does.
+    fn given(&self) -> Option<String> {
+        if let Some(file) = self.notice_file.as_ref().filter(|file| file.exists()) {
+            return Some(format!("{} is there", file.display()));
+        }
+        let command = self.notice_command.as_ref()?;
+        let mut shell = Command::new("sh");
+        shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        match shell.status() {
+            Ok(status) => status.success().then(|| format!("`{command}` succeeds")),
+            Err(error) => {
+                tracing::warn!(%error, command, "the command of --notice-command cannot be run");
+                None
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn notice(file: Option<PathBuf>, command: Option<&str>) -> NoticeArgs {
+        let notice_every = Nanos::from_millis(10);
+        NoticeArgs { notice_file: file, notice_command: command.map(str::to_owned), notice_every }
+    }
+
+    #[test]
+    fn a_file_or_a_command_gives_notice() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("notice");
+        let by_file = notice(Some(file.clone()), None);
+        assert_eq!(by_file.given(), None);
+        std::fs::write(&file, "").unwrap();
+        assert!(by_file.given().is_some());
+        assert_eq!(notice(None, Some("exit 1")).given(), None);
+        assert_eq!(notice(None, Some("exit 0")).given().unwrap(), "`exit 0` succeeds");
+        let stop = Stop::manual();
+        by_file.watch(&stop).unwrap();
+        while stop.requested().is_none() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(stop.requested(), Some(Signal::Terminate));
+    }
+}

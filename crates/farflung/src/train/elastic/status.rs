@@ -1,0 +1,228 @@
+//! How a run stands that machines join and leave, as one of its members sees it.
+
+use std::fmt;
+
+use farflung_base::{Bytes, Nanos, PeerId};
+use serde::{Deserialize, Serialize};
+
+use super::place::Place;
+use crate::train::job::Job;
+use crate::train::steps::Steps;
+use crate::train::trainer::Trainer;
+
+/// The last changes of members that are told.
+const CHANGES: usize = 5;
+/// Between two times that a member says how the run stands.
+const EVERY: Nanos = Nanos::from_millis(500);
+
+/// How a run stands.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// The model's name.
+    pub model: String,
+    /// Steps done.
+    pub step: u64,
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// The number of the view.
+    pub epoch: u64,
+    /// How often a host has started the run again.
+    pub incarnation: u64,
+    /// The members, by rank.
+    pub members: Vec<MemberStatus>,
+    /// Endpoints that are connected and wait to become members.
+    pub waiting: Vec<u32>,
+    /// The mean loss of the last step, in nats.
+    pub train_loss: Option<f64>,
+    /// The loss of the held-out text, when it was last computed, in nats.
+    pub val_loss: Option<f64>,
+    /// All members together.
+    pub tokens_per_s: f64,
+    /// Bytes that the member which answers has sent.
+    pub sent: u64,
+    /// Seconds that the member which answers has been in the run.
+    pub time_s: f64,
+    /// Of these, seconds in which members changed and no step was made.
+    pub changing_s: f64,
+    /// The newest changes of members, oldest first.
+    pub changes: Vec<String>,
+}
+
+/// One member.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MemberStatus {
+    /// The number of its endpoint.
+    pub slot: u32,
+    /// Where it listens, where that is known.
+    pub address: Option<String>,
+    /// The view that it came with.
+    pub joined: u64,
+    /// Its part of a step's sequences, of 1.
+    pub share: f64,
+    /// Whether it is the one that answers.
+    pub answers: bool,
+    /// The endpoint of the member for which it has said that it waits.
+    pub waits_for: Option<u32>,
+}
+
+impl Status {
+    /// Of the steps' time, of 1.
+    #[must_use]
+    pub fn goodput(&self) -> f64 {
+        if self.time_s > 0.0 { (1.0 - self.changing_s / self.time_s).clamp(0.0, 1.0) } else { 1.0 }
+    }
+}
+
+impl fmt::Display for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let loss = |loss: Option<f64>| loss.map_or_else(|| "-".to_owned(), |loss| format!("{loss:.4}"));
+        writeln!(f, "{}: step {} of {}", self.model, self.step, self.steps)?;
+        writeln!(f, "loss      {} (held out {})", loss(self.train_loss), loss(self.val_loss))?;
+        writeln!(
+            f,
+            "speed     {:.0} tokens/s; {:.1}% of {:.0} s in steps, {} sent",
+            self.tokens_per_s,
+            100.0 * self.goodput(),
+            self.time_s,
+            Bytes(self.sent)
+        )?;
+        writeln!(f, "view      {} of incarnation {}", self.epoch, self.incarnation)?;
+        writeln!(f, "\nmember  share  since view  waits for  address")?;
+        for member in &self.members {
+            let waits = member.waits_for.map_or_else(|| "-".to_owned(), |slot| slot.to_string());
+            let address = member.address.as_deref().unwrap_or("-");
+            writeln!(
+                f,
+                "{:>6}  {:>4.0}%  {:>10}  {waits:>9}  {address}{}",
+                member.slot,
+                100.0 * member.share,
+                member.joined,
+                if member.answers { " (answers)" } else { "" }
+            )?;
+        }
+        if !self.waiting.is_empty() {
+            let waiting: Vec<String> = self.waiting.iter().map(ToString::to_string).collect();
+            writeln!(f, "waiting to come in: {}", waiting.join(", "))?;
+        }
+        if !self.changes.is_empty() {
+            writeln!(f)?;
+            self.changes.iter().try_for_each(|change| writeln!(f, "{change}"))?;
+        }
+        Ok(())
+    }
+}
+
+/// What a member remembers in order to say how the run stands.
+#[derive(Debug, Default)]
+pub(super) struct Teller {
+    changes: Vec<String>,
+    changing: Nanos,
+    told: Option<Nanos>,
+}
+
+impl Teller {
+    /// Members have changed.
+    pub(super) fn changed(&mut self, text: String, took: Nanos) {
+        self.changing = self.changing.saturating_add(took);
+        self.changes.push(text);
+        let excess = self.changes.len().saturating_sub(CHANGES);
+        self.changes.drain(..excess);
+        self.told = None;
+    }
+
+    /// Tells whoever asks, where it is time to.
+    pub(super) fn tell(&mut self, place: &mut Place, trainer: &Trainer, steps: &Steps<'_, '_>) {
+        let now = place.transport().now();
+        if self.told.is_some_and(|at| now < at.saturating_add(EVERY)) {
+            return;
+        }
+        self.told = Some(now);
+        let status = self.status(place, trainer, steps);
+        place.arrivals.tell(status);
+    }
+
+    fn status(&self, place: &mut Place, trainer: &Trainer, steps: &Steps<'_, '_>) -> Status {
+        let waiting = place.newcomers().iter().map(|peer| peer.peer.0).collect();
+        let row = steps.record.rows.last();
+        let totals = steps.clock.totals(trainer.comm());
+        let view = place.view();
+        Status {
+            model: crate::model_name(&steps.job.model),
+            step: trainer.steps_done(),
+            steps: steps.job.config.steps,
+            epoch: view.map_or(0, |view| view.epoch),
+            incarnation: view.map_or(0, |view| view.incarnation),
+            members: members(place, &steps.job),
+            waiting,
+            train_loss: row.map(|row| row.train_loss),
+            val_loss: steps.last_loss,
+            tokens_per_s: row.map_or(0.0, |row| row.tokens_per_s),
+            sent: totals.bytes_sent,
+            time_s: totals.time_s,
+            changing_s: self.changing.as_secs_f64(),
+            changes: self.changes.clone(),
+        }
+    }
+}
+
+/// The members of the view in force.
+fn members(place: &Place, job: &Job) -> Vec<MemberStatus> {
+    let (transport, me) = (place.transport(), place.transport().me());
+    let addresses = place.arrivals.addresses();
+    let all: u32 = job.plan.microbatches.iter().sum();
+    let members = place.view().into_iter().flat_map(|view| &view.members);
+    members
+        .zip(job.plan.microbatches.iter())
+        .map(|(member, &microbatches)| MemberStatus {
+            slot: member.slot,
+            address: addresses.get(&PeerId(member.slot)).cloned(),
+            joined: member.joined,
+            share: f64::from(microbatches) / f64::from(all.max(1)),
+            answers: PeerId(member.slot) == me,
+            waits_for: transport.waits_of(PeerId(member.slot)).map(|peer| peer.0),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_is_a_table() {
+        let member = |slot, waits_for| MemberStatus {
+            slot,
+            address: Some(format!("10.0.0.{slot}:29500")),
+            joined: 1,
+            share: 0.5,
+            answers: slot == 0,
+            waits_for,
+        };
+        let status = Status {
+            model: "gpt-2x32".to_owned(),
+            step: 12,
+            steps: 100,
+            epoch: 3,
+            incarnation: 1,
+            members: vec![member(0, None), member(7, Some(0))],
+            waiting: vec![9],
+            train_loss: Some(2.5),
+            val_loss: None,
+            tokens_per_s: 1234.0,
+            sent: 5_000_000,
+            time_s: 20.0,
+            changing_s: 1.0,
+            changes: vec!["after step 3: member 7 came".to_owned()],
+        };
+        let text = "gpt-2x32: step 12 of 100\n\
+            loss      2.5000 (held out -)\n\
+            speed     1234 tokens/s; 95.0% of 20 s in steps, 5 MB sent\n\
+            view      3 of incarnation 1\n\n\
+            member  share  since view  waits for  address\n\
+            \x20    0    50%           1          -  10.0.0.0:29500 (answers)\n\
+            \x20    7    50%           1          0  10.0.0.7:29500\n\
+            waiting to come in: 9\n\n\
+            after step 3: member 7 came\n";
+        assert_eq!(status.to_string(), text);
+    }
+}

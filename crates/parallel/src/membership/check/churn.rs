@@ -1,0 +1,1 @@
+//! Machines come and go for a day.

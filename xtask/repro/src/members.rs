@@ -1,0 +1,81 @@
+//! Runs whose members come and leave, on the virtual clock: what happens to whom and when is written down beforehand.
+
+pub(crate) mod churn;
+pub(crate) mod join;
+mod processes;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use farflung::base::{Link, Nanos, PeerId, Topology};
+use farflung::comm::Transport;
+use farflung::comm::simulated::{Faults, cluster_with};
+use farflung::train::{Departure, Job, Quiet, Report, elastic, run_seats};
+use farflung::{Error, TrainConfig};
+
+use crate::workers::{self, Over};
+
+/// How long members wait for each other.
+const DEADLINE: Nanos = Nanos::from_millis(2_000);
+
+/// A job of a model of moments, whose members wait for each other as long as [`DEADLINE`].
+fn job(seed: u64, members: usize, change: impl FnOnce(&mut TrainConfig)) -> Result<Job> {
+    let mut config = TrainConfig {
+        dim: Some(16),
+        context: Some(8),
+        batch: 1,
+        steps: 6,
+        eval_every: 3,
+        eval_batches: 1,
+        sample_tokens: 0,
+        deadline: DEADLINE,
+        workers: members,
+        codec: "none".parse()?,
+        ..workers::config(seed, false)
+    };
+    change(&mut config);
+    workers::job(config, Over::Simulated("100mbit,1ms".parse()?))
+}
+
+/// What becomes of a member.
+type Ended = farflung::Result<Option<Report>>;
+
+/// Runs a job at a network of so many endpoints: the first of them found it, others come at their times.
+fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Result<Vec<Ended>> {
+    let link: Link = job.config.link;
+    let ends = cluster_with(&Topology::uniform(ends, link), faults);
+    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
+    Ok(run_seats(job, elastic::seats(job, ends, come, true)?, &mut Quiet))
+}
+
+fn report(ended: &Ended) -> Option<&Report> {
+    ended.as_ref().ok().and_then(Option::as_ref)
+}
+
+/// When each step was done, by the clock of the run, in seconds.
+fn times(report: &Report) -> Vec<f64> {
+    report.rows.iter().map(|row| row.time_s).collect()
+}
+
+/// The longest time between two steps, in seconds.
+fn longest_wait(report: &Report) -> f64 {
+    let times = times(report);
+    times.windows(2).map(|pair| pair[1] - pair[0]).fold(0.0, f64::max)
+}
+
+/// The hashes of runs in which a member leaves in peace before each of some steps.
+fn after_leaving(job: &Job, member: u32, steps: std::ops::RangeInclusive<u64>) -> Result<BTreeSet<String>> {
+    let mut hashes = BTreeSet::new();
+    for step in steps {
+        let job = Job { departure: Some(Departure { rank: member, step }), ..job.clone() };
+        let ended = run(&job, job.world, &[], &Faults::new())?;
+        anyhow::ensure!(
+            matches!(ended[member as usize], Err(Error::StoppedAt { .. })),
+            "member {member} stayed"
+        );
+        let left = ended.iter().filter_map(report).next().context("nobody is left")?;
+        hashes.insert(left.hash.clone());
+    }
+    Ok(hashes)
+}

@@ -1,0 +1,158 @@
+//! A member is lost at any moment of a step.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result};
+use farflung::base::{Nanos, PeerId};
+use farflung::comm::simulated::Faults;
+use farflung::config::choice::SyncKind;
+use farflung::optim::sync::DILOCO;
+use farflung::train::{Failure, Job, Moment};
+
+use super::{
+    DEADLINE, after_leaving, job, longest_wait, processes, report as report_of, run as run_once, times,
+};
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "churn-anywhere",
+    claim: "one of five members is killed, frozen or cut off at any moment of a step: the others go on within the deadline and \
+            a second, with the bits of a run that it left in peace just before that step or just after it; with DiLoCo, \
+            with the bits of a round to which it gave nothing; real processes too, where whoever was frozen comes back",
+    source: "the design of farflung (issue 22); torchft, PCCL and Psyche lose more",
+    seed: 1337,
+    run,
+};
+
+const MEMBERS: usize = 5;
+
+#[derive(Debug, Clone, Copy)]
+enum Blow {
+    Kill,
+    Freeze,
+    Cut,
+}
+
+impl Blow {
+    const ALL: [Self; 3] = [Self::Kill, Self::Freeze, Self::Cut];
+
+    fn on(self, member: u32, at: Nanos) -> Faults {
+        let (faults, peer) = (Faults::new().at(at), PeerId(member));
+        match self {
+            Self::Kill => faults.crash(peer),
+            Self::Freeze => faults.freeze(peer, Nanos::MAX),
+            Self::Cut => faults.partition(&[peer], MEMBERS, Nanos::MAX),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    runs: u32,
+    stuck: u32,
+    apart: u32,
+    other_bits: u32,
+    lost_tokens: u32,
+    slowest: f64,
+}
+
+/// All blows at so many moments between two times, where survivors may end with these hashes and tokens.
+fn strike(
+    job: &Job,
+    member: u32,
+    (from, to): (Nanos, Nanos),
+    moments: u64,
+    allowed: &BTreeSet<String>,
+) -> Result<Seen> {
+    let mut seen = Seen::default();
+    for blow in Blow::ALL {
+        for moment in 0..moments {
+            let at = Nanos(from.0 + (to.0 - from.0) * moment / moments);
+            let ended = run_once(job, MEMBERS, &[], &blow.on(member, at))?;
+            seen.runs += 1;
+            let others = ended.iter().enumerate().filter(|(n, _)| *n != member as usize);
+            let survivors: Vec<_> = others.filter_map(|(_, ended)| report_of(ended)).collect();
+            seen.stuck += u32::from(survivors.len() != MEMBERS - 1);
+            let Some(first) = survivors.first() else { continue };
+            seen.apart += u32::from(survivors.iter().any(|report| report.hash != first.hash));
+            seen.other_bits += u32::from(!allowed.contains(&first.hash));
+            // Each sequence of a step counts in it: of five members before, of four after.
+            let context = job.model.context as u64;
+            let rows = survivors.iter().flat_map(|report| report.rows.windows(2));
+            let next = rows.filter(|pair| pair[1].step == pair[0].step + 1);
+            let counts: Vec<u64> = next.map(|pair| (pair[1].tokens - pair[0].tokens) / context).collect();
+            let all = MEMBERS as u64;
+            seen.lost_tokens += u32::from(counts.iter().any(|count| ![all, all - 1].contains(count)));
+            let waits = survivors.iter().map(|report| longest_wait(report));
+            seen.slowest = waits.fold(seen.slowest, f64::max);
+        }
+    }
+    Ok(seen)
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let (members, moments): (&[u32], u64) = if options.quick { (&[0, 3], 4) } else { (&[0, 1, 2, 3, 4], 40) };
+    let ddp = job(report.seed(), MEMBERS, |_| {})?;
+    let diloco = job(report.seed(), MEMBERS, |config| {
+        config.sync = SyncKind::of(&DILOCO);
+        config.sync_every = 2;
+    })?;
+    for (name, job) in [("ddp", &ddp), ("diloco", &diloco)] {
+        let calm = run_once(job, MEMBERS, &[], &Faults::new())?;
+        let calm = times(report_of(&calm[0]).context("a run without faults ends")?);
+        let at = |step: usize| Nanos((calm[step] * 1e9) as u64);
+        let mut all = Seen::default();
+        for &member in members {
+            // The fourth step, or the round of the third and the fourth.
+            let (span, allowed) = if name == "ddp" {
+                ((at(2), at(3)), after_leaving(job, member, 3..=4)?)
+            } else {
+                ((at(1), at(3)), rounds_without(job, member)?)
+            };
+            let seen = strike(job, member, span, moments, &allowed)?;
+            all.runs += seen.runs;
+            all.stuck += seen.stuck;
+            all.apart += seen.apart;
+            all.other_bits += seen.other_bits;
+            all.lost_tokens += seen.lost_tokens;
+            all.slowest = all.slowest.max(seen.slowest);
+            report.progress(&format!(
+                "{name}: member {member}: {} runs, slowest {:.3} s",
+                all.runs, all.slowest
+            ))?;
+        }
+        let none = Mark::AtMost(0.0);
+        report.row(&format!("{name}: runs"), f64::from(all.runs), "1", Mark::None)?;
+        report.row(
+            &format!("{name}: runs in which a survivor did not go on"),
+            f64::from(all.stuck),
+            "1",
+            none,
+        )?;
+        report.row(&format!("{name}: runs whose survivors differ"), f64::from(all.apart), "1", none)?;
+        let metric = format!("{name}: runs with other bits than allowed");
+        report.row(&metric, f64::from(all.other_bits), "1", none)?;
+        let metric = format!("{name}: runs with steps of neither five nor four members' sequences");
+        report.row(&metric, f64::from(all.lost_tokens), "1", none)?;
+        let most = DEADLINE.as_secs_f64() + 1.0;
+        let metric = format!("{name}: longest time between two steps");
+        report.row(&metric, all.slowest, "s", Mark::AtMost(most))?;
+    }
+    processes::run(report, options)
+}
+
+/// The hashes of runs of which one of three rounds has nothing of a member, and of one that it left after the second.
+fn rounds_without(job: &Job, member: u32) -> Result<BTreeSet<String>> {
+    let mut hashes = after_leaving(job, member, 4..=4)?;
+    for round in 0..3 {
+        let mut ways = BTreeSet::new();
+        for (step, moment) in [(2 * round + 1, Moment::Begun), (2 * round + 2, Moment::Prepared)] {
+            let lost = Job { failure: Some(Failure { rank: member, step, moment }), ..job.clone() };
+            let ended = run_once(&lost, MEMBERS, &[], &Faults::new())?;
+            ways.insert(ended.iter().filter_map(report_of).next().context("nobody is left")?.hash.clone());
+        }
+        anyhow::ensure!(ways.len() == 1, "a loss within a round depends on when it was");
+        hashes.append(&mut ways);
+    }
+    Ok(hashes)
+}

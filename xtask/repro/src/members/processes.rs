@@ -1,0 +1,146 @@
+//! The same with processes of this machine: one run, whose members are killed, or frozen and woken, one after another.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::thread::sleep;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use farflung::base::Philox;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::binary::farflung;
+use crate::harness::{Mark, Options, Report};
+use crate::machine::now;
+
+/// How long anything may take.
+const PATIENCE: Duration = Duration::from_secs(60);
+const LOOK: Duration = Duration::from_millis(5);
+/// As `--deadline 2s` has it.
+const DEADLINE: f64 = 2.0;
+
+/// A member's process and its folder.
+struct Member {
+    process: Child,
+    folder: PathBuf,
+}
+
+impl Member {
+    fn send(&self, signal: Signal) -> Result<()> {
+        let pid = Pid::from_raw(i32::try_from(self.process.id())?).context("a process has a number")?;
+        Ok(kill_process(pid, signal)?)
+    }
+
+    /// How many members there were when it last told of a change, and how many changes there have been.
+    fn told(&self) -> (u64, usize) {
+        let text = fs::read_to_string(self.folder.join("events.jsonl")).unwrap_or_default();
+        let changes: Vec<serde_json::Value> = text
+            .lines()
+            .filter_map(|line| serde_json::from_str(line).ok())
+            .filter(|event: &serde_json::Value| event["event"] == "members")
+            .collect();
+        (changes.last().and_then(|event| event["members"].as_u64()).unwrap_or(0), changes.len())
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn start(folder: &Path, number: usize, mut command: Command) -> Result<Member> {
+    let process =
+        command.env("FARFLUNG_HOME", folder.join(format!("home-{number}"))).current_dir(folder).spawn();
+    Ok(Member {
+        process: process.context("failed to start `farflung`")?,
+        folder: folder.join(number.to_string()),
+    })
+}
+
+fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
+    let (out, ticket) = (number.to_string(), ticket.display().to_string());
+    let flags = ["--listen", "127.0.0.1:0", "--threads", "1", "--data", "text.txt", "--quiet"];
+    start(
+        folder,
+        number,
+        farflung(&[&["join", "--ticket-file", &ticket, "--out", &out], &flags[..]].concat())?,
+    )
+}
+
+/// Waits until a member tells of so many members after a change that it had not told of. Gives how long that took.
+fn wait(member: &Member, members: u64, before: usize) -> Result<f64> {
+    let begun = now();
+    while begun.elapsed() < PATIENCE {
+        let (count, changes) = member.told();
+        if changes > before && count == members {
+            return Ok(begun.elapsed().as_secs_f64());
+        }
+        sleep(LOOK);
+    }
+    bail!("{} told of no change to {members} members: {:?}", member.folder.display(), member.told())
+}
+
+pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let losses = if options.quick { 2 } else { 60 };
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let folder = folder.path();
+    fs::write(folder.join("text.txt"), "the quick brown fox ".repeat(500))?;
+    let flags = "host --listen 127.0.0.1:0 --deadline 2s --steps 100000000 --layers 2 --heads 2 --dim 8 --context 8 \
+                 --batch 1 --threads 1 --eval-every 100000000 --eval-batches 1 --sample-tokens 0 --data text.txt \
+                 --sync ddp --codec none --quiet --out 0 --checkpoint-every 0";
+    let flags: Vec<&str> = flags.split_whitespace().collect();
+    let mut members = vec![start(folder, 0, farflung(&flags)?)?];
+    let begun = now();
+    while !folder.join("0/run.ticket").exists() {
+        anyhow::ensure!(begun.elapsed() < PATIENCE, "the host wrote no ticket");
+        sleep(LOOK);
+    }
+    let mut started = 1;
+    let mut add = |members: &mut Vec<Member>| -> Result<()> {
+        let oldest = &members[0];
+        let (.., before) = oldest.told();
+        let newcomer = join(folder, started, &oldest.folder.join("run.ticket"))?;
+        started += 1;
+        wait(oldest, members.len() as u64 + 1, before)?;
+        members.push(newcomer);
+        Ok(())
+    };
+    while members.len() < 5 {
+        add(&mut members)?;
+    }
+    let random = Philox::new(report.seed(), 0);
+    let (mut killed, mut frozen, mut slowest, mut came_back) = (0_u32, 0_u32, 0.0_f64, 0_u32);
+    for loss in 0..losses {
+        let victim = random.below(3 * loss, 5) as usize;
+        let freeze = random.below(3 * loss + 1, 2) == 1;
+        sleep(Duration::from_micros(random.below(3 * loss + 2, 50_000)));
+        let watcher = usize::from(victim == 0);
+        let (.., before) = members[watcher].told();
+        members[victim].send(if freeze { Signal::STOP } else { Signal::KILL })?;
+        slowest = slowest.max(wait(&members[watcher], 4, before)?);
+        if freeze {
+            frozen += 1;
+            let (.., before) = members[watcher].told();
+            members[victim].send(Signal::CONT)?;
+            wait(&members[watcher], 5, before)?;
+            came_back += 1;
+            // It is the youngest now.
+            let youngest = members.remove(victim);
+            members.push(youngest);
+        } else {
+            killed += 1;
+            members.remove(victim);
+            add(&mut members)?;
+        }
+        report.progress(&format!("{} of {losses} losses, slowest {slowest:.2} s", loss + 1))?;
+    }
+    report.row("processes: members killed", f64::from(killed), "1", Mark::None)?;
+    report.row("processes: members frozen", f64::from(frozen), "1", Mark::None)?;
+    let metric = "processes: frozen ones that woke and came back";
+    report.row(metric, f64::from(came_back), "1", Mark::AtLeast(f64::from(frozen)))?;
+    let metric = "processes: slowest, from the blow to the others' next step";
+    report.row(metric, slowest, "s", Mark::AtMost(DEADLINE + 1.0))
+}
