@@ -563,12 +563,6 @@ impl TrainConfig {
         all.find(|(key, _)| dashed(key) == name)?.1
     }
 
-    /// How fast this process sends over sockets.
-    #[must_use]
-    pub const fn pace(&self) -> farflung_comm::tcp::Pace {
-        farflung_comm::tcp::Pace { all: self.up, each: self.up_each }
-    }
-
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
     ///
     /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for one between

@@ -8,6 +8,7 @@ use std::time::Duration;
 use farflung_base::{Link, Rank, Topology};
 use farflung_comm::Communicator;
 use farflung_comm::secure::Security;
+use farflung_comm::tcp::Pace;
 use farflung_parallel::{Cluster, Plan, shipped};
 
 use super::elastic::Place;
@@ -82,6 +83,11 @@ pub(super) fn of_plan(config: &TrainConfig, plan: &Plan, cluster: Option<&Cluste
     Ok(all.among(&machines))
 }
 
+/// How fast this process sends over sockets.
+pub(super) const fn pace(config: &TrainConfig) -> Pace {
+    Pace { all: config.up, each: config.up_each }
+}
+
 /// Joins the processes of a launched job by their ranks and number. Nothing else of the job needs to be known.
 ///
 /// Errors: [`Error::PeerLost`] and others when processes do not find each other in time.
@@ -93,7 +99,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         security: env.security.clone(),
         job: config.job.clone(),
         deadline: config.deadline,
-        pace: config.pace(),
+        pace: pace(config),
     };
     // Where a rank has a transport of another kind, the others are to hear of it.
     let meets = |row: &TransportMethod| match row.ends {
@@ -191,7 +197,7 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
                 security: Security::clear(),
                 job: config.job.clone(),
                 deadline: config.deadline,
-                pace: config.pace(),
+                pace: pace(config),
             };
             Ok(vec![seat_of(joined.map_or_else(|| meet(&alone()), Ok)?)?])
         }
