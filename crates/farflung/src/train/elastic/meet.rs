@@ -16,7 +16,7 @@ use super::welcome::Welcome;
 use crate::config::choice::Resume;
 use crate::train::claim::Claim;
 use crate::train::job::Job;
-use crate::train::links::{Seat, seat};
+use crate::train::links::{Seat, pace, seat};
 use crate::train::planned;
 use crate::train::report::Report;
 use crate::train::run::{Watch, run_job};
@@ -84,7 +84,7 @@ pub fn host(
         kept::is_over(folder, former, watch)?;
     }
     let opened = Arc::new(Gate::found(gate)?);
-    opened.transport().keep_pace(job.config.pace())?;
+    opened.transport().keep_pace(pace(&job.config))?;
     let welcome = Welcome::of(&job);
     opened.set_welcome(welcome.to_bytes())?;
     let me = Newcomer::from(&opened.own());
@@ -130,7 +130,7 @@ pub fn join(
         watch
             .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
         let opened = Arc::new(asked.join()?);
-        opened.transport().keep_pace(job.config.pace())?;
+        opened.transport().keep_pace(pace(&job.config))?;
         let welcome = Welcome { status: None, ..welcome };
         opened.set_welcome(welcome.to_bytes())?;
         let me = Newcomer::from(&opened.own());

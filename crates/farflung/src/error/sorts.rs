@@ -1,0 +1,133 @@
+//! Sorts of errors: which exit code each has, which are about another rank, and what errors of other crates become.
+
+use std::io;
+use std::path::Path;
+
+use farflung_comm::{CommError, Refusal};
+use farflung_optim::OptimError;
+use farflung_parallel::ParallelError;
+use farflung_tensor::TensorError;
+use farflung_zoo::ZooError;
+
+use super::Error;
+
+impl Error {
+    /// The process's exit code: 2 usage, 75 a peer was lost and the job can be requeued, 130, 143 and 129 after
+    /// a signal, the child's own for a launched one, else 1.
+    #[must_use]
+    pub const fn exit_code(&self) -> u8 {
+        match self {
+            Self::Setting { .. }
+            | Self::Unprotected { .. }
+            | Self::Exposed { .. }
+            | Self::KeyFile { .. }
+            | Self::Ticket { .. }
+            | Self::Comm(
+                CommError::Unproven { .. } | CommError::Unsealed { .. } | CommError::Clocks { .. },
+            )
+            | Self::RanksDiffer { .. }
+            | Self::MemberDiffers { .. }
+            | Self::StillRuns { .. }
+            | Self::ForeignFolder { .. }
+            | Self::NoCopy { .. }
+            | Self::TooLarge(_)
+            | Self::UnknownKey { .. }
+            | Self::ConfigValue { .. }
+            | Self::ConfigSyntax { .. }
+            | Self::HalfSet { .. }
+            | Self::Variable { .. }
+            | Self::Parallel(
+                ParallelError::Plan { .. }
+                | ParallelError::PlanFile { .. }
+                | ParallelError::PlanVersion { .. }
+                | ParallelError::TraceLine { .. },
+            )
+            | Self::Zoo(ZooError::UnknownPreset { .. } | ZooError::UnknownTokenizer { .. }) => 2,
+            // Ends compare what they hold when a run begins again.
+            // The dead one that still has the place is found out in a while; other reasons stay.
+            Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
+            Self::Removed { .. }
+            | Self::NoMajority { .. }
+            | Self::NobodyAnswers { .. }
+            | Self::PeerLost { .. }
+            | Self::StoppedBy { .. }
+            | Self::CutOff { .. }
+            | Self::Comm(CommError::Missing { .. } | CommError::Refused { .. })
+            | Self::Boundary { source: farflung_compress::CompressError::CacheMiss { .. }, .. } => 75,
+            Self::Stopped(signal) | Self::StoppedAt { signal, .. } => signal.exit_code(),
+            Self::Child { code, .. }
+            | Self::OnHost { code, .. }
+            | Self::Ssh { code, .. }
+            | Self::OnRank { code, .. } => *code,
+            _ => 1,
+        }
+    }
+
+    /// What a schedule does not admit, as the setting that is wrong: on the command line, not in the run.
+    #[must_use]
+    pub fn schedule(error: ParallelError) -> Self {
+        let (field, value, expected) = match error {
+            ParallelError::NotAdmitted { method, field, given, needs } => {
+                (field, given.to_string(), format!("for {method} {needs}"))
+            }
+            ParallelError::UnknownName { name, known, .. } => ("schedule", name, known.join(", ")),
+            ParallelError::Zero { field, .. } => (field, "0".to_owned(), "at least 1".to_owned()),
+            ParallelError::PerStage { given, stages, .. } => {
+                ("cost", format!("for {given} stages"), format!("one entry or {stages}"))
+            }
+            ParallelError::TooLarge { actions, limit } => {
+                ("microbatches", format!("such that there are {actions} actions"), format!("at most {limit}"))
+            }
+            other => return other.into(),
+        };
+        Self::Setting { field, value, expected }
+    }
+
+    /// Whether it is about a peer rather than about this rank.
+    #[must_use]
+    pub const fn is_peer_lost(&self) -> bool {
+        matches!(self, Self::PeerLost { .. })
+    }
+
+    /// Whether a step was dropped on purpose, here or by another rank, or because a rank does not answer: not
+    /// because anything is wrong with what it computed.
+    pub(crate) fn is_interruption(&self) -> bool {
+        match self {
+            Self::Tensor(error)
+            | Self::Zoo(ZooError::Tensor(error))
+            | Self::Optim(OptimError::Tensor(error)) => *error == TensorError::Interrupted,
+            Self::Comm(error) => error.is_cancelled(),
+            _ => self.is_peer_lost(),
+        }
+    }
+
+    /// The rank that dropped a step on purpose. All peers of a run are its ranks.
+    pub(crate) fn cancelled_by(&self) -> Option<farflung_base::Rank> {
+        let Self::PeerLost { peer, source } = self else { return None };
+        let cancelled = source.downcast_ref::<CommError>().is_some_and(CommError::is_cancelled);
+        cancelled.then_some(farflung_base::Rank(peer.0))
+    }
+
+    /// For `map_err`: the error of doing `action` to `path`.
+    pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Io { action, path: path.to_owned(), source }
+    }
+}
+
+impl From<CommError> for Error {
+    fn from(error: CommError) -> Self {
+        match error.peer() {
+            Some(peer) => Self::PeerLost { peer, source: Box::new(error) },
+            None => Self::Comm(error),
+        }
+    }
+}
+
+impl From<OptimError> for Error {
+    fn from(error: OptimError) -> Self {
+        match error {
+            OptimError::Comm(error) => error.into(),
+            error => Self::Optim(error),
+        }
+    }
+}
