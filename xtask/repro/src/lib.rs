@@ -111,6 +111,7 @@ mod tune;
 mod simulate_scale;
 mod slow_link;
 mod soak;
+mod split_brain;
 mod strangers;
 mod streaming;
 mod swarm_rebalance;
@@ -163,6 +164,7 @@ pub const BENCHES: &[Bench] = &[
     failure::BENCH,
     relay::BENCH,
     soak::BENCH,
+    split_brain::BENCH,
     all_reduce::BENCH,
     all_reduce_limit::BENCH,
     secure_tcp::BENCH,

@@ -105,6 +105,7 @@ short! {
     schedule_vectors: "schedule-vectors",
     slow_link: "slow-link",
     soak: "soak",
+    split_brain: "split-brain",
     theory: "theory",
     swarm_rebalance: "swarm-rebalance",
     uneven: "uneven",

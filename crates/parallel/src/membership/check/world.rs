@@ -61,6 +61,8 @@ pub(super) struct World<T> {
     pub(super) steps: u64,
     pub(super) settings: Settings,
     pub(super) crashes: u32,
+    /// Members that stopped because they had no majority.
+    pub(super) stops: u32,
     pub(super) flaw: Option<super::Flaw>,
     slots: u32,
     due: BTreeMap<(Nanos, u64), Due<T>>,
@@ -80,6 +82,7 @@ impl<T> World<T> {
             steps: 0,
             settings,
             crashes: 0,
+            stops: 0,
             flaw: None,
             slots: 0,
             due: BTreeMap::new(),
@@ -214,6 +217,7 @@ impl<T> World<T> {
             }
             Action::Install(view) => self.history.record(&view),
             Action::Stop(reason) => {
+                self.stops += u32::from(matches!(reason, Reason::NoMajority { .. }));
                 machine.ended = Some(reason);
                 machine.state = None;
             }
