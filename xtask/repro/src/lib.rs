@@ -48,6 +48,7 @@ mod asynchronous;
 mod all_reduce_limit;
 mod aqsgd_cache;
 mod bagua;
+mod churn_soak;
 mod cocktail;
 mod cocktail_ratio;
 mod codec_bytes;
@@ -165,6 +166,7 @@ pub const BENCHES: &[Bench] = &[
     relay::BENCH,
     soak::BENCH,
     split_brain::BENCH,
+    churn_soak::BENCH,
     all_reduce::BENCH,
     all_reduce_limit::BENCH,
     secure_tcp::BENCH,

@@ -75,6 +75,7 @@ short! {
     alpa_exact: "alpa-exact",
     arithmetic: "arithmetic",
     aqsgd_cache: "aqsgd-cache",
+    churn_soak: "churn-soak",
     cocktail_ratio: "cocktail-ratio",
     codec_bytes: "codec-bytes",
     codec_laws: "codec-laws",
