@@ -39,6 +39,7 @@ pub(super) struct Machine {
 
 /// What is due at some time.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "most are messages")]
 enum Due<T> {
     Deliver { from: MemberId, to: MemberId, message: Message },
     Tick { who: MemberId, life: u32 },
