@@ -49,6 +49,7 @@ mod asynchronous;
 mod all_reduce_limit;
 mod aqsgd_cache;
 mod bagua;
+mod churn_soak;
 mod cocktail;
 mod cocktail_ratio;
 mod codec_bytes;
@@ -114,6 +115,7 @@ mod tune;
 mod simulate_scale;
 mod slow_link;
 mod soak;
+mod split_brain;
 mod strangers;
 mod streaming;
 mod swarm_rebalance;
@@ -169,6 +171,8 @@ pub const BENCHES: &[Bench] = &[
     members::join::BENCH,
     relay::BENCH,
     soak::BENCH,
+    split_brain::BENCH,
+    churn_soak::BENCH,
     all_reduce::BENCH,
     all_reduce_limit::BENCH,
     secure_tcp::BENCH,

@@ -4,12 +4,12 @@
 //! machines come and go for a day. Both call nothing but [`step`](super::step), in virtual time, and are a pure function
 //! of a seed.
 
-//mod churn;
+mod churn;
 mod draw;
 mod faults;
 mod history;
 mod world;
 
-//pub use churn::{Churn, ChurnOutcome, churn};
+pub use churn::{Churn, ChurnOutcome, Stay, churn};
 pub use faults::{Faults, FaultsOutcome, Flaw, faults};
 pub use history::Breach;

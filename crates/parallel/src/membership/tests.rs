@@ -2,6 +2,7 @@
 
 mod agreement;
 mod changes;
+mod churn;
 mod deciding;
 mod wire;
 

@@ -17,7 +17,7 @@ impl Draw {
     /// Uniform in `0..bound`; 0 where `bound` is 0.
     pub(super) fn below(&mut self, bound: u64) -> u64 {
         self.at += 1;
-        u64::from(self.philox.word(self.at)) * bound.min(1 << 32) >> 32
+        (u64::from(self.philox.word(self.at)) * bound.min(1 << 32)) >> 32
     }
 
     /// Whether something happens that does so many times of a hundred.

@@ -430,18 +430,21 @@ impl Storm {
         }
     }
 
-    /// Whether all that live have the same view of exactly them.
+    /// Whether all that live have the same view of exactly them, and nobody is about to start again.
     fn is_settled(&self) -> bool {
         let running = self.world.running();
         let Some(view) = running.first().and_then(|first| self.world.view(*first)) else { return false };
+        let starts = |machine: &Machine| machine.ended.as_ref().is_some_and(|reason| *reason != Reason::Left);
         view.members.len() == running.len()
             && running.iter().all(|id| self.world.view(*id) == Some(view))
             && view.members.iter().all(|member| self.world.lives(member))
+            && !self.world.machines.values().any(starts)
     }
 
     fn outcome(mut self) -> FaultsOutcome {
         self.outcome.views = self.world.history.decided() as u32;
         self.outcome.crashes = self.world.crashes;
+        self.outcome.stops = self.world.stops;
         self.outcome.steps = self.world.steps;
         self.outcome.breaches = self.world.history.breaches;
         self.outcome

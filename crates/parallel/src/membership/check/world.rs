@@ -39,6 +39,7 @@ pub(super) struct Machine {
 
 /// What is due at some time.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "most are messages")]
 enum Due<T> {
     Deliver { from: MemberId, to: MemberId, message: Message },
     Tick { who: MemberId, life: u32 },
@@ -61,6 +62,8 @@ pub(super) struct World<T> {
     pub(super) steps: u64,
     pub(super) settings: Settings,
     pub(super) crashes: u32,
+    /// Members that stopped because they had no majority.
+    pub(super) stops: u32,
     pub(super) flaw: Option<super::Flaw>,
     slots: u32,
     due: BTreeMap<(Nanos, u64), Due<T>>,
@@ -80,6 +83,7 @@ impl<T> World<T> {
             steps: 0,
             settings,
             crashes: 0,
+            stops: 0,
             flaw: None,
             slots: 0,
             due: BTreeMap::new(),
@@ -214,6 +218,7 @@ impl<T> World<T> {
             }
             Action::Install(view) => self.history.record(&view),
             Action::Stop(reason) => {
+                self.stops += u32::from(matches!(reason, Reason::NoMajority { .. }));
                 machine.ended = Some(reason);
                 machine.state = None;
             }

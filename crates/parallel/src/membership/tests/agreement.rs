@@ -2,19 +2,67 @@
 
 use super::super::check::{Breach, Faults, FaultsOutcome, Flaw, faults};
 
-fn trials(members: u32, seeds: u64, flaw: Option<Flaw>) -> Vec<(Faults, FaultsOutcome)> {
-    let trials = (0..seeds).map(|seed| Faults { members, seed, flaw });
-    trials.map(|trial| (trial, faults(&trial))).collect()
+/// Trials of one size after another.
+fn trials(members: u32, seeds: u64, flaw: Option<Flaw>) -> impl Iterator<Item = (Faults, FaultsOutcome)> {
+    let trials = (0..seeds).map(move |seed| Faults { members, seed, flaw });
+    trials.map(|trial| (trial, faults(&trial)))
 }
 
 #[test]
 fn one_view_of_each_epoch_and_all_go_on_after_healing() {
     for members in 2..=7 {
+        let mut sum = FaultsOutcome::default();
         let mut can_go_on = 0;
-        for (trial, outcome) in trials(members, 100, None) {
+        for (trial, outcome) in trials(members, 60, None) {
             assert_eq!(outcome.breaches, [], "{trial:?}");
+            assert!(!outcome.can_go_on || outcome.recovery.is_some(), "{trial:?}");
             can_go_on += u32::from(outcome.can_go_on);
+            sum.views += outcome.views;
+            sum.cuts += outcome.cuts;
+            sum.crashes += outcome.crashes;
+            sum.restarts += outcome.restarts;
+            sum.newcomers += outcome.newcomers;
+            sum.leaves += outcome.leaves;
+            sum.stops += outcome.stops;
         }
-        assert!(can_go_on > 90, "{can_go_on}");
+        // The trials must not be so hard that nothing follows from them, nor so easy.
+        assert!(can_go_on >= 30, "{members} members: {can_go_on} of 60");
+        let counts = [sum.views, sum.cuts, sum.crashes, sum.restarts, sum.newcomers, sum.leaves, sum.stops];
+        assert!(counts.iter().all(|&count| count > 10), "{members} members: {counts:?}");
     }
+}
+
+#[test]
+fn a_trial_is_a_function_of_its_seed() {
+    let trial = Faults { members: 5, seed: 77, flaw: None };
+    assert_eq!(faults(&trial), faults(&trial));
+    assert_ne!(faults(&trial), faults(&Faults { seed: 78, ..trial }));
+}
+
+/// Whether one of so many trials of three members finds a fork.
+fn is_found(flaw: Flaw, seeds: u64) -> bool {
+    trials(3, seeds, Some(flaw)).any(|(_, outcome)| outcome.forks() > 0)
+}
+
+#[test]
+fn a_majority_of_one_vote_is_found() {
+    assert!(is_found(Flaw::OneVoteDecides, 20));
+}
+
+#[test]
+fn a_proposer_that_looks_for_no_votes_is_found() {
+    assert!(is_found(Flaw::ProposesAnew, 600));
+}
+
+#[test]
+fn votes_that_are_not_kept_are_found() {
+    assert!(is_found(Flaw::ForgetsVotes, 1200));
+}
+
+#[test]
+fn a_fork_is_told_with_its_epoch_and_members() {
+    let forks = trials(3, 20, Some(Flaw::OneVoteDecides)).flat_map(|(_, outcome)| outcome.breaches);
+    let fork = forks.into_iter().find(|breach| matches!(breach, Breach::Fork { .. }));
+    let says = fork.map(|fork| fork.to_string()).unwrap_or_default();
+    assert!(says.starts_with("two views of epoch ") && says.contains("MemberId(#"), "{says}");
 }

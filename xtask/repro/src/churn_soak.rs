@@ -1,0 +1,60 @@
+//! 16 machines that live for two hours each, for a day: the rules of who belongs to a run.
+
+use anyhow::Result;
+use farflung::parallel::membership::check::{Churn, ChurnOutcome, churn};
+
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "churn-soak",
+    claim: "16 machines with a mean life of 2 hours, rounds of a minute, 24 hours: one view of each epoch, rounds go on, \
+            newcomers come in, and at least 90% of what living machines could do is committed",
+    source: "own",
+    seed: 0,
+    run,
+};
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let seeds: u64 = if options.quick { 4 } else { 200 };
+    let days: Vec<ChurnOutcome> = (0..seeds).map(|seed| churn(&Churn::day(report.seed() + seed))).collect();
+    for (seed, day) in days.iter().enumerate() {
+        if let Some(breach) = day.breaches.first() {
+            report.progress(&format!("seed {seed}: {breach}"))?;
+        }
+    }
+    let mean = |of: &dyn Fn(&ChurnOutcome) -> f64| days.iter().map(of).sum::<f64>() / seeds as f64;
+    let most = |of: &dyn Fn(&ChurnOutcome) -> f64| days.iter().map(of).fold(0.0, f64::max);
+    let least = |of: &dyn Fn(&ChurnOutcome) -> f64| days.iter().map(of).fold(f64::INFINITY, f64::min);
+    report.row("days", seeds as f64, "", Mark::None)?;
+    report.row("rounds committed a day, mean", mean(&|day| f64::from(day.rounds)), "", Mark::None)?;
+    report.row("views a day, mean", mean(&|day| f64::from(day.views)), "", Mark::None)?;
+    report.row("machines that died a day, mean", mean(&|day| f64::from(day.died)), "", Mark::None)?;
+    report.row("members that left politely a day, mean", mean(&|day| f64::from(day.left)), "", Mark::None)?;
+    report.row(
+        "newcomers admitted a day, fewest",
+        least(&|day| f64::from(day.admitted)),
+        "",
+        Mark::AtLeast(100.0),
+    )?;
+    let wait = most(&|day| day.longest_wait.as_secs_f64());
+    report.row("longest wait of a newcomer that was ready", wait, "s", Mark::AtMost(600.0))?;
+    let view = most(&|day| day.slowest_view.as_secs_f64());
+    report.row("from giving a member up to the view without it, slowest", view, "s", Mark::AtMost(60.0))?;
+    let gap = most(&|day| day.longest_gap.as_secs_f64());
+    report.row("between two commits, longest", gap, "s", Mark::AtMost(180.0))?;
+    let breaches = days.iter().map(|day| day.breaches.len()).sum::<usize>();
+    report.row("broken promises: views, progress", breaches as f64, "", Mark::AtMost(0.0))?;
+    report.row("goodput of living machines, mean", 100.0 * mean(&|day| day.goodput), "%", Mark::None)?;
+    report.row(
+        "goodput of living machines, worst day",
+        100.0 * least(&|day| day.goodput),
+        "%",
+        Mark::AtLeast(90.0),
+    )?;
+    report.row(
+        "goodput of 16 machines that never end, mean",
+        100.0 * mean(&|day| day.of_all),
+        "%",
+        Mark::None,
+    )
+}

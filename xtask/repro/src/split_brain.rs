@@ -1,0 +1,154 @@
+//! The rules of who belongs to a run, under faults: never two views of one epoch, and the run goes on.
+
+use std::thread;
+
+use anyhow::{Context, Result};
+use farflung::base::Nanos;
+use farflung::parallel::membership::check::{Breach, Faults, FaultsOutcome, Flaw, faults};
+
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "split-brain",
+    claim: "2 to 7 members, cut in all ways, messages lost, doubled and delayed, members and newcomers that crash between \
+            any two actions, restart with old promises and leave: never two views of one epoch, and after healing all \
+            that live have one view, wherever enough of them live",
+    source: "Lamport 2001, \"Paxos made simple\"",
+    seed: 0,
+    run,
+};
+
+/// Sizes of the first view.
+const MEMBERS: std::ops::RangeInclusive<u32> = 2..=7;
+
+/// What the trials of one size come to.
+#[derive(Default)]
+struct Sum {
+    trials: u32,
+    views: u32,
+    cuts: u32,
+    crashes: u32,
+    restarts: u32,
+    newcomers: u32,
+    leaves: u32,
+    stops: u32,
+    can_go_on: u32,
+    forks: usize,
+    stuck: usize,
+    breaches: usize,
+    slowest: Nanos,
+    /// The first trial that broke a promise, and which.
+    first: Option<String>,
+}
+
+impl Sum {
+    fn add(&mut self, trial: &Faults, outcome: &FaultsOutcome) {
+        self.trials += 1;
+        self.views += outcome.views;
+        self.cuts += outcome.cuts;
+        self.crashes += outcome.crashes;
+        self.restarts += outcome.restarts;
+        self.newcomers += outcome.newcomers;
+        self.leaves += outcome.leaves;
+        self.stops += outcome.stops;
+        self.can_go_on += u32::from(outcome.can_go_on);
+        self.forks += outcome.forks();
+        self.stuck += outcome.breaches.iter().filter(|breach| **breach == Breach::Stuck).count();
+        self.breaches += outcome.breaches.len();
+        self.slowest = self.slowest.max(outcome.recovery.filter(|_| outcome.can_go_on).unwrap_or_default());
+        if let (None, Some(breach)) = (&self.first, outcome.breaches.first()) {
+            self.first = Some(format!("{trial:?}: {breach}"));
+        }
+    }
+
+    fn join(&mut self, other: Self) {
+        self.trials += other.trials;
+        self.views += other.views;
+        self.cuts += other.cuts;
+        self.crashes += other.crashes;
+        self.restarts += other.restarts;
+        self.newcomers += other.newcomers;
+        self.leaves += other.leaves;
+        self.stops += other.stops;
+        self.can_go_on += other.can_go_on;
+        self.forks += other.forks;
+        self.stuck += other.stuck;
+        self.breaches += other.breaches;
+        self.slowest = self.slowest.max(other.slowest);
+        self.first = self.first.take().or(other.first);
+    }
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let seeds: u64 = match (options.quick, options.long) {
+        (true, _) => 100,
+        (_, true) => 100_000,
+        // 100,000 in all.
+        _ => 16_667,
+    };
+    let mut all = Sum::default();
+    for members in MEMBERS {
+        let sum = trials(members, report.seed()..report.seed() + seeds, None)?;
+        if let Some(first) = &sum.first {
+            report.progress(first)?;
+        }
+        let counts = [
+            ("trials", sum.trials),
+            ("views decided", sum.views),
+            ("cuts", sum.cuts),
+            ("crashes", sum.crashes),
+            ("restarts with votes", sum.restarts),
+            ("newcomers", sum.newcomers),
+            ("leaves", sum.leaves),
+            ("members without a majority that stopped", sum.stops),
+            ("trials in which enough live to go on", sum.can_go_on),
+        ];
+        for (metric, count) in counts {
+            report.row(&format!("{members} members: {metric}"), f64::from(count), "", Mark::None)?;
+        }
+        let slowest = sum.slowest.as_secs_f64();
+        report.row(&format!("{members} members: slowest recovery"), slowest, "s", Mark::AtMost(60.0))?;
+        all.join(sum);
+    }
+    let rows = [
+        ("second views of an epoch", all.forks),
+        ("trials that do not go on", all.stuck),
+        ("broken promises in all", all.breaches),
+    ];
+    for (metric, count) in rows {
+        report.row(metric, count as f64, "", Mark::AtMost(0.0))?;
+    }
+    let share = f64::from(all.can_go_on) / f64::from(all.trials);
+    report.row("trials in which enough live to go on", 100.0 * share, "%", Mark::AtLeast(60.0))?;
+
+    // That the trials can fail: members that restart without their votes.
+    let seeds = if options.quick { 1_200 } else { 5_000 };
+    let flawed = trials(3, 0..seeds, Some(Flaw::ForgetsVotes))?;
+    let metric = "second views of an epoch, where votes are forgotten";
+    report.row(metric, flawed.forks as f64, "", Mark::AtLeast(1.0))
+}
+
+/// Trials of one size, on all processors.
+fn trials(members: u32, seeds: std::ops::Range<u64>, flaw: Option<Flaw>) -> Result<Sum> {
+    let threads = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let mut sum = Sum::default();
+    thread::scope(|scope| {
+        let parts: Vec<_> = (0..threads)
+            .map(|part| {
+                let seeds = seeds.clone().skip(part).step_by(threads);
+                scope.spawn(move || {
+                    let mut sum = Sum::default();
+                    for seed in seeds {
+                        let trial = Faults { members, seed, flaw };
+                        sum.add(&trial, &faults(&trial));
+                    }
+                    sum
+                })
+            })
+            .collect();
+        for part in parts {
+            sum.join(part.join().ok().context("a trial panicked")?);
+        }
+        Ok(sum)
+    })
+}
