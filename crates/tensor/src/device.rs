@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
+use crate::backend::sizes::Sizes;
 use crate::op::Op;
 use crate::{DType, Element, Interrupt, Precision, Result, Shape, Tensor, TensorError};
 
@@ -24,6 +25,14 @@ impl Device {
     /// The host's processors, with `threads` threads in all; results have the same bits for any number of them.
     pub fn cpu(threads: usize) -> Result<Self> {
         Ok(Self::new(Cpu::new(threads)?))
+    }
+
+    /// A device without memory that computes nothing: tensors there have shapes and no values, and
+    /// [`Device::memory`] is what they would take on a [`Device::cpu`]. For memory to be predicted by the code that
+    /// is to run.
+    #[must_use]
+    pub fn sizes() -> Self {
+        Self::new(Sizes::default())
     }
 
     /// A GPU through Vulkan, Metal or DirectX: the `index`-th adapter that [`Device::list`] shows as `wgpu:index`.

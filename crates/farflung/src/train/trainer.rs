@@ -38,6 +38,7 @@ use super::tied::{Across, Tied};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
 use agree::{Met, Vote, Voting};
+pub(super) use build::chain;
 use retreat::Mark;
 pub use verify::Thoroughness;
 

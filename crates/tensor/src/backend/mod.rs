@@ -13,6 +13,7 @@ use crate::{BlockCodec, DType, DrawnMask, Precision, Result, Shape, View, ViewMu
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+pub(crate) mod sizes;
 
 /// A buffer of a device; a backend knows its own by their type.
 pub(crate) trait Storage: Any + Debug + Send + Sync {

@@ -7,8 +7,8 @@ use farflung::base::{Bytes, Nanos, Rank};
 use farflung::parallel::churn::Checkpoints;
 use farflung::parallel::{Cluster, Plan, render};
 use farflung::terminal::print;
-use farflung::train::auto::{Candidate, Improvement, Way, auto, by_region, held, improvements, sent};
-use farflung::train::{PipelineSizes, Prediction, read_topology};
+use farflung::train::auto::{Candidate, Improvement, Way, auto, by_region, improvements, sent};
+use farflung::train::{PipelineSizes, Prediction, StepMemory, planned_memory, read_topology};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
@@ -114,7 +114,7 @@ struct Chosen<'a> {
     candidate: &'a Candidate,
     tokens: u64,
     sent: Bytes,
-    held: Vec<Bytes>,
+    held: Vec<StepMemory>,
     improvements: Vec<Improvement>,
     /// Where losses are given.
     checkpoints: Option<Checkpoints>,
@@ -149,10 +149,10 @@ impl AutoCommand {
             let drawn = if is_trace { render::trace(&step) } else { render::svg(&step) };
             write(path, "draw the step", &drawn)?;
         }
-        let held = held(&candidate.plan, &model);
+        let held = planned_memory(&candidate.plan, &model, &cluster)?;
         let chosen = Chosen {
             checkpoints: self.mtbf.map(|mtbf| {
-                let most = held.iter().copied().max().unwrap_or_default();
+                let most = held.iter().map(StepMemory::total).max().unwrap_or_default();
                 let churn::SavingTimes { save, restart } = self.saving.times(most);
                 churn::checkpoints(mtbf, candidate.plan.machines.len() as u32, save, restart)
             }),
@@ -225,8 +225,19 @@ fn rate(tokens: u64, step: Nanos) -> f64 {
 fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
     let Chosen { candidate, tokens, sent, held, improvements, checkpoints } = chosen;
     let plan = &candidate.plan;
-    let memory: serde_json::Map<_, _> =
-        plan.machines.iter().cloned().zip(held.iter().map(|bytes| serde_json::json!(bytes.0))).collect();
+    let memory: serde_json::Map<_, _> = plan
+        .machines
+        .iter()
+        .cloned()
+        .zip(held.iter().map(|held| serde_json::json!(held.total().0)))
+        .collect();
+    let kinds = |held: &StepMemory| {
+        serde_json::json!({
+            "weights": held.weights.0, "gradients": held.gradients.0, "optimizer": held.optimizer.0,
+            "activations": held.activations.0, "messages": held.messages.0,
+        })
+    };
+    let by_kind: serde_json::Map<_, _> = plan.machines.iter().cloned().zip(held.iter().map(kinds)).collect();
     let each = candidates.iter().map(|candidate| {
         serde_json::json!({
             "what": candidate.what, "step_s": candidate.step.as_secs_f64(), "bubble": candidate.bubble,
@@ -250,6 +261,7 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
         "churn": churn,
         "plan": plan.to_string(), "step_s": candidate.step.as_secs_f64(),
         "tokens_per_s": rate(*tokens, candidate.step), "bytes_per_step": sent.0, "memory": memory,
+        "memory_by_kind": by_kind,
         "candidates": each.collect::<Vec<_>>(), "would_help": help.collect::<Vec<_>>(),
     })
 }
@@ -257,11 +269,19 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
 fn text(chosen: &Chosen<'_>, candidates: &[Candidate], top: usize) -> String {
     let Chosen { candidate, tokens, sent, held, improvements, checkpoints } = chosen;
     let plan = &candidate.plan;
-    let mut text = format!("{:>16} {:>8} {:>12} {:>10}\n", "machine", "replica", "layers", "holds");
+    let mut text = format!(
+        "{:>16} {:>8} {:>12} {:>10} {:>12}\n",
+        "machine", "replica", "layers", "holds", "activations"
+    );
     for (rank, (machine, held)) in plan.machines.iter().zip(held).enumerate() {
         let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
         let layers = format!("{}..{}", part.layers.start, part.layers.end);
-        let _ = writeln!(text, "{machine:>16} {replica:>8} {layers:>12} {held:>10}");
+        let _ = writeln!(
+            text,
+            "{machine:>16} {replica:>8} {layers:>12} {:>10} {:>12}",
+            held.total(),
+            held.activations
+        );
     }
     let shares: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
     let _ = writeln!(text, "\nMicrobatches of each replica: {}. Sent in a step: {sent}.\n", shares.join(" "));

@@ -29,6 +29,7 @@ use self::gemm::Mat;
 use self::matmul::{Fused, matmul};
 use self::pool::Pool;
 use self::storage::Buffers;
+pub(super) use self::storage::GRAIN;
 use super::{Backend, Downloaded, Part, Storage};
 use crate::op::{Fuse, Op};
 use crate::{DType, Precision, Result, Shape, TensorError, View, ViewMut};
