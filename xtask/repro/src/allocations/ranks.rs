@@ -160,6 +160,7 @@ pub(crate) fn by_rank<T>(ranks: usize, work: impl FnOnce() -> T) -> (T, Vec<Rank
     let made = Table {
         places: vec![Place::default(); PLACES],
         used: 0,
+        full: false,
         counts: vec![RankCount::default(); ranks + 1],
     };
     *table() = Some(made);
