@@ -3,9 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
 use crate::backend::sizes::Sizes;
+use crate::backend::{Backend, OperandBytes};
 use crate::op::Op;
 use crate::{DType, Element, Interrupt, Precision, Result, Shape, Tensor, TensorError};
 
@@ -125,6 +125,12 @@ impl Device {
     #[must_use]
     pub fn memory(&self) -> (usize, usize) {
         self.backend.memory()
+    }
+
+    /// What products take of the host's memory beside tensors. Only [`Device::sizes`] counts it.
+    #[must_use]
+    pub fn operands(&self) -> OperandBytes {
+        self.backend.operands()
     }
 
     /// Whether both handles are of the same device.

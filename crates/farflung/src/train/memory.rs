@@ -19,9 +19,6 @@ use super::{costs, links};
 use crate::{Result, TrainConfig};
 use dry::DryRun;
 
-/// Bytes in which a thread packs the operands of products. Measured with AVX-512 and with AVX2.
-const PACKING: u64 = 3 << 19;
-
 /// Bytes of an f32.
 const F32: u64 = size_of::<f32>() as u64;
 
@@ -34,7 +31,7 @@ pub struct StepMemory {
     pub gradients: Bytes,
     /// The optimizer's state, and that of the method of synchronisation.
     pub optimizer: Bytes,
-    /// Hidden states, logits, and whatever else the passes take.
+    /// Hidden states, logits, and whatever else the passes take; also copies of operands of products.
     pub activations: Bytes,
     /// Messages, buckets of averages and what their codecs remember.
     pub messages: Bytes,
@@ -109,7 +106,9 @@ fn of_rank(
     let placement = schedule.placement();
     let holders = plan.replicas() as usize * placement.copies() as usize;
     let mut optimizer = begun - 2 * weights;
-    let mut messages = dry.messages() + PACKING;
+    let operands = device.operands();
+    let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
+    let mut messages = dry.messages();
     if holders > 1 {
         optimizer += (config.sync.buffers)(config.outer_momentum).held as u64 * model_bytes;
         let level = plan.outermost();
@@ -127,7 +126,7 @@ fn of_rank(
         weights: Bytes(weights + versions),
         gradients: Bytes(weights),
         optimizer: Bytes(optimizer),
-        activations: Bytes(passed.saturating_sub(begun + versions)),
+        activations: Bytes(passed.saturating_sub(begun + versions) + operands),
         messages: Bytes(messages),
     })
 }

@@ -8,8 +8,8 @@ use std::sync::{Mutex, PoisonError};
 
 use farflung_base::Pending;
 
-use super::cpu::GRAIN;
-use super::{Backend, Downloaded, Part, Storage};
+use super::cpu::{GRAIN, packed_bytes};
+use super::{Backend, Downloaded, OperandBytes, Part, Storage};
 use crate::op::Op;
 use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
 
@@ -28,6 +28,10 @@ struct Count {
     /// Buffers that were given back, by size.
     free: BTreeMap<usize, usize>,
     held: usize,
+    /// Bytes of the most that a product packs.
+    packed: usize,
+    /// Bytes of the largest first and second operand that was rounded.
+    rounded: [usize; 2],
 }
 
 /// The device.
@@ -68,7 +72,18 @@ impl Backend for Sizes {
         Pending::ready(Ok(Box::new(vec![0_u8; from.range.len()])))
     }
 
-    fn run(&self, _: Op<'_>, _: Precision) -> Result<()> {
+    fn run(&self, op: Op<'_>, precision: Precision) -> Result<()> {
+        if let Op::MatMul { a, a_t, b, c, .. } = op {
+            let (m, n) = (c.shape().rows(), c.shape().cols());
+            let k = if a_t { a.shape().rows() } else { a.shape().cols() };
+            let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            count.packed = count.packed.max(packed_bytes((m, n, k), a_t));
+            if precision != Precision::F32 {
+                for (most, operand) in count.rounded.iter_mut().zip([&a, &b]) {
+                    *most = (*most).max(operand.shape().len() * size_of::<f32>());
+                }
+            }
+        }
         Ok(())
     }
 
@@ -81,11 +96,16 @@ impl Backend for Sizes {
         let held = self.0.lock().unwrap_or_else(PoisonError::into_inner).held;
         (held, held)
     }
+
+    fn operands(&self) -> OperandBytes {
+        let count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        OperandBytes { packed: count.packed, rounded: count.rounded.iter().sum() }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use crate::{DType, Device, Op};
+    use crate::{DType, Device, Fuse, Op, Precision};
 
     /// The same program on both devices takes the same memory.
     #[test]
@@ -103,6 +123,31 @@ mod tests {
         let seen = memory(Device::sizes());
         assert_eq!(seen, memory(Device::cpu(1).unwrap()));
         assert_eq!(seen.0, 2 * 30 * 4096 + 4096, "the third buffer is the second again");
+    }
+
+    #[test]
+    fn a_product_packs_its_operands_and_rounds_them() {
+        let operands = |precision| {
+            let device = Device::sizes().with_precision(precision);
+            let a = device.zeros([64, 300]).unwrap();
+            let b = device.zeros([300, 40]).unwrap();
+            let mut c = device.zeros([64, 40]).unwrap();
+            let product = Op::MatMul {
+                a: a.view(),
+                a_t: false,
+                b: b.view(),
+                b_t: false,
+                c: c.view_mut(),
+                accumulate: false,
+                scales: [1.0; 2],
+                fuse: Fuse::None,
+            };
+            device.run(product).unwrap();
+            device.operands()
+        };
+        let f32 = operands(Precision::F32);
+        assert!((300 * 40 * 4..300 * 48 * 4 + 64).contains(&f32.packed), "all of the second: {f32:?}");
+        assert_eq!((f32.rounded, operands(Precision::Bf16).rounded), (0, (64 * 300 + 300 * 40) * 4));
     }
 
     #[test]

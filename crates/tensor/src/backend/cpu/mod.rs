@@ -26,6 +26,7 @@ use farflung_base::Pending;
 
 use self::attention::{Cache, Layout};
 use self::gemm::Mat;
+pub(super) use self::gemm::packed_bytes;
 use self::matmul::{Fused, matmul};
 use self::pool::Pool;
 use self::storage::Buffers;
