@@ -4,6 +4,8 @@
 //! Beside those buffers a rank holds messages in the host's memory: these are in closed form.
 
 mod dry;
+#[cfg(test)]
+mod tests;
 
 use farflung_base::{Bytes, Rank};
 use farflung_parallel::pipeline::{Tie, run};
@@ -31,8 +33,10 @@ pub struct StepMemory {
     pub gradients: Bytes,
     /// The optimizer's state, and that of the method of synchronisation.
     pub optimizer: Bytes,
-    /// Hidden states, logits, and whatever else the passes take; also copies of operands of products.
+    /// Hidden states, logits, and whatever else the passes take.
     pub activations: Bytes,
+    /// Copies of operands of products that threads keep between them.
+    pub operands: Bytes,
     /// Messages, buckets of averages and what their codecs remember.
     pub messages: Bytes,
 }
@@ -41,7 +45,8 @@ impl StepMemory {
     /// The sum.
     #[must_use]
     pub const fn total(&self) -> Bytes {
-        Bytes(self.weights.0 + self.gradients.0 + self.optimizer.0 + self.activations.0 + self.messages.0)
+        let Self { weights, gradients, optimizer, activations, operands, messages } = self;
+        Bytes(weights.0 + gradients.0 + optimizer.0 + activations.0 + operands.0 + messages.0)
     }
 }
 
@@ -126,7 +131,8 @@ fn of_rank(
         weights: Bytes(weights + versions),
         gradients: Bytes(weights),
         optimizer: Bytes(optimizer),
-        activations: Bytes(passed.saturating_sub(begun + versions) + operands),
+        activations: Bytes(passed.saturating_sub(begun + versions)),
+        operands: Bytes(operands),
         messages: Bytes(messages),
     })
 }

@@ -76,6 +76,7 @@ fn plans(seed: u64) -> Vec<Planned> {
         plan("2 stages, gpipe", pipeline(2, Method::GPipe)),
         plan("3 stages, 1f1b", pipeline(3, Method::OneFOneB)),
         plan("2 stages, zb-h1", pipeline(2, Method::ZbH1)),
+        plan("3 stages, pipedream", TrainConfig { clip: 0.0, ..pipeline(3, Method::PipeDream) }),
         plan(
             "3 stages, 1f1b, recomputed",
             TrainConfig { recompute: Recompute::Full, ..pipeline(3, Method::OneFOneB) },

@@ -234,7 +234,7 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
     let kinds = |held: &StepMemory| {
         serde_json::json!({
             "weights": held.weights.0, "gradients": held.gradients.0, "optimizer": held.optimizer.0,
-            "activations": held.activations.0, "messages": held.messages.0,
+            "activations": held.activations.0, "operands": held.operands.0, "messages": held.messages.0,
         })
     };
     let by_kind: serde_json::Map<_, _> = plan.machines.iter().cloned().zip(held.iter().map(kinds)).collect();

@@ -9,7 +9,7 @@ use farflung_parallel::pipeline::{
     Action, ComputeKind, LoweredKind, Message, Placement, Tie, Updates, Worker,
 };
 use farflung_parallel::{Plan, Recompute};
-use farflung_tensor::{Device, Tensor};
+use farflung_tensor::{DType, Device, Tensor};
 use farflung_zoo::{GptConfig, Input, Keeping, Output, Saved, Slices, Stage};
 
 use crate::train::activations::within_budget;
@@ -102,7 +102,7 @@ impl<'a> DryRun<'a> {
     /// What follows the pass: the norm, and the update.
     pub(super) fn commit(&mut self) -> Result<()> {
         if self.schedule.updates() != Updates::Flush {
-            return Ok(());
+            return self.parts.values_mut().try_for_each(|part| part.catch_up(None));
         }
         for part in self.parts.values_mut() {
             part.contribute_alone()?;
@@ -200,6 +200,18 @@ impl<'a> DryRun<'a> {
         Ok(dx)
     }
 
+    /// The update of a microbatch, in schedules without a flush.
+    fn step(&mut self, action: Action) -> Result<()> {
+        let (updates, depth) = (self.schedule.updates(), self.placement.depth());
+        let next = Some(action.microbatch + 1).filter(|&next| next < self.schedule.microbatches());
+        let needed = next.map(|next| updates.version(self.placement.part(action.stage), depth, next));
+        let ends = self.placement.is_first(action.stage) || self.placement.is_last(action.stage);
+        if self.placement.tie() == Tie::Across && ends {
+            return self.part(action.stage).put_off(None, needed);
+        }
+        self.part(action.stage).commit(Prepared::with_norm(1.0)?, needed)
+    }
+
     fn part(&mut self, stage: StageId) -> &mut Part {
         self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages")
     }
@@ -208,12 +220,13 @@ impl<'a> DryRun<'a> {
         self.held.remove(&place(action)).expect("a checked schedule runs the forward first")
     }
 
-    fn message(&mut self, slice: u16) -> Result<Tensor> {
+    /// Counts a message and returns its shape.
+    fn message(&mut self, slice: u16) -> [usize; 3] {
         let len = self.schedule.slices[usize::from(slice)].len();
         let shape = [self.batch, len, self.model.dim];
         let bytes = (shape.iter().product::<usize>() * size_of::<f32>()) as u64;
         self.message = self.message.max(bytes);
-        Ok(self.device.empty(farflung_tensor::DType::F32, shape)?)
+        shape
     }
 }
 
@@ -271,19 +284,14 @@ impl Worker for DryRun<'_> {
             }
             // With a flush, all stages step together once all ranks agreed.
             ComputeKind::Step if self.schedule.updates() == Updates::Flush => {}
-            ComputeKind::Step => {
-                let updates = self.schedule.updates();
-                let (part, depth) = (self.placement.part(action.stage), self.placement.depth());
-                let next = Some(action.microbatch + 1).filter(|&next| next < self.schedule.microbatches());
-                let needed = next.map(|next| updates.version(part, depth, next));
-                self.part(action.stage).commit(Prepared::with_norm(1.0)?, needed)?;
-            }
+            ComputeKind::Step => self.step(action)?,
         }
         Ok(None)
     }
 
     fn send(&mut self, _: Rank, message: Message, _: Tensor) -> Result<()> {
-        self.message(message.slice).map(drop)
+        self.message(message.slice);
+        Ok(())
     }
 
     fn receive(&mut self, _: Rank, message: Message) -> Result<Message> {
@@ -291,7 +299,8 @@ impl Worker for DryRun<'_> {
     }
 
     fn wait(&mut self, message: Message) -> Result<Tensor> {
-        self.message(message.slice)
+        let shape = self.message(message.slice);
+        Ok(self.device.empty(DType::F32, shape)?)
     }
 
     fn shift(&mut self, _: LoweredKind, _: StageId, _: u32, _: u16) -> Result<()> {
