@@ -11,7 +11,7 @@ pub use candidate::{Candidate, Way, held, sent};
 pub use cost::{RunningCosts, running_costs};
 pub use improve::{Bottleneck, Improvement, bottleneck, improvements};
 pub use regional::{ByRegion, RegionalCandidate, by_region};
-pub use what_if::{Factor, FileChange};
+pub use what_if::{Factor, FileChange, renamed};
 
 use farflung_parallel::{Cluster, ParallelError, Plan};
 use farflung_zoo::GptConfig;

@@ -9,7 +9,7 @@ use farflung::parallel::{Cluster, ParallelError, Plan, render};
 use farflung::terminal::print;
 use farflung::train::auto::{
     Bottleneck, Candidate, FileChange, Improvement, RunningCosts, Way, auto, bottleneck, by_region,
-    first_that_fits, improvements, running_costs, sent,
+    first_that_fits, improvements, renamed, running_costs, sent,
 };
 use farflung::train::{PipelineSizes, Prediction, StepMemory, read_topology};
 use farflung::zoo::GptConfig;
@@ -153,7 +153,7 @@ impl AutoCommand {
         if candidates.is_empty() {
             return Err(Error::Setting {
                 field: "only",
-                value: format!("{:?}", self.only).to_lowercase(),
+                value: self.only.map_or_else(String::new, |only| format!("{only:?}").to_lowercase()),
                 expected: format!("a kind that fits these machines: {ways} plans of other kinds do"),
             });
         }
@@ -165,12 +165,21 @@ impl AutoCommand {
     fn answer(
         &self,
         change: &FileChange,
+        now: &Candidate,
         model: &GptConfig,
         cluster: &Cluster,
         sizes: PipelineSizes,
     ) -> Result<Answer> {
-        let (candidates, _) = self.candidates(model, &change.apply(cluster)?, sizes)?;
-        let candidate = candidates.into_iter().next().ok_or(ParallelError::NoDevices)?;
+        let changed = change.apply(cluster)?;
+        let (candidates, _) = self.candidates(model, &changed, sizes)?;
+        let mut candidate = candidates.into_iter().next().ok_or(ParallelError::NoDevices)?;
+        // The plan may also stay as it is.
+        if let Some(plan) = renamed(&now.plan, &changed) {
+            let step = Prediction::on(&plan, model, &changed)?.step();
+            if step < candidate.step {
+                candidate = Candidate { plan, step, ..now.clone() };
+            }
+        }
         Ok(Answer { change: change.clone(), candidate })
     }
 
@@ -216,7 +225,7 @@ impl AutoCommand {
             what_if: self
                 .what_if
                 .iter()
-                .map(|change| self.answer(change, &model, &cluster, sizes))
+                .map(|change| self.answer(change, candidate, &model, &cluster, sizes))
                 .collect::<Result<_>>()?,
         };
         print(&if self.json {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use farflung_base::Bandwidth;
-use farflung_parallel::{Cluster, Speed};
+use farflung_parallel::{Cluster, Plan, Speed};
 
 use crate::{Error, Result};
 
@@ -111,6 +111,21 @@ impl FileChange {
         }
         Ok(changed)
     }
+}
+
+/// A plan for the machines of a changed file, of which another count makes other names; none where one is gone.
+#[must_use]
+pub fn renamed(plan: &Plan, changed: &Cluster) -> Option<Plan> {
+    let names = changed.rank_names();
+    let of = |name: &String| {
+        let single = name.strip_suffix(".0").map(ToOwned::to_owned);
+        [Some(name.clone()), Some(format!("{name}.0")), single]
+            .into_iter()
+            .flatten()
+            .find(|name| names.contains(name))
+    };
+    let machines = plan.machines.iter().map(of).collect::<Option<Vec<_>>>()?;
+    Some(Plan { machines, ..plan.clone() })
 }
 
 /// The entry of a machine by its name in the file.
