@@ -18,7 +18,7 @@ use crate::workers::{Over, config, in_seats, job};
 
 /// Optimizer steps of a run: the second finds all buffers of the first, so that no third is needed.
 const STEPS: u64 = 2;
-/// Runs of a job of several ranks, of which each rank's median counts: which rank is ahead of the others changes from run to
+/// Runs of a job of several ranks, of which each rank's mean counts: which rank is ahead of the others changes from run to
 /// run, and with it whose messages wait to be taken up.
 const RUNS: usize = 5;
 
@@ -124,12 +124,13 @@ pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
         let (mut worst, mut most, mut spread) = (0.0_f64, 0.0_f64, 0.0_f64);
         for (rank, predicted) in step_memory(&job)?.iter().enumerate() {
             held.sort_unstable_by_key(|run| run[rank]);
-            let [least, median, largest] = [0, runs / 2, runs - 1].map(|run| held[run][rank] as f64);
-            let off = predicted.total().0 as f64 / median - 1.0;
+            let [least, largest] = [0, runs - 1].map(|run| held[run][rank] as f64);
+            let mean = held.iter().map(|run| run[rank] as f64).sum::<f64>() / runs as f64;
+            let off = predicted.total().0 as f64 / mean - 1.0;
             if off.abs() > worst.abs() {
                 worst = off;
             }
-            (most, spread) = (most.max(median), spread.max((largest - least) / median));
+            (most, spread) = (most.max(mean), spread.max((largest - least) / mean));
         }
         report.row(&format!("{name}: the fullest rank"), most / 1e6, "MB", Mark::None)?;
         if runs > 1 {
