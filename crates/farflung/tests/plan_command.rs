@@ -127,7 +127,102 @@ fn auto_refuses_a_model_that_fits_nowhere_and_a_kind_that_does_not_exist() {
     assert!(stderr.contains("more would be needed, on machines that have more each"), "{stderr}");
     std::fs::write(&path, file.replace("count = 2", "count = 1").replace("1MB", "1GB")).unwrap();
     let message = refused(&format!("auto {} --model nano --only data", path.display()));
-    assert!(message.contains("only"), "{message}");
+    assert!(message.contains("`only` is data"), "{message}");
+}
+
+#[test]
+fn auto_refuses_a_plan_whose_machines_hold_its_state_but_not_its_averages() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("machines.toml");
+    let args = format!("auto {} --model nano --only data", path.display());
+    let write = |memory: &str| {
+        let file = format!(
+            "default = \"lan\"\n[[device]]\nname = \"d\"\ncount = 2\nflops = \"1 TFLOPS\"\nmemory = \"{memory}\"\n"
+        );
+        std::fs::write(&path, file).unwrap();
+    };
+    write("1GB");
+    let seen = json(&args);
+    let needs = seen["memory"]["d.0"].as_u64().unwrap();
+    let kinds = seen["memory_by_kind"]["d.0"].as_object().unwrap();
+    assert_eq!(kinds.values().map(|bytes| bytes.as_u64().unwrap()).sum::<u64>(), needs);
+    let messages = kinds["messages"].as_u64().unwrap();
+    assert!(messages > 0, "{seen}");
+    write(&format!("{needs}B"));
+    assert_eq!(json(&args)["memory"]["d.0"].as_u64(), Some(needs), "just enough");
+    write(&format!("{}B", needs - messages / 2));
+    let output = plan(&args);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && output.stdout.is_empty(), "{message}");
+    for word in ["machine `d.", "takes", "too much", "would make it fit"] {
+        assert!(message.contains(word), "`{word}` is not in: {message}");
+    }
+}
+
+/// Two machines that share a slow line, with prices.
+const PRICED: &str = r#"
+default = "20mbit,1ms"
+[[device]]
+name = "fast"
+flops = "30 GFLOPS"
+price = "1.50/h"
+power = "400W"
+[[device]]
+name = "slow"
+flops = "20 GFLOPS"
+price = "0.50/h"
+power = "0.1kW"
+[[link]]
+between = ["fast", "slow"]
+link = "300mbit,1ms"
+"#;
+
+#[test]
+fn auto_tells_the_bottleneck_the_costs_and_what_a_change_makes_of_a_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("machines.toml");
+    std::fs::write(&path, PRICED).unwrap();
+    let base = format!("auto {} --model nano -m 12", path.display());
+    let seen = json(&format!(
+        "{base} --what-if fast:slow*4 --what-if drop:slow --what-if fast*2 --what-if add:fast"
+    ));
+    let of = |value: &serde_json::Value| value.as_f64().unwrap();
+    let (step, bottleneck) = (of(&seen["step_s"]), &seen["bottleneck"]);
+    let best = &seen["would_help"][0];
+    assert!(best["what"].as_str().unwrap().starts_with(bottleneck["what"].as_str().unwrap()), "{seen}");
+    assert!(of(&bottleneck["step_s"]) <= of(&best["step_s"]) && of(&best["step_s"]) < step, "{seen}");
+    let answers = seen["what_if"].as_array().unwrap();
+    let whats: Vec<&str> = answers.iter().map(|answer| answer["what"].as_str().unwrap()).collect();
+    assert_eq!(whats[0], "the link `fast` - `slow` 4 times as fast");
+    assert!(answers.iter().all(|answer| of(&answer["step_s"]) <= step || answer["machines"] == 1), "{seen}");
+    // Each is what a file with that change says.
+    let changed = |from: &str, to: &str| {
+        assert!(PRICED.contains(from), "{from}");
+        std::fs::write(&path, PRICED.replace(from, to)).unwrap();
+        json(&base)["step_s"].clone()
+    };
+    assert_eq!(answers[0]["step_s"], changed("300mbit", "1200mbit"));
+    assert_eq!(answers[2]["step_s"], changed("30 GFLOPS", "60 GFLOPS"));
+    assert_eq!(answers[3]["step_s"], changed("name = \"fast\"", "name = \"fast\"\ncount = 2"));
+    let alone = &PRICED[..PRICED.find("[[device]]\nname = \"slow\"").unwrap()];
+    std::fs::write(&path, alone).unwrap();
+    let single = json(&base);
+    assert_eq!((&answers[1]["step_s"], &answers[1]["machines"]), (&single["step_s"], &1.into()));
+    // A billion tokens on one machine: hours times its price, hours times its power.
+    let hours = 1e9 / of(&single["tokens_per_s"]) / 3600.0;
+    for (key, each) in [("price_per_billion_tokens", 1.5), ("kwh_per_billion_tokens", 0.4)] {
+        assert!((of(&single[key]) / (hours * each) - 1.0).abs() < 1e-6, "{key}: {single}");
+    }
+    let text = String::from_utf8(plan_output(&format!("{base} --what-if fast*2"))).unwrap();
+    for word in
+        ["Bottleneck: ", "What if `fast` 2 times as fast: a step takes", "A billion tokens cost ", " kWh."]
+    {
+        assert!(text.contains(word), "`{word}` is not in: {text}");
+    }
+    std::fs::write(&path, alone.replace("price = \"1.50/h\"\n", "")).unwrap();
+    assert!(json(&base)["price_per_billion_tokens"].is_null(), "no price is no cost of 0");
+    assert!(refused(&format!("{base} --what-if bert*2")).contains("a machine of the file: `fast`"));
+    assert!(refused(&format!("{base} --what-if fast*0")).contains("a factor above 0"));
 }
 
 #[test]

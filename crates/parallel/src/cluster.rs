@@ -10,6 +10,7 @@ use farflung_base::{Bandwidth, Bytes, Link, Nanos, ParseUnitError, Port, Rank, T
 
 use crate::{ModelShape, ParallelError};
 use quantity::MemoryText;
+pub use quantity::{Power, Price};
 
 /// Reads an amount of memory as topology files write it: `8GB`, `512MiB`.
 ///
@@ -60,6 +61,10 @@ pub struct Machine {
     pub speed: Speed,
     /// What each can hold, where it is known.
     pub memory: Option<Bytes>,
+    /// What each costs an hour.
+    pub price: Option<Price>,
+    /// What each draws while it trains.
+    pub power: Option<Power>,
     /// The region that they are in.
     pub region: Option<String>,
     /// Uplink of each, shared by everything it sends; none: as fast as its links.
@@ -137,7 +142,17 @@ impl Cluster {
     pub fn uniform(count: u32, speed: Speed, link: Link) -> Self {
         let access = Some(link.bandwidth);
         let name = "worker".to_owned();
-        let device = Machine { name, count, speed, memory: None, region: None, up: access, down: access };
+        let device = Machine {
+            name,
+            count,
+            speed,
+            memory: None,
+            price: None,
+            power: None,
+            region: None,
+            up: access,
+            down: access,
+        };
         Self { default: Some(link), devices: vec![device], ..Self::default() }
     }
 
@@ -325,6 +340,12 @@ impl fmt::Display for Cluster {
             }
             if let Some(memory) = device.memory {
                 writeln!(f, "memory = \"{}\"", bytes(memory))?;
+            }
+            if let Some(price) = device.price {
+                writeln!(f, "price = \"{price}\"")?;
+            }
+            if let Some(power) = device.power {
+                writeln!(f, "power = \"{power}\"")?;
             }
             if let Some(region) = &device.region {
                 writeln!(f, "region = \"{region}\"")?;

@@ -366,6 +366,20 @@ pub enum ParallelError {
         /// What the device has.
         has: Bytes,
     },
+    /// A machine that cannot hold its part of a plan.
+    #[error(
+        "machine `{device}` has {has} and its part of the plan takes {needs}, {} too much: a smaller --batch, more \
+        machines or more memory would make it fit",
+        Bytes(needs.0.saturating_sub(has.0))
+    )]
+    PartMemory {
+        /// The machine.
+        device: String,
+        /// What it would hold at the most.
+        needs: Bytes,
+        /// What it has.
+        has: Bytes,
+    },
     /// A part of a plan that nothing here can carry out yet.
     #[error("{what} is not built yet")]
     NotBuilt {

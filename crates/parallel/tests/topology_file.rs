@@ -1,7 +1,7 @@
 //! The topology file through the public API: what it means, what it refuses, and that it prints back.
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank};
-use farflung_parallel::{Between, Cluster, Machine, ParallelError, Region, Speed};
+use farflung_parallel::{Between, Cluster, Machine, ParallelError, Power, Price, Region, Speed};
 use proptest::prelude::*;
 
 const CONTINENTS: &str = include_str!("../examples/continents.toml");
@@ -96,6 +96,12 @@ fn what_is_wrong_is_named_with_its_line() {
     refused("count = 4", "count = 0", 34, &["rented", "count", "zero"]);
     refused("count = 4", "count = -4", 35, &["count = -4"]);
     refused("name = \"anna\"", "name = ", 18, &["name ="]);
+    refused("up = \"20mbit\"", "price = \"cheap\"", 22, &["`cheap`", "1.25/h"]);
+    refused("up = \"20mbit\"", "price = 2", 22, &["price = 2"]);
+    refused("up = \"20mbit\"", "price = \"1e30/h\"", 22, &["`1e30/h`"]);
+    refused("up = \"20mbit\"", "price = \"99999999999/h\"", 22, &["at most"]);
+    refused("up = \"20mbit\"", "power = \"350\"", 22, &["`350`", "kW"]);
+    refused("up = \"20mbit\"", "power = \"-5W\"", 22, &["`-5W`", "350W"]);
 }
 
 #[test]
@@ -105,7 +111,9 @@ fn a_missing_link_is_named_and_counts_are_bounded() {
     let text = text.replace("between = [\"europe\", \"oregon\"]", "between = [\"bert\", \"anna\"]");
     let error = text.parse::<Cluster>().unwrap_err();
     let missing = ParallelError::MissingLink { from: "bert.0".to_owned(), to: "rented.0".to_owned() };
-    assert_eq!(error, missing);
+    let ParallelError::TopologyLine { line, text: shown, cause } = &error else { panic!("{error}") };
+    assert_eq!((shown.as_str(), &**cause), ("name = \"bert\"", &missing));
+    assert_eq!(text.lines().nth(line - 1).map(str::trim), Some(shown.as_str()));
     let many = HOMES.replace("count = 4", "count = 4294967295").parse::<Cluster>().unwrap_err();
     assert!(matches!(many, ParallelError::TooManyRanks { ranks: 4_294_967_295, .. }), "{many}");
     assert_eq!("default = \"home\"".parse::<Cluster>(), Err(ParallelError::NoDevices));
@@ -122,12 +130,16 @@ fn any_device() -> impl Strategy<Value = Machine> {
     ];
     let port = || prop::option::of((1_u64..1 << 50).prop_map(Bandwidth));
     let memory = prop::option::of(any::<u64>().prop_map(Bytes));
-    (1_u32..4, speed, memory, prop::option::of(0_usize..3), port(), port()).prop_map(
-        |(count, speed, memory, region, up, down)| Machine {
+    let price = prop::option::of((0_u64..1_000_000_000_000_000).prop_map(Price));
+    let power = prop::option::of(any::<u64>().prop_map(Power));
+    (1_u32..4, speed, memory, prop::option::of(0_usize..3), port(), port(), price, power).prop_map(
+        |(count, speed, memory, region, up, down, price, power)| Machine {
             name: String::new(),
             count,
             speed,
             memory,
+            price,
+            power,
             region: region.map(|r| format!("region-{r}")),
             up,
             down,

@@ -3,8 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::backend::Backend;
 use crate::backend::cpu::Cpu;
+use crate::backend::sizes::Sizes;
+use crate::backend::{Backend, OperandBytes};
 use crate::op::Op;
 use crate::{DType, Element, Interrupt, Precision, Result, Shape, Tensor, TensorError};
 
@@ -24,6 +25,14 @@ impl Device {
     /// The host's processors, with `threads` threads in all; results have the same bits for any number of them.
     pub fn cpu(threads: usize) -> Result<Self> {
         Ok(Self::new(Cpu::new(threads)?))
+    }
+
+    /// A device without memory that computes nothing: tensors there have shapes and no values, and
+    /// [`Device::memory`] is what they would take on a [`Device::cpu`]. For memory to be predicted by the code that
+    /// is to run.
+    #[must_use]
+    pub fn sizes() -> Self {
+        Self::new(Sizes::default())
     }
 
     /// A GPU through Vulkan, Metal or DirectX: the `index`-th adapter that [`Device::list`] shows as `wgpu:index`.
@@ -116,6 +125,12 @@ impl Device {
     #[must_use]
     pub fn memory(&self) -> (usize, usize) {
         self.backend.memory()
+    }
+
+    /// What products take of the host's memory beside tensors. Only [`Device::sizes`] counts it.
+    #[must_use]
+    pub fn operands(&self) -> OperandBytes {
+        self.backend.operands()
     }
 
     /// Whether both handles are of the same device.

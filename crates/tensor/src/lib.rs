@@ -15,6 +15,7 @@ mod check;
 mod codec;
 mod backend;
 
+pub use backend::OperandBytes;
 pub use codec::{BlockCodec, Code, Codecs, DrawnMask, Pattern};
 pub use device::Device;
 pub use devices::{DeviceName, Found};

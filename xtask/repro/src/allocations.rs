@@ -1,7 +1,12 @@
-//! How much a stretch of code allocates: the program's allocator counts on threads that ask for it. It knows nobody else.
+//! How much a stretch of code allocates: the program's allocator counts on threads that ask for it ([`counted`]), or for
+//! each rank of a job ([`by_rank`]). It knows nobody else.
+
+mod ranks;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
+
+pub(crate) use ranks::{by_rank, this_is_rank};
 
 /// The system's allocator, with a count.
 struct Counting;
@@ -40,22 +45,34 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(0, layout.size());
         // SAFETY: the caller keeps the contract, which is the same.
-        unsafe { System.alloc(layout) }
+        let at = unsafe { System.alloc(layout) };
+        ranks::allocated(at.addr(), layout);
+        at
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(0, layout.size());
         // SAFETY: as above.
-        unsafe { System.alloc_zeroed(layout) }
+        let at = unsafe { System.alloc_zeroed(layout) };
+        ranks::allocated(at.addr(), layout);
+        at
     }
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         count(layout.size(), 0);
+        ranks::freed(at.addr());
         // SAFETY: as above.
         unsafe { System.dealloc(at, layout) }
     }
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         count(layout.size(), size);
+        let owner = ranks::moves(at.addr());
         // SAFETY: as above.
-        unsafe { System.realloc(at, layout, size) }
+        let moved = unsafe { System.realloc(at, layout, size) };
+        // Where there was no memory, the old allocation is still there.
+        let (at_now, size_now) = if moved.is_null() { (at, layout.size()) } else { (moved, size) };
+        if let Ok(layout) = Layout::from_size_align(size_now, layout.align()) {
+            ranks::moved(at_now.addr(), layout, owner);
+        }
+        moved
     }
 }
 

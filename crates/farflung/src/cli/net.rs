@@ -292,6 +292,8 @@ impl ProbeArgs {
             count: 1,
             speed: Speed::Flops(self.flops),
             memory: None,
+            price: None,
+            power: None,
             region: None,
             up: None,
             down: None,

@@ -319,7 +319,7 @@ impl Executor {
         mine.finish_reduce()?;
         if let Some(table) = self.tied.exchange(stage, mine)? {
             // Whoever waited here for the other user of the table would keep the pipeline waiting.
-            return mine.put_off(table, needed);
+            return mine.put_off(Some(table), needed);
         }
         let norm = farflung_optim::global_norm(&mine.grads)?;
         mine.commit(Prepared::with_norm(norm)?, needed)

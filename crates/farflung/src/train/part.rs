@@ -75,7 +75,8 @@ enum Reducing {
 #[derive(Debug)]
 struct Due {
     grads: Tensor,
-    table: Exchange,
+    /// None where no values are computed (`memory/dry.rs`).
+    table: Option<Exchange>,
     /// The oldest version that a microbatch will still see.
     needed: Option<u32>,
 }
@@ -169,7 +170,7 @@ impl Part {
     }
 
     /// The update after the gradients so far waits for the table's sum, and the next begins.
-    pub(super) fn put_off(&mut self, table: Exchange, needed: Option<u32>) -> Result<()> {
+    pub(super) fn put_off(&mut self, table: Option<Exchange>, needed: Option<u32>) -> Result<()> {
         let next = self.spare.take().map_or_else(|| self.stage.zeros(), Ok)?;
         let grads = std::mem::replace(&mut self.grads, next);
         self.due.push_back(Due { grads, table, needed });
@@ -184,8 +185,10 @@ impl Part {
     pub(super) fn catch_up(&mut self, version: Option<u32>) -> Result<()> {
         while version.is_none_or(|version| self.version < version) {
             let Some(Due { mut grads, table, needed }) = self.due.pop_front() else { break };
-            let range = self.table();
-            grads.view_mut().part(range.start, range.len())?.write(&table.wait()?)?;
+            if let Some(table) = table {
+                let range = self.table();
+                grads.view_mut().part(range.start, range.len())?.write(&table.wait()?)?;
+            }
             std::mem::swap(&mut self.grads, &mut grads);
             let pending = self.pending;
             let prepared = Prepared::with_norm(farflung_optim::global_norm(&self.grads)?)?;

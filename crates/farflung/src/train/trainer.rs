@@ -41,6 +41,7 @@ use super::tied::{Across, Tied};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
 use agree::{Met, Vote, Voting};
+pub(super) use build::chain;
 use retreat::Mark;
 pub(super) use snapshot::{Progress, Snapshot};
 pub use verify::Thoroughness;

@@ -17,10 +17,10 @@ pub const DILOCO: SyncMethod = SyncMethod {
     codec: None,
     compensates: false,
     outer_momentum: None,
-    // The anchor, the delta, and the outer momentum.
+    // The anchor, the delta, and the outer momentum; the anchor and the momentum before a step that is tried.
     buffers: |momentum| {
         let momentum = usize::from(momentum != 0.0);
-        Buffers { held: 2 + momentum, saved: 1 + momentum }
+        Buffers { held: 3 + 2 * momentum, saved: 1 + momentum }
     },
     build: |s| Ok(Box::new(DiLoCo::new(s)?)),
 };

@@ -9,7 +9,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use toml::Spanned;
 
-use super::quantity::{FlopsText, MemoryText};
+use super::quantity::{FlopsText, MemoryText, Power, Price};
 use super::{Between, Cluster, Machine, Region, Speed};
 use crate::ParallelError;
 
@@ -51,6 +51,8 @@ struct DeviceEntry {
     flops: Option<Text<FlopsText>>,
     tokens_per_second: Option<u64>,
     memory: Option<Text<MemoryText>>,
+    price: Option<Text<Price>>,
+    power: Option<Text<Power>>,
     region: Option<Spanned<String>>,
     up: Option<Text<Bandwidth>>,
     down: Option<Text<Bandwidth>>,
@@ -81,7 +83,7 @@ impl FromStr for Cluster {
     /// Reads a topology file (the README has one with every key).
     ///
     /// Errors: text that is not TOML, keys that are not known, quantities without their unit, and all that
-    /// [`Cluster::check`] refuses, each with the line; pairs of devices that nothing joins, by name.
+    /// [`Cluster::check`] refuses, each with the line; pairs of devices that nothing joins, by name and with the line of the first.
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let file: File = toml::from_str(text).map_err(|error| {
             let (line, shown) = line(text, error.span().map_or(0, |span| span.start));
@@ -115,7 +117,17 @@ impl FromStr for Cluster {
             cluster.check_link(&link, &cluster.links).map_err(|e| at(text, &span, e))?;
             cluster.links.push(link);
         }
-        cluster.device_links()?;
+        cluster.device_links().map_err(|error| {
+            let ParallelError::MissingLink { from, .. } = &error else { return error };
+            // An instance is named after its entry.
+            let named =
+                |name: &str| from.strip_prefix(name).is_some_and(|at| at.is_empty() || at.starts_with('.'));
+            let entry = file.device.iter().find(|entry| named(entry.name.get_ref()));
+            match entry {
+                Some(entry) => at(text, &entry.name.span(), error),
+                None => error,
+            }
+        })?;
         Ok(cluster)
     }
 }
@@ -133,6 +145,8 @@ impl DeviceEntry {
             count: self.count.unwrap_or(1),
             speed,
             memory: self.memory.as_ref().map(|m| m.0.0),
+            price: self.price.as_ref().map(|p| p.0),
+            power: self.power.as_ref().map(|p| p.0),
             region: self.region.as_ref().map(|r| r.get_ref().clone()),
             up: self.up.as_ref().map(|b| b.0),
             down: self.down.as_ref().map(|b| b.0),

@@ -1,6 +1,7 @@
 //! Quantities of a topology file that `base` does not read, and an exact way to print all of them.
 //! (`base` prints for the eye, with two decimals.)
 
+use std::fmt;
 use std::str::FromStr;
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, ParseUnitError};
@@ -22,6 +23,54 @@ const FLOPS_UNITS: [(&str, u64); 5] = [
     ("MFLOPS", 1_000_000),
     ("FLOPS", 1),
 ];
+
+const PRICE_UNITS: [(&str, u64); 1] = [("/h", 1_000_000)];
+const POWER_UNITS: [(&str, u64); 2] = [("kW", 1_000), ("W", 1)];
+
+/// What a machine costs an hour, in millionths of the currency that its file has. Written `1.25/h`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub struct Price(pub u64);
+
+/// What a machine draws while it trains, in watts. Written `350W`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub struct Power(pub u64);
+
+impl Price {
+    /// The most that is read, so that printed prices are exact.
+    const MOST: u64 = 1_000_000_000_000_000;
+}
+
+impl FromStr for Price {
+    type Err = ParseUnitError;
+
+    fn from_str(text: &str) -> Result<Self, ParseUnitError> {
+        let expected = "a price such as `1.25/h`, at most 1000000000/h";
+        let value = read(text, &PRICE_UNITS).filter(|&value| value <= Self::MOST);
+        value.map(Self).ok_or_else(|| ParseUnitError { text: text.to_owned(), expected })
+    }
+}
+
+impl fmt::Display for Price {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{:06}/h", self.0 / 1_000_000, self.0 % 1_000_000)
+    }
+}
+
+impl FromStr for Power {
+    type Err = ParseUnitError;
+
+    fn from_str(text: &str) -> Result<Self, ParseUnitError> {
+        let expected = "a power such as `350W` (units: W, kW)";
+        let value = read(text, &POWER_UNITS);
+        value.map(Self).ok_or_else(|| ParseUnitError { text: text.to_owned(), expected })
+    }
+}
+
+impl fmt::Display for Power {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&exact(self.0, &POWER_UNITS))
+    }
+}
 
 /// Memory as it is written: `8GB`, `512MiB`.
 pub(crate) struct MemoryText(pub(crate) Bytes);

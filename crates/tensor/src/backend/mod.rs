@@ -13,6 +13,7 @@ use crate::{BlockCodec, DType, DrawnMask, Precision, Result, Shape, View, ViewMu
 pub(crate) mod cpu;
 #[cfg(feature = "cube")]
 pub(crate) mod cube;
+pub(crate) mod sizes;
 
 /// A buffer of a device; a backend knows its own by their type.
 pub(crate) trait Storage: Any + Debug + Send + Sync {
@@ -68,6 +69,20 @@ pub(crate) trait Backend: Debug + Send + Sync {
 
     /// Bytes held in buffers now, in use or kept for reuse, and the most there ever were.
     fn memory(&self) -> (usize, usize);
+
+    /// What products take beside buffers, where the backend counts it.
+    fn operands(&self) -> OperandBytes {
+        OperandBytes::default()
+    }
+}
+
+/// Bytes beside a device's buffers in which operands of products are copied. They are kept between products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct OperandBytes {
+    /// Of each thread: panels of both operands.
+    pub packed: usize,
+    /// Both operands rounded to 16 bits, where the precision is not f32.
+    pub rounded: usize,
 }
 
 /// Codecs whose operands were checked, of vectors that are not empty: see [`crate::Codecs`].

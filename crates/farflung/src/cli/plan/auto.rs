@@ -5,10 +5,13 @@ use std::path::PathBuf;
 
 use farflung::base::{Bytes, Nanos, Rank};
 use farflung::parallel::churn::Checkpoints;
-use farflung::parallel::{Cluster, Plan, render};
+use farflung::parallel::{Cluster, ParallelError, Plan, render};
 use farflung::terminal::print;
-use farflung::train::auto::{Candidate, Improvement, Way, auto, by_region, held, improvements, sent};
-use farflung::train::{PipelineSizes, Prediction, read_topology};
+use farflung::train::auto::{
+    Bottleneck, Candidate, FileChange, Improvement, RunningCosts, Way, auto, bottleneck, by_region,
+    first_that_fits, improvements, renamed, running_costs, sent,
+};
+use farflung::train::{PipelineSizes, Prediction, StepMemory, read_topology};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
@@ -32,6 +35,7 @@ use super::{churn, regional};
   farflung plan auto world-4096 --model gpt3-175b --microbatches 1536
   farflung plan auto homes.toml --model nano --out plan.toml --map map.svg --timeline step.svg
   farflung plan auto spot --model gpt2-xl --mtbf 6h
+  farflung plan auto homes.toml --what-if add:anna --what-if bert*2 --what-if europe:oregon*4
   farflung train --plan plan.toml --topology homes.toml")]
 pub(crate) struct AutoCommand {
     /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan,
@@ -76,6 +80,11 @@ pub(crate) struct AutoCommand {
     /// Draw a step of the plan, rank by rank, as SVG; as a trace for Perfetto where the name ends in `.json`.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
+    /// Plan again for a changed file, and say what a step takes then: `add:MACHINE`, `drop:MACHINE`, `MACHINE*FACTOR`,
+    /// or `A:B*FACTOR` for a link of the file (`REGION:REGION` for those inside). May be given several times, each a
+    /// change of its own.
+    #[arg(long, value_name = "CHANGE")]
+    what_if: Vec<FileChange>,
     /// Mean time until a machine is lost: how often to save, what is lost, what counts.
     #[arg(long, value_name = "TIME", value_parser = churn::positive)]
     mtbf: Option<Nanos>,
@@ -114,13 +123,66 @@ struct Chosen<'a> {
     candidate: &'a Candidate,
     tokens: u64,
     sent: Bytes,
-    held: Vec<Bytes>,
+    held: Vec<StepMemory>,
     improvements: Vec<Improvement>,
+    bottleneck: Option<Bottleneck>,
+    costs: RunningCosts,
+    what_if: Vec<Answer>,
     /// Where losses are given.
     checkpoints: Option<Checkpoints>,
 }
 
+/// What a change of the file makes of a step.
+struct Answer {
+    change: FileChange,
+    /// The fastest plan then.
+    candidate: Candidate,
+}
+
 impl AutoCommand {
+    /// The plans of the kind that is asked for, the fastest that fits first, and what its ranks hold.
+    fn candidates(
+        &self,
+        model: &GptConfig,
+        cluster: &Cluster,
+        sizes: PipelineSizes,
+    ) -> Result<(Vec<Candidate>, Vec<StepMemory>)> {
+        let mut candidates = auto(&self.model, model, cluster, sizes)?;
+        let ways = candidates.len();
+        candidates.retain(|candidate| self.only.is_none_or(|only| only.way() == candidate.way));
+        if candidates.is_empty() {
+            return Err(Error::Setting {
+                field: "only",
+                value: self.only.map_or_else(String::new, |only| format!("{only:?}").to_lowercase()),
+                expected: format!("a kind that fits these machines: {ways} plans of other kinds do"),
+            });
+        }
+        let held = first_that_fits(&mut candidates, model, cluster)?;
+        Ok((candidates, held))
+    }
+
+    /// The answer to one change.
+    fn answer(
+        &self,
+        change: &FileChange,
+        now: &Candidate,
+        model: &GptConfig,
+        cluster: &Cluster,
+        sizes: PipelineSizes,
+    ) -> Result<Answer> {
+        let changed = change.apply(cluster)?;
+        let (candidates, _) = self.candidates(model, &changed, sizes)?;
+        let mut candidate = candidates.into_iter().next().ok_or(ParallelError::NoDevices)?;
+        // The plan may also stay as it is.
+        if let Some(plan) = renamed(&now.plan, &changed) {
+            let step = Prediction::on(&plan, model, &changed)?.step();
+            if step < candidate.step {
+                candidate = Candidate { plan, step, ..now.clone() };
+            }
+        }
+        Ok(Answer { change: change.clone(), candidate })
+    }
+
     pub(crate) fn run(self) -> Result<()> {
         let cluster = read_topology(&self.topology)?;
         let preset = GptConfig::preset(&self.model)?;
@@ -129,14 +191,10 @@ impl AutoCommand {
         if self.by_region || cluster.size() >= regional::MACHINES {
             return self.regional(&model, &cluster, sizes);
         }
-        let mut candidates = auto(&self.model, &model, &cluster, sizes)?;
-        let ways = candidates.len();
-        candidates.retain(|candidate| self.only.is_none_or(|only| only.way() == candidate.way));
-        let candidate = candidates.first().ok_or_else(|| Error::Setting {
-            field: "only",
-            value: format!("{:?}", self.only).to_lowercase(),
-            expected: format!("a kind that fits these machines: {ways} plans of other kinds do"),
-        })?;
+        // A change that cannot be is told before anything is simulated.
+        self.what_if.iter().try_for_each(|change| change.apply(&cluster).map(drop))?;
+        let (candidates, held) = self.candidates(&model, &cluster, sizes)?;
+        let candidate = &candidates[0];
         if let Some(path) = &self.out {
             write(path, "write the plan", &candidate.plan.to_string())?;
         }
@@ -149,18 +207,26 @@ impl AutoCommand {
             let drawn = if is_trace { render::trace(&step) } else { render::svg(&step) };
             write(path, "draw the step", &drawn)?;
         }
-        let held = held(&candidate.plan, &model);
+        let improvements = improvements(&candidate.plan, &model, &cluster, candidate.step)?;
+        let tokens = candidate.plan.sequences() * model.context as u64;
         let chosen = Chosen {
             checkpoints: self.mtbf.map(|mtbf| {
-                let most = held.iter().copied().max().unwrap_or_default();
+                let most = held.iter().map(StepMemory::total).max().unwrap_or_default();
                 let churn::SavingTimes { save, restart } = self.saving.times(most);
                 churn::checkpoints(mtbf, candidate.plan.machines.len() as u32, save, restart)
             }),
             candidate,
-            tokens: candidate.plan.sequences() * model.context as u64,
+            tokens,
             sent: sent(&candidate.plan, &model),
             held,
-            improvements: improvements(&candidate.plan, &model, &cluster, candidate.step)?,
+            bottleneck: bottleneck(&candidate.plan, &model, &cluster, &improvements)?,
+            improvements,
+            costs: running_costs(&candidate.plan, &cluster, tokens, candidate.step),
+            what_if: self
+                .what_if
+                .iter()
+                .map(|change| self.answer(change, candidate, &model, &cluster, sizes))
+                .collect::<Result<_>>()?,
         };
         print(&if self.json {
             format!("{}\n", json(&chosen, &candidates))
@@ -186,6 +252,9 @@ impl AutoCommand {
         }
         if self.mtbf.is_some() {
             return refused("mtbf", "given".to_owned());
+        }
+        if let Some(change) = self.what_if.first() {
+            return refused("what-if", change.to_string());
         }
         if let Some(only) = self.only.filter(|only| *only != Only::Both) {
             return refused("only", format!("{only:?}").to_lowercase());
@@ -223,10 +292,22 @@ fn rate(tokens: u64, step: Nanos) -> f64 {
 }
 
 fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
-    let Chosen { candidate, tokens, sent, held, improvements, checkpoints } = chosen;
+    let Chosen { candidate, tokens, sent, held, improvements, bottleneck, costs, what_if, checkpoints } =
+        chosen;
     let plan = &candidate.plan;
-    let memory: serde_json::Map<_, _> =
-        plan.machines.iter().cloned().zip(held.iter().map(|bytes| serde_json::json!(bytes.0))).collect();
+    let memory: serde_json::Map<_, _> = plan
+        .machines
+        .iter()
+        .cloned()
+        .zip(held.iter().map(|held| serde_json::json!(held.total().0)))
+        .collect();
+    let kinds = |held: &StepMemory| {
+        serde_json::json!({
+            "weights": held.weights.0, "gradients": held.gradients.0, "optimizer": held.optimizer.0,
+            "activations": held.activations.0, "operands": held.operands.0, "messages": held.messages.0,
+        })
+    };
+    let by_kind: serde_json::Map<_, _> = plan.machines.iter().cloned().zip(held.iter().map(kinds)).collect();
     let each = candidates.iter().map(|candidate| {
         serde_json::json!({
             "what": candidate.what, "step_s": candidate.step.as_secs_f64(), "bubble": candidate.bubble,
@@ -237,6 +318,12 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
     });
     let help = improvements.iter().map(|improvement| {
         serde_json::json!({ "what": improvement.what, "step_s": improvement.step.as_secs_f64() })
+    });
+    let answers = what_if.iter().map(|Answer { change, candidate }| {
+        serde_json::json!({
+            "what": change.to_string(), "step_s": candidate.step.as_secs_f64(),
+            "chosen": candidate.what, "machines": candidate.plan.machines.len(),
+        })
     });
     let churn = checkpoints.as_ref().map(|every| {
         let lost = every.expected();
@@ -250,18 +337,33 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
         "churn": churn,
         "plan": plan.to_string(), "step_s": candidate.step.as_secs_f64(),
         "tokens_per_s": rate(*tokens, candidate.step), "bytes_per_step": sent.0, "memory": memory,
+        "memory_by_kind": by_kind,
+        "bottleneck": bottleneck.as_ref().map(|bottleneck| {
+            serde_json::json!({ "what": bottleneck.what, "step_s": bottleneck.step.as_secs_f64() })
+        }),
+        "price_per_billion_tokens": costs.price, "kwh_per_billion_tokens": costs.energy,
+        "what_if": answers.collect::<Vec<_>>(),
         "candidates": each.collect::<Vec<_>>(), "would_help": help.collect::<Vec<_>>(),
     })
 }
 
 fn text(chosen: &Chosen<'_>, candidates: &[Candidate], top: usize) -> String {
-    let Chosen { candidate, tokens, sent, held, improvements, checkpoints } = chosen;
+    let Chosen { candidate, tokens, sent, held, improvements, bottleneck, costs, what_if, checkpoints } =
+        chosen;
     let plan = &candidate.plan;
-    let mut text = format!("{:>16} {:>8} {:>12} {:>10}\n", "machine", "replica", "layers", "holds");
+    let mut text = format!(
+        "{:>16} {:>8} {:>12} {:>10} {:>12}\n",
+        "machine", "replica", "layers", "holds", "activations"
+    );
     for (rank, (machine, held)) in plan.machines.iter().zip(held).enumerate() {
         let (replica, part) = (rank / plan.parts.len(), &plan.parts[rank % plan.parts.len()]);
         let layers = format!("{}..{}", part.layers.start, part.layers.end);
-        let _ = writeln!(text, "{machine:>16} {replica:>8} {layers:>12} {held:>10}");
+        let _ = writeln!(
+            text,
+            "{machine:>16} {replica:>8} {layers:>12} {:>10} {:>12}",
+            held.total(),
+            held.activations
+        );
     }
     let shares: Vec<String> = plan.microbatches.iter().map(ToString::to_string).collect();
     let _ = writeln!(text, "\nMicrobatches of each replica: {}. Sent in a step: {sent}.\n", shares.join(" "));
@@ -286,9 +388,32 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], top: usize) -> String {
             ratio(baseline)
         );
     }
+    if let Some(Bottleneck { what, step }) = bottleneck {
+        let gain = 100.0 * (1.0 - ratio(*step));
+        let _ = writeln!(
+            text,
+            "Bottleneck: {what}. If it took no time, a step would take {step}, {gain:.1}% less."
+        );
+    }
     for improvement in improvements.iter().take(3) {
         let gain = 100.0 * (1.0 - ratio(improvement.step));
         let _ = writeln!(text, "With {}: {:.1}% less.", improvement.what, gain);
+    }
+    for Answer { change, candidate } in what_if {
+        let change_percent = 100.0 * (ratio(candidate.step) - 1.0);
+        let _ = writeln!(
+            text,
+            "What if {change}: a step takes {}, {change_percent:+.1}%, with {}.",
+            candidate.step, candidate.what
+        );
+    }
+    let costs = [
+        costs.price.map(|price| format!("cost {price:.2} in the file's currency")),
+        costs.energy.map(|energy| format!("take {energy:.1} kWh")),
+    ];
+    let costs: Vec<String> = costs.into_iter().flatten().collect();
+    if !costs.is_empty() {
+        let _ = writeln!(text, "A billion tokens {}.", costs.join(" and "));
     }
     if let Some(every) = checkpoints {
         let _ = write!(text, "\n{}", churn::interval(every));

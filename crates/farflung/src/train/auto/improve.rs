@@ -1,4 +1,5 @@
-//! What would make a plan faster: each machine and each link of the file twice as fast, one at a time.
+//! What would make a plan faster: each machine and each link of the file twice as fast, one at a time; and which of them
+//! bounds its step.
 
 use farflung_base::{Bandwidth, Nanos};
 use farflung_parallel::{Cluster, Plan, Speed};
@@ -12,8 +13,40 @@ use crate::train::Prediction;
 pub struct Improvement {
     /// The change, for people.
     pub what: String,
+    /// The machine or link that changes.
+    of: String,
     /// A step.
     pub step: Nanos,
+}
+
+/// The machine or link that bounds a step more than any other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Bottleneck {
+    /// Which, for people.
+    pub what: String,
+    /// A step if it took no time.
+    pub step: Nanos,
+}
+
+/// How much faster a machine or link is made that is to take no time.
+const FREE: u64 = 1_000_000_000;
+
+/// Among what shortens a step most if it is twice as fast, what bounds it: the step of the same plan where that takes no
+/// time. None where nothing helps alone.
+///
+/// Errors: those of [`Prediction::on`].
+pub fn bottleneck(
+    plan: &Plan,
+    model: &GptConfig,
+    cluster: &Cluster,
+    found: &[Improvement],
+) -> Result<Option<Bottleneck>> {
+    let Some(first) = found.first() else { return Ok(None) };
+    let freed = changes(cluster, FREE).into_iter().find(|change| change.what == first.of);
+    let step =
+        |change: Change| Prediction::on(plan, model, &change.cluster).map(|predicted| predicted.step());
+    let what = first.of.clone();
+    Ok(freed.map(step).transpose()?.map(|step| Bottleneck { what, step }))
 }
 
 /// The changes that make a step of `plan` shorter than `step`, the most helpful first.
@@ -28,67 +61,70 @@ pub fn improvements(
     step: Nanos,
 ) -> Result<Vec<Improvement>> {
     let mut found = Vec::new();
-    for (what, changed) in changes(cluster) {
-        let changed = Prediction::on(plan, model, &changed)?.step();
+    for Change { what: of, cluster } in changes(cluster, 2) {
+        let changed = Prediction::on(plan, model, &cluster)?.step();
         if changed < step {
-            found.push(Improvement { what, step: changed });
+            found.push(Improvement { what: format!("{of} twice as fast"), of, step: changed });
         }
     }
     found.sort_by_key(|improvement| improvement.step);
     Ok(found)
 }
 
-fn changes(cluster: &Cluster) -> Vec<(String, Cluster)> {
+/// A file in which one thing is faster.
+struct Change {
+    what: String,
+    cluster: Cluster,
+}
+
+fn changes(cluster: &Cluster, factor: u64) -> Vec<Change> {
+    let faster = |bandwidth: Bandwidth| Bandwidth(bandwidth.0.saturating_mul(factor));
     let mut all = Vec::new();
     let mut add = |what: String, change: &dyn Fn(&mut Cluster)| {
         let mut changed = cluster.clone();
         change(&mut changed);
         if changed != *cluster {
-            all.push((what, changed));
+            all.push(Change { what, cluster: changed });
         }
     };
-    add("the default link twice as fast".to_owned(), &|c| {
+    add("the default link".to_owned(), &|c| {
         if let Some(link) = &mut c.default {
-            link.bandwidth = double(link.bandwidth);
+            link.bandwidth = faster(link.bandwidth);
         }
     });
     for (at, device) in cluster.devices.iter().enumerate() {
         let name = &device.name;
-        add(format!("`{name}` computing twice as fast"), &|c| {
+        add(format!("computing on `{name}`"), &|c| {
             c.devices[at].speed = match c.devices[at].speed {
-                Speed::Flops(rate) => Speed::Flops(rate.saturating_mul(2)),
-                Speed::TokensPerSecond(rate) => Speed::TokensPerSecond(rate.saturating_mul(2)),
+                Speed::Flops(rate) => Speed::Flops(rate.saturating_mul(factor)),
+                Speed::TokensPerSecond(rate) => Speed::TokensPerSecond(rate.saturating_mul(factor)),
             };
         });
-        add(format!("`{name}` with twice the uplink"), &|c| c.devices[at].up = c.devices[at].up.map(double));
-        add(format!("`{name}` with twice the downlink"), &|c| {
-            c.devices[at].down = c.devices[at].down.map(double);
+        add(format!("the uplink of `{name}`"), &|c| c.devices[at].up = c.devices[at].up.map(faster));
+        add(format!("the downlink of `{name}`"), &|c| {
+            c.devices[at].down = c.devices[at].down.map(faster);
         });
     }
     for (at, region) in cluster.regions.iter().enumerate() {
         let name = &region.name;
-        add(format!("links inside `{name}` twice as fast"), &|c| {
+        add(format!("links inside `{name}`"), &|c| {
             if let Some(link) = &mut c.regions[at].inside {
-                link.bandwidth = double(link.bandwidth);
+                link.bandwidth = faster(link.bandwidth);
             }
         });
-        add(format!("region `{name}` with twice the uplink"), &|c| {
-            c.regions[at].up = c.regions[at].up.map(double);
+        add(format!("the uplink of region `{name}`"), &|c| {
+            c.regions[at].up = c.regions[at].up.map(faster);
         });
-        add(format!("region `{name}` with twice the downlink"), &|c| {
-            c.regions[at].down = c.regions[at].down.map(double);
+        add(format!("the downlink of region `{name}`"), &|c| {
+            c.regions[at].down = c.regions[at].down.map(faster);
         });
     }
     for (at, link) in cluster.links.iter().enumerate() {
         let [a, b] = &link.ends;
-        add(format!("the link `{a}` - `{b}` twice as fast"), &|c| {
+        add(format!("the link `{a}` - `{b}`"), &|c| {
             let link = &mut c.links[at].link;
-            link.bandwidth = double(link.bandwidth);
+            link.bandwidth = faster(link.bandwidth);
         });
     }
     all
-}
-
-const fn double(bandwidth: Bandwidth) -> Bandwidth {
-    Bandwidth(bandwidth.0.saturating_mul(2))
 }

@@ -1,5 +1,7 @@
 //! The plans of each kind.
 
+use std::cmp::Reverse;
+
 use farflung_base::{Algorithm, Bytes, Link, Rank, Topology};
 use farflung_parallel::pipeline::Method;
 use farflung_parallel::plan::even_parts;
@@ -13,7 +15,7 @@ use farflung_zoo::GptConfig;
 
 use super::candidate::{Candidate, Way, held, simulated};
 use crate::Result;
-use crate::train::chain::{PipelineSizes, chain, pipeline_plan};
+use crate::train::chain::{PipelineSizes, chain, machines, pipeline_plan};
 
 /// Schedules that are tried for each division.
 const SCHEDULES: [Method; 4] = [Method::OneFOneB, Method::OneFOneBSlope, Method::GPipe, Method::ZbH1];
@@ -67,7 +69,22 @@ impl Asked<'_> {
                 }
             }
         }
+        self.alone(candidates)?;
         refused.map_or(Ok(()), |error| Err(error.into()))
+    }
+
+    /// The fastest machine on its own, if it holds the model: a division among several counts no overlap, and may be slower.
+    fn alone(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let machines = machines(self.model, self.cluster);
+        let fastest = (0..).map(Rank).zip(&machines).min_by_key(|(_, machine)| Reverse(machine.flops));
+        let Some((fastest, _)) = fastest.filter(|_| machines.len() > 1) else { return Ok(()) };
+        let order = [fastest];
+        let chain = chain(self.model, self.cluster, &order, self.sizes.batch, self.sizes.microbatches)?;
+        match uneven(&chain) {
+            Ok(planned) => self.pipeline("the fastest machine alone", &order, &planned, candidates),
+            // Others may hold it together.
+            Err(_) => Ok(()),
+        }
     }
 
     fn pipeline(

@@ -4,6 +4,7 @@
 //! The memory of GPUs is not checked, only what a run on GPUs needs of the host.
 
 mod available;
+mod buckets;
 mod data;
 mod held;
 mod need;
@@ -19,6 +20,7 @@ use farflung_zoo::{GptConfig, config::PRESETS, tokenizer};
 use super::job::shape;
 use crate::{Error, LaunchEnv, Result, TrainConfig, threads};
 use available::{Available, available};
+pub(super) use buckets::averaging;
 use need::{Need, RankGroup, size};
 use order::Pipeline;
 

@@ -7,13 +7,13 @@ use std::ops::Range;
 
 use farflung_base::Bytes;
 use farflung_comm::Algorithm;
-use farflung_compress::AverageSpec;
 use farflung_compress::link::SampleShape;
 use farflung_optim::LrSchedule;
 use farflung_tensor::{DeviceName, Precision};
 use farflung_zoo::GptConfig;
 
 use super::super::boundary::held_bytes;
+use super::buckets::averaging;
 use super::data::Data;
 use super::held::Position;
 use crate::TrainConfig;
@@ -258,37 +258,18 @@ impl RankGroup<'_> {
     /// the bytes of the residuals in a checkpoint.
     fn averaging(&self, need: &mut Need, model: u128, holders: usize, here: bool) -> u128 {
         let config = self.config;
-        let alone = holders == 1;
-        if alone && self.positions.len() > 1 {
+        if holders == 1 {
             return 0;
         }
-        let codec = if alone { AverageSpec::default() } else { config.averaged_codec() };
-        let packs = codec.codec().filter(|_| !codec.is_plain());
-        if here || packs.is_none() {
-            need.add(Part::Averaging, model);
-        }
-        if alone {
-            return 0;
-        }
-        let share = model / holders as u128;
-        let Some(packs) = packs else {
-            need.add(Part::Averaging, model / 2);
-            if codec.is_plain() {
-                return 0;
-            }
-            // A protocol's, in the host's memory: what is committed, the latest and the next.
-            need.add(Part::Residuals, model.saturating_mul(3));
-            return model;
-        };
-        let block = 4096_u128;
-        let packed = packs.build().max_payload(block as usize) as u128;
-        let message = model.saturating_mul(packed) / (block * F32);
-        need.add(Part::Averaging, message.saturating_mul(2).saturating_add(share));
-        let residual = if codec.feedback() { model.saturating_add(share) } else { 0 };
-        if here {
-            need.add(Part::Residuals, residual.saturating_mul(2));
-        }
-        residual
+        let codec = config.averaged_codec();
+        let coded = codec.codec().is_some() && !codec.is_plain();
+        let bucket = (config.bucket_mb * 1e6) as usize;
+        let bytes = averaging(&codec, model, holders, bucket);
+        // What codecs work on lies where the rank's device is.
+        let (buckets, residuals) = if coded && !here { (0, 0) } else { (bytes.buckets, bytes.residuals) };
+        need.add(Part::Averaging, buckets.saturating_add(bytes.messages));
+        need.add(Part::Residuals, residuals);
+        bytes.saved
     }
 
     /// What boundary codecs hold in memory of the windows that a replica sees, shared equally among the ranks

@@ -260,7 +260,12 @@ fn own_steps(job: &Job, replica: u32) -> TrainConfig {
 }
 
 /// The optimizer chain of a config that makes so many updates in a step.
-fn chain(config: &TrainConfig, device: &Device, stage: &Stage, updates: u64) -> Result<Chain> {
+pub(in crate::train) fn chain(
+    config: &TrainConfig,
+    device: &Device,
+    stage: &Stage,
+    updates: u64,
+) -> Result<Chain> {
     let local = config.optimizer.chain(config.local(config.schedule(updates)?, updates));
     Ok(local.groups(config.group.clone().unwrap_or_default()).build(device, stage.layout())?)
 }

@@ -26,9 +26,11 @@ use farflung_base::Pending;
 
 use self::attention::{Cache, Layout};
 use self::gemm::Mat;
+pub(super) use self::gemm::packed_bytes;
 use self::matmul::{Fused, matmul};
 use self::pool::Pool;
 use self::storage::Buffers;
+pub(super) use self::storage::GRAIN;
 use super::{Backend, Downloaded, Part, Storage};
 use crate::op::{Fuse, Op};
 use crate::{DType, Precision, Result, Shape, TensorError, View, ViewMut};

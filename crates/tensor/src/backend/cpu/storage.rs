@@ -12,7 +12,7 @@ use crate::backend::Storage;
 use crate::{Result, TensorError};
 
 /// Sizes are rounded up to this, so that nearly equal sizes share buffers. Buffers begin at multiples of it.
-const GRAIN: usize = 4096;
+pub(in crate::backend) const GRAIN: usize = 4096;
 /// Bytes of a huge page on most machines: chunks begin with one.
 const HUGE_PAGE: usize = 2 << 20;
 /// Bytes of a chunk, unless a buffer is larger. Linux gives memory to the huge pages of it that buffers have been cut from.

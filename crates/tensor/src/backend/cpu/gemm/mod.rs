@@ -146,6 +146,13 @@ pub(crate) fn gemm<E: Epilogue>(
     gemm_batched(pool, one, a, b, c, init, epilogue);
 }
 
+/// Bytes that a thread packs at a time for a product `[m, k] [k, n]`: a few lines more or fewer with vectors. The thread
+/// keeps as much as its largest product took.
+pub(crate) fn packed_bytes((m, n, k): (usize, usize, usize), a_transposed: bool) -> usize {
+    let a_strides = if a_transposed { (1, m) } else { (k, 1) };
+    region::packed::<Portable>(a_strides, k, m, n) * size_of::<f32>()
+}
+
 /// A product for each member of a batch; `a`, `b` and `c` describe the first.
 ///
 /// The epilogue sees rows numbered through the batch: row `i` of product (x, y) is `(x * count.1 + y) * m + i`.

@@ -83,14 +83,14 @@ struct Cut {
 }
 
 impl Cut {
-    fn of<I: Registers>(p: &Product, rows: usize, columns: usize) -> Self {
+    fn of<I: Registers>(a_strides: (usize, usize), k: usize, rows: usize, columns: usize) -> Self {
         // The blocks of k depend on k alone: they are part of the order of a sum.
-        let k_block = even_block(p.k, K_BLOCK, BLOCK);
+        let k_block = even_block(k, K_BLOCK, BLOCK);
         let m_block = even_block(rows, (A_BLOCK / k_block).max(I::MR), I::MR);
         let n_block = if rows <= m_block { columns } else { even_block(columns, N_BLOCK, I::NR) };
-        let read = if p.a_strides.1 == 1 && columns <= IN_PLACE_COLUMNS {
+        let read = if a_strides.1 == 1 && columns <= IN_PLACE_COLUMNS {
             Read::Rows
-        } else if p.a_strides.0 == 1 && p.a_strides.1 <= I::NEAR_COLUMNS {
+        } else if a_strides.0 == 1 && a_strides.1 <= I::NEAR_COLUMNS {
             Read::Columns
         } else {
             Read::Packed
@@ -101,6 +101,37 @@ impl Cut {
         let b_panels = if rows <= m_block { 1 } else { n_block.div_ceil(I::NR) };
         Self { k_block, m_block, n_block, read, a_panel, a_len, b_panel: k_block * I::NR, b_panels }
     }
+
+    /// Floats of the packed panels of both.
+    const fn packed(&self) -> usize {
+        self.a_len + 2 * LINE + self.b_panels * self.b_panel + BLOCK
+    }
+}
+
+/// Whether all of B is kept packed while rows of A, which are contiguous, pass by it.
+fn keeps_b(a_strides: (usize, usize), k: usize, rows: usize, columns: usize) -> bool {
+    a_strides.1 == 1 && columns.saturating_mul(k) <= B_BLOCK.min(rows.saturating_mul(B_PER_ROW))
+}
+
+/// Floats that a thread packs of B where it keeps all of it.
+const fn packed_b<I: Registers>(k: usize, columns: usize) -> usize {
+    columns.next_multiple_of(I::NR) * k + BLOCK
+}
+
+/// Floats that a thread packs at a time for a product of so many rows and columns.
+pub(super) fn packed<I: Registers>(
+    a_strides: (usize, usize),
+    k: usize,
+    rows: usize,
+    columns: usize,
+) -> usize {
+    if k == 0 {
+        return 0;
+    }
+    if keeps_b(a_strides, k, rows, columns) {
+        return packed_b::<I>(k, columns);
+    }
+    Cut::of::<I>(a_strides, k, rows, columns).packed()
 }
 
 /// Computes the given rows and columns of C.
@@ -118,14 +149,13 @@ pub(super) unsafe fn region<I: Registers, E: Epilogue>(
     if p.k == 0 {
         return finish_empty::<I, E>(p, rows, columns, epilogue);
     }
-    let b_elements = columns.len().saturating_mul(p.k);
-    if p.a_strides.1 == 1 && b_elements <= B_BLOCK.min(rows.len() * B_PER_ROW) {
+    if keeps_b(p.a_strides, p.k, rows.len(), columns.len()) {
         return by_rows::<I, E>(p, rows, columns, epilogue);
     }
-    let Cut { k_block, m_block, n_block, read, a_panel, a_len, b_panel, b_panels } =
-        Cut::of::<I>(p, rows.len(), columns.len());
+    let cut = Cut::of::<I>(p.a_strides, p.k, rows.len(), columns.len());
+    let Cut { k_block, m_block, n_block, read, a_panel, a_len, b_panel, b_panels } = cut;
     let by_columns = read != Read::Rows;
-    let mut scratch = Scratch::take(a_len + 2 * LINE + b_panels * b_panel + BLOCK);
+    let mut scratch = Scratch::take(cut.packed());
     let a_packed = scratch.lines.as_mut_ptr().cast::<f32>();
     let b_packed = a_packed.add(a_len.next_multiple_of(LINE));
 
@@ -227,7 +257,7 @@ unsafe fn by_rows<I: Registers, E: Epilogue>(
 ) {
     let k_block = even_block(p.k, K_BLOCK, BLOCK);
     let width = columns.len().next_multiple_of(I::NR);
-    let mut scratch = Scratch::take(width * p.k + BLOCK);
+    let mut scratch = Scratch::take(packed_b::<I>(p.k, columns.len()));
     let b_packed = scratch.lines.as_mut_ptr().cast::<f32>();
     let (k_stride, lane_stride) = p.b_strides;
     // Whole panels whose columns are contiguous are packed by the first tile of rows.

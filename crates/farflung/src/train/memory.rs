@@ -1,0 +1,138 @@
+//! What each rank of a plan holds at the most in a step of training: the schedule's executor and the model's own code run
+//! over a device without memory ([`Device::sizes`]), which counts the buffers that they take. Nothing is computed or sent.
+//!
+//! Beside those buffers a rank holds messages in the host's memory: these are in closed form.
+
+mod dry;
+#[cfg(test)]
+mod tests;
+
+use farflung_base::{Bytes, Rank};
+use farflung_parallel::pipeline::{Tie, run};
+use farflung_parallel::{Cluster, Plan};
+use farflung_tensor::Device;
+use farflung_zoo::GptConfig;
+
+use super::bind::ReplicaSchedule;
+use super::costs::Machines;
+use super::job::Job;
+use super::sizes::averaging;
+use super::{costs, links};
+use crate::{Result, TrainConfig};
+use dry::DryRun;
+
+/// Bytes of an f32.
+const F32: u64 = size_of::<f32>() as u64;
+
+/// The most that a rank holds in a step, by kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StepMemory {
+    /// Parameters, in all versions that microbatches still need.
+    pub weights: Bytes,
+    /// Gradients.
+    pub gradients: Bytes,
+    /// The optimizer's state, and that of the method of synchronisation.
+    pub optimizer: Bytes,
+    /// Hidden states, logits, and whatever else the passes take.
+    pub activations: Bytes,
+    /// Copies of operands of products that threads keep between them.
+    pub operands: Bytes,
+    /// Messages, buckets of averages and what their codecs remember.
+    pub messages: Bytes,
+}
+
+impl StepMemory {
+    /// The sum.
+    #[must_use]
+    pub const fn total(&self) -> Bytes {
+        let Self { weights, gradients, optimizer, activations, operands, messages } = self;
+        Bytes(weights.0 + gradients.0 + optimizer.0 + activations.0 + operands.0 + messages.0)
+    }
+}
+
+/// What each rank of a job holds.
+///
+/// Errors: those of [`ReplicaSchedule::new`].
+pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
+    of_plan(&job.plan, &job.model, &job.config, &job.machines()?)
+}
+
+/// What each rank of a plan holds on the machines of a topology file, with the default optimizer.
+///
+/// Errors: as [`step_memory`]; a machine that the file does not have.
+pub fn planned_memory(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<StepMemory>> {
+    let config = TrainConfig::default();
+    let topology = links::of_plan(&config, plan, Some(cluster))?;
+    let rates = costs::rates(&config, model, plan, Some(cluster));
+    of_plan(plan, model, &config, &Machines { topology, rates })
+}
+
+fn of_plan(
+    plan: &Plan,
+    model: &GptConfig,
+    config: &TrainConfig,
+    machines: &Machines,
+) -> Result<Vec<StepMemory>> {
+    let mut ranks: Vec<StepMemory> = Vec::new();
+    let mut before: Option<(u32, Vec<StepMemory>)> = None;
+    for (replica, &microbatches) in (0..).zip(&plan.microbatches) {
+        // Replicas with as many microbatches hold as much: what a schedule does with other speeds is little else.
+        if let Some((_, same)) = before.as_ref().filter(|(count, _)| *count == microbatches) {
+            ranks.extend(same);
+            continue;
+        }
+        let schedule = ReplicaSchedule::of(plan, model, machines, replica)?;
+        let of_rank = |position| of_rank(plan, model, config, &schedule, position);
+        let found: Vec<_> = (0..plan.stages()).map(Rank).map(of_rank).collect::<Result<_>>()?;
+        ranks.extend(&found);
+        before = Some((microbatches, found));
+    }
+    Ok(ranks)
+}
+
+fn of_rank(
+    plan: &Plan,
+    model: &GptConfig,
+    config: &TrainConfig,
+    schedule: &ReplicaSchedule,
+    position: Rank,
+) -> Result<StepMemory> {
+    let device = Device::sizes().with_precision(plan.precision);
+    let held = || device.memory().1 as u64;
+    let mut dry = DryRun::new(plan, model, config, schedule, position, &device)?;
+    let weights = dry.parameters();
+    // The state of a step before: it is there while microbatches pass.
+    let begun = held();
+    run(&schedule.schedule, position, &mut dry)?;
+    dry.commit()?;
+    let passed = held();
+
+    let model_bytes = dry.elements() * F32;
+    let placement = schedule.placement();
+    let holders = plan.replicas() as usize * placement.copies() as usize;
+    let mut optimizer = begun - 2 * weights;
+    let operands = device.operands();
+    let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
+    let mut messages = dry.messages();
+    if holders > 1 {
+        optimizer += (config.sync.buffers)(config.outer_momentum).held as u64 * model_bytes;
+        let level = plan.outermost();
+        let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
+        let averages = averaging(&level.codec.parse()?, model_bytes.into(), holders, bucket);
+        let bytes = averages.buckets + averages.messages + averages.residuals;
+        messages += u64::try_from(bytes).unwrap_or(u64::MAX);
+    }
+    if placement.tie() == Tie::Across && dry.has_table() {
+        // Its own gradient of the token table, and the other user's.
+        messages += 2 * F32 * (model.vocab * model.dim) as u64;
+    }
+    let versions = dry.versions();
+    Ok(StepMemory {
+        weights: Bytes(weights + versions),
+        gradients: Bytes(weights),
+        optimizer: Bytes(optimizer),
+        activations: Bytes(passed.saturating_sub(begun + versions)),
+        operands: Bytes(operands),
+        messages: Bytes(messages),
+    })
+}

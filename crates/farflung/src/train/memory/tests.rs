@@ -1,0 +1,95 @@
+//! Predictions beside what real ranks hold: a small GPT whose buffers are counted by its device.
+
+use farflung_optim::local::METHODS;
+use farflung_optim::sync::{DDP, ZERO_ONE};
+use farflung_parallel::Recompute;
+use farflung_parallel::pipeline::Method;
+use farflung_tensor::Precision;
+
+use super::*;
+use crate::Stop;
+use crate::config::choice::{LrScheduleKind, OptimizerKind, SyncKind, TransportKind};
+use crate::train::{Trainer, seats};
+use crate::transports::MEMORY;
+
+/// A small GPT without replicas.
+fn config(stages: usize, schedule: Method) -> TrainConfig {
+    TrainConfig {
+        layers: Some(6),
+        heads: Some(2),
+        dim: Some(32),
+        context: Some(32),
+        batch: 2,
+        microbatches: (stages > 1).then_some(8),
+        lr_schedule: LrScheduleKind::Constant,
+        clip: 0.0,
+        codec: "none".parse().unwrap(),
+        transport: TransportKind::of(&MEMORY),
+        threads: 1,
+        schedule,
+        stages,
+        workers: stages,
+        ..TrainConfig::default()
+    }
+}
+
+fn job(mut config: TrainConfig) -> Job {
+    let data = tempfile::NamedTempFile::new().unwrap();
+    let text: Vec<_> = (0..2000).map(|i| format!("{i} and {}", i * i)).collect();
+    std::fs::write(data.path(), text.join(", ")).unwrap();
+    config.data = Some(data.path().to_owned());
+    let workers = config.workers;
+    Job::new(config, workers, Stop::manual()).unwrap()
+}
+
+/// Bytes that each rank's device holds after two steps.
+fn measured(job: &Job) -> Vec<u64> {
+    std::thread::scope(|scope| {
+        let held = |seat: crate::train::Seat| {
+            let mut trainer = Trainer::new(job, seat.comm, 1).unwrap();
+            trainer.step(false).unwrap();
+            trainer.step(false).unwrap();
+            trainer.stage().device().memory().1 as u64
+        };
+        let ranks: Vec<_> =
+            seats(job, None).unwrap().into_iter().map(|seat| scope.spawn(move || held(seat))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Bytes of buffers among what is predicted.
+fn buffers(held: &StepMemory) -> u64 {
+    held.weights.0 + held.gradients.0 + held.optimizer.0 + held.activations.0
+}
+
+#[test]
+fn buffers_are_predicted_to_the_byte() {
+    let one = || config(1, Method::OneFOneB);
+    let mut configs = vec![
+        one(),
+        TrainConfig { recompute: Recompute::Layers(4), ..one() },
+        TrainConfig { recompute: Recompute::Full, ..one() },
+        TrainConfig { recompute: Recompute::Within(Bytes(600_000)), ..one() },
+        TrainConfig { precision: Precision::Bf16, ..one() },
+        TrainConfig { accumulate: 3, ..one() },
+        TrainConfig { recompute: Recompute::Full, ..config(3, Method::OneFOneB) },
+    ];
+    configs.extend(METHODS.iter().map(|method| TrainConfig {
+        optimizer: OptimizerKind::of(method),
+        // The one method of synchronisation that goes with its optimizer alone.
+        sync: SyncKind::of(if method.name == "zero-one-adam" { &ZERO_ONE } else { &DDP }),
+        ..one()
+    }));
+    let trains = |schedule: &Method| *schedule != Method::Inference;
+    configs.extend(Method::ALL.into_iter().filter(trains).map(|schedule| config(2, schedule)));
+    configs.extend([Method::PipeDream, Method::PipeDream2Bw].map(|schedule| config(4, schedule)));
+    for config in configs {
+        let what = format!(
+            "{} of {} stages, {}, {:?}, {}",
+            config.schedule, config.stages, config.optimizer, config.recompute, config.precision
+        );
+        let job = job(config);
+        let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
+        assert_eq!(predicted, measured(&job), "{what}");
+    }
+}

@@ -1,0 +1,63 @@
+//! What averaging a part of the model over the ranks that hold it takes of each of them.
+
+use farflung_compress::AverageSpec;
+
+/// Bytes of an f32.
+const F32: u128 = size_of::<f32>() as u128;
+
+/// Bytes that a rank holds for averages of a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(in crate::train) struct AverageBytes {
+    /// Values side by side, as they travel.
+    pub(in crate::train) buckets: u128,
+    /// Messages in the host's memory, most at a time.
+    pub(in crate::train) messages: u128,
+    /// What codecs remember, before and after a step that is not agreed on yet.
+    pub(in crate::train) residuals: u128,
+    /// The part of that in a checkpoint.
+    pub(in crate::train) saved: u128,
+}
+
+/// Of a part of `model` bytes that `holders` ranks, two or more, average in buckets of at most `bucket` bytes.
+pub(in crate::train) fn averaging(
+    codec: &AverageSpec,
+    model: u128,
+    holders: usize,
+    bucket: usize,
+) -> AverageBytes {
+    let holders = holders.max(1) as u128;
+    let share = model / holders;
+    let Some(packs) = codec.codec().filter(|_| !codec.is_plain()) else {
+        // The shards of two buckets are on their way to all others. Measured: up to three where ranks run apart.
+        let messages = model.min(2 * bucket as u128) / holders * (holders - 1);
+        let plain = AverageBytes { buckets: model, messages, ..AverageBytes::default() };
+        if codec.is_plain() {
+            return plain;
+        }
+        // A protocol's, in the host's memory: what is committed, the latest and the next.
+        return AverageBytes { residuals: model.saturating_mul(3), saved: model, ..plain };
+    };
+    let block = 4096_u128;
+    let packed = packs.build().max_payload(block as usize) as u128;
+    // What leaves, what comes, and the means that leave and come: of each a part.
+    let messages = model.saturating_mul(packed) / (block * F32) * 3 / 2;
+    let saved = if codec.feedback() { model.saturating_add(share) } else { 0 };
+    AverageBytes { buckets: model.saturating_add(share), messages, residuals: saved.saturating_mul(2), saved }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_averages_hold_their_buckets_and_codecs_their_residuals_twice() {
+        let of = |codec: &str, holders| averaging(&codec.parse().unwrap(), 8000, holders, 4000);
+        assert_eq!(of("none", 2), AverageBytes { buckets: 8000, messages: 4000, residuals: 0, saved: 0 });
+        assert_eq!(of("none", 4).messages, 6000);
+        let int8 = of("int8", 4);
+        assert_eq!((int8.buckets, int8.messages < 4000), (10_000, true));
+        let spec: AverageSpec = "int8".parse().unwrap();
+        let fed_back = averaging(&spec.with_feedback(), 8000, 4, 4000);
+        assert_eq!((fed_back.residuals, fed_back.saved), (20_000, 10_000));
+    }
+}

@@ -1,0 +1,160 @@
+//! A device without memory: it keeps count of the buffers that a program takes, and computes nothing. It cuts and reuses
+//! buffers as the cpu backend does, so that its peak is that of a run there.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+use std::sync::{Mutex, PoisonError};
+
+use farflung_base::Pending;
+
+use super::cpu::{GRAIN, packed_bytes};
+use super::{Backend, Downloaded, OperandBytes, Part, Storage};
+use crate::op::Op;
+use crate::{DType, Precision, Result, Shape, TensorError, ViewMut};
+
+/// A buffer's size in bytes.
+#[derive(Debug)]
+struct Size(usize);
+
+impl Storage for Size {
+    fn host(&self) -> Option<(NonNull<u8>, usize)> {
+        None
+    }
+}
+
+#[derive(Debug, Default)]
+struct Count {
+    /// Buffers that were given back, by size.
+    free: BTreeMap<usize, usize>,
+    held: usize,
+    /// Bytes of the most that a product packs.
+    packed: usize,
+    /// Bytes of the largest first and second operand that was rounded.
+    rounded: [usize; 2],
+}
+
+/// The device.
+#[derive(Debug, Default)]
+pub(crate) struct Sizes(Mutex<Count>);
+
+impl Backend for Sizes {
+    fn name(&self) -> &'static str {
+        "sizes"
+    }
+
+    fn allocate(&self, dtype: DType, shape: Shape) -> Result<Box<dyn Storage>> {
+        let too_large = || TensorError::OutOfMemory { device: "sizes".to_owned(), bytes: usize::MAX };
+        let bytes = shape.len().checked_mul(dtype.size()).ok_or_else(too_large)?;
+        let size = bytes.max(1).checked_next_multiple_of(GRAIN).ok_or_else(too_large)?;
+        let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        match count.free.get_mut(&size) {
+            Some(free) if *free > 0 => *free -= 1,
+            _ => count.held = count.held.checked_add(size).ok_or_else(too_large)?,
+        }
+        Ok(Box::new(Size(size)))
+    }
+
+    fn release(&self, storage: Box<dyn Storage>) {
+        let any: Box<dyn Any> = storage;
+        if let Ok(size) = any.downcast::<Size>() {
+            let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            *count.free.entry(size.0).or_default() += 1;
+        }
+    }
+
+    fn upload(&self, _: &[u8], _: ViewMut<'_>) -> Result<()> {
+        Ok(())
+    }
+
+    /// Zeros: there are no values.
+    fn start_download(&self, from: Part<'_>) -> Pending<Result<Box<dyn Downloaded>>> {
+        Pending::ready(Ok(Box::new(vec![0_u8; from.range.len()])))
+    }
+
+    fn run(&self, op: Op<'_>, precision: Precision) -> Result<()> {
+        if let Op::MatMul { a, a_t, b, c, .. } = op {
+            let (m, n) = (c.shape().rows(), c.shape().cols());
+            let k = if a_t { a.shape().rows() } else { a.shape().cols() };
+            let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            count.packed = count.packed.max(packed_bytes((m, n, k), a_t));
+            if precision != Precision::F32 {
+                for (most, operand) in count.rounded.iter_mut().zip([&a, &b]) {
+                    *most = (*most).max(operand.shape().len() * size_of::<f32>());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn fence(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn memory(&self) -> (usize, usize) {
+        // Buffers are kept for reuse, so that what is held is the most there ever was.
+        let held = self.0.lock().unwrap_or_else(PoisonError::into_inner).held;
+        (held, held)
+    }
+
+    fn operands(&self) -> OperandBytes {
+        let count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        OperandBytes { packed: count.packed, rounded: count.rounded.iter().sum() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{DType, Device, Fuse, Op, Precision};
+
+    /// The same program on both devices takes the same memory.
+    #[test]
+    fn it_counts_what_the_cpu_takes() {
+        let memory = |device: Device| {
+            let a = device.zeros([100, 300]).unwrap();
+            let mut b = device.empty(DType::F32, [100, 300]).unwrap();
+            device.run(Op::Cast { x: a.view(), y: b.view_mut() }).unwrap();
+            drop(b);
+            let c = device.zeros([299, 100]).unwrap();
+            let d = device.tensor(&[1_u32; 7], 7).unwrap();
+            drop((a, c, d));
+            device.memory()
+        };
+        let seen = memory(Device::sizes());
+        assert_eq!(seen, memory(Device::cpu(1).unwrap()));
+        assert_eq!(seen.0, 2 * 30 * 4096 + 4096, "the third buffer is the second again");
+    }
+
+    #[test]
+    fn a_product_packs_its_operands_and_rounds_them() {
+        let operands = |precision| {
+            let device = Device::sizes().with_precision(precision);
+            let a = device.zeros([64, 300]).unwrap();
+            let b = device.zeros([300, 40]).unwrap();
+            let mut c = device.zeros([64, 40]).unwrap();
+            let product = Op::MatMul {
+                a: a.view(),
+                a_t: false,
+                b: b.view(),
+                b_t: false,
+                c: c.view_mut(),
+                accumulate: false,
+                scales: [1.0; 2],
+                fuse: Fuse::None,
+            };
+            device.run(product).unwrap();
+            device.operands()
+        };
+        let f32 = operands(Precision::F32);
+        assert!((300 * 40 * 4..300 * 48 * 4 + 64).contains(&f32.packed), "all of the second: {f32:?}");
+        assert_eq!((f32.rounded, operands(Precision::Bf16).rounded), (0, (64 * 300 + 300 * 40) * 4));
+    }
+
+    #[test]
+    fn a_model_larger_than_any_memory_takes_none() {
+        let device = Device::sizes();
+        let x = device.zeros([1 << 20, 1 << 20]).unwrap();
+        assert_eq!((device.memory().1, x.device().name()), (1 << 42, "sizes"));
+        assert!(device.zeros([1 << 31, 1 << 31]).is_err(), "more than there are addresses");
+    }
+}

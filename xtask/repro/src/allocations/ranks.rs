@@ -1,0 +1,204 @@
+//! What each rank of a job holds: every allocation is remembered with the rank that made it, since another rank may free
+//! it (a message, for example).
+//!
+//! Chunks from which the CPU device cuts its buffers are left out: they are reserved 32 MiB at a time and take memory only
+//! as buffers are cut from them, which the device counts itself (`Device::memory`).
+
+use std::alloc::Layout;
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Alignment from which an allocation is a chunk of a device's buffers.
+const CHUNK_ALIGN: usize = 2 << 20;
+/// Allocations that can be remembered at once.
+const PLACES: usize = 1 << 20;
+
+thread_local! {
+    /// The rank of this thread's allocations: its number and one; 0 where it belongs to none.
+    static OWNER: Cell<usize> = const { Cell::new(0) };
+    /// Whether this thread is in the table: its own allocations are not looked at then.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+static COUNTING: AtomicBool = AtomicBool::new(false);
+static TABLE: Mutex<Option<Table>> = Mutex::new(None);
+
+/// What a rank held, outside of its device's chunks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct RankCount {
+    /// The most bytes at a time since the rank called [`this_is_rank`] last.
+    pub(crate) peak: usize,
+    held: usize,
+}
+
+/// A remembered allocation; its address is 0 in an empty place.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    address: usize,
+    size: usize,
+    owner: usize,
+}
+
+struct Table {
+    places: Vec<Place>,
+    used: usize,
+    /// Whether an allocation found no place.
+    full: bool,
+    /// The first is of threads that belong to no rank.
+    counts: Vec<RankCount>,
+}
+
+/// Linear probing; what is taken out leaves no mark, since what follows it moves up.
+impl Table {
+    fn find(&self, address: usize) -> Option<usize> {
+        let mut at = slot(address);
+        while self.places[at].address != address {
+            if self.places[at].address == 0 {
+                return None;
+            }
+            at = (at + 1) % PLACES;
+        }
+        Some(at)
+    }
+
+    fn add(&mut self, address: usize, size: usize, owner: usize) {
+        // An empty place is left, so that every search ends.
+        if self.used + 1 >= PLACES {
+            self.full = true;
+            return;
+        }
+        let mut at = slot(address);
+        while self.places[at].address != 0 {
+            at = (at + 1) % PLACES;
+        }
+        self.used += 1;
+        self.places[at] = Place { address, size, owner };
+        let count = &mut self.counts[owner];
+        count.held += size;
+        count.peak = count.peak.max(count.held);
+    }
+
+    fn remove(&mut self, address: usize) -> Option<usize> {
+        let mut gap = self.find(address)?;
+        let Place { size, owner, .. } = self.places[gap];
+        self.counts[owner].held -= size;
+        self.used -= 1;
+        let mut at = gap;
+        loop {
+            at = (at + 1) % PLACES;
+            let place = self.places[at];
+            if place.address == 0 {
+                break;
+            }
+            // It may move to the gap if its own slot is not behind that.
+            let from = slot(place.address);
+            if (at + PLACES - from) % PLACES >= (at + PLACES - gap) % PLACES {
+                self.places[gap] = place;
+                gap = at;
+            }
+        }
+        self.places[gap] = Place::default();
+        Some(owner)
+    }
+}
+
+fn slot(address: usize) -> usize {
+    (address >> 4).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (usize::BITS - PLACES.ilog2())
+}
+
+fn table() -> MutexGuard<'static, Option<Table>> {
+    TABLE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Does `work` on the table unless nobody counts, or this thread is in it already.
+fn with(work: impl FnOnce(&mut Table, usize)) {
+    if !COUNTING.load(Ordering::Acquire) || INSIDE.try_with(|inside| inside.replace(true)).unwrap_or(true) {
+        return;
+    }
+    if let Some(table) = table().as_mut() {
+        let owner = OWNER.try_with(Cell::get).unwrap_or(0);
+        work(table, if owner < table.counts.len() { owner } else { 0 });
+    }
+    INSIDE.set(false);
+}
+
+pub(super) fn allocated(address: usize, layout: Layout) {
+    if address != 0 && layout.align() < CHUNK_ALIGN {
+        with(|table, owner| table.add(address, layout.size(), owner));
+    }
+}
+
+pub(super) fn freed(address: usize) {
+    with(|table, _| {
+        table.remove(address);
+    });
+}
+
+/// Takes out an allocation that is about to move: another thread may get its address at once. Its owner.
+pub(super) fn moves(address: usize) -> Option<usize> {
+    let mut found = None;
+    with(|table, _| found = table.remove(address));
+    found
+}
+
+pub(super) fn moved(address: usize, layout: Layout, owner: Option<usize>) {
+    with(|table, mine| table.add(address, layout.size(), owner.unwrap_or(mine)));
+}
+
+/// What this thread allocates from now on is the rank's, whose peak begins anew with what it holds.
+pub(crate) fn this_is_rank(rank: usize) {
+    OWNER.set(rank + 1);
+    with(|table, owner| table.counts[owner].peak = table.counts[owner].held);
+}
+
+/// Runs `work`, in which the threads of `ranks` ranks say who they are ([`this_is_rank`]): what it returns, what each
+/// rank held, and last what threads of no rank did.
+///
+/// One job at a time.
+pub(crate) fn by_rank<T>(ranks: usize, work: impl FnOnce() -> T) -> (T, Vec<RankCount>) {
+    let made = Table {
+        places: vec![Place::default(); PLACES],
+        used: 0,
+        full: false,
+        counts: vec![RankCount::default(); ranks + 1],
+    };
+    *table() = Some(made);
+    COUNTING.store(true, Ordering::Release);
+    let result = work();
+    COUNTING.store(false, Ordering::Release);
+    let made = table().take();
+    assert!(
+        made.as_ref().is_none_or(|table| !table.full),
+        "more allocations at once than the table has places"
+    );
+    let mut counts = made.map_or_else(Vec::new, |table| table.counts);
+    counts.rotate_left(1);
+    (result, counts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_another_rank_frees_was_still_held_by_its_maker() {
+        let (sent, received) = std::sync::mpsc::channel::<Vec<u8>>();
+        let ((), counts) = by_rank(2, || {
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    this_is_rank(0);
+                    sent.send(vec![0; 100_000]).unwrap();
+                });
+                scope.spawn(move || {
+                    this_is_rank(1);
+                    drop(received.recv().unwrap());
+                    drop(vec![0_u8; 50_000]);
+                });
+            });
+        });
+        assert!((100_000..110_000).contains(&counts[0].peak), "{counts:?}");
+        assert!((50_000..60_000).contains(&counts[1].peak), "{counts:?}");
+        assert!(counts[0].held < 10_000 && counts[1].held < 10_000, "{counts:?}");
+    }
+}

@@ -1,0 +1,143 @@
+//! What ranks of real runs hold at the most, as their allocators count it, beside what was predicted of their plans.
+
+use std::sync::Mutex;
+
+use anyhow::{Context, Result};
+use farflung::TrainConfig;
+use farflung::base::{Bytes, Precision};
+use farflung::config::choice::{OptimizerKind, SyncKind};
+use farflung::optim::local::SGD;
+use farflung::optim::sync::DILOCO;
+use farflung::parallel::Recompute;
+use farflung::parallel::pipeline::Method;
+use farflung::train::{Job, Trainer, step_memory};
+
+use crate::allocations::{by_rank, this_is_rank};
+use crate::harness::{Mark, Report};
+use crate::workers::{Over, config, in_seats, job};
+
+/// Optimizer steps of a run: the second finds all buffers of the first, so that no third is needed.
+const STEPS: u64 = 2;
+/// Runs of a job of several ranks, of which each rank's mean counts: which rank is ahead of the others changes from run to
+/// run, and with it whose messages wait to be taken up.
+const RUNS: usize = 5;
+
+/// A plan, as settings.
+struct Planned {
+    name: &'static str,
+    config: TrainConfig,
+}
+
+/// Plans of different kinds for a model of 6 layers.
+fn plans(seed: u64) -> Vec<Planned> {
+    let one = TrainConfig {
+        workers: 1,
+        batch: 4,
+        layers: Some(6),
+        heads: Some(4),
+        dim: Some(256),
+        context: Some(128),
+        ..config(seed, false)
+    };
+    let pipeline = |stages: usize, schedule: Method| TrainConfig {
+        workers: stages,
+        stages,
+        schedule,
+        microbatches: Some(6),
+        batch: 2,
+        ..one.clone()
+    };
+    let two = TrainConfig { workers: 2, ..one.clone() };
+    let plan = |name, config| Planned { name, config };
+    vec![
+        plan("one rank", one.clone()),
+        plan("one rank, 4 layers again", TrainConfig { recompute: Recompute::Layers(4), ..one.clone() }),
+        plan(
+            "one rank, within 25 MB",
+            TrainConfig { recompute: Recompute::Within(Bytes(25_000_000)), ..one.clone() },
+        ),
+        plan(
+            "one rank, bf16, 16 sequences",
+            TrainConfig { precision: Precision::Bf16, batch: 16, ..one.clone() },
+        ),
+        plan("2 replicas, f32", two.clone()),
+        plan("2 replicas, int8", TrainConfig { codec: "int8".parse().expect("a codec"), ..two.clone() }),
+        plan(
+            "3 replicas, SGD, two passes a step",
+            TrainConfig {
+                workers: 3,
+                accumulate: 2,
+                optimizer: OptimizerKind::of(&SGD),
+                momentum: 0.0,
+                ..one.clone()
+            },
+        ),
+        plan("2 replicas, DiLoCo", TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 1, ..two.clone() }),
+        plan("2 stages, gpipe", pipeline(2, Method::GPipe)),
+        plan("3 stages, 1f1b", pipeline(3, Method::OneFOneB)),
+        plan("2 stages, zb-h1", pipeline(2, Method::ZbH1)),
+        plan("3 stages, pipedream", TrainConfig { clip: 0.0, ..pipeline(3, Method::PipeDream) }),
+        plan(
+            "3 stages, 1f1b, recomputed",
+            TrainConfig { recompute: Recompute::Full, ..pipeline(3, Method::OneFOneB) },
+        ),
+        plan(
+            "2 replicas of 2 stages, 1f1b",
+            TrainConfig { workers: 4, batch: 4, ..pipeline(2, Method::OneFOneB) },
+        ),
+    ]
+}
+
+/// What each rank of a job held at the most, of its device's buffers and of its own allocations.
+fn held(job: &Job) -> Result<Vec<usize>> {
+    let cut = Mutex::new(vec![0; job.world]);
+    let (ran, counts) = by_rank(job.world, || {
+        in_seats(job, |seat| {
+            let rank = seat.comm.rank().index();
+            this_is_rank(rank);
+            let mut trainer = Trainer::new(job, seat.comm, job.config.threads)?;
+            // What making a trainer took is not what training takes.
+            this_is_rank(rank);
+            for _ in 0..STEPS {
+                trainer.step(false)?;
+            }
+            let buffers = trainer.stage().device().memory().1;
+            cut.lock().map_err(|_| anyhow::anyhow!("another rank failed"))?[rank] = buffers;
+            Ok(())
+        })
+    });
+    ran?;
+    let cut = cut.into_inner().ok().context("a rank failed")?;
+    Ok(counts.iter().zip(&cut).map(|(count, buffers)| count.peak + buffers).collect())
+}
+
+/// Rows for each plan: what its fullest rank held; how far the prediction is off what the worst-predicted rank held.
+pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
+    let mut plans = plans(report.seed());
+    if quick {
+        plans.retain(|plan| matches!(plan.name, "one rank" | "2 stages, gpipe"));
+    }
+    for Planned { name, config } in plans {
+        let job = job(config, Over::Memory)?;
+        let runs = if job.world == 1 { 1 } else { RUNS };
+        let mut held: Vec<_> = (0..runs).map(|_| held(&job)).collect::<Result<_>>()?;
+        let (mut worst, mut most, mut spread) = (0.0_f64, 0.0_f64, 0.0_f64);
+        for (rank, predicted) in step_memory(&job)?.iter().enumerate() {
+            held.sort_unstable_by_key(|run| run[rank]);
+            let [least, largest] = [0, runs - 1].map(|run| held[run][rank] as f64);
+            let mean = held.iter().map(|run| run[rank] as f64).sum::<f64>() / runs as f64;
+            let off = predicted.total().0 as f64 / mean - 1.0;
+            if off.abs() > worst.abs() {
+                worst = off;
+            }
+            (most, spread) = (most.max(mean), spread.max((largest - least) / mean));
+        }
+        report.row(&format!("{name}: the fullest rank"), most / 1e6, "MB", Mark::None)?;
+        if runs > 1 {
+            report.row(&format!("{name}: between runs"), spread, "", Mark::None)?;
+        }
+        let off = format!("{name}: off what the worst-predicted rank held");
+        report.row(&off, worst.abs(), "", Mark::AtMost(0.05))?;
+    }
+    Ok(())
+}
