@@ -1,8 +1,6 @@
 //! Notices that a machine is about to be taken away, as spot machines get them: a file that appears, or a command that
 //! succeeds. Then the run is asked to stop, as by SIGTERM.
 
-#![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
-
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::thread;
@@ -16,15 +14,15 @@ use crate::{Error, Result, Signal, Stop, terminal};
 #[derive(Debug, Clone, clap::Args)]
 pub struct NoticeArgs {
     /// Leave in peace once this file is there, as after SIGTERM.
-    #[arg(long, value_name = "FILE", help_heading = NOTICE)]
-    notice_file: Option<PathBuf>,
+    #[arg(long = "notice-file", value_name = "FILE", help_heading = NOTICE)]
+    file: Option<PathBuf>,
     /// Leave in peace once this shell command succeeds, such as
     /// `curl -sf http://169.254.169.254/latest/meta-data/spot/instance-action` on a spot machine of AWS.
-    #[arg(long, value_name = "COMMAND", help_heading = NOTICE)]
-    notice_command: Option<String>,
+    #[arg(long = "notice-command", value_name = "COMMAND", help_heading = NOTICE)]
+    command: Option<String>,
     /// How often to look for either.
-    #[arg(long, value_name = "TIME", default_value = "2s", help_heading = NOTICE)]
-    notice_every: Nanos,
+    #[arg(long = "notice-every", value_name = "TIME", default_value = "2s", help_heading = NOTICE)]
+    every: Nanos,
 }
 
 const NOTICE: &str = "When this machine is taken away";
@@ -34,11 +32,11 @@ impl NoticeArgs {
     ///
     /// Errors: the system gives no thread.
     pub fn watch(&self, stop: &Stop) -> Result<()> {
-        if self.notice_file.is_none() && self.notice_command.is_none() {
+        if self.file.is_none() && self.command.is_none() {
             return Ok(());
         }
         let (notice, stop) = (self.clone(), stop.clone());
-        let every = Duration::from(self.notice_every).max(Duration::from_millis(10));
+        let every = Duration::from(self.every).max(Duration::from_millis(10));
         let look = move || {
             while stop.requested().is_none() {
                 if let Some(what) = notice.given() {
@@ -55,10 +53,10 @@ impl NoticeArgs {
 
     /// What gives notice, if anything does.
     fn given(&self) -> Option<String> {
-        if let Some(file) = self.notice_file.as_ref().filter(|file| file.exists()) {
+        if let Some(file) = self.file.as_ref().filter(|file| file.exists()) {
             return Some(format!("{} is there", file.display()));
         }
-        let command = self.notice_command.as_ref()?;
+        let command = self.command.as_ref()?;
         let mut shell = Command::new("sh");
         shell.args(["-c", command]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         match shell.status() {
@@ -76,8 +74,7 @@ mod tests {
     use super::*;
 
     fn notice(file: Option<PathBuf>, command: Option<&str>) -> NoticeArgs {
-        let notice_every = Nanos::from_millis(10);
-        NoticeArgs { notice_file: file, notice_command: command.map(str::to_owned), notice_every }
+        NoticeArgs { file, command: command.map(str::to_owned), every: Nanos::from_millis(10) }
     }
 
     #[test]

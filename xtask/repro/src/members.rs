@@ -74,7 +74,7 @@ fn after_leaving(job: &Job, member: u32, steps: std::ops::RangeInclusive<u64>) -
             matches!(ended[member as usize], Err(Error::StoppedAt { .. })),
             "member {member} stayed"
         );
-        let left = ended.iter().filter_map(report).next().context("nobody is left")?;
+        let left = ended.iter().find_map(report).context("nobody is left")?;
         hashes.insert(left.hash.clone());
     }
     Ok(hashes)

@@ -149,7 +149,7 @@ fn rounds_without(job: &Job, member: u32) -> Result<BTreeSet<String>> {
         for (step, moment) in [(2 * round + 1, Moment::Begun), (2 * round + 2, Moment::Prepared)] {
             let lost = Job { failure: Some(Failure { rank: member, step, moment }), ..job.clone() };
             let ended = run_once(&lost, MEMBERS, &[], &Faults::new())?;
-            ways.insert(ended.iter().filter_map(report_of).next().context("nobody is left")?.hash.clone());
+            ways.insert(ended.iter().find_map(report_of).context("nobody is left")?.hash.clone());
         }
         anyhow::ensure!(ways.len() == 1, "a loss within a round depends on when it was");
         hashes.append(&mut ways);

@@ -15,7 +15,7 @@ use crate::harness::{Mark, Options, Report};
 use crate::machine::now;
 
 /// How long anything may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 const LOOK: Duration = Duration::from_millis(5);
 /// As `--deadline 2s` has it.
 const DEADLINE: f64 = 2.0;
