@@ -25,7 +25,7 @@
 
 pub mod harness;
 pub mod pacing;
-mod peers;
+pub mod peers;
 
 mod allocations;
 mod binary;
