@@ -6,6 +6,7 @@
 mod hosts;
 mod job;
 mod remote;
+mod restarts;
 mod share;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ use farflung_comm::secure::JoinSecret;
 pub use hosts::{Host, Hosts};
 use job::{Job, Whose};
 pub use remote::Remote;
+pub use restarts::restarting;
 pub use share::serve;
 
 use crate::{Error, Result, Stop};

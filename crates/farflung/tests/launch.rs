@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use farflung::launch::restarting;
 use farflung::{Error, Launch, Signal, Stop};
 
 fn launch(script: &str, grace: Duration, stop: &Stop) -> farflung::Result<()> {
@@ -33,6 +34,24 @@ fn the_others_are_ended_after_the_grace_and_the_first_code_counts() {
     match launch(script, Duration::from_millis(200), &Stop::manual()) {
         Err(error @ Error::Child { rank: 1, .. }) => assert_eq!(error.exit_code(), 75),
         other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_job_that_failed_is_started_again_with_all_its_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().display();
+    // Rank 1 fails in the first of the runs.
+    let script =
+        format!("echo >> {out}/$RANK; test $RANK = 1 && test $(wc -l < {out}/1) = 1 && exit 75; exit 0");
+    let stop = Stop::manual();
+    restarting(2, &stop, || launch(&script, Duration::from_secs(5), &stop)).unwrap();
+    for rank in 0..3 {
+        assert_eq!(
+            std::fs::read_to_string(dir.path().join(rank.to_string())).unwrap(),
+            "\n\n",
+            "rank {rank}"
+        );
     }
 }
 

@@ -24,7 +24,6 @@
 //! ```
 
 pub mod harness;
-pub mod pacing;
 pub mod peers;
 
 mod allocations;
@@ -91,6 +90,7 @@ mod morphing;
 mod onebit;
 mod overlap_comm;
 mod overlap_ddp;
+mod pacing;
 mod pipeline_exact;
 mod plan_exact;
 mod plan_run;

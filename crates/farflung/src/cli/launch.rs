@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use farflung::comm::secure::JoinSecret;
-use farflung::launch::{Hosts, Remote, serve};
+use farflung::launch::{Hosts, Remote, restarting, serve};
 use farflung::{Error, Launch, Result, Stop, access, launch_env};
 use farflung_base::Nanos;
 
@@ -21,6 +21,7 @@ use farflung_base::Nanos;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung launch -n 4 -- train --steps 200 --sync ddp
+  farflung launch -n 4 --restarts 3 -- train --sync ddp --out runs/mine --resume auto --checkpoint-every 50
   farflung launch --hosts hosts.txt -- train --steps 200 --sync diloco")]
 pub(crate) struct LaunchCommand {
     /// Number of processes; with --hosts unless told as many as the machines have slots.
@@ -34,6 +35,10 @@ pub(crate) struct LaunchCommand {
     /// How long the others may go on after one failed, and how long they may then take to end.
     #[arg(long, value_name = "TIME", default_value = "5s")]
     grace: Nanos,
+    /// How often all processes are started again after one failed, except where they were started wrongly. They go
+    /// on from their checkpoints with `train --resume auto --out DIR`.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    restarts: u32,
     /// File with the machines, one a line: `name`, or `user@name slots=4`. Each is reached by ssh, which must not
     /// ask for a password. FARFLUNG_ variables go along; nothing secret stands on a command line.
     #[arg(long, value_name = "FILE", conflicts_with = "from_stdin")]
@@ -74,7 +79,8 @@ impl LaunchCommand {
         let master = self.master.unwrap_or(here.master);
         let secret = secret(&master.0)?;
         let launch = Launch { master, secret, grace: Duration::from(self.grace), ..Launch::here(processes) };
-        launch.run(&program, &self.command, &Stop::install_passing()?)
+        let stop = Stop::install_passing()?;
+        restarting(self.restarts, &stop, || launch.run(&program, &self.command, &stop))
     }
 
     fn on_hosts(&self, hosts: Hosts, program: &Path) -> Result<()> {
@@ -114,7 +120,8 @@ impl LaunchCommand {
             program: self.program.clone().map_or_else(|| text(program), Ok)?,
             dir: Some(self.dir.clone().unwrap_or(here)),
         };
-        remote.run(&self.command, env::vars_os(), &Stop::install_passing()?)
+        let stop = Stop::install_passing()?;
+        restarting(self.restarts, &stop, || remote.run(&self.command, env::vars_os(), &stop))
     }
 }
 

@@ -156,7 +156,7 @@ impl Member<'_> {
                     let went: Vec<PeerId> = fresh(&before, &now);
                     let lost = |peer: &PeerId| before.iter().position(|&slot| slot == peer.0);
                     let lost: Vec<u32> = went.iter().filter_map(lost).map(|rank| rank as u32).collect();
-                    let sequences = unaveraged(&plan, &lost, stood.step);
+                    let sequences = unaveraged(&plan, &lost, trainer.steps_done());
                     return Ok(Changed {
                         epoch,
                         came: fresh(&now, &before),
@@ -231,6 +231,11 @@ impl Member<'_> {
                 let mut trainer = Trainer::new(&stood.job, comm, self.threads)?;
                 if let Some(taken) = taken {
                     trainer.take_snapshot(&taken.shared, Some(&taken.own))?;
+                }
+                if trainer.steps_done() != stood.exchange.progress.step {
+                    // The others have taken steps of their own since they agreed.
+                    let reason = "this newcomer came in the middle of a round of local steps".to_owned();
+                    return Err(Error::Removed { reason });
                 }
                 Ok((stood.job, trainer, stood.last))
             });

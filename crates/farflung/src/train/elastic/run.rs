@@ -56,6 +56,7 @@ pub(in crate::train) fn work(
     }
     let before = resumed.as_ref().map_or(Totals::default(), |resumed| resumed.totals);
     let begun = trainer.steps_done();
+    let tokens_before = job.tokens_after(begun);
     if let Some(run) = &run {
         run.write_config(&job.config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
@@ -91,7 +92,12 @@ pub(in crate::train) fn work(
     let text = sample(&job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
     let losses = (first_loss, last_loss);
-    let report = Report::new(&job, (simulated, link), losses, record.rows, totals, hash, text)?;
+    let mut report = Report::new(&job, (simulated, link), losses, record.rows, totals, hash, text)?;
+    if !founds {
+        // Of the time since it came.
+        let tokens = report.tokens.saturating_sub(tokens_before);
+        report.tokens_per_s = tokens as f64 / report.time_s.max(1e-9);
+    }
     if let Some(run) = run {
         report.write(run)?;
     }

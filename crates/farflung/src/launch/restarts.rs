@@ -1,0 +1,67 @@
+//! Starting a job again that failed.
+
+use crate::events::causes;
+use crate::{Error, Result, Stop, terminal};
+
+/// Exit code of what no restart can mend.
+const USAGE: u8 = 2;
+
+/// Runs a job, and again after each failure, at most `restarts` times more: all ranks at once, as torchrun's
+/// `--max-restarts` has it. What a rank goes on from is its own affair: `train --resume auto`.
+///
+/// A job that was started wrongly (exit code 2) and one that was told to stop are not started again.
+///
+/// Errors: that of the last run.
+pub fn restarting(restarts: u32, stop: &Stop, mut run: impl FnMut() -> Result<()>) -> Result<()> {
+    for restart in 1..=restarts {
+        match run() {
+            Err(error)
+                if error.exit_code() == USAGE
+                    || matches!(error, Error::Stopped(_))
+                    || stop.requested().is_some() =>
+            {
+                return Err(error);
+            }
+            Err(error) => {
+                terminal::say(format!("{}: restart {restart} of {restarts}\n", causes(&error)));
+            }
+            Ok(()) => return Ok(()),
+        }
+    }
+    run()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failing(codes: &[u8], restarts: u32) -> (usize, Result<()>) {
+        let mut runs = 0;
+        let result = restarting(restarts, &Stop::manual(), || {
+            let code = codes.get(runs).copied().unwrap_or(0);
+            runs += 1;
+            if code == 0 { Ok(()) } else { Err(Error::OnRank { rank: 0, message: "lost".to_owned(), code }) }
+        });
+        (runs, result)
+    }
+
+    #[test]
+    fn a_job_is_started_again_as_often_as_it_may() {
+        assert!(matches!(failing(&[75, 1], 2), (3, Ok(()))));
+        assert!(matches!(failing(&[75, 75], 1), (2, Err(_))));
+        assert!(matches!(failing(&[75], 0), (1, Err(_))));
+        assert!(matches!(failing(&[], 3), (1, Ok(()))));
+    }
+
+    #[test]
+    fn what_was_started_wrongly_or_stopped_is_not_started_again() {
+        assert!(matches!(failing(&[2], 5), (1, Err(_))));
+        let mut runs = 0;
+        let stopped = restarting(5, &Stop::manual(), || {
+            runs += 1;
+            Err(Error::Stopped(crate::Signal::Interrupt))
+        });
+        assert!(stopped.is_err());
+        assert_eq!(runs, 1);
+    }
+}
