@@ -121,7 +121,8 @@ fn train(
         }
     }
     steps.last_loss = first_loss;
-    while trainer.steps_done() < steps.job.config.steps {
+    // The average behind the last step is owed, too.
+    while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
         let leaves = leaving(&steps.job, trainer);
         trainer.ask_for_change(member.place.wants_change()? || leaves.is_some());
         match steps.step(trainer, events, kept) {

@@ -79,6 +79,11 @@ impl Trainer {
         Progress { step: counters.step, outer_step: counters.outer_step }
     }
 
+    /// Whether the average behind its last step failed: the next call of [`Trainer::step`] is that alone.
+    pub(in crate::train) const fn is_unmet(&self) -> bool {
+        self.unmet
+    }
+
     /// The step after which all replicas last agreed.
     pub(in crate::train) fn agreed_step(&self) -> u64 {
         if self.each_step {
