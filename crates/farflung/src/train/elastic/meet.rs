@@ -95,7 +95,17 @@ pub fn host(
     let mut place = place((&opened, gate, welcome), me, (state, run), &job)?;
     let comm = seat(&job, place.enter(view)?, false)?;
     open(&opened, folder)?;
-    run_job(&job, vec![Seat { comm, simulated: false, link: None, place: Some(place) }], watch)
+    let seat = Seat { comm, simulated: false, link: None, place: Some(place) };
+    match run_job(&job, vec![seat], watch) {
+        Err(Error::Removed { reason }) if stop.requested().is_none() => {
+            watch.note(&format!("{reason}: comes back as a newcomer"));
+            let given = TrainArgs::from_toml(&job.config.to_toml(), Path::new("the host's settings"))?;
+            let asked = opened.ask_again(gate)?;
+            drop(opened);
+            come_in(&given, gate, (asked, Some(claim)), stop, watch, open)
+        }
+        done => done,
+    }
 }
 
 /// Becomes a member of the run of which some members are reached at these addresses; one that the others go on without
@@ -110,8 +120,19 @@ pub fn join(
     watch: &mut dyn Watch,
     open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
-    let mut claim: Option<Claim> = None;
-    let mut asked = ask(gate, addresses)?;
+    let asked = ask(gate, addresses)?;
+    come_in(given, gate, (asked, None), stop, watch, open)
+}
+
+/// Comes in with what members have answered, and again where the others go on without this one.
+fn come_in(
+    given: &TrainArgs,
+    gate: &GateConfig,
+    (mut asked, mut claim): (Asked, Option<Claim>),
+    stop: &Stop,
+    watch: &mut dyn Watch,
+    open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
+) -> Result<Option<Report>> {
     loop {
         let welcome = Welcome::read(&asked.welcome)?;
         welcome.check_version()?;

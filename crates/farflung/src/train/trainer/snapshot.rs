@@ -91,8 +91,7 @@ impl Trainer {
         }
         // The last step of a run ends its period.
         let ends = self.step.is_multiple_of(self.every) || self.step == self.steps;
-        let before = if ends && !self.unmet { self.step } else { self.step.saturating_sub(1) };
-        if ends && !self.unmet { before } else { before / self.every * self.every }
+        if ends && !self.unmet { self.step } else { self.step.saturating_sub(1) / self.every * self.every }
     }
 
     /// What all replicas have alike: parameters as they last agreed on them, the method's state, and where
