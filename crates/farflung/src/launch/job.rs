@@ -55,7 +55,7 @@ struct Failure {
 }
 
 /// Exit code of what no restart can mend.
-const USAGE: u8 = 2;
+pub(super) const USAGE: u8 = 2;
 
 /// Exit code of a job that can be started again.
 const LOST: u8 = 75;

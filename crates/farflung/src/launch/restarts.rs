@@ -1,10 +1,8 @@
 //! Starting a job again that failed.
 
+use super::job::USAGE;
 use crate::events::causes;
 use crate::{Error, Result, Stop, terminal};
-
-/// Exit code of what no restart can mend.
-const USAGE: u8 = 2;
 
 /// Runs a job, and again after each failure, at most `restarts` times more: all ranks at once, as torchrun's
 /// `--max-restarts` has it. What a rank goes on from is its own affair: `train --resume auto`.

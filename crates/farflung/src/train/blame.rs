@@ -21,7 +21,7 @@ struct Hearsay {
 
 /// How this rank can tell that another is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Evidence {
+pub(super) enum Evidence {
     /// Its connection broke.
     Broken,
     /// It did not answer in time.
@@ -30,7 +30,7 @@ enum Evidence {
     Secondary,
 }
 
-fn evidence(error: &Error) -> Evidence {
+pub(super) fn evidence(error: &Error) -> Evidence {
     let Error::PeerLost { source, .. } = error else { return Evidence::Secondary };
     let mut error = source.downcast_ref::<CommError>();
     while let Some(CommError::Poisoned(first)) = error {

@@ -8,7 +8,7 @@ use farflung_parallel::Plan;
 use farflung_parallel::membership::{Start, View};
 use farflung_parallel::plan::Digest;
 
-use super::decide::Suspect;
+use super::decide::suspect;
 use super::place::Place;
 use super::share::Shared;
 use super::status::Teller;
@@ -91,7 +91,7 @@ pub(in crate::train) struct Member<'a> {
 impl Member<'_> {
     /// Whether a failure is that of another member, so that the others may go on.
     pub(in crate::train) fn survives(error: &Error) -> bool {
-        error.is_interruption() && !matches!(error, Error::Stopped(_))
+        error.is_interruption()
     }
 
     /// All members are well after a step, and some come or leave. `None` where nothing changes after all.
@@ -104,7 +104,7 @@ impl Member<'_> {
         leaves: bool,
     ) -> Result<Option<Changed>> {
         let begun = trainer.comm().now();
-        let start = self.start(job, trainer)?;
+        let start = |place: &mut Place| start(place, job, trainer);
         match self.place.between_steps(trainer.comm(), leaves, start) {
             Ok(None) => Ok(None),
             Ok(Some(view)) => self.go_over((job, last), trainer, view, (begun, None)).map(Some),
@@ -124,12 +124,11 @@ impl Member<'_> {
     ) -> Result<Changed> {
         let begun = trainer.comm().now();
         let reason = Some(causes(error));
-        let suspect = Suspect::of(error);
         // The others need not wait for their deadlines.
         trainer.comm().abort();
         trainer.drop_step();
-        let start = self.start(job, trainer)?;
-        let view = self.place.after_loss(suspect, start)?;
+        let start = start(self.place, job, trainer)?;
+        let view = self.place.after_loss(suspect(error), start)?;
         self.go_over((job, last), trainer, view, (begun, reason))
     }
 
@@ -173,21 +172,12 @@ impl Member<'_> {
                 }
                 Err(error) if Self::survives(&error) => {
                     trainer.drop_step();
-                    let start = self.start(job, trainer)?;
-                    view = self.place.after_loss(Suspect::of(&error), start)?;
+                    let start = start(self.place, job, trainer)?;
+                    view = self.place.after_loss(suspect(&error), start)?;
                 }
                 Err(error) => return Err(error),
             }
         }
-    }
-
-    /// What the next view says of the run, where this rank would propose it: its own weights and plan.
-    fn start(&mut self, job: &Job, trainer: &Trainer) -> Result<Option<Start>> {
-        if !self.place.proposes() {
-            return Ok(None);
-        }
-        let weights = Digest::new(*trainer.hash()?.as_bytes());
-        Ok(Some(Start { weights, plan: job.plan.digest() }))
     }
 
     fn try_view(
@@ -246,7 +236,7 @@ impl Member<'_> {
                 }
                 Err(error) if Self::survives(&error) => {
                     comm.abort();
-                    view = self.place.after_loss(Suspect::of(&error), None)?;
+                    view = self.place.after_loss(suspect(&error), None)?;
                 }
                 Err(error) => return Err(error),
             }
@@ -266,6 +256,15 @@ impl Member<'_> {
         *job = next;
         Ok(())
     }
+}
+
+/// What the next view says of the run, where this rank would propose it: its own weights and plan.
+fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<Option<Start>> {
+    if !place.proposes() {
+        return Ok(None);
+    }
+    let weights = Digest::new(*trainer.hash()?.as_bytes());
+    Ok(Some(Start { weights, plan: job.plan.digest() }))
 }
 
 /// Sequences that some replicas have trained on since the last average before `step`, where steps are local.

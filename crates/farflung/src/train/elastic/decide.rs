@@ -1,12 +1,13 @@
 //! How members agree on the next view: what they have seen goes to the rules, and they wait for what these decide.
 
 use farflung_base::{Nanos, PeerId};
-use farflung_comm::{CommError, Communicator};
+use farflung_comm::Communicator;
 use farflung_parallel::membership::{Event, Member, MemberId, Reason, Start, View};
 use serde::{Deserialize, Serialize};
 
 use super::keeper::Outcome;
 use super::place::Place;
+use crate::train::blame::{Evidence, evidence};
 use crate::{Error, Result};
 
 /// Between two looks while others are waited for.
@@ -26,30 +27,11 @@ struct Standing {
     here: Vec<(u32, [u8; 32])>,
 }
 
-/// Who may be the reason of a failure.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::train) enum Suspect {
-    /// Somebody else has said so, or has left: the reason is elsewhere.
-    Nobody,
-    /// Its connection broke.
-    Broken(PeerId),
-    /// It did not answer in time.
-    Slow(PeerId),
-}
-
-impl Suspect {
-    /// Whom a failure names.
-    pub(super) fn of(error: &Error) -> Self {
-        let Error::PeerLost { peer, source } = error else { return Self::Nobody };
-        let mut error = source.downcast_ref::<CommError>();
-        while let Some(CommError::Poisoned(first)) = error {
-            error = Some(first);
-        }
-        match error {
-            Some(CommError::PeerDown { .. }) => Self::Broken(*peer),
-            Some(CommError::Deadline { .. }) => Self::Slow(*peer),
-            _ => Self::Nobody,
-        }
+/// Whom this rank itself has found broken or silent, by its failure. Where somebody else has, that one tells.
+pub(super) fn suspect(error: &Error) -> Option<PeerId> {
+    match error {
+        Error::PeerLost { peer, .. } if evidence(error) != Evidence::Secondary => Some(*peer),
+        _ => None,
     }
 }
 
@@ -77,7 +59,12 @@ impl Place {
     /// `patience` although all of them are there.
     ///
     /// Errors: [`Error::Removed`] where the others go on without this rank, [`Error::NoMajority`] where too few are left.
-    fn decide(&mut self, events: Vec<Event>, suspect: Suspect, patience: Nanos) -> Result<Option<View>> {
+    fn decide(
+        &mut self,
+        events: Vec<Event>,
+        suspect: Option<PeerId>,
+        patience: Nanos,
+    ) -> Result<Option<View>> {
         self.renew();
         self.keeper().awaited = true;
         let decided = self.wait_for_outcome(events, suspect, patience);
@@ -88,7 +75,7 @@ impl Place {
     fn wait_for_outcome(
         &mut self,
         events: Vec<Event>,
-        suspect: Suspect,
+        mut suspect: Option<PeerId>,
         patience: Nanos,
     ) -> Result<Option<View>> {
         let mut told: Vec<MemberId> = Vec::new();
@@ -99,7 +86,6 @@ impl Place {
             self.tell(happened)?;
         }
         let until = self.transport().now().saturating_add(patience);
-        let mut suspect = Some(suspect);
         let mut calling = RollCall { at: self.transport().now(), asked: self.others() };
         let mut _asking = self.ping(&calling.asked);
         loop {
@@ -124,10 +110,7 @@ impl Place {
                     silent.extend(&unheard);
                 }
                 // All answer, and yet one of them kept this rank waiting for as long as may be.
-                let named = match suspect.take() {
-                    Some(Suspect::Broken(peer) | Suspect::Slow(peer)) => self.name(peer),
-                    _ => None,
-                };
+                let named = suspect.take().and_then(|peer| self.name(peer));
                 let nobody = silent.is_empty() && told.is_empty();
                 silent.extend(named.filter(|_| nobody));
             }
@@ -153,7 +136,11 @@ impl Place {
     /// The next view after a failure.
     ///
     /// Errors: as [`Place::decide`].
-    pub(in crate::train) fn after_loss(&mut self, suspect: Suspect, start: Option<Start>) -> Result<View> {
+    pub(in crate::train) fn after_loss(
+        &mut self,
+        suspect: Option<PeerId>,
+        start: Option<Start>,
+    ) -> Result<View> {
         let mut events: Vec<Event> = start.map(Event::Starts).into_iter().collect();
         events.extend(self.lost().into_iter().map(Event::Silent));
         // Two members that are cut from each other only are told apart after as long again.
@@ -172,21 +159,20 @@ impl Place {
         &mut self,
         comm: &Communicator,
         leaves: bool,
-        start: Option<Start>,
+        start: impl FnOnce(&mut Self) -> Result<Option<Start>>,
     ) -> Result<Option<View>> {
         self.renew();
         let here = self.newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
         let mine = postcard::to_stdvec(&Standing { leaves, here }).expect("numbers are plain data");
         let told = comm.all_gather_bytes(mine)?;
         let told: Vec<Standing> = told.iter().filter_map(|bytes| postcard::from_bytes(bytes).ok()).collect();
-        let mut events: Vec<Event> = start.map(Event::Starts).into_iter().collect();
-        let known = events.len();
+        let mut events = Vec::new();
         for (member, told) in self.view().iter().flat_map(|view| &view.members).zip(&told) {
             if told.leaves {
                 events.push(Event::Leave(member.id));
             }
         }
-        if events.len() == known
+        if events.is_empty()
             && let Some((first, others)) = told.split_first()
         {
             // One that every member reaches. The next has to reach this one, too.
@@ -195,11 +181,12 @@ impl Place {
             events.extend(come.map(|&(slot, id)| Event::Ready(Member::new(MemberId(id), slot))));
         }
         self.pause = self.transport().now().saturating_add(PAUSE);
-        if events.len() == known {
+        if events.is_empty() {
             return Ok(None);
         }
+        events.extend(start(self)?.map(Event::Starts));
         events.push(Event::Admit);
-        let view = self.decide(events, Suspect::Nobody, self.deadline)?;
+        let view = self.decide(events, None, self.deadline)?;
         if view.is_some() {
             self.pause = Nanos::ZERO;
         }

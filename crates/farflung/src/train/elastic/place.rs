@@ -119,12 +119,12 @@ impl Place {
     }
 
     /// Those that are connected, are no members and never were.
-    pub(super) fn newcomers(&mut self) -> Vec<Newcomer> {
-        self.lost();
-        let here = self.arrivals.here(self.transport.now());
-        here.into_iter()
-            .filter(|peer| peer.peer != self.me.peer && !self.is_member(peer.peer))
-            .filter(|peer| !self.gone.contains(&peer.peer) && !self.former.contains(&peer.peer))
+    /// As of the last [`Place::renew`].
+    pub(super) fn newcomers(&self) -> Vec<Newcomer> {
+        let here = self.control.iter().flat_map(|control| &control.peers);
+        here.filter(|peer| peer.peer != self.me.peer && !self.is_member(peer.peer))
+            .filter(|peer| !self.former.contains(&peer.peer))
+            .cloned()
             .collect()
     }
 

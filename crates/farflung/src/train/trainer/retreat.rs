@@ -74,7 +74,7 @@ impl Marked {
 }
 
 /// The parameters of a part where all replicas were last the same, where its method has them.
-fn agreed(part: &Part) -> Option<&Tensor> {
+pub(super) fn agreed(part: &Part) -> Option<&Tensor> {
     part.sync.as_ref().and_then(|sync| sync.agreed())
 }
 

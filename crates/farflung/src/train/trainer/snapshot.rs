@@ -8,6 +8,7 @@ use farflung_tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
+use super::retreat::agreed;
 use crate::train::executor::floats;
 use crate::{Error, Result};
 
@@ -100,8 +101,7 @@ impl Trainer {
     /// Errors: those of the device.
     pub(in crate::train) fn shared_snapshot(&self) -> Result<Snapshot> {
         let mut snapshot = self.snapshot(|part, tensors, stage| {
-            let agreed = part.sync.as_ref().and_then(|sync| sync.agreed());
-            tensors.push((named(stage, "params", ""), agreed.unwrap_or(&part.params)));
+            tensors.push((named(stage, "params", ""), agreed(part).unwrap_or(&part.params)));
             for (name, state) in part.sync.iter().flat_map(|sync| sync.states()) {
                 tensors.push((named(stage, "sync", name), state));
             }
