@@ -3,6 +3,7 @@
 //! are, the plan is made for them, and whoever has no state or an older one takes it from those that are furthest.
 
 mod arrivals;
+mod balance;
 mod change;
 mod decide;
 mod keeper;
