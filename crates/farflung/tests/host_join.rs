@@ -68,7 +68,8 @@ fn start(run: &Run, name: &'static str, mut command: Command) -> Member {
 }
 
 fn host(run: &Run, more: &str) -> Member {
-    let args = format!("--listen 127.0.0.1:0 --deadline 2s --eval-every 100000 --eval-batches 1 {more}");
+    let deadline = if more.contains("--deadline") { "" } else { "--deadline 2s" };
+    let args = format!("--listen 127.0.0.1:0 {deadline} --eval-every 100000 --eval-batches 1 {more}");
     let mut command = on(run, "host");
     command.arg("host").args(run.flags(&args));
     let mut host = start(run, "host", command);
@@ -122,6 +123,10 @@ fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
+fn said_by(member: &Member) -> String {
+    String::from_utf8_lossy(&member.stderr()).into_owned()
+}
+
 /// The weights that a member has saved, by step.
 fn saved(run: &Run, member: &Member) -> BTreeMap<String, PathBuf> {
     let entries = fs::read_dir(run.at(member.name)).unwrap().map(|entry| entry.unwrap());
@@ -172,6 +177,29 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     b.send(Signal::INT);
     let ended = b.ends();
     assert_eq!(ended.status.code(), Some(130), "{}", said(&ended));
+}
+
+/// Long before the deadline: whoever is merely slow would have said that it is there.
+#[test]
+fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --deadline 1h");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    members(&run, &host, 3);
+    trains(&run, &a);
+    trains(&run, &b);
+    a.send(Signal::STOP);
+    members(&run, &host, 2);
+    let events = fs::read_to_string(run.at("host/events.jsonl")).unwrap();
+    let lost: serde_json::Value = serde_json::from_str(events.lines().last().unwrap()).unwrap();
+    assert!(lost["took_ms"].as_u64().unwrap() < 60_000, "{lost}");
+    assert!(
+        said_by(&b).contains("does not answer: the step is ended")
+            || said_by(&host).contains("does not answer")
+    );
+    a.send(Signal::CONT);
+    members(&run, &host, 3);
 }
 
 #[test]

@@ -15,6 +15,7 @@ mod seats;
 mod share;
 mod status;
 mod view;
+mod watchman;
 mod welcome;
 
 pub use arrivals::{Arrivals, AtGate, Newcomer, Scripted};

@@ -14,6 +14,7 @@ use super::place::Place;
 use super::share::Shared;
 use super::status::Teller;
 use super::view::{Brings, stand};
+use super::watchman::Watchman;
 use crate::events::causes;
 use crate::train::job::Job;
 use crate::train::links;
@@ -89,6 +90,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) teller: Teller,
     /// How fast the members are.
     pub(super) balance: Balance,
+    /// Finds silent members before the deadline does; none on a virtual clock.
+    pub(super) watchman: Option<Watchman>,
 }
 
 impl Member<'_> {

@@ -8,6 +8,7 @@ use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::kept;
 use super::status::Teller;
+use super::watchman::Watchman;
 use crate::events::{EventLog, What, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
@@ -41,7 +42,8 @@ pub(in crate::train) fn work(
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
     let (teller, balance) = (Teller::default(), Balance::default());
-    let mut member = Member { place: &mut place, threads, simulated, teller, balance };
+    let watchman = (!simulated).then(|| Watchman::new(place.transport(), job.config.deadline));
+    let mut member = Member { place: &mut place, threads, simulated, teller, balance, watchman };
     let (mut trainer, shared_last) = if founds {
         (Trainer::new(&job, comm, threads)?, None)
     } else {
@@ -128,7 +130,7 @@ fn train(
     while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
         let leaves = leaving(&steps.job, trainer);
         trainer.ask_for_change(member.place.wants_change()? || leaves.is_some());
-        let next = match steps.step(trainer, events, kept) {
+        let next = match member.watched(trainer, |trainer| steps.step(trainer, events, kept)) {
             Ok(next) => next,
             Err(error) => {
                 go_on_without(member, trainer, steps, events, error)?;
@@ -170,6 +172,22 @@ fn train(
         }
     }
     Ok(first_loss)
+}
+
+impl Member<'_> {
+    /// A step, in which silent members are asked whether they are there.
+    fn watched<T>(
+        &mut self,
+        trainer: &mut Trainer,
+        step: impl FnOnce(&mut Trainer) -> Result<T>,
+    ) -> Result<T> {
+        let Some(watchman) = &mut self.watchman else { return step(trainer) };
+        let caller = self.place.caller(&self.place.others());
+        let begun = watchman.begin(trainer.comm(), caller);
+        let done = step(trainer);
+        watchman.end(begun, done.is_ok());
+        done
+    }
 }
 
 /// The signal by which this member leaves, if it does and others are left.
