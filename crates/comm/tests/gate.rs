@@ -200,9 +200,28 @@ fn one_comes_anew_at_the_address_that_it_had() {
     let again = asked.join().unwrap();
     assert_eq!(again.address(), address);
     assert_ne!(peer(&again), old);
-    while !first.connected().iter().any(|member| member.peer == peer(&again)) {
-        thread::sleep(Duration::from_millis(2));
-    }
     assert_eq!(sums(&[&first, &again], 7), [2.0; 2]);
     again.meet_others(&own).unwrap();
+}
+
+/// What goes to a peer that is not connected yet waits for it, and is not lost.
+#[test]
+fn a_member_that_begins_before_another_is_connected_waits_for_it() {
+    let security = Security::clear();
+    // So that the other one can only have the number 1.
+    let mut two = config(&security);
+    two.slots = 2;
+    let first = Gate::found(&two).unwrap();
+    let sum = |gate: &Gate| {
+        let members = [PeerId(0), PeerId(1)];
+        let comm = Communicator::of_members(gate.transport(), &members, 1).unwrap();
+        let mut x = vec![1.0_f32; 100_000];
+        comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
+        assert!(x.iter().all(|v| v.to_bits() == 2.0_f32.to_bits()));
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| sum(&first));
+        thread::sleep(Duration::from_millis(100));
+        sum(&Gate::ask(&two, &[first.address().to_owned()]).unwrap().join().unwrap());
+    });
 }
