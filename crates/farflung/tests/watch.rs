@@ -44,8 +44,12 @@ struct Answer {
 
 impl Page {
     fn of(run: &Path) -> Self {
+        Self::with(run, &[])
+    }
+
+    fn with(run: &Path, more: &[&Path]) -> Self {
         let mut command = farflung();
-        command.arg("watch").arg(run).args(["--listen", "127.0.0.1:0"]);
+        command.arg("watch").arg(run).args(["--listen", "127.0.0.1:0"]).args(more);
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -214,6 +218,33 @@ fn a_live_run_is_followed_step_by_step_until_it_is_stopped() {
     let Page { mut process, .. } = page;
     send(process.0.id(), Signal::TERM);
     assert!(wait_until("its end", || process.0.try_wait().unwrap()).success());
+}
+
+#[test]
+fn a_member_is_asked_who_is_there() {
+    let run = Run::new();
+    let mut host = farflung();
+    let args = format!(
+        "--listen 127.0.0.1:0 --steps 1000000 --eval-every 1000000 --out {}",
+        run.at("host").display()
+    );
+    host.arg("host").args(run.flags(&args)).env("FARFLUNG_HOME", run.at("home")).stdin(Stdio::null());
+    let _host = Process(host.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+    let ticket = run.at("host/run.ticket");
+    wait_until("the ticket", || (ticket.exists() && run.at("host/metrics.jsonl").exists()).then_some(()));
+    let key = run.at("key");
+    let page = Page::with(&run.at("host"), &["--ticket-file".as_ref(), &ticket, "--key-file".as_ref(), &key]);
+    let asked = |update: &Value| update["members"][0]["address"].is_string();
+    let update = page.updates().find(asked).unwrap();
+    let member = &update["members"][0];
+    assert!(
+        member["name"] == "member 0" && member["share"] == 1.0 && member["presence"] == "here",
+        "{member}"
+    );
+    assert!(
+        close(&update["goodput"]["unchanged"], 1.0) && update["problems"] == serde_json::json!([]),
+        "{update}"
+    );
 }
 
 #[test]

@@ -171,7 +171,8 @@ fn asked(status: &Status) -> Vec<MemberFacts> {
         stage: Some(0),
         share: Some(member.share).filter(|share| share.is_finite()),
         address: member.address.as_deref().map(cut),
-        waits_for: member.waits_for.map(name),
+        // That it waits for itself would say nothing.
+        waits_for: member.waits_for.filter(|&slot| slot != member.slot).map(name),
         bytes_sent: member.answers.then_some(status.sent),
         ..MemberFacts::default()
     };
