@@ -43,6 +43,17 @@ pub enum Error {
         /// What is saved, and what is not.
         left: Option<Box<crate::train::Leftover>>,
     },
+    /// This rank holds the others of its run up.
+    #[error(
+        "this member is too slow for the run: {reason}; a host's `--microbatches N` makes smaller shares, and its \
+         `--balance equal` keeps everyone{left}"
+    )]
+    TooSlow {
+        /// What a microbatch takes here and elsewhere.
+        reason: String,
+        /// What is saved.
+        left: Box<crate::train::Leftover>,
+    },
     /// No member of a run answers.
     #[error(
         "no member of the run answers at {addresses} within {after}: it may be over, or the ticket may be old"

@@ -51,6 +51,15 @@ pub enum What {
         /// The failure that was seen here; none where members came or left in peace.
         reason: Option<String>,
     },
+    /// Members have other shares of a step: they follow their speed.
+    Shares {
+        /// Microbatches of each member in a step, by rank.
+        microbatches: Vec<u32>,
+        /// What a step was expected to take, by the measured times, in microseconds.
+        before_us: u64,
+        /// What it is expected to take now.
+        now_us: u64,
+    },
     /// A peer was lost, which ended the run here.
     Lost {
         /// Who, and how one can tell.

@@ -13,7 +13,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
-use child::{send, wait_until};
+use child::{send, wait_until, wait_until_or};
 use rustix::process::Signal;
 use tiny::{Run, farflung};
 
@@ -21,6 +21,8 @@ use tiny::{Run, farflung};
 struct Member {
     name: &'static str,
     process: Option<Child>,
+    /// Where what it says goes: a pipe that nobody reads is full in the end.
+    at: PathBuf,
 }
 
 impl Member {
@@ -30,7 +32,12 @@ impl Member {
 
     /// Waits for its end.
     fn ends(mut self) -> Output {
-        self.process.take().unwrap().wait_with_output().unwrap()
+        let status = self.process.take().unwrap().wait().unwrap();
+        Output { status, stdout: fs::read(self.at.join("out.txt")).unwrap(), stderr: self.stderr() }
+    }
+
+    fn stderr(&self) -> Vec<u8> {
+        fs::read(self.at.join("err.txt")).unwrap()
     }
 }
 
@@ -51,13 +58,24 @@ fn on(run: &Run, machine: &str) -> Command {
     command
 }
 
+/// Starts it, for as long as the test.
+fn start(run: &Run, name: &'static str, mut command: Command) -> Member {
+    let at = run.at(&format!("home-{name}"));
+    fs::create_dir_all(&at).unwrap();
+    let file = |name| fs::File::create(at.join(name)).unwrap();
+    command.stdout(file("out.txt")).stderr(file("err.txt"));
+    Member { name, process: Some(command.spawn().unwrap()), at }
+}
+
 fn host(run: &Run, more: &str) -> Member {
-    let args = format!("--listen 127.0.0.1:0 --deadline 2s --eval-every 100000 --eval-batches 1 {more}");
-    let process = on(run, "host").arg("host").args(run.flags(&args)).spawn().unwrap();
-    let mut host = Member { name: "host", process: Some(process) };
+    let deadline = if more.contains("--deadline") { "" } else { "--deadline 2s" };
+    let args = format!("--listen 127.0.0.1:0 {deadline} --eval-every 100000 --eval-batches 1 {more}");
+    let mut command = on(run, "host");
+    command.arg("host").args(run.flags(&args));
+    let mut host = start(run, "host", command);
     wait_until("the ticket", || {
         let ended = host.process.as_mut().unwrap().try_wait().unwrap();
-        assert!(ended.is_none(), "{}", said(&host.process.take().unwrap().wait_with_output().unwrap()));
+        assert!(ended.is_none(), "{}", String::from_utf8_lossy(&host.stderr()));
         run.at("host/run.ticket").exists().then_some(())
     });
     host
@@ -77,18 +95,22 @@ fn join(run: &Run, name: &'static str, ticket: &str, more: &[&str]) -> Member {
         name,
     ]);
     command.args(["--data", run.at("text.txt").to_str().unwrap()]).args(more);
-    Member { name, process: Some(command.spawn().unwrap()) }
+    start(run, name, command)
 }
 
 /// Waits until a member has told of a change after which there are so many.
 fn members(run: &Run, member: &Member, count: usize) {
     let path = run.at(member.name).join("events.jsonl");
-    let last = || {
-        let text = fs::read_to_string(&path).unwrap_or_default();
+    let events = || fs::read_to_string(&path).unwrap_or_default();
+    let last = |text: &str| {
         let mut changes = text.lines().filter(|line| line.contains("\"event\":\"members\""));
         changes.next_back().is_some_and(|line| line.contains(&format!("\"members\":{count},")))
     };
-    wait_until(&format!("{count} members"), || last().then_some(()));
+    let what = || {
+        let said = String::from_utf8_lossy(&member.stderr()).into_owned();
+        format!("{count} members of {}:\n{}\n{said}", member.name, events())
+    };
+    wait_until_or(what, || last(&events()).then_some(()));
 }
 
 /// Waits until a newcomer has trained.
@@ -99,6 +121,10 @@ fn trains(run: &Run, member: &Member) {
 
 fn said(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn said_by(member: &Member) -> String {
+    String::from_utf8_lossy(&member.stderr()).into_owned()
 }
 
 /// The weights that a member has saved, by step.
@@ -124,7 +150,8 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     members(&run, &host, 2);
     a.send(Signal::CONT);
     members(&run, &host, 3);
-    // So does the host.
+    // So does the host, once the others know of that.
+    members(&run, &b, 3);
     host.send(Signal::STOP);
     members(&run, &b, 2);
     host.send(Signal::CONT);
@@ -144,11 +171,35 @@ fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
     assert!(said(&left).contains("notice is there: leaves after this step"), "{}", said(&left));
     members(&run, &host, 2);
     // Without a word. The tie-breaker has been another one since the host was given up.
+    members(&run, &b, 2);
     host.send(Signal::KILL);
     members(&run, &b, 1);
     b.send(Signal::INT);
     let ended = b.ends();
     assert_eq!(ended.status.code(), Some(130), "{}", said(&ended));
+}
+
+/// Long before the deadline: whoever is merely slow would have said that it is there.
+#[test]
+fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --deadline 1h");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    members(&run, &host, 3);
+    trains(&run, &a);
+    trains(&run, &b);
+    a.send(Signal::STOP);
+    members(&run, &host, 2);
+    let events = fs::read_to_string(run.at("host/events.jsonl")).unwrap();
+    let lost: serde_json::Value = serde_json::from_str(events.lines().last().unwrap()).unwrap();
+    assert!(lost["took_ms"].as_u64().unwrap() < 60_000, "{lost}");
+    assert!(
+        said_by(&b).contains("does not answer: the step is ended")
+            || said_by(&host).contains("does not answer")
+    );
+    a.send(Signal::CONT);
+    members(&run, &host, 3);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::config::choice::{LrScheduleKind, SyncKind};
+use farflung::config::choice::{BalanceKind, LrScheduleKind, SyncKind};
 use farflung::optim::sync::DILOCO;
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, Watch, elastic, run_seats};
 use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
@@ -199,4 +199,91 @@ fn whoever_is_frozen_or_cut_off_is_left_behind() {
             }
         }
     }
+}
+
+/// Settings for machines that compute so many tokens a second each.
+fn unequal(folder: &Path, speeds: &[u32]) -> TrainConfig {
+    let device = |(n, speed): (usize, &u32)| {
+        format!("[[device]]\nname = \"m{n}\"\ntokens_per_second = {speed}\nmemory = \"8GB\"\n")
+    };
+    let devices: String = speeds.iter().enumerate().map(device).collect();
+    let path = folder.join("machines.toml");
+    std::fs::write(&path, format!("default = \"1gbit,1ms\"\n{devices}")).unwrap();
+    TrainConfig { topology: Some(path), ..ddp() }
+}
+
+/// Sixty steps, in which nobody is given up.
+fn long(job: Job) -> Job {
+    let config = TrainConfig { steps: 60, deadline: Nanos::from_millis(600_000), ..job.config };
+    Job { config, elastic: true, ..job }
+}
+
+/// What a run says, and when its steps were done.
+#[derive(Default)]
+struct Told {
+    notes: Vec<String>,
+    times: Vec<f64>,
+}
+
+impl Watch for Told {
+    fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
+        self.times.push(metrics.time_s);
+    }
+    fn note(&mut self, note: &str) {
+        self.notes.push(note.to_owned());
+    }
+}
+
+#[test]
+fn a_slow_machine_gets_a_smaller_share() {
+    let folder = tempfile::tempdir().unwrap();
+    let of = |settings: TrainConfig| {
+        let job = long(job(folder.path(), 3, settings));
+        let mut told = Told::default();
+        let results = watched(&job, 3, &[], &Faults::new(), &mut told);
+        assert_eq!(hash(&results[0]), hash(&results[2]));
+        let tokens = results[0].as_ref().unwrap().as_ref().unwrap().tokens;
+        (told, tokens)
+    };
+    for method in [ddp(), diloco()] {
+        let by_speed = TrainConfig {
+            microbatches: Some(4),
+            sync: method.sync,
+            sync_every: method.sync_every,
+            ..unequal(folder.path(), &[80, 80, 20])
+        };
+        let equal = TrainConfig { balance: BalanceKind::Equal, ..by_speed.clone() };
+        let ((by_speed, tokens), (equal, tokens_when_equal)) = (of(by_speed), of(equal));
+        // Of the same tokens in each step.
+        assert_eq!(tokens, 60 * 12 * 8);
+        assert_eq!(tokens, tokens_when_equal);
+        let shares: Vec<&String> =
+            by_speed.notes.iter().filter(|note| note.contains("microbatches by speed")).collect();
+        assert!(shares.len() == 1 && shares[0].contains("are 5, 6, 1: 6"), "{shares:?}");
+        assert!(!equal.notes.iter().any(|note| note.contains("by speed")), "{:?}", equal.notes);
+        // Four microbatches of the slow machine take 1.6 s, six of another 0.6 s.
+        let last = |times: &[f64]| (times[59] - times[39]) / 20.0;
+        let (fast, slow) = (last(&by_speed.times), last(&equal.times));
+        assert!((0.6..0.63).contains(&fast) && (1.6..1.63).contains(&slow), "{fast} {slow}");
+    }
+}
+
+#[test]
+fn one_that_is_too_slow_for_any_share_leaves() {
+    let folder = tempfile::tempdir().unwrap();
+    let job = long(job(folder.path(), 3, unequal(folder.path(), &[80, 80, 2])));
+    let mut told = Told::default();
+    let results = watched(&job, 3, &[], &Faults::new(), &mut told);
+    let error = results[2].as_ref().unwrap_err();
+    assert!(matches!(error, Error::TooSlow { .. }) && error.exit_code() == 2, "{error}");
+    let text = error.to_string();
+    assert!(text.contains("a microbatch takes it 4s, and no other more than 100ms"), "{text}");
+    assert_eq!(hash(&results[0]), hash(&results[1]));
+    assert!(
+        told.notes.iter().any(|note| note.contains("member 2 left; 2 members go on")),
+        "{:?}",
+        told.notes
+    );
+    let after = told.times[59] - told.times[39];
+    assert!(after < 20.0 * 0.15, "{after}");
 }

@@ -6,6 +6,7 @@ mod difference;
 mod local_steps;
 mod members;
 mod part;
+mod rebalance;
 mod text;
 
 #[cfg(test)]
@@ -22,6 +23,7 @@ pub use difference::{Difference, Digest};
 pub use local_steps::LocalSteps;
 pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};
+pub use rebalance::{Advice, Measured, Rebalance, shares_by_speed, step_time};
 
 /// How the ranks of a job train one model.
 ///

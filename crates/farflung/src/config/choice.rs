@@ -63,6 +63,15 @@ choice!(
     }
 );
 choice!(
+    /// Shares of a step among members that come and leave.
+    BalanceKind {
+        /// As many microbatches as make steps short, by what was measured.
+        BySpeed = "by-speed",
+        /// As many for each.
+        Equal = "equal",
+    }
+);
+choice!(
     /// How the learning rate goes after its warm-up.
     LrScheduleKind {
         /// Half a cosine down to `min-lr`.

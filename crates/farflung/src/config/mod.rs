@@ -16,6 +16,7 @@ pub mod notes;
 mod optimizer;
 pub mod plan;
 pub mod recipe;
+mod resolve;
 pub mod shared;
 mod sync;
 mod validate;
@@ -25,8 +26,7 @@ pub mod value;
 mod tests;
 
 use std::collections::BTreeSet;
-use std::fmt::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use farflung_base::{Bandwidth, Link, Nanos};
 use farflung_comm::Algorithm;
@@ -41,10 +41,10 @@ use farflung_zoo::Sharding;
 
 use crate::{Error, Result};
 use choice::{
-    Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume, SamplingKind,
-    ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind, TransportName,
+    BalanceKind, Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume,
+    SamplingKind, ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind, TransportName,
 };
-use given::{BY_DEFAULT, Given};
+use given::Given;
 use local_steps::LocalStepsKind;
 use shared::Own;
 use validate::check;
@@ -318,6 +318,10 @@ settings! {
         /// Local steps of each replica in --sync-every steps: equal, by-speed (slower machines of --topology
         /// take fewer, so that nobody waits), or a number for each such as 30,30,10.
         local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;
+        /// Shares of a step among members that come and leave (farflung host): by-speed (a slower machine has fewer
+        /// of --microbatches once that makes steps a tenth shorter, and one that is too slow for a single one leaves)
+        /// or equal.
+        balance: BalanceKind, "KIND", BalanceKind::BySpeed;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
         /// Outer momentum of the methods that have one; unless told 0.5 for noloco and async,
@@ -504,65 +508,6 @@ impl Default for TrainConfig {
 }
 
 impl TrainConfig {
-    /// What holds for a run: `given` over the file over the defaults, checked.
-    ///
-    /// Errors: those of [`TrainArgs::read`], and [`Error::Setting`] for a value out of its range.
-    pub fn resolve(given: TrainArgs, file: Option<&Path>) -> Result<Self> {
-        Self::merge(given, file.map(TrainArgs::read).transpose()?.unwrap_or_default())
-    }
-
-    /// `given` over `file` over the defaults, checked.
-    ///
-    /// Errors: [`Error::Setting`] for a value out of its range.
-    pub fn merge(given: TrainArgs, mut file: TrainArgs) -> Result<Self> {
-        // The file's value is a default that followed the file's `lr`.
-        if given.lr.is_some() && file.by_default.remove("min_lr") {
-            file.min_lr = None;
-        }
-        if given.sync.is_some() && file.by_default.remove("outer_momentum") {
-            file.outer_momentum = None;
-        }
-        if given.optimizer.is_some() || given.recipe.is_some() {
-            file.forget_optimizer_defaults();
-        }
-        let args = given.with_recipe(file);
-        args.beside_plan()?;
-        let config = Self::fill(args);
-        config.validate()?;
-        Ok(config)
-    }
-
-    /// The settings that a file holds, over the defaults: a run's own `config.toml`, say.
-    pub fn read(path: &Path) -> Result<Self> {
-        Self::resolve(TrainArgs::default(), Some(path))
-    }
-
-    /// All settings as a TOML file that [`TrainConfig::read`] reads back the same. Settings that were not given
-    /// are marked with [`BY_DEFAULT`], so that they do not count as given when the file is read.
-    #[must_use]
-    pub fn to_toml(&self) -> String {
-        let mut text = String::new();
-        for (heading, entries) in self.entries() {
-            let gap = if text.is_empty() { "" } else { "\n" };
-            writeln!(text, "{gap}# {heading}").expect("a string takes everything");
-            for (name, value) in entries {
-                if let Some(value) = value.filter(|_| !self.is_decided(name)) {
-                    let name = dashed(name);
-                    let mark = if self.was_given(&name) { String::new() } else { format!(" {BY_DEFAULT}") };
-                    writeln!(text, "{name} = {value}{mark}").expect("a string takes everything");
-                }
-            }
-        }
-        text
-    }
-
-    /// One setting's value as it would stand in a file; `None` if it has none or no setting is called `name`.
-    #[must_use]
-    pub fn get(&self, name: &str) -> Option<toml::Value> {
-        let mut all = self.entries().into_iter().flat_map(|(_, entries)| entries);
-        all.find(|(key, _)| dashed(key) == name)?.1
-    }
-
     /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
     ///
     /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for one between

@@ -1,5 +1,7 @@
 //! The settings: defaults, files, flags, and what is refused.
 
+use std::path::Path;
+
 use super::*;
 use crate::transports::{MEMORY, SIMULATED, TCP};
 

@@ -27,6 +27,7 @@ impl Error {
             )
             | Self::RanksDiffer { .. }
             | Self::MemberDiffers { .. }
+            | Self::TooSlow { .. }
             | Self::StillRuns { .. }
             | Self::ForeignFolder { .. }
             | Self::NoCopy { .. }

@@ -3,6 +3,7 @@
 //! are, the plan is made for them, and whoever has no state or an older one takes it from those that are furthest.
 
 mod arrivals;
+mod balance;
 mod change;
 mod decide;
 mod keeper;
@@ -14,6 +15,7 @@ mod seats;
 mod share;
 mod status;
 mod view;
+mod watchman;
 mod welcome;
 
 pub use arrivals::{Arrivals, AtGate, Newcomer, Scripted};

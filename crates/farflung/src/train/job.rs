@@ -20,7 +20,7 @@ use super::costs::Machines;
 use super::fault::{Departure, Failure, Fault};
 use super::fingerprint::digest;
 use super::{averages, combination, costs, links, planned};
-use crate::config::choice::{SamplingKind, TokenizerKind};
+use crate::config::choice::{BalanceKind, SamplingKind, TokenizerKind};
 use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
 use crate::{Error, Result, TrainConfig, corpus, finite};
@@ -251,6 +251,13 @@ impl Job {
     #[must_use]
     pub const fn leaves_alone(&self) -> bool {
         self.elastic && self.world > 1
+    }
+
+    /// Whether members' shares of a step follow their speed.
+    #[must_use]
+    pub fn follows_speed(&self) -> bool {
+        let level = self.plan.outermost();
+        self.elastic && self.config.balance == BalanceKind::BySpeed && level.steps.is_empty()
     }
 
     /// Threads of each worker when `local` of them share this machine.

@@ -342,7 +342,8 @@ pub(super) fn announce(
         config.workers = job.world.max(2);
     }
     let world = if job.elastic { config.workers } else { job.world };
-    for line in config.notes(&Circumstances { model: job.model, world, simulated }) {
+    let elastic = job.elastic;
+    for line in config.notes(&Circumstances { model: job.model, world, simulated, elastic }) {
         watch.note(&line);
     }
     if let Some(note) = note(trainer, job)? {

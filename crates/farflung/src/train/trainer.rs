@@ -16,6 +16,7 @@ mod gather;
 mod meeting;
 mod retreat;
 mod snapshot;
+mod speed;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -28,6 +29,7 @@ use farflung_comm::Communicator;
 use farflung_optim::{LossScale, OptimError, Prepared, sum_of_squares};
 use farflung_parallel::LocalSteps;
 use farflung_parallel::pipeline::{Follower, Placement, Schedule, Updates, run};
+use farflung_parallel::plan::Measured;
 use farflung_tensor::{Device, Param, Tensor, TensorError};
 use farflung_zoo::Stage;
 
@@ -45,6 +47,7 @@ use agree::{Met, Vote, Voting};
 pub(super) use build::chain;
 use retreat::Mark;
 pub(super) use snapshot::{Progress, Snapshot};
+use speed::Speedometer;
 pub use verify::Thoroughness;
 
 /// One rank of a run.
@@ -105,6 +108,8 @@ pub struct Trainer {
     told: Told,
     /// Whether the last step ended with an average of all replicas that failed: the next does that alone.
     unmet: bool,
+    /// What steps take, where shares follow it.
+    speed: Option<Speedometer>,
 }
 
 /// What this rank tells the others about itself.
@@ -160,6 +165,12 @@ impl Trainer {
     /// Its rank in the job.
     pub(super) const fn rank(&self) -> Rank {
         Rank(self.executor.first + self.position.0)
+    }
+
+    /// What steps take on each replica, where all of them have told it since this was last asked.
+    pub(super) fn measured(&mut self) -> Option<Vec<Measured>> {
+        let all = std::mem::take(&mut self.speed.as_mut()?.all);
+        (!all.is_empty()).then_some(all)
     }
 
     /// Its replica's number.
@@ -248,12 +259,16 @@ impl Trainer {
     /// Errors: [`Error::StepNotFinite`] where the gradients are not finite in [`TRIES`] tries, on all ranks
     /// that vote.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
+        let (begun, computes) = (self.comm().now(), !self.unmet);
         self.executor.spent = Spent::default();
-        let begun = self.executor.comm.now();
-        let done = self.try_step(stop);
+        let done = self.try_step(stop)?;
         let Executor { comm, spent, .. } = &mut self.executor;
         add_since(begun, comm, &mut spent.took);
-        done
+        if let Some(speed) = self.speed.as_mut().filter(|_| computes) {
+            let (microbatches, (from, to)) = (self.schedule.microbatches(), self.pass);
+            speed.step(microbatches, to.saturating_sub(from), spent.took, done.synced == Synced::Yes);
+        }
+        Ok(done)
     }
 
     fn try_step(&mut self, stop: bool) -> Result<StepDone> {
@@ -307,6 +322,7 @@ impl Trainer {
         self.scale.taken();
         self.step += 1;
         self.half_done = false;
+        self.tell_speeds(&vote.speeds);
         self.reach(Moment::Committed, self.step)?;
         self.suffer(FaultyValue::Parameters, self.step)?;
         self.suffer(FaultyValue::Moments, self.step)?;

@@ -62,6 +62,11 @@ impl EventLine {
         })
     }
 
+    /// Microbatches of each rank in a step, if it tells of other shares.
+    pub(super) fn shares(&self) -> Option<Vec<u32>> {
+        (self.kind == "shares").then(|| self.numbers("microbatches"))
+    }
+
     /// Why the run ended, if it did with this.
     pub(super) fn ends(&self) -> Option<String> {
         ["lost", "named", "stopped", "refused"].contains(&self.kind.as_str()).then(|| self.text())
@@ -91,12 +96,20 @@ impl EventLine {
                 1 => "gradients overflowed: computed again".to_owned(),
                 times => format!("gradients overflowed: computed again {times} times"),
             },
+            "shares" => self.shares_text(),
             "lost" => format!("lost: {}", self.text_of("peer").unwrap_or("a peer")),
             "named" => format!("wrong values: {reason}"),
             "stopped" => reason.to_owned(),
             "refused" => format!("refused: {reason}"),
             kind => format!("{kind}: {}", Value::Object(self.rest.clone())),
         })
+    }
+
+    fn shares_text(&self) -> String {
+        let shares: Vec<String> = self.numbers("microbatches").iter().map(ToString::to_string).collect();
+        let seconds = |field: &str| self.count(field).unwrap_or(0) as f64 / 1e6;
+        let (before, now) = (seconds("before_us"), seconds("now_us"));
+        format!("shares are now {}: a step takes {now:.3} s instead of {before:.3} s", shares.join(" : "))
     }
 
     fn members(&self) -> String {
@@ -175,6 +188,10 @@ mod tests {
                 "went on from step-3; `lr` differs",
             ),
             (What::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
+            (
+                What::Shares { microbatches: vec![3, 1], before_us: 2_000_000, now_us: 1_500_000 },
+                "shares are now 3 : 1: a step takes 1.500 s instead of 2.000 s",
+            ),
             (What::Lost { peer: "rank 1 was lost".into() }, "lost: rank 1 was lost"),
             (What::Named { ranks: vec![1], reason: reason.clone() }, "wrong values: because"),
             (What::Stopped { reason: "stopped by SIGINT".into() }, "stopped by SIGINT"),

@@ -11,9 +11,9 @@ use super::event_text::{EventLine, cut};
 use super::snapshot::{EventFacts, Goodput, Latest, Phase, Problem, RunFacts, Snapshot, Summary};
 use super::timeline::Timeline;
 use super::who::Who;
-use crate::StepMetrics;
 use crate::train::DeclaredLinks;
 use crate::train::elastic::Status;
+use crate::{StepMetrics, StepTimes};
 
 /// The most events that are kept.
 pub const MOST_EVENTS: usize = 200;
@@ -267,6 +267,12 @@ impl State {
                 *self.changing_s.get_or_insert_default() += change.took_s;
                 self.who.change(&change);
             }
+            if let Some(shares) = event.shares() {
+                self.who.share(shares);
+            }
+            if event.kind == "resumed" {
+                self.who.forget_changes();
+            }
             self.ended = event.ends().map(|reason| (event.step, reason));
         }
         let text = event.text();
@@ -317,10 +323,7 @@ impl State {
         let members: Vec<_> = members
             .into_iter()
             .map(|mut member| {
-                let told = member
-                    .rank
-                    .filter(|_| self.who.status.is_none())
-                    .and_then(|rank| self.timeline.last(rank));
+                let told = member.rank.and_then(|rank| self.told(rank));
                 member.step = told.map(|times| times.step);
                 member.bytes_sent = member.bytes_sent.or(told.map(|times| times.bytes_sent));
                 member
@@ -339,6 +342,12 @@ impl State {
             more_events: self.more_events,
             problems: self.problems.values().cloned().collect(),
         }
+    }
+
+    /// What a rank has told last of its times. Where members come and go, the folder is of one of them.
+    fn told(&self, rank: u32) -> Option<&StepTimes> {
+        let folder = if self.who.ranks().is_some() { rank } else { 0 };
+        self.timeline.last(folder).filter(|times| times.rank == rank)
     }
 
     fn run(&self) -> RunFacts {

@@ -66,16 +66,16 @@ impl Timeline {
             let all = ranks.is_some_and(|ranks| ranks > 1 && told.len() == ranks);
             let together = all && told.values().all(|times| times.met);
             let least = told.values().map(|times| times.communicate_s).fold(f64::INFINITY, f64::min);
-            let time = |(&rank, times): (&u32, &StepTimes)| {
+            let time = |times: &StepTimes| {
                 let late = if together { times.communicate_s - least } else { 0.0 };
                 RankTime {
-                    rank,
+                    rank: times.rank,
                     compute_s: times.compute_s(),
                     wait_s: times.wait_s + late,
                     communicate_s: times.communicate_s - late,
                 }
             };
-            StepFacts { step, ranks: told.iter().map(time).collect() }
+            StepFacts { step, ranks: told.values().map(time).collect() }
         };
         // Some ranks have not told of the newest step yet.
         let counts = self.steps.values().rev().map(BTreeMap::len).take(2).collect::<Vec<_>>();

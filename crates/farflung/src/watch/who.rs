@@ -1,8 +1,6 @@
 //! Who trains, and over which links: from a run's plan, its declared links, changes of members, and what a
 //! member says that was asked.
 
-use std::collections::BTreeMap;
-
 use farflung_base::{Bandwidth, Rank, Topology};
 use farflung_parallel::Plan;
 
@@ -14,6 +12,8 @@ use crate::train::elastic::Status;
 pub const MOST_MEMBERS: usize = 64;
 /// The most former members that are drawn.
 const MOST_GONE: usize = 8;
+/// The most members that are known of.
+const MOST_KNOWN: usize = 4 * MOST_MEMBERS;
 
 /// What is known of the members.
 #[derive(Debug, Default)]
@@ -21,41 +21,58 @@ pub(super) struct Who {
     pub(super) plan: Option<Plan>,
     pub(super) topology: Option<Topology>,
     pub(super) status: Option<Status>,
-    /// Changes of members since the run's first, by slot: whether each is here.
-    changes: BTreeMap<u32, bool>,
+    /// Those that changes have left, once there was one.
+    roster: Option<Roster>,
+    /// Microbatches of each rank in a step, where they were changed.
+    shares: Option<Vec<u32>>,
+}
+
+/// Members by the numbers of their endpoints.
+#[derive(Debug, Default)]
+struct Roster {
+    /// By rank: members keep the order in which they came.
+    here: Vec<u32>,
+    /// The last that went.
+    gone: Vec<u32>,
 }
 
 impl Who {
     /// Members have changed.
     pub(super) fn change(&mut self, change: &Change) {
-        let here = change.came.iter().map(|&slot| (slot, true));
-        self.changes.extend(here.chain(change.went.iter().map(|&slot| (slot, false))));
-        while self.changes.len() > 4 * MOST_MEMBERS {
-            // Those whom the plan may name are kept: without a change they would count as members.
-            let mut gone = self.changes.iter().filter(|&(&slot, here)| slot >= MOST_MEMBERS as u32 && !here);
-            let slot = gone.next().or(self.changes.last_key_value()).map(|(&slot, _)| slot);
-            self.changes.remove(&slot.unwrap_or_default());
-        }
+        let plan = self.plan.as_ref();
+        let Roster { here, gone } = self.roster.get_or_insert_with(|| Roster::of(plan));
+        here.retain(|slot| !change.went.contains(slot) && !change.came.contains(slot));
+        gone.retain(|slot| !change.came.contains(slot));
+        here.extend(&change.came);
+        here.truncate(MOST_KNOWN);
+        gone.extend(&change.went);
+        gone.drain(..gone.len().saturating_sub(MOST_GONE));
+        self.shares = None;
     }
 
-    /// Forgets all changes.
+    /// Members have these microbatches in a step, by rank.
+    pub(super) fn share(&mut self, microbatches: Vec<u32>) {
+        self.shares = Some(microbatches);
+    }
+
+    /// The members are those of the plan again.
     pub(super) fn forget_changes(&mut self) {
-        self.changes.clear();
+        (self.roster, self.shares) = (None, None);
     }
 
     /// Ranks of the plan, where members do not change.
     pub(super) fn ranks(&self) -> Option<usize> {
-        let fixed = self.changes.is_empty() && self.status.is_none();
+        let fixed = self.roster.is_none() && self.status.is_none();
         self.plan.as_ref().filter(|_| fixed).map(|plan| plan.ranks() as usize)
     }
 
     /// The members, at most [`MOST_MEMBERS`], and how many more there are.
     pub(super) fn members(&self) -> (Vec<MemberFacts>, usize) {
-        let mut members = match (&self.status, &self.plan) {
-            (Some(status), _) => asked(status),
-            (None, Some(plan)) if self.changes.is_empty() => planned(plan),
-            (None, Some(plan)) => changed(plan, &self.changes),
-            (None, None) => Vec::new(),
+        let mut members = match (&self.status, &self.roster, &self.plan) {
+            (Some(status), ..) => asked(status),
+            (None, Some(roster), _) => roster.members(self.shares.as_deref()),
+            (None, None, Some(plan)) => planned(plan),
+            (None, None, None) => Vec::new(),
         };
         let more = members.len().saturating_sub(MOST_MEMBERS);
         members.truncate(MOST_MEMBERS);
@@ -140,25 +157,32 @@ fn planned(plan: &Plan) -> Vec<MemberFacts> {
     (0..plan.ranks()).zip(&plan.machines).map(member).collect()
 }
 
-/// Those that a plan began with, as changes have left them. Shares are not known then, and ranks neither.
-fn changed(plan: &Plan, changes: &BTreeMap<u32, bool>) -> Vec<MemberFacts> {
-    let slot = |(rank, name): (u32, &String)| {
-        let number = name.strip_prefix("member.").and_then(|slot| slot.parse().ok());
-        (number.unwrap_or(rank), true)
-    };
-    let mut here: BTreeMap<u32, bool> = (0..).zip(&plan.machines).map(slot).collect();
-    here.extend(changes);
-    let mut gone = here.values().filter(|here| !**here).count();
-    let mut members = Vec::new();
-    for (slot, here) in here {
-        gone -= usize::from(!here);
-        // Of those that are gone, the last to come.
-        if here || gone < MOST_GONE {
-            let presence = if here { Presence::Here } else { Presence::Gone };
-            members.push(MemberFacts { name: format!("member {slot}"), presence, ..MemberFacts::default() });
+impl Roster {
+    /// The members of a plan.
+    fn of(plan: Option<&Plan>) -> Self {
+        let machines = (0..).zip(plan.into_iter().flat_map(|plan| &plan.machines));
+        let number = |name: &str| name.strip_prefix("member.").and_then(|slot| slot.parse().ok());
+        Self {
+            here: machines.take(MOST_KNOWN).map(|(rank, name)| number(name).unwrap_or(rank)).collect(),
+            gone: Vec::new(),
         }
     }
-    members
+
+    /// Who is here, with shares where these are told of as many, and who has gone.
+    fn members(&self, shares: Option<&[u32]>) -> Vec<MemberFacts> {
+        let shares = shares.filter(|shares| shares.len() == self.here.len());
+        let all: u64 = shares.into_iter().flatten().map(|&share| u64::from(share)).sum();
+        let named = |slot: u32| MemberFacts { name: format!("member {slot}"), ..MemberFacts::default() };
+        let here = (0..).zip(&self.here).map(|(rank, &slot)| MemberFacts {
+            rank: Some(rank),
+            replica: Some(rank),
+            stage: Some(0),
+            share: shares.filter(|_| all > 0).map(|shares| f64::from(shares[rank as usize]) / all as f64),
+            ..named(slot)
+        });
+        let gone = self.gone.iter().map(|&slot| MemberFacts { presence: Presence::Gone, ..named(slot) });
+        here.chain(gone).collect()
+    }
 }
 
 /// The members that one of them has told of.
@@ -233,31 +257,36 @@ mod tests {
         let plan = plan("data=1,pipeline=1", &["worker.0"], "[1]", &["0..4"]);
         let topology = Some(Topology::uniform(1, "lan".parse().unwrap()));
         let mut who = Who { plan: Some(plan), topology, ..Who::default() };
-        for (came, went) in [(vec![1], vec![]), (vec![2], vec![]), (vec![3], vec![1])] {
+        for (came, went) in [(vec![7], vec![]), (vec![2, 9], vec![]), (vec![3], vec![7])] {
             who.change(&Change { came, went, took_s: 1.0 });
         }
-        let (members, _) = who.members();
-        let seen: Vec<_> = members.iter().map(|m| (m.name.as_str(), m.presence, m.share)).collect();
-        let (here, gone) = (Presence::Here, Presence::Gone);
-        assert_eq!(
-            seen,
-            [
-                ("member 0", here, None),
-                ("member 1", gone, None),
-                ("member 2", here, None),
-                ("member 3", here, None)
-            ]
-        );
-        let links = who.links(&members);
-        assert_eq!(pairs(&links, Carries::Averages), [(0, 2), (2, 3), (3, 0)]);
+        let seen = |who: &Who| {
+            let members = who.members().0.into_iter();
+            members.map(|m| (m.name, m.rank, m.presence, m.share)).collect::<Vec<_>>()
+        };
+        let here = |slot: u32, rank, share| (format!("member {slot}"), Some(rank), Presence::Here, share);
+        let gone = ("member 7".to_owned(), None, Presence::Gone, None);
+        let all = [(0, 0), (2, 1), (9, 2), (3, 3)].map(|(slot, rank)| here(slot, rank, None));
+        assert_eq!(seen(&who), [&all[..], std::slice::from_ref(&gone)].concat());
+        let links = who.links(&who.members().0);
+        assert_eq!(pairs(&links, Carries::Averages), [(0, 1), (1, 2), (2, 3), (3, 0)]);
         assert!(links.iter().all(|link| link.bits_per_s.is_none() && link.latency_s.is_none()));
+        // Shares are told by rank, and of other members' they say nothing.
+        who.share(vec![3, 1, 2, 2]);
+        let shared = [(0, 0, 0.375), (2, 1, 0.125), (9, 2, 0.25), (3, 3, 0.25)];
+        let shared = shared.map(|(slot, rank, share)| here(slot, rank, Some(share)));
+        assert_eq!(seen(&who), [&shared[..], std::slice::from_ref(&gone)].concat());
+        who.share(vec![1]);
+        assert_eq!(seen(&who), [&all[..], &[gone]].concat());
         // However many come and go.
         for slot in 10..10_000 {
             who.change(&Change { came: vec![slot], went: vec![slot - 1], took_s: 0.0 });
         }
-        assert!(who.changes.len() <= 4 * MOST_MEMBERS);
         let (members, _) = who.members();
-        assert!(members.iter().filter(|m| m.presence == Presence::Gone).count() <= MOST_GONE);
-        assert_eq!(members.last().unwrap().name, "member 9999");
+        assert_eq!(members.iter().filter(|m| m.presence == Presence::Gone).count(), MOST_GONE);
+        assert_eq!(members[3].name, "member 9999");
+        who.change(&Change { came: (20_000..30_000).collect(), went: Vec::new(), took_s: 0.0 });
+        let (members, more) = who.members();
+        assert_eq!((members.len(), more), (MOST_MEMBERS, MOST_KNOWN + MOST_GONE - MOST_MEMBERS));
     }
 }

@@ -12,7 +12,12 @@ pub(crate) fn send(process: u32, signal: Signal) {
     kill_process(Pid::from_raw(i32::try_from(process).unwrap()).unwrap(), signal).unwrap();
 }
 
-pub(crate) fn wait_until<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
+pub(crate) fn wait_until<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
+    wait_until_or(|| what.to_owned(), done)
+}
+
+/// The same, where what was waited for is told with what was seen instead.
+pub(crate) fn wait_until_or<T>(what: impl Fn() -> String, mut done: impl FnMut() -> Option<T>) -> T {
     let pause = Duration::from_millis(10);
     for _ in 0..PATIENCE.as_millis() / pause.as_millis() {
         if let Some(value) = done() {
@@ -20,5 +25,5 @@ pub(crate) fn wait_until<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> 
         }
         thread::sleep(pause);
     }
-    panic!("waited for {what} in vain")
+    panic!("waited in vain for {}", what())
 }

@@ -88,6 +88,7 @@ const CASES: &[Case] = &[
         true,
         "`servers`, `meet-every` change nothing: `sync` is ddp, not async or parameter-server",
     ),
+    ("balance = 'equal'", 4, false, "`balance` changes nothing: nobody comes or leaves"),
     ("trigger = 0.1", 4, true, "`trigger` changes nothing: `sync` is ddp, not event"),
     ("sync-delay = 1", 4, true, "`sync-delay` changes nothing: `sync` is ddp, not streaming or async"),
     ("outer-buffer = 2", 4, true, "`outer-buffer` changes nothing: `sync` is ddp, not async"),
@@ -336,7 +337,7 @@ const CASES: &[Case] = &[
 fn notes(text: &str, world: usize, simulated: bool) -> Vec<String> {
     let config = TrainConfig::fill(TrainArgs::from_toml(text, Path::new("run.toml")).unwrap());
     let model = GptConfig::preset("nano").unwrap();
-    config.notes(&Circumstances { model, world, simulated })
+    config.notes(&Circumstances { model, world, simulated, elastic: false })
 }
 
 #[test]
@@ -368,7 +369,8 @@ fn what_was_not_given_has_no_note_and_what_matters_has_none() {
     for (world, simulated) in [(1, true), (4, true), (8, false)] {
         assert_eq!(notes("", world, simulated), [""; 0], "{world} {simulated}");
     }
-    let run = Circumstances { model: GptConfig::preset("nano").unwrap(), world: 4, simulated: true };
+    let model = GptConfig::preset("nano").unwrap();
+    let run = Circumstances { model, world: 4, simulated: true, elastic: false };
     assert_eq!(TrainConfig::default().notes(&run), [""; 0]);
     // A program that wrote settings down gave what differs.
     let chunks = TrainConfig { chunks: Some(2), ..TrainConfig::default() };

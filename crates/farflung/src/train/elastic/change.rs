@@ -8,11 +8,13 @@ use farflung_parallel::Plan;
 use farflung_parallel::membership::{Start, View};
 use farflung_parallel::plan::Digest;
 
+use super::balance::Balance;
 use super::decide::suspect;
 use super::place::Place;
 use super::share::Shared;
 use super::status::Teller;
 use super::view::{Brings, stand};
+use super::watchman::Watchman;
 use crate::events::causes;
 use crate::train::job::Job;
 use crate::train::links;
@@ -86,6 +88,10 @@ pub(in crate::train) struct Member<'a> {
     pub(in crate::train) simulated: bool,
     /// Says how the run stands.
     pub(super) teller: Teller,
+    /// How fast the members are.
+    pub(super) balance: Balance,
+    /// Finds silent members before the deadline does; none on a virtual clock.
+    pub(super) watchman: Option<Watchman>,
 }
 
 impl Member<'_> {
@@ -155,6 +161,7 @@ impl Member<'_> {
                     let went: Vec<PeerId> = fresh(&before, &now);
                     let lost = |peer: &PeerId| before.iter().position(|&slot| slot == peer.0);
                     let lost: Vec<u32> = went.iter().filter_map(lost).map(|rank| rank as u32).collect();
+                    self.balance.begin_anew();
                     let sequences = unaveraged(&plan, &lost, trainer.steps_done());
                     return Ok(Changed {
                         epoch,
@@ -188,7 +195,13 @@ impl Member<'_> {
         before: &[u32],
     ) -> Result<Shared> {
         let comm = tied(job, self.place.enter(view.clone())?);
-        let brings = Brings { job, before: before.to_vec(), progress: Some(trainer.progress()), last: *last };
+        let brings = Brings {
+            job,
+            before: before.to_vec(),
+            progress: Some(trainer.progress()),
+            last: *last,
+            measured: self.balance.measured(),
+        };
         let stood = stand(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
         let comm = links::seat(&stood.job, comm, self.simulated)?;
@@ -214,7 +227,8 @@ impl Member<'_> {
         let mut view = self.place.wait_for_view(patience)?;
         loop {
             let comm = tied(job, self.place.enter(view.clone())?);
-            let brings = Brings { job, before: Vec::new(), progress: None, last: Last::at(0) };
+            let (before, last) = (Vec::new(), Last::at(0));
+            let brings = Brings { job, before, progress: None, last, measured: &[] };
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
                 let (_, taken) = super::share::share(None, &comm, &stood.exchange)?;

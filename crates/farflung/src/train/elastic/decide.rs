@@ -13,7 +13,7 @@ use crate::{Error, Result};
 /// Between two looks while others are waited for.
 const LOOK: Nanos = Nanos::from_millis(50);
 /// Whoever says nothing for so long when it is asked whether it is there is silent: two round trips around the world.
-const ROLL_CALL: Nanos = Nanos::from_millis(800);
+pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
 /// Between two attempts of a newcomer to meet others that come.
 const MEETS: Nanos = Nanos::from_millis(1000);
 /// After a change for which somebody asked and that did not come about, the next is asked for so much later.

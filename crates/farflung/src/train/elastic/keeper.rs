@@ -88,6 +88,11 @@ impl Keeper {
         self.outcome.take()
     }
 
+    /// Whether something has.
+    pub(super) const fn has_outcome(&self) -> bool {
+        self.outcome.is_some()
+    }
+
     /// When it wants to be woken.
     pub(super) const fn wake(&self) -> Option<Nanos> {
         self.wake

@@ -11,6 +11,7 @@ use farflung_parallel::membership::{Event, MemberId, State, View};
 use super::arrivals::{Arrivals, Newcomer};
 use super::keeper::{Keeper, event};
 use super::kept;
+use super::watchman::{Caller, numbered};
 use crate::{Result, RunDir};
 
 /// The context of messages about members, which is in use while they change.
@@ -174,11 +175,14 @@ impl Place {
         &self,
         others: &[(PeerId, MemberId)],
     ) -> Vec<Pending<std::result::Result<(), CommError>>> {
+        self.caller(others).call()
+    }
+
+    /// Whoever asks them, from whatever thread.
+    pub(super) fn caller(&self, others: &[(PeerId, MemberId)]) -> Caller {
         let Control { comm, peers, .. } = self.control();
-        let rank = |peer: &PeerId| peers.iter().position(|p| p.peer == *peer);
-        let ranks = others.iter().filter_map(|(peer, _)| rank(peer));
-        let ping = self.keeper().ping();
-        ranks.map(|rank| comm.start_send(farflung_base::Rank(rank as u32), TAGS.ask, ping.clone())).collect()
+        let (comm, keeper) = (comm.clone(), Arc::clone(&self.keeper));
+        Caller { comm, keeper, others: numbered(peers, others), tag: TAGS.ask }
     }
 
     /// Waits until the own keeper has heard something, at most for so long.

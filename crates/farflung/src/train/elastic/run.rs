@@ -2,10 +2,13 @@
 
 use farflung_base::Nanos;
 use farflung_comm::Stats;
+use farflung_parallel::plan::Advice;
 
+use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::kept;
 use super::status::Teller;
+use super::watchman::Watchman;
 use crate::events::{EventLog, What, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
@@ -38,7 +41,9 @@ pub(in crate::train) fn work(
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
-    let mut member = Member { place: &mut place, threads, simulated, teller: Teller::default() };
+    let (teller, balance) = (Teller::default(), Balance::default());
+    let watchman = (!simulated).then(|| Watchman::new(place.transport(), job.config.deadline));
+    let mut member = Member { place: &mut place, threads, simulated, teller, balance, watchman };
     let (mut trainer, shared_last) = if founds {
         (Trainer::new(&job, comm, threads)?, None)
     } else {
@@ -125,25 +130,64 @@ fn train(
     while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
         let leaves = leaving(&steps.job, trainer);
         trainer.ask_for_change(member.place.wants_change()? || leaves.is_some());
-        match steps.step(trainer, events, kept) {
-            Ok(Next::Step) => member.teller.tell(member.place, trainer, steps),
-            Ok(Next::Change) => {
+        let next = match member.watched(trainer, |trainer| steps.step(trainer, events, kept)) {
+            Ok(next) => next,
+            Err(error) => {
+                go_on_without(member, trainer, steps, events, error)?;
+                continue;
+            }
+        };
+        let advice = member.balance.advice(&steps.job, trainer);
+        match (next, advice) {
+            (Next::Step, Advice::Stay) => member.teller.tell(member.place, trainer, steps),
+            (Next::Step, Advice::Shares(shares)) => {
+                match member.balance.reshare(&mut steps.job, trainer, shares) {
+                    Ok(reshared) => note_shares(trainer, steps, events, reshared)?,
+                    Err(error) => go_on_without(member, trainer, steps, events, error)?,
+                }
+            }
+            (_, advice) => {
+                let slow = matches!(advice, Advice::Leave(replica) if replica == trainer.replica());
+                let slow = slow.then(|| member.balance.too_slow(trainer.replica()));
                 let leaves = leaves.or_else(|| leaving(&steps.job, trainer));
-                match member.between_steps((&mut steps.job, &mut steps.last), trainer, leaves.is_some()) {
+                let goes = leaves.is_some() || slow.is_some();
+                match member.between_steps((&mut steps.job, &mut steps.last), trainer, goes) {
                     Ok(None) => {}
                     Ok(Some(changed)) => note(member, trainer, steps, events, &changed)?,
                     Err(error @ Error::Removed { .. }) => {
-                        let Some(signal) = leaves else { return Err(error) };
+                        if !goes {
+                            return Err(error);
+                        }
                         let left = Box::new(save_alone(member, trainer, steps, events)?);
-                        return Err(Error::StoppedAt { signal, left });
+                        return Err(match (leaves, slow) {
+                            (None, Some(reason)) => Error::TooSlow { reason, left },
+                            (signal, _) => {
+                                Error::StoppedAt { signal: signal.unwrap_or(Signal::Terminate), left }
+                            }
+                        });
                     }
                     Err(error) => return Err(parted(member, trainer, steps, events, error)),
                 }
             }
-            Err(error) => go_on_without(member, trainer, steps, events, error)?,
         }
     }
     Ok(first_loss)
+}
+
+impl Member<'_> {
+    /// A step, in which silent members are asked whether they are there.
+    fn watched<T>(
+        &mut self,
+        trainer: &mut Trainer,
+        step: impl FnOnce(&mut Trainer) -> Result<T>,
+    ) -> Result<T> {
+        let Some(watchman) = &mut self.watchman else { return step(trainer) };
+        let caller = self.place.caller(&self.place.others());
+        let begun = watchman.begin(trainer.comm(), caller);
+        let done = step(trainer);
+        watchman.end(begun, done.is_ok());
+        done
+    }
 }
 
 /// The signal by which this member leaves, if it does and others are left.
@@ -227,6 +271,34 @@ fn note(
         let others: Vec<String> = addresses.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
         kept::write_addresses(run.path(), &others)
     })
+}
+
+/// Tells of other shares.
+///
+/// Errors: [`Error::Io`].
+fn note_shares(
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    reshared: Reshared,
+) -> Result<()> {
+    let Reshared { microbatches, before, now } = reshared;
+    let counts: Vec<String> = microbatches.iter().map(u32::to_string).collect();
+    let step = trainer.steps_done();
+    let text = format!(
+        "after step {step}: microbatches by speed are {}: {now} a step, where it was {before}",
+        counts.join(", ")
+    );
+    tracing::info!("{text}");
+    if let Some(watch) = steps.record.watch.as_deref_mut() {
+        watch.note(&text);
+    }
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    let in_us = |time: Nanos| time.0 / 1_000;
+    let (before_us, now_us) = (in_us(before), in_us(now));
+    events.write(step, What::Shares { microbatches, before_us, now_us });
+    let plan = steps.job.plan.to_string();
+    steps.run.map_or(Ok(()), |run| run.replace("plan.toml", plan.as_bytes()))
 }
 
 /// What a member leaves that goes in peace: its own checkpoint.

@@ -2,15 +2,16 @@
 
 use std::str::FromStr;
 
+use farflung_base::Nanos;
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::View;
-use farflung_parallel::plan::Replica;
+use farflung_parallel::plan::{Measured, Replica};
 use serde::{Deserialize, Serialize};
 
+use super::balance;
 use super::share::Exchange;
 use crate::train::job::{Base, Job};
-use crate::train::planned;
 use crate::train::steps::Last;
 use crate::train::trainer::Progress;
 use crate::{Error, Result};
@@ -27,6 +28,8 @@ struct Standing {
     microbatches: u64,
     /// When it last evaluated, saved and checked: all do so after the same steps.
     last: Last,
+    /// What a microbatch takes each of those replicas, in nanoseconds; nothing where they have not told it.
+    speeds: Vec<u64>,
 }
 
 /// What a rank brings into a view.
@@ -38,6 +41,8 @@ pub(super) struct Brings<'a> {
     /// How far it is; none of a newcomer.
     pub(super) progress: Option<Progress>,
     pub(super) last: Last,
+    /// What the steps of the replicas of the plan so far take, where that is known.
+    pub(super) measured: &'a [Measured],
 }
 
 /// What the members of a view know of each other.
@@ -54,9 +59,11 @@ pub(super) struct Stood {
 ///
 /// Errors: a member that is lost meanwhile; a plan that cannot be for so many.
 pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Result<Stood> {
-    let Brings { job, before, progress, last } = brings;
+    let Brings { job, before, progress, last, measured } = brings;
     let microbatches = job.microbatches_after(progress.map_or(0, |progress| progress.step));
-    let standing = Standing { progress, plan: job.plan.to_string(), members: before, microbatches, last };
+    let speeds = measured.iter().map(|measured| measured.microbatch.0).collect();
+    let standing =
+        Standing { progress, plan: job.plan.to_string(), members: before, microbatches, last, speeds };
     let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
     let told = comm.all_gather_bytes(mine)?;
     let wrong = |problem| Error::Message { message: "where a member stands".to_owned(), problem };
@@ -68,7 +75,7 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     let exchange = Exchange::new(&standing, job.averages_each_step())
         .ok_or_else(|| wrong("is nowhere: no member has the state"))?;
     let furthest = &told[exchange.furthest.index()];
-    let plan = plan_for(view, furthest, planned::microbatches(&job.config))?;
+    let plan = plan_for(view, furthest)?;
     let mut next = job.with_plan(plan)?;
     // Placed failures and departures are of ranks as they were.
     (next.failure, next.departure) = (None, None);
@@ -76,19 +83,26 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     Ok(Stood { job: next, exchange, last: furthest.last })
 }
 
-/// The plan of a view's members, from the one that the furthest of them carried out.
-fn plan_for(view: &View, furthest: &Standing, microbatches: usize) -> Result<Plan> {
+/// The plan of a view's members, from the one that the furthest of them carried out. Where shares follow speed, those
+/// that have come or left change everyone's.
+fn plan_for(view: &View, furthest: &Standing) -> Result<Plan> {
     let plan = Plan::from_str(&furthest.plan)?;
-    let replicas: Vec<Replica> = view
-        .members
-        .iter()
-        .map(|member| match furthest.members.iter().position(|&slot| slot == member.slot) {
-            Some(old) => Replica::Stays(old as u32),
-            None => Replica::New {
-                machines: vec![format!("member.{}", member.slot)],
-                microbatches: u32::try_from(microbatches).unwrap_or(u32::MAX),
-            },
-        })
-        .collect();
-    Ok(plan.with_replicas(&replicas)?)
+    // Each member brings as much to a step, whoever computes it.
+    let each = plan.microbatches.iter().sum::<u32>() / plan.replicas().max(1);
+    let old = |slot: u32| furthest.members.iter().position(|&old| old == slot);
+    let replica = |slot: u32| match old(slot) {
+        Some(old) => Replica::Stays(old as u32),
+        None => Replica::New { machines: vec![format!("member.{slot}")], microbatches: each },
+    };
+    let slots = || view.members.iter().map(|member| member.slot);
+    let mut next = plan.with_replicas(&slots().map(replica).collect::<Vec<_>>())?;
+    if next.microbatches.iter().any(|&share| share != each) {
+        let measured = |slot| {
+            let microbatch = Nanos(*furthest.speeds.get(old(slot)?)?);
+            Some(Measured { microbatch, rest: Nanos::ZERO })
+        };
+        let shares = balance::shares(each, &slots().map(measured).collect::<Vec<_>>());
+        next.microbatches = shares.unwrap_or_else(|| vec![each; view.members.len()]);
+    }
+    Ok(next)
 }

@@ -2,8 +2,10 @@
 
 use farflung_base::Pending;
 use farflung_comm::{CommError, ReduceOp};
+use farflung_parallel::plan::Measured;
 
 use super::Trainer;
+use super::speed::Speedometer;
 use crate::Result;
 
 /// What voters know after a pass, the same on all of them.
@@ -15,6 +17,8 @@ pub(super) struct Vote {
     pub(super) wish: Wish,
     /// Sum of the squares of the gradients of all parts, where the model has several.
     pub(super) squares: Option<f64>,
+    /// What steps take on each replica, where all of them vote and tell it.
+    pub(super) speeds: Vec<Measured>,
 }
 
 /// What ranks would have happen after a step.
@@ -48,6 +52,8 @@ pub(super) struct Met {
     pub(super) losses: Vec<f64>,
     /// What any rank wishes.
     pub(super) wish: Wish,
+    /// What steps take on each replica, where they tell it.
+    pub(super) speeds: Vec<Measured>,
 }
 
 /// A vote on its way.
@@ -79,13 +85,33 @@ impl Trainer {
         let wish = Wish { stop, change: self.told.wants_change };
         let mut mine = vec![loss * weight, wish.weigh()];
         mine.extend(squares);
+        let told = if self.each_step { self.told_speeds() } else { Vec::new() };
+        mine.extend(&told);
+        let told = told.len();
         let sums = self.voters.start_all_reduce(mine, ReduceOp::Sum);
-        let read = move |sums: Vec<f64>| Vote {
-            loss: sums[0] / f64::from(replicas),
-            wish: Wish::of_sum(sums[1]),
-            squares: (sums.len() > 2).then(|| sums[2..].iter().sum()),
+        let read = move |sums: Vec<f64>| {
+            let (sums, speeds) = sums.split_at(sums.len() - told);
+            Vote {
+                loss: sums[0] / f64::from(replicas),
+                wish: Wish::of_sum(sums[1]),
+                squares: (sums.len() > 2).then(|| sums[2..].iter().sum()),
+                speeds: Speedometer::read(speeds),
+            }
         };
         Voting { sums, read: Box::new(read) }
+    }
+
+    /// This replica's speed in its place among all, where they tell it.
+    fn told_speeds(&self) -> Vec<f64> {
+        let tells = self.position.0 == 0;
+        self.speed.as_ref().map_or_else(Vec::new, |speed| speed.told(self.replica, self.replicas, tells))
+    }
+
+    /// All replicas have told what their steps take.
+    pub(super) fn tell_speeds(&mut self, speeds: &[Measured]) {
+        if let Some(speed) = self.speed.as_mut().filter(|_| !speeds.is_empty()) {
+            speed.all = speeds.to_vec();
+        }
     }
 
     /// This replica's part of the mean loss of a step.
@@ -102,11 +128,15 @@ impl Trainer {
         let told = |(step, loss): (u64, f64)| if tells { loss * self.part_of(step) } else { 0.0 };
         let mut mine: Vec<f64> = (first..).zip(window).map(told).collect();
         mine.push(Wish { stop, change: self.told.wants_change }.weigh());
+        let told = self.told_speeds();
+        mine.extend(&told);
+        let told = told.len();
         let sums = self.executor.comm.start_all_reduce(mine, ReduceOp::Sum);
         let replicas = f64::from(self.replicas);
         let read = move |mut sums: Vec<f64>| {
+            let speeds = Speedometer::read(&sums.split_off(sums.len() - told));
             let wish = Wish::of_sum(sums.pop().unwrap_or(0.0));
-            Met { losses: sums.iter().map(|sum| sum / replicas).collect(), wish }
+            Met { losses: sums.iter().map(|sum| sum / replicas).collect(), wish, speeds }
         };
         Voting { sums, read: Box::new(read) }
     }

@@ -12,6 +12,7 @@ use farflung_tensor::{Device, Interrupt, Tensor};
 use farflung_zoo::weights::Weights;
 use farflung_zoo::{Keeping, Stage};
 
+use super::speed::Speedometer;
 use super::{Told, Trainer};
 use crate::train::activations::within_budget;
 use crate::train::averages;
@@ -134,6 +135,7 @@ impl Trainer {
             tries: 0,
             told: Told { sound: true, wants_change: false },
             unmet: false,
+            speed: job.follows_speed().then(Speedometer::default),
             schedule,
         })
     }

@@ -4,6 +4,7 @@ use farflung_comm::Communicator;
 use farflung_optim::sync::SyncMethod;
 
 use super::Trainer;
+use super::speed::Speedometer;
 use crate::train::executor::Pass;
 use crate::train::job::{Base, Job};
 use crate::train::part::Part;
@@ -96,6 +97,7 @@ impl Trainer {
         next.scale = self.scale;
         next.window = std::mem::take(&mut self.window);
         next.unmet = self.unmet;
+        next.speed = self.speed.take().map(Speedometer::carried).filter(|_| next.speed.is_some());
         next.resync.restart(next.step);
         *self = next;
         Ok(())

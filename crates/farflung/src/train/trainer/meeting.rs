@@ -62,6 +62,7 @@ impl Trainer {
         while self.take_up()? {
             self.meet(after, || Ok(()))?;
         }
+        self.tell_speeds(&vote.speeds);
         self.depart(after, stop)?;
         if last {
             vote.losses.extend(self.tell_losses()?);

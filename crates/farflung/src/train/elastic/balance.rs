@@ -1,0 +1,107 @@
+//! Shares of a step that follow what members measure: all of them know the same times, and decide the same without
+//! another word.
+
+use farflung_base::Nanos;
+use farflung_parallel::Plan;
+use farflung_parallel::plan::{Advice, Measured, Rebalance, shares_by_speed, step_time};
+
+use crate::Result;
+use crate::train::job::{Base, Job};
+use crate::train::trainer::Trainer;
+
+/// What a rank remembers of its replicas' speed.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Balance {
+    rebalance: Rebalance,
+    /// What all last told.
+    measured: Vec<Measured>,
+}
+
+/// Other shares than before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Reshared {
+    /// Microbatches of each replica in a step.
+    pub(super) microbatches: Vec<u32>,
+    /// What a step is expected to take, before and now.
+    pub(super) before: Nanos,
+    pub(super) now: Nanos,
+}
+
+impl Balance {
+    /// What follows from the step that was done. The same on all ranks.
+    pub(super) fn advice(&mut self, job: &Job, trainer: &mut Trainer) -> Advice {
+        let Some(measured) = trainer.measured() else { return Advice::Stay };
+        let advice = self.rebalance.observe(&job.plan.microbatches, &measured);
+        self.measured = measured;
+        advice
+    }
+
+    /// What is known of each replica's speed, for the plan that follows.
+    pub(super) fn measured(&self) -> &[Measured] {
+        &self.measured
+    }
+
+    /// Members have changed.
+    pub(super) fn begin_anew(&mut self) {
+        *self = Self::default();
+    }
+
+    /// Why a replica is too slow.
+    pub(super) fn too_slow(&self, replica: u32) -> String {
+        let time = |replica: usize| self.measured.get(replica).map_or(Nanos::ZERO, |m| m.microbatch);
+        let others = (0..self.measured.len()).filter(|&other| other != replica as usize);
+        let slowest = others.map(time).max().unwrap_or_default();
+        format!(
+            "a microbatch takes it {}, and no other more than {slowest}: the others are faster without it",
+            time(replica as usize)
+        )
+    }
+
+    /// Goes over to other shares. All ranks call it after the same step.
+    ///
+    /// Errors: a rank that is lost meanwhile.
+    pub(super) fn reshare(
+        &mut self,
+        job: &mut Job,
+        trainer: &mut Trainer,
+        microbatches: Vec<u32>,
+    ) -> Result<Reshared> {
+        let (before, now) = (&job.plan.microbatches, &microbatches);
+        let [before, now] = [before, now].map(|shares| step_time(shares, &self.measured));
+        let step = trainer.steps_done();
+        let plan = Plan { microbatches: microbatches.clone(), ..job.plan.clone() };
+        let mut next = job.with_plan(plan)?;
+        next.base = Base { step, microbatches: job.microbatches_after(step) };
+        let comm = trainer.comm().clone();
+        trainer.carry_over(&next, comm)?;
+        *job = next;
+        Ok(Reshared { microbatches, before, now })
+    }
+}
+
+/// The shares of a view's replicas, of which those that stay have told what their steps take: as many microbatches in
+/// all as replicas times `each`. One whose speed is not known counts as the middle one of the others.
+pub(super) fn shares(each: u32, measured: &[Option<Measured>]) -> Option<Vec<u32>> {
+    let mut known: Vec<Nanos> = measured.iter().flatten().map(|measured| measured.microbatch).collect();
+    known.retain(|&time| time > Nanos::ZERO);
+    known.sort_unstable();
+    let middle = *known.get(known.len() / 2)?;
+    let time = |measured: &Option<Measured>| {
+        let told = measured.map(|measured| measured.microbatch).filter(|&time| time > Nanos::ZERO);
+        Measured { microbatch: told.unwrap_or(middle), rest: Nanos::ZERO }
+    };
+    let all: Vec<Measured> = measured.iter().map(time).collect();
+    shares_by_speed(each.checked_mul(u32::try_from(all.len()).ok()?)?, &all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_newcomer_counts_as_the_middle_one() {
+        let of = |ms| Some(Measured { microbatch: Nanos::from_millis(ms), rest: Nanos::ZERO });
+        assert_eq!(shares(4, &[of(10), of(40), of(10), None]), Some(vec![5, 1, 5, 5]));
+        assert_eq!(shares(4, &[None, None]), None);
+    }
+}

@@ -1,0 +1,136 @@
+//! What a rank's steps take, as it tells the others: computing a microbatch, and the rest. Moving averages, in which a
+//! moment's delay counts for little.
+
+use farflung_base::Nanos;
+use farflung_parallel::plan::Measured;
+
+/// What a new measurement counts beside those before.
+const NEW: f64 = 0.25;
+
+/// A moving average in seconds.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Average(Option<f64>);
+
+impl Average {
+    /// A measurement counts as at most twice, and at least half, of what was known before.
+    fn add(&mut self, seconds: f64) {
+        self.0 = Some(match self.0 {
+            None => seconds,
+            Some(known) => known + NEW * (seconds.clamp(known / 2.0, known * 2.0) - known),
+        });
+    }
+}
+
+/// Steps that are measured together: those up to one after which all replicas agree.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Sums {
+    steps: u32,
+    microbatches: u32,
+    computing: f64,
+    whole: f64,
+}
+
+/// Measures a rank's steps, and knows what all replicas have told of theirs.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Speedometer {
+    microbatch: Average,
+    rest: Average,
+    sums: Sums,
+    /// The first step warms up.
+    is_warm: bool,
+    /// Of all replicas, by the last vote of all.
+    pub(super) all: Vec<Measured>,
+}
+
+impl Speedometer {
+    /// As it goes on in the next plan, in which nobody has told anything.
+    pub(super) fn carried(self) -> Self {
+        Self { all: Vec::new(), sums: Sums::default(), is_warm: false, ..self }
+    }
+
+    /// A step of so many microbatches was done. `meets` says whether all replicas agreed on it.
+    pub(super) fn step(&mut self, microbatches: u32, computing: Nanos, whole: Nanos, meets: bool) {
+        if !std::mem::replace(&mut self.is_warm, true) {
+            return;
+        }
+        let sums = &mut self.sums;
+        sums.steps += 1;
+        sums.microbatches += microbatches;
+        sums.computing += computing.as_secs_f64();
+        sums.whole += whole.as_secs_f64();
+        if meets && sums.microbatches > 0 {
+            self.microbatch.add(sums.computing / f64::from(sums.microbatches));
+            // A step that took no time at all beside computing is no measurement of half as much.
+            self.rest.add((sums.whole - sums.computing).max(1e-9) / f64::from(sums.steps));
+            self.sums = Sums::default();
+        }
+    }
+
+    /// What this replica tells among so many: its own numbers, and zeros in the others' places.
+    pub(super) fn told(&self, replica: u32, replicas: u32, tells: bool) -> Vec<f64> {
+        let mut told = vec![0.0; 2 * replicas as usize];
+        if tells {
+            let own = &mut told[2 * replica as usize..][..2];
+            own.copy_from_slice(&[self.microbatch.0.unwrap_or(0.0), self.rest.0.unwrap_or(0.0)]);
+        }
+        told
+    }
+
+    /// What all have told, of the sums over all ranks. A number that is no time is as good as none.
+    pub(super) fn read(sums: &[f64]) -> Vec<Measured> {
+        let time = |replica: usize, seconds: f64| match seconds {
+            seconds if (0.0..f64::INFINITY).contains(&seconds) => Nanos::from_secs_f64(seconds.min(1e6)),
+            seconds => {
+                tracing::warn!(replica, seconds, "what this replica tells of its steps is no time");
+                Nanos::ZERO
+            }
+        };
+        let pairs = sums.as_chunks::<2>().0.iter().enumerate();
+        let of = |(replica, &[microbatch, rest]): (usize, &[f64; 2])| Measured {
+            microbatch: time(replica, microbatch),
+            rest: time(replica, rest),
+        };
+        pairs.map(of).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: fn(u64) -> Nanos = Nanos::from_millis;
+
+    #[test]
+    fn steps_become_times_and_the_first_is_left_out() {
+        let mut speed = Speedometer::default();
+        speed.step(4, MS(4_000), MS(9_000), true);
+        assert_eq!(speed.told(1, 2, true), [0.0; 4]);
+        speed.step(4, MS(40), MS(100), false);
+        speed.step(4, MS(40), MS(300), true);
+        let told = speed.told(1, 2, true);
+        let all = Speedometer::read(&told);
+        assert_eq!(all[0], Measured { microbatch: Nanos::ZERO, rest: Nanos::ZERO });
+        assert_eq!(all[1], Measured { microbatch: MS(10), rest: MS(160) });
+        assert_eq!(speed.told(1, 2, false), [0.0; 4]);
+    }
+
+    #[test]
+    fn a_moment_counts_for_little() {
+        let mut speed = Speedometer::default();
+        (0..9).for_each(|_| speed.step(1, MS(10), MS(20), true));
+        speed.step(1, MS(10_000), MS(10_010), true);
+        let [hurt] = Speedometer::read(&speed.told(0, 1, true))[..] else { unreachable!() };
+        assert!(hurt.microbatch <= Nanos::from_secs_f64(0.0126), "{hurt:?}");
+        (0..9).for_each(|_| speed.step(1, MS(10), MS(20), true));
+        let [healed] = Speedometer::read(&speed.told(0, 1, true))[..] else { unreachable!() };
+        assert!(healed.microbatch < Nanos::from_secs_f64(0.0103), "{healed:?}");
+    }
+
+    #[test]
+    fn nonsense_is_no_time() {
+        let read = Speedometer::read(&[f64::NAN, f64::INFINITY, -1.0, 1e300]);
+        assert_eq!(read[0], Measured { microbatch: Nanos::ZERO, rest: Nanos::ZERO });
+        assert_eq!(read[1].microbatch, Nanos::ZERO);
+        assert_eq!(read[1].rest, Nanos::from_secs_f64(1e6));
+    }
+}

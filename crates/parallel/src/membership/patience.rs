@@ -1,0 +1,96 @@
+//! How long to wait for others before it is time to ask whether they are there.
+
+use std::collections::VecDeque;
+
+use farflung_base::Nanos;
+
+/// Waits that count.
+const WINDOW: usize = 64;
+/// Fewer say nothing.
+const LEAST: usize = 8;
+/// Deviations above the median.
+const DEVIATIONS: u64 = 8;
+
+/// Learns from what waits have taken: the median and eight times the median absolute deviation from it, so that a few
+/// waits that took long change little. Never less than `least`, two round trips say, nor more than `most`.
+///
+/// ```
+/// use farflung_base::Nanos;
+/// use farflung_parallel::membership::Patience;
+///
+/// let ms = Nanos::from_millis;
+/// let mut patience = Patience::new(ms(10), ms(60_000));
+/// assert_eq!(patience.limit(), ms(60_000));
+/// (0..20).for_each(|n| patience.observe(ms(100 + n % 3)));
+/// assert_eq!(patience.limit(), ms(109));
+/// ```
+#[derive(Debug, Clone)]
+pub struct Patience {
+    least: Nanos,
+    most: Nanos,
+    waits: VecDeque<Nanos>,
+}
+
+impl Patience {
+    /// Nothing is known yet.
+    #[must_use]
+    pub fn new(least: Nanos, most: Nanos) -> Self {
+        Self { least, most, waits: VecDeque::new() }
+    }
+
+    /// A wait was over.
+    pub fn observe(&mut self, took: Nanos) {
+        if self.waits.len() == WINDOW {
+            self.waits.pop_front();
+        }
+        self.waits.push_back(took);
+    }
+
+    /// How long to wait.
+    #[must_use]
+    pub fn limit(&self) -> Nanos {
+        if self.waits.len() < LEAST {
+            return self.most;
+        }
+        let middle = median(self.waits.iter().map(|wait| wait.0).collect());
+        let deviation = median(self.waits.iter().map(|wait| wait.0.abs_diff(middle)).collect());
+        let limit = Nanos(middle.saturating_add(deviation.saturating_mul(DEVIATIONS)));
+        limit.max(self.least).min(self.most)
+    }
+}
+
+/// The middle one; of an even number the higher.
+fn median(mut values: Vec<u64>) -> u64 {
+    let middle = values.len() / 2;
+    *values.select_nth_unstable(middle).1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: fn(u64) -> Nanos = Nanos::from_millis;
+
+    #[test]
+    fn a_few_long_waits_change_little_and_many_change_it() {
+        let mut patience = Patience::new(MS(1), MS(60_000));
+        (0..60).for_each(|n| patience.observe(MS(100 + n % 5)));
+        let usual = patience.limit();
+        assert_eq!(usual, MS(102 + 8));
+        (0..4).for_each(|_| patience.observe(MS(30_000)));
+        assert!(patience.limit() <= MS(102 + 2 * 8), "{}", patience.limit());
+        (0..64).for_each(|_| patience.observe(MS(3_000)));
+        assert_eq!(patience.limit(), MS(3_000));
+    }
+
+    #[test]
+    fn it_stays_within_its_bounds() {
+        let mut patience = Patience::new(MS(10), MS(1_000));
+        (0..7).for_each(|_| patience.observe(MS(1)));
+        assert_eq!(patience.limit(), MS(1_000));
+        patience.observe(MS(1));
+        assert_eq!(patience.limit(), MS(10));
+        (0..64).for_each(|_| patience.observe(Nanos::MAX));
+        assert_eq!(patience.limit(), MS(1_000));
+    }
+}

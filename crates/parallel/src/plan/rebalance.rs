@@ -1,0 +1,238 @@
+//! Shares of a step by the replicas' measured speed: when to change them, and when one replica is so slow that the
+//! others are faster without it.
+
+use farflung_base::Nanos;
+
+use crate::churn::{self, Pace};
+
+/// What a replica's steps have taken of late.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Measured {
+    /// Computing one microbatch; zero where it is not known.
+    pub microbatch: Nanos,
+    /// What a step takes beside computing: it communicates and waits for others.
+    pub rest: Nanos,
+}
+
+/// What follows from the measured times.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Advice {
+    /// Shares stay as they are.
+    Stay,
+    /// Microbatches of each replica in one step from now on.
+    Shares(Vec<u32>),
+    /// This replica leaves.
+    Leave(u32),
+}
+
+/// Shares change where a step would take less than this part of its time.
+const WORTH_IT: f64 = 0.9;
+/// They do after so many steps in a row.
+const STEPS: u32 = 5;
+/// A replica leaves where the others alone would train so many times as many tokens in the same time.
+const SPEEDUP: f64 = 1.5;
+/// It does after so many steps in a row, which have taken so long.
+const SLOW_STEPS: u32 = 20;
+/// See [`SLOW_STEPS`].
+const SLOW_FOR: Nanos = Nanos::from_millis(10_000);
+
+/// Decides on shares from what replicas measure. A pure function of what it is told: replicas that are told the same
+/// decide the same.
+///
+/// Shares change only where that makes a step more than a tenth shorter, by the measured times of five steps in a row: a
+/// machine that is busy for a moment keeps its share. A replica leaves only where it holds the others up even with the
+/// smallest share.
+///
+/// ```
+/// use farflung_base::Nanos;
+/// use farflung_parallel::plan::{Advice, Measured, Rebalance};
+///
+/// let of = |ms| Measured { microbatch: Nanos::from_millis(ms), rest: Nanos::ZERO };
+/// let mut rebalance = Rebalance::default();
+/// let said: Vec<Advice> =
+///     (0..5).map(|_| rebalance.observe(&[4, 4, 4], &[of(10), of(10), of(40)])).collect();
+/// assert_eq!(said[3], Advice::Stay);
+/// assert_eq!(said[4], Advice::Shares(vec![6, 5, 1]));
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Rebalance {
+    /// For how many steps other shares would have been worth it.
+    uneven: u32,
+    /// Who holds the others up, for how many steps, and how long these took.
+    slow: Option<Slow>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Slow {
+    replica: u32,
+    steps: u32,
+    time: Nanos,
+}
+
+/// Shares of so many microbatches, one at least for each, whose slowest replica is as fast as it can be; none for
+/// fewer microbatches than replicas, or for a time that is not known.
+///
+/// Exact: see [`churn::shares`].
+#[must_use]
+pub fn shares_by_speed(microbatches: u32, measured: &[Measured]) -> Option<Vec<u32>> {
+    let pace = |measured: &Measured| Pace { first: measured.microbatch, each: measured.microbatch };
+    let paces: Vec<Pace> = measured.iter().map(pace).collect();
+    if paces.iter().any(|pace| pace.each == Nanos::ZERO) {
+        return None;
+    }
+    churn::shares(&paces, microbatches)
+}
+
+/// What a step takes with these shares.
+#[must_use]
+pub fn step_time(shares: &[u32], measured: &[Measured]) -> Nanos {
+    let computes = shares.iter().zip(measured).map(|(&n, m)| Nanos(m.microbatch.0.saturating_mul(n.into())));
+    // Of the slowest this is the part that nobody is waited for in.
+    let rest = measured.iter().map(|measured| measured.rest).min().unwrap_or_default();
+    computes.max().unwrap_or_default().saturating_add(rest)
+}
+
+impl Rebalance {
+    /// After a step with these shares, of which all replicas have told what it took.
+    pub fn observe(&mut self, shares: &[u32], measured: &[Measured]) -> Advice {
+        let total: u32 = shares.iter().sum();
+        let best = (shares.len() == measured.len()).then(|| shares_by_speed(total, measured)).flatten();
+        let Some(best) = best else {
+            *self = Self::default();
+            return Advice::Stay;
+        };
+        if let Some(replica) = self.holds_up(&best, measured) {
+            *self = Self::default();
+            return Advice::Leave(replica);
+        }
+        let (now, then) = (step_time(shares, measured), step_time(&best, measured));
+        if then.as_secs_f64() >= WORTH_IT * now.as_secs_f64() {
+            self.uneven = 0;
+            return Advice::Stay;
+        }
+        self.uneven += 1;
+        if self.uneven < STEPS {
+            return Advice::Stay;
+        }
+        self.uneven = 0;
+        Advice::Shares(best)
+    }
+
+    /// The replica that has held the others up for long enough, with the best shares there are.
+    fn holds_up(&mut self, best: &[u32], measured: &[Measured]) -> Option<u32> {
+        let Some((slowest, time)) = slowed_by(best, measured) else {
+            self.slow = None;
+            return None;
+        };
+        let before = self.slow.filter(|slow| slow.replica == slowest);
+        let before = before.unwrap_or(Slow { replica: slowest, steps: 0, time: Nanos::ZERO });
+        let slow = Slow { steps: before.steps + 1, time: before.time.saturating_add(time), ..before };
+        self.slow = Some(slow);
+        (slow.steps >= SLOW_STEPS && slow.time >= SLOW_FOR).then_some(slowest)
+    }
+}
+
+/// The slowest replica, where the others alone would be [`SPEEDUP`] times as fast, and what a step takes with it.
+fn slowed_by(best: &[u32], measured: &[Measured]) -> Option<(u32, Nanos)> {
+    let replicas = best.len() as u32;
+    let slowest = (0..best.len()).max_by_key(|&replica| (measured[replica].microbatch, replica))?;
+    // What the others wait for it is not theirs to spend without it.
+    let rest = measured.iter().map(|measured| measured.rest).min()?;
+    let others = (0..best.len()).filter(|&other| other != slowest);
+    let others: Vec<Measured> = others.map(|other| Measured { rest, ..measured[other] }).collect();
+    let total: u32 = best.iter().sum();
+    // Each brings as much to a step as the others.
+    let without = total / replicas * (replicas - 1);
+    let alone = shares_by_speed(without, &others)?;
+    let speed = |shares: &[u32], measured: &[Measured]| {
+        f64::from(shares.iter().sum::<u32>()) / step_time(shares, measured).as_secs_f64()
+    };
+    let time = step_time(best, measured);
+    (speed(&alone, &others) >= SPEEDUP * speed(best, measured)).then_some((slowest as u32, time))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measured<const N: usize>(ms: [u64; N]) -> [Measured; N] {
+        ms.map(|ms| Measured { microbatch: Nanos::from_millis(ms), rest: Nanos::ZERO })
+    }
+
+    /// The advice that comes first within so many steps, and after how many.
+    fn first(shares: &[u32], measured: &[Measured], steps: u32) -> Option<(u32, Advice)> {
+        let mut rebalance = Rebalance::default();
+        (1..=steps).map(|n| (n, rebalance.observe(shares, measured))).find(|(_, said)| *said != Advice::Stay)
+    }
+
+    /// The slowest replica's time under the best of all shares, by trying them all.
+    fn exhaustive(total: u32, times: &[u64]) -> u64 {
+        match times {
+            [] => u64::MAX,
+            [only] => only * u64::from(total),
+            [one, rest @ ..] => {
+                let most = total.saturating_sub(rest.len() as u32);
+                let with = |own: u32| (one * u64::from(own)).max(exhaustive(total - own, rest));
+                (1..=most).map(with).min().unwrap_or(u64::MAX)
+            }
+        }
+    }
+
+    #[test]
+    fn shares_are_the_best_there_are() {
+        for times in [[10, 10, 40, 1], [7, 7, 7, 7], [3, 5, 11, 2], [1, 1, 1, 100]] {
+            for total in 4..12 {
+                let measured = measured(times);
+                let shares = shares_by_speed(total, &measured).unwrap();
+                assert_eq!(shares.iter().sum::<u32>(), total);
+                assert!(shares.iter().all(|&share| share > 0));
+                let best = Nanos::from_millis(exhaustive(total, &times));
+                assert_eq!(step_time(&shares, &measured), best, "{times:?} {total}");
+            }
+        }
+        assert_eq!(shares_by_speed(2, &measured([1, 1, 1])), None);
+    }
+
+    #[test]
+    fn small_differences_and_short_ones_change_nothing() {
+        assert_eq!(first(&[4, 4], &measured([10, 12]), 100), None);
+        let mut rebalance = Rebalance::default();
+        for step in 0..100 {
+            // Every fifth step it is as fast as the other.
+            let slow = if step % 5 == 4 { 10 } else { 60 };
+            assert_eq!(rebalance.observe(&[4, 4], &measured([10, slow])), Advice::Stay);
+        }
+        assert_eq!(first(&[4, 4], &measured([10, 0]), 100), None);
+    }
+
+    #[test]
+    fn what_is_spent_on_communication_counts() {
+        let measured = measured([10, 20]);
+        assert_eq!(first(&[2, 2], &measured, 100), Some((5, Advice::Shares(vec![3, 1]))));
+        let measured = measured.map(|replica| Measured { rest: Nanos::from_millis(1_000), ..replica });
+        assert_eq!(first(&[2, 2], &measured, 100), None);
+    }
+
+    #[test]
+    fn one_that_is_too_slow_for_any_share_leaves() {
+        // Three steps a second with all four, eighty without the last.
+        let times = measured([100, 100, 100, 3_000]);
+        assert_eq!(first(&[1, 1, 1, 1], &times, 100), Some((20, Advice::Leave(3))));
+        // Of short steps it takes as many as last ten seconds.
+        let times = measured([1, 1, 1, 50]);
+        assert_eq!(first(&[1, 1, 1, 1], &times, 1_000), Some((200, Advice::Leave(3))));
+        // Where it may have a smaller share it has that first.
+        let times = measured([100, 100, 100, 400]);
+        assert_eq!(first(&[8, 8, 8, 8], &times, 100), Some((5, Advice::Shares(vec![10, 10, 10, 2]))));
+        assert_eq!(first(&[10, 10, 10, 2], &times, 100), None);
+        assert_eq!(first(&[1], &measured([100]), 100), None);
+        // Whoever waits for it spends the rest of the step.
+        let mut times = measured([100, 100, 4_000]);
+        times[0].rest = Nanos::from_millis(3_900);
+        times[1].rest = Nanos::from_millis(3_900);
+        assert_eq!(first(&[1, 1, 1], &times, 100), Some((20, Advice::Leave(2))));
+        // Where steps are spent on the links it does no harm.
+        let times = times.map(|member| Measured { rest: Nanos::from_millis(100_000), ..member });
+        assert_eq!(first(&[1, 1, 1], &times, 100), None);
+    }
+}
