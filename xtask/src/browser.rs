@@ -95,7 +95,7 @@ pub(crate) fn check() -> Result<()> {
 
     shell::run(&mut train(&binary, &run, FIRST))?;
     let mut training = Process(train(&binary, &run, STEPS).stderr(Stdio::null()).spawn()?);
-    let (_watching, address) = watch(&binary, &run)?;
+    let (watching, address) = watch(&binary, &run)?;
     let mut browser = Browser::start(&folder)?;
     browser.look(1280, 1.0, "light")?;
     browser.call("Page.navigate", &serde_json::json!({ "url": address }))?;
@@ -131,6 +131,9 @@ pub(crate) fn check() -> Result<()> {
     let outside = heard.requests.iter().find(|url| !url.starts_with(&address) && !url.starts_with("data:"));
     ensure!(outside.is_none(), "the page asked {outside:?}");
     println!("browser: {} requests, all of the page's own; no error in the console", heard.requests.len());
+    drop(watching);
+    let said = "!document.getElementById('connection').hidden";
+    browser.wait_for("it says that nobody answers any more", said, PATIENCE)?;
 
     ensure!(picture.len() < LARGEST, "the picture has {} bytes, at most {LARGEST}", picture.len());
     let documented = shell::root().join("docs/watch.png");
