@@ -140,3 +140,81 @@ fn text(path: &Path) -> Result<String, String> {
         Err(error) => Err(error.to_string()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::StepMetrics;
+
+    fn begun() -> (tempfile::TempDir, Folder) {
+        let run = tempfile::tempdir().unwrap();
+        fs::write(run.path().join("config.toml"), "steps = 7\n").unwrap();
+        let folder = Folder::open(run.path()).unwrap();
+        (run, folder)
+    }
+
+    fn problems(folder: &Folder) -> Vec<String> {
+        let problems = folder.state().snapshot().summary.problems.into_iter();
+        problems.map(|problem| format!("{}: {}", problem.file, problem.what)).collect()
+    }
+
+    #[test]
+    fn documents_are_read_when_they_change_and_large_or_odd_ones_are_problems() {
+        let (run, mut folder) = begun();
+        let steps = |folder: &mut Folder| {
+            folder.look();
+            folder.state().snapshot().summary.run.steps
+        };
+        assert_eq!(steps(&mut folder), Some(7));
+        let seen = folder.state().version();
+        folder.look();
+        assert_eq!(folder.state().version(), seen, "nothing is new");
+        let config = run.path().join("config.toml");
+        fs::write(&config, "steps = 1234\n").unwrap();
+        assert_eq!(steps(&mut folder), Some(1234));
+        fs::write(&config, format!("steps = 9\n#{}", "x".repeat(LARGEST as usize))).unwrap();
+        assert_eq!(steps(&mut folder), Some(1234), "what was known stays");
+        assert_eq!(problems(&folder), ["config.toml: it has more than 1048576 bytes"]);
+        fs::write(&config, b"\xff\xfe").unwrap();
+        folder.look();
+        assert_eq!(problems(&folder).len(), 1);
+        fs::remove_file(&config).unwrap();
+        fs::create_dir(&config).unwrap();
+        assert_eq!((steps(&mut folder), problems(&folder).len()), (None, 0));
+    }
+
+    #[test]
+    fn ranks_are_found_as_they_come() {
+        let (run, mut folder) = begun();
+        let line = |step| format!("{{\"step\":{step},\"time_s\":1,\"event\":\"skipped\",\"times\":1}}\n");
+        for (step, rank) in
+            [(1, "rank-00002"), (2, "rank-00001"), (3, "rank-00000"), (4, "other"), (5, "rank-x")]
+        {
+            let path = run.path().join("ranks").join(rank);
+            fs::create_dir_all(&path).unwrap();
+            fs::write(path.join("events.jsonl"), line(step)).unwrap();
+            folder.look();
+        }
+        let events = folder.state().snapshot().summary.events;
+        let mut seen: Vec<_> = events.iter().map(|event| (event.step, event.ranks[0])).collect();
+        seen.sort_unstable();
+        assert_eq!(seen, [(1, 2), (2, 1)]);
+    }
+
+    #[test]
+    fn a_large_file_is_read_in_several_looks() {
+        let (run, mut folder) = begun();
+        let row =
+            |step| serde_json::to_string(&StepMetrics { step, ..StepMetrics::default() }).unwrap() + "\n";
+        let steps = 2 * BUDGET as u64 / row(1).len() as u64;
+        fs::write(run.path().join("metrics.jsonl"), (1..=steps).map(row).collect::<Vec<_>>().concat())
+            .unwrap();
+        let mut looks = 1;
+        while folder.look() {
+            looks += 1;
+        }
+        let latest = folder.state().snapshot().summary.latest.step;
+        assert_eq!((latest, problems(&folder).len()), (steps, 0));
+        assert!(looks > 1 && folder.age().is_some());
+    }
+}
