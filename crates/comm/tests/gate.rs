@@ -182,3 +182,27 @@ fn two_that_come_at_the_same_time_meet() {
         assert_eq!(sums(&members, 7), [3.0; 3]);
     }
 }
+
+/// The others still know the place where it was, and for a while may not know that it has left.
+#[test]
+fn one_comes_anew_at_the_address_that_it_had() {
+    let security = Security::clear();
+    let first = Gate::found(&config(&security)).unwrap();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let mut own = config(&security);
+    own.listen = free;
+    let before = Gate::ask(&own, &[first.address().to_owned()]).unwrap().join().unwrap();
+    wait_for(&first, 1);
+    let asked = before.ask_again(&own).unwrap();
+    assert_eq!(asked.members().len(), 2, "{:?}", asked.members());
+    let (old, address) = (peer(&before), before.address().to_owned());
+    drop(before);
+    let again = asked.join().unwrap();
+    assert_eq!(again.address(), address);
+    assert_ne!(peer(&again), old);
+    while !first.connected().iter().any(|member| member.peer == peer(&again)) {
+        thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(sums(&[&first, &again], 7), [2.0; 2]);
+    again.meet_others(&own).unwrap();
+}

@@ -3,6 +3,7 @@
 //! One thread a child reads its stderr; the caller's thread polls for exits and signals. It refuses to know
 //! what the children do.
 
+mod elastic;
 mod hosts;
 mod job;
 mod remote;
@@ -19,6 +20,7 @@ use std::time::Duration;
 
 use farflung_comm::secure::JoinSecret;
 
+pub use elastic::{Elastic, Start};
 pub use hosts::{Host, Hosts};
 use job::{Job, Whose};
 pub use remote::Remote;

@@ -169,6 +169,7 @@ pub const BENCHES: &[Bench] = &[
     engines::BENCH,
     failure::BENCH,
     members::join::BENCH,
+    members::hosted::BENCH,
     relay::BENCH,
     soak::BENCH,
     split_brain::BENCH,

@@ -1,6 +1,7 @@
 //! Runs whose members come and leave, on the virtual clock: what happens to whom and when is written down beforehand.
 
 pub(crate) mod churn;
+pub(crate) mod hosted;
 pub(crate) mod join;
 mod processes;
 

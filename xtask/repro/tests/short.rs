@@ -28,6 +28,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("engines", "needs mpirun, Slurm and sshd, and the binary beside it"),
     ("failure", "deadlines of real processes, which tests beside it would miss"),
     ("gemm", "decided by the clock"),
+    ("host-join", "real processes for minutes, and the binary beside it"),
     ("gossip", "trains for half a minute"),
     ("async", "trains for half a minute"),
     ("local-vs-sync", "trains for half a minute"),

@@ -219,8 +219,7 @@ impl Gate {
         let until = Until::after(config.deadline.min(EACH));
         let quick = GateConfig { deadline: config.deadline.min(EACH), ..config.clone() };
         let asked = self.ask_again(&quick)?;
-        let me = self.shared.tcp.me();
-        for member in asked.members.iter().filter(|member| member.peer != me) {
+        for member in asked.members.iter().filter(|member| !self.shared.is_here(member)) {
             // Whoever cannot be reached is met another time.
             if let Err(error) = self.shared.reach(member, until) {
                 tracing::debug!(peer = member.peer.0, %error, "not met");
@@ -363,7 +362,7 @@ impl Asked {
         let until = Until::after(self.config.deadline);
         let mut reached = 0;
         let mut failed = None;
-        for member in &self.members {
+        for member in self.members.iter().filter(|member| !gate.shared.is_here(member)) {
             match gate.shared.reach(member, until) {
                 Ok(()) => reached += 1,
                 Err(error @ CommError::Refused { .. }) => return Err(error),
@@ -385,6 +384,11 @@ fn draw(bound: u32) -> Result<u32, CommError> {
 }
 
 impl Shared {
+    /// Whether a member is this one, or was before it came anew: whoever calls it calls itself.
+    fn is_here(&self, member: &Connected) -> bool {
+        member.peer == self.tcp.me() || member.address == self.address
+    }
+
     /// Connects to a member, as one, unless it has connected to this one.
     fn reach(&self, member: &Connected, until: Until) -> Result<(), CommError> {
         {

@@ -9,9 +9,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use farflung::comm::secure::JoinSecret;
-use farflung::launch::{Hosts, Remote, restarting, serve};
+use farflung::launch::{Elastic, Hosts, Remote, restarting, serve};
 use farflung::{Error, Launch, Result, Stop, access, launch_env};
 use farflung_base::Nanos;
+
+use super::launched_members as members;
 
 /// Start several processes of one job, on this machine or over ssh on several, joined over TCP.
 ///
@@ -22,10 +24,11 @@ use farflung_base::Nanos;
 #[command(after_help = "Examples:
   farflung launch -n 4 -- train --steps 200 --sync ddp
   farflung launch -n 4 --restarts 3 -- train --sync ddp --out runs/mine --resume auto --checkpoint-every 50
+  farflung launch --elastic 2:4 --restarts 10 -- host --out runs/mine --checkpoint-every 50
   farflung launch --hosts hosts.txt -- train --steps 200 --sync diloco")]
 pub(crate) struct LaunchCommand {
     /// Number of processes; with --hosts unless told as many as the machines have slots.
-    #[arg(short = 'n', long = "nproc", value_name = "N", required_unless_present_any = ["hosts", "from_stdin"],
+    #[arg(short = 'n', long = "nproc", value_name = "N", required_unless_present_any = ["hosts", "from_stdin", "elastic"],
           value_parser = clap::value_parser!(u16).range(1..=i64::from(launch_env::MOST_PROCESSES)))]
     processes: Option<u16>,
     /// Where rank 0 listens; port 0 is any free one. [default: 127.0.0.1:0, with --hosts port 29500 of the first
@@ -39,6 +42,11 @@ pub(crate) struct LaunchCommand {
     /// on from their checkpoints with `train --resume auto --out DIR`.
     #[arg(long, value_name = "N", default_value_t = 0)]
     restarts: u32,
+    /// MIN:MAX processes of a `host` command that may come and go: the first hosts the run, the others join it. One that
+    /// fails is started again, as often as --restarts says in all, and the others go on meanwhile; with fewer than MIN the
+    /// job ends. Other machines may join, too.
+    #[arg(long, value_name = "MIN:MAX", value_parser = range, conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
+    elastic: Option<Range>,
     /// File with the machines, one a line: `name`, or `user@name slots=4`. Each is reached by ssh, which must not
     /// ask for a password. FARFLUNG_ variables go along; nothing secret stands on a command line.
     #[arg(long, value_name = "FILE", conflicts_with = "from_stdin")]
@@ -73,6 +81,11 @@ impl LaunchCommand {
         }
         if let Some(hosts) = &self.hosts {
             return self.on_hosts(Hosts::read(hosts)?, &program);
+        }
+        if let Some(Range { least, most }) = self.elastic {
+            let (restarts, grace) = (self.restarts, Duration::from(self.grace));
+            let job = Elastic { least, most, restarts, grace };
+            return members::launch(&program, &self.command, &job, &Stop::install_passing()?);
         }
         let processes = usize::from(self.processes.unwrap_or(1));
         let here = Launch::here(processes);
@@ -122,6 +135,25 @@ impl LaunchCommand {
         };
         let stop = Stop::install_passing()?;
         restarting(self.restarts, &stop, || remote.run(&self.command, env::vars_os(), &stop))
+    }
+}
+
+/// How many processes there may be.
+#[derive(Debug, Clone, Copy)]
+struct Range {
+    least: usize,
+    most: usize,
+}
+
+/// Reads `MIN:MAX`.
+fn range(text: &str) -> std::result::Result<Range, String> {
+    let most_allowed = launch_env::MOST_PROCESSES as usize;
+    let numbers = text.split_once(':').map(|(least, most)| (least.parse(), most.parse()));
+    match numbers {
+        Some((Ok(least), Ok(most))) if (1..=most).contains(&least) && most <= most_allowed => {
+            Ok(Range { least, most })
+        }
+        _ => Err(format!("two numbers such as 2:4, from 1 to {most_allowed}, the smaller first")),
     }
 }
 

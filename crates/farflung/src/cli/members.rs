@@ -2,6 +2,7 @@
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
+use std::ffi::OsString;
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,13 +11,13 @@ use farflung::access::{self, Home};
 use farflung::comm::secure::{Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{Gate, GateConfig};
 use farflung::train::{Report, elastic};
-use farflung::{Error, NoticeArgs, Result, Show, Stop, TrainArgs, TrainFlags};
+use farflung::{Error, NoticeArgs, Result, Show, Stop, TrainArgs, TrainConfig, TrainFlags};
 
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
 
 /// Where a run's ticket is, in its folder.
-const TICKET: &str = "run.ticket";
+pub(super) const TICKET: &str = "run.ticket";
 
 const HOST_EXAMPLES: &str = "Examples:
   farflung host --config run.toml
@@ -53,7 +54,41 @@ pub(crate) struct HostCommand {
     flags: TrainFlags,
 }
 
+/// A `host` command on its own.
+#[derive(Debug, clap::Parser)]
+#[command(no_binary_name = true)]
+enum Alone {
+    Host(HostCommand),
+}
+
 impl HostCommand {
+    /// The command of these words; none of another command.
+    ///
+    /// Errors: flags that `host` does not have.
+    pub(super) fn read(words: &[OsString]) -> Option<Result<Self>> {
+        words.first().filter(|word| *word == "host")?;
+        Some(match <Alone as clap::Parser>::try_parse_from(words) {
+            Ok(Alone::Host(host)) => Ok(host),
+            Err(wrong) => {
+                let value = "not a command".to_owned();
+                let expected = super::args::said(&wrong);
+                Err(Error::Setting { field: "host", value, expected })
+            }
+        })
+    }
+
+    /// The settings that hold.
+    pub(super) fn config(&self) -> Result<TrainConfig> {
+        self.flags.clone().resolve()
+    }
+
+    /// Flags that members have which join on the same machine.
+    pub(super) fn shared_flags(&self) -> Vec<OsString> {
+        let key = self.key_file.iter().flat_map(|path| ["--key-file".into(), path.clone().into_os_string()]);
+        let job = self.flags.args.job.iter().flat_map(|job| ["--job".into(), OsString::from(job)]);
+        key.chain(job).collect()
+    }
+
     pub(crate) fn run(mut self) -> Result<()> {
         match self.flags.args.workers {
             Some(workers) if workers > 1 => {
@@ -175,7 +210,7 @@ impl JoinCommand {
             let line = format!("device = {}", toml::Value::String(device.clone()));
             given.device = TrainArgs::from_toml(&line, Path::new("the command line"))?.device;
         }
-        let job = self.job.clone().unwrap_or_else(|| farflung::TrainConfig::default().job);
+        let job = self.job.clone().unwrap_or_else(|| TrainConfig::default().job);
         let mut gate = GateConfig::new(&self.listen, job, Security::by_ticket(&identity, &ticket));
         gate.advertise.clone_from(&self.address);
         let stop = Stop::install_leaving()?;

@@ -9,6 +9,7 @@ mod diff;
 mod eval;
 mod generate;
 pub(crate) mod launch;
+mod launched_members;
 mod logging;
 mod members;
 mod status;

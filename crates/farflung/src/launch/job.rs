@@ -47,18 +47,35 @@ impl Whose {
 
 /// A process that failed.
 #[derive(Debug)]
-struct Failure {
-    whose: Whose,
-    status: ExitStatus,
+pub(super) struct Failure {
+    pub(super) whose: Whose,
+    pub(super) status: ExitStatus,
     /// Whether the others had been asked to end by then.
     asked: bool,
+}
+
+impl Failure {
+    /// Whether it ended after it was asked to.
+    pub(super) const fn was_asked(&self) -> bool {
+        self.asked
+    }
+
+    /// Its exit code, as a shell would show it.
+    pub(super) fn code(&self) -> u8 {
+        exit_code(self.status)
+    }
+
+    /// What ended the job, where it was this.
+    pub(super) fn error(&self, code: u8) -> Error {
+        self.whose.failed(self.status, code)
+    }
 }
 
 /// Exit code of what no restart can mend.
 pub(super) const USAGE: u8 = 2;
 
 /// Exit code of a job that can be started again.
-const LOST: u8 = 75;
+pub(super) const LOST: u8 = 75;
 
 /// What a job failed by, of those that failed in their order, and its exit code. A rank that says that it was
 /// started wrongly comes first, then one that failed by itself, then one that was killed; the others lost it.
@@ -159,28 +176,18 @@ impl Job {
             if let Some(signal) = stop.take() {
                 forwarded.get_or_insert(signal);
                 passed += 1;
-                self.signal(match signal {
-                    // The children save at the first and end at the second; whoever ignores both is not asked
-                    // again.
-                    _ if passed > 2 => SystemSignal::KILL,
-                    Signal::Interrupt => SystemSignal::INT,
-                    Signal::Terminate => SystemSignal::TERM,
-                    Signal::Hangup => SystemSignal::HUP,
-                });
-                // One that is stopped would neither save nor end.
-                self.signal(SystemSignal::CONT);
+                self.pass_signal(signal, passed);
             }
             if !failed.is_empty() {
                 waited += POLL;
             }
             if !asked && waited >= grace {
                 tracing::warn!("ending the other ranks");
-                self.signal(SystemSignal::TERM);
-                self.signal(SystemSignal::CONT);
+                self.ask_to_end();
                 asked = true;
             }
             if waited >= grace * 2 {
-                self.signal(SystemSignal::KILL);
+                self.kill();
             }
             // A machine that is not reached any more.
             if waited >= grace * 3 {
@@ -192,12 +199,39 @@ impl Job {
             (_, None) => Ok(()),
             // A child that ended by the signal that we passed on did as it was told.
             (Some(signal), Some((_, code))) if ended(signal) && code != USAGE => Err(Error::Stopped(signal)),
-            (_, Some((failure, code))) => Err(failure.whose.failed(failure.status, code)),
+            (_, Some((failure, code))) => Err(failure.error(code)),
         }
     }
 
+    /// Passes on a signal, the so-manieth.
+    pub(super) fn pass_signal(&mut self, signal: Signal, passed: u32) {
+        self.signal(match signal {
+            // The children save at the first and end at the second; whoever ignores both is not asked again.
+            _ if passed > 2 => SystemSignal::KILL,
+            Signal::Interrupt => SystemSignal::INT,
+            Signal::Terminate => SystemSignal::TERM,
+            Signal::Hangup => SystemSignal::HUP,
+        });
+        // One that is stopped would neither save nor end.
+        self.signal(SystemSignal::CONT);
+    }
+
+    pub(super) fn ask_to_end(&mut self) {
+        self.signal(SystemSignal::TERM);
+        self.signal(SystemSignal::CONT);
+    }
+
+    pub(super) fn kill(&mut self) {
+        self.signal(SystemSignal::KILL);
+    }
+
+    /// How many have ended well.
+    pub(super) fn succeeded(&self) -> usize {
+        self.children.iter().filter(|running| running.status.is_some_and(|status| status.success())).count()
+    }
+
     /// Notes who ended; those that failed go to `failed`. False once all ended.
-    fn poll(&mut self, failed: &mut Vec<Failure>, asked: bool) -> Result<bool> {
+    pub(super) fn poll(&mut self, failed: &mut Vec<Failure>, asked: bool) -> Result<bool> {
         let mut alive = false;
         for running in self.children.iter_mut().filter(|running| running.status.is_none()) {
             let ended = running.child.try_wait();
@@ -213,7 +247,7 @@ impl Job {
 
     /// Lets the last lines appear. A grandchild that outlives its parent may hold the pipe: it is not waited
     /// for.
-    fn drain(&self) {
+    pub(super) fn drain(&self) {
         let mut polls = 0..50;
         while self.readers.iter().any(|reader| !reader.is_finished()) && polls.next().is_some() {
             thread::sleep(POLL);

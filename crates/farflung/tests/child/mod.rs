@@ -12,6 +12,7 @@ pub(crate) fn send(process: u32, signal: Signal) {
     kill_process(Pid::from_raw(i32::try_from(process).unwrap()).unwrap(), signal).unwrap();
 }
 
+#[allow(dead_code, reason = "some tests tell more")]
 pub(crate) fn wait_until<T>(what: &str, done: impl FnMut() -> Option<T>) -> T {
     wait_until_or(|| what.to_owned(), done)
 }

@@ -21,19 +21,19 @@ const LOOK: Duration = Duration::from_millis(5);
 const DEADLINE: f64 = 2.0;
 
 /// A member's process and its folder.
-struct Member {
+pub(super) struct Member {
     process: Child,
-    folder: PathBuf,
+    pub(super) folder: PathBuf,
 }
 
 impl Member {
-    fn send(&self, signal: Signal) -> Result<()> {
+    pub(super) fn send(&self, signal: Signal) -> Result<()> {
         let pid = Pid::from_raw(i32::try_from(self.process.id())?).context("a process has a number")?;
         Ok(kill_process(pid, signal)?)
     }
 
     /// How many members there were when it last told of a change, and how many changes there have been.
-    fn told(&self) -> (u64, usize) {
+    pub(super) fn told(&self) -> (u64, usize) {
         let text = fs::read_to_string(self.folder.join("events.jsonl")).unwrap_or_default();
         let changes: Vec<serde_json::Value> = text
             .lines()
@@ -51,9 +51,13 @@ impl Drop for Member {
     }
 }
 
-fn start(folder: &Path, number: usize, mut command: Command) -> Result<Member> {
-    let process =
-        command.env("FARFLUNG_HOME", folder.join(format!("home-{number}"))).current_dir(folder).spawn();
+/// Starts a member in its folder within this one.
+pub(super) fn start(folder: &Path, number: usize, mut command: Command) -> Result<Member> {
+    let home = folder.join(format!("home-{number}"));
+    fs::create_dir_all(&home)?;
+    // For whoever looks why it failed.
+    command.stderr(fs::File::create(home.join("said.txt"))?);
+    let process = command.env("FARFLUNG_HOME", home).current_dir(folder).spawn();
     Ok(Member {
         process: process.context("failed to start `farflung`")?,
         folder: folder.join(number.to_string()),
@@ -71,7 +75,7 @@ fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
 }
 
 /// Waits until a member tells of so many members after a change that it had not told of. Gives how long that took.
-fn wait(member: &Member, members: u64, before: usize) -> Result<f64> {
+pub(super) fn wait(member: &Member, members: u64, before: usize) -> Result<f64> {
     let begun = now();
     while begun.elapsed() < PATIENCE {
         let (count, changes) = member.told();
@@ -81,6 +85,16 @@ fn wait(member: &Member, members: u64, before: usize) -> Result<f64> {
         sleep(LOOK);
     }
     bail!("{} told of no change to {members} members: {:?}", member.folder.display(), member.told())
+}
+
+/// Waits until others can join.
+pub(super) fn wait_for_ticket(host: &Member) -> Result<()> {
+    let begun = now();
+    while !host.folder.join("run.ticket").exists() {
+        anyhow::ensure!(begun.elapsed() < PATIENCE, "the host wrote no ticket");
+        sleep(LOOK);
+    }
+    Ok(())
 }
 
 pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
@@ -93,11 +107,7 @@ pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
                  --sync ddp --codec none --quiet --out 0 --checkpoint-every 0";
     let flags: Vec<&str> = flags.split_whitespace().collect();
     let mut members = vec![start(folder, 0, farflung(&flags)?)?];
-    let begun = now();
-    while !folder.join("0/run.ticket").exists() {
-        anyhow::ensure!(begun.elapsed() < PATIENCE, "the host wrote no ticket");
-        sleep(LOOK);
-    }
+    wait_for_ticket(&members[0])?;
     let mut started = 1;
     let mut add = |members: &mut Vec<Member>| -> Result<()> {
         let oldest = &members[0];

@@ -72,13 +72,13 @@ impl Trainer {
     }
 
     /// Hash of all of the model's parameters: of the hashes of its tensors by name, so that it is the same
-    /// under any plan. On rank 0, `None` elsewhere; all must call it.
+    /// under any plan. On rank 0 and on whoever has the whole model, `None` elsewhere; all must call it.
     pub(in crate::train) fn digest(&self) -> Result<Option<String>> {
         let Executor { comm, parts, placement, .. } = &self.executor;
-        let first = comm.rank().0 == 0;
         let alone = placement.depth() == 1;
+        let first = alone || comm.rank().0 == 0;
         let mut mine = String::new();
-        if first || !alone && self.replica == 0 {
+        if first || self.replica == 0 {
             for part in parts.values() {
                 let all = part.params.to_vec::<f32>()?;
                 for p in part.stage.layout().params() {

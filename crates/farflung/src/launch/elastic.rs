@@ -1,0 +1,172 @@
+//! A job whose processes come and go on one machine: one that fails is started again, and the others go on meanwhile.
+
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use super::job::{Failure, Job, LOST, POLL, USAGE, Whose};
+use crate::{Error, Result, Stop, terminal};
+
+/// Processes of one run whose members may be fewer for a while, as torchrun's `--nnodes=MIN:MAX` has it. Differs: whoever is left
+/// goes on without being started again.
+#[derive(Debug, Clone)]
+pub struct Elastic {
+    /// With fewer than these the job ends.
+    pub least: usize,
+    /// Processes that are started.
+    pub most: usize,
+    /// How often, in all, one that failed is started again.
+    pub restarts: u32,
+    /// How long the others may go on after the run has ended for one of them, and again how long they may take to end
+    /// when asked to.
+    pub grace: Duration,
+}
+
+/// A process that is to be started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Start {
+    /// Its number, from 0 to [`Elastic::most`].
+    pub member: usize,
+    /// One that runs, by which it can join; none where nobody does, so that it founds the run, or goes on with it.
+    pub by: Option<usize>,
+}
+
+/// The members of a job, by number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Member {
+    /// To be started.
+    Due,
+    Runs,
+    /// It does not come back.
+    Gone,
+}
+
+/// A job that runs.
+struct Running<'a> {
+    elastic: &'a Elastic,
+    job: Job,
+    members: Vec<Member>,
+    restarts: u32,
+    failed: Vec<Failure>,
+}
+
+impl Elastic {
+    /// Starts the processes and waits until the run has ended for all of them. `start` gives the command of each; none
+    /// while it cannot be started yet. Signals are passed on, as [`Launch::run`](super::Launch::run) does.
+    ///
+    /// A process that ends well ends the job. One that was started wrongly (exit code 2) does not come back, and ends the
+    /// job where no other runs.
+    ///
+    /// Errors: [`Error::Child`] with the last that failed where fewer than `least` are left, with exit code 75 unless it
+    /// was started wrongly; [`Error::Stopped`] after a signal; [`Error::Start`].
+    pub fn run(&self, stop: &Stop, mut start: impl FnMut(Start) -> Result<Option<Command>>) -> Result<()> {
+        let members = vec![Member::Due; self.most];
+        let job = Job::default();
+        let mut running =
+            Running { elastic: self, job, members, restarts: self.restarts, failed: Vec::new() };
+        let ended = running.watch(stop, &mut start);
+        running.job.drain();
+        ended
+    }
+}
+
+impl Running<'_> {
+    fn count(&self, what: Member) -> usize {
+        self.members.iter().filter(|member| **member == what).count()
+    }
+
+    /// Starts whoever is due and can be.
+    fn start(&mut self, start: &mut impl FnMut(Start) -> Result<Option<Command>>) -> Result<()> {
+        for member in 0..self.members.len() {
+            if self.members[member] != Member::Due {
+                continue;
+            }
+            let by = self.members.iter().position(|member| *member == Member::Runs);
+            let Some(mut command) = start(Start { member, by })? else { continue };
+            command.stdin(Stdio::null());
+            let started = self.job.start(command, Whose::Rank(member));
+            started.map_err(|source| Error::Start { rank: member, source })?;
+            self.members[member] = Member::Runs;
+        }
+        Ok(())
+    }
+
+    /// What becomes of a member that failed.
+    fn failed(&mut self, failure: Failure) {
+        let Whose::Rank(member) = failure.whose else { return };
+        let again = failure.code() != USAGE && self.restarts > 0;
+        self.members[member] = if again { Member::Due } else { Member::Gone };
+        let left = self.count(Member::Runs);
+        let what = if again {
+            let nth = self.elastic.restarts - self.restarts + 1;
+            self.restarts -= 1;
+            format!("it is started again, restart {nth} of {}", self.elastic.restarts)
+        } else {
+            "it does not come back".to_owned()
+        };
+        terminal::say(format!("member {member} failed ({}), {left} go on: {what}\n", failure.status));
+        self.failed.push(failure);
+    }
+
+    fn watch(&mut self, stop: &Stop, start: &mut impl FnMut(Start) -> Result<Option<Command>>) -> Result<()> {
+        let (mut forwarded, mut passed) = (None, 0);
+        // Time since the job began to end, in polls.
+        let mut ending: Option<Duration> = None;
+        loop {
+            if ending.is_none() {
+                self.start(start)?;
+            }
+            let mut ended = Vec::new();
+            let alive = self.job.poll(&mut ended, ending.is_some())?;
+            for failure in ended {
+                if ending.is_none() { self.failed(failure) } else { self.failed.push(failure) }
+            }
+            if let Some(signal) = stop.take() {
+                forwarded.get_or_insert(signal);
+                passed += 1;
+                self.job.pass_signal(signal, passed);
+                ending.get_or_insert(Duration::ZERO);
+            }
+            if ending.is_none() && self.job.succeeded() > 0 {
+                ending = Some(Duration::ZERO);
+            }
+            let too_few = self.count(Member::Runs) + self.count(Member::Due) < self.elastic.least;
+            if ending.is_none() && too_few {
+                terminal::say(format!("fewer than {} members are left: the job ends\n", self.elastic.least));
+                self.job.ask_to_end();
+                ending = Some(self.elastic.grace);
+            }
+            if let Some(waited) = &mut ending {
+                if !alive {
+                    return self.outcome(forwarded);
+                }
+                *waited += POLL;
+                // Whoever was asked by a signal saves what it has, however long that takes.
+                if forwarded.is_none() {
+                    if (self.elastic.grace..self.elastic.grace + POLL).contains(waited) {
+                        self.job.ask_to_end();
+                    } else if *waited >= self.elastic.grace * 2 {
+                        self.job.kill();
+                    }
+                }
+            }
+            thread::sleep(POLL);
+        }
+    }
+
+    fn outcome(&self, forwarded: Option<crate::Signal>) -> Result<()> {
+        match (self.job.succeeded(), forwarded, self.failed.last()) {
+            (1.., ..) | (_, None, None) => Ok(()),
+            (_, Some(signal), _) => Err(Error::Stopped(signal)),
+            // What failed before the others were asked to end.
+            (_, None, Some(_)) => {
+                let own = |failure: &&Failure| failure.code() == USAGE;
+                let wrong = self.failed.iter().find(own).filter(|_| self.failed.len() == self.members.len());
+                let last = self.failed.iter().rfind(|failure| !failure.was_asked());
+                let failure = wrong.or(last).or(self.failed.last()).expect("one has failed");
+                let code = if failure.code() == USAGE { USAGE } else { LOST };
+                Err(failure.error(code))
+            }
+        }
+    }
+}

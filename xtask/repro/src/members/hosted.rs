@@ -1,0 +1,325 @@
+//! A run of real processes behind slow links, among which machines come and go by a script.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::thread::sleep;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use farflung::base::{Nanos, Philox};
+use farflung::relay::{Relay, Relaying};
+use rustix::process::Signal;
+
+use super::processes::{Member, start, wait, wait_for_ticket};
+use crate::binary::farflung;
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::machine::now;
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "host-join",
+    claim: "eight machines behind links of 100 Mbit/s and 20 ms come, are killed, freeze, wake and leave by a script, the host \
+            included: nobody helps, all have the same weights, and the loss is that of an undisturbed run of as many tokens",
+    source: "the design of farflung (issue 22); hivemind and Psyche lose peers or batches",
+    seed: 1337,
+    run,
+};
+
+/// Machines that there are.
+const SLOTS: usize = 8;
+/// Fewer members never are: any one may be lost without a word.
+const LEAST: usize = 3;
+const SETTINGS: &str = "--layers 2 --heads 2 --dim 64 --context 32 --batch 4 --threads 1 --warmup 0 --lr-schedule constant \
+                        --lr 0.002 --sync ddp --codec none --eval-every 25 --eval-batches 16 --sample-tokens 0 --quiet \
+                        --checkpoint-every 0";
+
+/// Tokens of a member in a step.
+const TOKENS: u64 = 4 * 32;
+
+/// A machine: where it listens, and the link through which others reach it.
+struct Slot {
+    listen: String,
+    link: Relaying,
+    member: Option<Member>,
+    /// When its member came in, counted in changes.
+    came: usize,
+}
+
+impl Slot {
+    fn new() -> Result<Self> {
+        let free = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
+        let mut link = Relay::new("127.0.0.1:0", &free);
+        (link.rate, link.delay) = ("100mbit".parse()?, Nanos::from_millis(20));
+        Ok(Self { listen: free, link: link.start()?, member: None, came: 0 })
+    }
+}
+
+/// What is done to the run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Act {
+    Join,
+    Kill,
+    Freeze,
+    Leave,
+}
+
+impl Act {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Join => "machines that joined",
+            Self::Kill => "members killed",
+            Self::Freeze => "members frozen that woke and came back",
+            Self::Leave => "members that left",
+        }
+    }
+}
+
+/// The run as the script sees it.
+struct Script<'a> {
+    folder: &'a Path,
+    slots: Vec<Slot>,
+    started: usize,
+    changes: usize,
+    done: BTreeMap<Act, u32>,
+    /// From a blow to the others' next step, in seconds.
+    slowest: f64,
+    /// Folders of all members there were.
+    folders: Vec<std::path::PathBuf>,
+    host_went: bool,
+}
+
+impl Script<'_> {
+    fn here(&self) -> Vec<usize> {
+        (0..SLOTS).filter(|&slot| self.slots[slot].member.is_some()).collect()
+    }
+
+    /// The member that has been there longest, but for one.
+    fn oldest(&self, but: Option<usize>) -> Result<&Member> {
+        let others = self.here().into_iter().filter(|&slot| Some(slot) != but);
+        let oldest = others.min_by_key(|&slot| self.slots[slot].came).context("nobody is there")?;
+        self.slots[oldest].member.as_ref().context("it is there")
+    }
+
+    /// Starts a machine and waits until it is a member.
+    fn join(&mut self, slot: usize) -> Result<()> {
+        let oldest = self.oldest(None)?;
+        let (.., before) = oldest.told();
+        let ticket = oldest.folder.join("run.ticket").display().to_string();
+        let (out, listen) = (self.started.to_string(), self.slots[slot].listen.clone());
+        let address = self.slots[slot].link.address().to_string();
+        let args =
+            ["join", "--ticket-file", &ticket, "--out", &out, "--listen", &listen, "--address", &address];
+        let more = ["--threads", "1", "--quiet"];
+        let member = start(self.folder, self.started, farflung(&[&args[..], &more].concat())?)?;
+        wait(self.oldest(None)?, self.here().len() as u64 + 1, before)?;
+        self.came(slot, member);
+        Ok(())
+    }
+
+    fn came(&mut self, slot: usize, member: Member) {
+        self.folders.push(member.folder.clone());
+        self.started += 1;
+        self.changes += 1;
+        self.slots[slot].came = self.changes;
+        self.slots[slot].member = Some(member);
+    }
+
+    /// A member is lost or leaves; whoever was frozen wakes.
+    fn strike(&mut self, slot: usize, act: Act) -> Result<()> {
+        let (watcher, left) = (self.oldest(Some(slot))?, self.here().len() as u64 - 1);
+        let (.., before) = watcher.told();
+        let victim = self.slots[slot].member.as_ref().context("it is there")?;
+        victim.send(match act {
+            Act::Freeze => Signal::STOP,
+            Act::Leave => Signal::INT,
+            Act::Kill | Act::Join => Signal::KILL,
+        })?;
+        let took = wait(watcher, left, before)?;
+        if act == Act::Freeze {
+            let (.., before) = watcher.told();
+            victim.send(Signal::CONT)?;
+            wait(watcher, left + 1, before)?;
+        }
+        self.slowest = self.slowest.max(took);
+        self.host_went |= victim.folder == self.folder.join("0");
+        self.changes += 1;
+        self.slots[slot].came = self.changes;
+        if act != Act::Freeze {
+            self.slots[slot].member = None;
+        }
+        Ok(())
+    }
+
+    /// What comes next: by chance, and in the middle of the script the host goes.
+    fn act(&mut self, random: &Philox, turn: u64, part: f64) -> Result<()> {
+        let here = self.here();
+        let free: Vec<usize> = (0..SLOTS).filter(|slot| !here.contains(slot)).collect();
+        let of =
+            |slots: &[usize], lane: u64| slots[random.below(4 * turn + lane, slots.len() as u64) as usize];
+        let act = match random.below(4 * turn, 6) {
+            _ if here.len() <= LEAST => Act::Join,
+            0 | 1 if !free.is_empty() => Act::Join,
+            0 | 2 => Act::Kill,
+            3 => Act::Freeze,
+            4 => Act::Leave,
+            _ if free.is_empty() => Act::Kill,
+            _ => Act::Join,
+        };
+        if act == Act::Join {
+            self.join(of(&free, 1))?;
+        } else {
+            let host = here.iter().copied().find(|&slot| {
+                self.slots[slot].member.as_ref().is_some_and(|member| member.folder == self.folder.join("0"))
+            });
+            let victim = host.filter(|_| part > 0.5).unwrap_or_else(|| of(&here, 2));
+            self.strike(victim, act)?;
+        }
+        *self.done.entry(act).or_default() += 1;
+        Ok(())
+    }
+}
+
+/// The rows of a member's metrics.
+fn rows(folder: &Path) -> Vec<serde_json::Value> {
+    let text = fs::read_to_string(folder.join("metrics.jsonl")).unwrap_or_default();
+    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+}
+
+/// The last loss of the held-out text, and the tokens and steps before it.
+fn last_loss(rows: &[serde_json::Value]) -> Result<(f64, u64, u64)> {
+    let of = |row: &serde_json::Value| {
+        Some((row["val_loss"].as_f64()?, row["tokens"].as_u64()?, row["step"].as_u64()?))
+    };
+    rows.iter().rev().find_map(of).context("no loss of the held-out text was told")
+}
+
+/// The loss after so many tokens of runs that nothing happens to, with other seeds.
+fn undisturbed(folder: &Path, tokens: u64, members: u64, seeds: u64) -> Result<Vec<f64>> {
+    let steps = tokens / (members * TOKENS);
+    let mut losses = Vec::new();
+    for seed in 0..seeds {
+        let more = format!(
+            "train --workers {members} --transport memory --steps {steps} --seed {} --out u{members}-{seed} {SETTINGS}",
+            1337 + seed
+        );
+        let args: Vec<&str> = more.split_whitespace().collect();
+        let status = farflung(&args)?.current_dir(folder).status()?;
+        ensure!(status.success(), "the undisturbed run ended with {status}");
+        losses.push(last_loss(&rows(&folder.join(format!("u{members}-{seed}"))))?.0);
+    }
+    Ok(losses)
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let folder = tempfile::tempdir().context("failed to make a temporary folder")?;
+    let ran = run_in(report, options, folder.path());
+    ran.map_err(|error| {
+        let kept = folder.keep();
+        error.context(format!("what the members left is in {}", kept.display()))
+    })
+}
+
+fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<()> {
+    let seconds = if options.long {
+        900
+    } else if options.quick {
+        30
+    } else {
+        180
+    };
+    let slots = (0..SLOTS).map(|_| Slot::new()).collect::<Result<Vec<_>>>()?;
+    let (listen, address) = (slots[0].listen.clone(), slots[0].link.address().to_string());
+    let text = format!(
+        "host --listen {listen} --address {address} --deadline 10s --steps 100000000 --digest-every 10 --out 0 {SETTINGS}"
+    );
+    let args: Vec<&str> = text.split_whitespace().collect();
+    let host = start(folder, 0, farflung(&args)?)?;
+    wait_for_ticket(&host)?;
+    let (done, folders) = (BTreeMap::new(), Vec::new());
+    let mut script =
+        Script { folder, slots, started: 0, changes: 0, done, slowest: 0.0, folders, host_went: false };
+    script.came(0, host);
+    let (begun, random) = (now(), Philox::new(report.seed(), 0));
+    let mut turn = 0;
+    while begun.elapsed() < Duration::from_secs(seconds) {
+        let part = begun.elapsed().as_secs_f64() / seconds as f64;
+        script.act(&random, turn, part).with_context(|| format!("at act {turn}: {:?}", script.done))?;
+        turn += 1;
+        let at = begun.elapsed().as_secs_f64();
+        report.progress(&format!("{at:.0} of {seconds} s, {} members", script.here().len()))?;
+        sleep(Duration::from_millis(500 + random.below(4 * turn + 3, 2_000)));
+    }
+    let oldest = script.oldest(None)?.folder.clone();
+    let ticket = oldest.join("run.ticket").display().to_string();
+    let status = farflung(&["status", "--ticket-file", &ticket])?
+        .env("FARFLUNG_HOME", folder.join("home-eye"))
+        .status()?;
+    let here = script.here();
+    for slot in here {
+        script.slots[slot].member.as_ref().context("it is there")?.send(Signal::INT)?;
+    }
+    sleep(Duration::from_secs(3));
+    for (act, count) in &script.done {
+        report.row(act.name(), f64::from(*count), "1", Mark::None)?;
+    }
+    report.row("the host went", f64::from(u8::from(script.host_went)), "1", Mark::AtLeast(1.0))?;
+    let metric = "slowest, from a blow to the others' next step";
+    report.row(metric, script.slowest, "s", Mark::AtMost(11.0))?;
+    report.row(
+        "`farflung status` answers at the end",
+        f64::from(u8::from(status.success())),
+        "1",
+        Mark::AtLeast(1.0),
+    )?;
+    judge_steps(report, &script)?;
+    let (loss, tokens, steps) = last_loss(&rows(&oldest))?;
+    let members = tokens as f64 / (steps * TOKENS) as f64;
+    let seeds = if options.quick { 2 } else { 4 };
+    // Of as many tokens in as many steps: between runs of one member less and one more than the mean.
+    let (fewer, more) = (members.floor().max(1.0), members.floor().max(1.0) + 1.0);
+    let fewer_losses = undisturbed(folder, tokens, fewer as u64, seeds)?;
+    let more_losses = undisturbed(folder, tokens, more as u64, seeds)?;
+    let part = (members - fewer).clamp(0.0, 1.0);
+    let between = |[fewer, more]: [f64; 2]| fewer * (1.0 - part) + more * part;
+    let expected = between([&fewer_losses, &more_losses].map(|losses| mean(losses)));
+    let sigma = between([&fewer_losses, &more_losses].map(|losses| spread(losses)));
+    report.row("members in a step, on the mean", members, "1", Mark::None)?;
+    report.row("tokens", tokens as f64, "1", Mark::None)?;
+    report.row("loss of the held-out text", loss, "nat", Mark::None)?;
+    report.row("loss of an undisturbed run of as many tokens and steps", expected, "nat", Mark::None)?;
+    report.row("spread of undisturbed runs with other seeds", sigma, "nat", Mark::None)?;
+    // Two seeds say little about their spread.
+    let mark = if options.quick { Mark::None } else { Mark::AtMost(2.0) };
+    report.row("loss above the undisturbed, in these", (loss - expected) / sigma, "sigma", mark)
+}
+
+fn mean(losses: &[f64]) -> f64 {
+    losses.iter().sum::<f64>() / losses.len() as f64
+}
+
+/// Standard deviation, of a sample.
+fn spread(losses: &[f64]) -> f64 {
+    let squares: f64 = losses.iter().map(|loss| (loss - mean(losses)).powi(2)).sum();
+    (squares / (losses.len() as f64 - 1.0)).sqrt()
+}
+
+/// Whether all members had the same weights after each step of which several told.
+fn judge_steps(report: &mut Report<'_>, script: &Script<'_>) -> Result<()> {
+    let mut digests: BTreeMap<u64, Vec<String>> = BTreeMap::new();
+    let mut most = 0;
+    for folder in &script.folders {
+        for row in rows(folder) {
+            let step = row["step"].as_u64().context("a row has a step")?;
+            most = most.max(step);
+            if let Some(digest) = row["digest"].as_str() {
+                digests.entry(step).or_default().push(digest.to_owned());
+            }
+        }
+    }
+    let shared: Vec<&Vec<String>> = digests.values().filter(|digests| digests.len() > 1).collect();
+    let apart = shared.iter().filter(|digests| digests.iter().any(|digest| *digest != digests[0])).count();
+    report.row("steps", most as f64, "1", Mark::AtLeast(1.0))?;
+    report.row("steps whose weights several members told", shared.len() as f64, "1", Mark::AtLeast(1.0))?;
+    report.row("of these, with other weights", apart as f64, "1", Mark::AtMost(0.0))
+}
