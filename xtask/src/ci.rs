@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use crate::workspace::Workspace;
-use crate::{bench, deps, examples, features, shell, test, tidy};
+use crate::{bench, browser, deps, examples, features, shell, test, tidy};
 
 pub(crate) const HELP: &str = "\
 Run every check of the project, in order, and stop at the first that fails.
@@ -54,6 +54,11 @@ const STEPS: &[Step] = &[
         name: "bench",
         what: "the short benches whose marks no clock of this machine decides",
         run: bench::check,
+    },
+    Step {
+        name: "browser",
+        what: "the page of `farflung watch` in headless Chromium, which is installed where it is missing",
+        run: browser::check,
     },
     Step { name: "deps", what: "the arrows between the crates", run: deps::check },
     Step { name: "tidy", what: "what no compiler checks: headers, sizes, stubs, paths", run: tidy::check },
@@ -150,7 +155,7 @@ mod tests {
     #[test]
     fn steps_are_chosen_in_their_own_order() {
         assert_eq!(names(&[]).len(), STEPS.len());
-        assert_eq!(names(&["--from", "examples"]), ["examples", "bench", "deps", "tidy"]);
+        assert_eq!(names(&["--from", "examples"]), ["examples", "bench", "browser", "deps", "tidy"]);
         assert_eq!(names(&["--only", "tidy,fmt,tidy"]), ["fmt", "tidy"]);
     }
 

@@ -70,6 +70,7 @@ const CONFINED: &[(&str, &[&str])] = &[
     ("cubek", &["farflung-tensor"]),
     ("wgpu", &["farflung-tensor"]),
     ("tokio", &["farflung-comm", "farflung"]),
+    ("axum", &["farflung"]),
     ("mio", &["farflung-comm", "farflung"]),
     ("socket2", &["farflung-comm", "farflung"]),
     ("quinn", &["farflung-comm", "farflung"]),

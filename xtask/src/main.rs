@@ -9,6 +9,7 @@ mod shell;
 mod workspace;
 
 mod bench;
+mod browser;
 mod ci;
 mod deps;
 mod examples;

@@ -10,7 +10,7 @@ use crate::shell;
 pub(crate) const HELP: &str = "\
 Install what builds and tests need on a Debian machine, where it is missing.
 
-Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [--dry-run]
+Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [browser] [--dry-run]
 
   (nothing)   a C compiler (for zstd) and git (for `cargo xtask tidy`)
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
@@ -18,6 +18,7 @@ Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [--dry-run]
   ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback
   mpi         also OpenMPI's mpirun, for `cargo xtask bench engines`
   slurm       also Slurm's daemons, for the same; it starts its own on the loopback
+  browser     also Chromium and a font, for `cargo xtask ci --only browser`
   --dry-run   say what is missing, install nothing, and fail if anything is
 
 rustfmt and clippy come with the toolchain, cargo-nextest is used where it is there: neither is installed here.
@@ -67,6 +68,15 @@ const SLURM: &[Need] = &[
     Need { package: "munge", probe: &["test", "-x", "/usr/sbin/munged"], what_for: "Slurm's credentials" },
 ];
 
+const BROWSER: &[Need] = &[
+    Need { package: "chromium", probe: &["chromium", "--version"], what_for: "the page of `farflung watch`" },
+    Need {
+        package: "fonts-inter",
+        probe: &["dpkg", "-s", "fonts-inter"],
+        what_for: "its letters in pictures",
+    },
+];
+
 const CUDA: &[Need] = &[
     Need { package: "g++", probe: &["c++", "--version"], what_for: "cubecl's bridge to LLVM" },
     Need {
@@ -98,6 +108,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
             "ssh" => needs.extend(SSH),
             "mpi" => needs.extend(MPI),
             "slurm" => needs.extend(SLURM),
+            "browser" => needs.extend(BROWSER),
             "cuda" => {
                 needs.extend(CUDA);
                 cuda = true;
@@ -128,6 +139,11 @@ pub(crate) fn vulkan() -> Result<()> {
     }
     println!("there is no Vulkan driver: installing a software one (`--no-wgpu` goes without)");
     install(&WGPU.iter().collect::<Vec<_>>(), false)
+}
+
+/// The browser that tries the page of `farflung watch`.
+pub(crate) fn browser() -> Result<()> {
+    install(&BROWSER.iter().collect::<Vec<_>>(), false)
 }
 
 fn install(needs: &[&Need], dry_run: bool) -> Result<()> {

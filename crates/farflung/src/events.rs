@@ -1,12 +1,12 @@
 //! `events.jsonl`: what happened in a run and when, an object a line. Each rank has one in its folder; rank 0's
 //! is beside the metrics. Lines of earlier starts of the run stay.
 
-use std::fs::{self, File};
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::line_file::LineFile;
 use crate::{Error, Result};
 
 /// The file's name.
@@ -129,8 +129,7 @@ pub struct Event {
 /// Appends events to a run's file. What cannot be written is warned of and dropped: no run ends for it.
 #[derive(Debug)]
 pub(crate) struct EventLog {
-    path: Option<PathBuf>,
-    file: Option<File>,
+    file: Option<LineFile>,
     /// The run's clock in seconds, as it was last told.
     pub(crate) time_s: f64,
 }
@@ -138,36 +137,16 @@ pub(crate) struct EventLog {
 impl EventLog {
     /// A log in this folder; without one, events are dropped. The file is opened at the first event.
     pub(crate) fn new(folder: Option<&Path>) -> Self {
-        Self { path: folder.map(|folder| folder.join(EVENTS)), file: None, time_s: 0.0 }
+        Self { file: folder.map(|folder| LineFile::new(folder.join(EVENTS))), time_s: 0.0 }
     }
 
     /// Writes an event after so many steps.
     pub(crate) fn write(&mut self, step: u64, what: What) {
-        if let Err(error) = self.try_write(&Event { step, time_s: self.time_s, what }) {
+        let event = Event { step, time_s: self.time_s, what };
+        if let Some(Err(error)) = self.file.as_mut().map(|file| file.append(&event)) {
             tracing::warn!(%error, "an event was not written");
         }
     }
-
-    fn try_write(&mut self, event: &Event) -> Result<()> {
-        let Some(path) = &self.path else { return Ok(()) };
-        let mut line = serde_json::to_vec(event).expect("numbers and texts have no way to fail");
-        line.push(b'\n');
-        if self.file.is_none() {
-            self.file = Some(open(path).map_err(Error::io("open", path))?);
-        }
-        let file = self.file.as_mut().expect("it was opened");
-        file.write_all(&line).map_err(Error::io("write", path))
-    }
-}
-
-/// Opens a file to append to it, behind its last whole line.
-fn open(path: &Path) -> std::io::Result<File> {
-    let mut file = File::options().create(true).truncate(false).read(true).write(true).open(path)?;
-    let bytes = fs::read(path)?;
-    let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |last| last + 1);
-    file.set_len(whole as u64)?;
-    std::io::Seek::seek(&mut file, std::io::SeekFrom::End(0))?;
-    Ok(file)
 }
 
 /// Reads all events of a file, but for a line that a crash left half-written at its end.

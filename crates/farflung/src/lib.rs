@@ -10,6 +10,7 @@ pub mod events;
 pub mod finite;
 pub mod launch;
 pub mod launch_env;
+mod line_file;
 pub mod measure;
 pub mod metrics;
 pub mod model_name;
@@ -20,10 +21,13 @@ pub mod progress;
 pub mod relay;
 pub mod run_dir;
 pub mod signals;
+pub mod step_times;
 pub mod terminal;
 pub mod threads;
 pub mod train;
 pub mod transports;
+#[cfg(feature = "watch")]
+pub mod watch;
 
 pub use access::{AccessArgs, Home};
 pub use checkpoint::{Checkpoint, CheckpointWriter, Packing};
@@ -40,6 +44,7 @@ pub use plot::loss_curve_svg;
 pub use progress::{Progress, Show};
 pub use run_dir::{Existing, RunDir};
 pub use signals::{Signal, Stop};
+pub use step_times::StepTimes;
 
 pub use farflung_base as base;
 pub use farflung_comm as comm;

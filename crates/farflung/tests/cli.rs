@@ -162,3 +162,12 @@ fn net_bench_times_each_collective_and_names_the_slowest_rank() {
         assert!(row["slowest_rank"].as_u64().unwrap() < 3 && row["time_us"].as_f64().unwrap() > 0.0, "{row}");
     }
 }
+
+#[cfg(not(feature = "watch"))]
+#[test]
+fn a_build_without_the_page_says_how_to_get_one() {
+    let output = farflung(&["watch", "runs/nano-1"]);
+    assert_eq!(output.status.code(), Some(2));
+    let stderr = text(&output.stderr);
+    assert!(stderr.contains("build it with `--features watch`"), "{stderr}");
+}

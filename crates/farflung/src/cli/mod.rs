@@ -20,6 +20,7 @@ mod relay;
 mod schedule;
 mod ticket;
 mod train;
+mod watch;
 
 use std::error::Error as _;
 use std::process::ExitCode;
@@ -50,6 +51,7 @@ enum Command {
     Host(members::HostCommand),
     Join(members::JoinCommand),
     Status(status::StatusCommand),
+    Watch(watch::WatchCommand),
     Generate(generate::GenerateCommand),
     Eval(eval::EvalCommand),
     Compress(compress::CompressCommand),
@@ -92,6 +94,7 @@ impl Cli {
             Command::Host(command) => command.run(),
             Command::Join(command) => command.run(),
             Command::Status(command) => command.run(),
+            Command::Watch(command) => command.run(),
             Command::Generate(command) => command.run(),
             Command::Eval(command) => command.run(),
             Command::Compress(command) => command.run(),

@@ -2,13 +2,13 @@
 
 #![expect(clippy::doc_markdown, reason = "doc comments are the help that the terminal shows")]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use farflung::access::{self, Home};
 use farflung::comm::secure::Security;
 use farflung::comm::tcp::GateConfig;
-use farflung::train::elastic;
+use farflung::train::elastic::{self, Status};
 use farflung::{Result, TrainConfig};
 
 /// How long its members are asked.
@@ -39,15 +39,37 @@ pub(crate) struct StatusCommand {
     json: bool,
 }
 
+/// How the members of a run are asked.
+pub(super) struct Asking {
+    gate: GateConfig,
+    addresses: Vec<String>,
+}
+
+impl Asking {
+    /// What a member says; none before the run's first step.
+    ///
+    /// Errors: that no member answers.
+    pub(super) fn ask(&self) -> Result<Option<Status>> {
+        elastic::status(&self.gate, &self.addresses)
+    }
+}
+
+/// How the members of the run of a ticket are asked.
+///
+/// Errors: a ticket or a key that cannot be read.
+pub(super) fn asking(ticket: Option<&Path>, job: Option<String>, key: Option<&Path>) -> Result<Asking> {
+    let env = |name: &str| std::env::var(name).ok();
+    let ticket = access::ticket_for(ticket, env)?;
+    let identity = Home::new(key, env)?.identity()?;
+    let job = job.unwrap_or_else(|| TrainConfig::default().job);
+    let mut gate = GateConfig::new("", job, Security::by_ticket(&identity, &ticket));
+    gate.deadline = ASKED;
+    Ok(Asking { gate, addresses: ticket.addresses })
+}
+
 impl StatusCommand {
     pub(crate) fn run(self) -> Result<()> {
-        let env = |name: &str| std::env::var(name).ok();
-        let ticket = access::ticket_for(self.ticket_file.as_deref(), env)?;
-        let identity = Home::new(self.key_file.as_deref(), env)?.identity()?;
-        let job = self.job.unwrap_or_else(|| TrainConfig::default().job);
-        let mut gate = GateConfig::new("", job, Security::by_ticket(&identity, &ticket));
-        gate.deadline = ASKED;
-        let status = elastic::status(&gate, &ticket.addresses)?;
+        let status = asking(self.ticket_file.as_deref(), self.job, self.key_file.as_deref())?.ask()?;
         match status {
             Some(status) if self.json => {
                 let text = serde_json::to_string_pretty(&status).expect("texts and numbers are plain data");

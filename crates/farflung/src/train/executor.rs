@@ -18,6 +18,7 @@ use farflung_zoo::{Input, Output, Sampler, Saved, Slices, ZooError, stage};
 
 use super::boundary::{Boundaries, Crossing};
 use super::part::{Held, Leaving, Part, copy};
+use super::spent::{Spent, add_since};
 use super::tied::Tied;
 use crate::{Error, Result};
 
@@ -87,6 +88,8 @@ pub(super) struct Executor {
     pub(super) sending: Vec<Pending<Result<(), CommError>>>,
     /// The codecs of what crosses to other ranks.
     pub(super) boundaries: Boundaries,
+    /// Where the time of the step went so far.
+    pub(super) spent: Spent,
 }
 
 /// The forwards that an order runs again, sorted.
@@ -316,8 +319,11 @@ impl Executor {
         let next = Some(microbatch + 1).filter(|&next| next < self.microbatches);
         let needed = next.map(|next| self.updates.version(part, self.placement.depth(), next));
         let mine = self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages");
+        let begun = self.comm.now();
         mine.finish_reduce()?;
-        if let Some(table) = self.tied.exchange(stage, mine)? {
+        let table = self.tied.exchange(stage, mine)?;
+        add_since(begun, &self.comm, &mut self.spent.communicate);
+        if let Some(table) = table {
             // Whoever waited here for the other user of the table would keep the pipeline waiting.
             return mine.put_off(Some(table), needed);
         }
@@ -388,7 +394,9 @@ impl Worker for Executor {
     }
 
     fn wait(&mut self, (message, pending): Self::Pending) -> Result<Tensor> {
+        let begun = self.comm.now();
         let bytes = pending.wait()?;
+        add_since(begun, &self.comm, &mut self.spent.wait);
         let shape = [self.sampler.shard().batch, self.positions(message.slice).len(), self.dim];
         let count = shape.iter().product();
         let coded = match self.crossing(message) {
@@ -426,7 +434,10 @@ impl Watch for Executor {
 
     fn first(&mut self, awaited: &mut [&mut Self::Pending]) -> usize {
         // Only where the network has ended is nothing known of any of them; waiting for the first then says so.
-        self.comm.first(&mut on_their_way(awaited), Look::UntilOne).unwrap_or(0)
+        let begun = self.comm.now();
+        let first = self.comm.first(&mut on_their_way(awaited), Look::UntilOne).unwrap_or(0);
+        add_since(begun, &self.comm, &mut self.spent.wait);
+        first
     }
 }
 

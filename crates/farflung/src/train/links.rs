@@ -1,6 +1,8 @@
 //! Who sits at which transport: threads of one process over memory or simulated links, or one process a rank
 //! over TCP.
 
+pub(super) mod file;
+
 use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;

@@ -11,6 +11,7 @@ use super::job::Job;
 use super::trainer::{Thoroughness, Trainer};
 use crate::events::{EventLog, What, causes};
 use crate::run_dir::folder;
+use crate::step_times::StepTimesLog;
 use crate::{Error, Result, RunDir};
 
 /// How long ranks on real links wait for each other's answer. One that is stopped or cut off has none, and the
@@ -62,13 +63,16 @@ pub(super) struct Kept {
     pub(super) begun: bool,
     /// What the run had used at its newest step.
     pub(super) totals: Totals,
+    /// Where the time of its steps went.
+    pub(super) times: StepTimesLog,
 }
 
 impl Kept {
     /// Of a run that begins, or goes on, after so many steps.
     pub(super) fn at(step: u64, run: Option<&RunDir>, totals: Totals) -> Self {
         let path = run.map(|run| run.path().join(folder(step))).filter(|path| path.exists());
-        Self { saved: path.map(|path| (step, path)), begun: true, totals }
+        let times = StepTimesLog::new(run.map(RunDir::path));
+        Self { saved: path.map(|path| (step, path)), begun: true, totals, times }
     }
 }
 

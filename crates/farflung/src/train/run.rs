@@ -283,6 +283,9 @@ fn train(
         run.write_config(&config.to_toml())?;
         run.replace("plan.toml", job.plan.to_string().as_bytes())?;
     }
+    if let Some(run) = run.filter(|_| first) {
+        links::file::write(job, simulated, run)?;
+    }
     let metrics = run.filter(|_| first).map(|run| run.metrics(begun)).transpose()?;
     let clock = Clock::new(trainer.comm(), before, trials);
     *kept = Kept::at(begun, run, before);

@@ -13,7 +13,7 @@ use super::parting::Kept;
 use super::run::Watch;
 use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
 use crate::events::{EventLog, What};
-use crate::{Error, MetricsWriter, Result, RunDir, Signal, StepMetrics};
+use crate::{Error, MetricsWriter, Result, RunDir, Signal, StepMetrics, StepTimes};
 
 /// When this part of the run began, and what the run had used before.
 pub(super) struct Clock {
@@ -165,7 +165,15 @@ impl Steps<'_, '_> {
             kept.totals = self.clock.totals(trainer.comm());
             self.run.map_or(Ok(()), |_| trainer.mark())?;
         }
-        events.time_s = self.clock.totals(trainer.comm()).time_s;
+        let totals = self.clock.totals(trainer.comm());
+        events.time_s = totals.time_s;
+        kept.times.write(&StepTimes {
+            step: done.step,
+            rank: trainer.rank().0,
+            bytes_sent: totals.bytes_sent,
+            met: agreed,
+            ..StepTimes::of(trainer.last_spent())
+        });
         if done.skipped > 0 {
             events.write(done.step, What::Skipped { times: done.skipped });
         }

@@ -39,6 +39,7 @@ use super::fault::{Failure, Fault, FaultyValue, Moment};
 use super::job::Base;
 use super::part::Part;
 use super::resync::{Drift, Resync};
+use super::spent::{Spent, add_since};
 use super::tied::{Across, Tied};
 use crate::signals::Armed;
 use crate::{Error, Result, Stop};
@@ -239,6 +240,12 @@ impl Trainer {
         self.pass
     }
 
+    /// Where the time of the last step went.
+    #[must_use]
+    pub const fn last_spent(&self) -> Spent {
+        self.executor.spent
+    }
+
     /// Hash of the parameters of its first part, padding left out: equal on all replicas whenever they are the same.
     pub fn hash(&self) -> Result<blake3::Hash> {
         hash(self.stage(), self.params())
@@ -253,11 +260,13 @@ impl Trainer {
     /// that vote.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
         let (begun, computes) = (self.comm().now(), !self.unmet);
+        self.executor.spent = Spent::default();
         let done = self.try_step(stop)?;
-        let whole = self.comm().now().saturating_sub(begun);
+        let Executor { comm, spent, .. } = &mut self.executor;
+        add_since(begun, comm, &mut spent.took);
         if let Some(speed) = self.speed.as_mut().filter(|_| computes) {
             let (microbatches, (from, to)) = (self.schedule.microbatches(), self.pass);
-            speed.step(microbatches, to.saturating_sub(from), whole, done.synced == Synced::Yes);
+            speed.step(microbatches, to.saturating_sub(from), spent.took, done.synced == Synced::Yes);
         }
         Ok(done)
     }
@@ -267,7 +276,10 @@ impl Trainer {
         self.tries = 0;
         if self.unmet {
             // The local step counts already; only its meeting failed, among other replicas.
+            let begun = self.executor.comm.now();
             let done = self.meet_now(stop)?;
+            let Executor { comm, spent, .. } = &mut self.executor;
+            add_since(begun, comm, &mut spent.communicate);
             return self.compared(done);
         }
         self.reach(Moment::Begun, self.step + 1)?;
@@ -333,7 +345,10 @@ impl Trainer {
     /// Ends a step: where replicas are the same now, their copies are compared.
     fn compared(&mut self, mut done: StepDone) -> Result<StepDone> {
         if done.synced == Synced::Yes {
+            let begun = self.executor.comm.now();
             done.drift = self.compare()?;
+            let Executor { comm, spent, .. } = &mut self.executor;
+            add_since(begun, comm, &mut spent.communicate);
         }
         self.reach(Moment::Met, self.step)?;
         Ok(done)
@@ -428,6 +443,8 @@ impl Trainer {
         }
         self.pass = (begun, self.executor.comm.now());
         self.executor.sent()?;
+        let Executor { comm, spent, .. } = &mut self.executor;
+        add_since(self.pass.1, comm, &mut spent.communicate);
         // What failed on the device shows here, before anything is agreed on.
         self.executor.device.fence()?;
         let loss = self.own_loss()?;
@@ -439,6 +456,15 @@ impl Trainer {
         if self.tries > 0 {
             self.told.sound = self.is_sound(loss);
         }
+        let begun = self.executor.comm.now();
+        let vote = self.reduced(loss, stop);
+        let Executor { comm, spent, .. } = &mut self.executor;
+        add_since(begun, comm, &mut spent.communicate);
+        vote
+    }
+
+    /// Averages and the vote, behind the pass.
+    fn reduced(&mut self, loss: f64, stop: bool) -> Result<Vote> {
         // One part knows the norm of all gradients: its ranks need not wait for them to tell of their losses.
         let early = (self.schedule.placement().depth() == 1).then(|| self.start_vote(loss, stop, &[]));
         if self.schedule.updates() == Updates::Flush {

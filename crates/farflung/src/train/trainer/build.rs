@@ -23,6 +23,7 @@ use crate::train::job::Job;
 use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
+use crate::train::spent::Spent;
 use crate::train::tied::{Across, Tied};
 use crate::{Result, TrainConfig};
 
@@ -98,6 +99,7 @@ impl Trainer {
             messages,
             interrupt,
             comm,
+            spent: Spent::default(),
         };
         let held_out = executor.evaluation.steps().unwrap_or(0).max(1) as u32;
         Ok(Self {

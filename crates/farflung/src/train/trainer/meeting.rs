@@ -8,10 +8,19 @@ use crate::Result;
 use crate::train::executor::Executor;
 use crate::train::fault::FaultyValue;
 use crate::train::part::Part;
+use crate::train::spent::add_since;
 
 impl Trainer {
     /// After a step of this replica alone, with its mean loss: all replicas may agree.
     pub(super) fn local_step(&mut self, loss: f64, stop: bool) -> Result<StepDone> {
+        let begun = self.executor.comm.now();
+        let done = self.meet_where_due(loss, stop);
+        let Executor { comm, spent, .. } = &mut self.executor;
+        add_since(begun, comm, &mut spent.communicate);
+        done
+    }
+
+    fn meet_where_due(&mut self, loss: f64, stop: bool) -> Result<StepDone> {
         self.window.push(loss);
         let (step, last) = (self.step, self.step == self.steps);
         let after = After { step, last };

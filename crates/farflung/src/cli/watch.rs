@@ -1,0 +1,74 @@
+//! `farflung watch`: a run's page in a browser.
+
+use std::path::PathBuf;
+
+use farflung::Result;
+
+const EXAMPLES: &str = "Examples:
+  farflung watch runs/nano-1
+  farflung watch runs/nano-1 --listen 127.0.0.1:0
+  farflung watch runs/gpt-1 --ticket-file runs/gpt-1/run.ticket
+  ssh -L 8642:127.0.0.1:8642 far-machine farflung watch runs/nano-1
+
+The first line on stdout is the page's address. The page reads what the run writes into its folder, live or afterwards:
+members and their links, shares, where each step's time went, loss, bytes, goodput, events. It changes nothing.
+/snapshot has the same as JSON. A build without the feature `watch` has no page: cargo build --release --features watch
+";
+
+/// Show a run in a browser: members and links, shares, where each step's time goes, loss, bytes, goodput, events.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct WatchCommand {
+    /// The run's folder; it may be a run that has ended.
+    #[arg(value_name = "RUN")]
+    run: PathBuf,
+    /// Where to show it; port 0 is any that is free. Whoever reaches another address than the loopback sees the run,
+    /// without encryption.
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8642")]
+    listen: String,
+    /// File with the ticket of a run of `farflung host`: its members are asked as well who is here, their shares and
+    /// for whom they wait.
+    #[arg(long, value_name = "FILE")]
+    ticket_file: Option<PathBuf>,
+    /// The run's name, where it has another than the default.
+    #[arg(long, value_name = "NAME", requires = "ticket_file")]
+    job: Option<String>,
+    /// This machine's key, made on first use; unless told `key` in `FARFLUNG_HOME` or ~/.config/farflung.
+    #[arg(long, value_name = "FILE", requires = "ticket_file")]
+    key_file: Option<PathBuf>,
+}
+
+#[cfg(not(feature = "watch"))]
+impl WatchCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let expected = "a build with it: this one has no page, build it with `--features watch`".to_owned();
+        Err(farflung::Error::Setting { field: "watch", value: self.run.display().to_string(), expected })
+    }
+}
+
+#[cfg(feature = "watch")]
+impl WatchCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let ask = self.ask()?;
+        let stop = farflung::Stop::install()?;
+        farflung::watch::serve(&self.run, &self.listen, ask, &stop, |address| {
+            if !address.ip().is_loopback() {
+                tracing::warn!(
+                    "whoever reaches {address} sees this run, without encryption and without a password: trusted \
+                     networks only"
+                );
+            }
+            super::print(&format!("http://{address}/\n"))
+        })
+    }
+
+    /// How a member of the run is asked, where there is a ticket.
+    fn ask(&self) -> Result<Option<farflung::watch::Ask>> {
+        if self.ticket_file.is_none() {
+            return Ok(None);
+        }
+        let asking =
+            super::status::asking(self.ticket_file.as_deref(), self.job.clone(), self.key_file.as_deref())?;
+        Ok(Some(Box::new(move || asking.ask())))
+    }
+}

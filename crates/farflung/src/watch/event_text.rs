@@ -1,0 +1,224 @@
+//! An event of `events.jsonl` in words. Events of other versions, which are not known here, are shown as they
+//! are.
+
+use std::fmt::Write as _;
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+
+/// The longest text of an event, in characters.
+const LONGEST: usize = 400;
+
+/// A line of the file, whatever happened.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+pub(super) struct EventLine {
+    pub(super) step: u64,
+    pub(super) time_s: f64,
+    #[serde(rename = "event")]
+    pub(super) kind: String,
+    #[serde(flatten)]
+    rest: Map<String, Value>,
+}
+
+/// Who came and went in a change of members.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Change {
+    pub(super) came: Vec<u32>,
+    pub(super) went: Vec<u32>,
+    /// Seconds of the run's clock.
+    pub(super) took_s: f64,
+}
+
+impl EventLine {
+    pub(super) fn parse(line: &[u8]) -> Result<Self, String> {
+        let mut event: Self = serde_json::from_slice(line).map_err(|error| error.to_string())?;
+        if !event.time_s.is_finite() {
+            return Err("its time is not a number".to_owned());
+        }
+        event.kind = cut(&event.kind);
+        Ok(event)
+    }
+
+    fn text_of(&self, field: &str) -> Option<&str> {
+        self.rest.get(field)?.as_str()
+    }
+
+    fn count(&self, field: &str) -> Option<u64> {
+        self.rest.get(field)?.as_u64()
+    }
+
+    fn numbers(&self, field: &str) -> Vec<u32> {
+        let values = self.rest.get(field).and_then(Value::as_array);
+        let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
+        values.into_iter().flatten().filter_map(number).collect()
+    }
+
+    /// The change of members that it tells of, if it does.
+    pub(super) fn change(&self) -> Option<Change> {
+        (self.kind == "members").then(|| Change {
+            came: self.numbers("came"),
+            went: self.numbers("went"),
+            took_s: self.count("took_ms").unwrap_or(0) as f64 / 1e3,
+        })
+    }
+
+    /// Microbatches of each rank in a step, if it tells of other shares.
+    pub(super) fn shares(&self) -> Option<Vec<u32>> {
+        (self.kind == "shares").then(|| self.numbers("microbatches"))
+    }
+
+    /// Why the run ended, if it did with this.
+    pub(super) fn ends(&self) -> Option<String> {
+        ["lost", "named", "stopped", "refused"].contains(&self.kind.as_str()).then(|| self.text())
+    }
+
+    /// Whether somebody should look at it.
+    pub(super) fn is_alarming(&self) -> bool {
+        match self.kind.as_str() {
+            "members" => self.text_of("reason").is_some(),
+            kind => ["lost", "named", "refused"].contains(&kind),
+        }
+    }
+
+    /// In words.
+    pub(super) fn text(&self) -> String {
+        let reason = self.text_of("reason").unwrap_or("for no reason that it told");
+        cut(&match self.kind.as_str() {
+            "members" => self.members(),
+            "saved" => format!("checkpoint saved: {}", self.text_of("path").map_or("somewhere", last_part)),
+            "resumed" => {
+                let notes = self.rest.get("notes").and_then(Value::as_array);
+                let notes: Vec<_> = notes.into_iter().flatten().filter_map(Value::as_str).collect();
+                let from = self.text_of("from").map_or("a checkpoint", last_part);
+                format!("went on from {from}{}{}", if notes.is_empty() { "" } else { "; " }, notes.join("; "))
+            }
+            "skipped" => match self.count("times").unwrap_or(0) {
+                1 => "gradients overflowed: computed again".to_owned(),
+                times => format!("gradients overflowed: computed again {times} times"),
+            },
+            "shares" => self.shares_text(),
+            "lost" => format!("lost: {}", self.text_of("peer").unwrap_or("a peer")),
+            "named" => format!("wrong values: {reason}"),
+            "stopped" => reason.to_owned(),
+            "refused" => format!("refused: {reason}"),
+            kind => format!("{kind}: {}", Value::Object(self.rest.clone())),
+        })
+    }
+
+    fn shares_text(&self) -> String {
+        let shares: Vec<String> = self.numbers("microbatches").iter().map(ToString::to_string).collect();
+        let seconds = |field: &str| self.count(field).unwrap_or(0) as f64 / 1e6;
+        let (before, now) = (seconds("before_us"), seconds("now_us"));
+        format!("shares are now {}: a step takes {now:.3} s instead of {before:.3} s", shares.join(" : "))
+    }
+
+    fn members(&self) -> String {
+        let names = |peers: &[u32]| {
+            let names: Vec<String> = peers.iter().take(8).map(|peer| format!("member {peer}")).collect();
+            let more = if peers.len() > 8 { " and more" } else { "" };
+            format!("{}{more}", names.join(", "))
+        };
+        let Change { came, went, took_s } = self.change().unwrap_or_default();
+        let lost = self.text_of("reason").is_some();
+        let mut parts = Vec::new();
+        if !went.is_empty() {
+            parts.push(format!("{} {}", names(&went), if lost { "lost" } else { "left" }));
+        }
+        if !came.is_empty() {
+            parts.push(format!("{} came", names(&came)));
+        }
+        if parts.is_empty() {
+            parts.push("the same members go on".to_owned());
+        }
+        let mut text = format!("{}, {took_s:.1} s", parts.join(", "));
+        if lost {
+            let _ = write!(text, ", {} samples lost", self.count("lost_sequences").unwrap_or(0));
+        }
+        if let Some(members) = self.count("members") {
+            let _ = write!(text, "; {members} now");
+        }
+        text
+    }
+}
+
+/// The last part of a path.
+fn last_part(path: &str) -> &str {
+    path.rsplit(['/', '\\']).next().unwrap_or(path)
+}
+
+/// At most [`LONGEST`] characters of a text, without control characters.
+pub(super) fn cut(text: &str) -> String {
+    let plain = |c: char| if c.is_control() { ' ' } else { c };
+    let mut short: String = text.chars().take(LONGEST).map(plain).collect();
+    if text.chars().nth(LONGEST).is_some() {
+        short.push('…');
+    }
+    short
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Event, What};
+
+    fn text(what: What) -> String {
+        let line = serde_json::to_vec(&Event { step: 812, time_s: 1.5, what }).unwrap();
+        EventLine::parse(&line).unwrap().text()
+    }
+
+    #[test]
+    fn every_event_has_words() {
+        let members = |came: &[u32], went: &[u32], reason: Option<&str>| What::Members {
+            epoch: 4,
+            members: 3,
+            came: came.into(),
+            went: went.into(),
+            lost_sequences: 0,
+            took_ms: 2_140,
+            reason: reason.map(str::to_owned),
+        };
+        let reason = "because".to_owned();
+        for (what, expected) in [
+            (members(&[], &[3], Some("frozen")), "member 3 lost, 2.1 s, 0 samples lost; 3 now"),
+            (members(&[5], &[], None), "member 5 came, 2.1 s; 3 now"),
+            (members(&[5], &[2, 3], None), "member 2, member 3 left, member 5 came, 2.1 s; 3 now"),
+            (What::Saved { path: "runs/a/step-00000812".into() }, "checkpoint saved: step-00000812"),
+            (
+                What::Resumed { from: "a/step-3".into(), notes: vec!["`lr` differs".into()] },
+                "went on from step-3; `lr` differs",
+            ),
+            (What::Skipped { times: 2 }, "gradients overflowed: computed again 2 times"),
+            (
+                What::Shares { microbatches: vec![3, 1], before_us: 2_000_000, now_us: 1_500_000 },
+                "shares are now 3 : 1: a step takes 1.500 s instead of 2.000 s",
+            ),
+            (What::Lost { peer: "rank 1 was lost".into() }, "lost: rank 1 was lost"),
+            (What::Named { ranks: vec![1], reason: reason.clone() }, "wrong values: because"),
+            (What::Stopped { reason: "stopped by SIGINT".into() }, "stopped by SIGINT"),
+            (What::Refused { reason }, "refused: because"),
+        ] {
+            assert_eq!(text(what), expected);
+        }
+    }
+
+    #[test]
+    fn events_of_another_version_are_shown_and_long_ones_are_cut() {
+        let line = br#"{"step":1,"time_s":2,"event":"danced","partner":"rank 3"}"#;
+        let event = EventLine::parse(line).unwrap();
+        assert_eq!(event.text(), r#"danced: {"partner":"rank 3"}"#);
+        assert!(!event.is_alarming() && event.ends().is_none() && event.change().is_none());
+        let long = format!(r#"{{"step":1,"time_s":2,"event":"lost","peer":"{}"}}"#, "ä\\n".repeat(5000));
+        let text = EventLine::parse(long.as_bytes()).unwrap().text();
+        assert_eq!(text.chars().count(), LONGEST + 1);
+        assert!(text.ends_with('…') && !text.contains('\n'));
+        for bad in [
+            "",
+            "{}",
+            "[1]",
+            r#"{"step":-1,"time_s":0,"event":"x"}"#,
+            r#"{"step":1,"time_s":"x","event":"x"}"#,
+        ] {
+            assert!(EventLine::parse(bad.as_bytes()).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! Who trains, and over which links: from a run's plan, its declared links, changes of members, and what a
+//! member says that was asked.
+
+use farflung_base::{Bandwidth, Rank, Topology};
+use farflung_parallel::Plan;
+
+use super::event_text::{Change, cut};
+use super::snapshot::{Carries, LinkFacts, MemberFacts, Presence};
+use crate::train::elastic::Status;
+
+/// The most members that are drawn.
+pub const MOST_MEMBERS: usize = 64;
+/// The most former members that are drawn.
+const MOST_GONE: usize = 8;
+/// The most members that are known of.
+const MOST_KNOWN: usize = 4 * MOST_MEMBERS;
+
+/// What is known of the members.
+#[derive(Debug, Default)]
+pub(super) struct Who {
+    pub(super) plan: Option<Plan>,
+    pub(super) topology: Option<Topology>,
+    pub(super) status: Option<Status>,
+    /// Those that changes have left, once there was one.
+    roster: Option<Roster>,
+    /// Microbatches of each rank in a step, where they were changed.
+    shares: Option<Vec<u32>>,
+}
+
+/// Members by the numbers of their endpoints.
+#[derive(Debug, Default)]
+struct Roster {
+    /// By rank: members keep the order in which they came.
+    here: Vec<u32>,
+    /// The last that went.
+    gone: Vec<u32>,
+}
+
+impl Who {
+    /// Members have changed.
+    pub(super) fn change(&mut self, change: &Change) {
+        let plan = self.plan.as_ref();
+        let Roster { here, gone } = self.roster.get_or_insert_with(|| Roster::of(plan));
+        here.retain(|slot| !change.went.contains(slot) && !change.came.contains(slot));
+        gone.retain(|slot| !change.came.contains(slot));
+        here.extend(&change.came);
+        here.truncate(MOST_KNOWN);
+        gone.extend(&change.went);
+        gone.drain(..gone.len().saturating_sub(MOST_GONE));
+        self.shares = None;
+    }
+
+    /// Members have these microbatches in a step, by rank.
+    pub(super) fn share(&mut self, microbatches: Vec<u32>) {
+        self.shares = Some(microbatches);
+    }
+
+    /// The members are those of the plan again.
+    pub(super) fn forget_changes(&mut self) {
+        (self.roster, self.shares) = (None, None);
+    }
+
+    /// Ranks of the plan, where members do not change.
+    pub(super) fn ranks(&self) -> Option<usize> {
+        let fixed = self.roster.is_none() && self.status.is_none();
+        self.plan.as_ref().filter(|_| fixed).map(|plan| plan.ranks() as usize)
+    }
+
+    /// The members, at most [`MOST_MEMBERS`], and how many more there are.
+    pub(super) fn members(&self) -> (Vec<MemberFacts>, usize) {
+        let mut members = match (&self.status, &self.roster, &self.plan) {
+            (Some(status), ..) => asked(status),
+            (None, Some(roster), _) => roster.members(self.shares.as_deref()),
+            (None, None, Some(plan)) => planned(plan),
+            (None, None, None) => Vec::new(),
+        };
+        let more = members.len().saturating_sub(MOST_MEMBERS);
+        members.truncate(MOST_MEMBERS);
+        (members, more)
+    }
+
+    /// The links between members that follow each other in an average's ring or in a pipeline.
+    pub(super) fn links(&self, members: &[MemberFacts]) -> Vec<LinkFacts> {
+        let here: Vec<usize> =
+            (0..members.len()).filter(|&i| members[i].presence == Presence::Here).collect();
+        let Some(plan) = self.plan.as_ref().filter(|_| self.ranks().is_some()) else {
+            return ring(&here)
+                .into_iter()
+                .map(|(from, to)| self.link(from, to, Carries::Averages))
+                .collect();
+        };
+        let stages = plan.stages() as usize;
+        let mut links = Vec::new();
+        for stage in 0..stages {
+            let holders: Vec<usize> = here.iter().copied().filter(|rank| rank % stages == stage).collect();
+            links.extend(ring(&holders).into_iter().map(|(a, b)| self.link(a, b, Carries::Averages)));
+        }
+        let next =
+            |&rank: &usize| (rank % stages + 1 < stages && rank + 1 < members.len()).then_some(rank + 1);
+        let pairs = here.iter().filter_map(|rank| next(rank).map(|next| (*rank, next)));
+        links.extend(pairs.map(|(a, b)| self.link(a, b, Carries::Activations)));
+        links
+    }
+
+    /// A link with its slower direction's rate.
+    fn link(&self, from: usize, to: usize, carries: Carries) -> LinkFacts {
+        let fits =
+            |topology: &&Topology| self.ranks() == Some(topology.size()) && from.max(to) < topology.size();
+        let declared = self.topology.as_ref().filter(fits).map(|topology| {
+            let way = |from: usize, to: usize| {
+                let (from, to) = (Rank(from as u32), Rank(to as u32));
+                (topology.rate(from, to), topology.link(from, to).latency)
+            };
+            way(from, to).min(way(to, from))
+        });
+        LinkFacts {
+            from,
+            to,
+            carries,
+            bits_per_s: declared
+                .map(|(rate, _)| rate)
+                .filter(|rate| *rate != Bandwidth::UNLIMITED)
+                .map(|rate| rate.0),
+            latency_s: declared.map(|(_, latency)| latency.as_secs_f64()),
+        }
+    }
+}
+
+/// Pairs of neighbours on a ring.
+fn ring(of: &[usize]) -> Vec<(usize, usize)> {
+    match of {
+        [] | [_] => Vec::new(),
+        [a, b] => vec![(*a, *b)],
+        [first, .., last] => {
+            let mut pairs: Vec<_> = of.windows(2).map(|pair| (pair[0], pair[1])).collect();
+            pairs.push((*last, *first));
+            pairs
+        }
+    }
+}
+
+/// The ranks of a plan.
+fn planned(plan: &Plan) -> Vec<MemberFacts> {
+    let (stages, all) = (plan.stages().max(1), plan.microbatches.iter().map(|&m| u64::from(m)).sum::<u64>());
+    let member = |(rank, name): (u32, &String)| {
+        let replica = rank / stages;
+        let microbatches = plan.microbatches.get(replica as usize);
+        MemberFacts {
+            name: cut(name),
+            rank: Some(rank),
+            replica: Some(replica),
+            stage: Some(rank % stages),
+            share: microbatches.filter(|_| all > 0).map(|&m| f64::from(m) / all as f64),
+            ..MemberFacts::default()
+        }
+    };
+    (0..plan.ranks()).zip(&plan.machines).map(member).collect()
+}
+
+impl Roster {
+    /// The members of a plan.
+    fn of(plan: Option<&Plan>) -> Self {
+        let machines = (0..).zip(plan.into_iter().flat_map(|plan| &plan.machines));
+        let number = |name: &str| name.strip_prefix("member.").and_then(|slot| slot.parse().ok());
+        Self {
+            here: machines.take(MOST_KNOWN).map(|(rank, name)| number(name).unwrap_or(rank)).collect(),
+            gone: Vec::new(),
+        }
+    }
+
+    /// Who is here, with shares where these are told of as many, and who has gone.
+    fn members(&self, shares: Option<&[u32]>) -> Vec<MemberFacts> {
+        let shares = shares.filter(|shares| shares.len() == self.here.len());
+        let all: u64 = shares.into_iter().flatten().map(|&share| u64::from(share)).sum();
+        let named = |slot: u32| MemberFacts { name: format!("member {slot}"), ..MemberFacts::default() };
+        let here = (0..).zip(&self.here).map(|(rank, &slot)| MemberFacts {
+            rank: Some(rank),
+            replica: Some(rank),
+            stage: Some(0),
+            share: shares.filter(|_| all > 0).map(|shares| f64::from(shares[rank as usize]) / all as f64),
+            ..named(slot)
+        });
+        let gone = self.gone.iter().map(|&slot| MemberFacts { presence: Presence::Gone, ..named(slot) });
+        here.chain(gone).collect()
+    }
+}
+
+/// The members that one of them has told of.
+fn asked(status: &Status) -> Vec<MemberFacts> {
+    let name = |slot: u32| format!("member {slot}");
+    let member = |(rank, member): (u32, &crate::train::elastic::MemberStatus)| MemberFacts {
+        name: name(member.slot),
+        rank: Some(rank),
+        replica: Some(rank),
+        stage: Some(0),
+        share: Some(member.share).filter(|share| share.is_finite()),
+        address: member.address.as_deref().map(cut),
+        // That it waits for itself would say nothing.
+        waits_for: member.waits_for.filter(|&slot| slot != member.slot).map(name),
+        bytes_sent: member.answers.then_some(status.sent),
+        ..MemberFacts::default()
+    };
+    let waiting = status.waiting.iter().map(|&slot| MemberFacts {
+        name: name(slot),
+        presence: Presence::Waiting,
+        ..MemberFacts::default()
+    });
+    (0..).zip(&status.members).map(member).chain(waiting).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_base::Link;
+
+    use super::*;
+
+    fn plan(mesh: &str, machines: &[&str], microbatches: &str, parts: &[&str]) -> Plan {
+        let parts: Vec<String> =
+            parts.iter().map(|layers| format!("[[part]]\nlayers = \"{layers}\"\n")).collect();
+        let parts = parts.concat();
+        let text = format!(
+            "version = 1\nmesh = \"{mesh}\"\nmachines = {machines:?}\nprecision = \"f32\"\nbatch = 1\n\
+             microbatches = {microbatches}\n[model]\nname = \"m\"\nlayers = 4\nparameters = 7\n{parts}\
+             [[level]]\nmethod = \"ddp\"\ncodec = \"none\"\n"
+        );
+        text.parse().unwrap()
+    }
+
+    fn pairs(links: &[LinkFacts], carries: Carries) -> Vec<(usize, usize)> {
+        links.iter().filter(|link| link.carries == carries).map(|link| (link.from, link.to)).collect()
+    }
+
+    #[test]
+    fn ranks_shares_and_links_are_the_plans() {
+        let plan = plan("data=2,pipeline=2", &["a.0", "a.1", "b.0", "b.1"], "[3, 1]", &["0..2", "2..4"]);
+        let link: Link = "20mbit,25ms".parse().unwrap();
+        let mut topology = Topology::uniform(4, link);
+        topology.set_link(Rank(3), Rank(1), Link { bandwidth: Bandwidth(5_000), ..link });
+        let who = Who { plan: Some(plan), topology: Some(topology), ..Who::default() };
+        let (members, more) = who.members();
+        let seen: Vec<_> = members.iter().map(|m| (m.name.as_str(), m.replica, m.stage, m.share)).collect();
+        let of = |name, replica, stage, share| (name, Some(replica), Some(stage), Some(share));
+        assert_eq!(
+            seen,
+            [of("a.0", 0, 0, 0.75), of("a.1", 0, 1, 0.75), of("b.0", 1, 0, 0.25), of("b.1", 1, 1, 0.25)]
+        );
+        assert_eq!((more, who.ranks()), (0, Some(4)));
+        let links = who.links(&members);
+        assert_eq!(pairs(&links, Carries::Averages), [(0, 2), (1, 3)]);
+        assert_eq!(pairs(&links, Carries::Activations), [(0, 1), (2, 3)]);
+        assert_eq!(links[0].bits_per_s, Some(20_000_000));
+        assert_eq!((links[1].bits_per_s, links[1].latency_s), (Some(5_000), Some(0.025)));
+    }
+
+    #[test]
+    fn members_that_came_and_went_are_told_apart_and_no_rate_is_made_up() {
+        let plan = plan("data=1,pipeline=1", &["worker.0"], "[1]", &["0..4"]);
+        let topology = Some(Topology::uniform(1, "lan".parse().unwrap()));
+        let mut who = Who { plan: Some(plan), topology, ..Who::default() };
+        for (came, went) in [(vec![7], vec![]), (vec![2, 9], vec![]), (vec![3], vec![7])] {
+            who.change(&Change { came, went, took_s: 1.0 });
+        }
+        let seen = |who: &Who| {
+            let members = who.members().0.into_iter();
+            members.map(|m| (m.name, m.rank, m.presence, m.share)).collect::<Vec<_>>()
+        };
+        let here = |slot: u32, rank, share| (format!("member {slot}"), Some(rank), Presence::Here, share);
+        let gone = ("member 7".to_owned(), None, Presence::Gone, None);
+        let all = [(0, 0), (2, 1), (9, 2), (3, 3)].map(|(slot, rank)| here(slot, rank, None));
+        assert_eq!(seen(&who), [&all[..], std::slice::from_ref(&gone)].concat());
+        let links = who.links(&who.members().0);
+        assert_eq!(pairs(&links, Carries::Averages), [(0, 1), (1, 2), (2, 3), (3, 0)]);
+        assert!(links.iter().all(|link| link.bits_per_s.is_none() && link.latency_s.is_none()));
+        // Shares are told by rank, and of other members' they say nothing.
+        who.share(vec![3, 1, 2, 2]);
+        let shared = [(0, 0, 0.375), (2, 1, 0.125), (9, 2, 0.25), (3, 3, 0.25)];
+        let shared = shared.map(|(slot, rank, share)| here(slot, rank, Some(share)));
+        assert_eq!(seen(&who), [&shared[..], std::slice::from_ref(&gone)].concat());
+        who.share(vec![1]);
+        assert_eq!(seen(&who), [&all[..], &[gone]].concat());
+        // However many come and go.
+        for slot in 10..10_000 {
+            who.change(&Change { came: vec![slot], went: vec![slot - 1], took_s: 0.0 });
+        }
+        let (members, _) = who.members();
+        assert_eq!(members.iter().filter(|m| m.presence == Presence::Gone).count(), MOST_GONE);
+        assert_eq!(members[3].name, "member 9999");
+        who.change(&Change { came: (20_000..30_000).collect(), went: Vec::new(), took_s: 0.0 });
+        let (members, more) = who.members();
+        assert_eq!((members.len(), more), (MOST_MEMBERS, MOST_KNOWN + MOST_GONE - MOST_MEMBERS));
+    }
+}
