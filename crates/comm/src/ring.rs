@@ -16,7 +16,7 @@ pub fn ring(rank: Rank, size: usize) -> Program {
     Program::new(size, whole(rank.index(), &members, |b| b..b + 1))
 }
 
-/// [`ring`] in `chunks` parts of each block, which follow each other round: what a rank has reduced it passes on at once,
+/// [`ring()`] in `chunks` parts of each block, which follow each other round: what a rank has reduced it passes on at once,
 /// not when its whole block has come. The same sums in the same order, so the same bits.
 #[must_use]
 pub fn pipelined_ring(rank: Rank, size: usize, chunks: usize) -> Program {

@@ -103,7 +103,7 @@ macro_rules! settings {
                       value_parser = <$ty as Setting>::from_flag)]
                 pub $name: Option<$ty>,
             )+)+
-            /// Settings that a file marks as defaults ([`BY_DEFAULT`]): they have a value but do not count as
+            /// Settings that a file marks as defaults ([`BY_DEFAULT`](given::BY_DEFAULT)): they have a value but do not count as
             /// given.
             #[arg(skip)]
             pub by_default: BTreeSet<&'static str>,

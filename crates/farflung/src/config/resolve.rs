@@ -10,14 +10,14 @@ use crate::Result;
 impl TrainConfig {
     /// What holds for a run: `given` over the file over the defaults, checked.
     ///
-    /// Errors: those of [`TrainArgs::read`], and [`Error::Setting`] for a value out of its range.
+    /// Errors: those of [`TrainArgs::read`], and [`Error::Setting`](crate::Error::Setting) for a value out of its range.
     pub fn resolve(given: TrainArgs, file: Option<&Path>) -> Result<Self> {
         Self::merge(given, file.map(TrainArgs::read).transpose()?.unwrap_or_default())
     }
 
     /// `given` over `file` over the defaults, checked.
     ///
-    /// Errors: [`Error::Setting`] for a value out of its range.
+    /// Errors: [`Error::Setting`](crate::Error::Setting) for a value out of its range.
     pub fn merge(given: TrainArgs, mut file: TrainArgs) -> Result<Self> {
         // The file's value is a default that followed the file's `lr`.
         if given.lr.is_some() && file.by_default.remove("min_lr") {

@@ -27,7 +27,7 @@ use crate::Result;
 /// schedules and all-reduce algorithms that fit it. Replicas average gradients at each step: methods with local
 /// steps change what is learned, and are `farflung plan`'s.
 ///
-/// Errors: machines that hold none of the plans, with what is missing; those of [`Prediction::on`].
+/// Errors: machines that hold none of the plans, with what is missing; those of [`Prediction::on`](super::prediction::Prediction::on).
 pub fn auto(
     name: &str,
     model: &GptConfig,

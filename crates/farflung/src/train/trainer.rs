@@ -256,7 +256,7 @@ impl Trainer {
     /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and one that fails
     /// anywhere before all ranks agreed leaves parameters, moments and residuals as they were.
     ///
-    /// Errors: [`Error::StepNotFinite`] where the gradients are not finite in [`TRIES`] tries, on all ranks
+    /// Errors: [`Error::StepNotFinite`] where the gradients are not finite in three tries, on all ranks
     /// that vote.
     pub fn step(&mut self, stop: bool) -> Result<StepDone> {
         let (begun, computes) = (self.comm().now(), !self.unmet);

@@ -269,7 +269,8 @@ fn note(
         let addresses = member.place.arrivals.addresses().into_iter();
         let me = member.place.transport().me();
         let others: Vec<String> = addresses.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
-        kept::write_addresses(run.path(), &others)
+        kept::write_addresses(run.path(), &others)?;
+        run.replace("plan.toml", steps.job.plan.to_string().as_bytes())
     })
 }
 

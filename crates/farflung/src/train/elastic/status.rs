@@ -179,7 +179,10 @@ fn members(place: &Place, job: &Job) -> Vec<MemberStatus> {
             joined: member.joined,
             share: f64::from(microbatches) / f64::from(all.max(1)),
             answers: PeerId(member.slot) == me,
-            waits_for: transport.waits_of(PeerId(member.slot)).map(|peer| peer.0),
+            waits_for: transport
+                .waits_of(PeerId(member.slot))
+                .map(|peer| peer.0)
+                .filter(|&peer| peer != member.slot),
         })
         .collect()
 }
