@@ -170,6 +170,7 @@ pub const BENCHES: &[Bench] = &[
     failure::BENCH,
     members::join::BENCH,
     members::hosted::BENCH,
+    members::launched::BENCH,
     relay::BENCH,
     soak::BENCH,
     split_brain::BENCH,

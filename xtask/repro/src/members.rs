@@ -3,6 +3,7 @@
 pub(crate) mod churn;
 pub(crate) mod hosted;
 pub(crate) mod join;
+pub(crate) mod launched;
 mod processes;
 
 use std::collections::BTreeSet;

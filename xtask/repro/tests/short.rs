@@ -25,6 +25,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("dgc", "trains for half a minute"),
     ("diloco", "trains for half a minute"),
     ("divergence", "one mark is decided by the clock"),
+    ("elastic-launch", "real processes, and the binary beside it"),
     ("engines", "needs mpirun, Slurm and sshd, and the binary beside it"),
     ("failure", "deadlines of real processes, which tests beside it would miss"),
     ("gemm", "decided by the clock"),
