@@ -7,6 +7,7 @@ mod asynchronous;
 mod cocktail;
 mod ddp;
 mod delayed;
+mod des_loc;
 mod diloco;
 mod eager;
 mod event;
@@ -38,6 +39,7 @@ pub use asynchronous::{
 pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
 pub use delayed::{Delayed, DelayedSettings, Merge};
+pub use des_loc::{DES_LOC, DesLoc, MomentPeriods};
 pub use diloco::{DILOCO, DiLoCo};
 pub use eager::{EAGER, Eager};
 pub use event::{EVENT, EventTriggered};
@@ -109,6 +111,11 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 
     /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
+
+    /// What else it averaged, by number from 0, in the same order on all copies: `None` behind the last.
+    fn exchanged_beside(&mut self, _number: usize) -> Option<&mut Tensor> {
+        None
+    }
 
     /// Computes the parameters' next values. No parameter has changed when it returns.
     ///
@@ -225,6 +232,8 @@ pub struct SyncSettings<'a> {
     pub average: AverageConfig,
     /// Steps between averages.
     pub every: u64,
+    /// Steps between averages of what optimizers remember.
+    pub moments: MomentPeriods,
     /// Learning rate of an outer optimizer.
     pub outer_lr: f64,
     /// Nesterov momentum of an outer optimizer.
@@ -277,10 +286,19 @@ pub struct SyncMethod {
     pub compensates: bool,
     /// The outer momentum, unless another is asked for, where it is not that of `diloco`.
     pub outer_momentum: Option<f64>,
-    /// What it keeps, by the outer optimizer's momentum.
-    pub buffers: fn(f64) -> Buffers,
+    /// What it keeps beside optimizers.
+    pub buffers: fn(&Kept) -> Buffers,
     /// Makes one.
     pub build: fn(SyncSettings<'_>) -> Result<Box<dyn Synchroniser>, OptimError>,
+}
+
+/// What decides how many buffers a method keeps.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Kept {
+    /// Momentum of an outer optimizer.
+    pub momentum: f64,
+    /// Buffers of a copy's own optimizer.
+    pub states: usize,
 }
 
 /// Buffers of a method, each as long as the parameters.
@@ -296,6 +314,7 @@ pub struct Buffers {
 pub const METHODS: &[SyncMethod] = &[
     DDP,
     DILOCO,
+    DES_LOC,
     STREAMING,
     EAGER,
     COCKTAIL,

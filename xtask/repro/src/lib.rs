@@ -62,6 +62,7 @@ mod device_parity;
 mod device_train;
 mod combo;
 mod demo;
+mod des_loc;
 mod dgc;
 mod diloco;
 mod diloco_exact;
@@ -144,6 +145,7 @@ pub const BENCHES: &[Bench] = &[
     gossip::BENCH,
     asynchronous::BENCH,
     local_vs_sync::BENCH,
+    des_loc::BENCH,
     demo::BENCH,
     combo::BENCH,
     dgc::BENCH,

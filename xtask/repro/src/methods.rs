@@ -66,6 +66,15 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync diloco --sync-every 3",
     ),
     same("--sync diloco --sync-every 3 --local-steps 3,3,3,3", "--sync diloco --sync-every 3"),
+    near(
+        "--sync des-loc --sync-every 1 --first-moment-every 1 --optimizer sgd --clip 0 --lr 0.1",
+        "--sync ddp --optimizer sgd --clip 0 --lr 0.1",
+    ),
+    // No moment is averaged in so few steps.
+    same(
+        "--sync des-loc --sync-every 3 --first-moment-every 9 --second-moment-every 9",
+        "--sync diloco --sync-every 3 --outer-lr 1 --outer-momentum 0",
+    ),
     near("--sync parameter-server --workers 1", "--sync ddp --workers 1"),
     near("--sync bounded-stale --workers 1", "--sync ddp --workers 1"),
     near(
@@ -127,8 +136,9 @@ const UNEVEN: [u32; 4] = [1, 3, 2, 2];
 
 /// Methods whose replicas train on unequal numbers of tokens: after one step of plain SGD, what they have in
 /// common is the mean by tokens, which is the step of ddp.
-const WEIGHTED: [&str; 9] = [
+const WEIGHTED: [&str; 10] = [
     "--sync diloco --outer-lr 1 --outer-momentum 0",
+    "--sync des-loc",
     "--sync noloco --outer-lr 1 --outer-momentum 0",
     "--sync d-psgd",
     "--sync shift-one",
@@ -172,10 +182,12 @@ fn all() -> Vec<String> {
     let methods = METHODS.iter().filter(alone).map(|row| {
         let codec = row.codec.map_or(String::new(), |codec| format!(" --codec {codec}"));
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
+        let moments = " --first-moment-every 3 --second-moment-every 6";
+        let moments = if row.reads.contains(&"first-moment-every") { moments } else { "" };
         // So that workers meet at the step of the checkpoint, and are never done at the same time.
         let timed = format!(" --meet-every {CHECKPOINT} --topology {UNEQUAL}");
         let timed = if row.timed { &timed } else { "" };
-        format!("--sync {}{every}{codec}{timed}", row.name)
+        format!("--sync {}{every}{moments}{codec}{timed}", row.name)
     });
     let recipes = RECIPES.iter().map(|row| {
         let local = row.settings.iter().any(|(name, _)| *name == "sync-every");

@@ -315,6 +315,10 @@ settings! {
         sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between DiLoCo's averages; under zero-one-adam the most.
         sync_every: u64, "STEPS", 20u64;
+        /// Steps between des-loc's averages of first moments, a multiple of --sync-every; unless told 3 times that.
+        first_moment_every: u64, "STEPS";
+        /// Steps between des-loc's averages of second moments, a multiple of --sync-every; unless told 6 times that.
+        second_moment_every: u64, "STEPS";
         /// Local steps of each replica in --sync-every steps: equal, by-speed (slower machines of --topology
         /// take fewer, so that nobody waits), or a number for each such as 30,30,10.
         local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;

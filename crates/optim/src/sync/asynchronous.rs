@@ -12,7 +12,7 @@ use super::exchange::Packing;
 use super::mean::copy;
 use super::saved::required;
 use super::server::{DelayedNesterov, Quorum, QuorumMean, Server, ServerRule, ToServer, Wants};
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, Kept, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::{Average, OptimError};
 use owner::{Owner, refused};
@@ -82,7 +82,7 @@ pub const ASYNC: SyncMethod = SyncMethod {
     compensates: false,
     // With the papers' 0.9 eight workers that are a round stale diverge (bench async).
     outer_momentum: Some(0.5),
-    buffers: |momentum| {
+    buffers: |&Kept { momentum, .. }| {
         let momentum = if momentum == 0.0 { 0 } else { 2 };
         // The model and what the server remembers, the same as they are saved, and three of the worker's own.
         Buffers { held: 5 + 2 * momentum, saved: 4 + momentum }

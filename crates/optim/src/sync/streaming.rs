@@ -1,6 +1,6 @@
 //! Streaming `DiLoCo`.
 
-use super::{Buffers, Delayed, DelayedSettings, Merge, SyncMethod};
+use super::{Buffers, Delayed, DelayedSettings, Kept, Merge, SyncMethod};
 
 /// [`Delayed`] outer steps of fragments, which copies mix with their own parameters.
 ///
@@ -18,7 +18,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     codec: None,
     compensates: false,
     outer_momentum: None,
-    buffers: |momentum| {
+    buffers: |&Kept { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);
         // Anchor, momentum, what they become, delta, mean; saved with a copy's own parameters.
         Buffers { held: 4 + 2 * momentum, saved: 4 + momentum }

@@ -11,7 +11,7 @@ use farflung_base::{Nanos, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
-    After, AsynchronousSettings, Quorum, Servers, SyncMethod, SyncSettings, Synchroniser,
+    After, AsynchronousSettings, MomentPeriods, Quorum, Servers, SyncMethod, SyncSettings, Synchroniser,
 };
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
@@ -98,6 +98,7 @@ pub(crate) fn make(
         layout: &layout(),
         average,
         every: case.every,
+        moments: MomentPeriods::of(case.every),
         outer_lr: 0.7,
         outer_momentum: case.momentum,
         fragments: case.fragments,

@@ -88,6 +88,12 @@ const CASES: &[Case] = &[
         true,
         "`servers`, `meet-every` change nothing: `sync` is ddp, not async or parameter-server",
     ),
+    (
+        "first-moment-every = 40\nsecond-moment-every = 120",
+        4,
+        true,
+        "`first-moment-every`, `second-moment-every` change nothing: `sync` is ddp, not des-loc",
+    ),
     ("trigger = 0.1", 4, true, "`trigger` changes nothing: `sync` is ddp, not event"),
     ("sync-delay = 1", 4, true, "`sync-delay` changes nothing: `sync` is ddp, not streaming or async"),
     ("outer-buffer = 2", 4, true, "`outer-buffer` changes nothing: `sync` is ddp, not async"),
