@@ -14,6 +14,7 @@ mod event;
 mod exchange;
 mod gossip;
 mod mean;
+mod model_average;
 mod modulo;
 mod moniqua;
 mod neighbours;
@@ -44,6 +45,7 @@ pub use diloco::{DILOCO, DiLoCo};
 pub use eager::{EAGER, Eager};
 pub use event::{EVENT, EventTriggered};
 pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
+pub use model_average::{ASYNC_AVERAGE, ModelAverage};
 pub use moniqua::MONIQUA;
 pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
@@ -112,9 +114,9 @@ pub trait Synchroniser: std::fmt::Debug + Send {
     /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
 
-    /// What else it averaged, by number from 0, in the same order on all copies: `None` behind the last.
-    fn exchanged_beside(&mut self, _number: usize) -> Option<&mut Tensor> {
-        None
+    /// What else it averaged, in the same order on all copies.
+    fn exchanged_beside(&mut self) -> Vec<&mut Tensor> {
+        Vec::new()
     }
 
     /// Computes the parameters' next values. No parameter has changed when it returns.
@@ -282,6 +284,8 @@ pub struct SyncMethod {
     pub every: Option<u64>,
     /// The codec that its averages go through, unless another is asked for; `none` where there is no other.
     pub codec: Option<&'static str>,
+    /// Whether a codec is for what it sends itself, rather than for averages.
+    pub codes_changes: bool,
     /// Whether it makes up itself for what a codec loses, so that the codec needs no feedback.
     pub compensates: bool,
     /// The outer momentum, unless another is asked for, where it is not that of `diloco`.
@@ -299,6 +303,8 @@ pub struct Kept {
     pub momentum: f64,
     /// Buffers of a copy's own optimizer.
     pub states: usize,
+    /// Whether the codec keeps what it loses.
+    pub feedback: bool,
 }
 
 /// Buffers of a method, each as long as the parameters.
@@ -330,6 +336,7 @@ pub const METHODS: &[SyncMethod] = &[
     PARAMETER_SERVER,
     BOUNDED_STALE,
     DECOUPLED,
+    ASYNC_AVERAGE,
     MONIQUA,
     ZERO_ONE,
 ];

@@ -149,7 +149,9 @@ fn reference(periods: Periods) -> Vec<f64> {
     let mean = |each: &mut [Vec<f64>]| {
         for i in 0..len {
             let all: f64 = each.iter().zip(WEIGHTS).map(|(x, weight)| weight * x[i]).sum();
-            each.iter_mut().for_each(|x| x[i] = all / WEIGHTS.iter().sum::<f64>());
+            for x in &mut *each {
+                x[i] = all / WEIGHTS.iter().sum::<f64>();
+            }
         }
     };
     let mut x = vec![pick(random(1)); RANKS];

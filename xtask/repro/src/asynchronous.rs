@@ -10,7 +10,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "async",
     claim: "with a straggler, workers that take local steps by their speed or wait for nobody train on more tokens an \
             hour, and to a lower loss in the same time",
-    source: "Liu et al. 2024, asynchronous local SGD; Ho et al. 2013, bounded staleness; Douillard et al. 2026",
+    source: "Gan et al. 2021, BAGUA; Liu et al. 2024, asynchronous local SGD; Ho et al. 2013, bounded staleness; \
+             Douillard et al. 2026",
     seed: 1337,
     run,
 };
@@ -22,13 +23,14 @@ const WORKERS: f64 = 8.0;
 /// Arms in which all wait for the straggler.
 const WAITING: [&Arm; 2] = [&arms::F32, &arms::DILOCO_10];
 /// Arms in which nobody does.
-const FREE: [&Arm; 6] = [
+const FREE: [&Arm; 7] = [
     &arms::DILOCO_BY_SPEED,
     &arms::ASYNC,
     &arms::ASYNC_PLAIN,
     &arms::PARAMETER_SERVER,
     &arms::BOUNDED_STALE,
     &arms::DECOUPLED,
+    &arms::ASYNC_AVERAGE,
 ];
 
 /// Tokens that an arm trains on in a second of the virtual clock, over those of another of equal steps.

@@ -18,6 +18,7 @@ pub mod plan;
 pub mod recipe;
 pub mod shared;
 mod sync;
+mod transport;
 mod validate;
 pub mod value;
 
@@ -39,10 +40,10 @@ use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::Precision;
 use farflung_zoo::Sharding;
 
-use crate::{Error, Result};
+use crate::Result;
 use choice::{
     Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume, SamplingKind,
-    ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind, TransportName,
+    ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind,
 };
 use given::{BY_DEFAULT, Given};
 use local_steps::LocalStepsKind;
@@ -340,6 +341,10 @@ settings! {
         /// Steps between meetings of asynchronous workers, at which losses are told and a run may be evaluated
         /// and saved.
         meet_every: u64, "STEPS", 100u64;
+        /// Time from the end of a round of async-average to the next.
+        average_interval: Nanos, "TIME", Nanos::from_millis(500);
+        /// Steps at the beginning in which async-average averages gradients instead.
+        sync_warmup: u64, "STEPS", 0u64;
         /// Changes that async gathers for a step of its outer momentum; 0 is one of each worker.
         outer_buffer: u64, "N", 0u64;
         /// Steps that bounded-stale lets a worker be ahead of the slowest.
@@ -565,34 +570,6 @@ impl TrainConfig {
     pub fn get(&self, name: &str) -> Option<toml::Value> {
         let mut all = self.entries().into_iter().flat_map(|(_, entries)| entries);
         all.find(|(key, _)| dashed(key) == name)?.1
-    }
-
-    /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
-    ///
-    /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for one between
-    /// processes where all workers are in one.
-    pub fn transport_for(&self, processes: usize) -> Result<TransportName> {
-        let several = processes > 1;
-        let fitting = || TransportName::all().filter(|row| row.joins_processes() == several);
-        let TransportKind::Named(row) = self.transport else {
-            return Ok(fitting().next().expect("the table has some of both"));
-        };
-        // A job of one worker may be its own network.
-        if row.joins_processes() == several || (row.joins_processes() && self.workers == 1) {
-            return Ok(row);
-        }
-        let names: Vec<_> = fitting().map(|row| row.name).collect();
-        let names = names.join(" or ");
-        let expected = if several {
-            format!("{names}, since the job has {processes} processes")
-        } else {
-            let n = self.workers;
-            format!(
-                "{names} for {n} workers in one process: with {row} each is a process of its own, as \
-                 `farflung launch -n {n} -- train` starts them"
-            )
-        };
-        Err(Error::Setting { field: "transport", value: row.to_string(), expected })
     }
 }
 

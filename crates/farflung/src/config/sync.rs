@@ -53,7 +53,9 @@ impl TrainConfig {
     /// What decides how many buffers the method of synchronisation keeps.
     pub(crate) fn kept(&self) -> Kept {
         let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
-        Kept { momentum: self.outer_momentum, states: local.states }
+        let codec = self.averaged_codec();
+        let feedback = self.sync.codes_changes && codec.codec().is_some_and(|codec| codec.feedback());
+        Kept { momentum: self.outer_momentum, states: local.states, feedback }
     }
 
     /// What only asynchronous methods read, of one of so many replicas with so many of the tokens of a step,
@@ -66,6 +68,8 @@ impl TrainConfig {
             buffer: self.outer_buffer,
             staleness: self.staleness,
             quorum: Quorum { least, grace: self.grace },
+            interval: self.average_interval,
+            warmup: self.sync_warmup,
             tokens_per_step,
         }
     }

@@ -1,6 +1,8 @@
 //! The settings: defaults, files, flags, and what is refused.
 
+use super::choice::TransportName;
 use super::*;
+use crate::Error;
 use crate::transports::{MEMORY, SIMULATED, TCP};
 
 fn toml(text: &str) -> Result<TrainArgs> {

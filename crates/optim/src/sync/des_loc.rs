@@ -19,6 +19,7 @@ pub const DES_LOC: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     // The anchor, how far parameters are from it, the anchor before a step that is tried, and a mean of each state.
@@ -141,8 +142,9 @@ impl Synchroniser for DesLoc {
     fn exchanged(&mut self) -> Option<&mut Tensor> {
         self.params.exchanged()
     }
-    fn exchanged_beside(&mut self, number: usize) -> Option<&mut Tensor> {
-        self.due.get(number).map(|&state| &mut self.means[state])
+    fn exchanged_beside(&mut self) -> Vec<&mut Tensor> {
+        let means = self.means.iter_mut().enumerate();
+        means.filter(|(number, _)| self.due.contains(number)).map(|(_, mean)| mean).collect()
     }
     fn prepare(&mut self) -> Result<(), OptimError> {
         for &state in &self.due {

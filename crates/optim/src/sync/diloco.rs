@@ -15,6 +15,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     // The anchor, the delta, and the outer momentum; the anchor and the momentum before a step that is tried.

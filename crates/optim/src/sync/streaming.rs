@@ -16,6 +16,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     buffers: |&Kept { momentum, .. }| {

@@ -76,6 +76,8 @@ pub(crate) const PLAIN: Case = Case {
         buffer: 0,
         staleness: 2,
         quorum: Quorum { least: 1, grace: Nanos::ZERO },
+        interval: Nanos::ZERO,
+        warmup: 0,
         tokens_per_step: 1.0,
     },
     theta: 0.2,

@@ -436,6 +436,13 @@ pub(crate) const DECOUPLED: Arm = arm(
     "outer steps of more than half of the workers, whichever come first",
 );
 
+/// BAGUA's asynchronous model averaging.
+pub(crate) const ASYNC_AVERAGE: Arm = arm(
+    "asynchronous averaging",
+    "--sync async-average --average-interval 5ms --local-steps by-speed",
+    "parameters of all are averaged in the background every 5 ms, while workers train on",
+);
+
 /// Local steps, and a plain mean of parameters.
 pub(crate) const LOCAL_5: Arm = arm(
     "local SGD H=5",
@@ -519,6 +526,7 @@ pub(crate) const ALL: &[Arm] = &[
     PARAMETER_SERVER,
     BOUNDED_STALE,
     DECOUPLED,
+    ASYNC_AVERAGE,
     DILOCO_50,
     DILOCO_500,
     DILOCO_INT8,

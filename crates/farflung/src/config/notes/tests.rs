@@ -86,7 +86,7 @@ const CASES: &[Case] = &[
         "servers = 'central'\nmeet-every = 50\nouter-buffer = 2\nstaleness = 3\nquorum = 2\ngrace = '1s'",
         4,
         true,
-        "`servers`, `meet-every` change nothing: `sync` is ddp, not async or parameter-server",
+        "`servers` changes nothing: `sync` is ddp, not async or parameter-server",
     ),
     (
         "first-moment-every = 40\nsecond-moment-every = 120",
@@ -96,6 +96,18 @@ const CASES: &[Case] = &[
     ),
     ("trigger = 0.1", 4, true, "`trigger` changes nothing: `sync` is ddp, not event"),
     ("sync-delay = 1", 4, true, "`sync-delay` changes nothing: `sync` is ddp, not streaming or async"),
+    (
+        "average-interval = '1s'\nsync-warmup = 9",
+        4,
+        true,
+        "`average-interval`, `sync-warmup` change nothing: `sync` is ddp, not async-average",
+    ),
+    (
+        "meet-every = 50",
+        4,
+        true,
+        "`meet-every` changes nothing: `sync` is ddp, not async or parameter-server",
+    ),
     ("outer-buffer = 2", 4, true, "`outer-buffer` changes nothing: `sync` is ddp, not async"),
     ("staleness = 2", 4, true, "`staleness` changes nothing: `sync` is ddp, not bounded-stale"),
     ("quorum = 2\ngrace = '1s'", 4, true, "`quorum`, `grace` change nothing: `sync` is ddp, not decoupled"),

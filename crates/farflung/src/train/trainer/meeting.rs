@@ -144,14 +144,11 @@ impl Trainer {
         }
         // Both users of the token table take the same step: codecs may have rounded their averages differently.
         tied.take_first(parts, placement, |part| part.sync.as_mut().and_then(|sync| sync.exchanged()))?;
-        let beside = |part: &mut Part| {
-            let sync = part.sync.as_mut();
-            sync.map_or(0, |sync| (0..).take_while(|&number| sync.exchanged_beside(number).is_some()).count())
-        };
+        let beside = |part: &mut Part| part.sync.as_mut().map_or(0, |sync| sync.exchanged_beside().len());
         let others = parts.values_mut().map(beside).max().unwrap_or(0);
         for number in 0..others {
             tied.take_first(parts, placement, |part| {
-                part.sync.as_mut().and_then(|sync| sync.exchanged_beside(number))
+                part.sync.as_mut().and_then(|sync| sync.exchanged_beside().into_iter().nth(number))
             })?;
         }
         self.suffer(FaultyValue::Reduced, self.step)?;
