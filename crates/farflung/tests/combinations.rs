@@ -26,6 +26,8 @@ fn base() -> (tempfile::TempDir, TrainConfig) {
         context: Some(8),
         batch: 1,
         sync_every: 2,
+        first_moment_every: Some(2),
+        second_moment_every: Some(2),
         outer_lr: 0.7,
         // Some optimizers take long steps here.
         theta: 10.0,

@@ -13,7 +13,7 @@ use crate::OptimError;
 use crate::group::{Groups, ParamGroup};
 use crate::norm::global_norm;
 use crate::per_tensor::{Tensors, factor};
-use crate::transform::{Rounds, StepInfo, Transform};
+use crate::transform::{Rounds, StateKind, StepInfo, Transform};
 pub use gathered::Meets;
 use pass::{Class, Numbered, Pass, Place, classify, close, passes};
 
@@ -112,6 +112,7 @@ impl ChainBuilder {
     pub fn build(self, device: &Device, layout: &ParamLayout) -> Result<Chain, OptimError> {
         self.check()?;
         let mut named: Vec<(String, Tensor)> = Vec::new();
+        let mut kinds = Vec::new();
         let (mut numbers, mut scalars, mut begun) = (Vec::new(), 0, 0);
         for (i, Link { transform: link, is_for }) in self.links.iter().enumerate() {
             // The second of two alike has names of its own.
@@ -120,8 +121,9 @@ impl ChainBuilder {
             begun = if matches!(is_for, For::Others) { begun } else { named.len() };
             numbers.push((scalars, begun));
             scalars += link.scalar_count();
-            for state in link.states().iter().skip(named.len() - begun) {
+            for (i, state) in link.states().iter().enumerate().skip(named.len() - begun) {
                 named.push((format!("{}{number}.{state}", link.name()), device.zeros(layout.len())?));
+                kinds.push(link.state_kind(i));
             }
         }
         let passes_of = |selected: &[bool], group: ParamGroup| {
@@ -159,6 +161,7 @@ impl ChainBuilder {
             classes,
             contribution: contribution::program()?,
             states: named,
+            kinds,
             first_states: numbers.into_iter().map(|(_, states)| states).collect(),
             update,
             factor: factor()?,
@@ -196,6 +199,8 @@ pub struct Chain {
     /// From a state and the gradient to what replicas average.
     contribution: Program,
     states: Vec<(String, Tensor)>,
+    /// What each of them is.
+    kinds: Vec<StateKind>,
     /// Where the states of each link begin.
     first_states: Vec<usize>,
     /// The update between two passes, if there are several.
@@ -360,6 +365,16 @@ impl Chain {
     /// Named state buffers, each of the layout's length.
     pub fn states(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.states.iter().map(|(name, t)| (name.as_str(), t))
+    }
+
+    /// The state buffers by what they are, in the order of [`Chain::states`].
+    pub fn kinds(&self) -> impl Iterator<Item = (StateKind, &Tensor)> {
+        self.kinds.iter().copied().zip(self.states.iter().map(|(_, state)| state))
+    }
+
+    /// The same, to be replaced by what replicas averaged.
+    pub fn kinds_mut(&mut self) -> impl Iterator<Item = (StateKind, &mut Tensor)> {
+        self.kinds.iter().copied().zip(self.states.iter_mut().map(|(_, state)| state))
     }
 
     /// Buffers of the layout's length that are in use during a step only.

@@ -7,12 +7,14 @@ mod asynchronous;
 mod cocktail;
 mod ddp;
 mod delayed;
+mod des_loc;
 mod diloco;
 mod eager;
 mod event;
 mod exchange;
 mod gossip;
 mod mean;
+mod model_average;
 mod modulo;
 mod moniqua;
 mod neighbours;
@@ -38,10 +40,12 @@ pub use asynchronous::{
 pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
 pub use delayed::{Delayed, DelayedSettings, Merge};
+pub use des_loc::{DES_LOC, DesLoc, MomentPeriods};
 pub use diloco::{DILOCO, DiLoCo};
 pub use eager::{EAGER, Eager};
 pub use event::{EVENT, EventTriggered};
 pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
+pub use model_average::{ASYNC_AVERAGE, ModelAverage};
 pub use moniqua::MONIQUA;
 pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
@@ -109,6 +113,11 @@ pub trait Synchroniser: std::fmt::Debug + Send {
 
     /// What [`Synchroniser::exchange`] averaged, before it is committed; `None` where it averages nothing.
     fn exchanged(&mut self) -> Option<&mut Tensor>;
+
+    /// What else it averaged, in the same order on all copies.
+    fn exchanged_beside(&mut self) -> Vec<&mut Tensor> {
+        Vec::new()
+    }
 
     /// Computes the parameters' next values. No parameter has changed when it returns.
     ///
@@ -225,6 +234,8 @@ pub struct SyncSettings<'a> {
     pub average: AverageConfig,
     /// Steps between averages.
     pub every: u64,
+    /// Steps between averages of what optimizers remember.
+    pub moments: MomentPeriods,
     /// Learning rate of an outer optimizer.
     pub outer_lr: f64,
     /// Nesterov momentum of an outer optimizer.
@@ -273,14 +284,27 @@ pub struct SyncMethod {
     pub every: Option<u64>,
     /// The codec that its averages go through, unless another is asked for; `none` where there is no other.
     pub codec: Option<&'static str>,
+    /// Whether a codec is for what it sends itself, rather than for averages.
+    pub codes_changes: bool,
     /// Whether it makes up itself for what a codec loses, so that the codec needs no feedback.
     pub compensates: bool,
     /// The outer momentum, unless another is asked for, where it is not that of `diloco`.
     pub outer_momentum: Option<f64>,
-    /// What it keeps, by the outer optimizer's momentum.
-    pub buffers: fn(f64) -> Buffers,
+    /// What it keeps beside optimizers.
+    pub buffers: fn(&Kept) -> Buffers,
     /// Makes one.
     pub build: fn(SyncSettings<'_>) -> Result<Box<dyn Synchroniser>, OptimError>,
+}
+
+/// What decides how many buffers a method keeps.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Kept {
+    /// Momentum of an outer optimizer.
+    pub momentum: f64,
+    /// Buffers of a copy's own optimizer.
+    pub states: usize,
+    /// Whether the codec keeps what it loses.
+    pub feedback: bool,
 }
 
 /// Buffers of a method, each as long as the parameters.
@@ -296,6 +320,7 @@ pub struct Buffers {
 pub const METHODS: &[SyncMethod] = &[
     DDP,
     DILOCO,
+    DES_LOC,
     STREAMING,
     EAGER,
     COCKTAIL,
@@ -311,6 +336,7 @@ pub const METHODS: &[SyncMethod] = &[
     PARAMETER_SERVER,
     BOUNDED_STALE,
     DECOUPLED,
+    ASYNC_AVERAGE,
     MONIQUA,
     ZERO_ONE,
 ];

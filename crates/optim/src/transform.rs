@@ -130,6 +130,17 @@ pub struct Gathered {
     pub scalars: u16,
 }
 
+/// What a link remembers in a buffer, for methods that average it over replicas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StateKind {
+    /// Slow weights.
+    Weights,
+    /// A running mean of gradients.
+    FirstMoment,
+    /// A running mean of their squares, or a sum of them.
+    SecondMoment,
+}
+
 /// One link of a chain.
 pub trait Transform: Debug + Send {
     /// Its name, the prefix of its state's names.
@@ -144,6 +155,11 @@ pub trait Transform: Debug + Send {
     /// sees whole tensors: its instructions then do without its states.
     fn states(&self) -> &'static [&'static str] {
         &[]
+    }
+
+    /// What is in the state buffer of this number. Not asked of a link that decides itself what replicas average.
+    fn state_kind(&self, _state: usize) -> StateKind {
+        StateKind::FirstMoment
     }
 
     /// Whether it uses the global norm of the incoming gradient: such a link stands first.

@@ -10,6 +10,7 @@ use std::thread;
 
 use farflung_base::{Nanos, Rank, Topology};
 use farflung_comm::{Communicator, simulated};
+use farflung_compress::{CodecSpec, Compressor as _, Payload, RoundKey};
 use farflung_optim::sync::{
     ASYNC, After, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Quorum, Servers,
     SyncMethod,
@@ -306,4 +307,92 @@ fn bytes_are_those_of_the_formula() {
     let all: u64 = sent.iter().map(|(before, _, after)| after - before).sum();
     let changes = 2 * ranks * (17 + 9) + 2 * (ranks - 1) * 4 * values;
     assert!(all >= changes && all < changes + 200, "{all}, {changes}");
+}
+
+/// A parameter server in f64 whose workers send changes through a codec of one server, with what that loses.
+fn plain_coded(codec: &str, speeds: &[u64], warmup: u64) -> Vec<Vec<Vec<f64>>> {
+    let spec: CodecSpec = codec.parse().unwrap();
+    let places = elements();
+    let start = random(1);
+    let pick = |flat: &[f32]| -> Vec<f32> { places.iter().map(|&i| flat[i]).collect() };
+    let mut model: Vec<f64> = pick(&start).into_iter().map(f64::from).collect();
+    let mut params = vec![model.clone(); speeds.len()];
+    let mut lost = vec![vec![0.0_f32; model.len()]; speeds.len()];
+    let mut trace = vec![Vec::new(); speeds.len()];
+    let mut events: Vec<(u64, usize, u64)> = (0..speeds.len())
+        .flat_map(|rank| (1..=STEPS).map(move |step| (step, rank)))
+        .map(|(step, rank)| (step * speeds[rank], rank, step))
+        .collect();
+    events.sort_unstable();
+    for (_, rank, step) in events {
+        let base = params[rank].clone();
+        for (p, g) in params[rank].iter_mut().zip(pick(&local(rank, step))) {
+            *p -= f64::from(0.01 * g);
+        }
+        let change = base.iter().zip(&params[rank]).map(|(base, now)| base - now);
+        let owed: Vec<f32> = change.zip(&lost[rank]).map(|(d, e)| (d + f64::from(*e)) as f32).collect();
+        let mut sent = owed.clone();
+        if step > warmup {
+            let (mut codec, mut payload) = (spec.build_memoryless(), Payload::new());
+            let key = RoundKey { seed: 0, round: step, shard: 0, rank: Rank(rank as u32) };
+            codec.compress(&owed, key, &mut payload).unwrap();
+            codec.decompress(payload.view(), &mut sent).unwrap();
+            lost[rank] = owed.iter().zip(&sent).map(|(owed, sent)| owed - sent).collect();
+        }
+        for (x, d) in model.iter_mut().zip(&sent) {
+            *x -= f64::from(*d) / speeds.len() as f64;
+        }
+        params[rank].clone_from(&model);
+        if step < STEPS {
+            trace[rank].push(params[rank].clone());
+        }
+    }
+    trace
+}
+
+#[test]
+fn changes_through_a_codec_are_those_of_plain_loops_with_feedback() {
+    let places = elements();
+    for (codec, warmup) in [("int8", 0), ("topk:0.2/f16", 0), ("sign", 5)] {
+        let coded = format!("{codec}+ef").leak();
+        let case = Case { codec: coded, warmup, ..case(Servers::Central, PLAIN.asynchronous) };
+        let got = trace(&PARAMETER_SERVER, case, &SPEEDS, Cut::Never);
+        for (rank, wanted) in plain_coded(codec, &SPEEDS, warmup).iter().enumerate() {
+            for (step, wanted) in wanted.iter().enumerate() {
+                let values: Vec<f32> = places.iter().map(|&i| got[rank].0[step][i]).collect();
+                let off = far(&values, wanted);
+                // A change that is rounded the other way is a step of the codec off.
+                assert!(off < 1e-4, "{codec}: rank {rank}, step {}: {off}", step + 1);
+            }
+        }
+        assert!(got.windows(2).all(|pair| pair[0].0.last() == pair[1].0.last()), "equal at the end");
+    }
+}
+
+#[test]
+fn what_a_codec_lost_goes_on_from_what_was_saved() {
+    for method in [&ASYNC, &PARAMETER_SERVER, &BOUNDED_STALE, &DECOUPLED] {
+        for servers in [Servers::Sharded, Servers::Central] {
+            for codec in ["int8+ef", "rolling:4/topk:0.3+ef", "topk:0.1/int4+ef:0.9"] {
+                let case = Case { codec, ..case(servers, PLAIN.asynchronous) };
+                let settled = trace(method, case, &SPEEDS, Cut::Settled(9));
+                let restored = trace(method, case, &SPEEDS, Cut::Restored(9));
+                for (settled, restored) in settled.iter().zip(&restored) {
+                    assert!(settled.0 == restored.0, "{}, {servers:?}, {codec}", method.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_protocol_and_a_codec_with_momentum_are_refused() {
+    for codec in ["powersgd:2", "dgc:0.1"] {
+        let comm = Communicator::new(farflung_comm::memory::cluster(1).remove(0));
+        let params = CPU.tensor(&random(1), layout().len()).unwrap();
+        let made = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            make(&ASYNC, Case { codec, ..case(Servers::Central, PLAIN.asynchronous) }, comm, &[], &params)
+        }));
+        assert!(made.is_err(), "{codec}");
+    }
 }

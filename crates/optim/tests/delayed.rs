@@ -11,7 +11,8 @@ use std::thread;
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
-    After, COCKTAIL, DILOCO, Delayed, DelayedSettings, Merge, STREAMING, SyncSettings, Timeline,
+    After, COCKTAIL, DILOCO, Delayed, DelayedSettings, Merge, MomentPeriods, STREAMING, SyncSettings,
+    Timeline,
 };
 use farflung_tensor::{ParamLayout, Shape};
 use synchronise::{CPU, Case, PLAIN, STEPS, elements, far, layout, local, make, random, trace};
@@ -190,6 +191,7 @@ fn what_no_timeline_has_is_refused() {
             layout: &layout(),
             average: AverageConfig::default(),
             every: 1,
+            moments: MomentPeriods::of(1),
             outer_lr: 1.0,
             outer_momentum: 0.0,
             fragments: 1,
@@ -293,6 +295,7 @@ fn torchfts_streaming_fixture() {
             layout: &layout,
             average: AverageConfig::default(),
             every: 6,
+            moments: MomentPeriods::of(1),
             outer_lr: 2.0,
             outer_momentum: 0.0,
             fragments: 2,

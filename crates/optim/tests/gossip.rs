@@ -10,8 +10,8 @@ use farflung_comm::{Communicator, memory};
 use farflung_compress::{CodecSpec, Payload, RoundKey};
 use farflung_optim::OptimError;
 use farflung_optim::sync::{
-    After, CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, MONIQUA, Meeting, NOLOCO, Neighbour,
-    RANDOM_PAIRS, SHIFT_ONE, SyncMethod, SyncSettings,
+    After, CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, MONIQUA, Meeting, MomentPeriods, NOLOCO,
+    Neighbour, RANDOM_PAIRS, SHIFT_ONE, SyncMethod, SyncSettings,
 };
 use synchronise::{CPU, Case, PLAIN, STEPS, far, layout, local, make, random, trace};
 
@@ -380,6 +380,7 @@ fn a_rate_that_leads_nowhere_and_a_protocol_are_refused() {
         layout: Box::leak(Box::new(layout())),
         average: farflung_optim::AverageConfig { codec: case.codec.parse().unwrap(), ..Default::default() },
         every: 1,
+        moments: MomentPeriods::of(1),
         outer_lr: 1.0,
         outer_momentum: 0.0,
         fragments: 1,

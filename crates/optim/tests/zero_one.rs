@@ -10,7 +10,9 @@ use std::thread;
 
 use farflung_base::{Algorithm, Philox};
 use farflung_comm::{Communicator, memory};
-use farflung_optim::sync::{After, AsynchronousSettings, SyncSettings, Synchroniser, ZERO_ONE};
+use farflung_optim::sync::{
+    After, AsynchronousSettings, MomentPeriods, SyncSettings, Synchroniser, ZERO_ONE,
+};
 use farflung_optim::transform::{Rounds, ZeroOneAdam};
 use farflung_optim::{AverageConfig, Chain, LrSchedule, OnebitAdam, OptimError, onebit_adam, zero_one_adam};
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
@@ -134,6 +136,7 @@ fn of(
         layout: &LAYOUT,
         average,
         every: 4,
+        moments: MomentPeriods::of(1),
         outer_lr: 1.0,
         outer_momentum: 0.0,
         fragments: 1,

@@ -16,6 +16,7 @@ pub static LOCAL_SGD: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     buffers: |_| Buffers { held: 1, saved: 0 },

@@ -27,8 +27,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let signum = lab.compare(report, &arms::SIGNUM, &f32, Mark::None)?;
     let many = lab.compare(report, &arms::DEMO, &f32, judged(MEASURED[0]))?;
     let few = lab.compare(report, &arms::DISTRO, &f32, judged(MEASURED[1]))?;
-    let plain = lab.compare(report, &arms::DEMO_PLAIN, &f32, Mark::None)?;
-    let alone = lab.compare(report, &arms::DEMO_ALONE, &f32, Mark::None)?;
     let sizes = lab.sizes(&arms::DISTRO)?;
     // What one worker's payload is of a copy of the gradients in 16 bits, as the papers count.
     let payload =
@@ -45,15 +43,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let values = 4096 * 4096;
     let ratio = 2.0 * values as f64 / codec.max_payload(values) as f64;
     report.row("the same of 16.8 million parameters", ratio, "x", Mark::AtLeast(950.0))?;
-    let better = plain.gap(&f32).mean - many.gap(&f32).mean;
-    report.row(
-        "DeMo k=32: how much better than without the transform",
-        better,
-        "%",
-        judged_above(options),
-    )?;
-    let better = alone.gap(&f32).mean - many.gap(&f32).mean;
-    report.row("DeMo k=32: how much better than without momentum", better, "%", judged_above(options))?;
     let gap = many.gap(&f32);
     Published {
         what: "loss of DeMo with 32 of 4096 coefficients against AdamW",
@@ -83,8 +72,4 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     }
     .record(report);
     Ok(())
-}
-
-fn judged_above(options: &Options) -> Mark {
-    if options.quick { Mark::None } else { Mark::AtLeast(0.0) }
 }

@@ -62,6 +62,8 @@ mod device_parity;
 mod device_train;
 mod combo;
 mod demo;
+mod demo_parts;
+mod des_loc;
 mod dgc;
 mod diloco;
 mod diloco_exact;
@@ -73,6 +75,7 @@ mod engines;
 mod failure;
 mod gemm;
 mod gossip;
+mod gossip_packed;
 mod gpt_step;
 #[cfg(feature = "wgpu")]
 mod gpu;
@@ -88,6 +91,7 @@ mod memory_table;
 mod mismatch;
 mod morphing;
 mod onebit;
+mod onebit_lamb;
 mod overlap_comm;
 mod overlap_ddp;
 mod pacing;
@@ -137,14 +141,18 @@ pub const BENCHES: &[Bench] = &[
     bagua::BENCH,
     powersgd::BENCH,
     onebit::BENCH,
+    onebit_lamb::BENCH,
     streaming::BENCH,
     theory::BENCH,
     wan_step::BENCH,
     cocktail::BENCH,
     gossip::BENCH,
+    gossip_packed::BENCH,
     asynchronous::BENCH,
     local_vs_sync::BENCH,
+    des_loc::BENCH,
     demo::BENCH,
+    demo_parts::BENCH,
     combo::BENCH,
     dgc::BENCH,
     precision::BENCH,

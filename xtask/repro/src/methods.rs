@@ -66,8 +66,18 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync diloco --sync-every 3",
     ),
     same("--sync diloco --sync-every 3 --local-steps 3,3,3,3", "--sync diloco --sync-every 3"),
+    near(
+        "--sync des-loc --sync-every 1 --first-moment-every 1 --optimizer sgd --clip 0 --lr 0.1",
+        "--sync ddp --optimizer sgd --clip 0 --lr 0.1",
+    ),
+    // No moment is averaged in so few steps.
+    same(
+        "--sync des-loc --sync-every 3 --first-moment-every 9 --second-moment-every 9",
+        "--sync diloco --sync-every 3 --outer-lr 1 --outer-momentum 0",
+    ),
     near("--sync parameter-server --workers 1", "--sync ddp --workers 1"),
     near("--sync bounded-stale --workers 1", "--sync ddp --workers 1"),
+    near("--sync parameter-server --codec topk:1.0", "--sync parameter-server"),
     near(
         "--sync async --workers 1 --sync-every 3 --sync-delay 0 --outer-lr 1 --outer-momentum 0",
         "--sync ddp --workers 1",
@@ -77,6 +87,8 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync ddp --workers 1",
     ),
     near("--sync cocktail --workers 1", "--sync ddp --workers 1"),
+    near("--sync async-average --sync-warmup 8", "--sync ddp"),
+    near("--sync async-average --average-interval 0s", "--sync cocktail --codec none"),
     near(
         "--sync noloco --workers 2 --outer-lr 1 --outer-momentum 0 --sync-every 3",
         "--sync diloco --workers 2 --outer-lr 1 --outer-momentum 0 --sync-every 3",
@@ -127,8 +139,9 @@ const UNEVEN: [u32; 4] = [1, 3, 2, 2];
 
 /// Methods whose replicas train on unequal numbers of tokens: after one step of plain SGD, what they have in
 /// common is the mean by tokens, which is the step of ddp.
-const WEIGHTED: [&str; 9] = [
+const WEIGHTED: [&str; 10] = [
     "--sync diloco --outer-lr 1 --outer-momentum 0",
+    "--sync des-loc",
     "--sync noloco --outer-lr 1 --outer-momentum 0",
     "--sync d-psgd",
     "--sync shift-one",
@@ -172,10 +185,18 @@ fn all() -> Vec<String> {
     let methods = METHODS.iter().filter(alone).map(|row| {
         let codec = row.codec.map_or(String::new(), |codec| format!(" --codec {codec}"));
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
+        let moments = " --first-moment-every 3 --second-moment-every 6";
+        let moments = if row.reads.contains(&"first-moment-every") { moments } else { "" };
         // So that workers meet at the step of the checkpoint, and are never done at the same time.
         let timed = format!(" --meet-every {CHECKPOINT} --topology {UNEQUAL}");
         let timed = if row.timed { &timed } else { "" };
-        format!("--sync {}{every}{codec}{timed}", row.name)
+        let interval = if row.reads.contains(&"average-interval") { " --average-interval 300us" } else { "" };
+        format!("--sync {}{every}{moments}{interval}{codec}{timed}", row.name)
+    });
+    // Changes to servers in 8 bits, with feedback.
+    let coded = METHODS.iter().filter(|row| row.codes_changes).map(|row| {
+        let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
+        format!("--sync {}{every} --codec int8 --meet-every {CHECKPOINT} --topology {UNEQUAL}", row.name)
     });
     let recipes = RECIPES.iter().map(|row| {
         let local = row.settings.iter().any(|(name, _)| *name == "sync-every");
@@ -190,7 +211,7 @@ fn all() -> Vec<String> {
     });
     let paced = "--sync diloco --sync-every 3 --local-steps 3,3,2,1".to_owned();
     let falling = "--codec dgc:0.01 --density-warmup 6".to_owned();
-    methods.chain(recipes).chain(optimizers).chain([paced, falling]).collect()
+    methods.chain(coded).chain(recipes).chain(optimizers).chain([paced, falling]).collect()
 }
 
 /// What runs share, beside flags.
@@ -253,7 +274,9 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         Ok(ends)
     };
     for Degenerate { flags, other, within } in DEGENERATE {
-        let off = relative_l2(&trained(flags, Over::Memory)?[0], &trained(other, Over::Memory)?[0]);
+        // What has arrived by when is known on the virtual clock alone.
+        let over = if timed(flags) { Over::Simulated(Link::FREE) } else { Over::Memory };
+        let off = relative_l2(&trained(flags, over)?[0], &trained(other, over)?[0]);
         let metric = format!("{flags}: parameters after {STEPS} steps against {other}");
         report.row(&metric, off, "", Mark::AtMost(*within))?;
     }

@@ -25,10 +25,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let qadam = lab.compare(report, &arms::QADAM, &f32, judged)?;
     let zero_one = lab.compare(report, &arms::ZERO_ONE_ADAM, &f32, Mark::None)?;
     let control = lab.compare(report, &arms::SIGN, &f32, Mark::None)?;
-    let lamb = lab.compare(report, &arms::LAMB, &f32, Mark::None)?;
-    let onebit_lamb = lab.compare(report, &arms::ONEBIT_LAMB, &f32, Mark::None)?;
-    let above = onebit_lamb.gap(&lamb);
-    report.row("1-bit LAMB: loss above LAMB's", above.mean, "%", Mark::None)?;
     let fewer = 100.0 * (1.0 - zero_one.payload() / onebit.payload());
     report.row("0/1 Adam: fewer bytes than 1-bit Adam", fewer, "%", Mark::None)?;
     let (gap, ratio) = (onebit.gap(&f32), f32.payload() / onebit.payload());
@@ -57,20 +53,6 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         holds: fewer > 0.0 && zero_one.gap(&f32).mean <= MOST,
         note: "most of what is saved is the warm-up, which 1-bit Adam sends as f32: the variance changes in \
                few of its steps",
-    }
-    .record(report);
-    Published {
-        what: "loss of 1-bit LAMB above LAMB's",
-        paper: "LAMB's loss at up to 4.6 times less volume (BERT-Large)",
-        ours: format!(
-            "{:+.2} % (standard deviation {:.2} %) at {:.2} times less than in f32",
-            above.mean,
-            above.sigma,
-            f32.payload() / onebit_lamb.payload()
-        ),
-        setting: lab.setting().command(&arms::ONEBIT_LAMB),
-        holds: above.mean <= MOST,
-        note: "the model is small, and neither is tuned to it: the learning rate is AdamW's",
     }
     .record(report);
     Ok(())

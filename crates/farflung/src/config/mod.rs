@@ -19,6 +19,7 @@ pub mod recipe;
 mod resolve;
 pub mod shared;
 mod sync;
+mod transport;
 mod validate;
 pub mod value;
 
@@ -39,10 +40,10 @@ use farflung_parallel::pipeline::{Method, VersionSync};
 use farflung_tensor::Precision;
 use farflung_zoo::Sharding;
 
-use crate::{Error, Result};
+use crate::Result;
 use choice::{
     BalanceKind, Devices, LossScaling, LrScheduleKind, MuonScaleKind, OptimizerKind, RecipeKind, Resume,
-    SamplingKind, ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind, TransportName,
+    SamplingKind, ServersKind, StoreKind, SyncKind, TokenizerKind, TransportKind,
 };
 use given::Given;
 use local_steps::LocalStepsKind;
@@ -315,6 +316,10 @@ settings! {
         sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between DiLoCo's averages; under zero-one-adam the most.
         sync_every: u64, "STEPS", 20u64;
+        /// Steps between des-loc's averages of first moments, a multiple of --sync-every; unless told 3 times that.
+        first_moment_every: u64, "STEPS";
+        /// Steps between des-loc's averages of second moments, a multiple of --sync-every; unless told 6 times that.
+        second_moment_every: u64, "STEPS";
         /// Local steps of each replica in --sync-every steps: equal, by-speed (slower machines of --topology
         /// take fewer, so that nobody waits), or a number for each such as 30,30,10.
         local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;
@@ -340,6 +345,10 @@ settings! {
         /// Steps between meetings of asynchronous workers, at which losses are told and a run may be evaluated
         /// and saved.
         meet_every: u64, "STEPS", 100u64;
+        /// Time from the end of a round of async-average to the next.
+        average_interval: Nanos, "TIME", Nanos::from_millis(500);
+        /// Steps at the beginning in which async-average averages gradients instead.
+        sync_warmup: u64, "STEPS", 0u64;
         /// Changes that async gathers for a step of its outer momentum; 0 is one of each worker.
         outer_buffer: u64, "N", 0u64;
         /// Steps that bounded-stale lets a worker be ahead of the slowest.
@@ -504,36 +513,6 @@ impl Default for TrainConfig {
     /// The default run: nano, four workers behind home uplinks, gradients in eight bits.
     fn default() -> Self {
         Self { given: Given::Differs, ..Self::fill(TrainArgs::default()) }
-    }
-}
-
-impl TrainConfig {
-    /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
-    ///
-    /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for one between
-    /// processes where all workers are in one.
-    pub fn transport_for(&self, processes: usize) -> Result<TransportName> {
-        let several = processes > 1;
-        let fitting = || TransportName::all().filter(|row| row.joins_processes() == several);
-        let TransportKind::Named(row) = self.transport else {
-            return Ok(fitting().next().expect("the table has some of both"));
-        };
-        // A job of one worker may be its own network.
-        if row.joins_processes() == several || (row.joins_processes() && self.workers == 1) {
-            return Ok(row);
-        }
-        let names: Vec<_> = fitting().map(|row| row.name).collect();
-        let names = names.join(" or ");
-        let expected = if several {
-            format!("{names}, since the job has {processes} processes")
-        } else {
-            let n = self.workers;
-            format!(
-                "{names} for {n} workers in one process: with {row} each is a process of its own, as \
-                 `farflung launch -n {n} -- train` starts them"
-            )
-        };
-        Err(Error::Setting { field: "transport", value: row.to_string(), expected })
     }
 }
 

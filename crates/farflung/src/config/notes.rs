@@ -179,6 +179,11 @@ impl TrainConfig {
         let codec = self.codec;
         let plain = codec.is_plain() && self.optimizer.averages == Averages::Gradients;
         notes.idle(plain, &["codec-warmup"], "all averages travel as they are");
+        notes.idle(
+            sync.codes_changes,
+            &["density-warmup"],
+            &format!("`sync` {sync} sends changes, and its codec keeps one share of them"),
+        );
         let keeps = codec.codec().and_then(|codec| codec.density()).is_some();
         notes.idle(
             !keeps || self.sync.compensates,

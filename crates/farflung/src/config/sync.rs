@@ -1,9 +1,9 @@
 //! The settings of how replicas stay one model: those that follow the method or the optimizer.
 
 use farflung_compress::AverageSpec;
-use farflung_optim::OptimError;
 use farflung_optim::local::Averages;
-use farflung_optim::sync::{AsynchronousSettings, Quorum, Timeline};
+use farflung_optim::sync::{AsynchronousSettings, Kept, MomentPeriods, Quorum, Timeline};
+use farflung_optim::{LrSchedule, OptimError};
 
 use super::choice::SyncKind;
 use super::value::Setting as _;
@@ -41,6 +41,23 @@ impl TrainConfig {
         self.fragments.unwrap_or(UNLESS_TOLD.min(self.sync_every) as usize)
     }
 
+    /// Steps between averages of what optimizers remember.
+    pub(crate) fn moments(&self) -> MomentPeriods {
+        let MomentPeriods { first, second } = MomentPeriods::of(self.sync_every);
+        MomentPeriods {
+            first: self.first_moment_every.unwrap_or(first),
+            second: self.second_moment_every.unwrap_or(second),
+        }
+    }
+
+    /// What decides how many buffers the method of synchronisation keeps.
+    pub(crate) fn kept(&self) -> Kept {
+        let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
+        let codec = self.averaged_codec();
+        let feedback = self.sync.codes_changes && codec.codec().is_some_and(|codec| codec.feedback());
+        Kept { momentum: self.outer_momentum, states: local.states, feedback }
+    }
+
     /// What only asynchronous methods read, of one of so many replicas with so many of the tokens of a step,
     /// where 1 is an equal share.
     pub(crate) fn asynchronous(&self, replicas: u32, tokens_per_step: f64) -> AsynchronousSettings {
@@ -51,6 +68,8 @@ impl TrainConfig {
             buffer: self.outer_buffer,
             staleness: self.staleness,
             quorum: Quorum { least, grace: self.grace },
+            interval: self.average_interval,
+            warmup: self.sync_warmup,
             tokens_per_step,
         }
     }
@@ -87,6 +106,13 @@ impl TrainConfig {
         if self.sync.timed && self.sync.reads.contains(&"sync-delay") {
             let (delay, every) = (self.sync_delay, self.sync_every);
             check("sync-delay", &delay, delay == 0 || delay < every, "below sync-every")?;
+        }
+        if self.sync.reads.contains(&"first-moment-every") {
+            let MomentPeriods { first, second } = self.moments();
+            for (field, steps) in [("first-moment-every", first), ("second-moment-every", second)] {
+                let fits = steps > 0 && steps.is_multiple_of(self.sync_every);
+                check(field, &steps, fits, "a multiple of sync-every")?;
+            }
         }
         if !self.sync.reads.contains(&"fragments") {
             return Ok(());

@@ -2,7 +2,9 @@
 
 use std::path::Path;
 
+use super::choice::TransportName;
 use super::*;
+use crate::Error;
 use crate::transports::{MEMORY, SIMULATED, TCP};
 
 fn toml(text: &str) -> Result<TrainArgs> {

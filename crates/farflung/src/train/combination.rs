@@ -219,7 +219,8 @@ const RULES: &[Rule] = &[
     Rule {
         axes: ["sync", "codec"],
         refuses: |choices| {
-            let method = choices.sync.filter(|method| method.codec == Some(NO_CODEC))?;
+            let sends = |method: &&SyncMethod| method.codec == Some(NO_CODEC) && !method.codes_changes;
+            let method = choices.sync.filter(sends)?;
             let level = choices.levels.iter().find(|level| level.codec != NO_CODEC)?;
             let expected = format!("{NO_CODEC} with {}: it sends parameters itself", method.name);
             Some(refuse("codec", &level.codec, expected))
@@ -236,6 +237,20 @@ const RULES: &[Rule] = &[
             let level = choices.levels.iter().find(|level| !fits(level))?;
             let name = method.name;
             let expected = format!("a codec without memory with {name}: it makes up itself for what is lost");
+            Some(refuse("codec", &level.codec, expected))
+        },
+    },
+    Rule {
+        axes: ["sync", "codec"],
+        refuses: |choices| {
+            let method = choices.sync.filter(|method| method.codes_changes)?;
+            let fits = |level: &Level| match level.codec.parse() {
+                Ok(AverageSpec::Codec(codec)) => codec.momentum().is_none(),
+                _ => level.codec == NO_CODEC,
+            };
+            let level = choices.levels.iter().find(|level| !fits(level))?;
+            let name = method.name;
+            let expected = format!("a codec of values with {name}: a server decodes each change alone");
             Some(refuse("codec", &level.codec, expected))
         },
     },

@@ -145,6 +145,7 @@ impl Job {
         let mut config = self.config.clone();
         config.follow(&plan);
         combination::check(&config, &plan)?;
+        planned::check_warmup(&config, &plan.outermost().steps)?;
         averages::resolve(&mut plan, &self.model, &config, self.cluster.as_ref())?;
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
@@ -394,6 +395,7 @@ impl Decided {
         if config.plan.is_none() {
             planned::set_local_steps(&mut plan, &config, &rates)?;
         }
+        planned::check_warmup(&config, &plan.outermost().steps)?;
         Ok(Self { config, plan, cluster, rates })
     }
 }

@@ -115,7 +115,7 @@ fn of_rank(
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
     let mut messages = dry.messages();
     if holders > 1 {
-        optimizer += (config.sync.buffers)(config.outer_momentum).held as u64 * model_bytes;
+        optimizer += (config.sync.buffers)(&config.kept()).held as u64 * model_bytes;
         let level = plan.outermost();
         let bucket = usize::try_from(level.bucket_bytes).unwrap_or(usize::MAX);
         let averages = averaging(&level.codec.parse()?, model_bytes.into(), holders, bucket);

@@ -138,6 +138,17 @@ pub(super) fn set_local_steps(plan: &mut Plan, config: &TrainConfig, rates: &[f6
     plan.check().and_then(|()| check_periods(plan)).map_err(in_settings)
 }
 
+/// Whether all replicas take the steps in which gradients are averaged, in a method that also has local steps.
+pub(super) fn check_warmup(config: &TrainConfig, steps: &[u32]) -> Result<()> {
+    let averages = config.optimizer.averages.sync().is_some()
+        || (config.sync.reads.contains(&"sync-warmup") && config.sync_warmup > 0);
+    if averages && steps.windows(2).any(|pair| pair[0] != pair[1]) {
+        let expected = format!("equal with {}: all average gradients in its first steps", config.sync);
+        return Err(Error::Setting { field: "local-steps", value: format!("{steps:?}"), expected });
+    }
+    Ok(())
+}
+
 /// Whether the replicas of each level reach its averages together.
 fn check_periods(plan: &Plan) -> Result<(), ParallelError> {
     for (i, Level { method, every, steps, .. }) in plan.levels.iter().enumerate() {

@@ -102,6 +102,21 @@ impl Coding {
         }
     }
 
+    /// One codec with the memory that it has; `None` where every value travels as it is.
+    ///
+    /// Errors: [`OptimError::NotACodec`] for a protocol, and for a codec that gathers momentum.
+    pub(crate) fn compressor_alone(&self) -> Result<Option<Box<dyn Compressor>>, OptimError> {
+        match self {
+            Self::Named(AverageSpec::Codec(spec)) if *spec == CodecSpec::default() => Ok(None),
+            Self::Named(AverageSpec::Codec(spec)) if spec.momentum().is_some() => {
+                Err(OptimError::NotACodec { name: spec.to_string() })
+            }
+            Self::Named(AverageSpec::Codec(spec)) => Ok(Some(spec.build())),
+            Self::Compressor(make) => Ok(Some(make())),
+            Self::Named(AverageSpec::Protocol(_)) | Self::Protocol(_) => self.memoryless().map(Some),
+        }
+    }
+
     /// What makes protocols, if they are what values go through.
     pub(super) fn protocols(&self) -> Option<Arc<MakeProtocol>> {
         match self {

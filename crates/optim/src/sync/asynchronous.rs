@@ -1,6 +1,7 @@
 //! Workers that update a model on servers when each is ready, without waiting for the slowest.
 
 mod owner;
+mod packer;
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,12 +11,13 @@ use farflung_tensor::Tensor;
 
 use super::exchange::Packing;
 use super::mean::copy;
-use super::saved::required;
+use super::saved::{optional, required};
 use super::server::{DelayedNesterov, Quorum, QuorumMean, Server, ServerRule, ToServer, Wants};
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, Kept, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
-use crate::{Average, OptimError};
+use crate::{Average, AverageConfig, Coding, OptimError};
 use owner::{Owner, refused};
+use packer::Packer;
 
 /// Where servers are.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,6 +42,10 @@ pub struct AsynchronousSettings {
     pub staleness: u64,
     /// When a mean of changes is taken.
     pub quorum: Quorum,
+    /// Time from the end of a round of model averaging to the next.
+    pub interval: Nanos,
+    /// Steps at the beginning that average gradients.
+    pub warmup: u64,
     /// Tokens of this worker's local step, where 1 is as many as all have in the mean.
     pub tokens_per_step: f64,
 }
@@ -52,6 +58,8 @@ impl Default for AsynchronousSettings {
             buffer: 0,
             staleness: 4,
             quorum: Quorum { least: 1, grace: Nanos::ZERO },
+            interval: Nanos::from_millis(500),
+            warmup: 0,
             tokens_per_step: 1.0,
         }
     }
@@ -79,13 +87,15 @@ pub const ASYNC: SyncMethod = SyncMethod {
     timed: true,
     every: None,
     codec: Some("none"),
+    codes_changes: true,
     compensates: false,
     // With the papers' 0.9 eight workers that are a round stale diverge (bench async).
     outer_momentum: Some(0.5),
-    buffers: |momentum| {
-        let momentum = if momentum == 0.0 { 0 } else { 2 };
-        // The model and what the server remembers, the same as they are saved, and three of the worker's own.
-        Buffers { held: 5 + 2 * momentum, saved: 4 + momentum }
+    buffers: |&Kept { momentum, feedback, .. }| {
+        let (momentum, feedback) = (if momentum == 0.0 { 0 } else { 2 }, usize::from(feedback));
+        // The model and what the server remembers, the same as they are saved, three of the worker's own, and
+        // what a codec lost.
+        Buffers { held: 5 + 2 * (momentum + feedback), saved: 4 + momentum + feedback }
     },
     build: |s| {
         let all = s.comm.size() as u64;
@@ -108,7 +118,7 @@ pub const PARAMETER_SERVER: SyncMethod = SyncMethod {
     reads: &["servers", "meet-every"],
     every: Some(1),
     // Without momentum.
-    buffers: |_| Buffers { held: 5, saved: 4 },
+    buffers: |kept| (ASYNC.buffers)(&Kept { momentum: 0.0, ..*kept }),
     build: |s| {
         let rule = sgd(s.comm.size());
         let pace = Pace { waits: Some(0), staleness: None, weight: 1.0 };
@@ -143,7 +153,10 @@ pub const DECOUPLED: SyncMethod = SyncMethod {
     reads: &["sync-every", "outer-lr", "outer-momentum", "quorum", "grace", "servers", "meet-every"],
     // As with `async`: a quorum of half moves the model twice a round.
     outer_momentum: Some(0.3),
-    buffers: |_| Buffers { held: 7, saved: 5 },
+    buffers: |&Kept { feedback, .. }| {
+        let feedback = usize::from(feedback);
+        Buffers { held: 7 + 2 * feedback, saved: 5 + feedback }
+    },
     build: |s| {
         let settings = s.asynchronous;
         let (outer, workers) = ((s.outer_lr, s.outer_momentum), s.comm.size());
@@ -183,7 +196,10 @@ const TAGS: ServiceTags = ServiceTags { ask: 0x5E47_0001, answer: 0x5E47_0002 };
 /// answered:  params = model + (params - params as they were sent)
 /// ```
 ///
-/// A worker sends and receives `8 P (n - 1) / n` bytes for each change of `P` values among `n` sharded servers.
+/// A change may go through a codec, of which each worker has one for each server; what that loses joins the
+/// worker's next change. Models travel as they are.
+///
+/// Without one a worker sends and receives `8 P (n - 1) / n` bytes for each change of `P` values among `n` sharded servers.
 /// Every `meet_every` steps all workers meet to tell their losses. The model of the run is the servers'; what
 /// waits for a quorum is merged where it is evaluated, saved, and after the last step, when all take it.
 ///
@@ -211,6 +227,8 @@ pub struct Asynchronous {
     remembered: Vec<(&'static str, Tensor)>,
     /// What this worker does, as it was last settled: [`Owner`]'s vectors.
     own: Vec<(&'static str, Tensor)>,
+    /// What codecs lost of this worker's changes, as it was last settled; `None` without codecs.
+    residual: Option<Tensor>,
     /// Whether an answer waits to be taken up, in what was last settled.
     answered: bool,
     /// Changes of all workers, as all last met.
@@ -223,6 +241,7 @@ fn lock(server: &Arc<Mutex<Server>>) -> MutexGuard<'_, Server> {
 
 /// The names of a worker's own vectors in checkpoints.
 const OWN: [&str; 3] = ["base", "answer", "sent"];
+const RESIDUAL: &str = "residual";
 
 impl Asynchronous {
     /// A worker, and the server of its shard, with the rule for so many values.
@@ -237,7 +256,11 @@ impl Asynchronous {
             let expected = "below the steps between two changes";
             return Err(OptimError::Setting { transform: "sync", field, value, expected });
         }
-        let average = Average::new(comm.clone(), device, layout, average)?;
+        let codec = || average.codec.compressor_alone();
+        let packer = |server: u32| {
+            let packer = |codec| Packer::new(codec, &average, comm.rank(), Rank(server));
+            Ok::<_, OptimError>(codec()?.map(packer))
+        };
         let packing = Packing::new(layout);
         let values = packing.pack(params)?;
         let range = |rank: u32| match asynchronous.servers {
@@ -252,20 +275,29 @@ impl Asynchronous {
         let named = |name| Ok::<_, OptimError>((name, zeros()?));
         let remembered = names.into_iter().map(named).collect::<Result<_, _>>()?;
         let rule = rule(mine.len());
-        let server = Server::new(mine, rule, comm.size(), pace.staleness);
+        let server = Server::new(mine, rule, comm.size(), pace.staleness).with_codec(codec()?);
         let server = Arc::new(Mutex::new(server));
         let serving = comm.start_service(TAGS, &server);
         let owners = (0..comm.size() as u32)
             .map(|rank| (rank, range(rank)))
             .filter(|(_, range)| !range.is_empty())
-            .map(|(rank, range)| Owner::new(Rank(rank), range.clone(), &values[range]));
+            .map(|(rank, range)| {
+                let owner = Owner::new(Rank(rank), range.clone(), &values[range]);
+                Ok(owner.with_packer(packer(rank)?))
+            })
+            .collect::<Result<Vec<_>, OptimError>>()?;
+        let residual = if codec()?.is_some() { Some(zeros()?) } else { None };
+        // What is averaged are numbers of meetings: nothing goes through it.
+        let plain = AverageConfig { codec: Coding::default(), warmup: 0, ..average };
+        let average = Average::new(comm.clone(), device, layout, plain)?;
         let mut common = zeros()?;
         copy(params, &mut common)?;
         Ok(Self {
             every: every.max(1),
             meet_every: asynchronous.meet_every.max(1),
             pace,
-            owners: owners.collect(),
+            owners,
+            residual,
             packing,
             server,
             serving,
@@ -292,15 +324,15 @@ impl Asynchronous {
     }
 
     /// Sends how far the parameters moved.
-    fn push(&mut self, params: &[f32], step: u64, weight: f64) {
+    fn push(&mut self, params: &[f32], step: u64, weight: f64) -> Result<(), OptimError> {
         let weight = weight * self.pace.weight;
         // What has arrived here by now was first.
         self.comm.first(&mut [&mut self.serving], Look::Now);
         for owner in &mut self.owners {
-            let change = owner.push(params, step);
-            let message = ToServer::Push { step, weight, change }.to_bytes();
+            let message = owner.push(params, (step, step / self.every), weight)?;
             owner.send(&self.comm, message);
         }
+        Ok(())
     }
 
     /// Takes up the servers' models that have come; waits for those that are due.
@@ -361,6 +393,15 @@ impl Asynchronous {
         for ((_, tensor), values) in self.own.iter_mut().zip(&all) {
             self.packing.unpack(values, tensor)?;
         }
+        if let Some(residual) = &mut self.residual {
+            let mut all = vec![0.0; self.packing.len()];
+            for owner in &self.owners {
+                if let Some(lost) = owner.residual() {
+                    all[owner.range()].copy_from_slice(&lost?);
+                }
+            }
+            self.packing.unpack(&all, residual)?;
+        }
         self.answered = self.owners.iter().any(Owner::has_answer);
         Ok(())
     }
@@ -376,7 +417,7 @@ impl Synchroniser for Asynchronous {
         // A worker that took no local step has nothing to send.
         if after.step.is_multiple_of(self.every) && !after.last && weight > 0.0 {
             let values = self.packing.pack(params)?;
-            self.push(&values, after.step, weight);
+            self.push(&values, after.step, weight)?;
             if waits == Some(0) {
                 self.take_up(params, |_| true)?;
             }
@@ -391,7 +432,7 @@ impl Synchroniser for Asynchronous {
         if after.last {
             if weight > 0.0 {
                 let values = self.packing.pack(params)?;
-                self.push(&values, after.step, weight);
+                self.push(&values, after.step, weight)?;
             }
             self.meet(Wants::Model)?;
         }
@@ -452,7 +493,8 @@ impl Synchroniser for Asynchronous {
     }
     fn own_states(&self) -> Vec<(&str, &Tensor)> {
         let noted = if self.answered { OWN.len() } else { 1 };
-        self.own[..noted].iter().map(|(name, tensor)| (*name, tensor)).collect()
+        let own = self.own[..noted].iter().map(|(name, tensor)| (*name, tensor));
+        own.chain(self.residual.iter().map(|residual| (RESIDUAL, residual))).collect()
     }
     fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
         let expected = self.common.shape().len();
@@ -462,8 +504,12 @@ impl Synchroniser for Asynchronous {
         let packed = |flat: &Vec<f32>| self.packing.pack_host(flat);
         let packed_shared: Vec<_> = shared.iter().map(packed).collect();
         let packed_own: Vec<_> = own.iter().map(packed).collect();
+        let residual = optional(get, RESIDUAL, expected)?.map(|flat| self.packing.pack_host(&flat));
         self.common.write(&shared[0])?;
         for owner in &mut self.owners {
+            if let Some(residual) = &residual {
+                owner.set_residual(residual)?;
+            }
             owner.stand_at(&packed_shared[0]);
             if let [base, rest @ ..] = &packed_own[..] {
                 owner.stand_at(base);

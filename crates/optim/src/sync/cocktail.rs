@@ -16,6 +16,7 @@ pub const COCKTAIL: SyncMethod = SyncMethod {
     timed: false,
     every: Some(1),
     codec: Some("rolling:10/topk:0.2/int4"),
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     // Anchor, what it becomes, delta, mean; saved with a copy's own parameters.

@@ -15,6 +15,7 @@ pub const DDP: SyncMethod = SyncMethod {
     timed: false,
     every: Some(1),
     codec: None,
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     buffers: |_| Buffers { held: 0, saved: 0 },

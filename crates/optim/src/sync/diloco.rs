@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, Kept, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
 
 /// [`DiLoCo`].
@@ -15,10 +15,11 @@ pub const DILOCO: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     // The anchor, the delta, and the outer momentum; the anchor and the momentum before a step that is tried.
-    buffers: |momentum| {
+    buffers: |&Kept { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);
         Buffers { held: 3 + 2 * momentum, saved: 1 + momentum }
     },

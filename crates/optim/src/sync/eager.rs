@@ -21,6 +21,7 @@ pub const EAGER: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
+    codes_changes: false,
     compensates: false,
     // The mean is a round old: with the paper's 0.9 eight workers diverge once local steps come near an
     // optimum, and with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).

@@ -23,6 +23,7 @@ pub const EVENT: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("none"),
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     // As they were sent, here and by two neighbours, what these change, and the mean; saved with a copy's own.

@@ -22,6 +22,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("none"),
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     // What was sent, what comes back, and the mean; saved with a copy's own parameters.

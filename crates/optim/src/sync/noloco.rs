@@ -18,6 +18,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("none"),
+    codes_changes: false,
     compensates: false,
     outer_momentum: Some(0.5),
     // Slow parameters and momentum, what both become, the mean; saved with a copy's own parameters.

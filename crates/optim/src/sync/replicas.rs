@@ -24,6 +24,7 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("minmax8"),
+    codes_changes: false,
     compensates: true,
     outer_momentum: None,
     // The own replica and those of both neighbours, the mean; saved with a copy's own parameters.

@@ -7,6 +7,7 @@ mod quorum;
 
 use farflung_base::{Nanos, Rank};
 use farflung_comm::{Answer, Asked, Service};
+use farflung_compress::{Compressor, PayloadRef};
 
 pub(super) use message::{FromServer, ToServer, Wants};
 pub use nesterov::DelayedNesterov;
@@ -75,6 +76,8 @@ pub(super) struct Server {
     workers: Vec<Worker>,
     /// How many steps a worker may be ahead of the slowest before it is told of the model.
     staleness: Option<u64>,
+    /// What changes come through, if they are packed.
+    codec: Option<Box<dyn Compressor>>,
     /// Changes of all workers.
     pub(super) pushes: u64,
 }
@@ -87,7 +90,25 @@ impl Server {
         staleness: Option<u64>,
     ) -> Self {
         let begun = Worker { step: Some(0), ..Worker::default() };
-        Self { model, rule, workers: vec![begun; workers], staleness, pushes: 0 }
+        Self { model, rule, workers: vec![begun; workers], staleness, codec: None, pushes: 0 }
+    }
+
+    /// The same, whose workers may send changes through a codec.
+    pub(super) fn with_codec(self, codec: Option<Box<dyn Compressor>>) -> Self {
+        Self { codec, ..self }
+    }
+
+    /// Reads a message; `None` if it is none.
+    fn read(&self, bytes: &[u8]) -> Option<ToServer> {
+        match ToServer::from_bytes(bytes, self.model.len())? {
+            ToServer::Packed { step, weight, payload } => {
+                let mut change = vec![0.0; self.model.len()];
+                let payload = PayloadRef::parse(&payload).ok()?;
+                self.codec.as_ref()?.decompress(payload, &mut change).ok()?;
+                Some(ToServer::Push { step, weight, change })
+            }
+            message => Some(message),
+        }
     }
 
     /// It goes on after so many changes, with workers of which nothing has come yet.
@@ -148,7 +169,7 @@ impl Service for Server {
     fn receive(&mut self, Asked { from, at, bytes }: Asked) -> Vec<Answer> {
         let told = self.rule.reach(&mut self.model, at);
         self.mark(told);
-        let known = ToServer::from_bytes(&bytes, self.model.len());
+        let known = self.read(&bytes);
         let (Some(message), Some(worker)) = (known, self.workers.get_mut(from.index())) else {
             return vec![Answer::new(from, FromServer::Refused.to_bytes())];
         };
@@ -165,6 +186,8 @@ impl Service for Server {
                 answers.extend(self.answers(false));
                 answers
             }
+            // It was decoded as it was read.
+            ToServer::Packed { .. } => Vec::new(),
             ToServer::Meet { wants } => {
                 worker.meets = Some(wants);
                 if self.workers.iter().all(|worker| worker.meets.is_some()) {

@@ -1,6 +1,6 @@
 //! Streaming `DiLoCo`.
 
-use super::{Buffers, Delayed, DelayedSettings, Merge, SyncMethod};
+use super::{Buffers, Delayed, DelayedSettings, Kept, Merge, SyncMethod};
 
 /// [`Delayed`] outer steps of fragments, which copies mix with their own parameters.
 ///
@@ -16,9 +16,10 @@ pub const STREAMING: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: None,
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    buffers: |momentum| {
+    buffers: |&Kept { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);
         // Anchor, momentum, what they become, delta, mean; saved with a copy's own parameters.
         Buffers { held: 4 + 2 * momentum, saved: 4 + momentum }

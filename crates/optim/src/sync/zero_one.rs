@@ -19,6 +19,7 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     timed: false,
     every: None,
     codec: Some("sign"),
+    codes_changes: false,
     compensates: false,
     outer_momentum: None,
     // The anchor, and the mean.

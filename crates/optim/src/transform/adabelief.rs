@@ -2,7 +2,7 @@
 
 use farflung_tensor::Value;
 
-use super::{Emit, StepInfo, Transform, require_eps, require_share};
+use super::{Emit, StateKind, StepInfo, Transform, require_eps, require_share};
 use crate::OptimError;
 
 /// Adam's direction with the variance of the gradient around its average instead of its second moment:
@@ -34,6 +34,9 @@ impl Transform for ScaleByAdaBelief {
     }
     fn states(&self) -> &'static [&'static str] {
         &["m", "s"]
+    }
+    fn state_kind(&self, state: usize) -> StateKind {
+        if state == 0 { StateKind::FirstMoment } else { StateKind::SecondMoment }
     }
     fn scalar_count(&self) -> u16 {
         3

@@ -2,7 +2,7 @@
 
 use farflung_tensor::Value;
 
-use super::{Emit, StepInfo, Transform, require, require_eps, require_share};
+use super::{Emit, StateKind, StepInfo, Transform, require, require_eps, require_share};
 use crate::OptimError;
 
 /// Between what bounds `AdaBound` keeps the rate of each element.
@@ -48,6 +48,9 @@ impl Transform for ScaleByAdaBound {
     }
     fn states(&self) -> &'static [&'static str] {
         &["m", "v"]
+    }
+    fn state_kind(&self, state: usize) -> StateKind {
+        if state == 0 { StateKind::FirstMoment } else { StateKind::SecondMoment }
     }
     fn scalar_count(&self) -> u16 {
         3

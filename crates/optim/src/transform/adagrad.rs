@@ -2,7 +2,7 @@
 
 use farflung_tensor::Value;
 
-use super::{Emit, StepInfo, Transform, require, require_eps};
+use super::{Emit, StateKind, StepInfo, Transform, require, require_eps};
 use crate::OptimError;
 
 /// The gradient over the root of the sum of all its squares: `s += g^2`,
@@ -31,6 +31,9 @@ impl Transform for ScaleByAdaGrad {
     }
     fn states(&self) -> &'static [&'static str] {
         &["sum"]
+    }
+    fn state_kind(&self, _: usize) -> StateKind {
+        StateKind::SecondMoment
     }
     fn scalar_count(&self) -> u16 {
         1

@@ -2,7 +2,7 @@
 
 use farflung_tensor::Value;
 
-use super::{Emit, StepInfo, Transform, require_eps, require_share};
+use super::{Emit, StateKind, StepInfo, Transform, require_eps, require_share};
 use crate::OptimError;
 
 /// Adam's direction with bias correction: `m^ / (sqrt(v^) + eps)`.
@@ -42,6 +42,9 @@ impl Transform for ScaleByAdam {
     }
     fn states(&self) -> &'static [&'static str] {
         self.states
+    }
+    fn state_kind(&self, state: usize) -> StateKind {
+        if state == 0 { StateKind::FirstMoment } else { StateKind::SecondMoment }
     }
     fn scalar_count(&self) -> u16 {
         2

@@ -2,7 +2,7 @@
 
 use farflung_tensor::Value;
 
-use super::{Emit, StepInfo, Transform, require};
+use super::{Emit, StateKind, StepInfo, Transform, require};
 use crate::OptimError;
 
 /// Slow weights beside the fast ones that the chain before it moves: every `every` steps
@@ -32,6 +32,9 @@ impl Transform for Lookahead {
     }
     fn states(&self) -> &'static [&'static str] {
         &["slow"]
+    }
+    fn state_kind(&self, _: usize) -> StateKind {
+        StateKind::Weights
     }
     fn scalar_count(&self) -> u16 {
         4

@@ -2,7 +2,7 @@
 
 use farflung_tensor::Value;
 
-use super::{Emit, StepInfo, Transform, require_eps, require_share};
+use super::{Emit, StateKind, StepInfo, Transform, require_eps, require_share};
 use crate::OptimError;
 
 /// Adam's direction once the second moment can be relied on, scaled by how far; before that the first moment
@@ -45,6 +45,9 @@ impl Transform for ScaleByRAdam {
     }
     fn states(&self) -> &'static [&'static str] {
         &["m", "v"]
+    }
+    fn state_kind(&self, state: usize) -> StateKind {
+        if state == 0 { StateKind::FirstMoment } else { StateKind::SecondMoment }
     }
     fn scalar_count(&self) -> u16 {
         4

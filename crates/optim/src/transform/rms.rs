@@ -2,7 +2,7 @@
 
 use farflung_tensor::Value;
 
-use super::{Emit, Transform, require_eps, require_share};
+use super::{Emit, StateKind, Transform, require_eps, require_share};
 use crate::OptimError;
 
 /// The gradient over the root of a running average of its squares: `v = rho v + (1 - rho) g^2`,
@@ -42,6 +42,9 @@ impl Transform for ScaleByRms {
     }
     fn states(&self) -> &'static [&'static str] {
         self.states
+    }
+    fn state_kind(&self, state: usize) -> StateKind {
+        if state == 0 { StateKind::SecondMoment } else { StateKind::FirstMoment }
     }
     fn emit(&self, e: &mut Emit<'_>, g: Value) -> Value {
         let v = e.program.load(e.states);

@@ -11,7 +11,7 @@ use farflung_base::{Nanos, Philox};
 use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
-    After, AsynchronousSettings, Quorum, Servers, SyncMethod, SyncSettings, Synchroniser,
+    After, AsynchronousSettings, MomentPeriods, Quorum, Servers, SyncMethod, SyncSettings, Synchroniser,
 };
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
@@ -76,6 +76,8 @@ pub(crate) const PLAIN: Case = Case {
         buffer: 0,
         staleness: 2,
         quorum: Quorum { least: 1, grace: Nanos::ZERO },
+        interval: Nanos::ZERO,
+        warmup: 0,
         tokens_per_step: 1.0,
     },
     theta: 0.2,
@@ -98,6 +100,7 @@ pub(crate) fn make(
         layout: &layout(),
         average,
         every: case.every,
+        moments: MomentPeriods::of(case.every),
         outer_lr: 0.7,
         outer_momentum: case.momentum,
         fragments: case.fragments,

@@ -436,6 +436,13 @@ pub(crate) const DECOUPLED: Arm = arm(
     "outer steps of more than half of the workers, whichever come first",
 );
 
+/// BAGUA's asynchronous model averaging.
+pub(crate) const ASYNC_AVERAGE: Arm = arm(
+    "asynchronous averaging",
+    "--sync async-average --average-interval 5ms --local-steps by-speed",
+    "parameters of all are averaged in the background every 5 ms, while workers train on",
+);
+
 /// Local steps, and a plain mean of parameters.
 pub(crate) const LOCAL_5: Arm = arm(
     "local SGD H=5",
@@ -457,6 +464,24 @@ pub(crate) const LOCAL_50: Arm = arm(
     "parameters are averaged every 50 steps, plain",
 )
 .sends(f32_ring);
+/// Local Adam.
+pub(crate) const LOCAL_ADAM: Arm = arm(
+    "local Adam H=10",
+    "--sync des-loc --sync-every 10 --first-moment-every 10 --second-moment-every 10",
+    "parameters and both of Adam's moments are averaged every 10 steps",
+)
+.sends(|sizes| 3.0 * f32_ring(sizes));
+/// `DES-LOC` with the paper's multiples, which divide the steps of a run.
+pub(crate) const DES_LOC: Arm = arm(
+    "DES-LOC H=10",
+    "--sync des-loc --sync-every 10",
+    "parameters are averaged every 10 steps, Adam's moments every 30 and 60",
+)
+.sends(|sizes| {
+    let count = |every: f64| (sizes.steps / every).floor();
+    let meetings = (sizes.steps / sizes.every).ceil();
+    f32_ring(sizes) * sizes.every / sizes.steps * (meetings + count(30.0) + count(60.0))
+});
 /// Eager updates.
 pub(crate) const EAGER_10: Arm = arm(
     "eager DiLoCo H=10",
@@ -493,12 +518,15 @@ pub(crate) const ALL: &[Arm] = &[
     EAGER_10,
     EAGER_50,
     EVENT,
+    LOCAL_ADAM,
+    DES_LOC,
     DILOCO_BY_SPEED,
     ASYNC,
     ASYNC_PLAIN,
     PARAMETER_SERVER,
     BOUNDED_STALE,
     DECOUPLED,
+    ASYNC_AVERAGE,
     DILOCO_50,
     DILOCO_500,
     DILOCO_INT8,

@@ -207,7 +207,7 @@ impl RankGroup<'_> {
         let model = position.parameters.saturating_mul(F32);
         let local = config.optimizer.memory(&config.local(LrSchedule::constant(config.lr), 1));
         let (states, work) = (local.states as u128, local.work as u128);
-        let outer = (config.sync.buffers)(config.outer_momentum);
+        let outer = (config.sync.buffers)(&config.kept());
         let apart = u128::from(config.sync.overlaps);
         let here = in_host_memory(config.device.of(rank));
         if here {

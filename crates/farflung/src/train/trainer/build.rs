@@ -238,6 +238,7 @@ fn synchroniser(
             ..job.average_config()?
         },
         every: level.every.into(),
+        moments: job.config.moments(),
         outer_lr: job.config.outer_lr,
         outer_momentum: job.config.outer_momentum,
         fragments: job.config.fragments(),

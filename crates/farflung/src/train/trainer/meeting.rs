@@ -154,6 +154,13 @@ impl Trainer {
         }
         // Both users of the token table take the same step: codecs may have rounded their averages differently.
         tied.take_first(parts, placement, |part| part.sync.as_mut().and_then(|sync| sync.exchanged()))?;
+        let beside = |part: &mut Part| part.sync.as_mut().map_or(0, |sync| sync.exchanged_beside().len());
+        let others = parts.values_mut().map(beside).max().unwrap_or(0);
+        for number in 0..others {
+            tied.take_first(parts, placement, |part| {
+                part.sync.as_mut().and_then(|sync| sync.exchanged_beside().into_iter().nth(number))
+            })?;
+        }
         self.suffer(FaultyValue::Reduced, self.step)?;
         let Executor { comm, parts, placement, .. } = &mut self.executor;
         for sync in parts.values_mut().filter_map(|part| part.sync.as_mut()) {

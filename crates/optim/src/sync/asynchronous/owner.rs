@@ -7,8 +7,9 @@ use farflung_base::{PeerId, Pending, Rank};
 use farflung_comm::{CommError, Communicator, Look};
 
 use super::TAGS;
+use super::packer::Packer;
 use crate::OptimError;
-use crate::sync::server::FromServer;
+use crate::sync::server::{FromServer, ToServer};
 
 /// The parameters as they were when a change left.
 #[derive(Debug)]
@@ -39,6 +40,8 @@ pub(super) struct Owner {
     sent: VecDeque<Sent>,
     answered: Option<Answered>,
     changes: u64,
+    /// What changes go through, if that is a codec.
+    packer: Option<Packer>,
     leaving: Vec<Pending<Result<(), CommError>>>,
     /// The next message, once something was sent.
     next: Option<Pending<Result<Vec<u8>, CommError>>>,
@@ -68,9 +71,15 @@ impl Owner {
             sent: VecDeque::new(),
             answered: None,
             changes: 0,
+            packer: None,
             leaving: Vec::new(),
             next: None,
         }
+    }
+
+    /// The same, to which changes go through a codec.
+    pub(super) fn with_packer(self, packer: Option<Packer>) -> Self {
+        Self { packer, ..self }
     }
 
     pub(super) const fn rank(&self) -> Rank {
@@ -87,14 +96,35 @@ impl Owner {
         self.leaving.push(comm.start_send(self.rank, TAGS.ask, message));
     }
 
-    /// How far the parameters moved since the last change: the next one.
-    pub(super) fn push(&mut self, params: &[f32], step: u64) -> Vec<f32> {
+    /// The message of how far the parameters moved since the last change: the next one, of a round.
+    pub(super) fn push(
+        &mut self,
+        params: &[f32],
+        (step, round): (u64, u64),
+        weight: f64,
+    ) -> Result<Vec<u8>, OptimError> {
         let params = params[self.range()].to_vec();
-        let change = self.base.iter().zip(&params).map(|(base, now)| base - now).collect();
+        let change: Vec<f32> = self.base.iter().zip(&params).map(|(base, now)| base - now).collect();
+        let payload = self.packer.as_mut().map(|packer| packer.pack(&change, round)).transpose()?.flatten();
+        let message = match payload {
+            Some(payload) => ToServer::Packed { step, weight, payload },
+            None => ToServer::Push { step, weight, change },
+        };
         self.base.copy_from_slice(&params);
         self.changes += 1;
         self.sent.push_back(Sent { number: self.changes, step, params });
-        change
+        Ok(message.to_bytes())
+    }
+
+    /// What the codec lost of changes; `None` without one.
+    pub(super) fn residual(&self) -> Option<Result<Vec<f32>, OptimError>> {
+        self.packer.as_ref().map(|packer| packer.residual(self.range.len()))
+    }
+
+    /// Goes on with what [`Owner::residual`] gave, as part of all.
+    pub(super) fn set_residual(&mut self, all: &[f32]) -> Result<(), OptimError> {
+        let range = self.range();
+        Ok(self.packer.as_mut().map_or(Ok(()), |packer| packer.restore(&all[range]))?)
     }
 
     /// The step of the oldest change that no answer has.

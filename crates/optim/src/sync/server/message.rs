@@ -14,6 +14,8 @@ pub(in crate::sync) enum Wants {
 pub(in crate::sync) enum ToServer {
     /// A change: 17 bytes and 4 a value.
     Push { step: u64, weight: f64, change: Vec<f32> },
+    /// The same through a codec: 17 bytes and the payload.
+    Packed { step: u64, weight: f64, payload: Vec<u8> },
     /// The worker has no more to send until all have met.
     Meet { wants: Wants },
 }
@@ -31,6 +33,7 @@ pub(in crate::sync) enum FromServer {
 
 const PUSH: u8 = 0;
 const MEET: u8 = 1;
+const PACKED: u8 = 2;
 const MOVED: u8 = 0;
 const MET: u8 = 1;
 const REFUSED: u8 = 2;
@@ -54,20 +57,29 @@ impl ToServer {
             Self::Push { step, weight, change } => {
                 joined(PUSH, &[step.to_le_bytes(), weight.to_le_bytes()], change)
             }
+            Self::Packed { step, weight, payload } => {
+                let mut bytes = joined(PACKED, &[step.to_le_bytes(), weight.to_le_bytes()], &[]);
+                bytes.extend(payload);
+                bytes
+            }
             Self::Meet { wants } => vec![MEET, u8::from(*wants == Wants::All)],
         }
     }
 
-    /// Reads a message to a server of `len` values; `None` if it is none.
+    /// Reads a message to a server of `len` values; `None` if it is none. A payload is for the reader to decode.
     pub(in crate::sync) fn from_bytes(bytes: &[u8], len: usize) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
         match kind {
-            PUSH => {
+            PUSH | PACKED => {
                 let (&step, rest) = rest.split_first_chunk::<8>()?;
                 let (&weight, rest) = rest.split_first_chunk::<8>()?;
+                let step = u64::from_le_bytes(step);
                 let weight = Some(f64::from_le_bytes(weight)).filter(|w| w.is_finite() && *w >= 0.0)?;
+                if kind == PACKED {
+                    return Some(Self::Packed { step, weight, payload: rest.to_vec() });
+                }
                 let change = values(rest).filter(|change| change.len() == len)?;
-                Some(Self::Push { step: u64::from_le_bytes(step), weight, change })
+                Some(Self::Push { step, weight, change })
             }
             MEET => match rest {
                 [0] => Some(Self::Meet { wants: Wants::Model }),
@@ -114,6 +126,9 @@ mod tests {
         assert_eq!(push.to_bytes().len(), 17 + 8);
         assert_eq!(ToServer::from_bytes(&push.to_bytes(), 2), Some(push.clone()));
         assert_eq!(ToServer::from_bytes(&push.to_bytes(), 3), None);
+        let packed = ToServer::Packed { step: 7, weight: 0.5, payload: vec![1, 2, 3] };
+        assert_eq!(packed.to_bytes().len(), 17 + 3);
+        assert_eq!(ToServer::from_bytes(&packed.to_bytes(), 2), Some(packed));
         for wants in [Wants::Model, Wants::All] {
             let meet = ToServer::Meet { wants };
             assert_eq!(ToServer::from_bytes(&meet.to_bytes(), 2), Some(meet));
@@ -130,7 +145,7 @@ mod tests {
         }
         let wrong = ToServer::Push { step: 7, weight: f64::NAN, change: vec![1.0] };
         assert_eq!(ToServer::from_bytes(&wrong.to_bytes(), 1), None);
-        for bytes in [&[][..], &[9], &[1], &[1, 7], &[0, 1, 2]] {
+        for bytes in [&[][..], &[9], &[1], &[1, 7], &[0, 1, 2], &[2, 1, 2]] {
             assert_eq!((ToServer::from_bytes(bytes, 0), FromServer::from_bytes(bytes)), (None, None));
         }
     }

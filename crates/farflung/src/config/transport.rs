@@ -1,0 +1,35 @@
+//! What carries a job's bytes, by how many processes it has.
+
+use super::TrainConfig;
+use super::choice::{TransportKind, TransportName};
+use crate::{Error, Result};
+
+impl TrainConfig {
+    /// What carries bytes when the job has so many processes: [`TransportKind::Auto`] resolved.
+    ///
+    /// Errors: [`Error::Setting`] for a transport within one process in a job of several, and for one between
+    /// processes where all workers are in one.
+    pub fn transport_for(&self, processes: usize) -> Result<TransportName> {
+        let several = processes > 1;
+        let fitting = || TransportName::all().filter(|row| row.joins_processes() == several);
+        let TransportKind::Named(row) = self.transport else {
+            return Ok(fitting().next().expect("the table has some of both"));
+        };
+        // A job of one worker may be its own network.
+        if row.joins_processes() == several || (row.joins_processes() && self.workers == 1) {
+            return Ok(row);
+        }
+        let names: Vec<_> = fitting().map(|row| row.name).collect();
+        let names = names.join(" or ");
+        let expected = if several {
+            format!("{names}, since the job has {processes} processes")
+        } else {
+            let n = self.workers;
+            format!(
+                "{names} for {n} workers in one process: with {row} each is a process of its own, as \
+                 `farflung launch -n {n} -- train` starts them"
+            )
+        };
+        Err(Error::Setting { field: "transport", value: row.to_string(), expected })
+    }
+}

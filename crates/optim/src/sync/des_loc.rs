@@ -1,0 +1,200 @@
+//! `DES-LOC`: local Adam whose parameters, first and second moments are averaged at periods of their own.
+
+use farflung_comm::Algorithm;
+use farflung_tensor::Tensor;
+
+use super::mean::copy;
+use super::{After, Buffers, DiLoCo, Kept, SyncMethod, SyncSettings, Synchroniser};
+use crate::finite::is_finite;
+use crate::transform::StateKind;
+use crate::{Average, AverageConfig, Chain, Coding, OptimError, weigh};
+
+/// [`DesLoc`].
+pub const DES_LOC: SyncMethod = SyncMethod {
+    name: "des-loc",
+    summary: "local Adam: parameters, first and second moments are averaged, each at a period of its own",
+    each_step: false,
+    reads: &["sync-every", "first-moment-every", "second-moment-every"],
+    overlaps: false,
+    timed: false,
+    every: None,
+    codec: None,
+    codes_changes: false,
+    compensates: false,
+    outer_momentum: None,
+    // The anchor, how far parameters are from it, the anchor before a step that is tried, and a mean of each state.
+    buffers: |&Kept { states, .. }| Buffers { held: 3 + states, saved: 1 },
+    build: |s| Ok(Box::new(DesLoc::new(s)?)),
+};
+
+/// Steps between averages of what optimizers remember.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MomentPeriods {
+    /// Of first moments.
+    pub first: u64,
+    /// Of second moments.
+    pub second: u64,
+}
+
+/// Every `every` steps copies take the mean of their parameters; every [`MomentPeriods::first`] steps that of
+/// their first moments, every [`MomentPeriods::second`] that of their second ones. Slow weights follow the
+/// parameters. Whatever is not averaged stays a copy's own.
+///
+/// Means are by weights. A rank sends `8 P (n - 1) / n (1 / every + 1 / first + 1 / second)` bytes a step with
+/// Adam: the codec is for parameters alone, since a second moment that it rounds to zero would leave `eps` to
+/// divide by. With equal periods it is local Adam.
+///
+/// Source: Iacob et al. 2025, "`DES-LOC`: Desynced Low Communication Adaptive Optimizers for Training Foundation
+/// Models", Alg. 1. Differs: moments are averaged where parameters are, so that their periods are multiples of
+/// `every`; copies count by their tokens.
+#[derive(Debug)]
+pub struct DesLoc {
+    /// Of parameters: an outer step of the whole mean.
+    params: DiLoCo,
+    every: u64,
+    periods: MomentPeriods,
+    /// Of all else, plain.
+    plain: Average,
+    /// Of each state of the optimizer, once it was averaged.
+    means: Vec<Tensor>,
+    /// The states whose means are about to be taken.
+    due: Vec<usize>,
+}
+
+impl MomentPeriods {
+    /// The paper's, beside parameters that are averaged every so many steps.
+    #[must_use]
+    pub const fn of(every: u64) -> Self {
+        Self { first: every.saturating_mul(3), second: every.saturating_mul(6) }
+    }
+}
+
+fn multiple(field: &'static str, value: u64, every: u64) -> Result<(), OptimError> {
+    let expected = "a multiple of the steps between averages of parameters";
+    let refused = OptimError::Setting { transform: "sync", field, value: value as f64, expected };
+    if value > 0 && value.is_multiple_of(every) { Ok(()) } else { Err(refused) }
+}
+
+impl DesLoc {
+    /// Anchored at the parameters of `settings`.
+    ///
+    /// Errors: [`OptimError::Setting`] for periods of moments that are no multiples of the parameters'; those
+    /// of [`Average::new`].
+    pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
+        let (every, periods) = (settings.every.max(1), settings.moments);
+        multiple("first-moment-every", periods.first, every)?;
+        multiple("second-moment-every", periods.second, every)?;
+        let plain = AverageConfig {
+            codec: Coding::default(),
+            algorithm: Algorithm::Ring,
+            warmup: 0,
+            ..settings.average.clone()
+        };
+        let plain = Average::new(settings.comm.clone(), settings.device, settings.layout, plain)?;
+        let params = DiLoCo::new(SyncSettings { outer_lr: 1.0, outer_momentum: 0.0, ..settings })?;
+        Ok(Self { params, every, periods, plain, means: Vec::new(), due: Vec::new() })
+    }
+
+    /// Whether states of a kind are averaged after a step.
+    const fn averages(&self, kind: StateKind, after: After) -> bool {
+        let every = match kind {
+            StateKind::Weights => self.every,
+            StateKind::FirstMoment => self.periods.first,
+            StateKind::SecondMoment => self.periods.second,
+        };
+        after.step.is_multiple_of(every)
+    }
+}
+
+impl Synchroniser for DesLoc {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        None
+    }
+    fn is_due(&self, after: After) -> bool {
+        self.params.is_due(after)
+    }
+    fn exchange(&mut self, params: &Tensor, after: After, weight: f64) -> Result<(), OptimError> {
+        self.params.exchange(params, after, weight)
+    }
+    fn exchange_gathered(
+        &mut self,
+        params: &Tensor,
+        chain: &Chain,
+        after: After,
+        weight: f64,
+    ) -> Result<(), OptimError> {
+        self.due.clear();
+        for (number, (kind, state)) in chain.kinds().enumerate() {
+            if self.means.len() == number {
+                self.means.push(state.device().zeros(state.shape())?);
+            }
+            if self.averages(kind, after) {
+                let mean = &mut self.means[number];
+                copy(state, mean)?;
+                weigh(mean, weight)?;
+                self.plain.all(mean)?;
+                self.plain.commit();
+                self.due.push(number);
+            }
+        }
+        self.params.exchange(params, after, weight)
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        self.params.exchanged()
+    }
+    fn exchanged_beside(&mut self) -> Vec<&mut Tensor> {
+        let means = self.means.iter_mut().enumerate();
+        means.filter(|(number, _)| self.due.contains(number)).map(|(_, mean)| mean).collect()
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        for &state in &self.due {
+            if !is_finite(self.means[state].view())? {
+                return Err(OptimError::StepNotFinite { name: "moments".to_owned() });
+            }
+        }
+        self.params.prepare()
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        self.due.clear();
+        self.params.commit(params)
+    }
+    fn commit_gathered(&mut self, params: &mut Tensor, chain: &mut Chain) -> Result<(), OptimError> {
+        for (number, (_, state)) in chain.kinds_mut().enumerate() {
+            if self.due.contains(&number) {
+                copy(&self.means[number], state)?;
+            }
+        }
+        self.commit(params)
+    }
+    fn agreed(&self) -> Option<&Tensor> {
+        self.params.agreed()
+    }
+    fn abandon(&mut self) {
+        self.due.clear();
+        self.plain.open();
+        self.params.abandon();
+    }
+    fn rollback(&mut self) {
+        self.due.clear();
+        self.plain.rollback();
+        self.params.rollback();
+    }
+    fn moved(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.params.moved(params)
+    }
+    fn steps(&self) -> u64 {
+        self.params.steps()
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        self.params.states()
+    }
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        self.params.restore(steps, get)
+    }
+    fn average(&self) -> &Average {
+        self.params.average()
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        self.params.average_mut()
+    }
+}

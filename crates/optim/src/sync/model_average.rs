@@ -1,0 +1,277 @@
+//! Asynchronous model averaging: copies train on while their parameters are averaged in the background, by a timer.
+
+use farflung_base::{Nanos, Pending};
+use farflung_comm::{CommError, Communicator, Look, ReduceOp};
+use farflung_tensor::Tensor;
+
+use super::exchange::Packing;
+use super::mean::CommonMean;
+use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use crate::{Average, OptimError};
+
+/// [`ModelAverage`].
+pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
+    name: "async-average",
+    summary: "workers train on while their parameters are averaged with all others', every --average-interval",
+    each_step: false,
+    reads: &["average-interval", "sync-warmup", "meet-every"],
+    overlaps: true,
+    timed: true,
+    every: Some(1),
+    codec: Some("none"),
+    codes_changes: false,
+    compensates: false,
+    outer_momentum: None,
+    // What was sent, what comes back, the mean of evaluations, and what a meeting averages.
+    buffers: |_| Buffers { held: 4, saved: 1 },
+    build: |s| Ok(Box::new(ModelAverage::new(s)?)),
+};
+
+/// In the first `warmup` steps gradients are averaged. After them a copy joins a round of averaging with its
+/// parameters as they are, trains on, and at the end of the step in which the mean arrives takes up what others
+/// have learned:
+///
+/// ```text
+/// params = params + mean(sent of all copies) - sent
+/// ```
+///
+/// A copy joins the next round at the end of the first step behind `interval` from then. A round begins with
+/// its first copy and arrives once the last has joined, so that all copies are in the same rounds; a copy that
+/// computes for three of another's steps is in a round with one of its steps to the other's three. A round sends
+/// `8 P (n - 1) / n` bytes a copy. Every `meet_every` steps all meet to tell their losses: they complete a round
+/// that some have joined, and the timer begins anew. The model of the run is the mean of all copies.
+///
+/// Copies count by their tokens. Bits are the same in each run on the virtual clock alone, since it matters what
+/// has arrived when.
+///
+/// Source: Gan et al. 2021, "BAGUA", its `async_model_average`, where parameters are locked from the start of
+/// a step's forward pass to the end of its backward pass, and the timer runs from a round's end as here.
+#[derive(Debug)]
+pub struct ModelAverage {
+    interval: Nanos,
+    warmup: u64,
+    meet_every: u64,
+    packing: Packing,
+    /// Rounds have a communicator of their own, since copies are not at the same step when they join them. The
+    /// last to join may be late.
+    background: Communicator,
+    /// This copy's part of a mean, where 1 is an equal part.
+    weight: f32,
+    flight: Flight,
+    /// When the next round may be joined.
+    due: Nanos,
+    /// Rounds joined.
+    rounds: u64,
+    /// Steps done, and when all last met.
+    step: u64,
+    met: u64,
+    /// Of gradients.
+    gradients: Average,
+    mean: CommonMean,
+    /// Parameters of a meeting, what came back with the last round included.
+    here: Tensor,
+}
+
+/// A round of averaging, as a copy sees it.
+#[derive(Debug)]
+enum Flight {
+    Nothing,
+    Away {
+        sent: Vec<f32>,
+        mean: Pending<Result<Vec<f32>, CommError>>,
+    },
+    /// How far the mean was from what was sent.
+    Here(Vec<f32>),
+}
+
+impl ModelAverage {
+    /// For the ranks of `settings`. All must make it together.
+    ///
+    /// Errors: those of [`Average::new`]; a peer that was lost.
+    pub fn new(settings: SyncSettings<'_>) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, asynchronous, weights, .. } = settings;
+        let background = comm.split(0, comm.rank().0)?.with_deadline(Nanos::MAX);
+        let own = weights.get(comm.rank().index()).copied().unwrap_or(1.0);
+        let of = |config| Average::new(comm.clone(), device, layout, config);
+        Ok(Self {
+            interval: asynchronous.interval,
+            warmup: asynchronous.warmup,
+            meet_every: asynchronous.meet_every.max(1),
+            packing: Packing::new(layout),
+            background,
+            weight: own as f32,
+            flight: Flight::Nothing,
+            due: Nanos::ZERO,
+            rounds: 0,
+            step: 0,
+            met: 0,
+            gradients: of(average.clone())?,
+            mean: CommonMean::new(of(average)?, &weights, device, layout)?,
+            here: device.zeros(layout.len())?,
+        })
+    }
+
+    fn comm(&self) -> &Communicator {
+        self.mean.average.communicator()
+    }
+
+    /// Joins the next round with parameters as they are.
+    fn join(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        let sent = self.landed(params)?;
+        self.leave(sent);
+        Ok(())
+    }
+
+    fn leave(&mut self, sent: Vec<f32>) {
+        let weighted = sent.iter().map(|x| self.weight * x).collect();
+        let mean = self.background.start_all_reduce(weighted, ReduceOp::Mean);
+        self.flight = Flight::Away { sent, mean };
+        self.rounds += 1;
+    }
+
+    /// Parameters with what came back and was not taken up.
+    fn landed(&self, params: &Tensor) -> Result<Vec<f32>, OptimError> {
+        let mut values = self.packing.pack(params)?;
+        if let Flight::Here(moved) = &self.flight {
+            values.iter_mut().zip(moved).for_each(|(x, moved)| *x += moved);
+        }
+        Ok(values)
+    }
+
+    /// Waits for the round that was joined.
+    fn arrive(&mut self) -> Result<(), OptimError> {
+        self.flight = match std::mem::replace(&mut self.flight, Flight::Nothing) {
+            Flight::Away { sent, mean } => {
+                let mut moved = mean.wait()?;
+                moved.iter_mut().zip(&sent).for_each(|(mean, sent)| *mean -= sent);
+                Flight::Here(moved)
+            }
+            other => other,
+        };
+        Ok(())
+    }
+
+    /// Whether the round that was joined has arrived by now.
+    fn has_arrived(&mut self) -> bool {
+        match &mut self.flight {
+            Flight::Away { mean, .. } => self.background.first(&mut [mean], Look::Now).is_some(),
+            Flight::Here(_) => true,
+            Flight::Nothing => false,
+        }
+    }
+
+    /// Takes up what came back.
+    fn take_up(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        let values = self.landed(params)?;
+        self.flight = Flight::Nothing;
+        self.packing.unpack(&values, params)
+    }
+
+    /// All copies complete the newest round that any has joined. For all to call.
+    fn complete(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        let mut rounds = [self.rounds];
+        self.comm().all_reduce(&mut rounds, ReduceOp::Max)?;
+        if self.rounds < rounds[0] {
+            // All have joined the round before, or none of them could have joined this one.
+            self.arrive()?;
+            let sent = self.landed(params)?;
+            let before = std::mem::replace(&mut self.flight, Flight::Nothing);
+            self.leave(sent);
+            self.arrive()?;
+            if let (Flight::Here(moved), Flight::Here(before)) = (&mut self.flight, before) {
+                moved.iter_mut().zip(before).for_each(|(moved, before)| *moved += before);
+            }
+        }
+        self.arrive()
+    }
+}
+
+impl Synchroniser for ModelAverage {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        if self.averages_gradients() { Some(&mut self.gradients) } else { None }
+    }
+    fn averages_gradients(&self) -> bool {
+        self.step < self.warmup
+    }
+    fn mix(&mut self, params: &mut Tensor, after: After, _: f64) -> Result<(), OptimError> {
+        self.step = after.step;
+        if after.step <= self.warmup {
+            return Ok(());
+        }
+        if self.has_arrived() {
+            self.arrive()?;
+            self.take_up(params)?;
+            self.due = self.comm().now().saturating_add(self.interval);
+        }
+        let idle = matches!(self.flight, Flight::Nothing) && !after.last;
+        if idle && self.comm().now() >= self.due {
+            self.join(params)?;
+        }
+        Ok(())
+    }
+    fn is_due(&self, after: After) -> bool {
+        after.step <= self.warmup || after.step.is_multiple_of(self.meet_every) || after.last
+    }
+    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+        if after.step > self.warmup {
+            self.complete(params)?;
+        }
+        let values = self.landed(params)?;
+        self.packing.unpack(&values, &mut self.here)?;
+        self.mean.exchange(&self.here, after.last)
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        self.mean.exchanged()
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        self.mean.prepare()
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        self.gradients.commit();
+        self.take_up(params)?;
+        self.met = self.step;
+        self.due = Nanos::ZERO;
+        self.mean.commit(params)
+    }
+    fn is_apart(&self) -> bool {
+        true
+    }
+    fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.mean.gather(params)
+    }
+    fn common(&self) -> Option<&Tensor> {
+        self.mean.common()
+    }
+    fn abandon(&mut self) {
+        self.flight = Flight::Nothing;
+        // Steps since all last met are dropped.
+        self.step = self.met;
+        self.gradients.open();
+        self.mean.average.open();
+    }
+    fn rollback(&mut self) {
+        self.gradients.rollback();
+        self.mean.rollback();
+    }
+    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+        Ok(())
+    }
+    fn steps(&self) -> u64 {
+        self.step
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        Vec::new()
+    }
+    fn restore(&mut self, steps: u64, _: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        // It is saved where all have met, and then nothing is on its way.
+        (self.step, self.met, self.rounds) = (steps, steps, 0);
+        (self.flight, self.due) = (Flight::Nothing, Nanos::ZERO);
+        Ok(())
+    }
+    fn average(&self) -> &Average {
+        &self.gradients
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.gradients
+    }
+}

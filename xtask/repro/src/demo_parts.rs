@@ -1,0 +1,37 @@
+//! What `DeMo`'s transform and its momentum are each worth: controls without one of them.
+
+use anyhow::Result;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::{Lab, arms};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "demo-parts",
+    claim: "DeMo ends lower than without its transform, and far lower than without its momentum",
+    source: "Peng et al. 2024, DeMo",
+    seed: 1337,
+    run,
+};
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let lab = Lab::new(report, options);
+    let f32 = lab.outcome(report, &arms::F32)?;
+    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let many = lab.compare(report, &arms::DEMO, &f32, Mark::None)?;
+    let plain = lab.compare(report, &arms::DEMO_PLAIN, &f32, Mark::None)?;
+    let alone = lab.compare(report, &arms::DEMO_ALONE, &f32, Mark::None)?;
+    let better = plain.gap(&f32).mean - many.gap(&f32).mean;
+    report.row(
+        "DeMo k=32: how much better than without the transform",
+        better,
+        "%",
+        judged_above(options),
+    )?;
+    let better = alone.gap(&f32).mean - many.gap(&f32).mean;
+    report.row("DeMo k=32: how much better than without momentum", better, "%", judged_above(options))?;
+    Ok(())
+}
+
+fn judged_above(options: &Options) -> Mark {
+    if options.quick { Mark::None } else { Mark::AtLeast(0.0) }
+}

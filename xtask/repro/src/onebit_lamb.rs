@@ -1,0 +1,42 @@
+//! LAMB's momentum in one bit after a warm-up: bytes and loss.
+
+use anyhow::Result;
+
+use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::{Lab, Published, arms};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "onebit-lamb",
+    claim: "1-bit LAMB ends near LAMB's loss with a fifth of the bytes, warm-up included",
+    source: "Li et al. 2021, 1-bit LAMB",
+    seed: 1337,
+    run,
+};
+
+/// The most that the loss may be above LAMB's, in percent.
+const MOST: f64 = 1.0;
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let lab = Lab::new(report, options);
+    let f32 = lab.outcome(report, &arms::F32)?;
+    lab.compare(report, &arms::F32, &f32, Mark::None)?;
+    let lamb = lab.compare(report, &arms::LAMB, &f32, Mark::None)?;
+    let onebit_lamb = lab.compare(report, &arms::ONEBIT_LAMB, &f32, Mark::None)?;
+    let above = onebit_lamb.gap(&lamb);
+    report.row("1-bit LAMB: loss above LAMB's", above.mean, "%", Mark::None)?;
+    Published {
+        what: "loss of 1-bit LAMB above LAMB's",
+        paper: "LAMB's loss at up to 4.6 times less volume (BERT-Large)",
+        ours: format!(
+            "{:+.2} % (standard deviation {:.2} %) at {:.2} times less than in f32",
+            above.mean,
+            above.sigma,
+            f32.payload() / onebit_lamb.payload()
+        ),
+        setting: lab.setting().command(&arms::ONEBIT_LAMB),
+        holds: above.mean <= MOST,
+        note: "the model is small, and neither is tuned to it: the learning rate is AdamW's",
+    }
+    .record(report);
+    Ok(())
+}
