@@ -4,6 +4,7 @@ mod candidate;
 mod cost;
 mod improve;
 mod regional;
+mod side_by_side;
 mod ways;
 mod what_if;
 

@@ -14,6 +14,7 @@ use farflung_parallel::{Cluster, Level, Machine, Plan, ScheduleSource, Speed};
 use farflung_zoo::GptConfig;
 
 use super::candidate::{Candidate, Way, held, simulated};
+use super::side_by_side::side_by_side;
 use crate::Result;
 use crate::train::chain::{PipelineSizes, chain, machines, pipeline_plan};
 
@@ -101,14 +102,24 @@ impl Asked<'_> {
     /// A plan under each schedule that does its sizes.
     fn schedules(&self, way: Way, what: &str, plan: &Plan, candidates: &mut Vec<Candidate>) -> Result<()> {
         let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
+        let mut plans = Vec::new();
         for &method in methods {
             let mut plan = plan.clone();
             plan.pipeline.schedule = ScheduleSource::Named(method);
             if plan.check().is_ok() && self.fits(&plan) {
                 let what = if methods.len() > 1 { format!("{what}, {method}") } else { what.to_owned() };
-                candidates.push(simulated(way, what, plan, self.model, self.cluster)?);
+                plans.push((what, plan));
             }
         }
+        self.simulate(way, &plans, candidates)
+    }
+
+    /// Adds named plans, simulated.
+    fn simulate(&self, way: Way, plans: &[(String, Plan)], candidates: &mut Vec<Candidate>) -> Result<()> {
+        let one = |(what, plan): &(String, Plan)| {
+            simulated(way, what.clone(), plan.clone(), self.model, self.cluster)
+        };
+        candidates.extend(side_by_side(plans, one)?);
         Ok(())
     }
 
@@ -356,7 +367,7 @@ impl Asked<'_> {
             return Ok(());
         };
         let plan = fastest.plan.clone();
-        for algorithm in others {
+        let with = |&algorithm: &Algorithm| {
             let levels = vec![Level { algorithm, ..Level::default() }];
             let what = match plan.pipeline.schedule {
                 ScheduleSource::Named(method) if plan.stages() > 1 => {
@@ -364,10 +375,10 @@ impl Asked<'_> {
                 }
                 _ => format!("{what}, {algorithm}"),
             };
-            let plan = Plan { levels, ..plan.clone() };
-            candidates.push(simulated(way, what, plan, self.model, self.cluster)?);
-        }
-        Ok(())
+            (what, Plan { levels, ..plan.clone() })
+        };
+        let plans: Vec<_> = others.iter().map(with).collect();
+        self.simulate(way, &plans, candidates)
     }
 
     /// How fast each pipeline is: by its slowest stage, in numbers that keep nine digits.
