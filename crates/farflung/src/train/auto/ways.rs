@@ -14,6 +14,7 @@ use farflung_parallel::{Cluster, Level, Machine, Plan, ScheduleSource, Speed};
 use farflung_zoo::GptConfig;
 
 use super::candidate::{Candidate, Way, held, simulated};
+use super::planners::{chain_stages, equal_replicas, rows};
 use super::side_by_side::side_by_side;
 use crate::Result;
 use crate::train::chain::{PipelineSizes, chain, machines, pipeline_plan};
@@ -379,6 +380,35 @@ impl Asked<'_> {
         };
         let plans: Vec<_> = others.iter().map(with).collect();
         self.simulate(way, &plans, candidates)
+    }
+
+    /// Pipelines of given machines and layers: one, or several side by side.
+    pub(super) fn rows(
+        &self,
+        what: &str,
+        rows: &[Vec<Rank>],
+        stages: &[ChainStage],
+        candidates: &mut Vec<Candidate>,
+    ) -> Result<()> {
+        let [row] = rows else {
+            let way = if stages.len() == 1 { Way::Data } else { Way::Both };
+            return self.replicas(way, what, rows, stages, false, candidates);
+        };
+        let planned = ChainPlan { stages: stages.to_vec(), time: farflung_base::Nanos::ZERO };
+        self.pipeline(what, row, &planned, candidates)
+    }
+
+    /// What DAPPLE's planner makes of the machines for every number of copies of a stage.
+    pub(super) fn dapple(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let all = self.cluster.size() as u32;
+        for copies in (1..=all.min(self.sizes.microbatches)).filter(|copies| all.is_multiple_of(*copies)) {
+            // A model that these machines do not hold is no error: others may.
+            let Ok(stages) = equal_replicas(self.model, self.cluster, self.sizes, copies) else { continue };
+            let what = format!("{copies} pipelines of {}, DAPPLE", stages.len());
+            let (rows, stages) = (rows(&stages, copies as usize), chain_stages(&stages));
+            self.rows(&what, &rows, &stages, candidates)?;
+        }
+        Ok(())
     }
 
     /// How fast each pipeline is: by its slowest stage, in numbers that keep nine digits.
