@@ -224,7 +224,12 @@ mod tests {
             [("100gbit,1us", 1), ("1gbit,50us", 1), ("10gbit,10us", 16), ("1mbit,1ms", 1)]
         {
             let axis = |size| MeshAxis { size, link: link.parse().unwrap() };
-            let mesh = DeviceMesh { axes: [axis(1), axis(4)], flops: 1_000_000_000_000, microbatches };
+            let mesh = DeviceMesh {
+                axes: [axis(1), axis(4)],
+                flops: 1_000_000_000_000,
+                efficiency: crate::TensorEfficiency::default(),
+                microbatches,
+            };
             let graph = block(&shape, &mesh);
             let found = choose(&graph).unwrap();
             assert_eq!(found.cost, by_brute_force(&graph), "{link}");

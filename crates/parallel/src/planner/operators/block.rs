@@ -3,6 +3,7 @@
 use farflung_base::{Bytes, Link, Nanos};
 
 use super::{Operator, OperatorEdge, OperatorGraph, OperatorStrategy};
+use crate::TensorEfficiency;
 
 /// A block, and what it is given. Its feed-forward layer is four times as wide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,12 +28,14 @@ pub struct MeshAxis {
 }
 
 /// Equal devices in two axes; an axis of one device is none.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceMesh {
     /// The axes.
     pub axes: [MeshAxis; 2],
     /// Operations a second of each device.
     pub flops: u64,
+    /// What is left of that where products are cut.
+    pub efficiency: TensorEfficiency,
     /// Microbatches that share an average of gradients.
     pub microbatches: u32,
 }
@@ -124,8 +127,11 @@ impl Maker<'_> {
     /// Time of operations that are shared among the axes that cut anything.
     fn compute(&self, operations: u64, cuts: Cuts) -> Nanos {
         let all = u64::from(self.mesh.axes[0].size) * u64::from(self.mesh.axes[1].size);
+        let thinner = self.parts(cuts, Cut::Columns) * self.parts(cuts, Cut::Inner);
+        let percent = self.mesh.efficiency.percent(thinner as u32);
+        let operations = u128::from(operations) * 100 / u128::from(percent);
         let rate = u128::from(self.mesh.flops.max(1)) * u128::from(all / self.parts(cuts, Cut::Whole));
-        Nanos(u64::try_from(u128::from(operations) * 1_000_000_000 / rate).unwrap_or(u64::MAX))
+        Nanos(u64::try_from(operations * 1_000_000_000 / rate).unwrap_or(u64::MAX))
     }
 
     /// `rounds (n - 1)` messages of an n-th of `bytes` around an axis.
@@ -263,7 +269,12 @@ mod tests {
 
     fn mesh(link: &str, size: u32, microbatches: u32) -> DeviceMesh {
         let axis = |size| MeshAxis { size, link: link.parse().unwrap() };
-        DeviceMesh { axes: [axis(1), axis(size)], flops: 10_000_000_000_000, microbatches }
+        DeviceMesh {
+            axes: [axis(1), axis(size)],
+            flops: 10_000_000_000_000,
+            efficiency: TensorEfficiency::default(),
+            microbatches,
+        }
     }
 
     fn chosen(shape: &BlockShape, mesh: &DeviceMesh) -> Vec<String> {
@@ -279,10 +290,14 @@ mod tests {
         let many = BlockShape { tokens: 65_536, context: 128, width: 256, heads: 4 };
         assert!(chosen(&many, &mesh("10gbit,1us", 4, 1)).iter().all(|name| name == "tokens"));
         let few = BlockShape { tokens: 128, context: 128, width: 4096, heads: 32 };
-        let names = chosen(&few, &mesh("100gbit,1us", 4, 1));
+        let mut mesh = mesh("100gbit,1us", 4, 1);
+        let names = chosen(&few, &mesh);
         for (at, cut) in [(2, "columns"), (3, "columns"), (4, "inner"), (7, "columns"), (8, "inner")] {
             assert_eq!(names[at], cut, "{names:?}");
         }
+        // Products that are much slower when they are cut are not.
+        mesh.efficiency = TensorEfficiency::new(vec![20, 3]).unwrap();
+        assert!(chosen(&few, &mesh).iter().all(|name| !["columns", "inner"].contains(&name.as_str())));
     }
 
     /// Megatron's block: four sums of the hidden states, and nothing else, where norms and residuals are whole.
@@ -314,6 +329,7 @@ mod tests {
         let mesh = DeviceMesh {
             axes: [axis(2, "10gbit,10us"), axis(4, "400gbit,1us")],
             flops: 10_000_000_000_000,
+            efficiency: TensorEfficiency::default(),
             microbatches: 64,
         };
         // Between machines, tokens are cut.

@@ -69,8 +69,13 @@ fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Resu
 fn cut_layer(facts: &Facts, devices: &EqualDevices, mesh: Submesh) -> Result<CutLayer> {
     let axis = |size, link| MeshAxis { size, link };
     let axes = [axis(mesh.nodes, devices.across), axis(mesh.devices, devices.inside)];
-    let graph =
-        block(&facts.block, &DeviceMesh { axes, flops: devices.flops, microbatches: facts.microbatches });
+    let mesh = DeviceMesh {
+        axes,
+        flops: devices.flops,
+        efficiency: facts.efficiency.clone(),
+        microbatches: facts.microbatches,
+    };
+    let graph = block(&facts.block, &mesh);
     let found = choose(&graph)?;
     let chosen = || graph.operators.iter().zip(&found.strategies);
     let widest = chosen().map(|(operator, &at)| {

@@ -69,7 +69,7 @@ fn cost(facts: &Facts, devices: &EqualDevices, layer: usize, strategy: Strategy)
     let range = layer..layer + 1;
     let (state, activations) = facts.held(range.clone());
     let operations = facts.operations(range.clone());
-    let operations = if recompute { operations / 3 * 4 } else { operations };
+    let operations = facts.cut(if recompute { operations / 3 * 4 } else { operations }, tensor);
     let sums = ring(Bytes(facts.hidden().0 / u64::from(copies)), tensor, devices.inside);
     let each = shared(operations, devices.flops, all).0 + sums.0.saturating_mul(4);
     let link = if facts.machines > 1 { devices.across } else { devices.inside };

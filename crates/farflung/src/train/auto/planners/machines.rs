@@ -6,7 +6,7 @@ use farflung_base::{Bytes, Link, Nanos, Rank, Topology};
 use farflung_parallel::planner::dapple::PhaseCost;
 use farflung_parallel::planner::operators::BlockShape;
 use farflung_parallel::planner::uneven::{ChainLayer, ChainMachine};
-use farflung_parallel::{Cluster, Machine};
+use farflung_parallel::{Cluster, Machine, TensorEfficiency};
 use farflung_zoo::GptConfig;
 
 use super::PlannedStage;
@@ -24,6 +24,8 @@ pub(super) struct Facts {
     pub(super) microbatches: u32,
     /// A layer, for planners that cut its operators.
     pub(super) block: BlockShape,
+    /// The least of all machines.
+    pub(super) efficiency: TensorEfficiency,
 }
 
 /// Devices as planners for equal ones count them: the slowest of the file.
@@ -41,6 +43,7 @@ impl Facts {
     pub(super) fn new(model: &GptConfig, cluster: &Cluster, sizes: PipelineSizes) -> Result<Self> {
         let counts: Vec<u32> = cluster.devices.iter().map(|Machine { count, .. }| *count).collect();
         let size = cluster.size() as u32;
+        let measured: Vec<_> = cluster.devices.iter().map(|device| &device.tensor_efficiency).collect();
         let equal = counts.len() > 1 && counts[0] > 1 && counts.iter().all(|&count| count == counts[0]);
         let (machines_, each) = if equal { (counts.len() as u32, counts[0]) } else { (1, size) };
         Ok(Self {
@@ -56,6 +59,7 @@ impl Facts {
                 width: model.dim as u64,
                 heads: model.heads as u64,
             },
+            efficiency: TensorEfficiency::least(&measured),
         })
     }
 
@@ -84,6 +88,11 @@ impl Facts {
     pub(super) fn compute(&self, operations: u64, devices: &[u32]) -> Nanos {
         let slowest = devices.iter().map(|&device| self.devices[device as usize].flops).min().unwrap_or(1);
         shared(operations, slowest, devices.len() as u32)
+    }
+
+    /// As many operations as take as long on whole matrices as these do where tensor ranks share them.
+    pub(super) fn cut(&self, operations: u64, tensor: u32) -> u64 {
+        operations.saturating_mul(100) / u64::from(self.efficiency.percent(tensor))
     }
 
     /// A ring's average of `bytes` over devices in this order.
@@ -139,8 +148,8 @@ impl Facts {
         if let Some(phases) = stage.phases {
             return phases;
         }
-        let operations = self.operations(stage.layers.clone());
         let tensor = stage.tensor.max(1);
+        let operations = self.cut(self.operations(stage.layers.clone()), tensor);
         let groups = stage.devices.chunks(tensor as usize);
         // Two sums of hidden states a layer in each direction.
         let sums: Nanos = groups

@@ -62,7 +62,7 @@ fn load(facts: &Facts, devices: &EqualDevices, layers: Range<usize>, shape: Stag
     let (state, activations) = facts.held(layers.clone());
     let (count, last) = (layers.len() as u64, layers.end == facts.layers.len());
     let operations = facts.operations(layers.clone());
-    let operations = if recompute { operations / 3 * 4 } else { operations };
+    let operations = facts.cut(if recompute { operations / 3 * 4 } else { operations }, tensor);
     let link = if shape.devices() > facts.each { devices.across } else { devices.inside };
     let share = Bytes(facts.hidden().0 / u64::from(data));
     let sums = ring(share, tensor, devices.inside).0.saturating_mul(4 * count);
