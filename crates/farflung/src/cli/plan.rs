@@ -84,7 +84,7 @@ enum Planner {
     /// Machines count as the slowest of them.
     Galvatron(named::NamedCommand),
     /// DAPPLE: stages and their copies, placed on unequal machines, for the least warm-up, steady phase and ending of a
-    /// synchronous pipeline.
+    /// synchronous pipeline. Over 24 machines, copies are powers of two from an eighth of all on.
     Dapple(named::NamedCommand),
 }
 

@@ -12,17 +12,17 @@ use super::{Planned, PlannedStage};
 use crate::Result;
 use crate::train::chain::PipelineSizes;
 
-/// Devices up to which stages of every number of copies are tried; beyond, powers of two.
+/// Devices up to which stages of every number of copies are tried; beyond, powers of two from an eighth of all on.
 const EVERY: u32 = 24;
 
 pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     let all = facts.devices.len() as u32;
-    let counts = (1..=all).filter(|count| all <= EVERY || count.is_power_of_two());
+    let counts = (1..=all).filter(|&count| all <= EVERY || (count.is_power_of_two() && 8 * count >= all));
     if !runnable {
         return with_counts(facts, counts.collect());
     }
     let mut best: Result<Planned> = with_counts(facts, vec![1]);
-    for count in counts.skip(1).filter(|&count| count <= facts.microbatches) {
+    for count in counts.filter(|&count| count > 1 && count <= facts.microbatches) {
         let found = with_counts(facts, vec![count]);
         let slower = |best: &Planned| found.as_ref().is_ok_and(|found| found.modelled < best.modelled);
         if best.as_ref().map_or(true, slower) && found.is_ok() {
