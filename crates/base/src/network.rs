@@ -2,7 +2,7 @@
 //! one model of links: the simulated transport, the price of a collective and the simulator of a step all run
 //! on it.
 
-use crate::{Bytes, Nanos, Rank, Topology};
+use crate::{Bandwidth, Bytes, Nanos, Rank, Topology};
 
 /// The state of all links: when each becomes free. A transfer goes out over the sender's uplink and its
 /// region's, over the pair's own link, and in over the receiver's region's downlink and its own, each first
@@ -32,6 +32,17 @@ pub struct InFlight {
     pub bytes: Bytes,
 }
 
+/// The links between two ranks that others share and that have a limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct SharedLimits {
+    /// The line out of the sender's region.
+    pub(crate) out: bool,
+    /// The line into the receiver's region.
+    pub(crate) into: bool,
+    /// The receiver's downlink.
+    pub(crate) down: bool,
+}
+
 impl Network {
     /// All links idle.
     #[must_use]
@@ -54,10 +65,22 @@ impl Network {
         !self.line_up.is_empty()
     }
 
+    /// Which links between two ranks can make a transfer of one sender wait for one of another.
+    pub(crate) fn shared_limits(&self, from: Rank, to: Rank) -> SharedLimits {
+        let leaves = self.topology.leaves(from, to);
+        let line = |rank: Rank| self.topology.region(rank).filter(|_| leaves);
+        let limited = |rate: Bandwidth| rate != Bandwidth::UNLIMITED;
+        SharedLimits {
+            out: line(from).is_some_and(|region| limited(self.topology.region_port(region).up)),
+            into: line(to).is_some_and(|region| limited(self.topology.region_port(region).down)),
+            down: limited(self.topology.port(to).down),
+        }
+    }
+
     /// Sends `bytes` at `at`, or when the sender's uplink is free.
     pub fn depart(&mut self, from: Rank, at: Nanos, bytes: Bytes) -> InFlight {
         let up = self.topology.port(from).up;
-        let (head, tail) = occupy(&mut self.up[from.index()], at, up.transfer(bytes));
+        let (head, tail) = occupy(&mut self.up[from.index()], at, up, bytes);
         InFlight { head, tail, bytes }
     }
 
@@ -67,12 +90,12 @@ impl Network {
         let InFlight { mut head, mut tail, bytes } = transfer;
         if let Some(region) = self.topology.region(from).filter(|_| self.topology.leaves(from, to)) {
             let up = self.topology.region_port(region).up;
-            let (start, out) = occupy(&mut self.line_up[region], head, up.transfer(bytes));
+            let (start, out) = occupy(&mut self.line_up[region], head, up, bytes);
             (head, tail) = (start, tail.max(out));
         }
         let link = self.topology.link(from, to);
         let pair = &mut self.pair[from.index() * self.topology.size() + to.index()];
-        let (start, through) = occupy(pair, head, link.bandwidth.transfer(bytes));
+        let (start, through) = occupy(pair, head, link.bandwidth, bytes);
         let later = |time: Nanos| time.saturating_add(link.latency);
         InFlight { head: later(start), tail: later(tail.max(through)), bytes }
     }
@@ -84,21 +107,26 @@ impl Network {
             return transfer;
         };
         let down = self.topology.region_port(region).down;
-        let (head, end) = occupy(&mut self.line_down[region], head, down.transfer(bytes));
+        let (head, end) = occupy(&mut self.line_down[region], head, down, bytes);
         InFlight { head, tail: tail.max(end), bytes }
     }
 
     /// Receives what arrives from `head` on; returns when its last byte is there.
     pub fn land(&mut self, to: Rank, transfer: InFlight) -> Nanos {
         let InFlight { head, tail, bytes } = transfer;
-        let (_, end) = occupy(&mut self.down[to.index()], head, self.topology.port(to).down.transfer(bytes));
+        let (_, end) = occupy(&mut self.down[to.index()], head, self.topology.port(to).down, bytes);
         end.max(tail)
     }
 }
 
-/// Takes a link for `length` from `at` on, or from when it is free; returns start and end.
-fn occupy(free: &mut Nanos, at: Nanos, length: Nanos) -> (Nanos, Nanos) {
+/// Takes a link for what `bytes` need at its rate, from `at` on or from when it is free; returns start and end.
+///
+/// A link without a limit is always free, in whatever order transfers come.
+fn occupy(free: &mut Nanos, at: Nanos, rate: Bandwidth, bytes: Bytes) -> (Nanos, Nanos) {
+    if rate == Bandwidth::UNLIMITED {
+        return (at, at);
+    }
     let start = at.max(*free);
-    *free = start.saturating_add(length);
+    *free = start.saturating_add(rate.transfer(bytes));
     (start, *free)
 }

@@ -104,6 +104,10 @@ impl Bandwidth {
             0 if bytes.0 > 0 => Nanos::MAX,
             0 | u64::MAX => Nanos::ZERO,
             rate => {
+                // Most transfers are under 2 GB: no division of 128 bits.
+                if let Some(bits) = bytes.0.checked_mul(8_000_000_000) {
+                    return Nanos(bits.div_ceil(rate));
+                }
                 let ns = (u128::from(bytes.0) * 8_000_000_000).div_ceil(u128::from(rate));
                 Nanos(u64::try_from(ns).unwrap_or(u64::MAX))
             }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use farflung_optim::{AdamW, LrSchedule, adamw};
-use farflung_tensor::Device;
+use farflung_tensor::{Device, Fuse, Op};
 use farflung_zoo::block::Grads;
 use farflung_zoo::{GptConfig, Input, Output, Stage, stage};
 use serde::Serialize;
@@ -32,6 +32,8 @@ pub struct Measured {
     pub loss: f64,
     /// Operations a second, as the virtual clock counts those of a token.
     pub flops: f64,
+    /// Rate of matrix products that are cut among 2, 4 and 8 tensor ranks, in percent of the whole product's.
+    pub tensor_efficiency: Vec<u8>,
     /// Bytes of memory that a run on this machine may use; `None` where that is not known, as of a GPU.
     pub memory: Option<u64>,
 }
@@ -48,6 +50,9 @@ impl fmt::Display for Measured {
         let name: String = format!("{host}-{device}").chars().map(plain).collect();
         writeln!(f, "[[device]]\nname = \"{name}\"")?;
         writeln!(f, "flops = \"{:.0} MFLOPS\"", (self.flops / 1e6).max(1.0))?;
+        if !self.tensor_efficiency.is_empty() {
+            writeln!(f, "tensor_efficiency = {:?}", self.tensor_efficiency)?;
+        }
         match self.memory {
             Some(bytes) => writeln!(f, "memory = \"{}MB\"", bytes / 1_000_000),
             None => writeln!(f, "# memory = \"8GB\""),
@@ -131,11 +136,82 @@ pub fn measure(device: &Device, trial: &Trial<'_>) -> Result<Measured> {
         tokens_per_s,
         loss,
         flops: tokens_per_s * per_token,
+        tensor_efficiency: tensor_efficiency(device, tokens, model.dim)?,
         memory: None,
     })
+}
+
+/// Numbers of tensor ranks whose products are timed.
+const TENSOR_RANKS: [usize; 4] = [1, 2, 4, 8];
+
+/// Times that each product is measured, in turns, so that a machine's moods fall on all.
+const TURNS: usize = 15;
+
+/// Products of a measurement.
+const REPEATS: usize = 4;
+
+/// The rate of the feed-forward layer's wider product at a half, a quarter and an eighth of its columns, in percent of that of
+/// all; at most 100.
+fn tensor_efficiency(device: &Device, tokens: usize, dim: usize) -> Result<Vec<u8>> {
+    let columns = 4 * dim;
+    let values = |len: usize| -> Vec<f32> { (0..len).map(|i| (i % 17) as f32 / 17.0 - 0.5).collect() };
+    let a = device.tensor(&values(tokens * dim), [tokens, dim])?;
+    let mut products = Vec::new();
+    for ranks in TENSOR_RANKS.into_iter().filter(|&ranks| columns >= ranks) {
+        let n = columns / ranks;
+        products.push((device.tensor(&values(dim * n), [dim, n])?, device.zeros([tokens, n])?, Vec::new()));
+    }
+    for turn in 0..=TURNS {
+        for (b, c, times) in &mut products {
+            let begun = now();
+            for _ in 0..REPEATS {
+                device.run(Op::MatMul {
+                    a: a.view(),
+                    a_t: false,
+                    b: b.view(),
+                    b_t: false,
+                    c: c.view_mut(),
+                    accumulate: false,
+                    scales: [1.0; 2],
+                    fuse: Fuse::None,
+                })?;
+            }
+            device.fence()?;
+            // The first turn fills pools and compiles kernels.
+            if turn > 0 {
+                times.push(begun.elapsed().as_secs_f64());
+            }
+        }
+    }
+    // Whatever else the machine does only makes a turn slower.
+    let fastest = |(_, _, times): (_, _, Vec<f64>)| times.into_iter().fold(f64::INFINITY, f64::min);
+    Ok(percents(&products.into_iter().map(fastest).collect::<Vec<_>>()))
+}
+
+/// By the times of a product and of its parts: a half, a quarter, and so on.
+fn percents(times: &[f64]) -> Vec<u8> {
+    let Some((whole, parts)) = times.split_first() else { return Vec::new() };
+    let ranks = TENSOR_RANKS.into_iter().skip(1);
+    let percent = |(time, ranks): (&f64, usize)| {
+        (100.0 * whole / (time * ranks as f64)).round().clamp(1.0, 100.0) as u8
+    };
+    parts.iter().zip(ranks).map(percent).collect()
 }
 
 #[expect(clippy::disallowed_methods, reason = "it measures how long a step really takes")]
 fn now() -> Instant {
     Instant::now()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn efficiency_is_the_share_of_the_whole_products_rate() {
+        assert_eq!(percents(&[8.0, 4.0, 2.5, 2.0]), [100, 80, 50]);
+        // Noise is not above the whole, and nothing is of no use at all.
+        assert_eq!(percents(&[8.0, 3.9, 1e9]), [100, 1]);
+        assert_eq!(percents(&[]), [0_u8; 0]);
+    }
 }

@@ -330,3 +330,47 @@ fn a_step_of_the_plan_is_drawn() {
     }
     assert!(refused("auto dtfm-5 --model gpt2 --by-region --timeline step.svg").contains("timeline"));
 }
+
+/// The planners of the literature name stages of all layers; where the trainer can run them there is a plan.
+#[test]
+fn planners_of_the_literature_say_what_they_choose() {
+    let out = tempfile::tempdir().unwrap();
+    let file = out.path().join("plan.toml");
+    for planner in ["alpa", "pipedream", "piper", "galvatron", "dapple"] {
+        for more in ["", " --runnable"] {
+            let seen = json(&format!("{planner} lan --model nano --microbatches 16{more}"));
+            assert_eq!(seen["planner"], planner);
+            let stages = seen["stages"].as_array().unwrap();
+            let mut next = 0;
+            for stage in stages {
+                assert_eq!(stage["layers"][0], next, "{seen}");
+                next = stage["layers"][1].as_u64().unwrap();
+                let machines = stage["machines"].as_array().unwrap().len() as u64;
+                assert_eq!(stage["tensor"].as_u64().unwrap() * stage["copies"].as_u64().unwrap(), machines);
+            }
+            assert_eq!(next, 4, "{seen}");
+            let positive = |key: &str| seen[key].as_f64().unwrap() > 0.0;
+            assert!(positive("model_step_s") && positive("simulated_step_s"), "{seen}");
+            assert_ne!(seen["plan"].is_null(), seen["runnable"].as_bool().unwrap());
+            assert_eq!(seen["refused"].is_null(), seen["runnable"].as_bool().unwrap());
+            assert!(more.is_empty() || planner == "pipedream" || seen["runnable"] == true, "{seen}");
+        }
+    }
+    let chosen =
+        json(&format!("dapple lan --model nano --microbatches 16 --runnable --out {}", file.display()));
+    let written: farflung::parallel::Plan = std::fs::read_to_string(&file).unwrap().parse().unwrap();
+    assert_eq!(chosen["plan"].as_str().unwrap(), written.to_string());
+    // It is among what `auto` tries.
+    let best = json("auto lan --model nano --microbatches 16");
+    assert!(best["step_s"].as_f64() <= chosen["simulated_step_s"].as_f64(), "{best}");
+    let tried = best["candidates"].as_array().unwrap().iter();
+    assert!(tried.filter(|one| one["what"].as_str().unwrap().contains("DAPPLE")).count() > 0);
+}
+
+#[test]
+fn a_choice_that_cannot_be_run_is_not_written() {
+    let said = refused("piper lan --model gpt2 --microbatches 32 --out /nowhere/plan.toml");
+    assert!(said.contains("--runnable") && said.contains("unequal numbers of copies"), "{said}");
+    let said = refused("dapple one-box --model gpt3-175b");
+    assert!(said.contains("expected a model that fits"), "{said}");
+}

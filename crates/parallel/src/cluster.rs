@@ -10,7 +10,7 @@ use farflung_base::{Bandwidth, Bytes, Link, Nanos, ParseUnitError, Port, Rank, T
 
 use crate::{ModelShape, ParallelError};
 use quantity::MemoryText;
-pub use quantity::{Power, Price};
+pub use quantity::{Power, Price, TensorEfficiency};
 
 /// Reads an amount of memory as topology files write it: `8GB`, `512MiB`.
 ///
@@ -71,6 +71,8 @@ pub struct Machine {
     pub up: Option<Bandwidth>,
     /// Downlink of each, shared by everything it receives; none: as fast as its links.
     pub down: Option<Bandwidth>,
+    /// What is left of its speed with tensor ranks, where it was measured.
+    pub tensor_efficiency: TensorEfficiency,
 }
 
 /// A place whose devices are near each other.
@@ -152,6 +154,7 @@ impl Cluster {
             region: None,
             up: access,
             down: access,
+            tensor_efficiency: TensorEfficiency::default(),
         };
         Self { default: Some(link), devices: vec![device], ..Self::default() }
     }
@@ -346,6 +349,9 @@ impl fmt::Display for Cluster {
             }
             if let Some(power) = device.power {
                 writeln!(f, "power = \"{power}\"")?;
+            }
+            if !device.tensor_efficiency.percents().is_empty() {
+                writeln!(f, "tensor_efficiency = {:?}", device.tensor_efficiency.percents())?;
             }
             if let Some(region) = &device.region {
                 writeln!(f, "region = \"{region}\"")?;

@@ -24,7 +24,7 @@ pub mod timeline;
 pub mod what_if;
 
 pub use average::{AveragePrice, all_reduce_bytes};
-pub use cluster::{Between, Cluster, Machine, Power, Price, Region, Speed};
+pub use cluster::{Between, Cluster, Machine, Power, Price, Region, Speed, TensorEfficiency};
 pub use error::ParallelError;
 pub use farflung_base::{Algorithm, Precision};
 pub use mesh::{Axis, Mesh};

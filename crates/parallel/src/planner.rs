@@ -1,9 +1,12 @@
 //! Chooses between synchronous and local-step training for a cluster, by simulating both. Says why.
 
 pub mod alpa;
+pub mod dapple;
 pub mod dtfm;
 pub mod galvatron;
 pub mod matching;
+#[cfg(feature = "integer-programs")]
+pub mod operators;
 pub mod path;
 pub mod pipedream;
 pub mod piper;

@@ -1,7 +1,9 @@
 //! The topology file through the public API: what it means, what it refuses, and that it prints back.
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Port, Rank};
-use farflung_parallel::{Between, Cluster, Machine, ParallelError, Power, Price, Region, Speed};
+use farflung_parallel::{
+    Between, Cluster, Machine, ParallelError, Power, Price, Region, Speed, TensorEfficiency,
+};
 use proptest::prelude::*;
 
 const CONTINENTS: &str = include_str!("../examples/continents.toml");
@@ -78,7 +80,7 @@ fn a_regions_line_is_shared_by_its_devices_towards_all_others() {
 #[test]
 fn what_is_wrong_is_named_with_its_line() {
     refused("up = \"20mbit\"", "upload = \"20mbit\"", 22, &["upload", "`up`"]);
-    refused("[[link]]", "[[links]]", 40, &["links", "device"]);
+    refused("[[link]]", "[[links]]", 41, &["links", "device"]);
     refused("up = \"20mbit\"", "up = \"20\"", 22, &["`20`", "bandwidth", "mbit"]);
     refused("up = \"20mbit\"", "up = 20", 22, &["up = 20"]);
     refused("memory = \"12GB\"", "memory = \"12\"", 20, &["`12`", "GiB"]);
@@ -87,9 +89,9 @@ fn what_is_wrong_is_named_with_its_line() {
     refused("\"100mbit,15ms\"", "\"0bit,15ms\"", 10, &["no bandwidth"]);
     refused("up = \"20mbit\"", "up = \"0mbit\"", 18, &["anna", "up", "zero"]);
     refused("region = \"europe\"", "region = \"asia\"", 21, &["no region `asia`", "oregon"]);
-    refused("[\"europe\", \"oregon\"]", "[\"europe\", \"utah\"]", 41, &["`utah`", "rented"]);
-    refused("[\"bert\", \"bert\"]", "[\"oregon\", \"europe\"]", 45, &["oregon - europe", "twice"]);
-    refused("[\"bert\", \"bert\"]", "[\"europe\", \"europe\"]", 45, &["twice"]);
+    refused("[\"europe\", \"oregon\"]", "[\"europe\", \"utah\"]", 42, &["`utah`", "rented"]);
+    refused("[\"bert\", \"bert\"]", "[\"oregon\", \"europe\"]", 46, &["oregon - europe", "twice"]);
+    refused("[\"bert\", \"bert\"]", "[\"europe\", \"europe\"]", 46, &["twice"]);
     refused("name = \"bert\"", "name = \"anna\"", 26, &["`anna`", "twice"]);
     refused("name = \"bert\"", "name = \"b ert\"", 26, &["`b ert`"]);
     refused("tokens_per_second = 12000", "count = 1", 18, &["anna", "flops", "tokens_per_second"]);
@@ -132,8 +134,11 @@ fn any_device() -> impl Strategy<Value = Machine> {
     let memory = prop::option::of(any::<u64>().prop_map(Bytes));
     let price = prop::option::of((0_u64..1_000_000_000_000_000).prop_map(Price));
     let power = prop::option::of(any::<u64>().prop_map(Power));
-    (1_u32..4, speed, memory, prop::option::of(0_usize..3), port(), port(), price, power).prop_map(
-        |(count, speed, memory, region, up, down, price, power)| Machine {
+    let efficiency = prop::collection::vec(1_u8..=100, 0..5)
+        .prop_map(|percents| TensorEfficiency::new(percents).expect("percents"));
+    let access = (port(), port());
+    (1_u32..4, speed, memory, prop::option::of(0_usize..3), access, price, power, efficiency).prop_map(
+        |(count, speed, memory, region, (up, down), price, power, tensor_efficiency)| Machine {
             name: String::new(),
             count,
             speed,
@@ -143,6 +148,7 @@ fn any_device() -> impl Strategy<Value = Machine> {
             region: region.map(|r| format!("region-{r}")),
             up,
             down,
+            tensor_efficiency,
         },
     )
 }
@@ -178,5 +184,23 @@ proptest! {
         let _ = text.parse::<Cluster>();
         let cut = (0..=cut).rev().find(|&i| CONTINENTS.is_char_boundary(i)).unwrap();
         let _ = CONTINENTS[..cut].parse::<Cluster>();
+    }
+}
+
+#[test]
+fn tensor_efficiency_is_read_printed_and_checked() {
+    let file = |list: &str| {
+        format!("default = 'lan'\n[[device]]\nname = 'a'\nflops = '1 TFLOPS'\ntensor_efficiency = {list}\n")
+    };
+    let read: Cluster = file("[96, 90, 75]").parse().unwrap();
+    let measured = &read.devices[0].tensor_efficiency;
+    assert_eq!([1, 2, 3, 4, 8, 64].map(|ranks| measured.percent(ranks)), [100, 96, 90, 90, 75, 75]);
+    assert_eq!(read.to_string().parse::<Cluster>().unwrap(), read);
+    let less = TensorEfficiency::new(vec![99, 50]).unwrap();
+    let least = TensorEfficiency::least(&[measured, &less, &TensorEfficiency::default()]);
+    assert_eq!(least.percents(), [96, 50, 50]);
+    for wrong in ["[0]", "[101]", "[96.5]", "'96%'", "[-1]"] {
+        let said = file(wrong).parse::<Cluster>().unwrap_err().to_string();
+        assert!(said.contains("line 5") && said.contains("percents from 1 to 100"), "{wrong}: {said}");
     }
 }

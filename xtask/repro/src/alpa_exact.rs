@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use farflung::base::Bytes;
-use farflung::parallel::planner::{alpa, galvatron, pipedream, piper, uneven};
+use farflung::parallel::planner::{alpa, dapple, galvatron, operators as cuts, pipedream, piper, uneven};
 
 use crate::harness::{Bench, Mark, Options, Report};
 
@@ -13,8 +13,9 @@ use instances::Draw;
 pub(crate) const BENCH: Bench = Bench {
     name: "alpa-exact",
     claim: "the dynamic programs for pipelines find what trying all divisions finds: unequal machines in \
-        order under memory, Alpa's submeshes, PipeDream's replicas, Piper's shapes, Galvatron's strategies",
-    source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021; Miao et al. 2022",
+        order under memory, Alpa's submeshes, PipeDream's replicas, Piper's shapes, Galvatron's strategies, \
+        DAPPLE's placed copies; so does the integer program for Alpa's operators",
+    source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021; Miao et al. 2022; Fan et al. 2021",
     seed: 33,
     run,
 };
@@ -30,12 +31,14 @@ type One = fn(&mut Draw) -> Outcome;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let rounds = if options.quick { 100 } else { 1000 };
-    let planners: [(&str, One); 5] = [
+    let planners: [(&str, One); 7] = [
         ("machines in order", in_order),
         ("Alpa", submeshes),
         ("PipeDream", replicas),
         ("Piper", shapes),
         ("Galvatron", strategies),
+        ("DAPPLE", placed),
+        ("Alpa's operators", operators),
     ];
     for (name, one) in planners {
         let mut draw = Draw::new(report.seed());
@@ -98,4 +101,23 @@ fn strategies(draw: &mut Draw) -> Outcome {
     let found = galvatron::galvatron(&costs, &change, memory, Bytes(1)).ok();
     let best = instances::least_time(&costs, &changes, memory.0, None);
     Outcome { best, found: found.map(|found| found.time.0) }
+}
+
+fn placed(draw: &mut Draw) -> Outcome {
+    let size = instances::dapple_size(draw);
+    let table = draw.table(997);
+    let cost = instances::phase_cost(&table);
+    let hop = instances::hop_time(&table);
+    let all = instances::placed_stages(&size, 0, &vec![0; size.machines as usize]);
+    let price = |stages: &[dapple::PlacedStage]| instances::phases_price(&size, &cost, &hop, stages);
+    let best = all.iter().filter_map(|stages| price(stages)).min();
+    let found =
+        dapple::dapple(&size, &cost, &hop).ok().filter(|plan| price(&plan.stages) == Some(plan.time.0));
+    Outcome { best, found: found.map(|plan| plan.time.0) }
+}
+
+fn operators(draw: &mut Draw) -> Outcome {
+    let graph = instances::operator_graph(draw);
+    let found = cuts::choose(&graph).ok().filter(|found| graph.cost(&found.strategies) == found.cost);
+    Outcome { best: instances::least_cut(&graph), found: found.map(|found| found.cost.0) }
 }

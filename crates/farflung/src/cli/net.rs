@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use clap::ValueEnum;
 use farflung::base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung::comm::{Algorithm, CommError, Communicator, Located, ReduceOp, tcp};
-use farflung::parallel::{Between, Cluster, Machine, Speed};
+use farflung::parallel::{Between, Cluster, Machine, Speed, TensorEfficiency};
 use farflung::{AccessArgs, Error, Result};
 
 use super::relay::RelayArgs;
@@ -297,6 +297,7 @@ impl ProbeArgs {
             region: None,
             up: None,
             down: None,
+            tensor_efficiency: TensorEfficiency::default(),
         };
         let mut links = Vec::new();
         for (from, bytes) in all.iter().enumerate() {

@@ -5,6 +5,7 @@ mod churn;
 mod dtfm;
 mod file;
 mod memory;
+mod named;
 mod regional;
 
 use std::path::PathBuf;
@@ -29,6 +30,7 @@ use farflung::{Error, Result};
   farflung plan auto homes.toml --model gpt2 --microbatches 16 --out plan.toml
   farflung plan memory --model gpt3-175b
   farflung plan churn spot --model gpt2-xl --mtbf 4h
+  farflung plan dapple lan --model gpt2 --runnable --out plan.toml
   farflung plan dtfm --case 5 --layout search")]
 pub(crate) struct PlanCommand {
     #[command(subcommand)]
@@ -69,6 +71,21 @@ enum Planner {
     Auto(auto::AutoCommand),
     Memory(memory::MemoryCommand),
     Churn(churn::ChurnCommand),
+    /// Alpa: stages and submeshes, and how the operators of a layer are cut in each, for the least step by its cost model.
+    /// Machines count as the slowest of them.
+    Alpa(named::NamedCommand),
+    /// PipeDream: stages and their copies over machines and links in two levels, for the shortest time between two
+    /// microbatches. Machines count as the slowest of them.
+    Pipedream(named::NamedCommand),
+    /// Piper: stages with tensor ranks, copies and recompute under memory, for the shortest time between two microbatches.
+    /// Machines count as the slowest of them.
+    Piper(named::NamedCommand),
+    /// Galvatron: tensor ranks, sharding and recompute for each layer under memory, all machines sharing each layer.
+    /// Machines count as the slowest of them.
+    Galvatron(named::NamedCommand),
+    /// DAPPLE: stages and their copies, placed on unequal machines, for the least warm-up, steady phase and ending of a
+    /// synchronous pipeline. Over 24 machines, copies are powers of two from an eighth of all on.
+    Dapple(named::NamedCommand),
 }
 
 impl PlanCommand {
@@ -78,6 +95,11 @@ impl PlanCommand {
             Some(Planner::Auto(command)) => return command.run(),
             Some(Planner::Memory(command)) => return command.run(),
             Some(Planner::Churn(command)) => return command.run(),
+            Some(Planner::Alpa(command)) => return command.run("alpa"),
+            Some(Planner::Pipedream(command)) => return command.run("pipedream"),
+            Some(Planner::Piper(command)) => return command.run("piper"),
+            Some(Planner::Galvatron(command)) => return command.run("galvatron"),
+            Some(Planner::Dapple(command)) => return command.run("dapple"),
             None => {}
         }
         let cluster = read_topology(&self.topology.unwrap_or_default())?;

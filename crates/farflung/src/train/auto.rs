@@ -3,13 +3,16 @@
 mod candidate;
 mod cost;
 mod improve;
+mod planners;
 mod regional;
+mod side_by_side;
 mod ways;
 mod what_if;
 
 pub use candidate::{Candidate, Way, held, sent};
 pub use cost::{RunningCosts, running_costs};
 pub use improve::{Bottleneck, Improvement, bottleneck, improvements};
+pub use planners::{Choice, Instance, NamedPlanner, OperatorCut, PLANNERS, PlannedStage};
 pub use regional::{ByRegion, RegionalCandidate, by_region};
 pub use what_if::{Factor, FileChange, renamed};
 
@@ -24,7 +27,7 @@ use crate::Result;
 ///
 /// One pipeline over machines in order (`planner::uneven`); replicas with shares by speed; pipelines side by
 /// side, placed by DT-FM's search with layers divided by the slowest machine of each stage. Each under the
-/// schedules and all-reduce algorithms that fit it. Replicas average gradients at each step: methods with local
+/// schedules and all-reduce algorithms that fit it. Beside these, what DAPPLE's planner makes of every number of copies. Replicas average gradients at each step: methods with local
 /// steps change what is learned, and are `farflung plan`'s.
 ///
 /// Errors: machines that hold none of the plans, with what is missing; those of [`Prediction::on`](super::prediction::Prediction::on).
@@ -39,6 +42,7 @@ pub fn auto(
     let pipelines = asked.pipelines(&mut candidates);
     asked.data(&mut candidates)?;
     asked.both(&mut candidates)?;
+    asked.dapple(&mut candidates)?;
     if candidates.is_empty() {
         pipelines?;
         return Err(ParallelError::NoDevices.into());

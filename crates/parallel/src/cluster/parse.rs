@@ -9,7 +9,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use toml::Spanned;
 
-use super::quantity::{FlopsText, MemoryText, Power, Price};
+use super::quantity::{FlopsText, MemoryText, Power, Price, TensorEfficiency};
 use super::{Between, Cluster, Machine, Region, Speed};
 use crate::ParallelError;
 
@@ -56,6 +56,8 @@ struct DeviceEntry {
     region: Option<Spanned<String>>,
     up: Option<Text<Bandwidth>>,
     down: Option<Text<Bandwidth>>,
+    #[serde(default)]
+    tensor_efficiency: TensorEfficiency,
 }
 
 #[derive(Deserialize)]
@@ -150,6 +152,7 @@ impl DeviceEntry {
             region: self.region.as_ref().map(|r| r.get_ref().clone()),
             up: self.up.as_ref().map(|b| b.0),
             down: self.down.as_ref().map(|b| b.0),
+            tensor_efficiency: self.tensor_efficiency.clone(),
         })
     }
 }

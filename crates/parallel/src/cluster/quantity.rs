@@ -5,6 +5,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, ParseUnitError};
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer};
 
 const BYTE_UNITS: [(&str, u64); 8] = [
     ("TB", 1_000_000_000_000),
@@ -69,6 +71,50 @@ impl FromStr for Power {
 impl fmt::Display for Power {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&exact(self.0, &POWER_UNITS))
+    }
+}
+
+/// What is left of a device's rate when its matrix products are cut among 2, 4, 8 and so on tensor ranks, in percent: thinner
+/// matrices are slower. `farflung devices --measure` measures it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TensorEfficiency(Vec<u8>);
+
+impl TensorEfficiency {
+    /// Percents for 2, 4, 8 and so on ranks; `None` if one is not from 1 to 100, or there are more than 16.
+    #[must_use]
+    pub fn new(percents: Vec<u8>) -> Option<Self> {
+        (percents.len() <= 16 && percents.iter().all(|percent| (1..=100).contains(percent)))
+            .then_some(Self(percents))
+    }
+
+    /// The least of several at each number of ranks.
+    #[must_use]
+    pub fn least(all: &[&Self]) -> Self {
+        let steps = all.iter().map(|one| one.0.len()).max().unwrap_or(0) as u32;
+        let least = |step: u32| all.iter().map(|one| one.percent(1 << step)).min().unwrap_or(100);
+        Self((1..=steps).map(least).collect())
+    }
+
+    /// For so many ranks: that of the next power of two, or the last one known; 100 where nothing was measured.
+    #[must_use]
+    pub fn percent(&self, ranks: u32) -> u8 {
+        let Some(last) = self.0.len().checked_sub(1).filter(|_| ranks > 1) else { return 100 };
+        let step = ranks.next_power_of_two().trailing_zeros() as usize;
+        self.0[(step - 1).min(last)]
+    }
+
+    /// As they were given.
+    #[must_use]
+    pub fn percents(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl<'de> Deserialize<'de> for TensorEfficiency {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let expected = "percents from 1 to 100 for 2, 4, 8 and so on tensor ranks, at most 16";
+        let percents = Vec::<u8>::deserialize(from).map_err(|_| D::Error::custom(expected))?;
+        Self::new(percents).ok_or_else(|| D::Error::custom(expected))
     }
 }
 

@@ -4,7 +4,11 @@ use std::ops::Range;
 
 use farflung::base::{Bandwidth, Bytes, Link, Nanos, Philox, Rank, Topology};
 use farflung::parallel::planner::alpa::{AlpaSize, Submesh, SubmeshStage};
+use farflung::parallel::planner::dapple::{
+    DappleSize, DevicePolicy, HopTime, PhaseCost, PhaseCosts, PlacedStage,
+};
 use farflung::parallel::planner::galvatron::StrategyCost;
+use farflung::parallel::planner::operators::{Operator, OperatorEdge, OperatorGraph, OperatorStrategy};
 use farflung::parallel::planner::pipedream::{LinkLevel, ProfiledLayer};
 use farflung::parallel::planner::piper::{PiperSize, ShapeLoad, StageLoad, StageShape};
 use farflung::parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainStage};
@@ -247,4 +251,120 @@ pub(super) fn least_time(
         Some(cost.time.0 + change + least_time(rest, changes, left, Some(strategy))?)
     });
     times.min()
+}
+
+pub(super) fn dapple_size(draw: &mut Draw) -> DappleSize {
+    DappleSize {
+        layers: 1 + draw.below(4) as usize,
+        machines: 1 + draw.below(2) as u32,
+        devices: 1 + draw.below(2) as u32,
+        microbatches: 1 + draw.below(6) as u32,
+        replicas: (1..=1 + draw.below(4) as u32).collect(),
+    }
+}
+
+fn value(table: &[u64], layers: &Range<usize>, devices: &[u32], more: usize) -> u64 {
+    let devices = devices.iter().fold(0, |sum, &device| sum * 5 + device as usize + 1);
+    table[(layers.start * 101 + layers.end * 17 + devices * 7 + more) % table.len()]
+}
+
+/// Any function of a stage will do; some stages do not fit.
+pub(super) fn phase_cost(table: &[u64]) -> impl Fn(Range<usize>, &[u32]) -> Option<PhaseCost> {
+    move |layers, devices| {
+        let value = |more| value(table, &layers, devices, more);
+        (value(0) > 15).then(|| PhaseCost {
+            forward: Nanos(value(1)),
+            backward: Nanos(value(2)),
+            all_reduce: Nanos(4 * value(3)),
+        })
+    }
+}
+
+pub(super) fn hop_time(table: &[u64]) -> impl Fn(usize, &[u32], &[u32]) -> Nanos {
+    move |layer, from, to| Nanos(value(table, &(layer..layer), from, 3 * to.len()) / 3)
+}
+
+/// All placed stages for the layers from `layer` on.
+pub(super) fn placed_stages(size: &DappleSize, layer: usize, used: &[u32]) -> Vec<Vec<PlacedStage>> {
+    if layer == size.layers {
+        return vec![Vec::new()];
+    }
+    let mut found = Vec::new();
+    for (&count, policy) in
+        size.replicas.iter().flat_map(|count| DevicePolicy::ALL.map(|policy| (count, policy)))
+    {
+        let Some(devices) = policy.take(used, size.devices, count) else { continue };
+        let mut more = used.to_vec();
+        for device in &devices {
+            more[(device / size.devices) as usize] += 1;
+        }
+        for end in layer + 1..=size.layers {
+            for rest in placed_stages(size, end, &more) {
+                let mut stages = vec![PlacedStage { layers: layer..end, devices: devices.clone() }];
+                stages.extend(rest);
+                found.push(stages);
+            }
+        }
+    }
+    found
+}
+
+/// The longest of warm-up, steady phase and ending, over each pivot and each average.
+pub(super) fn phases_price(
+    size: &DappleSize,
+    cost: PhaseCosts<'_>,
+    hop: HopTime<'_>,
+    stages: &[PlacedStage],
+) -> Option<u64> {
+    let mut all: Vec<(u64, u64, Option<u64>)> = Vec::new();
+    for (at, stage) in stages.iter().enumerate() {
+        if let Some(before) = at.checked_sub(1) {
+            let time = hop(stage.layers.start, &stages[before].devices, &stage.devices).0;
+            all.push((time, time, None));
+        }
+        let PhaseCost { forward, backward, all_reduce } = cost(stage.layers.clone(), &stage.devices)?;
+        all.push((forward.0, backward.0, Some(all_reduce.0)));
+    }
+    let mut longest = 0;
+    for (pivot, &(forward, backward, _)) in all.iter().enumerate() {
+        let warm_up: u64 = all[..=pivot].iter().map(|stage| stage.0).sum();
+        let steady = (u64::from(size.microbatches) - 1) * (forward + backward);
+        for first in 0..=pivot {
+            let Some(average) = all[first].2 else { continue };
+            let ending: u64 = all[first..=pivot].iter().map(|stage| stage.1).sum();
+            longest = longest.max(warm_up + steady + ending + average);
+        }
+    }
+    Some(longest)
+}
+
+/// Up to 6 operators with up to 4 strategies each, and up to 8 edges between any of them.
+pub(super) fn operator_graph(draw: &mut Draw) -> OperatorGraph {
+    let counts: Vec<u64> = (0..=draw.below(6)).map(|_| 1 + draw.below(4)).collect();
+    let mut strategy =
+        || OperatorStrategy { name: String::new(), cost: Nanos(draw.below(40)), weights: Bytes(0) };
+    let mut operator =
+        |&count: &u64| Operator { name: String::new(), strategies: (0..count).map(|_| strategy()).collect() };
+    let operators: Vec<Operator> = counts.iter().map(&mut operator).collect();
+    let mut edges = Vec::new();
+    for _ in 0..draw.below(9) {
+        let (from, to) = (draw.below(counts.len() as u64) as usize, draw.below(counts.len() as u64) as usize);
+        let mut row = |_| (0..counts[to]).map(|_| Nanos(draw.below(60))).collect();
+        let change = (0..counts[from]).map(&mut row).collect();
+        edges.extend((from != to).then_some(OperatorEdge { from, to, change }));
+    }
+    OperatorGraph { operators, edges }
+}
+
+/// The least cost over all strategies.
+pub(super) fn least_cut(graph: &OperatorGraph) -> Option<u64> {
+    let mut choices: Vec<Vec<usize>> = vec![Vec::new()];
+    for operator in &graph.operators {
+        let all = 0..operator.strategies.len();
+        choices = choices
+            .iter()
+            .flat_map(|choice| all.clone().map(move |at| [choice.as_slice(), &[at]].concat()))
+            .collect();
+    }
+    choices.iter().map(|choice| graph.cost(choice).0).min()
 }

@@ -5,6 +5,7 @@ use farflung_base::{Bandwidth, Nanos};
 use farflung_parallel::{Cluster, Plan, Speed};
 use farflung_zoo::GptConfig;
 
+use super::side_by_side::side_by_side;
 use crate::Result;
 use crate::train::Prediction;
 
@@ -60,9 +61,12 @@ pub fn improvements(
     cluster: &Cluster,
     step: Nanos,
 ) -> Result<Vec<Improvement>> {
+    let changes = changes(cluster, 2);
+    let steps = side_by_side(&changes, |change| {
+        Prediction::on(plan, model, &change.cluster).map(|predicted| predicted.step())
+    })?;
     let mut found = Vec::new();
-    for Change { what: of, cluster } in changes(cluster, 2) {
-        let changed = Prediction::on(plan, model, &cluster)?.step();
+    for (Change { what: of, .. }, changed) in changes.into_iter().zip(steps) {
         if changed < step {
             found.push(Improvement { what: format!("{of} twice as fast"), of, step: changed });
         }

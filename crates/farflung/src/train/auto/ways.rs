@@ -14,6 +14,8 @@ use farflung_parallel::{Cluster, Level, Machine, Plan, ScheduleSource, Speed};
 use farflung_zoo::GptConfig;
 
 use super::candidate::{Candidate, Way, held, simulated};
+use super::planners::{chain_stages, equal_replicas, rows};
+use super::side_by_side::side_by_side;
 use crate::Result;
 use crate::train::chain::{PipelineSizes, chain, machines, pipeline_plan};
 
@@ -101,14 +103,24 @@ impl Asked<'_> {
     /// A plan under each schedule that does its sizes.
     fn schedules(&self, way: Way, what: &str, plan: &Plan, candidates: &mut Vec<Candidate>) -> Result<()> {
         let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
+        let mut plans = Vec::new();
         for &method in methods {
             let mut plan = plan.clone();
             plan.pipeline.schedule = ScheduleSource::Named(method);
             if plan.check().is_ok() && self.fits(&plan) {
                 let what = if methods.len() > 1 { format!("{what}, {method}") } else { what.to_owned() };
-                candidates.push(simulated(way, what, plan, self.model, self.cluster)?);
+                plans.push((what, plan));
             }
         }
+        self.simulate(way, &plans, candidates)
+    }
+
+    /// Adds named plans, simulated.
+    fn simulate(&self, way: Way, plans: &[(String, Plan)], candidates: &mut Vec<Candidate>) -> Result<()> {
+        let one = |(what, plan): &(String, Plan)| {
+            simulated(way, what.clone(), plan.clone(), self.model, self.cluster)
+        };
+        candidates.extend(side_by_side(plans, one)?);
         Ok(())
     }
 
@@ -356,7 +368,7 @@ impl Asked<'_> {
             return Ok(());
         };
         let plan = fastest.plan.clone();
-        for algorithm in others {
+        let with = |&algorithm: &Algorithm| {
             let levels = vec![Level { algorithm, ..Level::default() }];
             let what = match plan.pipeline.schedule {
                 ScheduleSource::Named(method) if plan.stages() > 1 => {
@@ -364,8 +376,37 @@ impl Asked<'_> {
                 }
                 _ => format!("{what}, {algorithm}"),
             };
-            let plan = Plan { levels, ..plan.clone() };
-            candidates.push(simulated(way, what, plan, self.model, self.cluster)?);
+            (what, Plan { levels, ..plan.clone() })
+        };
+        let plans: Vec<_> = others.iter().map(with).collect();
+        self.simulate(way, &plans, candidates)
+    }
+
+    /// Pipelines of given machines and layers: one, or several side by side.
+    pub(super) fn rows(
+        &self,
+        what: &str,
+        rows: &[Vec<Rank>],
+        stages: &[ChainStage],
+        candidates: &mut Vec<Candidate>,
+    ) -> Result<()> {
+        let [row] = rows else {
+            let way = if stages.len() == 1 { Way::Data } else { Way::Both };
+            return self.replicas(way, what, rows, stages, false, candidates);
+        };
+        let planned = ChainPlan { stages: stages.to_vec(), time: farflung_base::Nanos::ZERO };
+        self.pipeline(what, row, &planned, candidates)
+    }
+
+    /// What DAPPLE's planner makes of the machines for every number of copies of a stage.
+    pub(super) fn dapple(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+        let all = self.cluster.size() as u32;
+        for copies in (1..=all.min(self.sizes.microbatches)).filter(|copies| all.is_multiple_of(*copies)) {
+            // A model that these machines do not hold is no error: others may.
+            let Ok(stages) = equal_replicas(self.model, self.cluster, self.sizes, copies) else { continue };
+            let what = format!("{copies} pipelines of {}, DAPPLE", stages.len());
+            let (rows, stages) = (rows(&stages, copies as usize), chain_stages(&stages));
+            self.rows(&what, &rows, &stages, candidates)?;
         }
         Ok(())
     }

@@ -1,0 +1,230 @@
+//! The planners of the literature for a model and the machines of a topology file: what each chooses, what its own cost
+//! model says of that, and what a simulation says.
+
+mod alpa;
+mod dapple;
+mod galvatron;
+mod machines;
+mod pipedream;
+mod piper;
+
+use std::ops::Range;
+
+use farflung_base::{Nanos, Rank};
+use farflung_parallel::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
+use farflung_parallel::planner::dapple::PhaseCost;
+use farflung_parallel::planner::uneven::ChainStage;
+use farflung_parallel::{Cluster, ParallelError, Plan};
+use farflung_zoo::GptConfig;
+
+use super::candidate::Candidate;
+use super::first_that_fits;
+use super::ways::Asked;
+use crate::train::chain::PipelineSizes;
+use crate::{Error, Result};
+pub(super) use dapple::equal_replicas;
+use machines::Facts;
+
+/// What is to be planned.
+#[derive(Debug, Clone, Copy)]
+pub struct Instance<'a> {
+    /// The model's name.
+    pub name: &'a str,
+    /// The model.
+    pub model: &'a GptConfig,
+    /// Its machines.
+    pub cluster: &'a Cluster,
+    /// Microbatches.
+    pub sizes: PipelineSizes,
+    /// Whether only plans that the trainer can run are wanted: no tensor ranks, as many copies of each stage.
+    pub runnable: bool,
+}
+
+/// A stage of a choice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedStage {
+    /// Its layers.
+    pub layers: Range<usize>,
+    /// Its machines, by rank.
+    pub devices: Vec<u32>,
+    /// Of these, so many share each layer's tensors.
+    pub tensor: u32,
+    /// Whether activations are computed again.
+    pub recompute: bool,
+    /// Whether state is sharded among copies.
+    pub sharded: bool,
+    /// How the operators of each of its layers are cut, where the planner decides it.
+    pub operators: Vec<OperatorCut>,
+    /// Its phases, where the planner's own model has them for these cuts.
+    phases: Option<PhaseCost>,
+}
+
+impl PlannedStage {
+    /// Whole layers on devices that share each microbatch.
+    const fn copies(layers: Range<usize>, devices: Vec<u32>) -> Self {
+        Self {
+            layers,
+            devices,
+            tensor: 1,
+            recompute: false,
+            sharded: false,
+            operators: Vec::new(),
+            phases: None,
+        }
+    }
+}
+
+/// How an operator of a layer is cut among a stage's devices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OperatorCut {
+    /// The operator's name.
+    pub operator: String,
+    /// For people: what each axis of the devices cuts.
+    pub cut: String,
+}
+
+/// What a planner chose.
+#[derive(Debug, Clone)]
+pub struct Choice {
+    /// Stages, first to last.
+    pub stages: Vec<PlannedStage>,
+    /// A step by the planner's own cost model.
+    pub modelled: Nanos,
+    /// A step in simulation: of the plan where the trainer can run it, else of 1F1B over the stages.
+    pub simulated: Nanos,
+    /// The plan.
+    pub plan: Option<Plan>,
+    /// Why the trainer cannot run it.
+    pub refused: Option<String>,
+}
+
+/// Stages, and a step by a planner's cost model.
+struct Planned {
+    stages: Vec<PlannedStage>,
+    modelled: Nanos,
+}
+
+/// A planner of the literature.
+#[derive(Debug, Clone, Copy)]
+pub struct NamedPlanner {
+    /// On the command line.
+    pub name: &'static str,
+    run: fn(&Facts, bool) -> Result<Planned>,
+}
+
+/// All of them.
+pub const PLANNERS: [NamedPlanner; 5] = [
+    NamedPlanner { name: "alpa", run: alpa::planned },
+    NamedPlanner { name: "pipedream", run: pipedream::planned },
+    NamedPlanner { name: "piper", run: piper::planned },
+    NamedPlanner { name: "galvatron", run: galvatron::planned },
+    NamedPlanner { name: "dapple", run: dapple::planned },
+];
+
+impl NamedPlanner {
+    /// What it chooses.
+    ///
+    /// Errors: a model that does not fit; those of [`Cluster::topology`].
+    pub fn choose(&self, instance: &Instance<'_>) -> Result<Choice> {
+        let facts = Facts::new(instance.model, instance.cluster, instance.sizes)?;
+        let Planned { stages, modelled } = (self.run)(&facts, instance.runnable)?;
+        match runnable(&stages, instance, self.name) {
+            Ok(Candidate { plan, step, .. }) => {
+                Ok(Choice { stages, modelled, simulated: step, plan: Some(plan), refused: None })
+            }
+            Err(Error::Parallel(ParallelError::NotBuilt { what })) => {
+                let simulated = one_f_one_b(&facts, &stages)?;
+                let refused = Some(format!("the trainer has no {what}"));
+                Ok(Choice { stages, modelled, simulated, plan: None, refused })
+            }
+            Err(Error::Parallel(error @ ParallelError::PartMemory { .. })) => {
+                let simulated = one_f_one_b(&facts, &stages)?;
+                Ok(Choice { stages, modelled, simulated, plan: None, refused: Some(error.to_string()) })
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// The fastest plan of stages, simulated.
+///
+/// Errors: [`ParallelError::NotBuilt`] for stages that the trainer cannot run; [`ParallelError::PartMemory`] for
+/// those that do not fit.
+fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Result<Candidate> {
+    let not_built = |what: &str| Err(ParallelError::NotBuilt { what: what.to_owned() }.into());
+    let replicas = stages.first().map_or(0, |stage| stage.devices.len());
+    if stages.iter().any(|stage| stage.tensor > 1) {
+        return not_built("tensor ranks");
+    }
+    let by_tokens = |cut: &OperatorCut| ["tokens", "tokens x tokens", "alone"].contains(&cut.cut.as_str());
+    if stages.iter().flat_map(|stage| &stage.operators).any(|cut| !by_tokens(cut)) {
+        return not_built("operators that are cut in different ways");
+    }
+    if stages.iter().any(|stage| stage.sharded) {
+        return not_built("sharded optimizer states in a plan");
+    }
+    if stages.iter().any(|stage| stage.recompute) {
+        return not_built("choice of layers to recompute in a pipeline");
+    }
+    if stages.iter().any(|stage| stage.devices.len() != replicas) {
+        return not_built("stages with unequal numbers of copies");
+    }
+    if replicas > instance.sizes.microbatches as usize {
+        return not_built("microbatches that copies share; ask for as many as there are copies");
+    }
+    let Instance { name: model_name, model, cluster, sizes, .. } = *instance;
+    let asked = Asked { name: model_name, model, cluster, sizes };
+    let rows = rows(stages, replicas);
+    let mut candidates = Vec::new();
+    asked.rows(name, &rows, &chain_stages(stages), &mut candidates)?;
+    if candidates.is_empty() {
+        return not_built("schedule for these stages");
+    }
+    candidates.sort_by_key(|candidate| candidate.step);
+    first_that_fits(&mut candidates, model, cluster)?;
+    candidates.into_iter().next().ok_or_else(|| ParallelError::NoDevices.into())
+}
+
+/// The machines of each pipeline.
+pub(super) fn rows(stages: &[PlannedStage], replicas: usize) -> Vec<Vec<Rank>> {
+    let row = |at: usize| stages.iter().map(|stage| Rank(stage.devices[at])).collect();
+    (0..replicas).map(row).collect()
+}
+
+/// The layers of each stage.
+pub(super) fn chain_stages(stages: &[PlannedStage]) -> Vec<ChainStage> {
+    let of = |(machine, stage): (usize, &PlannedStage)| ChainStage { layers: stage.layers.clone(), machine };
+    stages.iter().enumerate().map(of).collect()
+}
+
+/// A step of 1F1B over stages that share each microbatch, and the longest average behind it.
+fn one_f_one_b(facts: &Facts, stages: &[PlannedStage]) -> Result<Nanos> {
+    // Layers that are shared in different ways on the same machines are one stage.
+    let mut phases: Vec<(&PlannedStage, PhaseCost)> = Vec::new();
+    for stage in stages {
+        let more = facts.phases(stage);
+        match phases.last_mut() {
+            Some((last, phase)) if last.devices == stage.devices => {
+                *phase = PhaseCost {
+                    forward: phase.forward.saturating_add(more.forward),
+                    backward: phase.backward.saturating_add(more.backward),
+                    all_reduce: phase.all_reduce.saturating_add(more.all_reduce),
+                };
+            }
+            _ => phases.push((stage, more)),
+        }
+    }
+    let settings = Settings::new(phases.len() as u32, facts.microbatches);
+    let order = Method::OneFOneB.order(&settings)?;
+    let mut cost = PipelineCost::uniform(&order, StageCost::default(), Boundary::latency(Nanos::ZERO));
+    for (stage, (_, phase)) in cost.stages.iter_mut().zip(&phases) {
+        *stage = StageCost { forward: phase.forward, input: phase.backward, ..StageCost::default() };
+    }
+    for (boundary, pair) in cost.boundaries.iter_mut().zip(phases.windows(2)) {
+        let [(before, _), (behind, _)] = pair else { continue };
+        *boundary = Boundary::latency(facts.hop(&before.devices, &behind.devices));
+    }
+    let pass = simulate(&order, &cost)?.makespan();
+    let average = phases.iter().map(|(_, phase)| phase.all_reduce).max().unwrap_or_default();
+    Ok(pass.saturating_add(average))
+}

@@ -1,0 +1,448 @@
+//! DAPPLE's planner: layers into replicated stages of a synchronous pipeline, by the latency of its warm-up, steady and ending
+//! phases.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use farflung_base::Nanos;
+
+use crate::ParallelError;
+
+/// Which devices the next stage takes. Devices of a machine are taken in their order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DevicePolicy {
+    /// Those of machines that no stage uses yet, then the others.
+    FreshFirst,
+    /// Those of machines that are in use, then the others.
+    AppendFirst,
+    /// As many of each machine that is in use and has some left; of each machine if there is none.
+    ScatterFirst,
+}
+
+impl DevicePolicy {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::FreshFirst, Self::AppendFirst, Self::ScatterFirst];
+
+    /// The `count` devices that a stage takes, by number, machine by machine; `None` where they are not left, or
+    /// cannot be taken equally. `used` has the devices in use of each machine of `each` devices.
+    #[must_use]
+    pub fn take(self, used: &[u32], each: u32, count: u32) -> Option<Vec<u32>> {
+        let begun: Vec<usize> = (0..used.len()).filter(|&at| used[at] > 0 && used[at] < each).collect();
+        let fresh: Vec<usize> = (0..used.len()).filter(|&at| used[at] == 0).collect();
+        let mut taken = vec![0; used.len()];
+        match self {
+            Self::ScatterFirst => {
+                let from = if begun.is_empty() { fresh } else { begun };
+                let machines = from.len() as u32;
+                if machines == 0 || !count.is_multiple_of(machines) {
+                    return None;
+                }
+                for at in from {
+                    taken[at] = count / machines;
+                    if used[at] + taken[at] > each {
+                        return None;
+                    }
+                }
+            }
+            Self::FreshFirst | Self::AppendFirst => {
+                let order = if self == Self::FreshFirst { [fresh, begun] } else { [begun, fresh] };
+                let mut left = count;
+                for at in order.into_iter().flatten() {
+                    taken[at] = left.min(each - used[at]);
+                    left -= taken[at];
+                }
+                if left > 0 {
+                    return None;
+                }
+            }
+        }
+        let devices =
+            |at: usize| (used[at]..used[at] + taken[at]).map(move |device| at as u32 * each + device);
+        Some((0..used.len()).flat_map(devices).collect())
+    }
+}
+
+/// What a stage takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PhaseCost {
+    /// Forward of a microbatch, shared among its devices.
+    pub forward: Nanos,
+    /// Backward.
+    pub backward: Nanos,
+    /// The average of its gradients behind the last backward.
+    pub all_reduce: Nanos,
+}
+
+/// Some layers, and the devices that share each microbatch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlacedStage {
+    /// Its layers.
+    pub layers: Range<usize>,
+    /// Its devices, by number.
+    pub devices: Vec<u32>,
+}
+
+/// Stages, first to last, and their latency.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct PlacedPlan {
+    /// The stages.
+    pub stages: Vec<PlacedStage>,
+    /// Of a step: [`latency`].
+    pub time: Nanos,
+}
+
+/// What is to be planned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DappleSize {
+    /// Layers of the model.
+    pub layers: usize,
+    /// Machines.
+    pub machines: u32,
+    /// Devices of each.
+    pub devices: u32,
+    /// Microbatches of a step.
+    pub microbatches: u32,
+    /// How many devices a stage may have.
+    pub replicas: Vec<u32>,
+}
+
+/// The cost of some layers on some devices; `None` if they do not hold them.
+pub type PhaseCosts<'a> = &'a dyn Fn(Range<usize>, &[u32]) -> Option<PhaseCost>;
+
+/// The time of a microbatch's hidden states behind so many layers, from some devices to others, in one
+/// direction.
+pub type HopTime<'a> = &'a dyn Fn(usize, &[u32], &[u32]) -> Nanos;
+
+/// The latency of a step of a synchronous pipeline: `max (warm-up + steady + ending)` over each pivot `q` and
+/// each stage `s <= q` whose gradients are averaged. Warm-up is the forward of stages up to the pivot, steady
+/// are `microbatches - 1` rounds of its forward and backward, and the ending is the backward of stages `s` to
+/// `q` and the average of stage `s`. Hops between stages (one less than there are stages) are stages without an
+/// average.
+///
+/// It is the longest of some chains of work in 1F1B, so that no run of these costs is shorter. Source: Fan et
+/// al. 2021, "DAPPLE", section 4, equations 1 to 3. Differs: the paper looks for one pivot from the last stage
+/// on and counts stages behind it from there; here each stage that is a pivot of a longer chain counts.
+#[must_use]
+pub fn latency(stages: &[PhaseCost], hops: &[Nanos], microbatches: u32) -> Nanos {
+    let mut label = Label::LAST;
+    for (at, &stage) in stages.iter().enumerate().rev() {
+        if at + 1 < stages.len() {
+            label = label.hop(hops[at], microbatches);
+        }
+        label = label.before(stage, microbatches);
+    }
+    Nanos(label.end)
+}
+
+/// The fastest stages on at most all devices.
+///
+/// A dynamic program over (first layer, devices in use, devices of the stage before) that keeps every pair of
+/// chain and end that no other pair beats in both, so that the answer is exact for [`latency`] and the three
+/// policies.
+///
+/// Errors: [`ParallelError::Plan`] where nothing fits, a size is 0, or there are more than 2^20 states.
+pub fn dapple(
+    size: &DappleSize,
+    cost: PhaseCosts<'_>,
+    hop: HopTime<'_>,
+) -> Result<PlacedPlan, ParallelError> {
+    let refused = |expected: &str| ParallelError::Plan {
+        field: "stages".to_owned(),
+        value: format!("{} layers on {} machines of {} devices", size.layers, size.machines, size.devices),
+        expected: expected.to_owned(),
+    };
+    if size.layers == 0 || size.microbatches == 0 {
+        return Err(refused("layers and microbatches"));
+    }
+    let mut search = Search { size, cost, hop, known: BTreeMap::new(), labels: Vec::new() };
+    let start = State { layer: 0, used: vec![0; size.machines as usize], before: Vec::new() };
+    let found = search.frontier(&start).ok_or_else(|| refused("fewer kinds of stages"))?;
+    let best =
+        found.min_by_key(|&at| search.labels[at].label.end).ok_or_else(|| refused("a model that fits"))?;
+    let time = Nanos(search.labels[best].label.end);
+    let (mut stages, mut at) = (Vec::new(), Some(best));
+    while let Some(found) = at {
+        let Chosen { stage, next, .. } = &search.labels[found];
+        stages.extend(stage.clone());
+        at = *next;
+    }
+    Ok(PlacedPlan { stages, time })
+}
+
+/// Of the stages from some stage on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Label {
+    /// The longest chain from the first forward of these stages to their last backward.
+    chain: u64,
+    /// When the last average ends.
+    end: u64,
+}
+
+impl Label {
+    /// Behind the last stage.
+    const LAST: Self = Self { chain: 0, end: 0 };
+
+    /// With a stage before.
+    fn before(self, cost: PhaseCost, microbatches: u32) -> Self {
+        let chain = self.longer(cost.forward.saturating_add(cost.backward), microbatches);
+        let end = chain.saturating_add(cost.all_reduce.0).max(self.end.saturating_add(cost.forward.0));
+        Self { chain, end }
+    }
+
+    /// With a hop before.
+    fn hop(self, time: Nanos, microbatches: u32) -> Self {
+        let chain = self.longer(time.saturating_add(time), microbatches);
+        Self { chain, end: self.end.saturating_add(time.0) }
+    }
+
+    fn longer(self, round: Nanos, microbatches: u32) -> u64 {
+        let steady = round.0.saturating_mul(u64::from(microbatches) - 1);
+        round.0.saturating_add(steady.max(self.chain))
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct State {
+    layer: usize,
+    /// Devices in use, by machine.
+    used: Vec<u32>,
+    /// Devices of the stage before.
+    before: Vec<u32>,
+}
+
+/// A label, and how it came about.
+struct Chosen {
+    label: Label,
+    /// None behind the last.
+    stage: Option<PlacedStage>,
+    next: Option<usize>,
+}
+
+struct Search<'a> {
+    size: &'a DappleSize,
+    cost: PhaseCosts<'a>,
+    hop: HopTime<'a>,
+    known: BTreeMap<State, Range<usize>>,
+    labels: Vec<Chosen>,
+}
+
+/// The most states.
+const STATES: usize = 1 << 20;
+
+impl Search<'_> {
+    /// The labels of the stages from a state on, the hop to the first of them included, by number; `None` where
+    /// there are too many states.
+    fn frontier(&mut self, state: &State) -> Option<Range<usize>> {
+        if let Some(known) = self.known.get(state) {
+            return Some(known.clone());
+        }
+        if self.known.len() >= STATES {
+            return None;
+        }
+        let mut found: Vec<Chosen> = Vec::new();
+        if state.layer == self.size.layers {
+            found.push(Chosen { label: Label::LAST, stage: None, next: None });
+        } else {
+            let mut tried: Vec<Vec<u32>> = Vec::new();
+            for (&count, policy) in
+                self.size.replicas.iter().flat_map(|count| DevicePolicy::ALL.map(|policy| (count, policy)))
+            {
+                let taken = policy.take(&state.used, self.size.devices, count);
+                let Some(devices) = taken.filter(|devices| !devices.is_empty() && !tried.contains(devices))
+                else {
+                    continue;
+                };
+                for end in state.layer + 1..=self.size.layers {
+                    self.extend(state, end, &devices, &mut found)?;
+                }
+                tried.push(devices);
+            }
+        }
+        let first = self.labels.len();
+        self.labels.extend(found);
+        self.known.insert(state.clone(), first..self.labels.len());
+        Some(first..self.labels.len())
+    }
+
+    /// Adds what comes of a first stage that ends before a layer.
+    fn extend(&mut self, state: &State, end: usize, devices: &[u32], found: &mut Vec<Chosen>) -> Option<()> {
+        let layers = state.layer..end;
+        let Some(cost) = (self.cost)(layers.clone(), devices) else { return Some(()) };
+        let mut used = state.used.clone();
+        for device in devices {
+            used[(device / self.size.devices) as usize] += 1;
+        }
+        let microbatches = self.size.microbatches;
+        let hop = (state.layer > 0).then(|| (self.hop)(state.layer, &state.before, devices));
+        let next = State {
+            layer: end,
+            used,
+            before: if end < self.size.layers { devices.to_vec() } else { Vec::new() },
+        };
+        for at in self.frontier(&next)? {
+            let mut label = self.labels[at].label.before(cost, microbatches);
+            if let Some(hop) = hop {
+                label = label.hop(hop, microbatches);
+            }
+            let beats = |a: Label, b: Label| a.chain <= b.chain && a.end <= b.end;
+            if found.iter().any(|other| beats(other.label, label)) {
+                continue;
+            }
+            found.retain(|other| !beats(label, other.label));
+            let stage = Some(PlacedStage { layers: layers.clone(), devices: devices.to_vec() });
+            found.push(Chosen { label, stage, next: Some(at) });
+        }
+        Some(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+    use crate::pipeline::{Boundary, Method, PipelineCost, Settings, StageCost, simulate};
+
+    /// The latency by its phases, one pivot and one average at a time.
+    fn by_phases(stages: &[PhaseCost], hops: &[Nanos], microbatches: u32) -> u64 {
+        let mut all = Vec::new();
+        for (at, stage) in stages.iter().enumerate() {
+            all.push((stage.forward.0, stage.backward.0, Some(stage.all_reduce.0)));
+            all.extend(hops.get(at).filter(|_| at + 1 < stages.len()).map(|hop| (hop.0, hop.0, None)));
+        }
+        let mut longest = 0;
+        for (q, pivot) in all.iter().enumerate() {
+            let warm_up: u64 = all[..=q].iter().map(|stage| stage.0).sum();
+            let steady = (u64::from(microbatches) - 1) * (pivot.0 + pivot.1);
+            for s in 0..=q {
+                let Some(average) = all[s].2 else { continue };
+                let backward: u64 = all[s..=q].iter().map(|stage| stage.1).sum();
+                longest = longest.max(warm_up + steady + backward + average);
+            }
+        }
+        longest
+    }
+
+    /// Every list of placed stages from a layer on.
+    fn all_from(size: &DappleSize, layer: usize, used: &[u32]) -> Vec<Vec<PlacedStage>> {
+        if layer == size.layers {
+            return vec![Vec::new()];
+        }
+        let mut found = Vec::new();
+        for &count in &size.replicas {
+            for policy in DevicePolicy::ALL {
+                let Some(devices) = policy.take(used, size.devices, count) else { continue };
+                let mut more = used.to_vec();
+                for device in &devices {
+                    more[(device / size.devices) as usize] += 1;
+                }
+                for end in layer + 1..=size.layers {
+                    for rest in all_from(size, end, &more) {
+                        let mut stages = vec![PlacedStage { layers: layer..end, devices: devices.clone() }];
+                        stages.extend(rest);
+                        found.push(stages);
+                    }
+                }
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn no_stages_are_faster() {
+        let mut draw = Draw::new(8, 0);
+        let mut planned = 0;
+        for _ in 0..150 {
+            let size = DappleSize {
+                layers: 1 + draw.below(4),
+                machines: 1 + draw.below(2) as u32,
+                devices: 1 + draw.below(2) as u32,
+                microbatches: 1 + draw.below(6) as u32,
+                replicas: (1..=1 + draw.below(4) as u32).collect(),
+            };
+            let table: Vec<u64> = (0..997).map(|_| draw.below(60) as u64).collect();
+            let at = |layers: &Range<usize>, devices: &[u32]| {
+                let devices = devices.iter().fold(0, |sum, &device| sum * 5 + device as usize + 1);
+                layers.start * 101 + layers.end * 17 + devices * 7
+            };
+            let value = |at: usize| table[at % table.len()];
+            let cost = |layers: Range<usize>, devices: &[u32]| {
+                let at = at(&layers, devices);
+                (value(at) > 8).then(|| PhaseCost {
+                    forward: Nanos(value(at + 1)),
+                    backward: Nanos(value(at + 2)),
+                    all_reduce: Nanos(4 * value(at + 3)),
+                })
+            };
+            let hop =
+                |layer: usize, a: &[u32], b: &[u32]| Nanos(value(at(&(layer..layer), a) + 3 * b.len()) / 3);
+            let price = |stages: &Vec<PlacedStage>| {
+                let costs: Option<Vec<PhaseCost>> =
+                    stages.iter().map(|stage| cost(stage.layers.clone(), &stage.devices)).collect();
+                let hops: Vec<Nanos> = stages
+                    .windows(2)
+                    .map(|pair| hop(pair[1].layers.start, &pair[0].devices, &pair[1].devices))
+                    .collect();
+                let costs = costs?;
+                assert_eq!(
+                    latency(&costs, &hops, size.microbatches).0,
+                    by_phases(&costs, &hops, size.microbatches)
+                );
+                Some(by_phases(&costs, &hops, size.microbatches))
+            };
+            let best = all_from(&size, 0, &vec![0; size.machines as usize]).iter().filter_map(price).min();
+            let found = dapple(&size, &cost, &hop).ok();
+            assert_eq!(found.as_ref().map(|plan| plan.time.0), best, "{size:?}");
+            assert_eq!(found.as_ref().and_then(|plan| price(&plan.stages)), best);
+            planned += u32::from(found.is_some());
+        }
+        assert!((50..150).contains(&planned), "{planned}");
+    }
+
+    /// Equal stages take exactly what 1F1B takes; no stages take more.
+    #[test]
+    fn the_latency_is_that_of_1f1b_for_equal_stages_and_a_bound_for_others() {
+        let mut draw = Draw::new(9, 0);
+        for round in 0..100 {
+            let (stages, microbatches) = (1 + draw.below(5) as u32, 1 + draw.below(9) as u32);
+            let one = |draw: &mut Draw| (1 + draw.below(20) as u64, 1 + draw.below(20) as u64);
+            let first = one(&mut draw);
+            let times: Vec<(u64, u64)> =
+                (0..stages).map(|_| if round % 2 == 0 { first } else { one(&mut draw) }).collect();
+            let order = Method::OneFOneB.order(&Settings::new(stages, microbatches)).unwrap();
+            let mut cost = PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
+            for (stage, &(forward, backward)) in cost.stages.iter_mut().zip(&times) {
+                *stage = StageCost {
+                    forward: Nanos(forward),
+                    input: Nanos(backward),
+                    weight: Nanos::ZERO,
+                    ..StageCost::default()
+                };
+            }
+            let simulated = simulate(&order, &cost).unwrap().makespan();
+            let phases: Vec<PhaseCost> = times
+                .iter()
+                .map(|&(forward, backward)| PhaseCost {
+                    forward: Nanos(forward),
+                    backward: Nanos(backward),
+                    all_reduce: Nanos::ZERO,
+                })
+                .collect();
+            let predicted = latency(&phases, &vec![Nanos::ZERO; stages as usize], microbatches);
+            assert!(predicted <= simulated, "{times:?} {microbatches}");
+            assert!(round % 2 == 1 || predicted == simulated, "{times:?} {microbatches}");
+        }
+    }
+
+    #[test]
+    fn policies_take_what_they_say() {
+        let take = |policy: DevicePolicy, used: &[u32], count| policy.take(used, 4, count);
+        assert_eq!(take(DevicePolicy::FreshFirst, &[2, 0], 3), Some(vec![4, 5, 6]));
+        assert_eq!(take(DevicePolicy::FreshFirst, &[2, 0], 5), Some(vec![2, 4, 5, 6, 7]));
+        assert_eq!(take(DevicePolicy::AppendFirst, &[2, 0], 3), Some(vec![2, 3, 4]));
+        assert_eq!(take(DevicePolicy::ScatterFirst, &[0, 0], 4), Some(vec![0, 1, 4, 5]));
+        assert_eq!(take(DevicePolicy::ScatterFirst, &[1, 2], 2), Some(vec![1, 6]));
+        assert_eq!(take(DevicePolicy::ScatterFirst, &[1, 2], 3), None);
+        assert_eq!(take(DevicePolicy::AppendFirst, &[4, 3], 2), None);
+    }
+}

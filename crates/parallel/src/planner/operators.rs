@@ -1,0 +1,253 @@
+//! Alpa's inner level: how each operator of a graph is cut over a mesh of devices, by an integer program.
+
+mod block;
+
+use farflung_base::{Bytes, Nanos};
+use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
+
+use crate::ParallelError;
+pub use block::{BlockShape, DeviceMesh, MeshAxis, block};
+
+/// One way to compute an operator.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OperatorStrategy {
+    /// For people.
+    pub name: String,
+    /// Computing and its collectives.
+    pub cost: Nanos,
+    /// Weights on each device.
+    pub weights: Bytes,
+}
+
+/// An operator, and the ways to compute it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Operator {
+    /// For people.
+    pub name: String,
+    /// At least one.
+    pub strategies: Vec<OperatorStrategy>,
+}
+
+/// A tensor that one operator makes and another takes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OperatorEdge {
+    /// By number.
+    pub from: usize,
+    /// By number.
+    pub to: usize,
+    /// What it takes to change the layout: `[strategy of from][strategy of to]`.
+    pub change: Vec<Vec<Nanos>>,
+}
+
+/// Operators and what they hand to each other. Edges may go in circles: a block's output is the next one's input.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct OperatorGraph {
+    /// The operators.
+    pub operators: Vec<Operator>,
+    /// The tensors between them.
+    pub edges: Vec<OperatorEdge>,
+}
+
+/// A strategy for each operator.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct Sharding {
+    /// By operator, by number.
+    pub strategies: Vec<usize>,
+    /// Of all operators and changes of layout.
+    pub cost: Nanos,
+}
+
+impl OperatorGraph {
+    /// What a choice takes: [`Nanos::MAX`] if it is not one of a strategy for each operator.
+    #[must_use]
+    pub fn cost(&self, strategies: &[usize]) -> Nanos {
+        if strategies.len() != self.operators.len() {
+            return Nanos::MAX;
+        }
+        let own =
+            self.operators.iter().zip(strategies).map(|(operator, &at)| {
+                operator.strategies.get(at).map_or(Nanos::MAX, |strategy| strategy.cost)
+            });
+        let changes = self.edges.iter().map(|edge| {
+            let row = edge.change.get(strategies[edge.from]);
+            row.and_then(|row| row.get(strategies[edge.to])).copied().unwrap_or(Nanos::MAX)
+        });
+        own.chain(changes).fold(Nanos::ZERO, Nanos::saturating_add)
+    }
+
+    /// Whether edges join operators that exist, and their tables have the operators' sizes.
+    fn check(&self) -> Result<(), ParallelError> {
+        let count = |at: usize| self.operators.get(at).map_or(0, |operator| operator.strategies.len());
+        let wrong = |field: &str, value: String, expected: &str| ParallelError::Plan {
+            field: field.to_owned(),
+            value,
+            expected: expected.to_owned(),
+        };
+        for (at, operator) in self.operators.iter().enumerate() {
+            if operator.strategies.is_empty() {
+                return Err(wrong(
+                    &format!("operators[{at}]"),
+                    operator.name.clone(),
+                    "at least one strategy",
+                ));
+            }
+        }
+        for (at, edge) in self.edges.iter().enumerate() {
+            let (rows, columns) = (count(edge.from), count(edge.to));
+            let fits = edge.change.len() == rows && edge.change.iter().all(|row| row.len() == columns);
+            if rows == 0 || columns == 0 || !fits {
+                let value = format!("{} to {}", edge.from, edge.to);
+                let expected = "a cost for each pair of strategies of two operators";
+                return Err(wrong(&format!("edges[{at}]"), value, expected));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The strategies of the least cost.
+///
+/// Minimises `sum_v s_v (c_v + d_v) + sum_(v,u) s_v R_vu s_u` over one-hot `s_v`. The products are made linear with
+/// one variable for each pair of strategies of an edge, whose rows and columns add up to `s_v` and `s_u`; these need not be
+/// integers, since one-hot sums leave one value. Source: Zheng et al. 2022, "Alpa", section 4.2, equation 1. The solver computes
+/// in f64 to within `1e-7`: of costs that differ by less of the largest one, either may be chosen.
+///
+/// Errors: [`ParallelError::Plan`] for a graph that is not one, or that the solver gives up.
+pub fn choose(graph: &OperatorGraph) -> Result<Sharding, ParallelError> {
+    graph.check()?;
+    let costs = graph.operators.iter().flat_map(|operator| operator.strategies.iter().map(|s| s.cost.0));
+    let changes = graph.edges.iter().flat_map(|edge| edge.change.iter().flatten().map(|change| change.0));
+    let largest = costs.chain(changes).max().unwrap_or(0).max(1) as f64;
+    let scaled = |cost: Nanos| cost.0 as f64 * 1000.0 / largest;
+    let mut problem = Problem::new(OptimizationDirection::Minimize);
+    let mut chosen: Vec<Vec<Variable>> = Vec::new();
+    for operator in &graph.operators {
+        let each: Vec<Variable> = operator
+            .strategies
+            .iter()
+            .map(|strategy| problem.add_binary_var(scaled(strategy.cost)))
+            .collect();
+        let one: Vec<(Variable, f64)> = each.iter().map(|&variable| (variable, 1.0)).collect();
+        problem.add_constraint(one, ComparisonOp::Eq, 1.0);
+        chosen.push(each);
+    }
+    for edge in &graph.edges {
+        let mut pair = |&cost: &Nanos| problem.add_var(scaled(cost), (0.0, 1.0));
+        let pairs: Vec<Vec<Variable>> =
+            edge.change.iter().map(|row| row.iter().map(&mut pair).collect()).collect();
+        let mut equal = |sum: Vec<Variable>, to: Variable| {
+            let terms = sum.into_iter().map(|variable| (variable, 1.0)).chain([(to, -1.0)]);
+            problem.add_constraint(terms.collect::<Vec<_>>(), ComparisonOp::Eq, 0.0);
+        };
+        for (row, &from) in pairs.iter().zip(&chosen[edge.from]) {
+            equal(row.clone(), from);
+        }
+        for (column, &to) in chosen[edge.to].iter().enumerate() {
+            equal(pairs.iter().map(|row| row[column]).collect(), to);
+        }
+    }
+    let gave_up = |problem: String| ParallelError::Plan {
+        field: "operators".to_owned(),
+        value: format!("{} operators", graph.operators.len()),
+        expected: format!("a program that can be solved: {problem}"),
+    };
+    let solved = problem.solve().map_err(|error| gave_up(error.to_string()))?;
+    let solution = solved.into_solution().map_err(|_| gave_up("it was interrupted".to_owned()))?;
+    let most = |each: &Vec<Variable>| {
+        let value = |at: &usize| solution.var_value(each[*at]);
+        (0..each.len()).max_by(|a, b| value(a).total_cmp(&value(b))).unwrap_or(0)
+    };
+    let strategies: Vec<usize> = chosen.iter().map(most).collect();
+    let cost = graph.cost(&strategies);
+    Ok(Sharding { strategies, cost })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draw::Draw;
+
+    /// The least cost over all choices.
+    fn by_brute_force(graph: &OperatorGraph) -> Nanos {
+        let counts: Vec<usize> = graph.operators.iter().map(|operator| operator.strategies.len()).collect();
+        let choice = |mut number: usize| -> Vec<usize> {
+            let digit = |&count: &usize| {
+                let digit = number % count;
+                number /= count;
+                digit
+            };
+            counts.iter().map(digit).collect()
+        };
+        let all = 0..counts.iter().product::<usize>();
+        all.map(|number| graph.cost(&choice(number))).min().unwrap()
+    }
+
+    fn random(draw: &mut Draw) -> OperatorGraph {
+        let mut cost = |bound: usize| Nanos(draw.below(bound) as u64);
+        let counts: Vec<usize> = (0..=cost(6).0).map(|_| 1 + cost(4).0 as usize).collect();
+        let strategy = |cost| OperatorStrategy { name: String::new(), cost, weights: Bytes(0) };
+        let operators = counts
+            .iter()
+            .map(|&count| Operator {
+                name: String::new(),
+                strategies: (0..count).map(|_| strategy(cost(40))).collect(),
+            })
+            .collect();
+        let edges = (0..cost(9).0)
+            .map(|_| {
+                let (from, to) = (cost(counts.len()).0 as usize, cost(counts.len()).0 as usize);
+                let change = (0..counts[from]).map(|_| (0..counts[to]).map(|_| cost(60)).collect()).collect();
+                OperatorEdge { from, to, change }
+            })
+            .filter(|edge| edge.from != edge.to)
+            .collect();
+        OperatorGraph { operators, edges }
+    }
+
+    #[test]
+    fn no_choice_is_cheaper() {
+        let mut draw = Draw::new(10, 0);
+        for round in 0..300 {
+            let graph = random(&mut draw);
+            let found = choose(&graph).unwrap();
+            assert_eq!(found.cost, by_brute_force(&graph), "round {round}: {graph:?}");
+            assert_eq!(graph.cost(&found.strategies), found.cost);
+        }
+    }
+
+    #[test]
+    fn a_block_on_four_devices_has_the_least_of_all_choices() {
+        let shape = BlockShape { tokens: 256, context: 128, width: 64, heads: 4 };
+        let mut seen = std::collections::BTreeSet::new();
+        for (link, microbatches) in
+            [("100gbit,1us", 1), ("1gbit,50us", 1), ("10gbit,10us", 16), ("1mbit,1ms", 1)]
+        {
+            let axis = |size| MeshAxis { size, link: link.parse().unwrap() };
+            let mesh = DeviceMesh {
+                axes: [axis(1), axis(4)],
+                flops: 1_000_000_000_000,
+                efficiency: crate::TensorEfficiency::default(),
+                microbatches,
+            };
+            let graph = block(&shape, &mesh);
+            let found = choose(&graph).unwrap();
+            assert_eq!(found.cost, by_brute_force(&graph), "{link}");
+            seen.insert(found.strategies);
+        }
+        // Links decide.
+        assert!(seen.len() > 1, "{seen:?}");
+    }
+
+    #[test]
+    fn graphs_that_are_none_are_refused() {
+        let strategy = OperatorStrategy { name: String::new(), cost: Nanos(1), weights: Bytes(0) };
+        let operator = Operator { name: "norm".to_owned(), strategies: vec![strategy] };
+        let mut graph = OperatorGraph { operators: vec![operator], edges: Vec::new() };
+        assert_eq!(choose(&graph).unwrap().cost, Nanos(1));
+        graph.edges = vec![OperatorEdge { from: 0, to: 1, change: vec![vec![Nanos(0)]] }];
+        assert!(choose(&graph).unwrap_err().to_string().contains("edges[0]"));
+        graph.operators[0].strategies.clear();
+        assert!(choose(&graph).unwrap_err().to_string().contains("norm"));
+    }
+}

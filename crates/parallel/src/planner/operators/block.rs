@@ -1,0 +1,339 @@
+//! A transformer block as a graph of operators over a mesh of devices: ways to cut each, and what changes of layout take.
+
+use farflung_base::{Bytes, Link, Nanos};
+
+use super::{Operator, OperatorEdge, OperatorGraph, OperatorStrategy};
+use crate::TensorEfficiency;
+
+/// A block, and what it is given. Its feed-forward layer is four times as wide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockShape {
+    /// Of a microbatch.
+    pub tokens: u64,
+    /// Of a sequence.
+    pub context: u64,
+    /// Of the hidden states.
+    pub width: u64,
+    /// Of attention: columns are cut between them.
+    pub heads: u64,
+}
+
+/// One axis of a mesh.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MeshAxis {
+    /// Devices.
+    pub size: u32,
+    /// Between two of them.
+    pub link: Link,
+}
+
+/// Equal devices in two axes; an axis of one device is none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceMesh {
+    /// The axes.
+    pub axes: [MeshAxis; 2],
+    /// Operations a second of each device.
+    pub flops: u64,
+    /// What is left of that where products are cut.
+    pub efficiency: TensorEfficiency,
+    /// Microbatches that share an average of gradients.
+    pub microbatches: u32,
+}
+
+/// How an axis of the mesh takes part in an operator, or cuts a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// All its devices have, or do, the same.
+    Whole,
+    /// Tokens.
+    Rows,
+    /// Columns of what comes out.
+    Columns,
+    /// Columns of what goes in: a product's sum.
+    Inner,
+}
+
+/// By axis.
+type Cuts = [Cut; 2];
+
+/// What an operator's strategies take and give.
+struct Shaped {
+    operator: Operator,
+    /// Layouts by strategy.
+    takes: Vec<Cuts>,
+    gives: Vec<Cuts>,
+}
+
+struct Maker<'a> {
+    shape: &'a BlockShape,
+    mesh: &'a DeviceMesh,
+}
+
+const F32: u64 = 4;
+
+/// The block. A product can be cut by tokens (data parallelism), by the columns of what comes out, or by those of what goes
+/// in (Megatron's two kinds), on each axis of the mesh, or not at all; attention by tokens and heads; norms by tokens; sums
+/// of the residual stream in any way. Its output is the next block's input.
+///
+/// Costs are for one microbatch, forward and backward, in f32: computing, rings' collectives, and a microbatch's share of the
+/// average of gradients. A change of layout is paid in both directions.
+#[must_use]
+pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
+    let maker = Maker { shape, mesh };
+    let width = shape.width;
+    let operators = [
+        maker.layouts("input"),
+        maker.norm("norm of attention"),
+        maker.product("queries, keys, values", width, 3 * width, true),
+        maker.attention(),
+        maker.product("output of attention", width, width, false),
+        maker.layouts("sum behind attention"),
+        maker.norm("norm of feed-forward"),
+        maker.product("feed-forward, wider", width, 4 * width, false),
+        maker.product("feed-forward, back", 4 * width, width, false),
+        maker.layouts("sum behind feed-forward"),
+    ];
+    let edge = |from: usize, to: usize, columns: u64| maker.edge(&operators, from, to, columns);
+    let edges = vec![
+        edge(0, 1, width),
+        edge(1, 2, width),
+        edge(2, 3, 3 * width),
+        edge(3, 4, width),
+        edge(4, 5, width),
+        edge(0, 5, width),
+        edge(5, 6, width),
+        edge(6, 7, width),
+        edge(7, 8, 4 * width),
+        edge(8, 9, width),
+        edge(5, 9, width),
+        edge(9, 0, width),
+    ];
+    OperatorGraph { operators: operators.into_iter().map(|shaped| shaped.operator).collect(), edges }
+}
+
+impl Maker<'_> {
+    /// Every way to use the two axes, of these. An axis of one device is whole.
+    fn ways(&self, cuts: &[Cut]) -> Vec<Cuts> {
+        let of = |axis: usize| if self.mesh.axes[axis].size > 1 { cuts } else { &[Cut::Whole][..] };
+        of(0).iter().flat_map(|&a| of(1).iter().map(move |&b| [a, b])).collect()
+    }
+
+    /// Devices among which a way cuts.
+    fn parts(&self, cuts: Cuts, cut: Cut) -> u64 {
+        let size = |axis: usize| if cuts[axis] == cut { u64::from(self.mesh.axes[axis].size) } else { 1 };
+        size(0) * size(1)
+    }
+
+    /// Time of operations that are shared among the axes that cut anything.
+    fn compute(&self, operations: u64, cuts: Cuts) -> Nanos {
+        let all = u64::from(self.mesh.axes[0].size) * u64::from(self.mesh.axes[1].size);
+        let thinner = self.parts(cuts, Cut::Columns) * self.parts(cuts, Cut::Inner);
+        let percent = self.mesh.efficiency.percent(thinner as u32);
+        let operations = u128::from(operations) * 100 / u128::from(percent);
+        let rate = u128::from(self.mesh.flops.max(1)) * u128::from(all / self.parts(cuts, Cut::Whole));
+        Nanos(u64::try_from(operations * 1_000_000_000 / rate).unwrap_or(u64::MAX))
+    }
+
+    /// `rounds (n - 1)` messages of an n-th of `bytes` around an axis.
+    fn ring(&self, axis: usize, bytes: u64, rounds: u64) -> Nanos {
+        let MeshAxis { size, link } = self.mesh.axes[axis];
+        let part = link.time(Bytes(bytes.div_ceil(u64::from(size))));
+        Nanos(part.0.saturating_mul(rounds * u64::from(size - 1)))
+    }
+
+    /// An operator of these ways.
+    fn shaped(
+        &self,
+        name: &str,
+        ways: &[Cuts],
+        cost: impl Fn(Cuts) -> Nanos,
+        weights: impl Fn(Cuts) -> u64,
+    ) -> Shaped {
+        let strategies = ways.iter().map(|&cuts| OperatorStrategy {
+            name: self.name(cuts),
+            cost: cost(cuts),
+            weights: Bytes(weights(cuts)),
+        });
+        let operator = Operator { name: name.to_owned(), strategies: strategies.collect() };
+        let inner_or_whole = |cut: Cut| if cut == Cut::Inner { Cut::Columns } else { Cut::Whole };
+        let takes = |cuts: &Cuts| cuts.map(|cut| if cut == Cut::Rows { cut } else { inner_or_whole(cut) });
+        let gives = |cuts: &Cuts| cuts.map(|cut| if cut == Cut::Inner { Cut::Whole } else { cut });
+        Shaped { takes: ways.iter().map(takes).collect(), gives: ways.iter().map(gives).collect(), operator }
+    }
+
+    fn name(&self, cuts: Cuts) -> String {
+        let word = |axis: usize| match cuts[axis] {
+            Cut::Whole => "whole",
+            Cut::Rows => "tokens",
+            Cut::Columns => "columns",
+            Cut::Inner => "inner",
+        };
+        let used = (0..2).filter(|&axis| self.mesh.axes[axis].size > 1).map(word);
+        let words: Vec<&str> = used.collect();
+        if words.is_empty() { "alone".to_owned() } else { words.join(" x ") }
+    }
+
+    /// What only has a layout.
+    fn layouts(&self, name: &str) -> Shaped {
+        let ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns]);
+        let mut shaped = self.shaped(name, &ways, |_| Nanos::ZERO, |_| 0);
+        shaped.takes = ways;
+        shaped
+    }
+
+    fn norm(&self, name: &str) -> Shaped {
+        let gradients = |cuts: Cuts| {
+            let on = (0..2).filter(|&axis| cuts[axis] == Cut::Rows);
+            on.map(|axis| self.ring(axis, 2 * self.shape.width * F32, 2)).sum::<Nanos>()
+        };
+        let average = |cuts| Nanos(gradients(cuts).0 / u64::from(self.mesh.microbatches.max(1)));
+        let weights = |_| 2 * self.shape.width * F32;
+        self.shaped(name, &self.ways(&[Cut::Whole, Cut::Rows]), average, weights)
+    }
+
+    /// Tokens times a matrix of `inner` by `columns`. Columns that belong to heads are cut between heads alone.
+    fn product(&self, name: &str, inner: u64, columns: u64, by_heads: bool) -> Shaped {
+        let tokens = self.shape.tokens;
+        let mut ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns, Cut::Inner]);
+        let grain = if by_heads { self.shape.heads } else { columns };
+        ways.retain(|&cuts| {
+            grain.is_multiple_of(self.parts(cuts, Cut::Columns))
+                && inner.is_multiple_of(self.parts(cuts, Cut::Inner))
+        });
+        let local = |cuts: Cuts, value: u64, cut: Cut| value.div_ceil(self.parts(cuts, cut));
+        let cost = |cuts: Cuts| {
+            let (rows, wide, deep) = (
+                local(cuts, tokens, Cut::Rows),
+                local(cuts, columns, Cut::Columns),
+                local(cuts, inner, Cut::Inner),
+            );
+            let collective = |axis: usize| match cuts[axis] {
+                Cut::Whole => Nanos::ZERO,
+                // The gradients of the weights.
+                Cut::Rows => {
+                    Nanos(self.ring(axis, deep * wide * F32, 2).0 / u64::from(self.mesh.microbatches.max(1)))
+                }
+                // The gradient of what went in, and the sum that comes out.
+                Cut::Columns => self.ring(axis, rows * deep * F32, 2),
+                Cut::Inner => self.ring(axis, rows * wide * F32, 2),
+            };
+            self.compute(6 * tokens * inner * columns, cuts)
+                .saturating_add(collective(0))
+                .saturating_add(collective(1))
+        };
+        let weights = |cuts: Cuts| local(cuts, columns, Cut::Columns) * local(cuts, inner, Cut::Inner) * F32;
+        self.shaped(name, &ways, cost, weights)
+    }
+
+    fn attention(&self) -> Shaped {
+        let BlockShape { tokens, context, width, heads } = *self.shape;
+        let mut ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns]);
+        ways.retain(|&cuts| heads.is_multiple_of(self.parts(cuts, Cut::Columns)));
+        let cost = |cuts| self.compute(12 * tokens * context * width, cuts);
+        let mut shaped = self.shaped("attention", &ways, cost, |_| 0);
+        // A head's columns come from its own.
+        shaped.takes = ways;
+        shaped
+    }
+
+    /// The tensor of so many columns between two operators.
+    fn edge(&self, operators: &[Shaped], from: usize, to: usize, columns: u64) -> OperatorEdge {
+        let bytes = self.shape.tokens * columns * F32;
+        let both = |&a: &Cuts, &b: &Cuts| self.change(bytes, a, b).saturating_add(self.change(bytes, b, a));
+        let row = |a: &Cuts| operators[to].takes.iter().map(|b| both(a, b)).collect();
+        OperatorEdge { from, to, change: operators[from].gives.iter().map(row).collect() }
+    }
+
+    /// From one layout to another: an axis that no longer cuts gathers, one that cuts something else exchanges.
+    fn change(&self, bytes: u64, from: Cuts, to: Cuts) -> Nanos {
+        let one = |axis: usize| {
+            if from[axis] == to[axis] || from[axis] == Cut::Whole {
+                return Nanos::ZERO;
+            }
+            let other =
+                if from[1 - axis] == Cut::Whole { 1 } else { u64::from(self.mesh.axes[1 - axis].size) };
+            let gathered = bytes.div_ceil(other);
+            match to[axis] {
+                Cut::Whole => self.ring(axis, gathered, 1),
+                _ => self.ring(axis, gathered.div_ceil(u64::from(self.mesh.axes[axis].size)), 1),
+            }
+        };
+        one(0).saturating_add(one(1))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::choose;
+    use super::*;
+
+    fn mesh(link: &str, size: u32, microbatches: u32) -> DeviceMesh {
+        let axis = |size| MeshAxis { size, link: link.parse().unwrap() };
+        DeviceMesh {
+            axes: [axis(1), axis(size)],
+            flops: 10_000_000_000_000,
+            efficiency: TensorEfficiency::default(),
+            microbatches,
+        }
+    }
+
+    fn chosen(shape: &BlockShape, mesh: &DeviceMesh) -> Vec<String> {
+        let graph = block(shape, mesh);
+        let found = choose(&graph).unwrap();
+        let name = |(operator, &at): (&Operator, &usize)| operator.strategies[at].name.clone();
+        graph.operators.iter().zip(&found.strategies).map(name).collect()
+    }
+
+    /// Many tokens for few weights: data parallelism. Few tokens for many weights: Megatron's columns, then rows.
+    #[test]
+    fn tokens_or_weights_travel_whichever_are_fewer() {
+        let many = BlockShape { tokens: 65_536, context: 128, width: 256, heads: 4 };
+        assert!(chosen(&many, &mesh("10gbit,1us", 4, 1)).iter().all(|name| name == "tokens"));
+        let few = BlockShape { tokens: 128, context: 128, width: 4096, heads: 32 };
+        let mut mesh = mesh("100gbit,1us", 4, 1);
+        let names = chosen(&few, &mesh);
+        for (at, cut) in [(2, "columns"), (3, "columns"), (4, "inner"), (7, "columns"), (8, "inner")] {
+            assert_eq!(names[at], cut, "{names:?}");
+        }
+        // Products that are much slower when they are cut are not.
+        mesh.efficiency = TensorEfficiency::new(vec![20, 3]).unwrap();
+        assert!(chosen(&few, &mesh).iter().all(|name| !["columns", "inner"].contains(&name.as_str())));
+    }
+
+    /// Megatron's block: four sums of the hidden states, and nothing else, where norms and residuals are whole.
+    #[test]
+    fn megatrons_cuts_cost_four_sums() {
+        let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };
+        let mesh = mesh("100gbit,1us", 8, 1);
+        let graph = block(&shape, &mesh);
+        let cuts =
+            ["whole", "whole", "columns", "columns", "inner", "whole", "whole", "columns", "inner", "whole"];
+        let at = |(operator, cut): (&Operator, &&str)| {
+            operator.strategies.iter().position(|strategy| strategy.name == **cut).unwrap()
+        };
+        let choice: Vec<usize> = graph.operators.iter().zip(&cuts).map(at).collect();
+        let operations = 6_u64 * 512 * 12 * 1024 * 1024 + 12 * 512 * 128 * 1024;
+        let computing = operations as f64 / 8.0 / 10e12;
+        let part = mesh.axes[1].link.time(Bytes(512 * 1024 * 4 / 8)).as_secs_f64();
+        let sums = 4.0 * 2.0 * 7.0 * part;
+        let cost = graph.cost(&choice).as_secs_f64();
+        assert!((cost / (computing + sums) - 1.0).abs() < 1e-4, "{cost} {computing} {sums}");
+        assert!(choose(&graph).unwrap().cost <= graph.cost(&choice));
+    }
+
+    #[test]
+    fn two_axes_and_one_device() {
+        let shape = BlockShape { tokens: 4096, context: 512, width: 512, heads: 8 };
+        assert!(chosen(&shape, &mesh("1gbit,1us", 1, 1)).iter().all(|name| name == "alone"));
+        let axis = |size, link: &str| MeshAxis { size, link: link.parse().unwrap() };
+        let mesh = DeviceMesh {
+            axes: [axis(2, "10gbit,10us"), axis(4, "400gbit,1us")],
+            flops: 10_000_000_000_000,
+            efficiency: TensorEfficiency::default(),
+            microbatches: 64,
+        };
+        // Between machines, tokens are cut.
+        let names = chosen(&shape, &mesh);
+        assert!(names[2].starts_with("tokens x ") && names[7].starts_with("tokens x "), "{names:?}");
+    }
+}
