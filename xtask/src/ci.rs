@@ -133,7 +133,8 @@ fn fmt() -> Result<()> {
 fn clippy() -> Result<()> {
     let mut command = shell::cargo(&["clippy", "--workspace", "--all-targets"]);
     command.args(features::all_light_and(&Workspace::load()?, &["wgpu", "cuda"]));
-    // Type-checking the kernels for CUDA needs neither its toolkit nor LLVM, which is downloaded or found otherwise.
+    // Type-checking the kernels for CUDA needs neither its toolkit nor LLVM, which is downloaded or found
+    // otherwise.
     command.env("DOCS_RS", "1");
     shell::run(command.args(["--", "-D", "warnings"]))
 }

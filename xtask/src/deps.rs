@@ -37,7 +37,8 @@ const ARROWS: &[Arrow] = &[
     Arrow { from: "farflung-comm", layer: 1, to: &["farflung-base"] },
     Arrow { from: "farflung-parallel", layer: 1, to: &["farflung-base"] },
     Arrow { from: "farflung-compress", layer: 1, to: &["farflung-base"] },
-    // `base` adds nothing here that the other arrows do not already bring: its ids and units are their vocabulary.
+    // `base` adds nothing here that the other arrows do not already bring: its ids and units are their
+    // vocabulary.
     Arrow {
         from: "farflung-optim",
         layer: 2,

@@ -94,7 +94,8 @@ const CUDA: &[Need] = &[
 /// Where cubecl's build looks for an LLVM before it downloads one, below the user's data folder.
 const LLVM_FOLDER: &str = "tracel/tracel-llvm-23.1.0-4";
 
-/// Stands in for the `llvm-config` of that LLVM: Debian's, with a library's full path as the flag that the build reads.
+/// Stands in for the `llvm-config` of that LLVM: Debian's, with a library's full path as the flag that the
+/// build reads.
 const LLVM_CONFIG: &str = "#!/bin/sh
 /usr/lib/llvm-22/bin/llvm-config \"$@\" | sed 's#/[^ ]*/libz3\\.so#-lz3#'
 ";

@@ -1,4 +1,5 @@
-//! Integer units: nanoseconds, bytes, bits per second. Integers, so that every platform agrees on every simulated time.
+//! Integer units: nanoseconds, bytes, bits per second. Integers, so that every platform agrees on every
+//! simulated time.
 
 use std::fmt;
 use std::iter::Sum;
@@ -191,7 +192,8 @@ impl FromStr for Nanos {
 impl FromStr for Bandwidth {
     type Err = ParseUnitError;
 
-    /// Reads `100mbit`, `1.5gbit`, `512kbit`, `9600bit` (per second, decimal), `12MB/s` style as `12mbyte`, and `unlimited`.
+    /// Reads `100mbit`, `1.5gbit`, `512kbit`, `9600bit` (per second, decimal), `12MB/s` style as `12mbyte`,
+    /// and `unlimited`.
     fn from_str(text: &str) -> Result<Self, ParseUnitError> {
         let parse = || {
             if text.trim().eq_ignore_ascii_case("unlimited") {

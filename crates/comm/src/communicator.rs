@@ -89,8 +89,8 @@ impl Group {
         })
     }
 
-    /// Notes the first failure and tells the others, so that they need not wait for their deadlines; and this rank's own
-    /// other threads.
+    /// Notes the first failure and tells the others, so that they need not wait for their deadlines; and this
+    /// rank's own other threads.
     fn fail(&self, error: &CommError, port: &mut dyn Port) {
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
         if failed.is_some() {
@@ -121,9 +121,9 @@ impl Group {
         }
     }
 
-    /// Who is to blame when this rank has waited for `first` in vain: whoever waits has said for whom, so the way leads
-    /// to a rank that says nothing. Where it leads round in a circle, nobody is silent and a link is: the one whose far
-    /// end is furthest ahead, so that it must have sent what did not come.
+    /// Who is to blame when this rank has waited for `first` in vain: whoever waits has said for whom, so the
+    /// way leads to a rank that says nothing. Where it leads round in a circle, nobody is silent and a link
+    /// is: the one whose far end is furthest ahead, so that it must have sent what did not come.
     fn root_of_waiting(&self, first: PeerId, progress: u32, port: &dyn Port) -> PeerId {
         let mut way = vec![(self.members[self.me], progress)];
         let mut at = first;
@@ -233,11 +233,12 @@ where
 /// Marks contexts of members that somebody else has decided on.
 const DECLARED: u64 = 6;
 
-/// Ranks `0..size` over a transport, with collectives that are matched by the order in which each rank starts them.
+/// Ranks `0..size` over a transport, with collectives that are matched by the order in which each rank starts
+/// them.
 ///
-/// Clones are the same communicator. After a failed collective it is poisoned: every later call fails with the reason.
-/// Results come back whole or not at all; a slice that was worked on in place is filled with NaN (integers: their
-/// greatest value) instead.
+/// Clones are the same communicator. After a failed collective it is poisoned: every later call fails with
+/// the reason. Results come back whole or not at all; a slice that was worked on in place is filled with NaN
+/// (integers: their greatest value) instead.
 #[derive(Debug, Clone)]
 pub struct Communicator {
     transport: Arc<dyn Transport>,
@@ -248,8 +249,8 @@ pub struct Communicator {
 }
 
 impl Communicator {
-    /// All members of the transport's network, in the order of their ids. Deadline 60 s, [`Algorithm::Ring`], and a
-    /// declared topology of 1 Gbit/s and 200 us.
+    /// All members of the transport's network, in the order of their ids. Deadline 60 s, [`Algorithm::Ring`],
+    /// and a declared topology of 1 Gbit/s and 200 us.
     #[must_use]
     pub fn new(transport: Arc<dyn Transport>) -> Self {
         let (size, me) = (transport.size(), transport.me().index());
@@ -259,7 +260,7 @@ impl Communicator {
 
     /// These members of the transport's network, this endpoint among them, in this order. All of them call it
     /// with the same members and the same `context`, a number that no other communicator of this network is
-    /// made with. Nothing is sent: whoever decides on members has told them already.
+    /// made with. Nothing is sent: the members have been told by whoever decides on them.
     ///
     /// # Errors
     /// [`CommError::Argument`] for a member that the network does not have, and if this endpoint is none.
@@ -307,12 +308,13 @@ impl Communicator {
         Self { deadline, ..self }
     }
 
-    /// The same communicator, whose calls, [`Communicator::shrink`] among them, end when `cancel` is used, from whatever
-    /// thread: with [`CommError::Cancelled`] here and, where one was a collective, with [`CommError::CancelledBy`] and
-    /// this rank's name on the others. Clones that were not given it go on, to shrink, for instance: nobody is lost.
+    /// The same communicator, whose calls, [`Communicator::shrink`] among them, end when `cancel` is used,
+    /// from whatever thread: with [`CommError::Cancelled`] here and, where one was a collective, with
+    /// [`CommError::CancelledBy`] and this rank's name on the others. Clones that were not given it go on, to
+    /// shrink, for instance: nobody is lost.
     ///
-    /// On simulated links a rank's own thread cancels at the rank's clock, any other at whatever time the network has
-    /// come to: that alone is not the same in every run.
+    /// On simulated links a rank's own thread cancels at the rank's clock, any other at whatever time the
+    /// network has come to: that alone is not the same in every run.
     #[must_use]
     pub fn with_cancel(self, cancel: &Cancel) -> Self {
         cancel.tell(self.transport.waker());
@@ -326,8 +328,8 @@ impl Communicator {
         Self { plans: Arc::new(plans), ..self }
     }
 
-    /// The same communicator with declared links, of which [`Algorithm::Auto`], broadcast and reduce make their choice. All
-    /// ranks must declare alike.
+    /// The same communicator with declared links, of which [`Algorithm::Auto`], broadcast and reduce make
+    /// their choice. All ranks must declare alike.
     ///
     /// # Errors
     /// If the topology has another number of ranks.
@@ -392,8 +394,8 @@ impl Communicator {
     pub fn stats(&self) -> Stats {
         self.transport.stats()
     }
-    /// What the operations of this communicator have done, by name, and all-reduces by algorithm as well: bytes, time,
-    /// and for whom they waited. Those under way are not in it.
+    /// What the operations of this communicator have done, by name, and all-reduces by algorithm as well:
+    /// bytes, time, and for whom they waited. Those under way are not in it.
     #[must_use]
     pub fn counters(&self) -> Vec<(&'static str, Option<Algorithm>, Counter)> {
         let counters = self.group.counters.lock().unwrap_or_else(PoisonError::into_inner);

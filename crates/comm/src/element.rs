@@ -13,10 +13,10 @@ use crate::CommError;
 
 /// How the ranks' values become one. In brackets: MPI's name.
 ///
-/// Integers wrap. Floats of 16 bits are widened to f32, reduced, and rounded to the nearest (ties to even) at each
-/// reduction of two values, since 16 bits are what travels. In `Max` and `Min` a NaN wins. Of [`Located`] values
-/// `Max` and `Min` also say where the value is (`MPI_MAXLOC`, `MPI_MINLOC`); there is no other reduction of them.
-/// A reduction of one's own is a [`UserOp`](crate::UserOp).
+/// Integers wrap. Floats of 16 bits are widened to f32, reduced, and rounded to the nearest (ties to even) at
+/// each reduction of two values, since 16 bits are what travels. In `Max` and `Min` a NaN wins. Of
+/// [`Located`] values `Max` and `Min` also say where the value is (`MPI_MAXLOC`, `MPI_MINLOC`); there is no
+/// other reduction of them. A reduction of one's own is a [`UserOp`](crate::UserOp).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// The sum, in the order of the algorithm (`MPI_SUM`).
@@ -100,7 +100,8 @@ pub trait Element: bytemuck::Pod + PartialEq + Debug + Send + Sync + sealed::Sea
     const NAME: &'static str;
     /// Its number in the check word of frames.
     const CODE: u8;
-    /// Numbers in one element, which stand in the check word of frames where it is not 1: the length of an array.
+    /// Numbers in one element, which stand in the check word of frames where it is not 1: the length of an
+    /// array.
     #[doc(hidden)]
     const WIDTH: usize = 1;
     /// What a slice is filled with when a collective over it failed.

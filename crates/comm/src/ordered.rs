@@ -1,4 +1,5 @@
-//! Reductions in the order of ranks, for those that do not commute: whatever is reduced is of neighbouring ranks.
+//! Reductions in the order of ranks, for those that do not commute: whatever is reduced is of neighbouring
+//! ranks.
 
 use farflung_base::Rank;
 
@@ -66,7 +67,8 @@ pub fn ordered_tree_all_reduce(rank: Rank, size: usize) -> Program {
     ordered_tree(rank, size).then(binomial_broadcast(rank, size, Rank(0)))
 }
 
-/// All-reduce in two latencies and `2 (n-1)/n` buffers: [`ordered_reduce_scatter`], and everyone's block to all.
+/// All-reduce in two latencies and `2 (n-1)/n` buffers: [`ordered_reduce_scatter`], and everyone's block to
+/// all.
 #[must_use]
 pub fn ordered_direct(rank: Rank, size: usize) -> Program {
     ordered_reduce_scatter(rank, size).then(direct_all_gather(rank, size))

@@ -13,8 +13,9 @@ type Combine<T> = dyn Fn(&mut [T], &[T], First) + Send + Sync;
 /// A reduction of the user's own (`MPI_Op_create`): an associative function of two elements.
 ///
 /// The first argument is of the lower ranks: unless the reduction was [made](Self::commutative) as one that
-/// commutes, the order of ranks is kept, whatever the algorithm. All ranks pass the same function under the same
-/// name; a name that differs is an error on all of them. One that panics fails the collective on all ranks.
+/// commutes, the order of ranks is kept, whatever the algorithm. All ranks pass the same function under the
+/// same name; a name that differs is an error on all of them. One that panics fails the collective on all
+/// ranks.
 ///
 /// Values of several numbers are arrays. The product of 2 x 2 matrices, which does not commute, over all ranks:
 ///

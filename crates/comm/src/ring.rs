@@ -1,4 +1,5 @@
-//! Ring collectives: every rank sends to the next and receives from the one before, `n - 1` times for each half.
+//! Ring collectives: every rank sends to the next and receives from the one before, `n - 1` times for each
+//! half.
 //!
 //! Bandwidth-optimal: all-reduce moves `2 (n-1)/n` of the buffer through each rank, at `2 (n-1)` latencies.
 //! Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
@@ -16,8 +17,8 @@ pub fn ring(rank: Rank, size: usize) -> Program {
     Program::new(size, whole(rank.index(), &members, |b| b..b + 1))
 }
 
-/// [`ring()`] in `chunks` parts of each block, which follow each other round: what a rank has reduced it passes on at once,
-/// not when its whole block has come. The same sums in the same order, so the same bits.
+/// [`ring()`] in `chunks` parts of each block, which follow each other round: what a rank has reduced it
+/// passes on at once, not when its whole block has come. The same sums in the same order, so the same bits.
 #[must_use]
 pub fn pipelined_ring(rank: Rank, size: usize, chunks: usize) -> Program {
     let members = everyone(size);
@@ -25,8 +26,8 @@ pub fn pipelined_ring(rank: Rank, size: usize, chunks: usize) -> Program {
     Program::side_by_side(size * chunks, (0..chunks).map(lane).collect())
 }
 
-/// All-reduce in two rings at once, one each way round with half of the buffer: twice as fast where the links to both
-/// neighbours are separate, and no faster behind one access link.
+/// All-reduce in two rings at once, one each way round with half of the buffer: twice as fast where the links
+/// to both neighbours are separate, and no faster behind one access link.
 #[must_use]
 pub fn bidirectional_ring(rank: Rank, size: usize) -> Program {
     let forth = everyone(size);
@@ -56,7 +57,8 @@ pub(crate) fn everyone(size: usize) -> Vec<Rank> {
     (0..size as u32).map(Rank).collect()
 }
 
-/// All-reduce round `members`, of which this rank is number `me`; `part(b)` are the blocks that member `b` reduces.
+/// All-reduce round `members`, of which this rank is number `me`; `part(b)` are the blocks that member `b`
+/// reduces.
 pub(crate) fn whole(me: usize, members: &[Rank], part: impl Fn(usize) -> Range<usize>) -> Vec<Step> {
     let mut steps = scattered(me, members, &part);
     steps.extend(gathered(me, members, &part));

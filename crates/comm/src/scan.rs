@@ -19,8 +19,8 @@ pub fn chain_scan(rank: Rank, size: usize, blocks: usize) -> Program {
     Program::new(blocks, chain(rank, 0, size, blocks))
 }
 
-/// Exclusive scan: everyone's own values go one rank on, then ranks `1..n` scan these by [`doubling_scan`]. Rank 0
-/// keeps its own.
+/// Exclusive scan: everyone's own values go one rank on, then ranks `1..n` scan these by [`doubling_scan`].
+/// Rank 0 keeps its own.
 #[must_use]
 pub fn doubling_exclusive_scan(rank: Rank, size: usize) -> Program {
     let mut steps = shift(rank, size, 1);

@@ -227,7 +227,8 @@ impl Driver for TcpDriver {
         }
     }
     fn has_room(&self, to: PeerId, tag: Tag) -> bool {
-        // Whoever has not come is waited for: what was sent now would be lost, and later frames would take its place.
+        // Whoever has not come is waited for: what was sent now would be lost, and later frames would take
+        // its place.
         self.link(to, tag).is_some_and(|link| link.has_room(tag))
     }
     fn taken(&self, from: PeerId, tag: Tag, _: usize) {

@@ -58,8 +58,8 @@ fn grows(host: &Security, others: &[Security; 3]) {
     let second = asked.join().unwrap();
     wait_for(&first, 1);
     assert_eq!(sums(&[&first, &second], 2), [2.0; 2]);
-    // A third one comes while the two are at work, and asks the one that came later. It is as good a door as the
-    // first, which leaves then.
+    // A third one comes while the two are at work, and asks the one that came later. It is as good a door as
+    // the first, which leaves then.
     let third = thread::scope(|scope| {
         let coming = scope.spawn(|| ask(&second, &others[1]).unwrap().join().unwrap());
         for context in 3..40 {

@@ -1,5 +1,5 @@
-//! Scans, bits, places and reductions of the user's own, and the non-blocking form of each collective: all against
-//! plain loops over the ranks' inputs.
+//! Scans, bits, places and reductions of the user's own, and the non-blocking form of each collective: all
+//! against plain loops over the ranks' inputs.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -169,7 +169,8 @@ fn bits_truths_and_places_are_those_of_one_process() {
     }
 }
 
-/// Ends a non-blocking collective by asking until it is there, where something goes on with it beside the caller.
+/// Ends a non-blocking collective by asking until it is there, where something goes on with it beside the
+/// caller.
 fn tested<T>(pending: Pending<T>) -> T {
     for _ in 0..5000 {
         if pending.is_ready() {
@@ -181,8 +182,8 @@ fn tested<T>(pending: Pending<T>) -> T {
     pending.wait()
 }
 
-/// Starts each collective, in the same order on all ranks, ends them from the last to the first, and compares with
-/// the blocking forms.
+/// Starts each collective, in the same order on all ranks, ends them from the last to the first, and compares
+/// with the blocking forms.
 fn every_started_one(comm: &Communicator, len: usize, ask: bool) {
     let (n, me) = (comm.size(), comm.rank().index());
     let root = Rank((n / 2) as u32);

@@ -1,5 +1,5 @@
-//! A file of JSON lines that a run appends to: `events.jsonl`, `times.jsonl`. Lines of earlier starts of the run
-//! stay.
+//! A file of JSON lines that a run appends to: `events.jsonl`, `times.jsonl`. Lines of earlier starts of the
+//! run stay.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};

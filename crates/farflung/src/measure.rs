@@ -150,8 +150,8 @@ const TURNS: usize = 15;
 /// Products of a measurement.
 const REPEATS: usize = 4;
 
-/// The rate of the feed-forward layer's wider product at a half, a quarter and an eighth of its columns, in percent of that of
-/// all; at most 100.
+/// The rate of the feed-forward layer's wider product at a half, a quarter and an eighth of its columns, in
+/// percent of that of all; at most 100.
 fn tensor_efficiency(device: &Device, tokens: usize, dim: usize) -> Result<Vec<u8>> {
     let columns = 4 * dim;
     let values = |len: usize| -> Vec<f32> { (0..len).map(|i| (i % 17) as f32 / 17.0 - 0.5).collect() };

@@ -1,5 +1,5 @@
-//! Notices that a machine is about to be taken away, as spot machines get them: a file that appears, or a command that
-//! succeeds. Then the run is asked to stop, as by SIGTERM.
+//! Notices that a machine is about to be taken away, as spot machines get them: a file that appears, or a
+//! command that succeeds. Then the run is asked to stop, as by SIGTERM.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};

@@ -1,4 +1,5 @@
-//! A run's folder: `config.toml`, `metrics.jsonl`, `step-N/` checkpoints and `latest`, held by one process at a time.
+//! A run's folder: `config.toml`, `metrics.jsonl`, `step-N/` checkpoints and `latest`, held by one process at
+//! a time.
 //!
 //! It refuses to know what a checkpoint contains: files have names and bytes.
 
@@ -37,8 +38,8 @@ pub struct RunDir {
 impl RunDir {
     /// Creates or opens a run's folder, locks it, and removes what a crash left half-written.
     ///
-    /// Errors: [`Error::NotARun`] for a folder with other things in it, [`Error::RunExists`] under [`Existing::Refuse`],
-    /// [`Error::Locked`] while another process holds it, [`Error::Io`].
+    /// Errors: [`Error::NotARun`] for a folder with other things in it, [`Error::RunExists`] under
+    /// [`Existing::Refuse`], [`Error::Locked`] while another process holds it, [`Error::Io`].
     pub fn open(path: &Path, existing: Existing) -> Result<Self> {
         fs::create_dir_all(path).map_err(Error::io("create the folder", path))?;
         let names = names(path)?;
@@ -46,8 +47,8 @@ impl RunDir {
             return Err(Error::NotARun { path: path.to_owned() });
         }
         let lock = lock(path)?;
-        // Only after the lock: a run that lives is "in use", which says more than "exists". A lock file alone is no
-        // run: its process died before it wrote anything.
+        // Only after the lock: a run that lives is "in use", which says more than "exists". A lock file alone
+        // is no run: its process died before it wrote anything.
         if existing == Existing::Refuse && names.iter().any(|n| n != LOCK && n != RANKS) {
             return Err(Error::RunExists { path: path.to_owned() });
         }
@@ -91,7 +92,8 @@ impl RunDir {
         replace(&self.path.join(name), bytes)
     }
 
-    /// Opens `metrics.jsonl` for the steps after `step`; lines of later steps, which a resumed run repeats, are dropped.
+    /// Opens `metrics.jsonl` for the steps after `step`; lines of later steps, which a resumed run repeats,
+    /// are dropped.
     pub fn metrics(&self, step: u64) -> Result<MetricsWriter> {
         MetricsWriter::open(&self.path.join(METRICS), step)
     }

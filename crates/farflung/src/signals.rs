@@ -67,7 +67,8 @@ impl fmt::Display for Signal {
     }
 }
 
-/// Signals closer than this are one: a shell, `timeout` or a scheduler signals a process and then its whole group.
+/// Signals closer than this are one: a shell, `timeout` or a scheduler signals a process and then its whole
+/// group.
 const ONE_SIGNAL: Duration = Duration::from_millis(300);
 
 /// How long a process whose collectives were cancelled may take to say goodbye.
@@ -328,8 +329,8 @@ impl Drop for Armed {
 /// Whether the process was started with SIGHUP ignored.
 fn ignores_hangup() -> bool {
     #[expect(unsafe_code, reason = "there is no safe way to ask for a signal's action")]
-    // SAFETY: `sigaction` is a plain C struct for which all zeros are a value. The call reads no new action, since that
-    // pointer is null, and writes the old one to `action`, which lives beyond it.
+    // SAFETY: `sigaction` is a plain C struct for which all zeros are a value. The call reads no new action,
+    // since that pointer is null, and writes the old one to `action`, which lives beyond it.
     let action = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         (libc::sigaction(SIGHUP, std::ptr::null(), &raw mut action) == 0).then_some(action)

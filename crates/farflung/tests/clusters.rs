@@ -1,5 +1,6 @@
-//! `docs/clusters.md`: its commands and scripts run, with shell functions in the place of the engines, which give the
-//! variables that the real ones give; `cargo xtask bench engines` runs the real ones. Its manifest is read.
+//! `docs/clusters.md`: its commands and scripts run, with shell functions in the place of the engines, which
+//! give the variables that the real ones give; `cargo xtask bench engines` runs the real ones. Its manifest
+//! is read.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

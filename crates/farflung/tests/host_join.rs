@@ -1,5 +1,5 @@
-//! `farflung host`, `join` and `status` as processes: members are killed, frozen and stopped, the host included, and
-//! whoever may go on does, with the bits of all.
+//! `farflung host`, `join` and `status` as processes: members are killed, frozen and stopped, the host
+//! included, and whoever may go on does, with the bits of all.
 
 #![cfg(unix)]
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]

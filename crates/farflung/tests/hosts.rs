@@ -1,5 +1,5 @@
-//! `launch --hosts`: a job over ssh, with an sshd of this test's own on the loopback, and with a stand-in for ssh
-//! where ssh or a machine fails.
+//! `launch --hosts`: a job over ssh, with an sshd of this test's own on the loopback, and with a stand-in for
+//! ssh where ssh or a machine fails.
 
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 #![expect(clippy::print_stdout, reason = "a test that is left out says so")]

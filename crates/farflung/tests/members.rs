@@ -1,5 +1,5 @@
-//! Members that come and leave while a run trains: whoever is left goes on with the bits of a run in which the lost one
-//! had left in peace, and a newcomer has the bits of all.
+//! Members that come and leave while a run trains: whoever is left goes on with the bits of a run in which
+//! the lost one had left in peace, and a newcomer has the bits of all.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -106,8 +106,8 @@ fn a_loss_at_any_moment_is_a_polite_leave_before_or_after_the_step() {
     }
 }
 
-/// With local steps the round in which a rank is lost is reduced from what the others have done, whenever in it that
-/// was.
+/// With local steps the round in which a rank is lost is reduced from what the others have done, whenever in
+/// it that was.
 #[test]
 fn a_round_in_which_a_rank_is_lost_is_that_of_the_others() {
     for rank in [0, 2, 4] {

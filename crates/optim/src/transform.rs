@@ -157,7 +157,8 @@ pub trait Transform: Debug + Send {
         &[]
     }
 
-    /// What is in the state buffer of this number. Not asked of a link that decides itself what replicas average.
+    /// What is in the state buffer of this number. Not asked of a link that decides itself what replicas
+    /// average.
     fn state_kind(&self, _state: usize) -> StateKind {
         StateKind::FirstMoment
     }

@@ -113,8 +113,8 @@ impl Round {
     }
 }
 
-/// The method in f64: ranks that end their steps at multiples of their speeds, and rounds that arrive as the last
-/// has joined. Parameters of each rank after each step.
+/// The method in f64: ranks that end their steps at multiples of their speeds, and rounds that arrive as the
+/// last has joined. Parameters of each rank after each step.
 fn plain(interval: u64, speeds: &[u64]) -> Vec<Vec<Vec<f64>>> {
     let start: Vec<f64> = random(1).into_iter().map(f64::from).collect();
     let new = || Plain { x: start.clone(), joined: 0, taken: 0, due: 0 };
@@ -193,8 +193,8 @@ fn the_timer_says_how_much_is_sent_and_a_round_is_an_average_of_parameters() {
     let values = synchronise::elements().len() as u64;
     let all =
         |interval| trace(case(interval, 0, 1000), &[10_000; 3], None).iter().map(|s| s.sent).sum::<u64>();
-    // A round a step, one each third step, and the mean after the last: beside it small numbers alone. A meeting
-    // that was tried twice here takes two means.
+    // A round a step, one each third step, and the mean after the last: beside it small numbers alone. A
+    // meeting that was tried twice here takes two means.
     for (interval, rounds) in [(0, 26), (15_000, 9), (1_000_000, 1)] {
         let (sent, round) = (all(interval), 4 * values * 2 * 2);
         let wanted = (rounds + 2) * round;

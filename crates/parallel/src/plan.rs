@@ -1,5 +1,5 @@
-//! A plan: every decision that the ranks of a job share, as data. It is printed, read, compared and checked here, and
-//! carried out by `farflung`.
+//! A plan: every decision that the ranks of a job share, as data. It is printed, read, compared and checked
+//! here, and carried out by `farflung`.
 
 mod check;
 mod difference;
@@ -27,9 +27,9 @@ pub use rebalance::{Advice, Measured, Rebalance, shares_by_speed, step_time};
 
 /// How the ranks of a job train one model.
 ///
-/// Ranks are laid out replica by replica: rank `replica * stages + position`. Sequences of a step are numbered
-/// from 0 over all replicas: the first `batch * microbatches[0]` belong to replica 0, the next to replica 1, and so on, so
-/// that what is trained on does not depend on who trains on it.
+/// Ranks are laid out replica by replica: rank `replica * stages + position`. Sequences of a step are
+/// numbered from 0 over all replicas: the first `batch * microbatches[0]` belong to replica 0, the next to
+/// replica 1, and so on, so that what is trained on does not depend on who trains on it.
 ///
 /// ```
 /// use farflung_parallel::Plan;

@@ -28,14 +28,15 @@ impl Device {
     }
 
     /// A device without memory that computes nothing: tensors there have shapes and no values, and
-    /// [`Device::memory`] is what they would take on a [`Device::cpu`]. For memory to be predicted by the code that
-    /// is to run.
+    /// [`Device::memory`] is what they would take on a [`Device::cpu`]. For memory to be predicted by the
+    /// code that is to run.
     #[must_use]
     pub fn sizes() -> Self {
         Self::new(Sizes::default())
     }
 
-    /// A GPU through Vulkan, Metal or DirectX: the `index`-th adapter that [`Device::list`] shows as `wgpu:index`.
+    /// A GPU through Vulkan, Metal or DirectX: the `index`-th adapter that [`Device::list`] shows as
+    /// `wgpu:index`.
     #[cfg(feature = "wgpu")]
     pub fn wgpu(index: usize) -> Result<Self> {
         Ok(Self::new(crate::backend::cube::open::adapters::open_nth(index)?))
@@ -47,8 +48,8 @@ impl Device {
         Ok(Self::new(crate::backend::cube::open::cuda(index)?))
     }
 
-    /// A handle on the same device whose matrix products round their operands to `precision`. Tensors made through one
-    /// handle serve the other.
+    /// A handle on the same device whose matrix products round their operands to `precision`. Tensors made
+    /// through one handle serve the other.
     #[must_use]
     pub fn with_precision(&self, precision: Precision) -> Self {
         Self { precision, ..self.clone() }

@@ -47,8 +47,8 @@ fn merge([n, mean, squares]: [f64; 3], [m, other, more]: [f64; 3]) -> [f64; 3] {
     [all, mean + distance * m / all, squares + more + distance * distance * n * m / all]
 }
 
-/// Rank `r` has `1000 (r + 1)` samples. Where its samples begin among all is a scan; what they have in common is
-/// reduced without sending any of them.
+/// Rank `r` has `1000 (r + 1)` samples. Where its samples begin among all is a scan; what they have in common
+/// is reduced without sending any of them.
 fn statistics() -> Result<Vec<(Rank, u64, f64, f64)>, CommError> {
     on_threads(memory::cluster(RANKS), |transport| {
         let comm = Communicator::new(transport);

@@ -1,5 +1,5 @@
-//! How much a stretch of code allocates: the program's allocator counts on threads that ask for it ([`counted`]), or for
-//! each rank of a job ([`by_rank`]). It knows nobody else.
+//! How much a stretch of code allocates: the program's allocator counts on threads that ask for it
+//! ([`counted`]), or for each rank of a job ([`by_rank`]). It knows nobody else.
 
 mod ranks;
 

@@ -117,8 +117,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The most by which asynchronous averaging may end above f32, in percent. Over three seeds 0.31 was measured, and two
-/// standard deviations of 0.33. The target of 0 is not reached, and the record says so.
+/// The most by which asynchronous averaging may end above f32, in percent. Over three seeds 0.31 was
+/// measured, and two standard deviations of 0.33. The target of 0 is not reached, and the record says so.
 const AVERAGED_MOST: f64 = 1.0;
 
 /// The least share of what computing alone allows.

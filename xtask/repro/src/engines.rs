@@ -1,4 +1,5 @@
-//! The same training under what starts jobs on clusters: `mpirun`, a Slurm of one node, ssh, Kubernetes' variables.
+//! The same training under what starts jobs on clusters: `mpirun`, a Slurm of one node, ssh, Kubernetes'
+//! variables.
 
 mod daemons;
 

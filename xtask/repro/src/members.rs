@@ -1,4 +1,5 @@
-//! Runs whose members come and leave, on the virtual clock: what happens to whom and when is written down beforehand.
+//! Runs whose members come and leave, on the virtual clock: what happens to whom and when is written down
+//! beforehand.
 
 pub(crate) mod churn;
 pub(crate) mod hosted;

@@ -1,5 +1,5 @@
-//! What training takes: published figures on activations, state, parameters and operations, and what ranks of our own runs
-//! hold.
+//! What training takes: published figures on activations, state, parameters and operations, and what ranks of
+//! our own runs hold.
 
 mod runs;
 

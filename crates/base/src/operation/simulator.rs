@@ -145,8 +145,8 @@ struct Message {
 struct Route {
     from: Rank,
     to: Rank,
-    /// Which links are shared with other senders and have a limit: the line out of the sender's region, the line
-    /// into the receiver's, the receiver's downlink.
+    /// Which links are shared with other senders and have a limit: the line out of the sender's region, the
+    /// line into the receiver's, the receiver's downlink.
     out: bool,
     into: bool,
     down: bool,

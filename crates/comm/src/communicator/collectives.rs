@@ -68,8 +68,8 @@ impl Communicator {
         Ok(Call { name: "all_reduce", plan: program.into(), op, len })
     }
 
-    /// An all-reduce by a program of one's own: one that leaves every rank with everything, and keeps the order of
-    /// ranks where the reduction does not commute. All ranks pass theirs of the same collective.
+    /// An all-reduce by a program of one's own: one that leaves every rank with everything, and keeps the
+    /// order of ranks where the reduction does not commute. All ranks pass theirs of the same collective.
     ///
     /// # Errors
     /// [`CommError::Argument`] if the program was made for another length.
@@ -96,8 +96,8 @@ impl Communicator {
         self.reducing("reduce_scatter", [Kind::ReduceScatter, Kind::OrderedReduceScatter], op, len)
     }
 
-    /// Reduces over all ranks so that the own [shard](Self::shard), which is returned, holds the result. The rest of
-    /// `data` is spoilt.
+    /// Reduces over all ranks so that the own [shard](Self::shard), which is returned, holds the result. The
+    /// rest of `data` is spoilt.
     pub fn reduce_scatter<T: Element>(
         &self,
         data: &mut [T],

@@ -59,8 +59,8 @@ impl Communicator {
         Ok(Moved { call: Call::moving(NAME, program.with_counts(counts), 0), buffer, result: 0..len })
     }
 
-    /// Everyone's `own` at the root, one after the other in the order of ranks; nothing elsewhere. `counts` are the
-    /// lengths of all.
+    /// Everyone's `own` at the root, one after the other in the order of ranks; nothing elsewhere. `counts`
+    /// are the lengths of all.
     pub fn gather<T: Element>(
         &self,
         own: &[T],
@@ -136,8 +136,8 @@ impl Communicator {
         Ok(Moved { call, buffer: [data, data].concat(), result: len..2 * len })
     }
 
-    /// Sends the `j`-th part of `data` to rank `j` and returns what the ranks sent here, in their order. All parts of all
-    /// ranks are equally long.
+    /// Sends the `j`-th part of `data` to rank `j` and returns what the ranks sent here, in their order. All
+    /// parts of all ranks are equally long.
     pub fn all_to_all<T: Element>(&self, data: &[T]) -> Result<Vec<T>, CommError> {
         self.moved(self.exchanged(data))
     }
@@ -167,8 +167,8 @@ impl Communicator {
         Ok(Moved { call: Call::moving(NAME, program, 0), buffer, result: data.len()..data.len() + len })
     }
 
-    /// Sends `sent[j]` elements of `data`, which lie one part after the other, to rank `j`, and returns what the ranks
-    /// sent here, in their order: `received[j]` elements of rank `j`.
+    /// Sends `sent[j]` elements of `data`, which lie one part after the other, to rank `j`, and returns what
+    /// the ranks sent here, in their order: `received[j]` elements of rank `j`.
     pub fn all_to_all_v<T: Element>(
         &self,
         data: &[T],
@@ -210,9 +210,10 @@ impl Communicator {
         Ok(Moved { call: Call::moving(NAME, program, len), buffer, result })
     }
 
-    /// Sends `data` to each neighbour and returns theirs, in the order of `neighbors`. Whoever names a rank is named by
-    /// it, and no rank twice; all have equally much. For a ring `neighbors` are the two ranks next to this one, for
-    /// gossip in pairs the [partner](shift_one) of the round; a rank without neighbours takes part with none.
+    /// Sends `data` to each neighbour and returns theirs, in the order of `neighbors`. Whoever names a rank
+    /// is named by it, and no rank twice; all have equally much. For a ring `neighbors` are the two ranks
+    /// next to this one, for gossip in pairs the [partner](shift_one) of the round; a rank without neighbours
+    /// takes part with none.
     pub fn neighbor_exchange<T: Element>(
         &self,
         data: &[T],
@@ -246,8 +247,8 @@ fn parts<T: Clone>(all: &[T], count: usize) -> Vec<Vec<T>> {
     (0..count).map(|i| all[i * len..(i + 1) * len].to_vec()).collect()
 }
 
-/// The partner of a rank in round `round` of gossip in pairs, where each rank of one half meets each of the other; `None`
-/// where it sits out.
+/// The partner of a rank in round `round` of gossip in pairs, where each rank of one half meets each of the
+/// other; `None` where it sits out.
 ///
 /// Source: bagua's decentralized "shift one" peer selection.
 #[must_use]

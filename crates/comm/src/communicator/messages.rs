@@ -139,8 +139,8 @@ impl Communicator {
         Ok(RecvMessage { from, tag, incoming: torn.next(from, tag), torn })
     }
 
-    /// Sends bytes to a rank; returns when the network has taken them. Messages neither poison a communicator nor mind
-    /// that it is poisoned. Of a message that is cancelled half-way its receiver is told.
+    /// Sends bytes to a rank; returns when the network has taken them. Messages neither poison a communicator
+    /// nor mind that it is poisoned. Of a message that is cancelled half-way its receiver is told.
     pub fn send(&self, to: Rank, tag: u32, data: &[u8]) -> Result<(), CommError> {
         self.run("send", self.outgoing(to, tag, data.to_vec())?, false)
     }
@@ -153,8 +153,9 @@ impl Communicator {
         }
     }
 
-    /// Receives bytes from a rank. One receive at a time of each rank and tag. Of a message that it was given up on
-    /// half-way, the rest is dropped by the next receive; one that had not begun goes to the next receive.
+    /// Receives bytes from a rank. One receive at a time of each rank and tag. Of a message that it was given
+    /// up on half-way, the rest is dropped by the next receive; one that had not begun goes to the next
+    /// receive.
     pub fn recv(&self, from: Rank, tag: u32) -> Result<Vec<u8>, CommError> {
         self.run("recv", self.incoming(from, tag)?, false)
     }
@@ -194,8 +195,8 @@ impl Communicator {
         Ok(RecvAny { from, tag, torn })
     }
 
-    /// Receives bytes from any of these ranks, and says from which: the message whose first frame is here first, ties
-    /// to whom is named first. Ranks that are lost are passed over while there are others.
+    /// Receives bytes from any of these ranks, and says from which: the message whose first frame is here
+    /// first, ties to whom is named first. Ranks that are lost are passed over while there are others.
     pub fn recv_any(&self, from: &[Rank], tag: u32) -> Result<(Rank, Vec<u8>), CommError> {
         self.run("recv_any", self.incoming_any(from, tag)?, false)
     }

@@ -6,8 +6,8 @@ use crate::CommError;
 /// A value and its place: a rank, or an index of the caller's own.
 ///
 /// [`ReduceOp::Max`] and [`ReduceOp::Min`] give the greatest or least value and the lowest of the places that
-/// have it. A NaN is greater and less than all numbers, and the lowest place of a NaN is told. Exist for f32, i32
-/// and u32 with a place of u32, and for f64, i64 and u64 with one of u64.
+/// have it. A NaN is greater and less than all numbers, and the lowest place of a NaN is told. Exist for f32,
+/// i32 and u32 with a place of u32, and for f64, i64 and u64 with one of u64.
 ///
 /// ```
 /// use farflung_comm::{Communicator, Located, ReduceOp, memory};
@@ -43,8 +43,8 @@ macro_rules! located {
         // SAFETY: Two numbers of one size and alignment: all bit patterns of both are values.
         unsafe impl bytemuck::Zeroable for Located<$value, $place> {}
         #[expect(unsafe_code, reason = "bytemuck derives nothing for types with parameters")]
-        // SAFETY: Two numbers of one size and alignment in the layout of C: no padding, and all bit patterns are
-        // values.
+        // SAFETY: Two numbers of one size and alignment in the layout of C: no padding, and all bit patterns
+        // are values.
         unsafe impl bytemuck::Pod for Located<$value, $place> {}
 
         impl sealed::Sealed for Located<$value, $place> {}

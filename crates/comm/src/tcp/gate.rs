@@ -1,5 +1,5 @@
-//! A network that grows while it is used: each member listens all along, and a process that comes later asks any
-//! of them where the others are, then connects to all. No connection that exists is touched.
+//! A network that grows while it is used: each member listens all along, and a process that comes later asks
+//! any of them where the others are, then connects to all. No connection that exists is touched.
 //!
 //! Each endpoint has a number below [`GateConfig::slots`], which the process draws for itself and which nobody
 //! has again. It knows no job beyond its name, and does not decide who counts as a member.
@@ -228,8 +228,8 @@ impl Gate {
         Ok(())
     }
 
-    /// Asks the peers that this one has ever met where all are, as one of them: also where the host that let it in
-    /// is gone. With the answer it may come in anew; `config` is the one that it came in with.
+    /// Asks the peers that this one has ever met where all are, as one of them: also where the host that let
+    /// it in is gone. With the answer it may come in anew; `config` is the one that it came in with.
     ///
     /// # Errors
     /// As [`Gate::ask`].
@@ -329,8 +329,8 @@ impl Asked {
         &self.members
     }
 
-    /// Listens, and connects to all members. One that does not answer is passed over: whoever decides on members
-    /// sees whom this process [has reached](Gate::connected).
+    /// Listens, and connects to all members. One that does not answer is passed over: whoever decides on
+    /// members sees whom this process [has reached](Gate::connected).
     ///
     /// # Errors
     /// If it cannot listen, a member refuses it, or none was reached.

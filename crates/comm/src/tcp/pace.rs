@@ -12,8 +12,8 @@ use farflung_base::{Bandwidth, Nanos, PeerId};
 use super::links::Links;
 use crate::memory::real_start;
 
-/// What an endpoint may send: bytes that its sockets are given, without the headers of TCP and IP, which add 3 to 4%
-/// to full packets.
+/// What an endpoint may send: bytes that its sockets are given, without the headers of TCP and IP, which add
+/// 3 to 4% to full packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Pace {
     /// To all peers together.
@@ -147,8 +147,8 @@ impl Pacer {
         self.limited.load(Ordering::Acquire)
     }
 
-    /// Keeps these rates from now on; the first limit starts the thread that sends what waits for them. `wake` has
-    /// whoever waits for the network look again.
+    /// Keeps these rates from now on; the first limit starts the thread that sends what waits for them.
+    /// `wake` has whoever waits for the network look again.
     pub(super) fn keep(
         self: &Arc<Self>,
         pace: Pace,
@@ -213,8 +213,8 @@ impl Pacer {
         }
     }
 
-    /// Sends until this is closed. An operation may be over while its last frame waits for the rates; then nobody
-    /// else drives the sockets.
+    /// Sends until this is closed. An operation may be over while its last frame waits for the rates; then
+    /// nobody else drives the sockets.
     fn send_what_waits(&self, links: &Links, wake: impl Fn()) {
         let mut turn = 0;
         loop {

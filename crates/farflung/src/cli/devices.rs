@@ -18,8 +18,8 @@ pub(crate) struct DevicesCommand {
     /// Print one JSON object a device.
     #[arg(long)]
     json: bool,
-    /// Train the model for some seconds on each device, time matrix products that 2, 4 and 8 tensor ranks share, and print its
-    /// entry of a topology file.
+    /// Train the model for some seconds on each device, time matrix products that 2, 4 and 8 tensor ranks
+    /// share, and print its entry of a topology file.
     #[arg(long)]
     measure: bool,
     /// The only device to list or measure, as `--device` of train names it.

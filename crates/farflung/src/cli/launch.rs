@@ -31,24 +31,24 @@ pub(crate) struct LaunchCommand {
     #[arg(short = 'n', long = "nproc", value_name = "N", required_unless_present_any = ["hosts", "from_stdin", "elastic"],
           value_parser = clap::value_parser!(u16).range(1..=i64::from(launch_env::MOST_PROCESSES)))]
     processes: Option<u16>,
-    /// Where rank 0 listens; port 0 is any free one. [default: 127.0.0.1:0, with --hosts port 29500 of the first
-    /// machine]
+    /// Where rank 0 listens; port 0 is any free one. [default: 127.0.0.1:0, with --hosts port 29500 of the
+    /// first machine]
     #[arg(long, value_name = "ADDR:PORT", value_parser = master)]
     master: Option<(String, u16)>,
     /// How long the others may go on after one failed, and how long they may then take to end.
     #[arg(long, value_name = "TIME", default_value = "5s")]
     grace: Nanos,
-    /// How often all processes are started again after one failed, except where they were started wrongly. They go
-    /// on from their checkpoints with `train --resume auto --out DIR`.
+    /// How often all processes are started again after one failed, except where they were started wrongly.
+    /// They go on from their checkpoints with `train --resume auto --out DIR`.
     #[arg(long, value_name = "N", default_value_t = 0)]
     restarts: u32,
-    /// MIN:MAX processes of a `host` command that may come and go: the first hosts the run, the others join it. One that
-    /// fails is started again, as often as --restarts says in all, and the others go on meanwhile; with fewer than MIN the
-    /// job ends. Other machines may join, too.
+    /// MIN:MAX processes of a `host` command that may come and go: the first hosts the run, the others join
+    /// it. One that fails is started again, as often as --restarts says in all, and the others go on
+    /// meanwhile; with fewer than MIN the job ends. Other machines may join, too.
     #[arg(long, value_name = "MIN:MAX", value_parser = range, conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
     elastic: Option<Range>,
-    /// File with the machines, one a line: `name`, or `user@name slots=4`. Each is reached by ssh, which must not
-    /// ask for a password. FARFLUNG_ variables go along; nothing secret stands on a command line.
+    /// File with the machines, one a line: `name`, or `user@name slots=4`. Each is reached by ssh, which must
+    /// not ask for a password. FARFLUNG_ variables go along; nothing secret stands on a command line.
     #[arg(long, value_name = "FILE", conflicts_with = "from_stdin")]
     hosts: Option<PathBuf>,
     /// How ssh is called, with its flags.

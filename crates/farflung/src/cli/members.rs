@@ -260,8 +260,8 @@ fn watched(
     print_report(report?, json)
 }
 
-/// An address at which this machine listens as others reach it: where it listens at all of its addresses, the one from
-/// which it would reach others.
+/// An address at which this machine listens as others reach it: where it listens at all of its addresses, the
+/// one from which it would reach others.
 fn reached(listens: &str) -> String {
     let Ok(at) = listens.parse::<std::net::SocketAddr>() else { return listens.to_owned() };
     if !at.ip().is_unspecified() {

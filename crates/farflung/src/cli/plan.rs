@@ -71,20 +71,20 @@ enum Planner {
     Auto(auto::AutoCommand),
     Memory(memory::MemoryCommand),
     Churn(churn::ChurnCommand),
-    /// Alpa: stages and submeshes, and how the operators of a layer are cut in each, for the least step by its cost model.
-    /// Machines count as the slowest of them.
+    /// Alpa: stages and submeshes, and how the operators of a layer are cut in each, for the least step by
+    /// its cost model. Machines count as the slowest of them.
     Alpa(named::NamedCommand),
-    /// PipeDream: stages and their copies over machines and links in two levels, for the shortest time between two
-    /// microbatches. Machines count as the slowest of them.
+    /// PipeDream: stages and their copies over machines and links in two levels, for the shortest time
+    /// between two microbatches. Machines count as the slowest of them.
     Pipedream(named::NamedCommand),
-    /// Piper: stages with tensor ranks, copies and recompute under memory, for the shortest time between two microbatches.
-    /// Machines count as the slowest of them.
+    /// Piper: stages with tensor ranks, copies and recompute under memory, for the shortest time between two
+    /// microbatches. Machines count as the slowest of them.
     Piper(named::NamedCommand),
-    /// Galvatron: tensor ranks, sharding and recompute for each layer under memory, all machines sharing each layer.
-    /// Machines count as the slowest of them.
+    /// Galvatron: tensor ranks, sharding and recompute for each layer under memory, all machines sharing each
+    /// layer. Machines count as the slowest of them.
     Galvatron(named::NamedCommand),
-    /// DAPPLE: stages and their copies, placed on unequal machines, for the least warm-up, steady phase and ending of a
-    /// synchronous pipeline. Over 24 machines, copies are powers of two from an eighth of all on.
+    /// DAPPLE: stages and their copies, placed on unequal machines, for the least warm-up, steady phase and
+    /// ending of a synchronous pipeline. Over 24 machines, copies are powers of two from an eighth of all on.
     Dapple(named::NamedCommand),
 }
 

@@ -15,19 +15,20 @@ members and their links, shares, where each step's time went, loss, bytes, goodp
 /snapshot has the same as JSON. A build without the feature `watch` has no page: cargo build --release --features watch
 ";
 
-/// Show a run in a browser: members and links, shares, where each step's time goes, loss, bytes, goodput, events.
+/// Show a run in a browser: members and links, shares, where each step's time goes, loss, bytes, goodput,
+/// events.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct WatchCommand {
     /// The run's folder; it may be a run that has ended.
     #[arg(value_name = "RUN")]
     run: PathBuf,
-    /// Where to show it; port 0 is any that is free. Whoever reaches another address than the loopback sees the run,
-    /// without encryption.
+    /// Where to show it; port 0 is any that is free. Whoever reaches another address than the loopback sees
+    /// the run, without encryption.
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8642")]
     listen: String,
-    /// File with the ticket of a run of `farflung host`: its members are asked as well who is here, their shares and
-    /// for whom they wait.
+    /// File with the ticket of a run of `farflung host`: its members are asked as well who is here, their
+    /// shares and for whom they wait.
     #[arg(long, value_name = "FILE")]
     ticket_file: Option<PathBuf>,
     /// The run's name, where it has another than the default.

@@ -104,8 +104,8 @@ macro_rules! settings {
                       value_parser = <$ty as Setting>::from_flag)]
                 pub $name: Option<$ty>,
             )+)+
-            /// Settings that a file marks as defaults ([`BY_DEFAULT`](given::BY_DEFAULT)): they have a value but do not count as
-            /// given.
+            /// Settings that a file marks as defaults ([`BY_DEFAULT`](given::BY_DEFAULT)): they have a value
+            /// but do not count as given.
             #[arg(skip)]
             pub by_default: BTreeSet<&'static str>,
         }
@@ -316,16 +316,18 @@ settings! {
         sync: SyncKind, "KIND", SyncKind::default();
         /// Steps between DiLoCo's averages; under zero-one-adam the most.
         sync_every: u64, "STEPS", 20u64;
-        /// Steps between des-loc's averages of first moments, a multiple of --sync-every; unless told 3 times that.
+        /// Steps between des-loc's averages of first moments, a multiple of --sync-every; unless told 3 times
+        /// that.
         first_moment_every: u64, "STEPS";
-        /// Steps between des-loc's averages of second moments, a multiple of --sync-every; unless told 6 times that.
+        /// Steps between des-loc's averages of second moments, a multiple of --sync-every; unless told 6
+        /// times that.
         second_moment_every: u64, "STEPS";
         /// Local steps of each replica in --sync-every steps: equal, by-speed (slower machines of --topology
         /// take fewer, so that nobody waits), or a number for each such as 30,30,10.
         local_steps: LocalStepsKind, "STEPS", LocalStepsKind::Equal;
-        /// Shares of a step among members that come and leave (farflung host): by-speed (a slower machine has fewer
-        /// of --microbatches once that makes steps a tenth shorter, and one that is too slow for a single one leaves)
-        /// or equal.
+        /// Shares of a step among members that come and leave (farflung host): by-speed (a slower machine has
+        /// fewer of --microbatches once that makes steps a tenth shorter, and one that is too slow for a
+        /// single one leaves) or equal.
         balance: BalanceKind, "KIND", BalanceKind::BySpeed;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
@@ -392,8 +394,8 @@ settings! {
         /// TOML file with devices, links and regions, instead of --link; or the name of a shipped one, such as
         /// home.
         topology: PathBuf, "FILE" => "its path is; the machines and links are compared";
-        /// The fastest that this process sends to all others together, such as 20mbit, so that training does not take
-        /// all of a home's line: what sockets are given, to which TCP's headers add 3 to 4%.
+        /// The fastest that this process sends to all others together, such as 20mbit, so that training does
+        /// not take all of a home's line: what sockets are given, to which TCP's headers add 3 to 4%.
         up: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has a line of its own";
         /// The fastest that it sends to each of them.
         up_each: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has a line of its own";

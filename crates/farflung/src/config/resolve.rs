@@ -10,7 +10,8 @@ use crate::Result;
 impl TrainConfig {
     /// What holds for a run: `given` over the file over the defaults, checked.
     ///
-    /// Errors: those of [`TrainArgs::read`], and [`Error::Setting`](crate::Error::Setting) for a value out of its range.
+    /// Errors: those of [`TrainArgs::read`], and [`Error::Setting`](crate::Error::Setting) for a value out of
+    /// its range.
     pub fn resolve(given: TrainArgs, file: Option<&Path>) -> Result<Self> {
         Self::merge(given, file.map(TrainArgs::read).transpose()?.unwrap_or_default())
     }

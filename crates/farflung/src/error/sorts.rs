@@ -1,4 +1,5 @@
-//! Sorts of errors: which exit code each has, which are about another rank, and what errors of other crates become.
+//! Sorts of errors: which exit code each has, which are about another rank, and what errors of other crates
+//! become.
 
 use std::io;
 use std::path::Path;

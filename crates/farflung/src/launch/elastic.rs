@@ -1,4 +1,5 @@
-//! A job whose processes come and go on one machine: one that fails is started again, and the others go on meanwhile.
+//! A job whose processes come and go on one machine: one that fails is started again, and the others go on
+//! meanwhile.
 
 use std::process::{Command, Stdio};
 use std::thread;
@@ -7,8 +8,8 @@ use std::time::Duration;
 use super::job::{Failure, Job, LOST, POLL, USAGE, Whose};
 use crate::{Error, Result, Stop, terminal};
 
-/// Processes of one run whose members may be fewer for a while, as torchrun's `--nnodes=MIN:MAX` has it. Differs: whoever is left
-/// goes on without being started again.
+/// Processes of one run whose members may be fewer for a while, as torchrun's `--nnodes=MIN:MAX` has it.
+/// Differs: whoever is left goes on without being started again.
 #[derive(Debug, Clone)]
 pub struct Elastic {
     /// With fewer than these the job ends.
@@ -17,8 +18,8 @@ pub struct Elastic {
     pub most: usize,
     /// How often, in all, one that failed is started again.
     pub restarts: u32,
-    /// How long the others may go on after the run has ended for one of them, and again how long they may take to end
-    /// when asked to.
+    /// How long the others may go on after the run has ended for one of them, and again how long they may
+    /// take to end when asked to.
     pub grace: Duration,
 }
 
@@ -27,7 +28,8 @@ pub struct Elastic {
 pub struct Start {
     /// Its number, from 0 to [`Elastic::most`].
     pub member: usize,
-    /// One that runs, by which it can join; none where nobody does, so that it founds the run, or goes on with it.
+    /// One that runs, by which it can join; none where nobody does, so that it founds the run, or goes on
+    /// with it.
     pub by: Option<usize>,
 }
 
@@ -51,14 +53,15 @@ struct Running<'a> {
 }
 
 impl Elastic {
-    /// Starts the processes and waits until the run has ended for all of them. `start` gives the command of each; none
-    /// while it cannot be started yet. Signals are passed on, as [`Launch::run`](super::Launch::run) does.
+    /// Starts the processes and waits until the run has ended for all of them. `start` gives the command of
+    /// each; none while it cannot be started yet. Signals are passed on, as
+    /// [`Launch::run`](super::Launch::run) does.
     ///
-    /// A process that ends well ends the job. One that was started wrongly (exit code 2) does not come back, and ends the
-    /// job where no other runs.
+    /// A process that ends well ends the job. One that was started wrongly (exit code 2) does not come back,
+    /// and ends the job where no other runs.
     ///
-    /// Errors: [`Error::Child`] with the last that failed where fewer than `least` are left, with exit code 75 unless it
-    /// was started wrongly; [`Error::Stopped`] after a signal; [`Error::Start`].
+    /// Errors: [`Error::Child`] with the last that failed where fewer than `least` are left, with exit code
+    /// 75 unless it was started wrongly; [`Error::Stopped`] after a signal; [`Error::Start`].
     pub fn run(&self, stop: &Stop, mut start: impl FnMut(Start) -> Result<Option<Command>>) -> Result<()> {
         let members = vec![Member::Due; self.most];
         let job = Job::default();

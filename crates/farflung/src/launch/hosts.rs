@@ -28,7 +28,8 @@ impl Host {
 pub struct Hosts(Vec<Host>);
 
 impl Hosts {
-    /// Reads a file with a machine on each line: `name`, `name slots=4`, `user@name slots=4`. A # begins a comment.
+    /// Reads a file with a machine on each line: `name`, `name slots=4`, `user@name slots=4`. A # begins a
+    /// comment.
     ///
     /// # Errors
     /// [`Error::Io`]; [`Error::Setting`] with the line that is wrong.
@@ -82,8 +83,8 @@ impl Hosts {
         &self.0[0]
     }
 
-    /// Which ranks each has: the first machine the first ones. Machines beyond the last rank have none and are left
-    /// out.
+    /// Which ranks each has: the first machine the first ones. Machines beyond the last rank have none and
+    /// are left out.
     ///
     /// # Errors
     /// [`Error::Setting`] for more processes than the machines have.

@@ -136,8 +136,8 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// Starts one more. One whose standard input is a pipe is not sent signals: it reads their names there, one a
-    /// line.
+    /// Starts one more. One whose standard input is a pipe is not sent signals: it reads their names there,
+    /// one a line.
     pub(super) fn start(&mut self, mut command: Command, whose: Whose) -> std::io::Result<()> {
         end_with_parent(&mut command);
         // A terminal's Ctrl-C goes to a whole group: the children would get it twice, and the second kills.

@@ -1,5 +1,5 @@
-//! A job on several machines: one ssh to each, which is told over its standard input what to start, so that nothing
-//! but the program's path stands on a command line.
+//! A job on several machines: one ssh to each, which is told over its standard input what to start, so that
+//! nothing but the program's path stands on a command line.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -30,8 +30,8 @@ pub struct Remote {
     pub processes: usize,
     /// Host and port of rank 0.
     pub master: (String, u16),
-    /// As [`Launch::grace`](super::Launch::grace); also how long a machine that is not reached any more is waited
-    /// for at the end.
+    /// As [`Launch::grace`](super::Launch::grace); also how long a machine that is not reached any more is
+    /// waited for at the end.
     pub grace: Duration,
     /// A join secret for the processes, unless they have one from elsewhere.
     pub secret: Option<JoinSecret>,
@@ -49,8 +49,8 @@ impl Remote {
     /// farflung's go along.
     ///
     /// Errors: [`Error::OnHost`] with the machine that the job failed by, [`Error::Ssh`] for one that is not
-    /// reached, [`Error::Stopped`], [`Error::StartSsh`]; [`Error::Setting`] for more processes than the machines
-    /// have, and for arguments that are not text.
+    /// reached, [`Error::Stopped`], [`Error::StartSsh`]; [`Error::Setting`] for more processes than the
+    /// machines have, and for arguments that are not text.
     pub fn run(
         &self,
         args: &[OsString],

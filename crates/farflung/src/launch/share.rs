@@ -1,4 +1,5 @@
-//! What one machine of a job is told over ssh, and what it does then: it starts its ranks and listens for signals.
+//! What one machine of a job is told over ssh, and what it does then: it starts its ranks and listens for
+//! signals.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -32,13 +33,13 @@ pub(super) struct Share {
     pub(super) args: Vec<String>,
 }
 
-/// Starts the ranks that `input` says in its first line, as processes of `program`, and waits for them. Each line
-/// after it is a signal's name, which is passed on. Where the input ends, whoever began the job is gone: the ranks
-/// are asked to end, and killed if they have not twice `grace` later.
+/// Starts the ranks that `input` says in its first line, as processes of `program`, and waits for them. Each
+/// line after it is a signal's name, which is passed on. Where the input ends, whoever began the job is gone:
+/// the ranks are asked to end, and killed if they have not twice `grace` later.
 ///
 /// # Errors
-/// As [`Launch::run`]; [`Error::Setting`] for a first line that is not what `launch --hosts` says, and a folder that
-/// is not there.
+/// As [`Launch::run`]; [`Error::Setting`] for a first line that is not what `launch --hosts` says, and a
+/// folder that is not there.
 pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &Stop) -> Result<()> {
     let mut line = String::new();
     let wrong = |value: &dyn ToString, expected: &str| Error::Setting {

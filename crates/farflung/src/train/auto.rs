@@ -27,10 +27,12 @@ use crate::Result;
 ///
 /// One pipeline over machines in order (`planner::uneven`); replicas with shares by speed; pipelines side by
 /// side, placed by DT-FM's search with layers divided by the slowest machine of each stage. Each under the
-/// schedules and all-reduce algorithms that fit it. Beside these, what DAPPLE's planner makes of every number of copies. Replicas average gradients at each step: methods with local
-/// steps change what is learned, and are `farflung plan`'s.
+/// schedules and all-reduce algorithms that fit it. Beside these, what DAPPLE's planner makes of every number
+/// of copies. Replicas average gradients at each step: methods with local steps change what is learned, and
+/// are `farflung plan`'s.
 ///
-/// Errors: machines that hold none of the plans, with what is missing; those of [`Prediction::on`](super::prediction::Prediction::on).
+/// Errors: machines that hold none of the plans, with what is missing; those of
+/// [`Prediction::on`](super::prediction::Prediction::on).
 pub fn auto(
     name: &str,
     model: &GptConfig,
@@ -51,8 +53,8 @@ pub fn auto(
     Ok(candidates)
 }
 
-/// Takes out the fastest plans that some machine does not hold, averages and messages included, until one fits: what each
-/// of its ranks holds.
+/// Takes out the fastest plans that some machine does not hold, averages and messages included, until one
+/// fits: what each of its ranks holds.
 ///
 /// [`auto`] left out those whose state and activations alone do not fit.
 ///

@@ -1,5 +1,5 @@
-//! A replica's step, derived from the plan: the order in which its ranks work, lowered, with the modelled times. A pure
-//! function of the job, so that every rank finds the same. It has no tensors.
+//! A replica's step, derived from the plan: the order in which its ranks work, lowered, with the modelled
+//! times. A pure function of the job, so that every rank finds the same. It has no tensors.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -177,8 +177,8 @@ fn positions(lengths: &[u32], context: usize) -> Vec<Range<usize>> {
     lengths.iter().map(slice).collect()
 }
 
-/// The microbatch whose whole backward pass is the last in a rank's list, by stage; of none where passes have times of
-/// their own.
+/// The microbatch whose whole backward pass is the last in a rank's list, by stage; of none where passes have
+/// times of their own.
 pub(super) fn last_backwards(schedule: &ReplicaSchedule, position: Rank) -> BTreeMap<StageId, u32> {
     let mut last = BTreeMap::new();
     if schedule.arrivals.is_some() {

@@ -1,5 +1,5 @@
-//! A rank's whole state on disk. Each rank keeps its own folder, so that optimizer states cross no slow link and no machine
-//! needs a shared disk; a checkpoint counts once every rank has it.
+//! A rank's whole state on disk. Each rank keeps its own folder, so that optimizer states cross no slow link
+//! and no machine needs a shared disk; a checkpoint counts once every rank has it.
 //!
 //! A rank's `step-N/` holds `config.json` and `model.safetensors` (Hugging Face's layout; of a pipeline, rank 0
 //! has all of the model and the others their parts), `optimizer.safetensors` (moments, outer state, residuals),
@@ -109,8 +109,8 @@ fn write(
     write_tensors_to(out, &views, metadata)
 }
 
-/// Writes this rank's checkpoint; all ranks must call it after the same step, with replicas the same. It becomes the
-/// newest on any rank only after all have written theirs. Gives its path.
+/// Writes this rank's checkpoint; all ranks must call it after the same step, with replicas the same. It
+/// becomes the newest on any rank only after all have written theirs. Gives its path.
 pub(super) fn save(trainer: &mut Trainer, job: &Job, run: &RunDir, totals: Totals) -> Result<PathBuf> {
     trainer.settle()?;
     save_without(trainer, job, run, totals, &[])
@@ -177,7 +177,8 @@ fn save_common(
     trainer.comm().barrier()?;
     let path = run.commit(writer)?;
     trainer.comm().barrier()?;
-    // The one before is kept even when only one is wanted: another rank may have died between the two lines above.
+    // The one before is kept even when only one is wanted: another rank may have died between the two lines
+    // above.
     run.prune(if job.config.keep_last == 0 { 0 } else { job.config.keep_last.max(2) })?;
     Ok(path)
 }

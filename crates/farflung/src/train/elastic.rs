@@ -1,6 +1,7 @@
-//! Runs whose members come and leave: who they are is decided by [`farflung_parallel::membership`], and every change
-//! is a resume in memory. The step in flight is dropped, the members of the new view tell each other how far they
-//! are, the plan is made for them, and whoever has no state or an older one takes it from those that are furthest.
+//! Runs whose members come and leave: who they are is decided by [`farflung_parallel::membership`], and every
+//! change is a resume in memory. The step in flight is dropped, the members of the new view tell each other
+//! how far they are, the plan is made for them, and whoever has no state or an older one takes it from those
+//! that are furthest.
 
 mod arrivals;
 mod balance;

@@ -1,5 +1,5 @@
-//! What a rank can do: run its parts of the model on microbatches, and send hidden states and their gradients to other
-//! ranks. The schedule's executor says when; nothing here depends on the order.
+//! What a rank can do: run its parts of the model on microbatches, and send hidden states and their gradients
+//! to other ranks. The schedule's executor says when; nothing here depends on the order.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -80,7 +80,8 @@ pub(super) struct Executor {
     pub(super) pass: Pass,
     /// Microbatches of the pass.
     pub(super) passing: u32,
-    /// Sums of losses that are being fetched, in the order of the forwards, where this rank has the model's last part.
+    /// Sums of losses that are being fetched, in the order of the forwards, where this rank has the model's
+    /// last part.
     pub(super) losses: Vec<(u32, Loss)>,
     pub(super) held: BTreeMap<Place, Held>,
     /// What slices of a microbatch leave for each other on a stage, where there are several.
@@ -116,7 +117,8 @@ impl Executor {
         self.sending.drain(..).try_for_each(|sending| Ok(sending.wait()?))
     }
 
-    /// The sum of the pass's losses, added up by microbatch, and of how many tokens; zeros where the last part is elsewhere.
+    /// The sum of the pass's losses, added up by microbatch, and of how many tokens; zeros where the last
+    /// part is elsewhere.
     pub(super) fn total_loss(&mut self) -> Result<(f64, usize)> {
         let tokens = match self.pass {
             Pass::Training { .. } => self.sampler.shard().batch,
@@ -279,8 +281,8 @@ impl Executor {
         Ok(dx)
     }
 
-    /// A backward pass layer by layer. Where one stage has the whole model, the gradients of the step's last microbatch
-    /// leave for the other holders layer by layer too.
+    /// A backward pass layer by layer. Where one stage has the whole model, the gradients of the step's last
+    /// microbatch leave for the other holders layer by layer too.
     fn whole_backward(
         &mut self,
         action: Action,

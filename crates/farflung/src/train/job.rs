@@ -25,7 +25,8 @@ use crate::config::nearest::with_nearest;
 use crate::signals::Stop;
 use crate::{Error, Result, TrainConfig, corpus, finite};
 
-/// Where the numbers of a plan's steps and microbatches begin: those before belong to other plans of the same run.
+/// Where the numbers of a plan's steps and microbatches begin: those before belong to other plans of the same
+/// run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
     /// Steps before it.

@@ -1,5 +1,6 @@
-//! What each rank of a plan holds at the most in a step of training: the schedule's executor and the model's own code run
-//! over a device without memory ([`Device::sizes`]), which counts the buffers that they take. Nothing is computed or sent.
+//! What each rank of a plan holds at the most in a step of training: the schedule's executor and the model's
+//! own code run over a device without memory ([`Device::sizes`]), which counts the buffers that they take.
+//! Nothing is computed or sent.
 //!
 //! Beside those buffers a rank holds messages in the host's memory: these are in closed form.
 
@@ -76,7 +77,8 @@ fn of_plan(
     let mut ranks: Vec<StepMemory> = Vec::new();
     let mut before: Option<(u32, Vec<StepMemory>)> = None;
     for (replica, &microbatches) in (0..).zip(&plan.microbatches) {
-        // Replicas with as many microbatches hold as much: what a schedule does with other speeds is little else.
+        // Replicas with as many microbatches hold as much: what a schedule does with other speeds is little
+        // else.
         if let Some((_, same)) = before.as_ref().filter(|(count, _)| *count == microbatches) {
             ranks.extend(same);
             continue;

@@ -1,5 +1,6 @@
-//! A part of the model on one rank: its parameters in all versions that microbatches still need, its gradients, its
-//! optimizer, and how it stays equal to its copies. It depends neither on other ranks' parts nor on the schedule.
+//! A part of the model on one rank: its parameters in all versions that microbatches still need, its
+//! gradients, its optimizer, and how it stays equal to its copies. It depends neither on other ranks' parts
+//! nor on the schedule.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -23,7 +24,8 @@ pub(super) struct Part {
     pub(super) params: Tensor,
     pub(super) grads: Tensor,
     pub(super) chain: Chain,
-    /// How all that hold the same part keep it equal; none where this rank is the only one, or the part has no parameters.
+    /// How all that hold the same part keep it equal; none where this rank is the only one, or the part has
+    /// no parameters.
     pub(super) sync: Option<Box<dyn Synchroniser>>,
     /// Modelled times of each slice of a microbatch.
     pub(super) costs: Vec<StageCost>,
@@ -370,8 +372,8 @@ impl Part {
         Ok(())
     }
 
-    /// Takes an update that all agreed on. The version before it is kept if `needed`, the oldest that a microbatch will
-    /// still see, is not newer.
+    /// Takes an update that all agreed on. The version before it is kept if `needed`, the oldest that a
+    /// microbatch will still see, is not newer.
     pub(super) fn commit(&mut self, prepared: Prepared, needed: Option<u32>) -> Result<()> {
         if needed.is_some_and(|needed| needed <= self.version) {
             self.older.insert(self.version, copy(&self.params)?);

@@ -1,13 +1,14 @@
 //! One rank of a run: the parts of the model that the plan gives it, and a step of training.
 //!
-//! A step: **pass** (the schedule: forward, backward, send, receive; gradients leave as they become final), **reduce**
-//! (wait for the averages), **prepare** (norms; nothing has changed yet), **agree** (one vote, the same on all ranks),
+//! A step: **pass** (the schedule: forward, backward, send, receive; gradients leave as they become final),
+//! **reduce** (wait for the averages), **prepare** (norms; nothing has changed yet), **agree** (one vote, the
+//! same on all ranks),
 //! **commit** (parameters, moments, residuals, counters), **after** (what the method of synchronisation does between
 //! steps; copies on unlike devices are compared). A failure or an overflow before the commit leaves no trace.
 //!
-//! Copies of a part on several ranks, and the token table's two, take the same updates. Where their devices round
-//! differently they are compared between steps: the pipeline is empty then, with a flush or without one, so that each copy
-//! has a single version.
+//! Copies of a part on several ranks, and the token table's two, take the same updates. Where their devices
+//! round differently they are compared between steps: the pipeline is empty then, with a flush or without
+//! one, so that each copy has a single version.
 
 mod agree;
 mod build;
@@ -221,7 +222,8 @@ impl Trainer {
         &self.first().params
     }
 
-    /// The gradients of its first part in the last step: of all replicas where the method averages them, else of its own.
+    /// The gradients of its first part in the last step: of all replicas where the method averages them, else
+    /// of its own.
     #[must_use]
     pub fn grads(&self) -> &Tensor {
         &self.first().grads
@@ -233,8 +235,8 @@ impl Trainer {
         &self.scale
     }
 
-    /// The transport's clock when the last step's microbatches began to pass here, and when all had: what the simulator
-    /// predicts. What ranks agree on afterwards is not in it.
+    /// The transport's clock when the last step's microbatches began to pass here, and when all had: what the
+    /// simulator predicts. What ranks agree on afterwards is not in it.
     #[must_use]
     pub const fn last_pass(&self) -> (Nanos, Nanos) {
         self.pass
@@ -246,15 +248,16 @@ impl Trainer {
         self.executor.spent
     }
 
-    /// Hash of the parameters of its first part, padding left out: equal on all replicas whenever they are the same.
+    /// Hash of the parameters of its first part, padding left out: equal on all replicas whenever they are
+    /// the same.
     pub fn hash(&self) -> Result<blake3::Hash> {
         hash(self.stage(), self.params())
     }
 
     /// One optimizer step; where parts do not wait for each other, their updates.
     ///
-    /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and one that fails
-    /// anywhere before all ranks agreed leaves parameters, moments and residuals as they were.
+    /// With a flush, a step whose gradients overflow in f16 is computed again with a smaller loss scale, and
+    /// one that fails anywhere before all ranks agreed leaves parameters, moments and residuals as they were.
     ///
     /// Errors: [`Error::StepNotFinite`] where the gradients are not finite in three tries, on all ranks
     /// that vote.
@@ -405,8 +408,8 @@ impl Trainer {
                 }
             }
         }
-        // The table is the same in all pipelines now, and its two users in each may differ: on one rank they take the same
-        // updates on the same device.
+        // The table is the same in all pipelines now, and its two users in each may differ: on one rank they
+        // take the same updates on the same device.
         if let Tied::Across(Across { pair, stage, .. }) = tied {
             let part = parts.get_mut(stage).expect("it is this rank's user of the table");
             let table = part.table();
@@ -572,8 +575,8 @@ pub(super) fn hash(stage: &Stage, params: &Tensor) -> Result<blake3::Hash> {
     Ok(super::fingerprint::digest(&elements))
 }
 
-/// A rank's parts with their numbers, in the order in which all ranks meet over them: two copies of the model have their
-/// stages in opposite orders, and would wait for each other.
+/// A rank's parts with their numbers, in the order in which all ranks meet over them: two copies of the model
+/// have their stages in opposite orders, and would wait for each other.
 fn by_number<'a>(parts: &'a mut BTreeMap<StageId, Part>, placement: &Placement) -> Vec<(u32, &'a mut Part)> {
     let mut parts: Vec<_> = parts.iter_mut().map(|(&stage, part)| (placement.part(stage), part)).collect();
     parts.sort_by_key(|(number, _)| *number);

@@ -56,7 +56,8 @@ impl Timeline {
         self.last.get(&rank)
     }
 
-    /// The newest steps of a job of so many ranks; the last one only when as many have told of it as of the one before.
+    /// The newest steps of a job of so many ranks; the last one only when as many have told of it as of the
+    /// one before.
     ///
     /// An average ends for all ranks at about the same time. Who waits for it longer than the rank that
     /// reached it last has waited for that rank: where all ranks have told of a step, that time is waiting

@@ -199,9 +199,10 @@ const TAGS: ServiceTags = ServiceTags { ask: 0x5E47_0001, answer: 0x5E47_0002 };
 /// A change may go through a codec, of which each worker has one for each server; what that loses joins the
 /// worker's next change. Models travel as they are.
 ///
-/// Without one a worker sends and receives `8 P (n - 1) / n` bytes for each change of `P` values among `n` sharded servers.
-/// Every `meet_every` steps all workers meet to tell their losses. The model of the run is the servers'; what
-/// waits for a quorum is merged where it is evaluated, saved, and after the last step, when all take it.
+/// Without one a worker sends and receives `8 P (n - 1) / n` bytes for each change of `P` values among `n`
+/// sharded servers. Every `meet_every` steps all workers meet to tell their losses. The model of the run is
+/// the servers'; what waits for a quorum is merged where it is evaluated, saved, and after the last step,
+/// when all take it.
 ///
 /// Bits are the same in each run on the virtual clock alone: the order in which changes arrive matters.
 #[derive(Debug)]

@@ -22,7 +22,8 @@ pub const DES_LOC: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
-    // The anchor, how far parameters are from it, the anchor before a step that is tried, and a mean of each state.
+    // The anchor, how far parameters are from it, the anchor before a step that is tried, and a mean of each
+    // state.
     buffers: |&Kept { states, .. }| Buffers { held: 3 + states, saved: 1 },
     build: |s| Ok(Box::new(DesLoc::new(s)?)),
 };
@@ -44,9 +45,9 @@ pub struct MomentPeriods {
 /// Adam: the codec is for parameters alone, since a second moment that it rounds to zero would leave `eps` to
 /// divide by. With equal periods it is local Adam.
 ///
-/// Source: Iacob et al. 2025, "`DES-LOC`: Desynced Low Communication Adaptive Optimizers for Training Foundation
-/// Models", Alg. 1. Differs: moments are averaged where parameters are, so that their periods are multiples of
-/// `every`; copies count by their tokens.
+/// Source: Iacob et al. 2025, "`DES-LOC`: Desynced Low Communication Adaptive Optimizers for Training
+/// Foundation Models", Alg. 1. Differs: moments are averaged where parameters are, so that their periods are
+/// multiples of `every`; copies count by their tokens.
 #[derive(Debug)]
 pub struct DesLoc {
     /// Of parameters: an outer step of the whole mean.

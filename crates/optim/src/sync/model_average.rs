@@ -1,4 +1,5 @@
-//! Asynchronous model averaging: copies train on while their parameters are averaged in the background, by a timer.
+//! Asynchronous model averaging: copies train on while their parameters are averaged in the background, by a
+//! timer.
 
 use farflung_base::{Nanos, Pending};
 use farflung_comm::{CommError, Communicator, Look, ReduceOp};
@@ -36,13 +37,14 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
 /// ```
 ///
 /// A copy joins the next round at the end of the first step behind `interval` from then. A round begins with
-/// its first copy and arrives once the last has joined, so that all copies are in the same rounds; a copy that
-/// computes for three of another's steps is in a round with one of its steps to the other's three. A round sends
-/// `8 P (n - 1) / n` bytes a copy. Every `meet_every` steps all meet to tell their losses: they complete a round
-/// that some have joined, and the timer begins anew. The model of the run is the mean of all copies.
+/// its first copy and arrives once the last has joined, so that all copies are in the same rounds; a copy
+/// that computes for three of another's steps is in a round with one of its steps to the other's three. A
+/// round sends `8 P (n - 1) / n` bytes a copy. Every `meet_every` steps all meet to tell their losses: they
+/// complete a round that some have joined, and the timer begins anew. The model of the run is the mean of all
+/// copies.
 ///
-/// Copies count by their tokens. Bits are the same in each run on the virtual clock alone, since it matters what
-/// has arrived when.
+/// Copies count by their tokens. Bits are the same in each run on the virtual clock alone, since it matters
+/// what has arrived when.
 ///
 /// Source: Gan et al. 2021, "BAGUA", its `async_model_average`, where parameters are locked from the start of
 /// a step's forward pass to the end of its backward pass, and the timer runs from a round's end as here.

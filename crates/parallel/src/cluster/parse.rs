@@ -85,7 +85,8 @@ impl FromStr for Cluster {
     /// Reads a topology file (the README has one with every key).
     ///
     /// Errors: text that is not TOML, keys that are not known, quantities without their unit, and all that
-    /// [`Cluster::check`] refuses, each with the line; pairs of devices that nothing joins, by name and with the line of the first.
+    /// [`Cluster::check`] refuses, each with the line; pairs of devices that nothing joins, by name and with
+    /// the line of the first.
     fn from_str(text: &str) -> Result<Self, ParallelError> {
         let file: File = toml::from_str(text).map_err(|error| {
             let (line, shown) = line(text, error.span().map_or(0, |span| span.start));

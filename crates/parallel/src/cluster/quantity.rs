@@ -74,8 +74,8 @@ impl fmt::Display for Power {
     }
 }
 
-/// What is left of a device's rate when its matrix products are cut among 2, 4, 8 and so on tensor ranks, in percent: thinner
-/// matrices are slower. `farflung devices --measure` measures it.
+/// What is left of a device's rate when its matrix products are cut among 2, 4, 8 and so on tensor ranks, in
+/// percent: thinner matrices are slower. `farflung devices --measure` measures it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TensorEfficiency(Vec<u8>);
 

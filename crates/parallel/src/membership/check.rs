@@ -1,8 +1,8 @@
 //! Trials of the rules: machines on a simulated network that loses, doubles and delays messages.
 //!
-//! [`faults`] lets everything go wrong at random, heals the network, and looks whether the run goes on; [`churn`] lets
-//! machines come and go for a day. Both call nothing but [`step`](super::step), in virtual time, and are a pure function
-//! of a seed.
+//! [`faults`] lets everything go wrong at random, heals the network, and looks whether the run goes on;
+//! [`churn`] lets machines come and go for a day. Both call nothing but [`step`](super::step), in virtual
+//! time, and are a pure function of a seed.
 
 mod churn;
 mod draw;

@@ -43,8 +43,8 @@ impl fmt::Debug for MemberId {
 pub struct Member {
     /// Its name.
     pub id: MemberId,
-    /// Its endpoint's number in the transport, never given twice in a run: a machine that leaves and joins again has the
-    /// same id and another slot.
+    /// Its endpoint's number in the transport, never given twice in a run: a machine that leaves and joins
+    /// again has the same id and another slot.
     pub slot: u32,
     /// The epoch of the first view that it is in; [`View::with`](super::View::with) sets it.
     pub joined: u64,

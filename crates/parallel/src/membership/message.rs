@@ -65,7 +65,8 @@ pub enum Message {
         /// The new view.
         view: View,
     },
-    /// The answer to a sender that is in an older view, or that starts an old run again: the answering member's view.
+    /// The answer to a sender that is in an older view, or that starts an old run again: the answering
+    /// member's view.
     Stale {
         /// The answering member's view.
         view: View,
@@ -92,8 +93,8 @@ pub enum Message {
 }
 
 impl Message {
-    /// The most bytes of a message about views of so many members, as `postcard` writes it: at most 47 a member, and
-    /// what is before them.
+    /// The most bytes of a message about views of so many members, as `postcard` writes it: at most 47 a
+    /// member, and what is before them.
     #[must_use]
     pub const fn most_bytes(members: usize) -> usize {
         288 + 47 * members

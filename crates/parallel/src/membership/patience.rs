@@ -11,8 +11,9 @@ const LEAST: usize = 8;
 /// Deviations above the median.
 const DEVIATIONS: u64 = 8;
 
-/// Learns from what waits have taken: the median and eight times the median absolute deviation from it, so that a few
-/// waits that took long change little. Never less than `least`, two round trips say, nor more than `most`.
+/// Learns from what waits have taken: the median and eight times the median absolute deviation from it, so
+/// that a few waits that took long change little. Never less than `least`, two round trips say, nor more than
+/// `most`.
 ///
 /// ```
 /// use farflung_base::Nanos;

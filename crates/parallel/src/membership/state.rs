@@ -19,7 +19,8 @@ pub struct Settings {
     pub slowest_resend: Nanos,
     /// How long a member without a majority waits for the others.
     pub patience: Nanos,
-    /// How long two members must have been without each other before the coordinator, which hears both, removes one.
+    /// How long two members must have been without each other before the coordinator, which hears both,
+    /// removes one.
     pub grace: Nanos,
 }
 
@@ -120,9 +121,9 @@ impl State {
 
     /// A host that starts a run again from a checkpoint: `view` has a higher incarnation than the run before.
     ///
-    /// `former` are the members of the newest view that the checkpoint knows. They are told of the new incarnation until
-    /// they answer; if more than half of an older view refuse it, [`step`](super::step) stops with
-    /// [`Reason::StillRuns`].
+    /// `former` are the members of the newest view that the checkpoint knows. They are told of the new
+    /// incarnation until they answer; if more than half of an older view refuse it, [`step`](super::step)
+    /// stops with [`Reason::StillRuns`].
     ///
     /// Errors: as [`State::first`].
     pub fn again(

@@ -36,8 +36,8 @@ impl Suspicion {
     }
 }
 
-/// Members to remove so that of those left every pair hears each other: again and again the one in most broken pairs,
-/// ties to the one that joined last, never `spared`.
+/// Members to remove so that of those left every pair hears each other: again and again the one in most
+/// broken pairs, ties to the one that joined last, never `spared`.
 ///
 /// `broken` are pairs of members of the view, in any order.
 pub(super) fn cover(

@@ -61,7 +61,8 @@ pub enum ViewFault {
     /// A member is missing that should be in it.
     #[error("{0} is not in the view, or has another slot")]
     NotIn(MemberId),
-    /// Another view of an epoch that is decided. This breaks the promise that there is one: a member has lost its votes.
+    /// Another view of an epoch that is decided. This breaks the promise that there is one: a member has lost
+    /// its votes.
     #[error("another view of {0}")]
     Another(Place),
     /// Too many members.
@@ -214,8 +215,8 @@ impl View {
 
     /// The next view with these newcomers; `None` where none is new.
     ///
-    /// At most as many come in as there are members, first by id: then the old members alone have a majority of the new
-    /// view, so that newcomers that die cannot stop the run. The others wait for the view after.
+    /// At most as many come in as there are members, first by id: then the old members alone have a majority
+    /// of the new view, so that newcomers that die cannot stop the run. The others wait for the view after.
     #[must_use]
     pub fn with(&self, newcomers: &[Member], start: Start) -> Option<Self> {
         let mut slots: BTreeSet<u32> = self.members.iter().map(|member| member.slot).collect();

@@ -18,9 +18,10 @@ pub enum Replica {
 }
 
 impl Plan {
-    /// The same plan for these replicas, in this order. Each one that stays keeps its machines, microbatches, local
-    /// steps and region; one that has come takes as many local steps as the fastest, and belongs to the last region.
-    /// A step takes the sequences of all of them together, so that it grows and shrinks with their number.
+    /// The same plan for these replicas, in this order. Each one that stays keeps its machines, microbatches,
+    /// local steps and region; one that has come takes as many local steps as the fastest, and belongs to the
+    /// last region. A step takes the sequences of all of them together, so that it grows and shrinks with
+    /// their number.
     ///
     /// ```
     /// # use farflung_parallel::{Plan, plan::Replica};
@@ -35,7 +36,8 @@ impl Plan {
     /// # Ok::<(), farflung_parallel::ParallelError>(())
     /// ```
     ///
-    /// Errors: [`ParallelError::Plan`] for a replica that the plan does not have, and for what [`Plan::check`] refuses.
+    /// Errors: [`ParallelError::Plan`] for a replica that the plan does not have, and for what
+    /// [`Plan::check`] refuses.
     pub fn with_replicas(&self, replicas: &[Replica]) -> Result<Self, ParallelError> {
         let stages = self.stages() as usize;
         let mut next = self.clone();

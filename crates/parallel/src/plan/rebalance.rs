@@ -1,5 +1,5 @@
-//! Shares of a step by the replicas' measured speed: when to change them, and when one replica is so slow that the
-//! others are faster without it.
+//! Shares of a step by the replicas' measured speed: when to change them, and when one replica is so slow
+//! that the others are faster without it.
 
 use farflung_base::Nanos;
 
@@ -36,12 +36,12 @@ const SLOW_STEPS: u32 = 20;
 /// See [`SLOW_STEPS`].
 const SLOW_FOR: Nanos = Nanos::from_millis(10_000);
 
-/// Decides on shares from what replicas measure. A pure function of what it is told: replicas that are told the same
-/// decide the same.
+/// Decides on shares from what replicas measure. A pure function of what it is told: replicas that are told
+/// the same decide the same.
 ///
-/// Shares change only where that makes a step more than a tenth shorter, by the measured times of five steps in a row: a
-/// machine that is busy for a moment keeps its share. A replica leaves only where it holds the others up even with the
-/// smallest share.
+/// Shares change only where that makes a step more than a tenth shorter, by the measured times of five steps
+/// in a row: a machine that is busy for a moment keeps its share. A replica leaves only where it holds the
+/// others up even with the smallest share.
 ///
 /// ```
 /// use farflung_base::Nanos;
@@ -69,8 +69,8 @@ struct Slow {
     time: Nanos,
 }
 
-/// Shares of so many microbatches, one at least for each, whose slowest replica is as fast as it can be; none for
-/// fewer microbatches than replicas, or for a time that is not known.
+/// Shares of so many microbatches, one at least for each, whose slowest replica is as fast as it can be; none
+/// for fewer microbatches than replicas, or for a time that is not known.
 ///
 /// Exact: see [`churn::shares`].
 #[must_use]
@@ -132,7 +132,8 @@ impl Rebalance {
     }
 }
 
-/// The slowest replica, where the others alone would be [`SPEEDUP`] times as fast, and what a step takes with it.
+/// The slowest replica, where the others alone would be [`SPEEDUP`] times as fast, and what a step takes with
+/// it.
 fn slowed_by(best: &[u32], measured: &[Measured]) -> Option<(u32, Nanos)> {
     let replicas = best.len() as u32;
     let slowest = (0..best.len()).max_by_key(|&replica| (measured[replica].microbatch, replica))?;

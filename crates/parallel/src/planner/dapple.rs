@@ -1,5 +1,5 @@
-//! DAPPLE's planner: layers into replicated stages of a synchronous pipeline, by the latency of its warm-up, steady and ending
-//! phases.
+//! DAPPLE's planner: layers into replicated stages of a synchronous pipeline, by the latency of its warm-up,
+//! steady and ending phases.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -23,8 +23,8 @@ impl DevicePolicy {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::FreshFirst, Self::AppendFirst, Self::ScatterFirst];
 
-    /// The `count` devices that a stage takes, by number, machine by machine; `None` where they are not left, or
-    /// cannot be taken equally. `used` has the devices in use of each machine of `each` devices.
+    /// The `count` devices that a stage takes, by number, machine by machine; `None` where they are not left,
+    /// or cannot be taken equally. `used` has the devices in use of each machine of `each` devices.
     #[must_use]
     pub fn take(self, used: &[u32], each: u32, count: u32) -> Option<Vec<u32>> {
         let begun: Vec<usize> = (0..used.len()).filter(|&at| used[at] > 0 && used[at] < each).collect();

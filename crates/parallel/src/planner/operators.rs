@@ -39,7 +39,8 @@ pub struct OperatorEdge {
     pub change: Vec<Vec<Nanos>>,
 }
 
-/// Operators and what they hand to each other. Edges may go in circles: a block's output is the next one's input.
+/// Operators and what they hand to each other. Edges may go in circles: a block's output is the next one's
+/// input.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OperatorGraph {
     /// The operators.
@@ -108,10 +109,11 @@ impl OperatorGraph {
 
 /// The strategies of the least cost.
 ///
-/// Minimises `sum_v s_v (c_v + d_v) + sum_(v,u) s_v R_vu s_u` over one-hot `s_v`. The products are made linear with
-/// one variable for each pair of strategies of an edge, whose rows and columns add up to `s_v` and `s_u`; these need not be
-/// integers, since one-hot sums leave one value. Source: Zheng et al. 2022, "Alpa", section 4.2, equation 1. The solver computes
-/// in f64 to within `1e-7`: of costs that differ by less of the largest one, either may be chosen.
+/// Minimises `sum_v s_v (c_v + d_v) + sum_(v,u) s_v R_vu s_u` over one-hot `s_v`. The products are made
+/// linear with one variable for each pair of strategies of an edge, whose rows and columns add up to `s_v`
+/// and `s_u`; these need not be integers, since one-hot sums leave one value. Source: Zheng et al. 2022,
+/// "Alpa", section 4.2, equation 1. The solver computes in f64 to within `1e-7`: of costs that differ by less
+/// of the largest one, either may be chosen.
 ///
 /// Errors: [`ParallelError::Plan`] for a graph that is not one, or that the solver gives up.
 pub fn choose(graph: &OperatorGraph) -> Result<Sharding, ParallelError> {

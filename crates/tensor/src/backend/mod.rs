@@ -134,8 +134,8 @@ impl<'a> Part<'a> {
     #[expect(unsafe_code, reason = "buffers are raw memory; views guard them")]
     pub(crate) fn host(&self) -> Option<&'a [u8]> {
         let (pointer, len) = self.pointer()?;
-        // SAFETY: the range lies within the buffer, whose memory is initialised and lives for 'a; a part is read only
-        // through a view, and views never overlap one that may be written.
+        // SAFETY: the range lies within the buffer, whose memory is initialised and lives for 'a; a part is
+        // read only through a view, and views never overlap one that may be written.
         Some(unsafe { std::slice::from_raw_parts(pointer, len) })
     }
 
@@ -146,8 +146,8 @@ impl<'a> Part<'a> {
     #[expect(unsafe_code, reason = "buffers are raw memory; views guard them")]
     pub(crate) unsafe fn host_mut(&self) -> Option<&'a mut [u8]> {
         let (pointer, len) = self.pointer()?;
-        // SAFETY: the range lies within the buffer, whose memory is initialised and lives for 'a; the caller promises
-        // that no other view of it is in use.
+        // SAFETY: the range lies within the buffer, whose memory is initialised and lives for 'a; the caller
+        // promises that no other view of it is in use.
         Some(unsafe { std::slice::from_raw_parts_mut(pointer, len) })
     }
 }

@@ -1,5 +1,5 @@
-//! A device without memory: it keeps count of the buffers that a program takes, and computes nothing. It cuts and reuses
-//! buffers as the cpu backend does, so that its peak is that of a run there.
+//! A device without memory: it keeps count of the buffers that a program takes, and computes nothing. It cuts
+//! and reuses buffers as the cpu backend does, so that its peak is that of a run there.
 
 use std::any::Any;
 use std::collections::BTreeMap;

@@ -1,8 +1,8 @@
-//! What each rank of a job holds: every allocation is remembered with the rank that made it, since another rank may free
-//! it (a message, for example).
+//! What each rank of a job holds: every allocation is remembered with the rank that made it, since another
+//! rank may free it (a message, for example).
 //!
-//! Chunks from which the CPU device cuts its buffers are left out: they are reserved 32 MiB at a time and take memory only
-//! as buffers are cut from them, which the device counts itself (`Device::memory`).
+//! Chunks from which the CPU device cuts its buffers are left out: they are reserved 32 MiB at a time and
+//! take memory only as buffers are cut from them, which the device counts itself (`Device::memory`).
 
 use std::alloc::Layout;
 use std::cell::Cell;
@@ -152,8 +152,8 @@ pub(crate) fn this_is_rank(rank: usize) {
     with(|table, owner| table.counts[owner].peak = table.counts[owner].held);
 }
 
-/// Runs `work`, in which the threads of `ranks` ranks say who they are ([`this_is_rank`]): what it returns, what each
-/// rank held, and last what threads of no rank did.
+/// Runs `work`, in which the threads of `ranks` ranks say who they are ([`this_is_rank`]): what it returns,
+/// what each rank held, and last what threads of no rank did.
 ///
 /// One job at a time.
 pub(crate) fn by_rank<T>(ranks: usize, work: impl FnOnce() -> T) -> (T, Vec<RankCount>) {

@@ -141,7 +141,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     processes::run(report, options)
 }
 
-/// The hashes of runs of which one of three rounds has nothing of a member, and of one that it left after the second.
+/// The hashes of runs of which one of three rounds has nothing of a member, and of one that it left after the
+/// second.
 fn rounds_without(job: &Job, member: u32) -> Result<BTreeSet<String>> {
     let mut hashes = after_leaving(job, member, 4..=4)?;
     for round in 0..3 {

@@ -21,8 +21,8 @@ pub(crate) const BENCH: Bench = Bench {
 const MEMBERS: usize = 3;
 /// Enough for a newcomer to come in and show that it trains.
 const STEPS: u64 = 12;
-/// Messages one after another from the step before to the step after: who is there, promises, votes, the view, where all
-/// stand, hashes of the state; two of each for rings of four.
+/// Messages one after another from the step before to the step after: who is there, promises, votes, the
+/// view, where all stand, hashes of the state; two of each for rings of four.
 const MESSAGES: f64 = 24.0;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {

@@ -1,4 +1,5 @@
-//! The same with processes of this machine: one run, whose members are killed, or frozen and woken, one after another.
+//! The same with processes of this machine: one run, whose members are killed, or frozen and woken, one after
+//! another.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -74,7 +75,8 @@ fn join(folder: &Path, number: usize, ticket: &Path) -> Result<Member> {
     )
 }
 
-/// Waits until a member tells of so many members after a change that it had not told of. Gives how long that took.
+/// Waits until a member tells of so many members after a change that it had not told of. Gives how long that
+/// took.
 pub(super) fn wait(member: &Member, members: u64, before: usize) -> Result<f64> {
     let begun = now();
     while begun.elapsed() < PATIENCE {

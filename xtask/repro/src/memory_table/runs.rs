@@ -1,4 +1,5 @@
-//! What ranks of real runs hold at the most, as their allocators count it, beside what was predicted of their plans.
+//! What ranks of real runs hold at the most, as their allocators count it, beside what was predicted of their
+//! plans.
 
 use std::sync::Mutex;
 
@@ -18,8 +19,8 @@ use crate::workers::{Over, config, in_seats, job};
 
 /// Optimizer steps of a run: the second finds all buffers of the first, so that no third is needed.
 const STEPS: u64 = 2;
-/// Runs of a job of several ranks, of which each rank's mean counts: which rank is ahead of the others changes from run to
-/// run, and with it whose messages wait to be taken up.
+/// Runs of a job of several ranks, of which each rank's mean counts: which rank is ahead of the others
+/// changes from run to run, and with it whose messages wait to be taken up.
 const RUNS: usize = 5;
 
 /// A plan, as settings.
@@ -111,7 +112,8 @@ fn held(job: &Job) -> Result<Vec<usize>> {
     Ok(counts.iter().zip(&cut).map(|(count, buffers)| count.peak + buffers).collect())
 }
 
-/// Rows for each plan: what its fullest rank held; how far the prediction is off what the worst-predicted rank held.
+/// Rows for each plan: what its fullest rank held; how far the prediction is off what the worst-predicted
+/// rank held.
 pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
     let mut plans = plans(report.seed());
     if quick {

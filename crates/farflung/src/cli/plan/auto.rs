@@ -80,9 +80,9 @@ pub(crate) struct AutoCommand {
     /// Draw a step of the plan, rank by rank, as SVG; as a trace for Perfetto where the name ends in `.json`.
     #[arg(long, value_name = "FILE")]
     timeline: Option<PathBuf>,
-    /// Plan again for a changed file, and say what a step takes then: `add:MACHINE`, `drop:MACHINE`, `MACHINE*FACTOR`,
-    /// or `A:B*FACTOR` for a link of the file (`REGION:REGION` for those inside). May be given several times, each a
-    /// change of its own.
+    /// Plan again for a changed file, and say what a step takes then: `add:MACHINE`, `drop:MACHINE`,
+    /// `MACHINE*FACTOR`, or `A:B*FACTOR` for a link of the file (`REGION:REGION` for those inside). May be
+    /// given several times, each a change of its own.
     #[arg(long, value_name = "CHANGE")]
     what_if: Vec<FileChange>,
     /// Mean time until a machine is lost: how often to save, what is lost, what counts.

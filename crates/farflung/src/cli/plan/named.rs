@@ -45,8 +45,8 @@ pub(crate) struct NamedCommand {
         value_parser = clap::value_parser!(u32).range(1..=65536)
     )]
     microbatches: u32,
-    /// Only plans that the trainer can run: no tensor ranks, as many copies of each stage. (PipeDream decides the number
-    /// of copies on its own.)
+    /// Only plans that the trainer can run: no tensor ranks, as many copies of each stage. (PipeDream decides
+    /// the number of copies on its own.)
     #[arg(long)]
     runnable: bool,
     /// Write the plan as TOML, for `train --plan`, where the trainer can run it.

@@ -6,7 +6,8 @@ use farflung_parallel::{Cluster, Machine, Plan};
 /// Tokens for which costs are told.
 const TOKENS: f64 = 1e9;
 
-/// What a billion tokens take of the machines of a plan. Machines of the file that the plan leaves out cost nothing.
+/// What a billion tokens take of the machines of a plan. Machines of the file that the plan leaves out cost
+/// nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct RunningCosts {
     /// In the file's currency; none unless each machine has a price.

@@ -1,5 +1,5 @@
-//! What would make a plan faster: each machine and each link of the file twice as fast, one at a time; and which of them
-//! bounds its step.
+//! What would make a plan faster: each machine and each link of the file twice as fast, one at a time; and
+//! which of them bounds its step.
 
 use farflung_base::{Bandwidth, Nanos};
 use farflung_parallel::{Cluster, Plan, Speed};
@@ -32,8 +32,8 @@ pub struct Bottleneck {
 /// How much faster a machine or link is made that is to take no time.
 const FREE: u64 = 1_000_000_000;
 
-/// Among what shortens a step most if it is twice as fast, what bounds it: the step of the same plan where that takes no
-/// time. None where nothing helps alone.
+/// Among what shortens a step most if it is twice as fast, what bounds it: the step of the same plan where
+/// that takes no time. None where nothing helps alone.
 ///
 /// Errors: those of [`Prediction::on`].
 pub fn bottleneck(

@@ -1,5 +1,5 @@
-//! The planners of the literature for a model and the machines of a topology file: what each chooses, what its own cost
-//! model says of that, and what a simulation says.
+//! The planners of the literature for a model and the machines of a topology file: what each chooses, what
+//! its own cost model says of that, and what a simulation says.
 
 mod alpa;
 mod dapple;
@@ -148,8 +148,8 @@ impl NamedPlanner {
 
 /// The fastest plan of stages, simulated.
 ///
-/// Errors: [`ParallelError::NotBuilt`] for stages that the trainer cannot run; [`ParallelError::PartMemory`] for
-/// those that do not fit.
+/// Errors: [`ParallelError::NotBuilt`] for stages that the trainer cannot run; [`ParallelError::PartMemory`]
+/// for those that do not fit.
 fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Result<Candidate> {
     let not_built = |what: &str| Err(ParallelError::NotBuilt { what: what.to_owned() }.into());
     let replicas = stages.first().map_or(0, |stage| stage.devices.len());

@@ -75,7 +75,8 @@ impl Asked<'_> {
         refused.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    /// The fastest machine on its own, if it holds the model: a division among several counts no overlap, and may be slower.
+    /// The fastest machine on its own, if it holds the model: a division among several counts no overlap, and
+    /// may be slower.
     fn alone(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
         let machines = machines(self.model, self.cluster);
         let fastest = (0..).map(Rank).zip(&machines).min_by_key(|(_, machine)| Reverse(machine.flops));

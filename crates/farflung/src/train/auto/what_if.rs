@@ -1,4 +1,5 @@
-//! Changes of a topology file, as a user types them: a machine more or fewer, a machine or a link faster or slower.
+//! Changes of a topology file, as a user types them: a machine more or fewer, a machine or a link faster or
+//! slower.
 
 use std::fmt;
 use std::str::FromStr;
@@ -20,7 +21,8 @@ pub enum FileChange {
     Drop(String),
     /// Its speed times a factor.
     Machine(String, Factor),
-    /// The bandwidth of the link between these two times a factor; of those inside a region that is named twice.
+    /// The bandwidth of the link between these two times a factor; of those inside a region that is named
+    /// twice.
     Link([String; 2], Factor),
 }
 
@@ -76,8 +78,8 @@ impl fmt::Display for FileChange {
 impl FileChange {
     /// The file after the change.
     ///
-    /// Errors: names that the file does not have, with those that it has; those of [`Cluster::check`], such as that no
-    /// machine is left.
+    /// Errors: names that the file does not have, with those that it has; those of [`Cluster::check`], such
+    /// as that no machine is left.
     pub fn apply(&self, cluster: &Cluster) -> Result<Cluster> {
         let mut changed = cluster.clone();
         match self {

@@ -21,8 +21,8 @@ pub struct Newcomer {
 }
 
 impl Newcomer {
-    /// An endpoint whose peer has this key, where connections are encrypted. An endpoint's number is nobody else's
-    /// ever, so that a machine that comes again is a new member.
+    /// An endpoint whose peer has this key, where connections are encrypted. An endpoint's number is nobody
+    /// else's ever, so that a machine that comes again is a new member.
     #[must_use]
     pub fn new(peer: PeerId, key: Option<&PublicKey>) -> Self {
         let Some(key) = key else { return Self { peer, id: MemberId::number(peer.0) } };

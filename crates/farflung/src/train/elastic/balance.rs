@@ -1,5 +1,5 @@
-//! Shares of a step that follow what members measure: all of them know the same times, and decide the same without
-//! another word.
+//! Shares of a step that follow what members measure: all of them know the same times, and decide the same
+//! without another word.
 
 use farflung_base::Nanos;
 use farflung_parallel::Plan;
@@ -79,8 +79,9 @@ impl Balance {
     }
 }
 
-/// The shares of a view's replicas, of which those that stay have told what their steps take: as many microbatches in
-/// all as replicas times `each`. One whose speed is not known counts as the middle one of the others.
+/// The shares of a view's replicas, of which those that stay have told what their steps take: as many
+/// microbatches in all as replicas times `each`. One whose speed is not known counts as the middle one of the
+/// others.
 pub(super) fn shares(each: u32, measured: &[Option<Measured>]) -> Option<Vec<u32>> {
     let mut known: Vec<Nanos> = measured.iter().flatten().map(|measured| measured.microbatch).collect();
     known.retain(|&time| time > Nanos::ZERO);

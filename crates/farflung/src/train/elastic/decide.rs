@@ -1,4 +1,5 @@
-//! How members agree on the next view: what they have seen goes to the rules, and they wait for what these decide.
+//! How members agree on the next view: what they have seen goes to the rules, and they wait for what these
+//! decide.
 
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::Communicator;
@@ -12,7 +13,8 @@ use crate::{Error, Result};
 
 /// Between two looks while others are waited for.
 const LOOK: Nanos = Nanos::from_millis(50);
-/// Whoever says nothing for so long when it is asked whether it is there is silent: two round trips around the world.
+/// Whoever says nothing for so long when it is asked whether it is there is silent: two round trips around
+/// the world.
 pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
 /// Between two attempts of a newcomer to meet others that come.
 const MEETS: Nanos = Nanos::from_millis(1000);
@@ -58,7 +60,8 @@ impl Place {
     /// Waits until the members have agreed on what follows from these events; `None` where nothing has within
     /// `patience` although all of them are there.
     ///
-    /// Errors: [`Error::Removed`] where the others go on without this rank, [`Error::NoMajority`] where too few are left.
+    /// Errors: [`Error::Removed`] where the others go on without this rank, [`Error::NoMajority`] where too
+    /// few are left.
     fn decide(
         &mut self,
         events: Vec<Event>,
@@ -151,8 +154,8 @@ impl Place {
         })
     }
 
-    /// The next view after a step at which some member asked for one: all members are well, and call this together over
-    /// their `comm`. `None` where there is nothing to change after all.
+    /// The next view after a step at which some member asked for one: all members are well, and call this
+    /// together over their `comm`. `None` where there is nothing to change after all.
     ///
     /// Errors: as [`Place::decide`]; a member that is lost meanwhile.
     pub(in crate::train) fn between_steps(

@@ -1,6 +1,6 @@
 //! A member's part in deciding who the members are: it hands what happens to the pure function of
-//! [`farflung_parallel::membership`], and carries out what that says. Messages are taken up as they arrive, whatever
-//! the rank computes.
+//! [`farflung_parallel::membership`], and carries out what that says. Messages are taken up as they arrive,
+//! whatever the rank computes.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! What a member leaves in its folder about the run's members: what it has promised, and where the others are. A host
-//! that starts again reads both.
+//! What a member leaves in its folder about the run's members: what it has promised, and where the others
+//! are. A host that starts again reads both.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

@@ -60,11 +60,11 @@ fn prepare(config: TrainConfig, stop: &Stop) -> Result<Job> {
     job.with_plan(plan)
 }
 
-/// Founds a run that others can join, and trains. `open` is called once they can, with the run's folder. `former` asks
-/// the members of an earlier run of that folder whether they go on.
+/// Founds a run that others can join, and trains. `open` is called once they can, with the run's folder.
+/// `former` asks the members of an earlier run of that folder whether they go on.
 ///
-/// Errors: settings with which members cannot come and leave; a port that is in use; [`Error::StillRuns`] where the run
-/// of this folder goes on without this machine.
+/// Errors: settings with which members cannot come and leave; a port that is in use; [`Error::StillRuns`]
+/// where the run of this folder goes on without this machine.
 pub fn host(
     config: TrainConfig,
     gate: &GateConfig,
@@ -108,10 +108,12 @@ pub fn host(
     }
 }
 
-/// Becomes a member of the run of which some members are reached at these addresses; one that the others go on without
-/// comes back as a newcomer. `given` are this machine's own settings. `open` is called once it is connected.
+/// Becomes a member of the run of which some members are reached at these addresses; one that the others go
+/// on without comes back as a newcomer. `given` are this machine's own settings. `open` is called once it is
+/// connected.
 ///
-/// Errors: [`Error::MemberDiffers`] for another version, model or data than the members'; whatever keeps it from joining.
+/// Errors: [`Error::MemberDiffers`] for another version, model or data than the members'; whatever keeps it
+/// from joining.
 pub fn join(
     given: &TrainArgs,
     gate: &GateConfig,

@@ -1,5 +1,5 @@
-//! A member's place in a run whose members change: the view in force, who is connected, and the service by which it
-//! hears of the others whatever it computes.
+//! A member's place in a run whose members change: the view in force, who is connected, and the service by
+//! which it hears of the others whatever it computes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -140,7 +140,8 @@ impl Place {
         Ok(now >= self.pause && !self.newcomers().is_empty())
     }
 
-    /// Has a service between this rank and all that are connected, which hears of members while the rank computes.
+    /// Has a service between this rank and all that are connected, which hears of members while the rank
+    /// computes.
     pub(in crate::train) fn renew(&mut self) {
         self.lost();
         let mut peers: Vec<Newcomer> = self.arrivals.here(self.transport.now());
@@ -194,8 +195,8 @@ impl Place {
         }
     }
 
-    /// Goes over to a view, and gives the communicator of its members. Those that were members and are not are never
-    /// taken for newcomers.
+    /// Goes over to a view, and gives the communicator of its members. Those that were members and are not
+    /// are never taken for newcomers.
     ///
     /// Errors: a view without this endpoint.
     pub(in crate::train) fn enter(&mut self, view: View) -> Result<Communicator> {

@@ -216,7 +216,8 @@ fn go_on_without(
     }
 }
 
-/// What a rank ends with that may not go on: where too few are left, nobody else has what it has, and it saves that.
+/// What a rank ends with that may not go on: where too few are left, nobody else has what it has, and it
+/// saves that.
 fn parted(
     member: &mut Member<'_>,
     trainer: &mut Trainer,

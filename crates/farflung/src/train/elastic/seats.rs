@@ -1,4 +1,5 @@
-//! Seats of a run whose members come and leave, where they are threads of one process: simulated links, and memory.
+//! Seats of a run whose members come and leave, where they are threads of one process: simulated links, and
+//! memory.
 
 use std::sync::Arc;
 
@@ -34,8 +35,9 @@ pub(super) fn settings(deadline: Nanos) -> Settings {
     }
 }
 
-/// Seats at the endpoints of one network: the first of them, as many as the job has ranks, found the run, and the others
-/// come in when their time has come, by the transport's clock. An endpoint without a time never comes, and has no seat.
+/// Seats at the endpoints of one network: the first of them, as many as the job has ranks, found the run, and
+/// the others come in when their time has come, by the transport's clock. An endpoint without a time never
+/// comes, and has no seat.
 ///
 /// Errors: a topology that does not fit.
 pub fn seats(

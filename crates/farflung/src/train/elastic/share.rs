@@ -28,9 +28,9 @@ pub(super) struct Exchange {
 }
 
 impl Exchange {
-    /// Of how far each rank is; nothing of one that has no state. Where all agree at each step, one that is a step
-    /// behind takes it from the others. Where steps are local, one that missed an average takes that, and then the steps
-    /// behind it, as all others have.
+    /// Of how far each rank is; nothing of one that has no state. Where all agree at each step, one that is a
+    /// step behind takes it from the others. Where steps are local, one that missed an average takes that,
+    /// and then the steps behind it, as all others have.
     ///
     /// `None` where nobody has any.
     pub(super) fn new(standing: &[Option<Progress>], each_step: bool) -> Option<Self> {
@@ -68,11 +68,12 @@ pub(super) struct Taken {
     pub(super) own: Snapshot,
 }
 
-/// Has the run's state go from the donors to the takers: each donor sends its part of what all donors have alike, and the
-/// first one also its optimizer's state where steps are local. All ranks call it; a donor has a `trainer`.
+/// Has the run's state go from the donors to the takers: each donor sends its part of what all donors have
+/// alike, and the first one also its optimizer's state where steps are local. All ranks call it; a donor has
+/// a `trainer`.
 ///
-/// Errors: [`Error::Message`] where the donors' states differ, or where what came does not have the hash that all
-/// donors told; [`Error::PeerLost`] for a donor or a taker that is lost.
+/// Errors: [`Error::Message`] where the donors' states differ, or where what came does not have the hash that
+/// all donors told; [`Error::PeerLost`] for a donor or a taker that is lost.
 pub(super) fn share(
     trainer: Option<&Trainer>,
     comm: &Communicator,

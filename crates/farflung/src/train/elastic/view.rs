@@ -83,8 +83,8 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     Ok(Stood { job: next, exchange, last: furthest.last })
 }
 
-/// The plan of a view's members, from the one that the furthest of them carried out. Where shares follow speed, those
-/// that have come or left change everyone's.
+/// The plan of a view's members, from the one that the furthest of them carried out. Where shares follow
+/// speed, those that have come or left change everyone's.
 fn plan_for(view: &View, furthest: &Standing) -> Result<Plan> {
     let plan = Plan::from_str(&furthest.plan)?;
     // Each member brings as much to a step, whoever computes it.

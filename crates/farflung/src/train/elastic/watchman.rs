@@ -1,6 +1,7 @@
-//! Finds out that another member is silent long before the deadline: where a step takes much longer than those before, the
-//! others are asked whether they are there. A slow member answers, and is waited for; where one does not, the step is
-//! ended. Only real clocks go on while a rank waits: on the virtual clock the deadline alone counts.
+//! Finds out that another member is silent long before the deadline: where a step takes much longer than
+//! those before, the others are asked whether they are there. A slow member answers, and is waited for; where
+//! one does not, the step is ended. Only real clocks go on while a rank waits: on the virtual clock the
+//! deadline alone counts.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};

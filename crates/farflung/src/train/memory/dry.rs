@@ -1,5 +1,5 @@
-//! A worker that takes the tensors of a rank's step, as `executor.rs` and `trainer.rs` do it, on a device that only counts
-//! them.
+//! A worker that takes the tensors of a rank's step, as `executor.rs` and `trainer.rs` do it, on a device
+//! that only counts them.
 
 use std::collections::BTreeMap;
 

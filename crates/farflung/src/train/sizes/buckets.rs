@@ -28,7 +28,8 @@ pub(in crate::train) fn averaging(
     let holders = holders.max(1) as u128;
     let share = model / holders;
     let Some(packs) = codec.codec().filter(|_| !codec.is_plain()) else {
-        // The shards of two buckets are on their way to all others. Measured: up to three where ranks run apart.
+        // The shards of two buckets are on their way to all others. Measured: up to three where ranks run
+        // apart.
         let messages = model.min(2 * bucket as u128) / holders * (holders - 1);
         let plain = AverageBytes { buckets: model, messages, ..AverageBytes::default() };
         if codec.is_plain() {

@@ -1,5 +1,6 @@
-//! Refuses runs that are too large for this machine before they allocate anything: estimates the host memory that a run
-//! needs, compares it with what is available, and names the largest batch and number of workers that would fit.
+//! Refuses runs that are too large for this machine before they allocate anything: estimates the host memory
+//! that a run needs, compares it with what is available, and names the largest batch and number of workers
+//! that would fit.
 //!
 //! The memory of GPUs is not checked, only what a run on GPUs needs of the host.
 
@@ -24,11 +25,13 @@ pub(super) use buckets::averaging;
 use need::{Need, RankGroup, size};
 use order::Pipeline;
 
-/// A run is refused if four fifths of its estimate exceed the available memory. `tests/sizes.rs` holds estimates below 1.25
-/// times the measured peak (1.15 was the most, 0.80 the least), so that a run that fits is not refused.
+/// A run is refused if four fifths of its estimate exceed the available memory. `tests/sizes.rs` holds
+/// estimates below 1.25 times the measured peak (1.15 was the most, 0.80 the least), so that a run that fits
+/// is not refused.
 const SLACK: (u128, u128) = (4, 5);
 
-/// The limit where the available memory is unknown, which is on systems other than Linux: no such machine has more.
+/// The limit where the available memory is unknown, which is on systems other than Linux: no such machine has
+/// more.
 const UNKNOWN: u64 = 4 << 40;
 
 /// A run that needs more memory than there is.
@@ -42,10 +45,11 @@ pub struct TooLarge {
     pub processes: usize,
     /// Available bytes; `None` if unknown.
     pub available: Option<u64>,
-    /// Alternatives that would fit: each changes one setting to its largest possible value, or several settings if one is
-    /// not enough. Empty if nothing fits.
+    /// Alternatives that would fit: each changes one setting to its largest possible value, or several
+    /// settings if one is not enough. Empty if nothing fits.
     pub fits: Vec<Vec<(&'static str, usize)>>,
-    /// The largest preset that would fit with `batch` 1 and `workers` 1, if no alternative with this model does.
+    /// The largest preset that would fit with `batch` 1 and `workers` 1, if no alternative with this model
+    /// does.
     pub model: Option<&'static str>,
 }
 
@@ -100,8 +104,8 @@ pub fn machine_memory() -> Option<u64> {
 
 /// Checks that a run fits this machine: memory, number of workers, number of threads.
 ///
-/// Errors: [`Error::TooLarge`] with the estimate and what would fit; [`Error::Setting`] for too many workers or threads;
-/// those of [`needed_memory`].
+/// Errors: [`Error::TooLarge`] with the estimate and what would fit; [`Error::Setting`] for too many workers
+/// or threads; those of [`needed_memory`].
 pub(super) fn admit(config: &TrainConfig, env: Option<&LaunchEnv>) -> Result<()> {
     Case::new(config, env)?.admit(config, available(Path::new("/")))
 }
@@ -173,7 +177,8 @@ impl Case {
 
     fn admit(&self, config: &TrainConfig, known: Option<Available>) -> Result<()> {
         let available = known.unwrap_or(Available { free: UNKNOWN, total: UNKNOWN });
-        // Other processes of the job may already have allocated, so all of them together are compared with the total.
+        // Other processes of the job may already have allocated, so all of them together are compared with
+        // the total.
         let local = self.launched.as_ref().map(|launched| launched.local.clone());
         let tight = |config: &TrainConfig, model: GptConfig| {
             let mine = (self.need(config, model, self.mine(config)), 1, available.free);
@@ -204,7 +209,8 @@ impl Case {
         })))
     }
 
-    /// Finds what would fit: for each setting alone its largest value, else the largest batch with all others at their least.
+    /// Finds what would fit: for each setting alone its largest value, else the largest batch with all others
+    /// at their least.
     fn fitting(
         &self,
         config: &TrainConfig,
@@ -247,7 +253,8 @@ fn least(config: &TrainConfig) -> TrainConfig {
     Knob::ALL.into_iter().fold(config.clone(), |least, knob| knob.set(&least, knob.unit(config)))
 }
 
-/// The largest number in `1..end` for which `fits` is true, by bisection; `fits` is true up to some number, then false.
+/// The largest number in `1..end` for which `fits` is true, by bisection; `fits` is true up to some number,
+/// then false.
 fn largest(end: usize, fits: impl Fn(usize) -> bool) -> Option<usize> {
     let (mut low, mut high) = (0, end.max(1));
     while high - low > 1 {

@@ -1,4 +1,5 @@
-//! What ranks agree on at the end of a pass, in one small all-reduce: losses, squares of gradients, and whether to stop.
+//! What ranks agree on at the end of a pass, in one small all-reduce: losses, squares of gradients, and
+//! whether to stop.
 
 use farflung_base::Pending;
 use farflung_comm::{CommError, ReduceOp};
@@ -76,8 +77,8 @@ impl<T> Voting<T> {
 }
 
 impl Trainer {
-    /// Starts the vote of a pass. `loss` is the replica's mean where this rank has the last part, else 0; `squares` are by
-    /// part, each told by one rank of those that vote.
+    /// Starts the vote of a pass. `loss` is the replica's mean where this rank has the last part, else 0;
+    /// `squares` are by part, each told by one rank of those that vote.
     pub(super) fn start_vote(&self, loss: f64, stop: bool, squares: &[f64]) -> Voting<Vote> {
         let replicas = if self.each_step { self.replicas } else { 1 };
         // An equal part is exactly 1, so that equal replicas have the bits of a plain mean.

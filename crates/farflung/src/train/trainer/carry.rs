@@ -13,8 +13,8 @@ use crate::{Error, Result};
 impl Trainer {
     /// Whether members can come and leave with what it trains by.
     ///
-    /// Errors: [`Error::Setting`] for a pipeline, and for a method whose replicas never all have the same parameters or
-    /// that waits for no meeting.
+    /// Errors: [`Error::Setting`] for a pipeline, and for a method whose replicas never all have the same
+    /// parameters or that waits for no meeting.
     pub(in crate::train) fn check_elastic(&self, job: &Job) -> Result<()> {
         let expected = |expected: &str| expected.to_owned();
         if job.plan.stages() > 1 {
@@ -61,8 +61,8 @@ impl Trainer {
         }
     }
 
-    /// Takes the steps of its own that lead to `step`, after it took what the others had agreed on before them. Their
-    /// averages come later, with the others.
+    /// Takes the steps of its own that lead to `step`, after it took what the others had agreed on before
+    /// them. Their averages come later, with the others.
     ///
     /// Errors: those of a step that is not done.
     pub(in crate::train) fn catch_up(&mut self, step: u64) -> Result<()> {
@@ -78,9 +78,9 @@ impl Trainer {
         Ok(())
     }
 
-    /// The same rank in the run's next plan: parameters, optimizer and counters move over as they are; the method of
-    /// synchronisation is made anew with its state. Residuals of codecs belong to the old plan's blocks and are
-    /// dropped, and so they are on all ranks.
+    /// The same rank in the run's next plan: parameters, optimizer and counters move over as they are; the
+    /// method of synchronisation is made anew with its state. Residuals of codecs belong to the old plan's
+    /// blocks and are dropped, and so they are on all ranks.
     ///
     /// Errors: those of [`Trainer::new`], and of the method.
     pub(in crate::train) fn carry_over(&mut self, job: &Job, comm: Communicator) -> Result<()> {

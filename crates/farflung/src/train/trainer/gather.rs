@@ -17,13 +17,14 @@ use crate::{Error, Result};
 const GATHERED: u32 = u32::MAX;
 
 impl Trainer {
-    /// All of the model's parameters on rank 0, where they come from the first replica's ranks; all must call it.
+    /// All of the model's parameters on rank 0, where they come from the first replica's ranks; all must call
+    /// it.
     pub fn gather_params(&mut self) -> Result<Option<Tensor>> {
         self.gather(|part| &part.params)
     }
 
-    /// All of the model's gradients of the last step on rank 0, averaged over replicas, in the layout of the whole
-    /// model; all must call it.
+    /// All of the model's gradients of the last step on rank 0, averaged over replicas, in the layout of the
+    /// whole model; all must call it.
     pub fn gather_grads(&mut self) -> Result<Option<Tensor>> {
         self.gather(|part| &part.grads)
     }

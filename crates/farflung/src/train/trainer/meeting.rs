@@ -40,8 +40,8 @@ impl Trainer {
         Ok(StepDone { step, loss, losses, synced: Synced::No, stop, change, drift, skipped })
     }
 
-    /// All replicas meet after the step that was done. Where that fails, the next step does it again: local steps
-    /// are not repeated.
+    /// All replicas meet after the step that was done. Where that fails, the next step does it again: local
+    /// steps are not repeated.
     pub(super) fn meet_now(&mut self, stop: bool) -> Result<StepDone> {
         let window = self.window.clone();
         let met = self.meet_after_step(stop);

@@ -149,8 +149,8 @@ impl Trainer {
         Ok(Snapshot { counters, tensors })
     }
 
-    /// Takes another rank's state in the place of its own. Where optimizers are each replica's own, it keeps its own
-    /// one unless `own` has another's. Nothing has changed where it does not fit.
+    /// Takes another rank's state in the place of its own. Where optimizers are each replica's own, it keeps
+    /// its own one unless `own` has another's. Nothing has changed where it does not fit.
     ///
     /// Errors: [`Error::Message`] for a snapshot of other parts; those of the optimizer and of the method.
     pub(in crate::train) fn take_snapshot(

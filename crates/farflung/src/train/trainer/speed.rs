@@ -1,5 +1,5 @@
-//! What a rank's steps take, as it tells the others: computing a microbatch, and the rest. Moving averages, in which a
-//! moment's delay counts for little.
+//! What a rank's steps take, as it tells the others: computing a microbatch, and the rest. Moving averages,
+//! in which a moment's delay counts for little.
 
 use farflung_base::Nanos;
 use farflung_parallel::plan::Measured;

@@ -66,7 +66,8 @@ impl ToServer {
         }
     }
 
-    /// Reads a message to a server of `len` values; `None` if it is none. A payload is for the reader to decode.
+    /// Reads a message to a server of `len` values; `None` if it is none. A payload is for the reader to
+    /// decode.
     pub(in crate::sync) fn from_bytes(bytes: &[u8], len: usize) -> Option<Self> {
         let (&kind, rest) = bytes.split_first()?;
         match kind {

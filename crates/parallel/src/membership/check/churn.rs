@@ -36,8 +36,8 @@ pub struct Churn {
 impl Churn {
     /// 16 machines with a mean life of 2 hours, rounds of a minute, for 24 hours.
     ///
-    /// A broken connection is noticed after a second, silence after 10: half of those that die do either. A third leaves
-    /// politely. Another machine comes after 5 minutes on average and fetches the state in one.
+    /// A broken connection is noticed after a second, silence after 10: half of those that die do either. A
+    /// third leaves politely. Another machine comes after 5 minutes on average and fetches the state in one.
     #[must_use]
     pub const fn day(seed: u64) -> Self {
         const MINUTE: u64 = 60_000;

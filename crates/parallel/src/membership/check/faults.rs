@@ -102,9 +102,10 @@ const LOOK: (Nanos, Nanos) = (Nanos::from_millis(700), Nanos::from_millis(1_300)
 
 /// Runs a trial: half a minute of faults, then what follows.
 ///
-/// Members crash between any two actions, restart with their votes or as newcomers, leave, are given up wrongly; newcomers
-/// come and die; the network is cut into parts and loses, doubles and delays messages. Then it heals, and some of the
-/// machines come back: at least so many, where there are, that a majority lives.
+/// Members crash between any two actions, restart with their votes or as newcomers, leave, are given up
+/// wrongly; newcomers come and die; the network is cut into parts and loses, doubles and delays messages.
+/// Then it heals, and some of the machines come back: at least so many, where there are, that a majority
+/// lives.
 #[must_use]
 pub fn faults(trial: &Faults) -> FaultsOutcome {
     let mut storm = Storm::new(trial);
@@ -220,7 +221,8 @@ impl Storm {
             }
         }
         self.missed.insert(who, missed);
-        // A frame of the training has the sender's epoch. Whoever hears too few knows of others, too: the ticket names some.
+        // A frame of the training has the sender's epoch. Whoever hears too few knows of others, too: the
+        // ticket names some.
         let known = if hears_enough { members } else { self.world.running() };
         if let Some(other) = self.world.draw.one_of(&known) {
             self.world.send(who, other, Message::Here { at });
@@ -380,7 +382,8 @@ impl Storm {
         }
     }
 
-    /// Whether those that live are a majority of the newest view that one of them has, and of every view that may follow.
+    /// Whether those that live are a majority of the newest view that one of them has, and of every view that
+    /// may follow.
     fn can_go_on(&self) -> bool {
         let world = &self.world;
         let states = || world.machines.values().filter_map(|machine| machine.state.as_ref());

@@ -53,7 +53,8 @@ impl Step<'_> {
         self.may_propose() && self.lost().iter().any(|id| kept.contains(id))
     }
 
-    /// The next view as things stand: removals first; leaves and admissions only at a commit, or beside removals.
+    /// The next view as things stand: removals first; leaves and admissions only at a commit, or beside
+    /// removals.
     fn wanted(&self, at_commit: bool) -> Option<View> {
         let view = self.view()?;
         let mut remove = self.lost();
@@ -156,7 +157,8 @@ impl Step<'_> {
 
     /// With enough promises, asks for votes.
     ///
-    /// Where it depends on members that are heard whether a late view must be proposed again, they are waited for, once.
+    /// Where it depends on members that are heard whether a late view must be proposed again, they are waited
+    /// for, once.
     fn count_promises(&mut self, waits: bool) {
         let me = self.state.me.id;
         let Some(mut proposal) = self.state.proposal.take() else { return };
@@ -197,8 +199,8 @@ impl Step<'_> {
         }
     }
 
-    /// Whether those that have promised, with newcomers that are ready, may decide what follows this view: else members that
-    /// are there could be removed by a view of members that are not.
+    /// Whether those that have promised, with newcomers that are ready, may decide what follows this view:
+    /// else members that are there could be removed by a view of members that are not.
     fn can_go_on(&self, view: &View, promises: &BTreeMap<MemberId, Option<Accepted>>) -> bool {
         let is_there = |id: &MemberId| promises.contains_key(id) || self.state.ready.contains_key(id);
         let mut there = view.ids();
@@ -208,8 +210,8 @@ impl Step<'_> {
 
     /// The view that may have been decided: the newest one with a vote.
     ///
-    /// `None` where those that have voted, with those that have not answered, are no majority: who has promised without a
-    /// vote never voted in this epoch, so that no view can have been decided.
+    /// `None` where those that have voted, with those that have not answered, are no majority: who has
+    /// promised without a vote never voted in this epoch, so that no view can have been decided.
     fn may_be_decided<'a>(&self, promises: &'a BTreeMap<MemberId, Option<Accepted>>) -> Option<&'a View> {
         #[cfg(test)]
         if self.state.ignores_votes {

@@ -1,4 +1,5 @@
-//! A transformer block as a graph of operators over a mesh of devices: ways to cut each, and what changes of layout take.
+//! A transformer block as a graph of operators over a mesh of devices: ways to cut each, and what changes of
+//! layout take.
 
 use farflung_base::{Bytes, Link, Nanos};
 
@@ -71,12 +72,12 @@ struct Maker<'a> {
 
 const F32: u64 = 4;
 
-/// The block. A product can be cut by tokens (data parallelism), by the columns of what comes out, or by those of what goes
-/// in (Megatron's two kinds), on each axis of the mesh, or not at all; attention by tokens and heads; norms by tokens; sums
-/// of the residual stream in any way. Its output is the next block's input.
+/// The block. A product can be cut by tokens (data parallelism), by the columns of what comes out, or by
+/// those of what goes in (Megatron's two kinds), on each axis of the mesh, or not at all; attention by tokens
+/// and heads; norms by tokens; sums of the residual stream in any way. Its output is the next block's input.
 ///
-/// Costs are for one microbatch, forward and backward, in f32: computing, rings' collectives, and a microbatch's share of the
-/// average of gradients. A change of layout is paid in both directions.
+/// Costs are for one microbatch, forward and backward, in f32: computing, rings' collectives, and a
+/// microbatch's share of the average of gradients. A change of layout is paid in both directions.
 #[must_use]
 pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
     let maker = Maker { shape, mesh };
@@ -284,7 +285,8 @@ mod tests {
         graph.operators.iter().zip(&found.strategies).map(name).collect()
     }
 
-    /// Many tokens for few weights: data parallelism. Few tokens for many weights: Megatron's columns, then rows.
+    /// Many tokens for few weights: data parallelism. Few tokens for many weights: Megatron's columns, then
+    /// rows.
     #[test]
     fn tokens_or_weights_travel_whichever_are_fewer() {
         let many = BlockShape { tokens: 65_536, context: 128, width: 256, heads: 4 };

@@ -1,7 +1,8 @@
-//! Memory of a cpu device: cut from large chunks, zeroed once, aligned to 256 bytes, and kept for reuse by size, so that a
-//! steady-state training step allocates nothing. On Linux, chunks ask for huge pages: products read matrices across their
-//! rows, and with pages of 4 KiB such reads wait for page tables. All but the largest buffers lie one after the other: if each
-//! began with a huge page, what is read together would want the same lines of the caches.
+//! Memory of a cpu device: cut from large chunks, zeroed once, aligned to 256 bytes, and kept for reuse by
+//! size, so that a steady-state training step allocates nothing. On Linux, chunks ask for huge pages:
+//! products read matrices across their rows, and with pages of 4 KiB such reads wait for page tables. All but
+//! the largest buffers lie one after the other: if each began with a huge page, what is read together would
+//! want the same lines of the caches.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
@@ -15,7 +16,8 @@ use crate::{Result, TensorError};
 pub(in crate::backend) const GRAIN: usize = 4096;
 /// Bytes of a huge page on most machines: chunks begin with one.
 const HUGE_PAGE: usize = 2 << 20;
-/// Bytes of a chunk, unless a buffer is larger. Linux gives memory to the huge pages of it that buffers have been cut from.
+/// Bytes of a chunk, unless a buffer is larger. Linux gives memory to the huge pages of it that buffers have
+/// been cut from.
 const CHUNK: usize = 32 << 20;
 
 /// Memory from the system, whose contents are undefined until they are written.
@@ -26,7 +28,8 @@ struct Chunk {
 }
 
 #[expect(unsafe_code, reason = "owns raw memory")]
-// SAFETY: a chunk owns its memory and gives nothing away but its address; each part of it belongs to one buffer.
+// SAFETY: a chunk owns its memory and gives nothing away but its address; each part of it belongs to one
+// buffer.
 unsafe impl Send for Chunk {}
 #[expect(unsafe_code, reason = "owns raw memory")]
 // SAFETY: as above.
@@ -44,8 +47,8 @@ impl Chunk {
         {
             use rustix::mm::{Advice, madvise};
             #[expect(unsafe_code, reason = "advice on raw memory")]
-            // SAFETY: the memory is the chunk's, and this advice changes nothing of what it holds. A kernel that cannot
-            // follow it refuses, which is as good.
+            // SAFETY: the memory is the chunk's, and this advice changes nothing of what it holds. A kernel
+            // that cannot follow it refuses, which is as good.
             let _ = unsafe { madvise(pointer.as_ptr().cast(), size, Advice::LinuxHugepage) };
         }
         Some(Self { pointer, layout })
@@ -55,7 +58,8 @@ impl Chunk {
 impl Drop for Chunk {
     fn drop(&mut self) {
         #[expect(unsafe_code, reason = "owns raw memory")]
-        // SAFETY: allocated with this layout in `Chunk::new`, and freed once: every buffer that was cut from it is gone.
+        // SAFETY: allocated with this layout in `Chunk::new`, and freed once: every buffer that was cut from
+        // it is gone.
         unsafe {
             dealloc(self.pointer.as_ptr(), self.layout);
         }

@@ -1,5 +1,5 @@
-//! Alpa for a model and machines: stages and submeshes by dynamic program, and for each submesh the cuts of a layer's
-//! operators by integer program.
+//! Alpa for a model and machines: stages and submeshes by dynamic program, and for each submesh the cuts of a
+//! layer's operators by integer program.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -95,8 +95,8 @@ fn cut_layer(facts: &Facts, devices: &EqualDevices, mesh: Submesh) -> Result<Cut
     })
 }
 
-/// Time of a microbatch of a stage; `None` where its memory does not hold the microbatches of the stages to the end. What
-/// the first and last layer have besides, tables and the head, is cut equally.
+/// Time of a microbatch of a stage; `None` where its memory does not hold the microbatches of the stages to
+/// the end. What the first and last layer have besides, tables and the head, is cut equally.
 fn stage_time(
     facts: &Facts,
     devices: &EqualDevices,

@@ -12,7 +12,8 @@ use super::{Planned, PlannedStage};
 use crate::Result;
 use crate::train::chain::PipelineSizes;
 
-/// Devices up to which stages of every number of copies are tried; beyond, powers of two from an eighth of all on.
+/// Devices up to which stages of every number of copies are tried; beyond, powers of two from an eighth of
+/// all on.
 const EVERY: u32 = 24;
 
 pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {

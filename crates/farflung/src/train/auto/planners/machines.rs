@@ -18,7 +18,8 @@ pub(super) struct Facts {
     pub(super) layers: Vec<ChainLayer>,
     pub(super) devices: Vec<ChainMachine>,
     topology: Topology,
-    /// Machines, and devices of each: the entries of the file where these are equally many each, else one machine.
+    /// Machines, and devices of each: the entries of the file where these are equally many each, else one
+    /// machine.
     pub(super) machines: u32,
     pub(super) each: u32,
     pub(super) microbatches: u32,

@@ -1,14 +1,15 @@
-//! Matrix products of f32: `C = A B` or `C += A B`, any transposition, any size, with an epilogue on rows of C that
-//! are still in cache.
+//! Matrix products of f32: `C = A B` or `C += A B`, any transposition, any size, with an epilogue on rows of
+//! C that are still in cache.
 //!
-//! The kernels follow BLIS: panels of A and B are packed into cache and multiplied tile by tile in registers, with
-//! AVX2 or AVX-512 where the CPU has them. Each element of C is summed in an order that depends on k alone: in blocks
-//! of at most 384, each one chain of fused multiply-adds. Hence its bits do not depend on threads, strides,
-//! transposition, or place in the matrix. It refuses to know tensors, other dtypes and activations.
+//! The kernels follow BLIS: panels of A and B are packed into cache and multiplied tile by tile in registers,
+//! with AVX2 or AVX-512 where the CPU has them. Each element of C is summed in an order that depends on k
+//! alone: in blocks of at most 384, each one chain of fused multiply-adds. Hence its bits do not depend on
+//! threads, strides, transposition, or place in the matrix. It refuses to know tensors, other dtypes and
+//! activations.
 //!
-//! Source: Van Zee and van de Geijn 2015, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality". Differs:
-//! a panel of B is packed when it is first used, by the kernel that uses it where its columns are contiguous, and the
-//! next one's memory is prefetched meanwhile.
+//! Source: Van Zee and van de Geijn 2015, "BLIS: A Framework for Rapidly Instantiating BLAS Functionality".
+//! Differs: a panel of B is packed when it is first used, by the kernel that uses it where its columns are
+//! contiguous, and the next one's memory is prefetched meanwhile.
 #![expect(unsafe_code, reason = "vector instructions, and disjoint parts of C written by several threads")]
 #![expect(unsafe_op_in_unsafe_fn, reason = "kernels are unsafe throughout; each states what it relies on")]
 #![expect(clippy::inline_always, reason = "instructions must end up inside the function that enables them")]
@@ -100,12 +101,12 @@ pub(crate) enum Init {
 
 /// What is done with C when its sums are complete.
 pub(crate) trait Epilogue: Sync {
-    /// Called once for each element, in segments of a row: `c[0]` is the element (`row`, `col`). Runs inside the
-    /// function that enables the CPU's vectors: mark it `#[inline(always)]` and its loops use them.
+    /// Called once for each element, in segments of a row: `c[0]` is the element (`row`, `col`). Runs inside
+    /// the function that enables the CPU's vectors: mark it `#[inline(always)]` and its loops use them.
     fn row<L: Vector>(&self, row: usize, col: usize, c: &mut [f32]);
 
-    /// Where the element (`row`, `col`) of another matrix lies that [`Epilogue::row`] will read or write there: it is
-    /// fetched while the products are computed.
+    /// Where the element (`row`, `col`) of another matrix lies that [`Epilogue::row`] will read or write
+    /// there: it is fetched while the products are computed.
     #[inline(always)]
     fn beside(&self, _row: usize, _col: usize) -> Option<*const f32> {
         None
@@ -121,8 +122,8 @@ impl Epilogue for NoEpilogue {
     fn row<L: Vector>(&self, _: usize, _: usize, _: &mut [f32]) {}
 }
 
-/// Independent products of one shape, `count.0 * count.1` in all: product (i, j) starts `i * s.0 + j * s.1` elements
-/// after the first in each operand's data.
+/// Independent products of one shape, `count.0 * count.1` in all: product (i, j) starts `i * s.0 + j * s.1`
+/// elements after the first in each operand's data.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Batch {
     pub(crate) count: (usize, usize),
@@ -146,8 +147,8 @@ pub(crate) fn gemm<E: Epilogue>(
     gemm_batched(pool, one, a, b, c, init, epilogue);
 }
 
-/// Bytes that a thread packs at a time for a product `[m, k] [k, n]`: a few lines more or fewer with vectors. The thread
-/// keeps as much as its largest product took.
+/// Bytes that a thread packs at a time for a product `[m, k] [k, n]`: a few lines more or fewer with vectors.
+/// The thread keeps as much as its largest product took.
 pub(crate) fn packed_bytes((m, n, k): (usize, usize, usize), a_transposed: bool) -> usize {
     let a_strides = if a_transposed { (1, m) } else { (k, 1) };
     region::packed::<Portable>(a_strides, k, m, n) * size_of::<f32>()
@@ -243,8 +244,8 @@ fn gemm_with<E: Epilogue>(
         let (x, y) = (index / batch.count.1, index % batch.count.1);
         let rows = share(m, mr, cuts_m, part % cuts_m);
         let columns = share(n, nr, cuts_n, part / cuts_m);
-        // SAFETY: the operands were checked to hold every element of every member of the batch, no two elements of C
-        // coincide, tasks cover disjoint parts of it, and the machine has the instructions.
+        // SAFETY: the operands were checked to hold every element of every member of the batch, no two
+        // elements of C coincide, tasks cover disjoint parts of it, and the machine has the instructions.
         unsafe {
             let product = Product {
                 a: shared.0.a.add(x * batch.a.0 + y * batch.a.1),

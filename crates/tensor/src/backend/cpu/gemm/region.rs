@@ -1,9 +1,9 @@
-//! One thread's part of a product: a rectangle of C over all of k, in blocks that fit the caches. It refuses to know
-//! threads.
+//! One thread's part of a product: a rectangle of C over all of k, in blocks that fit the caches. It refuses
+//! to know threads.
 //!
-//! A large product keeps a panel of B in the first-level cache while a block of A passes by it from the second. Where
-//! all of B fits a cache and many rows pass by, a few rows of A meet all of it before the next do: rows of C are then
-//! finished in the order of memory, and the epilogue sees them whole.
+//! A large product keeps a panel of B in the first-level cache while a block of A passes by it from the
+//! second. Where all of B fits a cache and many rows pass by, a few rows of A meet all of it before the next
+//! do: rows of C are then finished in the order of memory, and the epilogue sees them whole.
 //!
 //! Whole panels of B whose columns are contiguous are packed by the kernel of the first rows that meet them.
 
@@ -22,10 +22,11 @@ const A_BLOCK: usize = 96 * 1024;
 const N_BLOCK: usize = 768;
 /// Elements of B up to which rows of A may pass by all of it: it stays in the third-level cache.
 const B_BLOCK: usize = 1024 * 1024;
-/// Elements of B for each row up to which rows of A pass by all of it, lest packing should cost more than the order of C
-/// brings: nothing hides it where columns of B are not contiguous.
+/// Elements of B for each row up to which rows of A pass by all of it, lest packing should cost more than the
+/// order of C brings: nothing hides it where columns of B are not contiguous.
 const B_PER_ROW: usize = 576;
-/// Elements of B that the second-level cache holds: of a larger one, each panel meets two tiles of A when it is there.
+/// Elements of B that the second-level cache holds: of a larger one, each panel meets two tiles of A when it
+/// is there.
 const B_NEAR: usize = 96 * 1024;
 /// Up to this many columns, rows of A that are contiguous are read in place: packing would not pay.
 const IN_PLACE_COLUMNS: usize = 256;
@@ -95,7 +96,8 @@ impl Cut {
         } else {
             Read::Packed
         };
-        // A line more than it holds, so that panels of a power of two do not all want the same lines of the cache.
+        // A line more than it holds, so that panels of a power of two do not all want the same lines of the
+        // cache.
         let a_panel = I::MR * k_block + LINE;
         let a_len = if read == Read::Packed { m_block / I::MR * a_panel + BLOCK } else { 0 };
         let b_panels = if rows <= m_block { 1 } else { n_block.div_ceil(I::NR) };
@@ -137,8 +139,8 @@ pub(super) fn packed<I: Registers>(
 /// Computes the given rows and columns of C.
 ///
 /// # Safety
-/// The product's pointers are valid for these rows and columns and all of k, C's for writing by this thread alone, and
-/// the CPU has the instructions of `I`, whose features the caller enables.
+/// The product's pointers are valid for these rows and columns and all of k, C's for writing by this thread
+/// alone, and the CPU has the instructions of `I`, whose features the caller enables.
 #[inline(always)]
 pub(super) unsafe fn region<I: Registers, E: Epilogue>(
     p: &Product,
@@ -311,7 +313,8 @@ unsafe fn by_rows<I: Registers, E: Epilogue>(
     scratch.put_back();
 }
 
-/// Asks for what the epilogue will touch beside the rows of a tile: the cache lines of its first and last column.
+/// Asks for what the epilogue will touch beside the rows of a tile: the cache lines of its first and last
+/// column.
 #[inline(always)]
 unsafe fn fetch_beside<I: Registers, E: Epilogue>(rows: usize, row: usize, column: usize, epilogue: &E) {
     for i in 0..rows {
@@ -407,7 +410,8 @@ impl Ahead {
     }
 }
 
-/// Aligned memory for packed panels. Each thread keeps its own between calls, so that a steady state allocates nothing.
+/// Aligned memory for packed panels. Each thread keeps its own between calls, so that a steady state
+/// allocates nothing.
 struct Scratch {
     lines: Vec<CacheLine>,
 }
