@@ -202,6 +202,32 @@ fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
     members(&run, &host, 3);
 }
 
+/// One that wakes just when it is given up, or just before: either it is still a member or it comes back.
+#[test]
+fn a_member_that_stops_for_a_moment_does_not_hold_up_the_run() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --deadline 1h");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    trains(&run, &a);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    trains(&run, &b);
+    let steps = || fs::read_to_string(run.at("host/metrics.jsonl")).unwrap().lines().count();
+    for pause in [1_900, 2_300, 2_600, 2_900, 3_300] {
+        a.send(Signal::STOP);
+        std::thread::sleep(std::time::Duration::from_millis(pause));
+        a.send(Signal::CONT);
+        let before = steps();
+        let what = || format!("steps after a pause of {pause} ms: {}\n{}", said_by(&host), said_by(&b));
+        wait_until_or(what, || (steps() > before + 20).then_some(()));
+        wait_until_or(what, || {
+            let status =
+                on(&run, "eye").args(["status", "--ticket-file", "host/run.ticket"]).output().unwrap();
+            let text = String::from_utf8_lossy(&status.stdout).into_owned();
+            (text.matches("127.0.0.1:").count() == 3).then_some(())
+        });
+    }
+}
+
 #[test]
 fn the_host_may_go_while_the_others_are_more_than_half() {
     let run = Run::new();

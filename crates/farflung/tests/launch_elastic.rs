@@ -31,7 +31,7 @@ fn shells(
 ) -> (farflung::Result<()>, Vec<Start>) {
     let started = RefCell::new(Vec::new());
     let ended = job.run(stop, |start| {
-        started.borrow_mut().push(start);
+        started.borrow_mut().push(start.clone());
         let mut command = Command::new("/bin/sh");
         command.arg("-c").arg(script(started.borrow().len() - 1));
         Ok(Some(command))
@@ -51,8 +51,8 @@ fn one_that_fails_is_started_again_and_the_others_go_on() {
     };
     let (ended, started) = shells(&elastic(2, 3, 1), &Stop::manual(), script);
     ended.unwrap();
-    let members: Vec<(usize, Option<usize>)> = started.iter().map(|start| (start.member, start.by)).collect();
-    assert_eq!(members, [(0, None), (1, Some(0)), (2, Some(0)), (1, Some(0))]);
+    let members: Vec<_> = started.iter().map(|start| (start.member, start.running.len())).collect();
+    assert_eq!(members, [(0, 0), (1, 1), (2, 2), (1, 2)]);
 }
 
 #[test]
@@ -64,6 +64,13 @@ fn with_fewer_than_the_least_the_job_ends() {
         other => panic!("{other:?}"),
     }
     assert_eq!(started.len(), 4);
+}
+
+/// Nobody could join whom.
+#[test]
+fn where_all_are_lost_the_job_ends_however_many_restarts_there_are() {
+    let (ended, started) = shells(&elastic(1, 3, 100), &Stop::manual(), |_| "sleep 0.2; exit 75".to_owned());
+    assert_eq!((ended.unwrap_err().exit_code(), started.len()), (75, 3));
 }
 
 #[test]
@@ -128,7 +135,7 @@ fn a_run_of_processes_goes_on_while_they_are_killed() {
     let other = run.at("run/members/2");
     wait(&other, 2);
     wait(&other, 3);
-    assert!(run.at("run/members/0/metrics.jsonl").exists());
+    wait_until_or(says, || run.at("run/members/0/metrics.jsonl").exists().then_some(()));
     send(launcher.id(), SystemSignal::INT);
     let ended = launcher.wait().unwrap();
     assert_eq!(ended.code(), Some(130), "{}", says());
@@ -148,6 +155,7 @@ fn other_commands_are_refused() {
     refused(&["launch", "--elastic", "2:3", "--", "train"], "`host` with its flags");
     refused(&["launch", "--elastic", "2:3", "--", "host"], "`host --out DIR`");
     refused(&["launch", "--elastic", "2:3", "--", "host", "--stepz", "3"], "--stepz");
+    assert!(!run.at("run").exists());
     refused(&["launch", "--elastic", "3:2", "--", "host"], "the smaller first");
     refused(&["launch", "--elastic", "1:2", "-n", "2", "--", "host"], "cannot be used with");
 }

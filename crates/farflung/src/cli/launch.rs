@@ -42,9 +42,10 @@ pub(crate) struct LaunchCommand {
     /// They go on from their checkpoints with `train --resume auto --out DIR`.
     #[arg(long, value_name = "N", default_value_t = 0)]
     restarts: u32,
-    /// MIN:MAX processes of a `host` command that may come and go: the first hosts the run, the others join
-    /// it. One that fails is started again, as often as --restarts says in all, and the others go on
-    /// meanwhile; with fewer than MIN the job ends. Other machines may join, too.
+    /// MIN:MAX processes of a `host` command that may come and go: the first hosts the run, the others join it.
+    /// One that fails is started again after a second, as often as --restarts says in all, and the others go on
+    /// meanwhile. The job ends where fewer than MIN run or will be started again, and where nobody runs. Other
+    /// machines may join, too.
     #[arg(long, value_name = "MIN:MAX", value_parser = range, conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
     elastic: Option<Range>,
     /// File with the machines, one a line: `name`, or `user@name slots=4`. Each is reached by ssh, which must

@@ -1,11 +1,13 @@
 //! The processes of `farflung launch --elastic`: one that hosts a run, and those that join it.
 
 use std::ffi::OsString;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::SystemTime;
 
 use farflung::launch::{Elastic, Start};
-use farflung::{Error, Result, Stop, TrainConfig};
+use farflung::{Error, Result, Stop, TrainConfig, terminal};
 
 use super::members::{HostCommand, TICKET};
 
@@ -13,14 +15,17 @@ use super::members::{HostCommand, TICKET};
 struct Members<'a> {
     program: &'a Path,
     /// `host` with its flags.
-    host: &'a [OsString],
+    words: &'a [OsString],
+    host: HostCommand,
     /// The run's folder; those of members that join are in it.
     folder: PathBuf,
     config: TrainConfig,
-    /// Flags of all that join.
-    shared: Vec<OsString>,
     /// Threads of each process, where the command does not say.
     threads: Option<usize>,
+    /// Whether the first process still hosts the run: when it comes back it joins.
+    hosts: bool,
+    /// When the ticket of an earlier run in the folder was written.
+    former: Option<SystemTime>,
 }
 
 /// Starts the processes of a `host` command and stays until the run has ended.
@@ -33,61 +38,88 @@ pub(super) fn launch(program: &Path, command: &[OsString], job: &Elastic, stop: 
     };
     let host = HostCommand::read(command).ok_or_else(|| wrong("`host` with its flags behind `--`"))??;
     let config = host.config()?;
-    let folder = config
-        .out
-        .clone()
-        .ok_or_else(|| wrong("`host --out DIR`: the folders of the members that join are in it"))?;
+    let folder = config.out.clone();
+    let folder =
+        folder.ok_or_else(|| wrong("`host --out DIR`: the folders of the members that join are in it"))?;
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let threads = (config.threads == 0).then(|| cores.div_ceil(job.most));
-    let members = Members { program, host: command, folder, config, shared: host.shared_flags(), threads };
-    let mut founded = false;
-    job.run(stop, |start| Ok(members.command(start, &mut founded)))
+    let threads = (config.threads == 0 && !host.tells_threads()).then(|| cores.div_ceil(job.most));
+    let former = written(&folder.join(TICKET));
+    let words = command;
+    let mut members = Members { program, words, host, folder, config, threads, hosts: true, former };
+    let ended = job.run(stop, |start| Ok(members.command(start)));
+    if let Err(error) = &ended
+        && !matches!(error, Error::Stopped(_))
+        && let Some(path) = members.newest_checkpoint()
+    {
+        terminal::say(format!("the newest checkpoint is {}\n", path.display()));
+    }
+    ended
+}
+
+/// When a file was last written.
+fn written(path: &Path) -> Option<SystemTime> {
+    fs::metadata(path).and_then(|found| found.modified()).ok()
 }
 
 impl Members<'_> {
-    /// The folder of a member; the first is in the run's own, until it comes back.
+    /// The folder of a member that joins.
     fn folder(&self, member: usize) -> PathBuf {
         self.folder.join("members").join(member.to_string())
     }
 
     /// The ticket of a member that runs, where it has written one.
-    fn ticket(&self, by: usize) -> Option<PathBuf> {
-        let own = self.folder(by).join(TICKET);
-        let hosts = (by == 0).then(|| self.folder.join(TICKET));
-        [Some(own), hosts].into_iter().flatten().find(|path| path.exists())
+    fn ticket(&self, of: usize) -> Option<PathBuf> {
+        if of == 0 && self.hosts {
+            let path = self.folder.join(TICKET);
+            return written(&path).filter(|at| Some(*at) != self.former).map(|_| path);
+        }
+        Some(self.folder(of).join(TICKET)).filter(|path| path.exists())
     }
 
     /// The command of a process; none while it cannot join.
-    fn command(&self, Start { member, by }: Start, founded: &mut bool) -> Option<Command> {
+    fn command(&mut self, Start { member, running }: &Start) -> Option<Command> {
         let mut command = Command::new(self.program);
-        match by {
-            // Whoever is alone founds the run, or goes on with it.
-            None if member == 0 => {
-                command.args(self.host);
-                if std::mem::replace(founded, true) {
-                    command.args(["--resume", "auto"]);
+        if running.is_empty() {
+            command.args(self.words);
+        } else {
+            let ticket = running.iter().find_map(|&of| self.ticket(of))?;
+            // That of its life before says where it was then.
+            let _ = fs::remove_file(self.folder(*member).join(TICKET));
+            self.hosts &= *member != 0;
+            command.arg("join").arg("--ticket-file").arg(ticket).arg("--out").arg(self.folder(*member));
+            command.arg("--job").arg(&self.config.job);
+            command.arg("--device").arg(self.config.device.of(*member).to_string());
+            if self.config.quiet {
+                command.arg("--quiet");
+            }
+            for (flag, path) in
+                [("--data", self.config.data.as_deref()), ("--key-file", self.host.key_file())]
+            {
+                if let Some(path) = path {
+                    command.arg(flag).arg(path);
                 }
             }
-            None => return None,
-            Some(by) => {
-                command.arg("join").arg("--ticket-file").arg(self.ticket(by)?);
-                command.arg("--out").arg(self.folder(member)).args(&self.shared);
-                command.arg("--device").arg(self.config.device.of(member).to_string());
-                if self.config.quiet {
-                    command.arg("--quiet");
-                }
-                let data = self.config.data.iter();
-                data.for_each(|path| {
-                    command.arg("--data").arg(path);
-                });
-                if self.threads.is_none() {
-                    command.arg("--threads").arg(self.config.threads.to_string());
-                }
+            if self.threads.is_none() {
+                command.arg("--threads").arg(self.config.threads.to_string());
             }
         }
         if let Some(threads) = self.threads {
             command.arg("--threads").arg(threads.to_string());
         }
         Some(command)
+    }
+
+    /// The checkpoint of the latest step that any member has saved.
+    fn newest_checkpoint(&self) -> Option<PathBuf> {
+        let within = |folder: &Path| fs::read_dir(folder).into_iter().flatten().filter_map(Result::ok);
+        let members = within(&self.folder.join("members")).map(|entry| entry.path());
+        let saved = |folder: PathBuf| {
+            let entries: Vec<_> = within(&folder).collect();
+            entries.into_iter().filter_map(|entry| {
+                let name = entry.file_name().into_string().ok()?;
+                Some((name.strip_prefix("step-")?.parse::<u64>().ok()?, entry.path()))
+            })
+        };
+        members.chain([self.folder.clone()]).flat_map(saved).max().map(|(_, path)| path)
     }
 }

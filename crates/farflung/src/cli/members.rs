@@ -82,11 +82,14 @@ impl HostCommand {
         self.flags.clone().resolve()
     }
 
-    /// Flags that members have which join on the same machine.
-    pub(super) fn shared_flags(&self) -> Vec<OsString> {
-        let key = self.key_file.iter().flat_map(|path| ["--key-file".into(), path.clone().into_os_string()]);
-        let job = self.flags.args.job.iter().flat_map(|job| ["--job".into(), OsString::from(job)]);
-        key.chain(job).collect()
+    /// Whether the command says how many threads there are.
+    pub(super) const fn tells_threads(&self) -> bool {
+        self.flags.args.threads.is_some()
+    }
+
+    /// This machine's key, where it is told.
+    pub(super) fn key_file(&self) -> Option<&Path> {
+        self.key_file.as_deref()
     }
 
     pub(crate) fn run(mut self) -> Result<()> {

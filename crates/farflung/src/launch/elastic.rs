@@ -8,36 +8,38 @@ use std::time::Duration;
 use super::job::{Failure, Job, LOST, POLL, USAGE, Whose};
 use crate::{Error, Result, Stop, terminal};
 
+/// What goes by before a process is started again: what it failed by may last a while.
+const PAUSE: Duration = Duration::from_secs(1);
+
 /// Processes of one run whose members may be fewer for a while, as torchrun's `--nnodes=MIN:MAX` has it.
 /// Differs: whoever is left goes on without being started again.
 #[derive(Debug, Clone)]
 pub struct Elastic {
-    /// With fewer than these the job ends.
+    /// With fewer than these, those counted that will be started again, the job ends.
     pub least: usize,
     /// Processes that are started.
     pub most: usize,
     /// How often, in all, one that failed is started again.
     pub restarts: u32,
-    /// How long the others may go on after the run has ended for one of them, and again how long they may
-    /// take to end when asked to.
+    /// How long the others may go on after the run has ended for one of them, and again how long they may take
+    /// to end when asked to.
     pub grace: Duration,
 }
 
 /// A process that is to be started.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Start {
-    /// Its number, from 0 to [`Elastic::most`].
+    /// Its number, from 0 to [`Elastic::most`]. The first founds the run.
     pub member: usize,
-    /// One that runs, by which it can join; none where nobody does, so that it founds the run, or goes on
-    /// with it.
-    pub by: Option<usize>,
+    /// Those that run, by which it can join; nobody where it founds the run.
+    pub running: Vec<usize>,
 }
 
-/// The members of a job, by number.
+/// One of the members of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Member {
-    /// To be started.
-    Due,
+    /// To be started, after so long.
+    Due(Duration),
     Runs,
     /// It does not come back.
     Gone,
@@ -57,13 +59,13 @@ impl Elastic {
     /// each; none while it cannot be started yet. Signals are passed on, as
     /// [`Launch::run`](super::Launch::run) does.
     ///
-    /// A process that ends well ends the job. One that was started wrongly (exit code 2) does not come back,
-    /// and ends the job where no other runs.
+    /// A process that ends well ends the job. One that was started wrongly (exit code 2) does not come back.
+    /// Once the first has been started, the job ends where none is left that others could join.
     ///
-    /// Errors: [`Error::Child`] with the last that failed where fewer than `least` are left, with exit code
-    /// 75 unless it was started wrongly; [`Error::Stopped`] after a signal; [`Error::Start`].
-    pub fn run(&self, stop: &Stop, mut start: impl FnMut(Start) -> Result<Option<Command>>) -> Result<()> {
-        let members = vec![Member::Due; self.most];
+    /// Errors: [`Error::Child`] with the last that failed before the others were asked to end, with exit code
+    /// 2 if it was started wrongly and else 75; [`Error::Stopped`] after a signal; [`Error::Start`].
+    pub fn run(&self, stop: &Stop, mut start: impl FnMut(&Start) -> Result<Option<Command>>) -> Result<()> {
+        let members = vec![Member::Due(Duration::ZERO); self.most];
         let job = Job::default();
         let mut running =
             Running { elastic: self, job, members, restarts: self.restarts, failed: Vec::new() };
@@ -74,18 +76,27 @@ impl Elastic {
 }
 
 impl Running<'_> {
-    fn count(&self, what: Member) -> usize {
-        self.members.iter().filter(|member| **member == what).count()
+    fn running(&self) -> Vec<usize> {
+        (0..self.members.len()).filter(|&member| self.members[member] == Member::Runs).collect()
     }
 
-    /// Starts whoever is due and can be.
-    fn start(&mut self, start: &mut impl FnMut(Start) -> Result<Option<Command>>) -> Result<()> {
+    /// Starts whoever is due and can be, those after `begun` as members that join.
+    fn start(
+        &mut self,
+        begun: bool,
+        start: &mut impl FnMut(&Start) -> Result<Option<Command>>,
+    ) -> Result<()> {
         for member in 0..self.members.len() {
-            if self.members[member] != Member::Due {
+            let Member::Due(after) = &mut self.members[member] else { continue };
+            *after = after.saturating_sub(POLL);
+            if !after.is_zero() {
                 continue;
             }
-            let by = self.members.iter().position(|member| *member == Member::Runs);
-            let Some(mut command) = start(Start { member, by })? else { continue };
+            let running = self.running();
+            if running.is_empty() && (begun || member > 0) {
+                continue;
+            }
+            let Some(mut command) = start(&Start { member, running })? else { continue };
             command.stdin(Stdio::null());
             let started = self.job.start(command, Whose::Rank(member));
             started.map_err(|source| Error::Start { rank: member, source })?;
@@ -98,8 +109,8 @@ impl Running<'_> {
     fn failed(&mut self, failure: Failure) {
         let Whose::Rank(member) = failure.whose else { return };
         let again = failure.code() != USAGE && self.restarts > 0;
-        self.members[member] = if again { Member::Due } else { Member::Gone };
-        let left = self.count(Member::Runs);
+        self.members[member] = if again { Member::Due(PAUSE) } else { Member::Gone };
+        let left = self.running().len();
         let what = if again {
             let nth = self.elastic.restarts - self.restarts + 1;
             self.restarts -= 1;
@@ -111,13 +122,28 @@ impl Running<'_> {
         self.failed.push(failure);
     }
 
-    fn watch(&mut self, stop: &Stop, start: &mut impl FnMut(Start) -> Result<Option<Command>>) -> Result<()> {
-        let (mut forwarded, mut passed) = (None, 0);
+    /// Why the job cannot go on.
+    fn is_lost(&self) -> Option<String> {
+        if self.running().is_empty() {
+            return Some("no member is left that others could join: the job ends\n".to_owned());
+        }
+        let left = self.members.iter().filter(|member| **member != Member::Gone).count();
+        let least = self.elastic.least;
+        (left < least).then(|| format!("fewer than {least} members are left: the job ends\n"))
+    }
+
+    fn watch(
+        &mut self,
+        stop: &Stop,
+        start: &mut impl FnMut(&Start) -> Result<Option<Command>>,
+    ) -> Result<()> {
+        let (mut forwarded, mut passed, mut begun) = (None, 0, false);
         // Time since the job began to end, in polls.
         let mut ending: Option<Duration> = None;
         loop {
             if ending.is_none() {
-                self.start(start)?;
+                self.start(begun, start)?;
+                begun = true;
             }
             let mut ended = Vec::new();
             let alive = self.job.poll(&mut ended, ending.is_some())?;
@@ -133,9 +159,8 @@ impl Running<'_> {
             if ending.is_none() && self.job.succeeded() > 0 {
                 ending = Some(Duration::ZERO);
             }
-            let too_few = self.count(Member::Runs) + self.count(Member::Due) < self.elastic.least;
-            if ending.is_none() && too_few {
-                terminal::say(format!("fewer than {} members are left: the job ends\n", self.elastic.least));
+            if let Some(why) = self.is_lost().filter(|_| ending.is_none()) {
+                terminal::say(why);
                 self.job.ask_to_end();
                 ending = Some(self.elastic.grace);
             }
@@ -158,15 +183,11 @@ impl Running<'_> {
     }
 
     fn outcome(&self, forwarded: Option<crate::Signal>) -> Result<()> {
-        match (self.job.succeeded(), forwarded, self.failed.last()) {
+        let by_itself = self.failed.iter().rfind(|failure| !failure.was_asked());
+        match (self.job.succeeded(), forwarded, by_itself.or(self.failed.last())) {
             (1.., ..) | (_, None, None) => Ok(()),
             (_, Some(signal), _) => Err(Error::Stopped(signal)),
-            // What failed before the others were asked to end.
-            (_, None, Some(_)) => {
-                let own = |failure: &&Failure| failure.code() == USAGE;
-                let wrong = self.failed.iter().find(own).filter(|_| self.failed.len() == self.members.len());
-                let last = self.failed.iter().rfind(|failure| !failure.was_asked());
-                let failure = wrong.or(last).or(self.failed.last()).expect("one has failed");
+            (_, None, Some(failure)) => {
                 let code = if failure.code() == USAGE { USAGE } else { LOST };
                 Err(failure.error(code))
             }

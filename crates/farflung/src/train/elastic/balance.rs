@@ -66,6 +66,8 @@ impl Balance {
         trainer: &mut Trainer,
         microbatches: Vec<u32>,
     ) -> Result<Reshared> {
+        // Nobody takes a step with the new shares whose replicas may not all have met.
+        trainer.comm().barrier()?;
         let (before, now) = (&job.plan.microbatches, &microbatches);
         let [before, now] = [before, now].map(|shares| step_time(shares, &self.measured));
         let step = trainer.steps_done();

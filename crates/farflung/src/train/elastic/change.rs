@@ -134,7 +134,8 @@ impl Member<'_> {
         trainer.comm().abort();
         trainer.drop_step();
         let start = start(self.place, job, trainer)?;
-        let view = self.place.after_loss(suspect(error), start)?;
+        let silent = self.watchman.as_ref().map_or_else(Vec::new, Watchman::given_up);
+        let view = self.place.after_loss(suspect(error), silent, start)?;
         self.go_over((job, last), trainer, view, (begun, reason))
     }
 
@@ -180,7 +181,7 @@ impl Member<'_> {
                 Err(error) if Self::survives(&error) => {
                     trainer.drop_step();
                     let start = start(self.place, job, trainer)?;
-                    view = self.place.after_loss(suspect(&error), start)?;
+                    view = self.place.after_loss(suspect(&error), Vec::new(), start)?;
                 }
                 Err(error) => return Err(error),
             }
@@ -250,7 +251,7 @@ impl Member<'_> {
                 }
                 Err(error) if Self::survives(&error) => {
                     comm.abort();
-                    view = self.place.after_loss(suspect(&error), None)?;
+                    view = self.place.after_loss(suspect(&error), Vec::new(), None)?;
                 }
                 Err(error) => return Err(error),
             }

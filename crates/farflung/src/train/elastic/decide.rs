@@ -136,16 +136,19 @@ impl Place {
         }
     }
 
-    /// The next view after a failure.
+    /// The next view after a failure, by which this rank suspects one member or has found some silent.
     ///
     /// Errors: as [`Place::decide`].
     pub(in crate::train) fn after_loss(
         &mut self,
         suspect: Option<PeerId>,
+        silent: Vec<MemberId>,
         start: Option<Start>,
     ) -> Result<View> {
         let mut events: Vec<Event> = start.map(Event::Starts).into_iter().collect();
-        events.extend(self.lost().into_iter().map(Event::Silent));
+        let lost = self.lost();
+        events.extend(silent.into_iter().filter(|id| !lost.contains(id)).map(Event::Silent));
+        events.extend(lost.into_iter().map(Event::Silent));
         // Two members that are cut from each other only are told apart after as long again.
         let patience = Nanos(self.deadline.0.saturating_mul(4));
         self.decide(events, suspect, patience)?.ok_or_else(|| Error::NoMajority {

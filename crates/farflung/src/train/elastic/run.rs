@@ -138,7 +138,9 @@ fn train(
             }
         };
         let advice = member.balance.advice(&steps.job, trainer);
-        match (next, advice) {
+        // Behind the last step nothing is worth a change.
+        let is_over = trainer.steps_done() >= steps.job.config.steps;
+        match (next, if is_over { Advice::Stay } else { advice }) {
             (Next::Step, Advice::Stay) => member.teller.tell(member.place, trainer, steps),
             (Next::Step, Advice::Shares(shares)) => {
                 match member.balance.reshare(&mut steps.job, trainer, shares) {

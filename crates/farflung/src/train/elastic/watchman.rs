@@ -16,8 +16,8 @@ use super::keeper::Keeper;
 
 /// Between two looks at the step under way.
 const LOOK: Nanos = Nanos::from_millis(100);
-/// How often in a row a silent member is asked.
-const CALLS: u32 = 2;
+/// How long a member says nothing, at least, before it is given up.
+const SILENCE: Nanos = Nanos(2 * ROLL_CALL.0);
 
 /// Asks other members whether they are there.
 #[derive(Debug, Clone)]
@@ -59,11 +59,16 @@ struct Step {
     caller: Caller,
     /// When it is time to ask.
     due: Nanos,
+    /// How long a member says nothing before it is given up: as long as a step takes, in which whatever fills
+    /// its line has left.
+    silence: Nanos,
 }
 
 #[derive(Debug, Default)]
 struct Watched {
     step: Option<Step>,
+    /// Members for whom a step was ended, since this was last asked.
+    given_up: Vec<MemberId>,
     is_over: bool,
 }
 
@@ -107,8 +112,9 @@ impl Watchman {
     pub(super) fn begin(&mut self, comm: &Communicator, caller: Caller) -> Begun {
         let now = self.shared.transport.now();
         self.steps += 1;
-        let due = now.saturating_add(self.patience.limit());
-        self.shared.set(Some(Step { number: self.steps, comm: comm.clone(), caller, due }));
+        let limit = self.patience.limit();
+        let (due, silence) = (now.saturating_add(limit), limit.max(SILENCE));
+        self.shared.set(Some(Step { number: self.steps, comm: comm.clone(), caller, due, silence }));
         Begun(now)
     }
 
@@ -118,6 +124,11 @@ impl Watchman {
         if done {
             self.patience.observe(self.shared.transport.now().saturating_sub(at));
         }
+    }
+
+    /// Members for whom steps were ended since this was last asked.
+    pub(super) fn given_up(&self) -> Vec<MemberId> {
+        std::mem::take(&mut self.shared.watched().given_up)
     }
 }
 
@@ -162,41 +173,58 @@ impl Shared {
     }
 
     fn goes_on(&self, step: &Step) -> bool {
-        self.watched().step.as_ref().is_some_and(|now| now.number == step.number)
+        self.watched().goes_on(step)
     }
 
     fn watch(&self) {
         while self.pause(LOOK) {
             let Some(step) = self.late() else { continue };
-            if self.ends(&step) && self.goes_on(&step) {
+            let Some(silent) = self.ends(&step) else { continue };
+            let mut watched = self.watched();
+            // The step cannot end while this is held: the next one would be ended in its place.
+            if watched.goes_on(&step) {
                 step.comm.abort();
-                while self.goes_on(&step) && self.pause(LOOK) {}
+                watched.given_up = silent;
+                watched.step = None;
             }
         }
     }
 
-    /// Whether a step cannot be done: a member is silent, or members have been decided on without it.
-    fn ends(&self, step: &Step) -> bool {
-        let mut silent: Vec<MemberId> = Vec::new();
-        for call in 0..CALLS {
+    /// Whether a step cannot be done: members are silent, or others have been decided on. Gives the silent
+    /// ones.
+    fn ends(&self, step: &Step) -> Option<Vec<MemberId>> {
+        let begun = self.transport.now();
+        let mut silent: Option<Vec<MemberId>> = None;
+        loop {
             let since = self.transport.now();
             let _asking = step.caller.call();
             if !self.pause(ROLL_CALL) || !self.goes_on(step) {
-                return false;
+                return None;
             }
             if step.caller.keeper().has_outcome() {
-                return true;
+                return Some(Vec::new());
             }
             let quiet = step.caller.silent(since);
-            silent.retain(|id| quiet.contains(id));
-            if call == 0 {
-                silent = quiet;
+            let still = |silent: Vec<MemberId>| silent.into_iter().filter(|id| quiet.contains(id)).collect();
+            let left = silent.take().map_or_else(|| quiet.clone(), still);
+            if left.is_empty() {
+                // All are there. One may still fall silent.
+                return None;
             }
+            if self.transport.now().saturating_sub(begun) >= step.silence {
+                for member in &left {
+                    tracing::warn!(%member, "a member does not answer: the step is ended");
+                }
+                return Some(left);
+            }
+            silent = Some(left);
         }
-        for member in &silent {
-            tracing::warn!(%member, "a member does not answer: the step is ended");
-        }
-        !silent.is_empty()
+    }
+}
+
+impl Watched {
+    fn goes_on(&self, step: &Step) -> bool {
+        self.step.as_ref().is_some_and(|now| now.number == step.number)
     }
 }
 
