@@ -52,7 +52,7 @@ const SLOW_FOR: Nanos = Nanos::from_millis(10_000);
 /// let said: Vec<Advice> =
 ///     (0..5).map(|_| rebalance.observe(&[4, 4, 4], &[of(10), of(10), of(40)])).collect();
 /// assert_eq!(said[3], Advice::Stay);
-/// assert_eq!(said[4], Advice::Shares(vec![6, 5, 1]));
+/// assert_eq!(said[4], Advice::Shares(vec![5, 6, 1]));
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rebalance {
