@@ -75,7 +75,7 @@ pub const RANDOM_PAIRS: SyncMethod = SyncMethod {
 /// Copies are never quite the same; the model of the run is their mean, which is computed where it is evaluated
 /// or saved, and which all take after the last step. Every so many steps all meet to tell their losses, and
 /// average nothing. Copies count by their weights: `w_ij` are those of [`Graph::weighted`], so that what copies
-/// have in common is the mean by weights. Parameters travel as f32, or as a [`Wire`] says.
+/// have in common is the mean by weights. Parameters travel as f32, or through a codec of their own.
 #[derive(Debug)]
 pub struct Gossip {
     graph: Graph,
