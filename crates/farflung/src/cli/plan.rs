@@ -6,6 +6,7 @@ mod dtfm;
 mod file;
 mod memory;
 mod named;
+mod planned;
 mod regional;
 
 use std::path::PathBuf;

@@ -11,11 +11,12 @@ use farflung::train::auto::{
     Bottleneck, Candidate, FileChange, Improvement, RunningCosts, Way, auto, bottleneck, by_region,
     first_that_fits, improvements, renamed, running_costs, sent,
 };
-use farflung::train::{PipelineSizes, Prediction, StepMemory, read_topology};
+use farflung::train::{PipelineSizes, Prediction, StepMemory};
 use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
 use super::file::write;
+use super::planned::PlannedArgs;
 use super::{churn, regional};
 
 /// Plan pipelines, replicas, and pipelines side by side for unequal machines; simulate them all, and say which
@@ -38,33 +39,8 @@ use super::{churn, regional};
   farflung plan auto homes.toml --what-if add:anna --what-if bert*2 --what-if europe:oregon*4
   farflung train --plan plan.toml --topology homes.toml")]
 pub(crate) struct AutoCommand {
-    /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan,
-    /// home, spot, world-4096.
-    #[arg(value_name = "FILE")]
-    topology: PathBuf,
-    /// Model preset.
-    #[arg(long, value_name = "NAME", default_value = "gpt2")]
-    model: String,
-    /// Tokens of a sequence, instead of the preset's.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    context: Option<u32>,
-    /// Sequences of a microbatch.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=65536)
-    )]
-    batch: u32,
-    /// Microbatches of a step, over all machines.
-    #[arg(
-        long,
-        short = 'm',
-        value_name = "N",
-        default_value_t = 16,
-        value_parser = clap::value_parser!(u32).range(1..=65536)
-    )]
-    microbatches: u32,
+    #[command(flatten)]
+    planned: PlannedArgs,
     /// One kind of plan alone.
     #[arg(long, value_name = "KIND")]
     only: Option<Only>,
@@ -147,7 +123,7 @@ impl AutoCommand {
         cluster: &Cluster,
         sizes: PipelineSizes,
     ) -> Result<(Vec<Candidate>, Vec<StepMemory>)> {
-        let mut candidates = auto(&self.model, model, cluster, sizes)?;
+        let mut candidates = auto(&self.planned.model, model, cluster, sizes)?;
         let ways = candidates.len();
         candidates.retain(|candidate| self.only.is_none_or(|only| only.way() == candidate.way));
         if candidates.is_empty() {
@@ -184,10 +160,7 @@ impl AutoCommand {
     }
 
     pub(crate) fn run(self) -> Result<()> {
-        let cluster = read_topology(&self.topology)?;
-        let preset = GptConfig::preset(&self.model)?;
-        let model = GptConfig { context: self.context.map_or(preset.context, |n| n as usize), ..preset };
-        let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
+        let (cluster, model, sizes) = (self.planned.cluster()?, self.planned.shape()?, self.planned.sizes());
         if self.by_region || cluster.size() >= regional::MACHINES {
             return self.regional(&model, &cluster, sizes);
         }
@@ -260,7 +233,7 @@ impl AutoCommand {
             return refused("only", format!("{only:?}").to_lowercase());
         }
         let found = by_region(model, cluster, sizes)?;
-        let plan = found.plans[0].plan(&self.model, model, cluster, sizes)?;
+        let plan = found.plans[0].plan(&self.planned.model, model, cluster, sizes)?;
         if let Some(path) = &self.out {
             write(path, "write the plan", &plan.to_string())?;
         }

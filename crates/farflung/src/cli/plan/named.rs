@@ -6,11 +6,10 @@ use std::path::PathBuf;
 use farflung::parallel::ParallelError;
 use farflung::terminal::print;
 use farflung::train::auto::{Choice, Instance, PLANNERS, PlannedStage};
-use farflung::train::{PipelineSizes, read_topology};
-use farflung::zoo::GptConfig;
 use farflung::{Error, Result};
 
 use super::file::write;
+use super::planned::PlannedArgs;
 
 /// What a planner of the literature is given.
 #[derive(Debug, clap::Args)]
@@ -19,32 +18,8 @@ use super::file::write;
   farflung plan alpa dtfm-1 --model gpt3-xl --microbatches 64 --json
   farflung plan piper lan --model gpt2 --runnable --out plan.toml; farflung train --plan plan.toml --topology lan")]
 pub(crate) struct NamedCommand {
-    /// TOML file with devices, links and regions, or the name of a shipped one.
-    #[arg(value_name = "FILE")]
-    topology: PathBuf,
-    /// Model preset.
-    #[arg(long, value_name = "NAME", default_value = "gpt2")]
-    model: String,
-    /// Tokens of a sequence, instead of the preset's.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    context: Option<u32>,
-    /// Sequences of a microbatch.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=65536)
-    )]
-    batch: u32,
-    /// Microbatches of a step, over all machines.
-    #[arg(
-        long,
-        short = 'm',
-        value_name = "N",
-        default_value_t = 16,
-        value_parser = clap::value_parser!(u32).range(1..=65536)
-    )]
-    microbatches: u32,
+    #[command(flatten)]
+    planned: PlannedArgs,
     /// Only plans that the trainer can run: no tensor ranks, as many copies of each stage. (PipeDream decides
     /// the number of copies on its own.)
     #[arg(long)]
@@ -59,13 +34,15 @@ pub(crate) struct NamedCommand {
 
 impl NamedCommand {
     pub(crate) fn run(self, name: &str) -> Result<()> {
-        let cluster = read_topology(&self.topology)?;
-        let preset = GptConfig::preset(&self.model)?;
-        let model = GptConfig { context: self.context.map_or(preset.context, |n| n as usize), ..preset };
-        let sizes = PipelineSizes { batch: self.batch, microbatches: self.microbatches };
+        let (cluster, model, sizes) = (self.planned.cluster()?, self.planned.shape()?, self.planned.sizes());
         let planner = PLANNERS.iter().find(|planner| planner.name == name);
-        let instance =
-            Instance { name: &self.model, model: &model, cluster: &cluster, sizes, runnable: self.runnable };
+        let instance = Instance {
+            name: &self.planned.model,
+            model: &model,
+            cluster: &cluster,
+            sizes,
+            runnable: self.runnable,
+        };
         let choice = planner.ok_or(ParallelError::NoDevices)?.choose(&instance)?;
         if let Some(path) = &self.out {
             let Some(plan) = &choice.plan else {

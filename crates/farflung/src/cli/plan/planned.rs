@@ -1,0 +1,62 @@
+//! What is planned: a model, the sizes of its step, and the machines.
+
+use std::path::PathBuf;
+
+use farflung::Result;
+use farflung::parallel::Cluster;
+use farflung::train::{PipelineSizes, read_topology};
+use farflung::zoo::GptConfig;
+
+/// A model, the sizes of its step, and the machines.
+#[derive(Debug, clap::Args)]
+pub(super) struct PlannedArgs {
+    /// TOML file with devices, links and regions, or the name of a shipped one: dtfm-1 to dtfm-5, one-box, lan,
+    /// home, spot, world-4096.
+    #[arg(value_name = "FILE")]
+    topology: PathBuf,
+    /// Model preset.
+    #[arg(long, value_name = "NAME", default_value = "gpt2")]
+    pub(super) model: String,
+    /// Tokens of a sequence, instead of the preset's.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
+    /// Sequences of a microbatch.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
+    batch: u32,
+    /// Microbatches of a step, over all machines.
+    #[arg(
+        long,
+        short = 'm',
+        value_name = "N",
+        default_value_t = 16,
+        value_parser = clap::value_parser!(u32).range(1..=65536)
+    )]
+    microbatches: u32,
+}
+
+impl PlannedArgs {
+    /// The machines.
+    ///
+    /// Errors: those of [`read_topology`].
+    pub(super) fn cluster(&self) -> Result<Cluster> {
+        read_topology(&self.topology)
+    }
+
+    /// The model's shape.
+    ///
+    /// Errors: a preset that nobody has.
+    pub(super) fn shape(&self) -> Result<GptConfig> {
+        let preset = GptConfig::preset(&self.model)?;
+        Ok(GptConfig { context: self.context.map_or(preset.context, |n| n as usize), ..preset })
+    }
+
+    /// Of a step.
+    pub(super) const fn sizes(&self) -> PipelineSizes {
+        PipelineSizes { batch: self.batch, microbatches: self.microbatches }
+    }
+}
