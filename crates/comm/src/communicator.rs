@@ -260,7 +260,7 @@ impl Communicator {
 
     /// These members of the transport's network, this endpoint among them, in this order. All of them call it
     /// with the same members and the same `context`, a number that no other communicator of this network is
-    /// made with. Nothing is sent: the members have been told by whoever decides on them.
+    /// made with. No message is sent: each member has to know the list already.
     ///
     /// # Errors
     /// [`CommError::Argument`] for a member that the network does not have, and if this endpoint is none.

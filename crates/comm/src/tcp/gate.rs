@@ -329,7 +329,7 @@ impl Asked {
         &self.members
     }
 
-    /// Listens, and connects to all members. One that does not answer is passed over: whoever decides on
+    /// Listens, and connects to all members. A member that does not answer is left out: whoever decides on
     /// members sees whom this process [has reached](Gate::connected).
     ///
     /// # Errors
@@ -384,7 +384,7 @@ fn draw(bound: u32) -> Result<u32, CommError> {
 }
 
 impl Shared {
-    /// Whether a member is this one, or was before it came anew: whoever calls it calls itself.
+    /// Whether a member is this process, or was at this process's address: a call to it would come back here.
     fn is_here(&self, member: &Connected) -> bool {
         member.peer == self.tcp.me() || member.address == self.address
     }

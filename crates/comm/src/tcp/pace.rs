@@ -148,7 +148,7 @@ impl Pacer {
     }
 
     /// Keeps these rates from now on; the first limit starts the thread that sends what waits for them.
-    /// `wake` has whoever waits for the network look again.
+    /// `wake` makes threads that wait for the network look again.
     pub(super) fn keep(
         self: &Arc<Self>,
         pace: Pace,

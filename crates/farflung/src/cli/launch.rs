@@ -28,7 +28,8 @@ use super::launched_members as members;
   farflung launch --hosts hosts.txt -- train --steps 200 --sync diloco")]
 pub(crate) struct LaunchCommand {
     /// Number of processes; with --hosts unless told as many as the machines have slots.
-    #[arg(short = 'n', long = "nproc", value_name = "N", required_unless_present_any = ["hosts", "from_stdin", "elastic"],
+    #[arg(short = 'n', long = "nproc", value_name = "N",
+          required_unless_present_any = ["hosts", "from_stdin", "elastic"],
           value_parser = clap::value_parser!(u16).range(1..=i64::from(launch_env::MOST_PROCESSES)))]
     processes: Option<u16>,
     /// Where rank 0 listens; port 0 is any free one. [default: 127.0.0.1:0, with --hosts port 29500 of the
@@ -46,7 +47,8 @@ pub(crate) struct LaunchCommand {
     /// One that fails is started again after a second, as often as --restarts says in all, and the others go on
     /// meanwhile. The job ends where fewer than MIN run or will be started again, and where nobody runs. Other
     /// machines may join, too.
-    #[arg(long, value_name = "MIN:MAX", value_parser = range, conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
+    #[arg(long, value_name = "MIN:MAX", value_parser = range,
+          conflicts_with_all = ["processes", "master", "hosts", "from_stdin"])]
     elastic: Option<Range>,
     /// File with the machines, one a line: `name`, or `user@name slots=4`. Each is reached by ssh, which must
     /// not ask for a password. FARFLUNG_ variables go along; nothing secret stands on a command line.
