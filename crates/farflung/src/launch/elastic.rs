@@ -183,7 +183,7 @@ impl Running<'_> {
     }
 
     fn outcome(&self, forwarded: Option<crate::Signal>) -> Result<()> {
-        let by_itself = self.failed.iter().rfind(|failure| !failure.was_asked());
+        let by_itself = self.failed.iter().rfind(|failure| !failure.asked);
         match (self.job.succeeded(), forwarded, by_itself.or(self.failed.last())) {
             (1.., ..) | (_, None, None) => Ok(()),
             (_, Some(signal), _) => Err(Error::Stopped(signal)),

@@ -51,15 +51,10 @@ pub(super) struct Failure {
     pub(super) whose: Whose,
     pub(super) status: ExitStatus,
     /// Whether the others had been asked to end by then.
-    asked: bool,
+    pub(super) asked: bool,
 }
 
 impl Failure {
-    /// Whether it ended after it was asked to.
-    pub(super) const fn was_asked(&self) -> bool {
-        self.asked
-    }
-
     /// Its exit code, as a shell would show it.
     pub(super) fn code(&self) -> u8 {
         exit_code(self.status)

@@ -154,6 +154,14 @@ impl Job {
         Ok(Self { config, plan, rates, shards, world, ..self.clone() })
     }
 
+    /// The job under another plan from a step on that this one has reached.
+    ///
+    /// Errors: a plan that cannot be.
+    pub(super) fn with_plan_after(&self, step: u64, plan: Plan) -> Result<Self> {
+        let base = Base { step, microbatches: self.microbatches_after(step) };
+        Ok(Self { base, ..self.with_plan(plan)? })
+    }
+
     /// The links between the ranks.
     ///
     /// Errors: a topology file that lacks one of the plan's machines.

@@ -6,7 +6,7 @@ use farflung_parallel::Plan;
 use farflung_parallel::plan::{Advice, Measured, Rebalance, shares_by_speed, step_time};
 
 use crate::Result;
-use crate::train::job::{Base, Job};
+use crate::train::job::Job;
 use crate::train::trainer::Trainer;
 
 /// What a rank remembers of its replicas' speed.
@@ -70,10 +70,8 @@ impl Balance {
         trainer.comm().barrier()?;
         let (before, now) = (&job.plan.microbatches, &microbatches);
         let [before, now] = [before, now].map(|shares| step_time(shares, &self.measured));
-        let step = trainer.steps_done();
         let plan = Plan { microbatches: microbatches.clone(), ..job.plan.clone() };
-        let mut next = job.with_plan(plan)?;
-        next.base = Base { step, microbatches: job.microbatches_after(step) };
+        let next = job.with_plan_after(trainer.steps_done(), plan)?;
         let comm = trainer.comm().clone();
         trainer.carry_over(&next, comm)?;
         *job = next;

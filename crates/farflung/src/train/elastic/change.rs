@@ -262,10 +262,8 @@ impl Member<'_> {
     pub(in crate::train) fn alone(&mut self, job: &mut Job, trainer: &mut Trainer) -> Result<()> {
         let comm = tied(job, self.place.alone()?);
         let own = trainer.replica();
-        let mut next =
-            job.with_plan(job.plan.with_replicas(&[farflung_parallel::plan::Replica::Stays(own)])?)?;
-        let step = trainer.steps_done();
-        next.base = crate::train::job::Base { step, microbatches: job.microbatches_after(step) };
+        let plan = job.plan.with_replicas(&[farflung_parallel::plan::Replica::Stays(own)])?;
+        let next = job.with_plan_after(trainer.steps_done(), plan)?;
         let comm = links::seat(&next, comm, self.simulated)?;
         trainer.carry_over(&next, comm)?;
         *job = next;

@@ -249,32 +249,42 @@ fn note(
         steps.record.rows.truncate(steps.record.told);
     }
     let text = changed.to_string();
-    tracing::info!("{text}");
     member.teller.changed(text.clone(), changed.took);
-    if let Some(watch) = steps.record.watch.as_deref_mut() {
-        watch.note(&text);
-    }
-    events.time_s = steps.clock.totals(trainer.comm()).time_s;
     let numbers = |peers: &[farflung_base::PeerId]| peers.iter().map(|peer| peer.0).collect();
-    events.write(
-        changed.step,
-        What::Members {
-            epoch: changed.epoch,
-            members: changed.members,
-            came: numbers(&changed.came),
-            went: numbers(&changed.went),
-            lost_sequences: changed.lost_sequences,
-            took_ms: changed.took.0 / 1_000_000,
-            reason: changed.reason.clone(),
-        },
-    );
+    let what = What::Members {
+        epoch: changed.epoch,
+        members: changed.members,
+        came: numbers(&changed.came),
+        went: numbers(&changed.went),
+        lost_sequences: changed.lost_sequences,
+        took_ms: changed.took.0 / 1_000_000,
+        reason: changed.reason.clone(),
+    };
+    tell_new_plan(trainer, steps, events, (&text, what))?;
     steps.run.map_or(Ok(()), |run| {
         let addresses = member.place.arrivals.addresses().into_iter();
         let me = member.place.transport().me();
         let others: Vec<String> = addresses.filter(|(peer, _)| *peer != me).map(|(_, at)| at).collect();
-        kept::write_addresses(run.path(), &others)?;
-        run.replace("plan.toml", steps.job.plan.to_string().as_bytes())
+        kept::write_addresses(run.path(), &others)
     })
+}
+
+/// Says why the run goes on under another plan, and writes both down.
+///
+/// Errors: [`Error::Io`].
+fn tell_new_plan(
+    trainer: &Trainer,
+    steps: &mut Steps<'_, '_>,
+    events: &mut EventLog,
+    (text, what): (&str, What),
+) -> Result<()> {
+    tracing::info!("{text}");
+    if let Some(watch) = steps.record.watch.as_deref_mut() {
+        watch.note(text);
+    }
+    events.time_s = steps.clock.totals(trainer.comm()).time_s;
+    events.write(trainer.steps_done(), what);
+    steps.run.map_or(Ok(()), |run| run.replace("plan.toml", steps.job.plan.to_string().as_bytes()))
 }
 
 /// Tells of other shares.
@@ -293,16 +303,9 @@ fn note_shares(
         "after step {step}: microbatches by speed are {}: {now} a step, where it was {before}",
         counts.join(", ")
     );
-    tracing::info!("{text}");
-    if let Some(watch) = steps.record.watch.as_deref_mut() {
-        watch.note(&text);
-    }
-    events.time_s = steps.clock.totals(trainer.comm()).time_s;
     let in_us = |time: Nanos| time.0 / 1_000;
     let (before_us, now_us) = (in_us(before), in_us(now));
-    events.write(step, What::Shares { microbatches, before_us, now_us });
-    let plan = steps.job.plan.to_string();
-    steps.run.map_or(Ok(()), |run| run.replace("plan.toml", plan.as_bytes()))
+    tell_new_plan(trainer, steps, events, (&text, What::Shares { microbatches, before_us, now_us }))
 }
 
 /// What a member leaves that goes in peace: its own checkpoint.
