@@ -22,7 +22,7 @@ use farflung::base::Link;
 use crate::harness::{Options, Report};
 
 pub(crate) use arms::Arm;
-pub(crate) use outcome::Outcome;
+pub(crate) use outcome::{Outcome, spread};
 pub(crate) use published::Published;
 pub(crate) use setting::{Setting, Sizes, resolved};
 pub(crate) use training::{Point, Run};

@@ -25,7 +25,7 @@ pub(crate) struct Gap {
 }
 
 /// Mean and sample standard deviation.
-fn spread(values: &[f64]) -> Gap {
+pub(crate) fn spread(values: &[f64]) -> Gap {
     let n = values.len() as f64;
     let mean = values.iter().sum::<f64>() / n;
     let square = values.iter().map(|v| (v - mean) * (v - mean)).sum::<f64>();

@@ -15,6 +15,7 @@ use rustix::process::Signal;
 use super::processes::{Member, start, wait, wait_for_ticket};
 use crate::binary::farflung;
 use crate::harness::{Bench, Mark, Options, Report};
+use crate::lab::spread;
 use crate::machine::now;
 
 pub(crate) const BENCH: Bench = Bench {
@@ -278,12 +279,12 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     let seeds = if options.quick { 2 } else { 4 };
     // Of as many tokens in as many steps: between runs of one member less and one more than the mean.
     let (fewer, more) = (members.floor().max(1.0), members.floor().max(1.0) + 1.0);
-    let fewer_losses = undisturbed(folder, tokens, fewer as u64, seeds)?;
-    let more_losses = undisturbed(folder, tokens, more as u64, seeds)?;
+    let fewer_losses = spread(&undisturbed(folder, tokens, fewer as u64, seeds)?);
+    let more_losses = spread(&undisturbed(folder, tokens, more as u64, seeds)?);
     let part = (members - fewer).clamp(0.0, 1.0);
     let between = |[fewer, more]: [f64; 2]| fewer * (1.0 - part) + more * part;
-    let expected = between([&fewer_losses, &more_losses].map(|losses| mean(losses)));
-    let sigma = between([&fewer_losses, &more_losses].map(|losses| spread(losses)));
+    let expected = between([fewer_losses.mean, more_losses.mean]);
+    let sigma = between([fewer_losses.sigma, more_losses.sigma]);
     report.row("members in a step, on the mean", members, "1", Mark::None)?;
     report.row("tokens", tokens as f64, "1", Mark::None)?;
     report.row("loss of the held-out text", loss, "nat", Mark::None)?;
@@ -292,16 +293,6 @@ fn run_in(report: &mut Report<'_>, options: &Options, folder: &Path) -> Result<(
     // Two seeds say little about their spread.
     let mark = if options.quick { Mark::None } else { Mark::AtMost(2.0) };
     report.row("loss above the undisturbed, in these", (loss - expected) / sigma, "sigma", mark)
-}
-
-fn mean(losses: &[f64]) -> f64 {
-    losses.iter().sum::<f64>() / losses.len() as f64
-}
-
-/// Standard deviation, of a sample.
-fn spread(losses: &[f64]) -> f64 {
-    let squares: f64 = losses.iter().map(|loss| (loss - mean(losses)).powi(2)).sum();
-    (squares / (losses.len() as f64 - 1.0)).sqrt()
 }
 
 /// Whether all members had the same weights after each step of which several told.

@@ -7,8 +7,9 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::Signal;
 
+use super::processes::{send, told};
 use crate::binary::farflung;
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::machine::now;
@@ -42,8 +43,7 @@ impl Launcher {
     /// Kills the process that it has started with these words.
     fn kill(&self, words: &str) -> Result<()> {
         let child = child_of(self.0.id(), words).with_context(|| format!("no process has {words}"))?;
-        let pid = Pid::from_raw(i32::try_from(child)?).context("a process has a number")?;
-        Ok(kill_process(pid, Signal::KILL)?)
+        send(child, Signal::KILL)
     }
 
     /// Its exit code.
@@ -90,13 +90,6 @@ fn steps(folder: &Path) -> usize {
     fs::read_to_string(folder.join("metrics.jsonl")).unwrap_or_default().lines().count()
 }
 
-/// How many members a folder last told of.
-fn members(folder: &Path) -> Option<u64> {
-    let text = fs::read_to_string(folder.join("events.jsonl")).ok()?;
-    let mut events = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    events.rfind(|event| event["event"] == "members")?["members"].as_u64()
-}
-
 fn weights(folder: &Path, step: u64) -> Result<Vec<u8>> {
     let path = folder.join(format!("step-{step:08}/model.safetensors"));
     fs::read(&path).with_context(|| format!("failed to read {}", path.display()))
@@ -134,7 +127,7 @@ fn elastic(report: &mut Report<'_>, folder: &Path) -> Result<()> {
          --checkpoint-every 100000 {SETTINGS}"
     );
     let mut launcher = Launcher::start(folder, &args)?;
-    let is = |folder: &Path, count| Ok((members(folder) == Some(count)).then_some(()));
+    let is = |folder: &Path, count| Ok((told(folder).0 == count).then_some(()));
     let (host, other) = (folder.join("run"), folder.join("run/members/2"));
     wait("three members", || is(&host, 3))?;
     launcher.kill("run/members/1")?;

@@ -29,19 +29,12 @@ pub(super) struct Member {
 
 impl Member {
     pub(super) fn send(&self, signal: Signal) -> Result<()> {
-        let pid = Pid::from_raw(i32::try_from(self.process.id())?).context("a process has a number")?;
-        Ok(kill_process(pid, signal)?)
+        send(self.process.id(), signal)
     }
 
     /// How many members there were when it last told of a change, and how many changes there have been.
     pub(super) fn told(&self) -> (u64, usize) {
-        let text = fs::read_to_string(self.folder.join("events.jsonl")).unwrap_or_default();
-        let changes: Vec<serde_json::Value> = text
-            .lines()
-            .filter_map(|line| serde_json::from_str(line).ok())
-            .filter(|event: &serde_json::Value| event["event"] == "members")
-            .collect();
-        (changes.last().and_then(|event| event["members"].as_u64()).unwrap_or(0), changes.len())
+        told(&self.folder)
     }
 }
 
@@ -50,6 +43,22 @@ impl Drop for Member {
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
+}
+
+/// How many members there were when a folder's member last told of a change, and how many changes there have been.
+pub(super) fn told(folder: &Path) -> (u64, usize) {
+    let text = fs::read_to_string(folder.join("events.jsonl")).unwrap_or_default();
+    let changes: Vec<serde_json::Value> = text
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .filter(|event: &serde_json::Value| event["event"] == "members")
+        .collect();
+    (changes.last().and_then(|event| event["members"].as_u64()).unwrap_or(0), changes.len())
+}
+
+pub(super) fn send(process: u32, signal: Signal) -> Result<()> {
+    let pid = Pid::from_raw(i32::try_from(process)?).context("a process has a number")?;
+    Ok(kill_process(pid, signal)?)
 }
 
 /// Starts a member in its folder within this one.
