@@ -2,10 +2,10 @@
 //! for. Played in virtual time over the links of a topology, where all that is on its way shares them. What an
 //! operation sends is an input: nothing here knows collectives, codecs or models.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use farflung_base::operation::{Finished, NetworkSimulator};
-use farflung_base::{Nanos, Operation, Rank, Topology};
+use farflung_base::{Bandwidth, Bytes, Nanos, Operation, Rank, Topology};
 
 use crate::ParallelError;
 
@@ -72,7 +72,59 @@ impl Script {
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
     pub fn play(&self, topology: &Topology) -> Result<Played, ParallelError> {
-        let mut simulator = NetworkSimulator::new(topology, &self.operations);
+        self.played(topology, Nanos::MAX)
+            .map_err(|Stuck { rank, act }| ParallelError::NeverDone { rank, act })
+    }
+
+    /// As [`Script::play`] where the last rank is done within `limit`, else `None`, for which no more than the
+    /// limit is played.
+    ///
+    /// # Panics
+    /// As [`Script::play`].
+    #[must_use]
+    pub fn play_within(&self, topology: &Topology, limit: Nanos) -> Option<Played> {
+        self.played(topology, limit).ok().filter(|played| played.makespan() <= limit)
+    }
+
+    /// A time that no play of the script is shorter than: that of the busiest processor, uplink, downlink, line
+    /// or pair of ranks, if it never stood still. What no receiver waits for does not count.
+    ///
+    /// # Panics
+    /// If a rank begins an operation that does not exist.
+    #[must_use]
+    pub fn at_least(&self, topology: &Topology) -> Nanos {
+        let awaited: BTreeSet<(Rank, usize)> = self
+            .acts()
+            .filter_map(|(rank, act)| match act {
+                Act::Await(operation) => Some((rank, operation)),
+                _ => None,
+            })
+            .collect();
+        let mut busy = Busy::new(topology);
+        for (rank, act) in self.acts() {
+            match act {
+                Act::Compute(time) => busy.processors[rank.index()] += u128::from(time.0),
+                Act::Begin(operation) => {
+                    let sides = &self.operations[operation].sides;
+                    let steps = sides.get(&rank).into_iter().flat_map(|side| side.lanes.iter().flatten());
+                    for &(to, bytes) in steps.flat_map(|step| &step.sends) {
+                        if awaited.contains(&(to, operation)) {
+                            busy.send(rank, to, bytes);
+                        }
+                    }
+                }
+                Act::Await(_) => {}
+            }
+        }
+        busy.longest()
+    }
+
+    fn acts(&self) -> impl Iterator<Item = (Rank, Act)> + '_ {
+        (0..).map(Rank).zip(&self.ranks).flat_map(|(rank, acts)| acts.iter().map(move |&act| (rank, act)))
+    }
+
+    fn played(&self, topology: &Topology, limit: Nanos) -> Result<Played, Stuck> {
+        let mut simulator = NetworkSimulator::new(topology, &self.operations).until(limit);
         let mut done: BTreeMap<(Rank, usize), Nanos> = BTreeMap::new();
         let mut ends: Vec<Vec<Nanos>> =
             self.ranks.iter().map(|acts| Vec::with_capacity(acts.len())).collect();
@@ -103,14 +155,87 @@ impl Script {
         let stuck = ends.iter().zip(&self.ranks).position(|(ends, acts)| ends.len() < acts.len());
         match stuck {
             None => Ok(Played { ends }),
-            Some(rank) => Err(ParallelError::NeverDone { rank: Rank(rank as u32), act: ends[rank].len() }),
+            Some(rank) => Err(Stuck { rank: Rank(rank as u32), act: ends[rank].len() }),
         }
+    }
+}
+
+/// A rank that waits at an act.
+struct Stuck {
+    rank: Rank,
+    act: usize,
+}
+
+/// How much there is to do for processors, in nanoseconds, and for links, in bytes.
+struct Busy<'a> {
+    topology: &'a Topology,
+    processors: Vec<u128>,
+    up: Vec<u64>,
+    down: Vec<u64>,
+    line_up: Vec<u64>,
+    line_down: Vec<u64>,
+    pairs: BTreeMap<(Rank, Rank), u64>,
+}
+
+impl<'a> Busy<'a> {
+    fn new(topology: &'a Topology) -> Self {
+        let (ranks, regions) = (topology.size(), topology.regions());
+        Self {
+            topology,
+            processors: vec![0; ranks],
+            up: vec![0; ranks],
+            down: vec![0; ranks],
+            line_up: vec![0; regions],
+            line_down: vec![0; regions],
+            pairs: BTreeMap::new(),
+        }
+    }
+
+    fn send(&mut self, from: Rank, to: Rank, bytes: Bytes) {
+        if from == to {
+            return;
+        }
+        let add = |sum: &mut u64| *sum = sum.saturating_add(bytes.0);
+        add(&mut self.up[from.index()]);
+        add(&mut self.down[to.index()]);
+        add(self.pairs.entry((from, to)).or_default());
+        if self.topology.leaves(from, to) {
+            let region = |rank| self.topology.region(rank);
+            region(from).into_iter().for_each(|region| add(&mut self.line_up[region]));
+            region(to).into_iter().for_each(|region| add(&mut self.line_down[region]));
+        }
+    }
+
+    /// The longest that one of them is busy.
+    fn longest(&self) -> Nanos {
+        let port = |rank: usize| self.topology.port(Rank(rank as u32));
+        let line = |region: usize| self.topology.region_port(region);
+        let each = |sums: &[u64], rate: &dyn Fn(usize) -> Bandwidth| {
+            let times = sums.iter().enumerate().map(|(at, &bytes)| rate(at).transfer(Bytes(bytes)));
+            times.max().unwrap_or_default()
+        };
+        let pair = |(&(from, to), &bytes): (&(Rank, Rank), &u64)| {
+            self.topology.link(from, to).bandwidth.transfer(Bytes(bytes))
+        };
+        let computes =
+            self.processors.iter().max().map_or(0, |&time| u64::try_from(time).unwrap_or(u64::MAX));
+        [
+            Nanos(computes),
+            each(&self.up, &|rank| port(rank).up),
+            each(&self.down, &|rank| port(rank).down),
+            each(&self.line_up, &|region| line(region).up),
+            each(&self.line_down, &|region| line(region).down),
+            self.pairs.iter().map(pair).max().unwrap_or_default(),
+        ]
+        .into_iter()
+        .max()
+        .unwrap_or_default()
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use farflung_base::Bytes;
+    use farflung_base::{Philox, Port};
 
     use super::*;
 
@@ -143,5 +268,66 @@ mod tests {
         let ranks = vec![Vec::new(), vec![Act::Compute(ms(1)), Act::Begin(0), Act::Await(0)]];
         let refused = Script { operations, ranks }.play(&topology).unwrap_err();
         assert_eq!(refused, ParallelError::NeverDone { rank: Rank(1), act: 2 });
+    }
+
+    /// Ranks that compute and begin messages in random order, and wait for all of theirs.
+    fn random(philox: &Philox, at: u64) -> (Script, Topology) {
+        let mut draws = at * 1000..;
+        let mut draw = |below: u64| philox.below(draws.next().unwrap(), below);
+        let ranks = 2 + draw(4) as u32;
+        let mut topology = Topology::uniform(ranks as usize, "8mbit,1ms".parse().unwrap());
+        let rate = |n: u64| Bandwidth((1 + n) * 2_000_000);
+        for rank in (0..ranks).map(Rank) {
+            topology.set_port(rank, Port { up: rate(draw(8)), down: rate(draw(8)) });
+        }
+        if draw(2) == 0 {
+            topology.set_region(&[Rank(0)], Port { up: rate(draw(8)), down: rate(draw(8)) });
+        }
+        let mut script = Script { operations: Vec::new(), ranks: vec![Vec::new(); ranks as usize] };
+        let mut awaits = script.ranks.clone();
+        for number in 0..1 + draw(12) as usize {
+            let (from, step) = (draw(u64::from(ranks)) as u32, 1 + draw(u64::from(ranks) - 1) as u32);
+            let to = (from + step) % ranks;
+            let bytes = Bytes(draw(20_000));
+            script.operations.push(Operation::message(Rank(from), Rank(to), bytes, Bytes(3_000)));
+            for rank in [from, to] {
+                let acts = &mut script.ranks[rank as usize];
+                acts.insert(draw(acts.len() as u64 + 1) as usize, Act::Compute(Nanos(draw(5_000_000))));
+                acts.insert(draw(acts.len() as u64 + 1) as usize, Act::Begin(number));
+            }
+            awaits[to as usize].push(Act::Await(number));
+        }
+        script.ranks.iter_mut().zip(awaits).for_each(|(acts, more)| acts.extend(more));
+        (script, topology)
+    }
+
+    #[test]
+    fn no_play_is_shorter_than_the_bound_and_a_limit_cuts_just_what_is_longer() {
+        let philox = Philox::new(7, 0);
+        let mut tight = 0;
+        for at in 0..500 {
+            let (script, topology) = random(&philox, at);
+            let played = script.play(&topology).unwrap();
+            let (least, takes) = (script.at_least(&topology), played.makespan());
+            assert!(least <= takes, "{at}: {least} of {takes}");
+            tight += u32::from(least.0 * 10 >= takes.0 * 8);
+            assert_eq!(script.play_within(&topology, takes).as_ref(), Some(&played), "{at}");
+            assert_eq!(script.play_within(&topology, Nanos(takes.0 - 1)), None, "{at}");
+        }
+        assert!(tight > 100, "{tight} of 500 bounds are within a fifth");
+    }
+
+    #[test]
+    fn the_bound_of_one_message_is_the_message_and_what_nobody_awaits_does_not_count() {
+        let topology = Topology::uniform(2, "8mbit,1ms".parse().unwrap());
+        let operations = vec![Operation::message(Rank(0), Rank(1), Bytes(4_000), Bytes(1 << 18))];
+        let waits = vec![vec![Act::Begin(0)], vec![Act::Begin(0), Act::Await(0)]];
+        let script = Script { operations, ranks: waits };
+        assert_eq!(script.at_least(&topology), ms(4));
+        let forgets = Script { ranks: vec![vec![Act::Begin(0)], vec![Act::Begin(0)]], ..script };
+        assert_eq!(
+            (forgets.at_least(&topology), forgets.play(&topology).unwrap().makespan()),
+            (ms(0), ms(0))
+        );
     }
 }

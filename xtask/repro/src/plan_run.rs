@@ -4,7 +4,7 @@ use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::base::Link;
 use farflung::parallel::{Cluster, Plan};
-use farflung::train::auto::{Candidate, auto};
+use farflung::train::auto::{Candidate, Wanted, auto};
 use farflung::train::{Job, PipelineSizes, Trainer};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -120,7 +120,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             ..base.clone()
         };
         let there = whole.with_config(config, machines)?;
-        let candidates = auto("small", &whole.model, &cluster, sizes)?;
+        let wanted = Wanted { only: None, keep: 1, each_kind: true };
+        let candidates = auto("small", &whole.model, &cluster, sizes, wanted)?.candidates;
         let chosen = candidates.first().context("there is a plan")?;
         let took = timed(&there, &chosen.plan)?;
         let row = |what: &str| format!("{}: {what}", network.name);

@@ -182,6 +182,8 @@ pub struct NetworkSimulator<'a> {
     came: u64,
     awake: VecDeque<(usize, usize)>,
     finished: VecDeque<Finished>,
+    /// Nothing happens later.
+    until: Nanos,
 }
 
 impl<'a> NetworkSimulator<'a> {
@@ -213,7 +215,14 @@ impl<'a> NetworkSimulator<'a> {
             came: 0,
             awake: VecDeque::new(),
             finished: VecDeque::new(),
+            until: Nanos::MAX,
         }
+    }
+
+    /// Leaves out what happens later than `until`: the ends that depend on it are never told.
+    #[must_use]
+    pub fn until(self, until: Nanos) -> Self {
+        Self { until, ..self }
     }
 
     /// The side of a rank in an operation.
@@ -253,7 +262,7 @@ impl<'a> NetworkSimulator<'a> {
             if let Some(finished) = self.finished.pop_front() {
                 return Some(finished);
             }
-            let event = self.queue.pop()?;
+            let event = self.queue.pop().filter(|event| event.at <= self.until)?;
             match event.class {
                 Class::Departs => self.depart(event),
                 Class::Arrives => self.arrive(event),

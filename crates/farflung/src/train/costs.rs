@@ -8,6 +8,7 @@ use farflung_parallel::{Cluster, Part, Plan, Recompute, Speed};
 use farflung_zoo::GptConfig;
 
 use super::activations::{repeated, within_budget};
+use super::links;
 use crate::{Result, TrainConfig};
 
 /// Modelled time of so many operations at a rate in FLOP/s.
@@ -16,12 +17,25 @@ pub(super) fn modelled(flops: f64, rate: f64) -> Nanos {
 }
 
 /// What a plan runs on.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Machines {
     /// The links between the plan's ranks.
     pub topology: Topology,
     /// Operations a second of each rank's machine.
     pub rates: Vec<f64>,
+}
+
+impl Machines {
+    /// Those of a topology file that a plan names, in the order of its ranks.
+    ///
+    /// Errors: [`Error::Setting`](crate::Error::Setting) for a machine that the file does not have; those of
+    /// [`Cluster::topology`].
+    pub fn of_plan(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Self> {
+        // Where there is a file, nothing of the settings is looked at.
+        let config = TrainConfig::default();
+        let topology = links::of_plan(&config, plan, Some(cluster))?;
+        Ok(Self { topology, rates: rates(&config, model, plan, Some(cluster)) })
+    }
 }
 
 /// The rate of each rank's machine in FLOP/s: the topology file's, else the settings'.

@@ -18,7 +18,6 @@ use super::bind::ReplicaSchedule;
 use super::costs::Machines;
 use super::job::Job;
 use super::sizes::averaging;
-use super::{costs, links};
 use crate::{Result, TrainConfig};
 use dry::DryRun;
 
@@ -62,10 +61,7 @@ pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
 ///
 /// Errors: as [`step_memory`]; a machine that the file does not have.
 pub fn planned_memory(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<StepMemory>> {
-    let config = TrainConfig::default();
-    let topology = links::of_plan(&config, plan, Some(cluster))?;
-    let rates = costs::rates(&config, model, plan, Some(cluster));
-    of_plan(plan, model, &config, &Machines { topology, rates })
+    of_plan(plan, model, &TrainConfig::default(), &Machines::of_plan(plan, model, cluster)?)
 }
 
 fn of_plan(

@@ -5,17 +5,17 @@
 mod operations;
 mod recorder;
 
-use farflung_base::{Bytes, Nanos, Rank};
+use farflung_base::{Bytes, Nanos, Rank, Topology};
 use farflung_parallel::pipeline::run;
 use farflung_parallel::script::{Act, Played, Script};
 use farflung_parallel::{Cluster, Kind, Lane, LocalSteps, Plan, Span, Timeline};
 use farflung_zoo::GptConfig;
 
+use super::averages;
 use super::bind::ReplicaSchedule;
 use super::costs::Machines;
 use super::job::Job;
-use super::{averages, costs, links};
-use crate::{Result, TrainConfig};
+use crate::Result;
 use operations::Operations;
 use recorder::{Marks, Recorder, Worked};
 
@@ -43,8 +43,12 @@ impl Prediction {
     ///
     /// Errors: those of [`ReplicaSchedule::new`]; that a codec or algorithm of the plan has no price.
     pub fn new(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Self> {
-        let of_replica = |replica| ReplicaSchedule::of(plan, model, machines, replica);
-        let schedules: Vec<_> = (0..plan.replicas()).map(of_replica).collect::<Result<_>>()?;
+        Self::limited(plan, model, machines, Nanos::MAX).map(|found| found.expect("nothing is later"))
+    }
+
+    /// As [`Prediction::new`] where a step takes no longer than `limit`, else `None`.
+    fn limited(plan: &Plan, model: &GptConfig, machines: &Machines, limit: Nanos) -> Result<Option<Self>> {
+        let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
         // A replica alone meets itself after each step.
         let meets = !averages::each_step(plan) && !averages::overlaps(plan);
@@ -57,7 +61,13 @@ impl Prediction {
         let pace = Some(Pace { steps: &paces, first });
         let all = Sequence { schedules: &schedules, machines, before: &[], steps, pace, meets };
         if period == steps {
-            return Ok(all.play(&mut operations)?.predicted(period));
+            // As `step` divides.
+            let limit = match limit {
+                Nanos::MAX => limit,
+                Nanos(limit) => Nanos((limit + 1).saturating_mul(period.into()) - 1),
+            };
+            let played = all.recorded(&mut operations)?.play_within(limit)?;
+            return Ok(played.map(|played| played.predicted(period)));
         }
         // The others are as long as the last local step that was played, on each rank.
         let local = Sequence { meets: false, pace: None, ..all }.play(&mut operations)?;
@@ -65,7 +75,8 @@ impl Prediction {
         let others = |(rank, took): (usize, Nanos)| Nanos(took.0.saturating_mul(taken(rank)));
         let before: Vec<Nanos> = local.last_steps().enumerate().map(others).collect();
         let last = Sequence { before: &before, ..all }.play(&mut operations)?;
-        Ok(Self { total: last.played.makespan(), ..local.predicted(period) })
+        let found = Self { total: last.played.makespan(), ..local.predicted(period) };
+        Ok(Some(found).filter(|found| found.step() <= limit))
     }
 
     /// Of a plan for a model on those machines of a topology file that it names.
@@ -73,11 +84,27 @@ impl Prediction {
     /// Errors: as [`Prediction::new`]; [`Error::Setting`](crate::Error::Setting) for a machine that the file
     /// does not have.
     pub fn on(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Self> {
-        // Where there is a file, nothing of the settings is looked at.
-        let config = TrainConfig::default();
-        let topology = links::of_plan(&config, plan, Some(cluster))?;
-        let rates = costs::rates(&config, model, plan, Some(cluster));
-        Self::new(plan, model, &Machines { topology, rates })
+        Self::new(plan, model, &Machines::of_plan(plan, model, cluster)?)
+    }
+
+    /// As [`Prediction::on`] where a step takes no longer than `limit`, else `None`, which is known sooner: no
+    /// more than the limit is played, and nothing where the busiest processor or link takes longer alone.
+    ///
+    /// Errors: as [`Prediction::on`].
+    pub fn within(plan: &Plan, model: &GptConfig, cluster: &Cluster, limit: Nanos) -> Result<Option<Self>> {
+        Self::limited(plan, model, &Machines::of_plan(plan, model, cluster)?, limit)
+    }
+
+    /// A time that no step of a plan without local steps is shorter than: what the busiest processor or link
+    /// takes alone.
+    ///
+    /// Errors: as [`Prediction::on`].
+    pub fn at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Nanos> {
+        let machines = &Machines::of_plan(plan, model, cluster)?;
+        let schedules = schedules(plan, model, machines)?;
+        let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
+        let recorded = Sequence::first(&schedules, machines).recorded(&mut operations)?;
+        Ok(recorded.script.at_least(&machines.topology))
     }
 
     /// Of a job.
@@ -93,15 +120,10 @@ impl Prediction {
     ///
     /// Errors: as [`Prediction::on`].
     pub fn timeline(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Timeline> {
-        let config = TrainConfig::default();
-        let topology = links::of_plan(&config, plan, Some(cluster))?;
-        let machines = &Machines { topology, rates: costs::rates(&config, model, plan, Some(cluster)) };
-        let of_replica = |replica| ReplicaSchedule::of(plan, model, machines, replica);
-        let schedules: Vec<_> = (0..plan.replicas()).map(of_replica).collect::<Result<_>>()?;
+        let machines = &Machines::of_plan(plan, model, cluster)?;
+        let schedules = schedules(plan, model, machines)?;
         let mut operations = Operations::new(plan, model, machines, &schedules[0])?;
-        let first =
-            Sequence { schedules: &schedules, machines, before: &[], steps: 1, pace: None, meets: false };
-        Ok(first.play(&mut operations)?.timeline())
+        Ok(Sequence::first(&schedules, machines).play(&mut operations)?.timeline())
     }
 
     /// A step, averages included, in the mean of a period.
@@ -109,6 +131,11 @@ impl Prediction {
     pub const fn step(&self) -> Nanos {
         Nanos(self.total.0 / self.period as u64)
     }
+}
+
+/// How each replica of a plan carries its step out.
+fn schedules(plan: &Plan, model: &GptConfig, machines: &Machines) -> Result<Vec<ReplicaSchedule>> {
+    (0..plan.replicas()).map(|replica| ReplicaSchedule::of(plan, model, machines, replica)).collect()
 }
 
 /// Local steps of a period that are played one by one: ranks drift apart, and back into step, within a few.
@@ -135,15 +162,47 @@ struct Sequence<'a> {
     meets: bool,
 }
 
-/// Sequence that were played.
+/// What ranks do in a sequence.
+struct Recorded<'a> {
+    topology: &'a Topology,
+    script: Script,
+    marks: Vec<Marks>,
+}
+
+impl Recorded<'_> {
+    /// `None` where it takes longer.
+    fn play_within(self, limit: Nanos) -> Result<Option<PlayedSequence>> {
+        let Self { topology, script, marks } = self;
+        let played = if limit == Nanos::MAX {
+            Some(script.play(topology)?)
+        } else if script.at_least(topology) > limit {
+            None
+        } else {
+            script.play_within(topology, limit)
+        };
+        Ok(played.map(|played| PlayedSequence { played, ranks: script.ranks, marks }))
+    }
+}
+
+/// A sequence that was played.
 struct PlayedSequence {
     played: Played,
     ranks: Vec<Vec<Act>>,
     marks: Vec<Marks>,
 }
 
-impl Sequence<'_> {
+impl<'a> Sequence<'a> {
+    /// The first step, replicas apart.
+    const fn first(schedules: &'a [ReplicaSchedule], machines: &'a Machines) -> Self {
+        Self { schedules, machines, before: &[], steps: 1, pace: None, meets: false }
+    }
+
     fn play(&self, operations: &mut Operations<'_>) -> Result<PlayedSequence> {
+        let played = self.recorded(operations)?.play_within(Nanos::MAX)?;
+        Ok(played.expect("nothing is later"))
+    }
+
+    fn recorded(&self, operations: &mut Operations<'_>) -> Result<Recorded<'a>> {
         operations.begin();
         let (mut ranks, mut marks) = (Vec::new(), Vec::new());
         for (replica, schedule) in (0..).zip(self.schedules) {
@@ -171,8 +230,7 @@ impl Sequence<'_> {
             }
         }
         let script = Script { operations: operations.take(), ranks };
-        let played = script.play(&self.machines.topology)?;
-        Ok(PlayedSequence { played, ranks: script.ranks, marks })
+        Ok(Recorded { topology: &self.machines.topology, script, marks })
     }
 }
 

@@ -8,8 +8,8 @@ use farflung::parallel::churn::Checkpoints;
 use farflung::parallel::{Cluster, ParallelError, Plan, render};
 use farflung::terminal::print;
 use farflung::train::auto::{
-    Bottleneck, Candidate, FileChange, Improvement, RunningCosts, Way, auto, bottleneck, by_region,
-    first_that_fits, improvements, renamed, running_costs, sent,
+    Bottleneck, Candidate, FileChange, Improvement, Ranking, RunningCosts, Wanted, Way, auto, bottleneck,
+    by_region, improvements, renamed, running_costs, sent,
 };
 use farflung::train::{PipelineSizes, Prediction, StepMemory};
 use farflung::zoo::GptConfig;
@@ -99,7 +99,6 @@ struct Chosen<'a> {
     candidate: &'a Candidate,
     tokens: u64,
     sent: Bytes,
-    held: Vec<StepMemory>,
     improvements: Vec<Improvement>,
     bottleneck: Option<Bottleneck>,
     costs: RunningCosts,
@@ -116,25 +115,16 @@ struct Answer {
 }
 
 impl AutoCommand {
-    /// The plans of the kind that is asked for, the fastest that fits first, and what its ranks hold.
-    fn candidates(
+    /// So many of the fastest plans of the kind that is asked for.
+    fn fastest(
         &self,
+        keep: usize,
         model: &GptConfig,
         cluster: &Cluster,
         sizes: PipelineSizes,
-    ) -> Result<(Vec<Candidate>, Vec<StepMemory>)> {
-        let mut candidates = auto(&self.planned.model, model, cluster, sizes)?;
-        let ways = candidates.len();
-        candidates.retain(|candidate| self.only.is_none_or(|only| only.way() == candidate.way));
-        if candidates.is_empty() {
-            return Err(Error::Setting {
-                field: "only",
-                value: self.only.map_or_else(String::new, |only| format!("{only:?}").to_lowercase()),
-                expected: format!("a kind that fits these machines: {ways} plans of other kinds do"),
-            });
-        }
-        let held = first_that_fits(&mut candidates, model, cluster)?;
-        Ok((candidates, held))
+    ) -> Result<Ranking> {
+        let wanted = Wanted { only: self.only.map(Only::way), keep, each_kind: false };
+        auto(&self.planned.model, model, cluster, sizes, wanted)
     }
 
     /// The answer to one change.
@@ -147,8 +137,8 @@ impl AutoCommand {
         sizes: PipelineSizes,
     ) -> Result<Answer> {
         let changed = change.apply(cluster)?;
-        let (candidates, _) = self.candidates(model, &changed, sizes)?;
-        let mut candidate = candidates.into_iter().next().ok_or(ParallelError::NoDevices)?;
+        let found = self.fastest(1, model, &changed, sizes)?.candidates;
+        let mut candidate = found.into_iter().next().ok_or(ParallelError::NoDevices)?;
         // The plan may also stay as it is.
         if let Some(plan) = renamed(&now.plan, &changed) {
             let step = Prediction::on(&plan, model, &changed)?.step();
@@ -166,7 +156,7 @@ impl AutoCommand {
         }
         // A change that cannot be is told before anything is simulated.
         self.what_if.iter().try_for_each(|change| change.apply(&cluster).map(drop))?;
-        let (candidates, held) = self.candidates(&model, &cluster, sizes)?;
+        let Ranking { candidates, compared } = self.fastest(self.top.max(1), &model, &cluster, sizes)?;
         let candidate = &candidates[0];
         if let Some(path) = &self.out {
             write(path, "write the plan", &candidate.plan.to_string())?;
@@ -184,14 +174,13 @@ impl AutoCommand {
         let tokens = candidate.plan.sequences() * model.context as u64;
         let chosen = Chosen {
             checkpoints: self.mtbf.map(|mtbf| {
-                let most = held.iter().map(StepMemory::total).max().unwrap_or_default();
+                let most = candidate.held.iter().map(StepMemory::total).max().unwrap_or_default();
                 let churn::SavingTimes { save, restart } = self.saving.times(most);
                 churn::checkpoints(mtbf, candidate.plan.machines.len() as u32, save, restart)
             }),
             candidate,
             tokens,
             sent: sent(&candidate.plan, &model),
-            held,
             bottleneck: bottleneck(&candidate.plan, &model, &cluster, &improvements)?,
             improvements,
             costs: running_costs(&candidate.plan, &cluster, tokens, candidate.step),
@@ -202,9 +191,9 @@ impl AutoCommand {
                 .collect::<Result<_>>()?,
         };
         print(&if self.json {
-            format!("{}\n", json(&chosen, &candidates))
+            format!("{}\n", json(&chosen, &candidates, compared))
         } else {
-            text(&chosen, &candidates, self.top)
+            text(&chosen, &candidates, compared, self.top)
         })
     }
 }
@@ -264,10 +253,9 @@ fn rate(tokens: u64, step: Nanos) -> f64 {
     if step == Nanos::ZERO { 0.0 } else { tokens as f64 / step.as_secs_f64() }
 }
 
-fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
-    let Chosen { candidate, tokens, sent, held, improvements, bottleneck, costs, what_if, checkpoints } =
-        chosen;
-    let plan = &candidate.plan;
+fn json(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize) -> serde_json::Value {
+    let Chosen { candidate, tokens, sent, improvements, bottleneck, costs, what_if, checkpoints } = chosen;
+    let (plan, held) = (&candidate.plan, &candidate.held);
     let memory: serde_json::Map<_, _> = plan
         .machines
         .iter()
@@ -316,14 +304,13 @@ fn json(chosen: &Chosen<'_>, candidates: &[Candidate]) -> serde_json::Value {
         }),
         "price_per_billion_tokens": costs.price, "kwh_per_billion_tokens": costs.energy,
         "what_if": answers.collect::<Vec<_>>(),
-        "candidates": each.collect::<Vec<_>>(), "would_help": help.collect::<Vec<_>>(),
+        "candidates": each.collect::<Vec<_>>(), "compared": compared, "would_help": help.collect::<Vec<_>>(),
     })
 }
 
-fn text(chosen: &Chosen<'_>, candidates: &[Candidate], top: usize) -> String {
-    let Chosen { candidate, tokens, sent, held, improvements, bottleneck, costs, what_if, checkpoints } =
-        chosen;
-    let plan = &candidate.plan;
+fn text(chosen: &Chosen<'_>, candidates: &[Candidate], compared: usize, top: usize) -> String {
+    let Chosen { candidate, tokens, sent, improvements, bottleneck, costs, what_if, checkpoints } = chosen;
+    let (plan, held) = (&candidate.plan, &candidate.held);
     let mut text = format!(
         "{:>16} {:>8} {:>12} {:>10} {:>12}\n",
         "machine", "replica", "layers", "holds", "activations"
@@ -352,12 +339,13 @@ fn text(chosen: &Chosen<'_>, candidates: &[Candidate], top: usize) -> String {
             rate(*tokens, candidate.step)
         );
     }
+    let _ = writeln!(text, "\nOf {compared} plans that were compared.");
     let ratio = |step: Nanos| step.as_secs_f64() / candidate.step.as_secs_f64().max(1e-9);
     if let Some(baseline) = candidates.iter().filter(|candidate| candidate.is_baseline).map(|c| c.step).min()
     {
         let _ = writeln!(
             text,
-            "\n{:.2} times as fast as the best of equal shares in the file's order.",
+            "{:.2} times as fast as the best of equal shares in the file's order.",
             ratio(baseline)
         );
     }

@@ -1,16 +1,17 @@
-//! A plan that was simulated, and what it holds and sends.
+//! Plans before and after they are simulated, and what they hold and send.
+
+use std::fmt;
 
 use farflung_base::{Bytes, Nanos};
 use farflung_parallel::pipeline::Method;
-use farflung_parallel::{Cluster, Plan, ScheduleSource, all_reduce_bytes};
+use farflung_parallel::{Plan, ScheduleSource, all_reduce_bytes};
 use farflung_zoo::GptConfig;
 
-use crate::Result;
-use crate::train::Prediction;
 use crate::train::chain::layers;
+use crate::train::memory::StepMemory;
 
 /// What kind of plan.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Way {
     /// One pipeline.
     Pipeline,
@@ -18,6 +19,32 @@ pub enum Way {
     Data,
     /// Replicas that are pipelines.
     Both,
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Pipeline => "pipeline",
+            Self::Data => "data",
+            Self::Both => "both",
+        })
+    }
+}
+
+/// A plan that may be simulated.
+#[derive(Debug, Clone)]
+pub(super) struct Draft {
+    pub(super) way: Way,
+    pub(super) what: String,
+    pub(super) plan: Plan,
+    pub(super) is_baseline: bool,
+}
+
+impl Draft {
+    /// Whether its schedule is Megatron's.
+    pub(super) fn has_usual_schedule(&self) -> bool {
+        self.plan.pipeline.schedule == ScheduleSource::Named(Method::OneFOneB)
+    }
 }
 
 /// A plan that was simulated.
@@ -35,7 +62,9 @@ pub struct Candidate {
     pub bubble: f64,
     /// What the busiest rank computes in a step.
     pub compute: Nanos,
-    /// Whether it is what Megatron would do: equal shares, machines as they are listed.
+    /// What each rank holds at the most.
+    pub held: Vec<StepMemory>,
+    /// Whether it is what Megatron would do: equal shares, machines as they are listed, 1F1B.
     pub is_baseline: bool,
 }
 
@@ -79,17 +108,4 @@ pub fn sent(plan: &Plan, model: &GptConfig) -> Bytes {
     let tied =
         if plan.stages() > 1 { 2 * 4 * (model.vocab * model.dim) as u64 * u64::from(replicas) } else { 0 };
     Bytes(hidden * hops + averaged + tied)
-}
-
-/// Simulates a plan.
-pub(super) fn simulated(
-    way: Way,
-    what: String,
-    plan: Plan,
-    model: &GptConfig,
-    cluster: &Cluster,
-) -> Result<Candidate> {
-    let predicted = Prediction::on(&plan, model, cluster)?;
-    let (step, bubble, compute) = (predicted.step(), predicted.bubble, predicted.compute);
-    Ok(Candidate { way, what, plan, step, bubble, compute, is_baseline: false })
 }

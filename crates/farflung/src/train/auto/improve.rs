@@ -8,6 +8,7 @@ use farflung_zoo::GptConfig;
 use super::side_by_side::side_by_side;
 use crate::Result;
 use crate::train::Prediction;
+use crate::train::costs::Machines;
 
 /// A change of the file, and the step of the same plan after it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,14 +62,20 @@ pub fn improvements(
     cluster: &Cluster,
     step: Nanos,
 ) -> Result<Vec<Improvement>> {
+    let now = Machines::of_plan(plan, model, cluster)?;
     let changes = changes(cluster, 2);
-    let steps = side_by_side(&changes, |change| {
-        Prediction::on(plan, model, &change.cluster).map(|predicted| predicted.step())
+    let sooner = Nanos(step.0.saturating_sub(1));
+    let steps = side_by_side(&changes, |Change { cluster, .. }| {
+        // Machines and links that the plan leaves out change nothing.
+        if Machines::of_plan(plan, model, cluster)? == now {
+            return Ok(None);
+        }
+        Prediction::within(plan, model, cluster, sooner)
     })?;
     let mut found = Vec::new();
     for (Change { what: of, .. }, changed) in changes.into_iter().zip(steps) {
-        if changed < step {
-            found.push(Improvement { what: format!("{of} twice as fast"), of, step: changed });
+        if let Some(changed) = changed {
+            found.push(Improvement { what: format!("{of} twice as fast"), of, step: changed.step() });
         }
     }
     found.sort_by_key(|improvement| improvement.step);

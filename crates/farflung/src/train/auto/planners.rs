@@ -18,7 +18,7 @@ use farflung_parallel::{Cluster, ParallelError, Plan};
 use farflung_zoo::GptConfig;
 
 use super::candidate::Candidate;
-use super::first_that_fits;
+use super::ranking::{Wanted, ranked};
 use super::ways::Asked;
 use crate::train::chain::PipelineSizes;
 use crate::{Error, Result};
@@ -175,14 +175,14 @@ fn runnable(stages: &[PlannedStage], instance: &Instance<'_>, name: &str) -> Res
     let Instance { name: model_name, model, cluster, sizes, .. } = *instance;
     let asked = Asked { name: model_name, model, cluster, sizes };
     let rows = rows(stages, replicas);
-    let mut candidates = Vec::new();
-    asked.rows(name, &rows, &chain_stages(stages), &mut candidates)?;
-    if candidates.is_empty() {
+    let mut drafts = Vec::new();
+    asked.rows(name, &rows, &chain_stages(stages), &mut drafts)?;
+    if drafts.is_empty() {
         return not_built("schedule for these stages");
     }
-    candidates.sort_by_key(|candidate| candidate.step);
-    first_that_fits(&mut candidates, model, cluster)?;
-    candidates.into_iter().next().ok_or_else(|| ParallelError::NoDevices.into())
+    let wanted = Wanted { only: None, keep: 1, each_kind: false };
+    let found = ranked(drafts, model, cluster, wanted)?.candidates;
+    found.into_iter().next().ok_or_else(|| ParallelError::NoDevices.into())
 }
 
 /// The machines of each pipeline.

@@ -13,9 +13,8 @@ use farflung_parallel::share::largest_remainder;
 use farflung_parallel::{Cluster, Level, Machine, Plan, ScheduleSource, Speed};
 use farflung_zoo::GptConfig;
 
-use super::candidate::{Candidate, Way, held, simulated};
+use super::candidate::{Draft, Way, held};
 use super::planners::{chain_stages, equal_replicas, rows};
-use super::side_by_side::side_by_side;
 use crate::Result;
 use crate::train::chain::{PipelineSizes, chain, machines, pipeline_plan};
 
@@ -53,38 +52,38 @@ impl Asked<'_> {
     /// One pipeline, over machines in some orders.
     ///
     /// Errors: as [`uneven`] where no order holds the model.
-    pub(super) fn pipelines(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+    pub(super) fn pipelines(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let mut refused = None;
         for (name, order) in self.orders()? {
             let chain = chain(self.model, self.cluster, &order, self.sizes.batch, self.sizes.microbatches)?;
             match uneven(&chain) {
                 Ok(planned) => {
-                    self.pipeline(&format!("pipeline by speed, {name}"), &order, &planned, candidates)?;
+                    self.pipeline(&format!("pipeline by speed, {name}"), &order, &planned, drafts)?;
                 }
                 Err(error) => refused = Some(error),
             }
             if let Some(even) = even(&chain) {
-                let before = candidates.len();
-                self.pipeline(&format!("pipeline of equal shares, {name}"), &order, &even, candidates)?;
-                for candidate in &mut candidates[before..] {
-                    candidate.is_baseline = name == LISTED;
+                let before = drafts.len();
+                self.pipeline(&format!("pipeline of equal shares, {name}"), &order, &even, drafts)?;
+                for draft in &mut drafts[before..] {
+                    draft.is_baseline = name == LISTED && draft.has_usual_schedule();
                 }
             }
         }
-        self.alone(candidates)?;
+        self.alone(drafts)?;
         refused.map_or(Ok(()), |error| Err(error.into()))
     }
 
     /// The fastest machine on its own, if it holds the model: a division among several counts no overlap, and
     /// may be slower.
-    fn alone(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+    fn alone(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let machines = machines(self.model, self.cluster);
         let fastest = (0..).map(Rank).zip(&machines).min_by_key(|(_, machine)| Reverse(machine.flops));
         let Some((fastest, _)) = fastest.filter(|_| machines.len() > 1) else { return Ok(()) };
         let order = [fastest];
         let chain = chain(self.model, self.cluster, &order, self.sizes.batch, self.sizes.microbatches)?;
         match uneven(&chain) {
-            Ok(planned) => self.pipeline("the fastest machine alone", &order, &planned, candidates),
+            Ok(planned) => self.pipeline("the fastest machine alone", &order, &planned, drafts),
             // Others may hold it together.
             Err(_) => Ok(()),
         }
@@ -95,34 +94,24 @@ impl Asked<'_> {
         what: &str,
         order: &[Rank],
         planned: &ChainPlan,
-        candidates: &mut Vec<Candidate>,
+        drafts: &mut Vec<Draft>,
     ) -> Result<()> {
         let plan = pipeline_plan(self.name, self.model, self.cluster, order, planned, self.sizes)?;
-        self.schedules(Way::Pipeline, what, &plan, candidates)
+        self.schedules(Way::Pipeline, what, &plan, drafts);
+        Ok(())
     }
 
     /// A plan under each schedule that does its sizes.
-    fn schedules(&self, way: Way, what: &str, plan: &Plan, candidates: &mut Vec<Candidate>) -> Result<()> {
+    fn schedules(&self, way: Way, what: &str, plan: &Plan, drafts: &mut Vec<Draft>) {
         let methods = if plan.stages() > 1 { &SCHEDULES[..] } else { &SCHEDULES[..1] };
-        let mut plans = Vec::new();
         for &method in methods {
             let mut plan = plan.clone();
             plan.pipeline.schedule = ScheduleSource::Named(method);
             if plan.check().is_ok() && self.fits(&plan) {
                 let what = if methods.len() > 1 { format!("{what}, {method}") } else { what.to_owned() };
-                plans.push((what, plan));
+                drafts.push(Draft { way, what, plan, is_baseline: false });
             }
         }
-        self.simulate(way, &plans, candidates)
-    }
-
-    /// Adds named plans, simulated.
-    fn simulate(&self, way: Way, plans: &[(String, Plan)], candidates: &mut Vec<Candidate>) -> Result<()> {
-        let one = |(what, plan): &(String, Plan)| {
-            simulated(way, what.clone(), plan.clone(), self.model, self.cluster)
-        };
-        candidates.extend(side_by_side(plans, one)?);
-        Ok(())
     }
 
     /// Whether each machine holds its part.
@@ -166,18 +155,18 @@ impl Asked<'_> {
     }
 
     /// Replicas of one machine each: shares by speed on a ring, and equal shares as listed.
-    pub(super) fn data(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+    pub(super) fn data(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let whole = vec![ChainStage { layers: 0..self.model.layers, machine: 0 }];
         let topology = self.cluster.topology()?;
         for Pool { name, machines } in self.pools() {
             let around = self.around(&topology.among(&machines), &machines);
             for (shares, equal) in [("replicas by speed", false), ("replicas of equal shares", true)] {
-                let before = candidates.len();
+                let before = drafts.len();
                 let order = if equal { &machines } else { &around };
                 let rows: Vec<Vec<Rank>> = order.iter().map(|&rank| vec![rank]).collect();
-                self.replicas(Way::Data, &format!("{shares}{name}"), &rows, &whole, equal, candidates)?;
-                for candidate in &mut candidates[before..] {
-                    candidate.is_baseline = equal && name.is_empty();
+                self.replicas(Way::Data, &format!("{shares}{name}"), &rows, &whole, equal, drafts)?;
+                for draft in &mut drafts[before..] {
+                    draft.is_baseline = equal && name.is_empty();
                 }
             }
         }
@@ -196,15 +185,15 @@ impl Asked<'_> {
     }
 
     /// Pipelines side by side, for every number of stages that divides the machines.
-    pub(super) fn both(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+    pub(super) fn both(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let topology = self.cluster.topology()?;
         for pool in self.pools() {
             let count = pool.machines.len() as u32;
             let most = STAGES.min(count / 2).min(self.model.layers as u32);
             for stages in (2..=most).filter(|&stages| count.is_multiple_of(stages)) {
-                self.placed(&pool, stages, &topology, candidates)?;
+                self.placed(&pool, stages, &topology, drafts)?;
                 if pool.name.is_empty() {
-                    self.listed(stages, &topology, candidates)?;
+                    self.listed(stages, &topology, drafts)?;
                 }
             }
         }
@@ -212,13 +201,7 @@ impl Asked<'_> {
     }
 
     /// Pipelines of so many stages over the machines of a pool, placed by DT-FM's search.
-    fn placed(
-        &self,
-        pool: &Pool,
-        stages: u32,
-        topology: &Topology,
-        candidates: &mut Vec<Candidate>,
-    ) -> Result<()> {
+    fn placed(&self, pool: &Pool, stages: u32, topology: &Topology, drafts: &mut Vec<Draft>) -> Result<()> {
         let replicas = pool.machines.len() as u32 / stages;
         let each = self.sizes.microbatches.div_ceil(replicas);
         let workload = Workload {
@@ -238,20 +221,20 @@ impl Asked<'_> {
         let used = |row: &Vec<Rank>| planned.stages.iter().map(|stage| row[stage.machine]).collect();
         let rows: Vec<Vec<Rank>> = rows.iter().map(used).collect();
         let what = format!("{replicas} pipelines of {}, DT-FM{}", planned.stages.len(), pool.name);
-        self.replicas(Way::Both, &what, &rows, &planned.stages, false, candidates)
+        self.replicas(Way::Both, &what, &rows, &planned.stages, false, drafts)
     }
 
     /// Pipelines of so many stages with equal shares, ranks as Megatron numbers them.
-    fn listed(&self, stages: u32, topology: &Topology, candidates: &mut Vec<Candidate>) -> Result<()> {
+    fn listed(&self, stages: u32, topology: &Topology, drafts: &mut Vec<Draft>) -> Result<()> {
         let replicas = self.cluster.size() as u32 / stages;
         let row = |replica: u32| (0..stages).map(|stage| Rank(stage * replicas + replica)).collect();
         let rows: Vec<Vec<Rank>> = (0..replicas).map(row).collect();
         let Some(even) = even(&self.slowest(topology, &rows)?) else { return Ok(()) };
-        let before = candidates.len();
+        let before = drafts.len();
         let what = format!("{replicas} pipelines of {stages}, as listed");
-        self.replicas(Way::Both, &what, &rows, &even.stages, true, candidates)?;
-        for candidate in &mut candidates[before..] {
-            candidate.is_baseline = true;
+        self.replicas(Way::Both, &what, &rows, &even.stages, true, drafts)?;
+        for draft in &mut drafts[before..] {
+            draft.is_baseline = draft.has_usual_schedule();
         }
         Ok(())
     }
@@ -329,7 +312,7 @@ impl Asked<'_> {
         rows: &[Vec<Rank>],
         stages: &[ChainStage],
         equal: bool,
-        candidates: &mut Vec<Candidate>,
+        drafts: &mut Vec<Draft>,
     ) -> Result<()> {
         let count = rows.len() as u32;
         if count < 2 || self.sizes.microbatches < count {
@@ -359,28 +342,11 @@ impl Asked<'_> {
         plan.mesh = Plan::mesh_of(count, stages.len() as u32)?;
         plan.machines = rows.iter().flatten().map(|rank| names[rank.index()].clone()).collect();
         plan.microbatches = microbatches;
-        // Schedules with one algorithm, then the fastest of them with the others: all products would take long
-        // to simulate.
-        let before = candidates.len();
-        let [first, others @ ..] = ALGORITHMS;
-        plan.levels = vec![Level { algorithm: first, ..Level::default() }];
-        self.schedules(way, &format!("{what}, {first}"), &plan, candidates)?;
-        let Some(fastest) = candidates[before..].iter().min_by_key(|candidate| candidate.step) else {
-            return Ok(());
-        };
-        let plan = fastest.plan.clone();
-        let with = |&algorithm: &Algorithm| {
-            let levels = vec![Level { algorithm, ..Level::default() }];
-            let what = match plan.pipeline.schedule {
-                ScheduleSource::Named(method) if plan.stages() > 1 => {
-                    format!("{what}, {algorithm}, {method}")
-                }
-                _ => format!("{what}, {algorithm}"),
-            };
-            (what, Plan { levels, ..plan.clone() })
-        };
-        let plans: Vec<_> = others.iter().map(with).collect();
-        self.simulate(way, &plans, candidates)
+        for algorithm in ALGORITHMS {
+            plan.levels = vec![Level { algorithm, ..Level::default() }];
+            self.schedules(way, &format!("{what}, {algorithm}"), &plan, drafts);
+        }
+        Ok(())
     }
 
     /// Pipelines of given machines and layers: one, or several side by side.
@@ -389,25 +355,25 @@ impl Asked<'_> {
         what: &str,
         rows: &[Vec<Rank>],
         stages: &[ChainStage],
-        candidates: &mut Vec<Candidate>,
+        drafts: &mut Vec<Draft>,
     ) -> Result<()> {
         let [row] = rows else {
             let way = if stages.len() == 1 { Way::Data } else { Way::Both };
-            return self.replicas(way, what, rows, stages, false, candidates);
+            return self.replicas(way, what, rows, stages, false, drafts);
         };
         let planned = ChainPlan { stages: stages.to_vec(), time: farflung_base::Nanos::ZERO };
-        self.pipeline(what, row, &planned, candidates)
+        self.pipeline(what, row, &planned, drafts)
     }
 
     /// What DAPPLE's planner makes of the machines for every number of copies of a stage.
-    pub(super) fn dapple(&self, candidates: &mut Vec<Candidate>) -> Result<()> {
+    pub(super) fn dapple(&self, drafts: &mut Vec<Draft>) -> Result<()> {
         let all = self.cluster.size() as u32;
         for copies in (1..=all.min(self.sizes.microbatches)).filter(|copies| all.is_multiple_of(*copies)) {
             // A model that these machines do not hold is no error: others may.
             let Ok(stages) = equal_replicas(self.model, self.cluster, self.sizes, copies) else { continue };
             let what = format!("{copies} pipelines of {}, DAPPLE", stages.len());
             let (rows, stages) = (rows(&stages, copies as usize), chain_stages(&stages));
-            self.rows(&what, &rows, &stages, candidates)?;
+            self.rows(&what, &rows, &stages, drafts)?;
         }
         Ok(())
     }

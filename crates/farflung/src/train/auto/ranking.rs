@@ -1,0 +1,239 @@
+//! The fastest of many plans. All are simulated that could be among them, and no other to its end: a plan whose
+//! averages, busiest processor or busiest link take longer alone is not simulated, and a simulation ends when
+//! it is too late.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use farflung_base::{Bytes, Nanos, Rank};
+use farflung_parallel::{Cluster, ParallelError, Plan};
+use farflung_zoo::GptConfig;
+
+use super::candidate::{Candidate, Draft, Way};
+use super::side_by_side::side_by_side;
+use crate::Result;
+use crate::train::Prediction;
+use crate::train::chain::layers;
+use crate::train::costs::Machines;
+use crate::train::memory::{StepMemory, planned_memory};
+
+/// Which plans are to be told of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wanted {
+    /// One kind alone.
+    pub only: Option<Way>,
+    /// How many of the fastest. The fastest baseline is told of beside these.
+    pub keep: usize,
+    /// The fastest of each kind too, and the fastest baseline of each.
+    pub each_kind: bool,
+}
+
+/// Plans that fit, the fastest first.
+#[derive(Debug, Clone)]
+pub struct Ranking {
+    /// Those that were wanted.
+    pub candidates: Vec<Candidate>,
+    /// Plans that were compared. The others of them are slower, or do not fit.
+    pub compared: usize,
+}
+
+/// The fastest plans that each machine holds.
+///
+/// Errors: the fastest plan's, if none fits; those of [`Prediction::on`] and [`planned_memory`].
+pub(super) fn ranked(
+    drafts: Vec<Draft>,
+    model: &GptConfig,
+    cluster: &Cluster,
+    wanted: Wanted,
+) -> Result<Ranking> {
+    let drafts = different(drafts, model, cluster)?;
+    let mut order: Vec<(Nanos, usize)> = Vec::new();
+    for (at, draft) in drafts.iter().enumerate() {
+        order.push((averages_at_least(&draft.plan, model, cluster)?, at));
+    }
+    order.sort_unstable();
+    let best = Mutex::new(Best { wanted, all: Vec::new(), of_kind: BTreeMap::new() });
+    let limit_of = |draft: &Draft| best.lock().unwrap_or_else(PoisonError::into_inner).limit(draft);
+    let found = side_by_side(&order, |&(least, at)| {
+        let draft = &drafts[at];
+        let limit = limit_of(draft);
+        if least > limit {
+            return Ok(Outcome::Slower);
+        }
+        let Some(predicted) = Prediction::within(&draft.plan, model, cluster, limit)? else {
+            return Ok(Outcome::Slower);
+        };
+        let held = planned_memory(&draft.plan, model, cluster)?;
+        let step = predicted.step();
+        if let Some(error) = too_small(&draft.plan, &held, cluster) {
+            return Ok(Outcome::TooLarge(step, at, error));
+        }
+        best.lock().unwrap_or_else(PoisonError::into_inner).add(draft, step);
+        let Draft { way, what, plan, is_baseline } = draft.clone();
+        let (bubble, compute) = (predicted.bubble, predicted.compute);
+        Ok(Outcome::Fits(at, Candidate { way, what, plan, step, bubble, compute, held, is_baseline }))
+    })?;
+    let (mut fitting, mut too_large) = (Vec::new(), Vec::new());
+    for outcome in found {
+        match outcome {
+            Outcome::Fits(at, candidate) if candidate.step <= limit_of(&drafts[at]) => {
+                fitting.push((candidate.step, at, candidate));
+            }
+            Outcome::Fits(..) | Outcome::Slower => {}
+            Outcome::TooLarge(step, at, error) => too_large.push((step, at, error)),
+        }
+    }
+    fitting.sort_by_key(|&(step, at, _)| (step, at));
+    if fitting.is_empty() {
+        let fastest = too_large.into_iter().min_by_key(|&(step, at, _)| (step, at));
+        return Err(fastest.map_or(ParallelError::NoDevices, |(_, _, error)| error).into());
+    }
+    let candidates = fitting.into_iter().map(|(_, _, candidate)| candidate).collect();
+    Ok(Ranking { candidates, compared: drafts.len() })
+}
+
+/// What became of a plan.
+enum Outcome {
+    Fits(usize, Candidate),
+    Slower,
+    TooLarge(Nanos, usize, ParallelError),
+}
+
+/// The steps of the fastest so far.
+struct Best {
+    wanted: Wanted,
+    /// In order.
+    all: Vec<Nanos>,
+    of_kind: BTreeMap<(Option<Way>, bool), Nanos>,
+}
+
+impl Best {
+    /// What a step may take at the most to be among them.
+    fn limit(&self, draft: &Draft) -> Nanos {
+        let of_all = self.all.get(self.wanted.keep.max(1) - 1).copied().unwrap_or(Nanos::MAX);
+        let of_kind = match self.kind(draft) {
+            Some(kind) => self.of_kind.get(&kind).copied().unwrap_or(Nanos::MAX),
+            None => Nanos::ZERO,
+        };
+        of_all.max(of_kind)
+    }
+
+    fn add(&mut self, draft: &Draft, step: Nanos) {
+        self.all.insert(self.all.partition_point(|&other| other <= step), step);
+        self.all.truncate(self.wanted.keep.max(1));
+        if let Some(kind) = self.kind(draft) {
+            let of_kind = self.of_kind.entry(kind).or_insert(step);
+            *of_kind = step.min(*of_kind);
+        }
+    }
+
+    /// The kind of which a plan may be the fastest that is told of.
+    fn kind(&self, draft: &Draft) -> Option<(Option<Way>, bool)> {
+        let each = self.wanted.each_kind;
+        (each || draft.is_baseline).then_some((Some(draft.way).filter(|_| each), draft.is_baseline))
+    }
+}
+
+/// A time that no step of a plan is shorter than: each rank sends nearly all of its gradients at least once,
+/// whatever the algorithm, and not faster than its fastest link.
+fn averages_at_least(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Nanos> {
+    let replicas = plan.replicas() as usize;
+    if replicas == 1 {
+        return Ok(Nanos::ZERO);
+    }
+    let topology = Machines::of_plan(plan, model, cluster)?.topology;
+    let layers = layers(model, plan.batch);
+    let stages = plan.parts.len();
+    let mut longest = Nanos::ZERO;
+    for rank in 0..replicas * stages {
+        let part = &plan.parts[rank % stages].layers;
+        let state: u64 =
+            layers[part.start as usize..part.end as usize].iter().map(|layer| layer.state.0).sum();
+        // Of weight, gradient and two moments. A part alone holds the token table once.
+        let parameters = if stages == 1 { model.parameters() } else { state / 16 };
+        let gradients = 4 * parameters;
+        let sends = Bytes(gradients / replicas as u64 * (replicas as u64 - 1));
+        let others =
+            (0..replicas).map(|replica| replica * stages + rank % stages).filter(|&other| other != rank);
+        let fastest = others.map(|other| topology.rate(Rank(rank as u32), Rank(other as u32))).max();
+        longest = longest.max(fastest.map_or(Nanos::ZERO, |rate| rate.transfer(sends)));
+    }
+    Ok(longest)
+}
+
+/// Without those that another plan before is like but for the names of machines.
+fn different(drafts: Vec<Draft>, model: &GptConfig, cluster: &Cluster) -> Result<Vec<Draft>> {
+    let names = cluster.rank_names();
+    let memory: BTreeMap<&str, Option<Bytes>> =
+        names.iter().map(String::as_str).zip(cluster.ranks().map(|machine| machine.memory)).collect();
+    let mut seen: Vec<(Plan, Machines, Vec<Option<Bytes>>)> = Vec::new();
+    let mut all = Vec::new();
+    for draft in drafts {
+        let machines = Machines::of_plan(&draft.plan, model, cluster)?;
+        let holds = draft.plan.machines.iter().map(|name| memory[name.as_str()]).collect();
+        let nameless = Plan { machines: Vec::new(), ..draft.plan.clone() };
+        let is = (nameless, machines, holds);
+        if !seen.contains(&is) {
+            seen.push(is);
+            all.push(draft);
+        }
+    }
+    Ok(all)
+}
+
+/// The machine of a plan that lacks most.
+fn too_small(plan: &Plan, held: &[StepMemory], cluster: &Cluster) -> Option<ParallelError> {
+    let names = cluster.rank_names();
+    let memory = |name: &str| names.iter().zip(cluster.ranks()).find(|(known, _)| *known == name)?.1.memory;
+    plan.machines
+        .iter()
+        .zip(held)
+        .filter_map(|(name, held)| Some((name, held.total(), memory(name)?)))
+        .filter(|(_, needs, has)| needs > has)
+        .max_by_key(|(_, needs, has)| needs.0 - has.0)
+        .map(|(device, needs, has)| ParallelError::PartMemory { device: device.clone(), needs, has })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::ways::Asked;
+    use super::*;
+    use crate::train::PipelineSizes;
+
+    const UNEVEN: &str = include_str!("../../../../parallel/examples/uneven.toml");
+
+    fn drafts(cluster: &Cluster, model: &GptConfig) -> Vec<Draft> {
+        let sizes = PipelineSizes { batch: 1, microbatches: 4 };
+        let asked = Asked { name: "small", model, cluster, sizes };
+        let mut drafts = Vec::new();
+        asked.pipelines(&mut drafts).unwrap();
+        asked.data(&mut drafts).unwrap();
+        asked.both(&mut drafts).unwrap();
+        asked.dapple(&mut drafts).unwrap();
+        drafts
+    }
+
+    #[test]
+    fn what_is_left_out_is_slower_and_bounds_hold() {
+        let model = GptConfig { layers: 4, ..GptConfig::preset("nano").unwrap() };
+        let cluster: Cluster = UNEVEN.parse().unwrap();
+        let drafts = drafts(&cluster, &model);
+        let mut steps = Vec::new();
+        for Draft { plan, what, .. } in &different(drafts.clone(), &model, &cluster).unwrap() {
+            let step = Prediction::on(plan, &model, &cluster).unwrap().step();
+            let least = averages_at_least(plan, &model, &cluster).unwrap();
+            let busiest = Prediction::at_least(plan, &model, &cluster).unwrap();
+            assert!(least <= step && busiest <= step, "{what}: {least}, {busiest} of {step}");
+            assert!(least <= busiest || plan.replicas() == 1, "{what}: {least} is over {busiest}");
+            steps.push(step);
+        }
+        steps.sort_unstable();
+        let wanted = Wanted { only: None, keep: 3, each_kind: false };
+        let ranking = ranked(drafts, &model, &cluster, wanted).unwrap();
+        assert_eq!(ranking.compared, steps.len());
+        let found: Vec<Nanos> = ranking.candidates.iter().map(|candidate| candidate.step).collect();
+        assert_eq!(found[..3], steps[..3]);
+        assert!(ranking.candidates.iter().any(|candidate| candidate.is_baseline));
+        assert!(found.len() < steps.len(), "{} of {}", found.len(), steps.len());
+    }
+}
