@@ -84,8 +84,8 @@ enum Event {
     Answered(usize, usize),
 }
 
-/// The method as its paper writes it, in f64, without losing what workers sent meanwhile. Parameters of each rank
-/// after each step; after the last, the world's model.
+/// The method as its paper writes it, in f64, without losing what workers sent meanwhile. Parameters of each
+/// rank after each step; after the last, the world's model.
 fn plain(outer: (f64, f64), world: WorldSettings, away: u64) -> Vec<Vec<Vec<f64>>> {
     let regions: Vec<Vec<usize>> = regions().iter().map(|r| r.iter().map(|r| r.index()).collect()).collect();
     let home = |rank: usize| regions.iter().position(|r| r.contains(&rank)).unwrap();

@@ -67,7 +67,7 @@ pub const SHIPPED: [Shipped; 12] = [
     },
     Shipped {
         name: "two-regions",
-        about: "eight machines of unequal speed in two regions, with a line of 100 Mbit/s and 40 ms between them",
+        about: "eight machines of unequal speed in two regions, 100 Mbit/s and 40 ms apart",
         text: include_str!("../topologies/two-regions.toml"),
     },
     Shipped {

@@ -17,8 +17,8 @@ use node::{Node, Region, World, forward};
 /// [`Asynchronous`] workers of regional servers, which in turn are workers of a world server.
 ///
 /// Every `every` steps a worker sends its change to the server of its region and goes on from that one's model,
-/// as in [`ASYNC`]. After `world.every` of these changes a region's server sends what they moved its model by to
-/// the world's, and answers its workers meanwhile. Both levels move by delayed Nesterov. When the world's model
+/// as in [`ASYNC`]. After `world.every` of these changes a region's server sends what they moved its model by
+/// to the world's, and answers its workers meanwhile. Both levels move by delayed Nesterov. When the world's model
 /// comes back:
 ///
 /// ```text
@@ -31,19 +31,20 @@ use node::{Node, Region, World, forward};
 /// The smallest region has `s` workers, and the first `s` of each region serve a shard of its model; `central`
 /// is the first alone. The world's shards are spread over the same ranks. A worker sends and receives
 /// `4 P (s - 1) / s` bytes each for a change in a region of `s`, and a region `4 P (m - 1) / m` each for
-/// `world.every` of them, of `P` values among `m` regions. Through a codec goes what regions send; what it loses stays
-/// `pending`.
+/// `world.every` of them, of `P` values among `m` regions. Through a codec goes what regions send; what it loses
+/// stays `pending`.
 ///
-/// A region's change counts for its share of the workers, and a worker's for its tokens, so that a round of all is the
-/// mean by tokens.
+/// A region's change counts for its share of the workers, and a worker's for its tokens, so that a round of all
+/// is the mean by tokens.
 ///
-/// Source: Kim et al. 2025, "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed Large
-/// Language Model Training". Differs: the authors' code measures a region's next change from the merged model, so that
-/// what workers sent while a message travelled never reaches the world. Here it is part of the next message.
+/// Source: Kim et al. 2025, "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed
+/// Large Language Model Training". Differs: the authors' code measures a region's next change from the merged
+/// model, so that what workers sent while a message travelled never reaches the world. Here it is part of the
+/// next message.
 pub const HALOS: SyncMethod = SyncMethod {
     name: "halos",
-    summary: "as async with a server in each region of --topology; these send their changes to a world server every \
-              --world-every, and wait for nothing",
+    summary: "as async with a server in each region of --topology; these send their changes to a world server \
+              every --world-every, and wait for nothing",
     reads: &[
         "sync-every",
         "outer-lr",
@@ -61,7 +62,8 @@ pub const HALOS: SyncMethod = SyncMethod {
     buffers: |&Kept { momentum, world_momentum, .. }| {
         let states = |momentum: f64| if momentum == 0.0 { 0 } else { 2 };
         let (region, world) = (states(momentum), states(world_momentum));
-        // Of the world, the model and its states; of a region, these, what is pending and how many changes came.
+        // Of the world, the model and its states; of a region, these, what is pending, and how many changes
+        // came.
         let remembered = 1 + world + 3 + region;
         // What is served, the same as it is saved, and three of the worker's own.
         Buffers { held: (3 + world + region) + remembered + 3, saved: remembered + 3 }

@@ -41,8 +41,8 @@ pub(in crate::sync) struct Remembered {
 /// Servers as one worker sees them, and what its own rank serves.
 #[derive(Debug)]
 pub(in crate::sync) struct Parts {
-    /// The worker's servers, each with its shard. They answer a meeting with the model and, where all is settled,
-    /// what they remember in the order of `remembered`.
+    /// The worker's servers, each with its shard. They answer a meeting with the model and, where all is
+    /// settled, what they remember in the order of `remembered`.
     pub(in crate::sync) owners: Vec<Owner>,
     /// What this rank serves.
     pub(in crate::sync) server: Arc<Mutex<dyn Serves>>,
