@@ -37,7 +37,7 @@ use node::{Node, Region, World, forward};
 /// A region's change counts for its share of the workers, and a worker's for its tokens, so that a round of all
 /// is the mean by tokens.
 ///
-/// Source: Kim et al. 2025, "HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed
+/// Source: Kim et al. 2025, "`HALoS`: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed
 /// Large Language Model Training". Differs: the authors' code measures a region's next change from the merged
 /// model, so that what workers sent while a message travelled never reaches the world. Here it is part of the
 /// next message.

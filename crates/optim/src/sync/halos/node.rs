@@ -169,15 +169,12 @@ impl Region {
     fn send(&mut self) -> Answer {
         let (step, weight) = (self.step, self.weight);
         let change = std::mem::take(&mut self.pending);
-        let message = match self.packed(&change) {
-            Some((payload, sent)) => {
-                self.pending = change.iter().zip(&sent).map(|(change, sent)| change - sent).collect();
-                ToServer::Packed { step, weight, payload }
-            }
-            None => {
-                self.pending = vec![0.0; change.len()];
-                ToServer::Push { step, weight, change }
-            }
+        let message = if let Some((payload, sent)) = self.packed(&change) {
+            self.pending = change.iter().zip(&sent).map(|(change, sent)| change - sent).collect();
+            ToServer::Packed { step, weight, payload }
+        } else {
+            self.pending = vec![0.0; change.len()];
+            ToServer::Push { step, weight, change }
         };
         self.to_world(&message)
     }
