@@ -18,7 +18,8 @@ use node::{Node, Region, World, forward};
 ///
 /// Every `every` steps a worker sends its change to the server of its region and goes on from that one's model,
 /// as in [`ASYNC`]. After `world.every` of these changes a region's server sends what they moved its model by
-/// to the world's, and answers its workers meanwhile. Both levels move by delayed Nesterov. When the world's model
+/// to the world's, and answers its workers meanwhile. Both levels move by delayed Nesterov. When the
+/// world's model
 /// comes back:
 ///
 /// ```text
@@ -31,13 +32,15 @@ use node::{Node, Region, World, forward};
 /// The smallest region has `s` workers, and the first `s` of each region serve a shard of its model; `central`
 /// is the first alone. The world's shards are spread over the same ranks. A worker sends and receives
 /// `4 P (s - 1) / s` bytes each for a change in a region of `s`, and a region `4 P (m - 1) / m` each for
-/// `world.every` of them, of `P` values among `m` regions. Through a codec goes what regions send; what it loses
+/// `world.every` of them, of `P` values among `m` regions. Through a codec goes what regions send; what it
+/// loses
 /// stays `pending`.
 ///
 /// A region's change counts for its share of the workers, and a worker's for its tokens, so that a round of all
 /// is the mean by tokens.
 ///
-/// Source: Kim et al. 2025, "`HALoS`: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed
+/// Source: Kim et al. 2025, "`HALoS`: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-
+/// Distributed
 /// Large Language Model Training". Differs: the authors' code measures a region's next change from the merged
 /// model, so that what workers sent while a message travelled never reaches the world. Here it is part of the
 /// next message.
