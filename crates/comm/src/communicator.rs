@@ -22,6 +22,7 @@ use std::task::Poll;
 use farflung_base::{Link, Nanos, PeerId, Pending, Rank, Topology};
 
 use crate::Algorithm;
+use crate::algorithm::regions;
 use crate::coded::CodedBuffer;
 use crate::inbox::CANCELLED;
 use crate::message::Torn;
@@ -357,6 +358,13 @@ impl Communicator {
         }
         let plans = self.plans.with_regions(regions);
         Ok(Self { plans: Arc::new(plans), ..self })
+    }
+
+    /// The ranks in groups that are near each other: those of [`Communicator::with_regions`], else those that
+    /// the declared links show.
+    #[must_use]
+    pub fn regions(&self) -> Vec<Vec<Rank>> {
+        self.plans.regions().map_or_else(|| regions(self.plans.topology()), <[_]>::to_vec)
     }
 
     /// A buffer of `len` values of which a codec makes at most so many bytes, on the declared links.

@@ -13,6 +13,7 @@ mod eager;
 mod event;
 mod exchange;
 mod gossip;
+mod halos;
 mod mean;
 mod model_average;
 mod modulo;
@@ -36,6 +37,7 @@ use crate::{Average, AverageConfig, Chain, Coding, OptimError};
 
 pub use asynchronous::{
     ASYNC, Asynchronous, AsynchronousSettings, BOUNDED_STALE, DECOUPLED, PARAMETER_SERVER, Servers,
+    WorldSettings,
 };
 pub use cocktail::COCKTAIL;
 pub use ddp::{DDP, Ddp};
@@ -45,6 +47,7 @@ pub use diloco::{DILOCO, DiLoCo};
 pub use eager::{EAGER, Eager};
 pub use event::{EVENT, EventTriggered};
 pub use gossip::{D_PSGD, EXPONENTIAL, Gossip, RANDOM_PAIRS, SHIFT_ONE};
+pub use halos::HALOS;
 pub use model_average::{ASYNC_AVERAGE, ModelAverage};
 pub use moniqua::MONIQUA;
 pub use neighbours::{Graph, Meeting, Neighbour};
@@ -301,6 +304,8 @@ pub struct SyncMethod {
 pub struct Kept {
     /// Momentum of an outer optimizer.
     pub momentum: f64,
+    /// Momentum of the world server.
+    pub world_momentum: f64,
     /// Buffers of a copy's own optimizer.
     pub states: usize,
     /// Whether the codec keeps what it loses.
@@ -336,6 +341,7 @@ pub const METHODS: &[SyncMethod] = &[
     PARAMETER_SERVER,
     BOUNDED_STALE,
     DECOUPLED,
+    HALOS,
     ASYNC_AVERAGE,
     MONIQUA,
     ZERO_ONE,

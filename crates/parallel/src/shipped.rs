@@ -14,7 +14,7 @@ pub struct Shipped {
 }
 
 /// All of them.
-pub const SHIPPED: [Shipped; 11] = [
+pub const SHIPPED: [Shipped; 12] = [
     Shipped {
         name: "dtfm-1",
         about: "64 V100 in 8 machines of one data centre (DT-FM's case 1)",
@@ -64,6 +64,11 @@ pub const SHIPPED: [Shipped; 11] = [
         name: "straggler",
         about: "eight machines on a fast network, one three times slower",
         text: include_str!("../topologies/straggler.toml"),
+    },
+    Shipped {
+        name: "two-regions",
+        about: "eight machines of unequal speed in two regions, 100 Mbit/s and 40 ms apart",
+        text: include_str!("../topologies/two-regions.toml"),
     },
     Shipped {
         name: "world-4096",

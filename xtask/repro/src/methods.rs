@@ -86,6 +86,15 @@ const DEGENERATE: &[Degenerate] = &[
         "--sync decoupled --quorum 1 --workers 1 --sync-every 3 --outer-lr 1 --outer-momentum 0",
         "--sync ddp --workers 1",
     ),
+    near(
+        "--sync halos --workers 1 --sync-every 3 --sync-delay 0 --outer-lr 1 --outer-momentum 0",
+        "--sync ddp --workers 1",
+    ),
+    // One region, whose model keeps apart from the world's.
+    near(
+        "--sync halos --sync-every 3 --world-every 1 --world-mixing 1 --topology unequal.toml",
+        "--sync async --sync-every 3 --topology unequal.toml",
+    ),
     near("--sync cocktail --workers 1", "--sync ddp --workers 1"),
     near("--sync async-average --sync-warmup 8", "--sync ddp"),
     near("--sync async-average --average-interval 0s", "--sync cocktail --codec none"),
@@ -188,7 +197,8 @@ fn all() -> Vec<String> {
         let moments = " --first-moment-every 3 --second-moment-every 6";
         let moments = if row.reads.contains(&"first-moment-every") { moments } else { "" };
         // So that workers meet at the step of the checkpoint, and are never done at the same time.
-        let timed = format!(" --meet-every {CHECKPOINT} --topology {UNEQUAL}");
+        let machines = if row.reads.contains(&"world-every") { REGIONS } else { UNEQUAL };
+        let timed = format!(" --meet-every {CHECKPOINT} --topology {machines}");
         let timed = if row.timed { &timed } else { "" };
         let interval = if row.reads.contains(&"average-interval") { " --average-interval 300us" } else { "" };
         format!("--sync {}{every}{moments}{interval}{codec}{timed}", row.name)
@@ -196,7 +206,8 @@ fn all() -> Vec<String> {
     // Changes to servers in 8 bits, with feedback.
     let coded = METHODS.iter().filter(|row| row.codes_changes).map(|row| {
         let every = if row.reads.contains(&"sync-every") { " --sync-every 3" } else { "" };
-        format!("--sync {}{every} --codec int8 --meet-every {CHECKPOINT} --topology {UNEQUAL}", row.name)
+        let machines = if row.reads.contains(&"world-every") { REGIONS } else { UNEQUAL };
+        format!("--sync {}{every} --codec int8 --meet-every {CHECKPOINT} --topology {machines}", row.name)
     });
     let recipes = RECIPES.iter().map(|row| {
         let local = row.settings.iter().any(|(name, _)| *name == "sync-every");
@@ -228,25 +239,39 @@ impl Shared<'_> {
         let base = if recipe { BASE.replace(" --codec none", "") } else { BASE.to_owned() };
         let mut config =
             resolved(flags, &format!("--workers 4 --steps {STEPS} --seed {} {base}", self.seed))?;
-        if config.topology.as_deref() == Some(Path::new(UNEQUAL)) {
-            config.topology = Some(self.folder.join(UNEQUAL));
+        let own = |name: &&&str| config.topology.as_deref() == Some(Path::new(name));
+        if let Some(name) = [UNEQUAL, REGIONS].iter().find(own) {
+            config.topology = Some(self.folder.join(name));
         }
         Ok(config)
     }
 
-    /// Writes the machines of [`UNEQUAL`].
+    /// Writes the machines of [`UNEQUAL`] and [`REGIONS`].
     fn write_machines(&self) -> Result<()> {
-        let machine = |(i, speed): (usize, u64)| {
-            format!("[[device]]\nname = \"m{i}\"\nflops = \"{speed} GFLOPS\"\nmemory = \"8GB\"\n")
+        let machines = |region: &dyn Fn(usize) -> &'static str| -> String {
+            let machine = |(i, speed): (usize, u64)| {
+                let region = region(i);
+                format!("[[device]]\nname = \"m{i}\"\nflops = \"{speed} GFLOPS\"\nmemory = \"8GB\"\n{region}")
+            };
+            [50, 37, 23, 11].into_iter().enumerate().map(machine).collect()
         };
-        let machines: String = [50, 37, 23, 11].into_iter().enumerate().map(machine).collect();
-        let text = format!("default = \"10gbit,1us\"\n{machines}");
-        std::fs::write(self.folder.join(UNEQUAL), text).context("failed to write a topology")
+        let unequal = format!("default = \"10gbit,1us\"\n{}", machines(&|_| ""));
+        let near = |name| format!("[[region]]\nname = \"{name}\"\ninside = \"10gbit,1us\"\n");
+        let region = |i| if i % 2 == 0 { "region = \"east\"\n" } else { "region = \"west\"\n" };
+        let regions =
+            format!("default = \"100mbit,20us\"\n{}{}{}", near("east"), near("west"), machines(&region));
+        for (name, text) in [(UNEQUAL, unequal), (REGIONS, regions)] {
+            std::fs::write(self.folder.join(name), text).context("failed to write a topology")?;
+        }
+        Ok(())
     }
 }
 
 /// A topology whose machines are never done with a step at the same time.
 const UNEQUAL: &str = "unequal.toml";
+
+/// The same in two regions, far from each other.
+const REGIONS: &str = "regions.toml";
 
 /// Parameters of each rank after the last step.
 fn ends(job: &Job) -> Result<Vec<Vec<f32>>> {

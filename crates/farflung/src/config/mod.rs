@@ -353,6 +353,15 @@ settings! {
         sync_warmup: u64, "STEPS", 0u64;
         /// Changes that async gathers for a step of its outer momentum; 0 is one of each worker.
         outer_buffer: u64, "N", 0u64;
+        /// Changes that a region's workers make in halos before its server sends them to the world's; 0 is two
+        /// of each worker.
+        world_every: u64, "N", 0u64;
+        /// Learning rate of halos's world server.
+        world_lr: f64, "RATE", 1.0;
+        /// Its momentum.
+        world_momentum: f64, "X", 0.0;
+        /// What stays of a region's model in halos where it takes up the world's.
+        world_mixing: f64, "X", 0.75;
         /// Steps that bounded-stale lets a worker be ahead of the slowest.
         staleness: u64, "STEPS", 4u64;
         /// Workers whose changes are enough for an outer step of decoupled; unless told more than half.

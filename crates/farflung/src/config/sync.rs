@@ -2,7 +2,7 @@
 
 use farflung_compress::AverageSpec;
 use farflung_optim::local::Averages;
-use farflung_optim::sync::{AsynchronousSettings, Kept, MomentPeriods, Quorum, Timeline};
+use farflung_optim::sync::{AsynchronousSettings, Kept, MomentPeriods, Quorum, Timeline, WorldSettings};
 use farflung_optim::{LrSchedule, OptimError};
 
 use super::choice::SyncKind;
@@ -55,7 +55,8 @@ impl TrainConfig {
         let local = self.optimizer.memory(&self.local(LrSchedule::constant(self.lr), 1));
         let codec = self.averaged_codec();
         let feedback = self.sync.codes_changes && codec.codec().is_some_and(|codec| codec.feedback());
-        Kept { momentum: self.outer_momentum, states: local.states, feedback }
+        let (momentum, world_momentum) = (self.outer_momentum, self.world_momentum);
+        Kept { momentum, world_momentum, states: local.states, feedback }
     }
 
     /// What only asynchronous methods read, of one of so many replicas with so many of the tokens of a step,
@@ -71,6 +72,12 @@ impl TrainConfig {
             interval: self.average_interval,
             warmup: self.sync_warmup,
             tokens_per_step,
+            world: WorldSettings {
+                lr: self.world_lr,
+                momentum: self.world_momentum,
+                every: self.world_every,
+                mixing: self.world_mixing,
+            },
         }
     }
 
@@ -99,6 +106,11 @@ impl TrainConfig {
         let doubling = self.local_doubling();
         check("local-doubling", &doubling, doubling > 0 || self.steps == 0, "at least 1")?;
         check("mixing", &self.mixing, (0.0..=1.0).contains(&self.mixing), "between 0 and 1")?;
+        let stays = self.world_mixing;
+        check("world-mixing", &stays, (0.0..=1.0).contains(&stays), "between 0 and 1")?;
+        let (lr, momentum) = (self.world_lr, self.world_momentum);
+        check("world-lr", &lr, lr > 0.0 && lr.is_finite(), "above 0")?;
+        check("world-momentum", &momentum, (0.0..1.0).contains(&momentum), "at least 0 and below 1")?;
         check("trigger", &self.trigger, self.trigger >= 0.0, "at least 0")?;
         check("meet-every", &self.meet_every, self.meet_every > 0, "at least 1")?;
         let quorum = self.quorum.unwrap_or(1);

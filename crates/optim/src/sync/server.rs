@@ -37,6 +37,16 @@ pub struct RuleState<'a> {
     pub values: &'a [f32],
 }
 
+/// What a rank serves of a model.
+pub(super) trait Serves: Service + std::fmt::Debug {
+    /// The model is this from now on.
+    fn stand_at(&mut self, model: &[f32]);
+    /// Sets what it remembers under a name.
+    fn restore(&mut self, name: &str, values: &[f32]);
+    /// It goes on after so many changes, with workers of which nothing has come yet.
+    fn resume(&mut self, pushes: u64);
+}
+
 /// How changes move a model. What it returns are workers that are to be told of the model.
 pub trait ServerRule: std::fmt::Debug + Send {
     /// A change came.
@@ -99,7 +109,7 @@ impl Server {
     }
 
     /// Reads a message; `None` if it is none.
-    fn read(&self, bytes: &[u8]) -> Option<ToServer> {
+    pub(super) fn read(&self, bytes: &[u8]) -> Option<ToServer> {
         match ToServer::from_bytes(bytes, self.model.len())? {
             ToServer::Packed { step, weight, payload } => {
                 let mut change = vec![0.0; self.model.len()];
@@ -109,13 +119,6 @@ impl Server {
             }
             message => Some(message),
         }
-    }
-
-    /// It goes on after so many changes, with workers of which nothing has come yet.
-    pub(super) fn resume(&mut self, pushes: u64) {
-        self.pushes = pushes;
-        self.rule.resume(pushes);
-        self.workers.fill(Worker::default());
     }
 
     fn mark(&mut self, told: Vec<u32>) {
@@ -154,7 +157,7 @@ impl Server {
         for (rank, worker) in (0..).zip(&mut self.workers) {
             let Some(wants) = worker.meets.take() else { continue };
             let states = match wants {
-                Wants::Model => Vec::new(),
+                Wants::Model | Wants::End => Vec::new(),
                 Wants::All => self.rule.states().iter().flat_map(|state| state.values).copied().collect(),
             };
             let values = [&self.model[..], &states].concat();
@@ -162,6 +165,22 @@ impl Server {
             answers.push(Answer::new(Rank(rank), met.to_bytes()));
         }
         answers
+    }
+}
+
+impl Serves for Server {
+    fn stand_at(&mut self, model: &[f32]) {
+        self.model.copy_from_slice(model);
+    }
+    fn restore(&mut self, name: &str, values: &[f32]) {
+        if let Some(state) = self.rule.state_mut(name) {
+            state.copy_from_slice(values);
+        }
+    }
+    fn resume(&mut self, pushes: u64) {
+        self.pushes = pushes;
+        self.rule.resume(pushes);
+        self.workers.fill(Worker::default());
     }
 }
 

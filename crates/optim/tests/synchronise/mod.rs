@@ -3,6 +3,8 @@
 #![allow(dead_code, reason = "each suite uses its part")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
+pub(crate) mod timed;
+
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 use std::thread;
@@ -12,6 +14,7 @@ use farflung_comm::{Communicator, memory};
 use farflung_optim::AverageConfig;
 use farflung_optim::sync::{
     After, AsynchronousSettings, MomentPeriods, Quorum, Servers, SyncMethod, SyncSettings, Synchroniser,
+    WorldSettings,
 };
 use farflung_tensor::{Device, ParamLayout, Shape, Tensor};
 
@@ -79,6 +82,7 @@ pub(crate) const PLAIN: Case = Case {
         interval: Nanos::ZERO,
         warmup: 0,
         tokens_per_step: 1.0,
+        world: WorldSettings { lr: 1.0, momentum: 0.0, every: 0, mixing: 0.75 },
     },
     theta: 0.2,
     bits: 8,

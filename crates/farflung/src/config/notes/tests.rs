@@ -96,7 +96,12 @@ const CASES: &[Case] = &[
     ),
     ("balance = 'equal'", 4, false, "`balance` changes nothing: nobody comes or leaves"),
     ("trigger = 0.1", 4, true, "`trigger` changes nothing: `sync` is ddp, not event"),
-    ("sync-delay = 1", 4, true, "`sync-delay` changes nothing: `sync` is ddp, not streaming or async"),
+    (
+        "sync-delay = 1",
+        4,
+        true,
+        "`sync-delay` changes nothing: `sync` is ddp, not streaming or async or halos",
+    ),
     (
         "average-interval = '1s'\nsync-warmup = 9",
         4,
@@ -109,7 +114,13 @@ const CASES: &[Case] = &[
         true,
         "`meet-every` changes nothing: `sync` is ddp, not async or parameter-server",
     ),
-    ("outer-buffer = 2", 4, true, "`outer-buffer` changes nothing: `sync` is ddp, not async"),
+    ("outer-buffer = 2", 4, true, "`outer-buffer` changes nothing: `sync` is ddp, not async or halos"),
+    (
+        "world-every = 2\nworld-lr = 0.5\nworld-momentum = 0.5\nworld-mixing = 0.5",
+        4,
+        true,
+        "`world-every`, `world-lr`, `world-momentum`, `world-mixing` change nothing: `sync` is ddp, not halos",
+    ),
     ("staleness = 2", 4, true, "`staleness` changes nothing: `sync` is ddp, not bounded-stale"),
     ("quorum = 2\ngrace = '1s'", 4, true, "`quorum`, `grace` change nothing: `sync` is ddp, not decoupled"),
     ("shards = 'files'", 1, true, "`shards` changes nothing: there is one replica, which has all data"),

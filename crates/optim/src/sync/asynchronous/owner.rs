@@ -6,8 +6,8 @@ use std::ops::Range;
 use farflung_base::{PeerId, Pending, Rank};
 use farflung_comm::{CommError, Communicator, Look};
 
-use super::TAGS;
 use super::packer::Packer;
+use super::worker::TAGS;
 use crate::OptimError;
 use crate::sync::server::{FromServer, ToServer};
 
@@ -29,10 +29,20 @@ struct Answered {
     sent: Vec<f32>,
 }
 
+/// How a worker's messages come to a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::sync) enum Route {
+    /// To the server's rank.
+    Direct,
+    /// To what the worker's own rank serves, behind these bytes.
+    Own(Rank, [u8; 5]),
+}
+
 /// A server, as a worker sees it.
 #[derive(Debug)]
-pub(super) struct Owner {
+pub(in crate::sync) struct Owner {
     rank: Rank,
+    route: Route,
     range: Range<usize>,
     /// From where the next change is measured.
     base: Vec<f32>,
@@ -63,9 +73,10 @@ fn shift(values: &mut [f32], from: &[f32], to: &[f32]) {
 
 impl Owner {
     /// The server of a range, whose model is `values` now.
-    pub(super) fn new(rank: Rank, range: Range<usize>, values: &[f32]) -> Self {
+    pub(in crate::sync) fn new(rank: Rank, range: Range<usize>, values: &[f32]) -> Self {
         Self {
             rank,
+            route: Route::Direct,
             range,
             base: values.to_vec(),
             sent: VecDeque::new(),
@@ -82,6 +93,11 @@ impl Owner {
         Self { packer, ..self }
     }
 
+    /// The same, to which messages take another way.
+    pub(in crate::sync) fn by(self, route: Route) -> Self {
+        Self { route, ..self }
+    }
+
     pub(super) const fn rank(&self) -> Rank {
         self.rank
     }
@@ -93,7 +109,11 @@ impl Owner {
     /// Sends a message.
     pub(super) fn send(&mut self, comm: &Communicator, message: Vec<u8>) {
         self.leaving.retain(|leaving| !leaving.is_ready());
-        self.leaving.push(comm.start_send(self.rank, TAGS.ask, message));
+        let leaving = match self.route {
+            Route::Direct => comm.start_send(self.rank, TAGS.ask, message),
+            Route::Own(me, before) => comm.start_send(me, TAGS.ask, [&before[..], &message].concat()),
+        };
+        self.leaving.push(leaving);
     }
 
     /// The message of how far the parameters moved since the last change: the next one, of a round.

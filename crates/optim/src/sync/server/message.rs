@@ -7,6 +7,8 @@ pub(in crate::sync) enum Wants {
     Model,
     /// And what the server's rule remembers.
     All,
+    /// The model after the last change.
+    End,
 }
 
 /// A worker's message.
@@ -62,7 +64,14 @@ impl ToServer {
                 bytes.extend(payload);
                 bytes
             }
-            Self::Meet { wants } => vec![MEET, u8::from(*wants == Wants::All)],
+            Self::Meet { wants } => {
+                let wants = match wants {
+                    Wants::Model => 0,
+                    Wants::All => 1,
+                    Wants::End => 2,
+                };
+                vec![MEET, wants]
+            }
         }
     }
 
@@ -85,6 +94,7 @@ impl ToServer {
             MEET => match rest {
                 [0] => Some(Self::Meet { wants: Wants::Model }),
                 [1] => Some(Self::Meet { wants: Wants::All }),
+                [2] => Some(Self::Meet { wants: Wants::End }),
                 _ => None,
             },
             _ => None,
@@ -130,7 +140,7 @@ mod tests {
         let packed = ToServer::Packed { step: 7, weight: 0.5, payload: vec![1, 2, 3] };
         assert_eq!(packed.to_bytes().len(), 17 + 3);
         assert_eq!(ToServer::from_bytes(&packed.to_bytes(), 2), Some(packed));
-        for wants in [Wants::Model, Wants::All] {
+        for wants in [Wants::Model, Wants::All, Wants::End] {
             let meet = ToServer::Meet { wants };
             assert_eq!(ToServer::from_bytes(&meet.to_bytes(), 2), Some(meet));
         }

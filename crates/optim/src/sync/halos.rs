@@ -1,0 +1,159 @@
+//! Asynchronous local steps on two levels: a server in each region, and one of all regions.
+
+mod node;
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use farflung_base::Rank;
+
+use super::asynchronous::{Asynchronous, Owner, Pace, Parts, Remembered, Route, Servers, WorldSettings};
+use super::exchange::Packing;
+use super::server::DelayedNesterov;
+use super::{ASYNC, Buffers, Kept, SyncMethod, SyncSettings};
+use crate::OptimError;
+use node::{Node, Region, World, forward};
+
+/// [`Asynchronous`] workers of regional servers, which in turn are workers of a world server.
+///
+/// Every `every` steps a worker sends its change to the server of its region and goes on from that one's model,
+/// as in [`ASYNC`]. After `world.every` of these changes a region's server sends what they moved its model by
+/// to the world's, and answers its workers meanwhile. Both levels move by delayed Nesterov. When the
+/// world's model
+/// comes back:
+///
+/// ```text
+/// sent:      change = pending;  pending = 0
+/// answered:  region = mixing region + (1 - mixing) world
+/// ```
+///
+/// The model of the run is the world's. A meeting leaves `pending` where it is; after the last step it is sent.
+///
+/// The smallest region has `s` workers, and the first `s` of each region serve a shard of its model; `central`
+/// is the first alone. The world's shards are spread over the same ranks. A worker sends and receives
+/// `4 P (s - 1) / s` bytes each for a change in a region of `s`, and a region `4 P (m - 1) / m` each for
+/// `world.every` of them, of `P` values among `m` regions. Through a codec goes what regions send; what it
+/// loses
+/// stays `pending`.
+///
+/// A region's change counts for its share of the workers, and a worker's for its tokens, so that a round of all
+/// is the mean by tokens.
+///
+/// Source: Kim et al. 2025, "`HALoS`: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-
+/// Distributed
+/// Large Language Model Training". Differs: the authors' code measures a region's next change from the merged
+/// model, so that what workers sent while a message travelled never reaches the world. Here it is part of the
+/// next message.
+pub const HALOS: SyncMethod = SyncMethod {
+    name: "halos",
+    summary: "as async with a server in each region of --topology; these send their changes to a world server \
+              every --world-every, and wait for nothing",
+    reads: &[
+        "sync-every",
+        "outer-lr",
+        "outer-momentum",
+        "sync-delay",
+        "outer-buffer",
+        "servers",
+        "meet-every",
+        "world-every",
+        "world-lr",
+        "world-momentum",
+        "world-mixing",
+    ],
+    compensates: true,
+    buffers: |&Kept { momentum, world_momentum, .. }| {
+        let states = |momentum: f64| if momentum == 0.0 { 0 } else { 2 };
+        let (region, world) = (states(momentum), states(world_momentum));
+        // Of the world, the model and its states; of a region, these, what is pending, and how many changes
+        // came.
+        let remembered = 1 + world + 3 + region;
+        // What is served, the same as it is saved, and three of the worker's own.
+        Buffers { held: (3 + world + region) + remembered + 3, saved: remembered + 3 }
+    },
+    build: |s| {
+        let pace = Pace { waits: Some(s.delay), staleness: None, weight: 1.0 };
+        let parts = parts(&s)?;
+        Ok(Box::new(Asynchronous::over(s, pace, parts)?))
+    },
+    ..ASYNC
+};
+
+/// Who serves what.
+struct Sites {
+    /// Ranks by region.
+    regions: Vec<Vec<Rank>>,
+    /// Shards of each region's model and of the world's.
+    shards: usize,
+    values: usize,
+}
+
+impl Sites {
+    fn range(&self, shard: usize) -> Range<usize> {
+        self.values * shard / self.shards..self.values * (shard + 1) / self.shards
+    }
+
+    /// The servers of a shard, by region.
+    fn regional(&self, shard: usize) -> Vec<Rank> {
+        self.regions.iter().map(|region| region[shard]).collect()
+    }
+
+    /// The world's server of a shard.
+    fn world(&self, shard: usize) -> Rank {
+        self.regional(shard)[shard % self.regions.len()]
+    }
+
+    /// A rank's region, and its place in that.
+    fn place(&self, rank: Rank) -> (usize, usize) {
+        let at = |(i, region): (usize, &Vec<Rank>)| Some((i, region.iter().position(|r| *r == rank)?));
+        self.regions.iter().enumerate().find_map(at).expect("each rank is in a region")
+    }
+}
+
+/// A worker's servers, and what its rank serves.
+fn parts(s: &SyncSettings<'_>) -> Result<Parts, OptimError> {
+    let SyncSettings { comm, average, asynchronous, .. } = s;
+    let WorldSettings { lr, momentum, every, mixing } = asynchronous.world;
+    let values = Packing::new(s.layout).pack(s.params)?;
+    let regions = comm.regions();
+    let least = regions.iter().map(Vec::len).min().unwrap_or(1);
+    let shards = if asynchronous.servers == Servers::Central { 1 } else { least };
+    let sites = Sites { regions, shards, values: values.len() };
+    let me = comm.rank();
+    let (home, place) = sites.place(me);
+    let members = sites.regions[home].clone();
+    let (all, here, among) = (comm.size() as f64, members.len() as u64, sites.regions.len() as u64);
+    let buffer = if asynchronous.buffer == 0 { here } else { asynchronous.buffer };
+    let regional = |len| DelayedNesterov::new(len, s.outer_lr, s.outer_momentum, buffer);
+    let worldwide = |len| DelayedNesterov::new(len, lr, momentum, among);
+    let held = Some(place).filter(|place| *place < sites.shards).map(|shard| sites.range(shard));
+    let codec = || average.codec.compressor_alone();
+    let region = held.clone().map(|range| {
+        let model = values[range].to_vec();
+        let rule = Box::new(regional(model.len()));
+        let region = Region::new(model, rule, members.clone(), sites.world(place));
+        // The mean of all workers is that of regions by their workers.
+        let weight = here as f64 * among as f64 / all;
+        let every = if every == 0 { 2 * here } else { every };
+        Ok::<_, OptimError>(region.sends(every, weight, s.every).merges(mixing).packs(codec()?, average))
+    });
+    let world = held.clone().filter(|_| sites.world(place) == me).map(|range| {
+        let model = values[range].to_vec();
+        let rule = Box::new(worldwide(model.len()));
+        Ok::<_, OptimError>(World::new(model, rule, sites.regional(place), codec()?))
+    });
+    let node = Node::new(me, comm.size(), region.transpose()?, world.transpose()?);
+    let owner = |shard: usize| {
+        let (server, range) = (members[shard], sites.range(shard));
+        Owner::new(server, range.clone(), &values[range]).by(Route::Own(me, forward(server)))
+    };
+    let owners = (0..sites.shards).filter(|shard| !sites.range(*shard).is_empty()).map(owner).collect();
+    let remembered = |names: Vec<&'static str>, shared| {
+        names.into_iter().map(move |name| Remembered { name, shared }).collect::<Vec<_>>()
+    };
+    let held = held.filter(|range| !range.is_empty());
+    let remembered =
+        [remembered(World::names(&worldwide(1)), true), remembered(Region::names(&regional(1)), false)]
+            .concat();
+    Ok(Parts { owners, server: Arc::new(Mutex::new(node)), held, remembered, packs: false })
+}
