@@ -1,18 +1,21 @@
 //! A member's run: steps as in any run, and between them, and after a loss, the next view.
 
+use std::sync::Arc;
+
 use farflung_base::Nanos;
-use farflung_comm::Stats;
+use farflung_comm::{Cancel, Stats};
 use farflung_parallel::plan::Advice;
 
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::kept;
 use super::status::Teller;
+use super::team::Team;
 use super::watchman::Watchman;
 use crate::events::{EventLog, What, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
-use crate::train::links::Seat;
+use crate::train::links::{self, Seat};
 use crate::train::parting::{Kept, Leftover};
 use crate::train::report::{Report, sample};
 use crate::train::run::{Watch, announce};
@@ -37,18 +40,39 @@ pub(in crate::train) fn work(
     let mut place = place.expect("a seat of such a run has a place");
     let threads = job.threads(local);
     let mut job = Job { elastic: true, ..job.clone() };
+    if job.config.stages > 1 && job.pipelines.is_none() {
+        job.pipelines = Some(Arc::new(job.config.clone()));
+    }
     let founds = place.view().is_some();
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
     let (teller, balance) = (Teller::default(), Balance::default());
     let watchman = (!simulated).then(|| Watchman::new(place.transport(), job.config.deadline));
-    let mut member = Member { place: &mut place, threads, simulated, teller, balance, watchman };
+    let team = match place.view().filter(|_| job.pipelines.is_some()) {
+        Some(view) => {
+            let change = Cancel::new();
+            place.keeper().ends(view.epoch, change.clone());
+            let team = Team::founded(view, comm.clone().with_other_cancel(&change), &job);
+            job.change = Some(change);
+            Some(team)
+        }
+        None => None,
+    };
+    let mut member = Member { place: &mut place, threads, simulated, teller, balance, watchman, team };
     let (mut trainer, shared_last) = if founds {
+        let comm = match &member.team {
+            Some(team) => links::seat(&job, team.split()?, simulated)?,
+            None => comm,
+        };
         (Trainer::new(&job, comm, threads)?, None)
     } else {
-        let (trainer, last) = member.come_in(&mut job, patience)?;
-        (trainer, Some(last))
+        match member.come_in(&mut job, patience) {
+            Ok((trainer, last)) => (trainer, Some(last)),
+            // It has waited for a place all along.
+            Err(Error::OverForSpare) => return Ok(None),
+            Err(error) => return Err(error),
+        }
     };
     trainer.check_elastic(&job)?;
     let resumed = match run.as_ref().filter(|_| founds) {
@@ -85,6 +109,9 @@ pub(in crate::train) fn work(
     let (run, last) = (run.as_ref(), shared_last.unwrap_or(Last::at(begun)));
     let mut steps = Steps { job, record, clock, run, tells: true, last_loss: None, last };
     let done = train(&mut member, &mut trainer, &mut steps, &mut events, &mut kept, begun == 0 && founds);
+    if matches!(done, Err(Error::OverForSpare)) {
+        return Ok(None);
+    }
     if let Err(error) = &done
         && run.is_some_and(RunDir::has_begun)
     {
@@ -93,7 +120,7 @@ pub(in crate::train) fn work(
     let first_loss = done?;
     let Steps { job, record, clock, last_loss, .. } = steps;
     let totals = clock.totals(trainer.comm());
-    let (stage, params) = (trainer.stage(), trainer.params());
+    let Some((stage, params)) = trainer.gathered() else { return Ok(None) };
     let text = sample(&job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
     let losses = (first_loss, last_loss);
@@ -141,7 +168,9 @@ fn train(
         // Behind the last step nothing is worth a change.
         let is_over = trainer.steps_done() >= steps.job.config.steps;
         match (next, if is_over { Advice::Stay } else { advice }) {
-            (Next::Step, Advice::Stay) => member.teller.tell(member.place, trainer, steps),
+            (Next::Step, Advice::Stay) => {
+                member.teller.tell((&mut *member.place, member.team.as_ref()), trainer, steps);
+            }
             (Next::Step, Advice::Shares(shares)) => {
                 match member.balance.reshare(&mut steps.job, trainer, shares) {
                     Ok(reshared) => note_shares(trainer, steps, events, reshared)?,
@@ -172,6 +201,13 @@ fn train(
                 }
             }
         }
+    }
+    // Of pipelines, rank 0 has all of the model at the end.
+    while let Err(error) = trainer.gather_whole() {
+        go_on_without(member, trainer, steps, events, error)?;
+    }
+    if let Some(team) = member.team.as_ref().filter(|team| team.leads()) {
+        team.tell_over();
     }
     Ok(first_loss)
 }
@@ -257,6 +293,7 @@ fn note(
         came: numbers(&changed.came),
         went: numbers(&changed.went),
         lost_sequences: changed.lost_sequences,
+        lost_steps: changed.lost_steps,
         took_ms: changed.took.0 / 1_000_000,
         reason: changed.reason.clone(),
     };
@@ -318,6 +355,10 @@ fn save_alone(
     let step = trainer.steps_done();
     let mut left = Leftover { step, dropped: 0, saved: None, problem: None, resume: None };
     let Some(run) = steps.run else { return Ok(left) };
+    if steps.job.plan.stages() > 1 {
+        // The others have the model; this member has a part of it.
+        return Ok(left);
+    }
     member.alone(&mut steps.job, trainer)?;
     let totals = steps.clock.totals(trainer.comm());
     match checkpoint::save(trainer, &steps.job, run, totals) {
