@@ -212,7 +212,7 @@ fn spares_and_a_newcomer_make_a_second_pipeline() {
 #[test]
 fn a_part_that_nobody_else_holds_is_lost() {
     let folder = tempfile::tempdir().unwrap();
-    let job = job(folder.path(), 4, TrainConfig::default());
+    let job = job(folder.path(), 4, TrainConfig { copy_share: 0.0, ..TrainConfig::default() });
     let job = Job { failure: Some(Failure { rank: 2, step: 4, moment: Moment::Begun }), ..job };
     let results = run(&job, 4, &[], &Faults::new(), &mut Quiet);
     for n in [0, 1, 3] {
@@ -220,4 +220,41 @@ fn a_part_that_nobody_else_holds_is_lost() {
         assert!(matches!(error, Error::PartLost { .. }), "{n}: {error}");
         assert_eq!(error.exit_code(), 75);
     }
+}
+
+#[test]
+fn without_a_replica_all_go_back_to_a_step_that_all_have_copied() {
+    let folder = tempfile::tempdir().unwrap();
+    let steps = 16;
+    let settings = |workers: usize| {
+        let job = job(folder.path(), workers, TrainConfig { copy_share: 0.5, ..TrainConfig::default() });
+        Job { config: TrainConfig { steps, ..job.config.clone() }, ..job }
+    };
+    let calm = run(&settings(4), 4, &[], &Faults::new(), &mut Quiet);
+    let calm = losses(report(&calm));
+    let mut went_back = 0;
+    for rank in 0..4 {
+        for moment in Moment::ALL {
+            let job = Job { failure: Some(Failure { rank, step: 12, moment }), ..settings(4) };
+            let mut told = Told::default();
+            let results = run(&job, 4, &[], &Faults::new(), &mut told);
+            for (n, result) in results.iter().enumerate().filter(|(n, _)| *n != rank as usize) {
+                assert!(result.is_ok(), "{rank} at {moment:?}: {n}: {:?}", result.as_ref().err());
+            }
+            let left = report(&results);
+            assert_eq!(left.workers, 3);
+            // Rank 0 knows of all steps but those that it took from the others.
+            if rank > 0 {
+                let shorter = told.notes.iter().find(|note| note.contains("; 1 pipeline of 3"));
+                let shorter = shorter.unwrap_or_else(|| unreachable!("{:?}", told.notes));
+                went_back += u32::from(shorter.contains("steps are lost"));
+                let found = losses(left);
+                assert_eq!(found.len() as u64, steps, "{rank} at {moment:?}");
+                for (calm, found) in calm.iter().zip(&found) {
+                    assert!((calm - found).abs() < 1e-4, "{rank} at {moment:?}: {calm} {found}");
+                }
+            }
+        }
+    }
+    assert!(went_back > 0);
 }

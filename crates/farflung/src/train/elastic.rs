@@ -6,6 +6,7 @@
 mod arrivals;
 mod balance;
 mod change;
+mod copies;
 mod decide;
 mod keeper;
 mod kept;

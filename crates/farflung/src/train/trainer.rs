@@ -127,6 +127,8 @@ struct Told {
     sound: bool,
     /// Whether it knows of members that come or leave.
     wants_change: bool,
+    /// Whether a copy of a part is still on its way here.
+    copies: bool,
 }
 
 /// How often a step is computed whose gradients are not finite: a fault of the moment passes.
@@ -334,6 +336,7 @@ impl Trainer {
         self.step += 1;
         self.half_done = false;
         self.undecided.committed(vote.squares);
+        self.undecided.copies = vote.wish.copies;
         self.tell_speeds(&vote.speeds);
         self.reach(Moment::Committed, self.step)?;
         self.suffer(FaultyValue::Parameters, self.step)?;

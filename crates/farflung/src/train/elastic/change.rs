@@ -9,6 +9,7 @@ use farflung_parallel::membership::{MemberId, Start, View};
 use farflung_parallel::plan::Digest;
 
 use super::balance::Balance;
+use super::copies::Copies;
 use super::decide::suspect;
 use super::place::Place;
 use super::share::Shared;
@@ -111,6 +112,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) watchman: Option<Watchman>,
     /// Who works at which rank, where members form pipelines.
     pub(super) team: Option<Team>,
+    /// What it keeps of its part and of another's, to go back to.
+    pub(super) copies: Copies,
 }
 
 impl Member<'_> {

@@ -131,7 +131,7 @@ impl Member<'_> {
                 trainer.settle_vote(newest)?;
             }
             let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
-            let held: Vec<Pieces> = live.into_iter().collect();
+            let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
             let brings = Brings { job, last, team: self.team.as_ref(), held };
             let formed = form(view, &all, brings)?;
             let comm = formed.team.split()?;
@@ -141,6 +141,7 @@ impl Member<'_> {
         let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps } = formed;
         let works = team.rank().is_some();
         self.team = Some(team);
+        self.copies.begin_anew(counted.step);
         if !works {
             return Ok(None);
         }

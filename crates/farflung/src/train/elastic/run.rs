@@ -8,6 +8,7 @@ use farflung_parallel::plan::Advice;
 
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
+use super::copies::Copies;
 use super::kept;
 use super::status::Teller;
 use super::team::Team;
@@ -59,7 +60,16 @@ pub(in crate::train) fn work(
         }
         None => None,
     };
-    let mut member = Member { place: &mut place, threads, simulated, teller, balance, watchman, team };
+    let mut member = Member {
+        place: &mut place,
+        threads,
+        simulated,
+        teller,
+        balance,
+        watchman,
+        team,
+        copies: Copies::default(),
+    };
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
             Some(team) => links::seat(&job, team.split()?, simulated)?,
@@ -164,6 +174,10 @@ fn train(
                 continue;
             }
         };
+        if steps.job.pipelines.is_some() {
+            member.copies.after_step(trainer, &steps.job)?;
+            trainer.tell_copying(member.copies.is_under_way());
+        }
         let advice = member.balance.advice(&steps.job, trainer);
         // Behind the last step nothing is worth a change.
         let is_over = trainer.steps_done() >= steps.job.config.steps;
@@ -283,6 +297,14 @@ fn note(
     if steps.record.rows.last().is_some_and(|row| row.step < changed.step) || changed.caught_up {
         // Of steps that this rank took from others it knows no losses.
         steps.record.rows.truncate(steps.record.told);
+    }
+    if changed.lost_steps > 0 {
+        // They are done again.
+        steps.record.rows.retain(|row| row.step <= changed.step);
+        steps.record.told = steps.record.rows.len();
+        if let Some(run) = steps.run {
+            steps.record.metrics = Some(run.metrics(changed.step)?);
+        }
     }
     let text = changed.to_string();
     member.teller.changed(text.clone(), changed.took);

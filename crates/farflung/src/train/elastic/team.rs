@@ -197,7 +197,10 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     let places: Vec<(usize, &[Needed])> = team.lineup.ranks.iter().enumerate().map(place).collect();
     let moving = moves(&holdings, step, &places);
 
-    let own = held.into_iter().find(|held| held.counted.step == step);
+    let own = held.into_iter().filter(|held| held.counted.step == step).reduce(|mut all, held| {
+        all.tensors.extend(held.tensors);
+        all
+    });
     let told_hashes = hashes(all, own.as_ref(), &moving)?;
     let came = exchange(all, own.as_ref(), &moving, &told_hashes)?;
     let mut tensors = own.map_or_else(BTreeMap::new, |own| own.tensors);

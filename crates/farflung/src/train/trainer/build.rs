@@ -133,7 +133,7 @@ impl Trainer {
             mark: None,
             half_done: false,
             tries: 0,
-            told: Told { sound: true, wants_change: false },
+            told: Told { sound: true, wants_change: false, copies: false },
             unmet: false,
             speed: job.follows_speed().then(Speedometer::default),
             undecided: Undecided::default(),

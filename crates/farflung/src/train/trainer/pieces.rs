@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use crate::train::bind::ReplicaSchedule;
+use crate::train::executor::floats;
 use crate::train::job::Job;
 use crate::train::part::Part;
 use crate::{Error, Result};
@@ -43,6 +44,40 @@ impl Pieces {
     /// The names of its tensors.
     pub(in crate::train) fn names(&self) -> BTreeSet<String> {
         self.tensors.keys().cloned().collect()
+    }
+}
+
+impl Pieces {
+    /// As bytes behind their number: where the run stood and the names, behind the length of that, then all values.
+    pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
+        let names: Vec<(&String, u64)> =
+            self.tensors.iter().map(|(name, values)| (name, values.len() as u64)).collect();
+        let head = postcard::to_stdvec(&(&self.counted, names)).expect("numbers and names are plain data");
+        let mut bytes = vec![0; 8];
+        bytes.extend((head.len() as u64).to_le_bytes());
+        bytes.extend(head);
+        for values in self.tensors.values() {
+            bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        }
+        let len = bytes.len() as u64 - 8;
+        bytes[..8].copy_from_slice(&len.to_le_bytes());
+        bytes
+    }
+
+    /// Reads what [`Pieces::to_bytes`] wrote, without the number in front. `None` for bytes that are not that: nothing is
+    /// allocated by a length that they claim.
+    pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (len, rest) = bytes.split_first_chunk::<8>()?;
+        let (head, mut rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+        let (counted, names): (Counted, Vec<(String, u64)>) = postcard::from_bytes(head).ok()?;
+        let mut tensors = BTreeMap::new();
+        for (name, count) in names {
+            let count = usize::try_from(count).ok()?;
+            let (values, behind) = rest.split_at_checked(count.checked_mul(size_of::<f32>())?)?;
+            rest = behind;
+            tensors.insert(name, floats(values, count)?);
+        }
+        rest.is_empty().then_some(Self { counted, tensors })
     }
 }
 
@@ -170,4 +205,25 @@ fn write(into: &mut Tensor, values: &[f32]) -> Result<()> {
         return Ok(());
     }
     Ok(into.write(values)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_come_back_and_other_bytes_are_none() {
+        let counted =
+            Counted { step: 7, updates: 7, rounds: 3, microbatches: 28, scale: vec![1.0], states: 1 };
+        let tensors = BTreeMap::from([("a".to_owned(), vec![1.0_f32, -2.0]), ("b".to_owned(), vec![3.0])]);
+        let pieces = Pieces { counted, tensors };
+        let bytes = pieces.to_bytes();
+        assert_eq!(bytes[..8], (bytes.len() as u64 - 8).to_le_bytes());
+        assert_eq!(Pieces::from_bytes(&bytes[8..]), Some(pieces));
+        for end in 8..bytes.len() {
+            assert_eq!(Pieces::from_bytes(&bytes[8..end]), None);
+        }
+        assert_eq!(Pieces::from_bytes(&[&bytes[8..], &[0]].concat()), None);
+        assert_eq!(Pieces::from_bytes(&[0xFF; 40]), None);
+    }
 }

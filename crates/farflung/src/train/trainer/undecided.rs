@@ -15,6 +15,8 @@ pub(super) struct Undecided {
     squares: Option<f64>,
     /// Whether the vote on the step in flight has left and has not come back.
     open: bool,
+    /// Whether a copy of a part was on its way to any rank when the last step was voted on.
+    pub(super) copies: bool,
 }
 
 impl Undecided {
@@ -30,7 +32,7 @@ impl Undecided {
 
     /// The step is committed.
     pub(super) const fn committed(&mut self, squares: Option<f64>) {
-        *self = Self { squares, open: false };
+        (self.squares, self.open) = (squares, false);
     }
 
     pub(super) const fn is_open(self) -> bool {
@@ -42,6 +44,16 @@ impl Trainer {
     /// The step that it last committed, with the squares of all gradients in it, as its vote told them.
     pub(in crate::train) const fn committed(&self) -> (u64, Option<f64>) {
         (self.step, self.undecided.squares)
+    }
+
+    /// Tells the others with the next vote whether a copy of a part is still on its way here.
+    pub(in crate::train) const fn tell_copying(&mut self, copies: bool) {
+        self.told.copies = copies;
+    }
+
+    /// Whether no copy of a part was on its way to any rank when the last step was voted on.
+    pub(in crate::train) const fn all_have_copied(&self) -> bool {
+        !self.undecided.copies
     }
 
     /// Takes the outcome of a vote from the others: the newest step that any of them has committed, with its squares.
