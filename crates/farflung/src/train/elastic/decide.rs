@@ -205,6 +205,9 @@ impl Place {
     ///
     /// Errors: [`Error::Removed`] where none has within `patience`.
     pub(in crate::train) fn wait_for_view(&mut self, patience: Nanos) -> Result<View> {
+        // On a virtual clock it has nothing to do before.
+        let begins = self.arrivals.begins(self.transport().me());
+        self.transport().advance(begins.saturating_sub(self.transport().now()));
         let until = self.transport().now().saturating_add(patience);
         let mut meets = self.transport().now().saturating_add(MEETS);
         self.keeper().awaited = true;

@@ -134,7 +134,7 @@ impl Member<'_> {
             let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
             let brings = Brings { job, last, team: self.team.as_ref(), held };
             let formed = form(view, &all, brings)?;
-            let comm = formed.team.split()?;
+            let comm = formed.team.split(job.config.deadline, formed.moved.0)?;
             Ok((formed, comm))
         })();
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;

@@ -72,7 +72,7 @@ pub(in crate::train) fn work(
     };
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
-            Some(team) => links::seat(&job, team.split()?, simulated)?,
+            Some(team) => links::seat(&job, team.split(job.config.deadline, 0)?, simulated)?,
             None => comm,
         };
         (Trainer::new(&job, comm, threads)?, None)

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use farflung_base::Rank;
+use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::{MemberId, View};
@@ -20,6 +20,9 @@ use crate::train::planned;
 use crate::train::steps::Last;
 use crate::train::trainer::{Counted, Pieces, needs};
 use crate::{Error, Result, TrainConfig};
+
+/// The slowest link over which the others wait for what moves.
+const SLOWEST: Link = Link { bandwidth: Bandwidth(1_000_000), latency: Nanos::ZERO };
 
 /// The members of a view, and who of them works at which rank.
 #[derive(Debug, Clone)]
@@ -72,10 +75,14 @@ impl Team {
         Rank(self.lineup.ranks.first().copied().unwrap_or(0) as u32)
     }
 
-    /// A communicator of those that work, in the order of the plan's ranks. All members call it.
-    pub(super) fn split(&self) -> Result<Communicator> {
+    /// A communicator of those that work, in the order of the plan's ranks. All members call it, and wait for those that
+    /// have so many bytes to give or to get first: whoever has them to itself notices if the other falls silent.
+    pub(super) fn split(&self, deadline: Nanos, bytes: u64) -> Result<Communicator> {
         let rank = self.rank();
-        Ok(self.all.split(u32::from(rank.is_none()), rank.unwrap_or(self.all.rank().0))?)
+        let patience = deadline.saturating_add(SLOWEST.time(Bytes(bytes)));
+        let all = self.all.clone().with_deadline(patience);
+        let comm = all.split(u32::from(rank.is_none()), rank.unwrap_or(self.all.rank().0))?;
+        Ok(comm.with_deadline(deadline))
     }
 }
 
