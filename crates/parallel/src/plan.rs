@@ -25,7 +25,7 @@ pub use lineup::{Holding, Lineup, Move, Needed, Stood, moves, newest_whole};
 pub use local_steps::LocalSteps;
 pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};
-pub use rebalance::{Advice, Measured, Rebalance, shares_by_speed, step_time};
+pub use rebalance::{Advice, Measured, Rebalance, is_worth_it, shares_by_speed, step_time};
 
 /// How the ranks of a job train one model.
 ///

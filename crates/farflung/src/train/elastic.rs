@@ -10,6 +10,7 @@ mod copies;
 mod decide;
 mod keeper;
 mod kept;
+mod measure;
 mod meet;
 mod pieces;
 mod pipelines;

@@ -335,8 +335,7 @@ impl Trainer {
         self.scale.taken();
         self.step += 1;
         self.half_done = false;
-        self.undecided.committed(vote.squares);
-        self.undecided.copies = vote.wish.copies;
+        self.undecided.committed(vote.squares, vote.wish.copies);
         self.tell_speeds(&vote.speeds);
         self.reach(Moment::Committed, self.step)?;
         self.suffer(FaultyValue::Parameters, self.step)?;

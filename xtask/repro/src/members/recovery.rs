@@ -44,8 +44,8 @@ fn pipelines(seed: u64, width: usize) -> Result<Job> {
 
 /// The bytes of state that moved, as a note says it.
 fn moved(notes: &Notes) -> Option<f64> {
-    let change = notes.0.iter().filter(|note| note.contains(" lost"));
-    let text = change.filter_map(|note| note.split_once(" of state")).next()?.0;
+    let mut change = notes.0.iter().filter(|note| note.contains(" lost"));
+    let text = change.find_map(|note| note.split_once(" of state"))?.0;
     let mut words = text.rsplit(' ');
     let (unit, number) = (words.next()?, words.next()?);
     let scale = match unit {

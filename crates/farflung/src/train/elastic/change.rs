@@ -11,6 +11,7 @@ use farflung_parallel::plan::Digest;
 use super::balance::Balance;
 use super::copies::Copies;
 use super::decide::suspect;
+use super::measure::measured;
 use super::place::Place;
 use super::share::Shared;
 use super::status::Teller;
@@ -238,6 +239,7 @@ impl Member<'_> {
             progress: Some(trainer.progress()),
             last: *last,
             measured: self.balance.measured(),
+            speed: None,
         };
         let stood = stand(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
@@ -260,15 +262,25 @@ impl Member<'_> {
     /// A newcomer's first view: waits until the members take it in, and gets their state.
     ///
     /// Errors: [`Error::Removed`] where no view has it within `patience`.
-    pub(in crate::train) fn come_in(&mut self, job: &mut Job, patience: Nanos) -> Result<(Trainer, Last)> {
+    pub(in crate::train) fn come_in(
+        &mut self,
+        job: &mut Job,
+        alone: &Communicator,
+        patience: Nanos,
+    ) -> Result<(Trainer, Last)> {
         if job.pipelines.is_some() {
             return self.come_into_pipelines(job, patience);
         }
+        let speed = {
+            self.place.wait_to_begin();
+            let slot = self.place.transport().me().0;
+            measured(job, (alone, slot), self.threads, self.simulated)
+        };
         let mut view = self.place.wait_for_view(patience)?;
         loop {
             let comm = tied(job, self.place.enter(view.clone())?);
             let (before, last) = (Vec::new(), Last::at(0));
-            let brings = Brings { job, before, progress: None, last, measured: &[] };
+            let brings = Brings { job, before, progress: None, last, measured: &[], speed };
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
                 let (_, taken) = super::share::share(None, &comm, &stood.exchange)?;

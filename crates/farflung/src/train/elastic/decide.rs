@@ -201,13 +201,17 @@ impl Place {
         Ok(view)
     }
 
+    /// On a virtual clock, a newcomer has nothing to do before it is there.
+    pub(super) fn wait_to_begin(&self) {
+        let begins = self.arrivals.begins(self.transport().me());
+        self.transport().advance(begins.saturating_sub(self.transport().now()));
+    }
+
     /// Waits until a view has this newcomer.
     ///
     /// Errors: [`Error::Removed`] where none has within `patience`.
     pub(in crate::train) fn wait_for_view(&mut self, patience: Nanos) -> Result<View> {
-        // On a virtual clock it has nothing to do before.
-        let begins = self.arrivals.begins(self.transport().me());
-        self.transport().advance(begins.saturating_sub(self.transport().now()));
+        self.wait_to_begin();
         let until = self.transport().now().saturating_add(patience);
         let mut meets = self.transport().now().saturating_add(MEETS);
         self.keeper().awaited = true;

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use farflung_base::Nanos;
-use farflung_comm::{Cancel, Stats};
+use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::Advice;
 
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::copies::Copies;
 use super::kept;
+use super::place::Place;
 use super::status::Teller;
 use super::team::Team;
 use super::watchman::Watchman;
@@ -50,16 +51,7 @@ pub(in crate::train) fn work(
     let patience = job.config.deadline.max(PATIENCE);
     let (teller, balance) = (Teller::default(), Balance::default());
     let watchman = (!simulated).then(|| Watchman::new(place.transport(), job.config.deadline));
-    let team = match place.view().filter(|_| job.pipelines.is_some()) {
-        Some(view) => {
-            let change = Cancel::new();
-            place.keeper().ends(view.epoch, change.clone());
-            let team = Team::founded(view, comm.clone().with_other_cancel(&change), &job);
-            job.change = Some(change);
-            Some(team)
-        }
-        None => None,
-    };
+    let team = founded(&mut job, &place, &comm);
     let mut member = Member {
         place: &mut place,
         threads,
@@ -77,7 +69,7 @@ pub(in crate::train) fn work(
         };
         (Trainer::new(&job, comm, threads)?, None)
     } else {
-        match member.come_in(&mut job, patience) {
+        match member.come_in(&mut job, &comm, patience) {
             Ok((trainer, last)) => (trainer, Some(last)),
             // It has waited for a place all along.
             Err(Error::OverForSpare) => return Ok(None),
@@ -144,6 +136,16 @@ pub(in crate::train) fn work(
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// Who works at which rank when a run of pipelines begins.
+fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
+    let view = place.view().filter(|_| job.pipelines.is_some())?;
+    let change = Cancel::new();
+    place.keeper().ends(view.epoch, change.clone());
+    let team = Team::founded(view, comm.clone().with_other_cancel(&change), job);
+    job.change = Some(change);
+    Some(team)
 }
 
 /// The steps up to the last. Gives the loss before the first.

@@ -16,7 +16,7 @@ pub(super) struct Undecided {
     /// Whether the vote on the step in flight has left and has not come back.
     open: bool,
     /// Whether a copy of a part was on its way to any rank when the last step was voted on.
-    pub(super) copies: bool,
+    copies: bool,
 }
 
 impl Undecided {
@@ -30,9 +30,9 @@ impl Undecided {
         self.open = true;
     }
 
-    /// The step is committed.
-    pub(super) const fn committed(&mut self, squares: Option<f64>) {
-        (self.squares, self.open) = (squares, false);
+    /// The step is committed, with what its vote told.
+    pub(super) const fn committed(&mut self, squares: Option<f64>, copies: bool) {
+        *self = Self { squares, open: false, copies };
     }
 
     pub(super) const fn is_open(self) -> bool {
@@ -74,7 +74,7 @@ impl Trainer {
                 self.scale.taken();
                 self.step += 1;
                 self.half_done = false;
-                self.undecided.committed(Some(squares));
+                self.undecided.committed(Some(squares), self.undecided.copies);
             }
             _ => {
                 self.undecided.begin();
