@@ -28,6 +28,8 @@ struct Switch {
     on: AtomicBool,
     /// The endpoints whose threads have to look.
     wakers: Mutex<Vec<Waker>>,
+    /// Those that count as this one.
+    others: Vec<Cancel>,
 }
 
 impl Cancel {
@@ -47,7 +49,23 @@ impl Cancel {
     /// Whether it is on.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
-        self.0.on.load(Ordering::Acquire)
+        self.0.on.load(Ordering::Acquire) || self.0.others.iter().any(Self::is_cancelled)
+    }
+
+    /// A switch that is on where it, this one or the other is.
+    ///
+    /// ```
+    /// use farflung_comm::Cancel;
+    ///
+    /// let (stop, lost) = (Cancel::new(), Cancel::new());
+    /// let either = stop.or(&lost);
+    /// assert!(!either.is_cancelled());
+    /// lost.cancel();
+    /// assert!(either.is_cancelled() && !stop.is_cancelled());
+    /// ```
+    #[must_use]
+    pub fn or(&self, other: &Self) -> Self {
+        Self(Arc::new(Switch { others: vec![self.clone(), other.clone()], ..Switch::default() }))
     }
 
     /// From now on `waker` is told.
@@ -56,5 +74,7 @@ impl Cancel {
         if !wakers.iter().any(|other| other.will_wake(waker)) {
             wakers.push(waker.clone());
         }
+        drop(wakers);
+        self.0.others.iter().for_each(|other| other.tell(waker));
     }
 }

@@ -322,6 +322,13 @@ impl Communicator {
         Self { cancel: cancel.clone(), ..self }
     }
 
+    /// The same communicator, whose calls this switch ends too, beside the one that it has.
+    #[must_use]
+    pub fn with_other_cancel(self, cancel: &Cancel) -> Self {
+        let either = self.cancel.or(cancel);
+        self.with_cancel(&either)
+    }
+
     /// The same communicator with another all-reduce. All ranks must choose alike.
     #[must_use]
     pub fn with_algorithm(self, algorithm: Algorithm) -> Self {

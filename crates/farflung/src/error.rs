@@ -43,6 +43,17 @@ pub enum Error {
         /// What is saved, and what is not.
         left: Option<Box<crate::train::Leftover>>,
     },
+    /// Nobody is left who has some of the model: its holders were lost, and nobody has a copy.
+    #[error(
+        "{tensor} of the model is lost with its member, and no other member holds it: the run can go on from checkpoints"
+    )]
+    PartLost {
+        /// The first tensor that is missing.
+        tensor: String,
+    },
+    /// A spare member of a run that is over.
+    #[error("the run is over: this member was a spare, and holds no part of the model")]
+    OverForSpare,
     /// This rank holds the others of its run up.
     #[error(
         "this member is too slow for the run: {reason}; a host's `--microbatches N` makes smaller shares, and its \

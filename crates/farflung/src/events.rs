@@ -46,6 +46,9 @@ pub enum What {
         went: Vec<u32>,
         /// Sequences that a lost member had trained on in local steps which no average has.
         lost_sequences: u64,
+        /// Steps that were done and are lost, since nobody is left who has all of the model after them.
+        #[serde(default)]
+        lost_steps: u64,
         /// From the beginning of the change to the next step, in milliseconds of the run's clock.
         took_ms: u64,
         /// The failure that was seen here; none where members came or left in peace.

@@ -302,3 +302,29 @@ fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
     drop(good);
     members(&run, &host, 1);
 }
+
+/// Two pipelines of two: whoever is lost, the other pipeline goes on, and a newcomer completes the second again.
+#[test]
+fn members_form_pipelines_that_survive_a_loss() {
+    let run = Run::new();
+    let settings = "--steps 1000000 --out host --stages 2 --microbatches 2 --checkpoint-every 20";
+    let host = host(&run, settings);
+    let names = ["a", "b", "c"];
+    let mut others: Vec<Member> = names.iter().map(|name| join(&run, name, "host/run.ticket", &[])).collect();
+    members(&run, &host, 4);
+    let steps = || fs::read_to_string(run.at("host/metrics.jsonl")).unwrap_or_default().lines().count();
+    let goes_on = |host: &Member, for_steps: usize| {
+        let before = steps();
+        wait_until_or(|| said_by(host), || (steps() > before + for_steps).then_some(()));
+    };
+    goes_on(&host, 5);
+    let plan = || fs::read_to_string(run.at("host/plan.toml")).unwrap();
+    assert!(plan().contains("data=2,pipeline=2"), "{}", plan());
+    others.remove(2).send(Signal::KILL);
+    members(&run, &host, 3);
+    let d = join(&run, "d", "host/run.ticket", &[]);
+    members(&run, &host, 4);
+    goes_on(&host, 5);
+    assert!(plan().contains("data=2,pipeline=2"), "{}", plan());
+    drop(d);
+}

@@ -3,6 +3,7 @@
 
 mod check;
 mod difference;
+mod lineup;
 mod local_steps;
 mod members;
 mod part;
@@ -20,10 +21,11 @@ use crate::pipeline::{Method, Updates, VersionSync};
 use crate::{Axis, Mesh, ParallelError};
 
 pub use difference::{Difference, Digest};
+pub use lineup::{Holding, Lineup, Move, Needed, Stood, moves, newest_whole};
 pub use local_steps::LocalSteps;
 pub use members::Replica;
 pub use part::{Part, Recompute, even_parts};
-pub use rebalance::{Advice, Measured, Rebalance, shares_by_speed, step_time};
+pub use rebalance::{Advice, Measured, Rebalance, is_worth_it, shares_by_speed, step_time};
 
 /// How the ranks of a job train one model.
 ///

@@ -179,6 +179,7 @@ pub const BENCHES: &[Bench] = &[
     members::join::BENCH,
     members::hosted::BENCH,
     members::launched::BENCH,
+    members::recovery::BENCH,
     relay::BENCH,
     soak::BENCH,
     split_brain::BENCH,

@@ -2,10 +2,13 @@
 //! beforehand.
 
 pub(crate) mod churn;
+mod churn_pipelines;
 pub(crate) mod hosted;
 pub(crate) mod join;
 pub(crate) mod launched;
 mod processes;
+pub(crate) mod recovery;
+pub(crate) mod soaked;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -14,8 +17,8 @@ use anyhow::{Context, Result};
 use farflung::base::{Link, Nanos, PeerId, Topology};
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::train::{Departure, Job, Quiet, Report, elastic, run_seats};
-use farflung::{Error, TrainConfig};
+use farflung::train::{Departure, Job, Quiet, Report, Watch, elastic, run_seats};
+use farflung::{Error, StepMetrics, TrainConfig};
 
 use crate::workers::{self, Over};
 
@@ -46,10 +49,40 @@ type Ended = farflung::Result<Option<Report>>;
 
 /// Runs a job at a network of so many endpoints: the first of them found it, others come at their times.
 fn run(job: &Job, ends: usize, come: &[(PeerId, Nanos)], faults: &Faults) -> Result<Vec<Ended>> {
+    watched(job, ends, come, faults, &mut Quiet)
+}
+
+/// The same with somebody who hears what the first seat says.
+fn watched(
+    job: &Job,
+    ends: usize,
+    come: &[(PeerId, Nanos)],
+    faults: &Faults,
+    watch: &mut dyn Watch,
+) -> Result<Vec<Ended>> {
     let link: Link = job.config.link;
     let ends = cluster_with(&Topology::uniform(ends, link), faults);
     let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
-    Ok(run_seats(job, elastic::seats(job, ends, come, true)?, &mut Quiet))
+    Ok(run_seats(job, elastic::seats(job, ends, come, true)?, watch))
+}
+
+/// What a run says beside its steps.
+#[derive(Debug, Default)]
+struct Notes(Vec<String>);
+
+impl Watch for Notes {
+    fn step(&mut self, _: &StepMetrics, _: Option<f64>) {}
+    fn note(&mut self, note: &str) {
+        self.0.push(note.to_owned());
+    }
+}
+
+impl Notes {
+    /// The number in front of a word of the first note that has it.
+    fn number(&self, word: &str) -> Option<f64> {
+        let before = self.0.iter().find_map(|note| note.split_once(word))?.0;
+        before.rsplit(' ').next()?.parse().ok()
+    }
 }
 
 fn report(ended: &Ended) -> Option<&Report> {

@@ -111,6 +111,7 @@ short! {
     predict_vs_run: "predict-vs-run",
     regions: "regions",
     replan: "replan",
+    recovery_time: "recovery-time",
     resume: "resume",
     schedule_laws: "schedule-laws",
     schedule_vectors: "schedule-vectors",

@@ -329,6 +329,9 @@ settings! {
         /// fewer of --microbatches once that makes steps a tenth shorter, and one that is too slow for a
         /// single one leaves) or equal.
         balance: BalanceKind, "KIND", BalanceKind::BySpeed;
+        /// Share of a rank's link to the next for copies of its part, where one pipeline alone has members that may be
+        /// lost (farflung host --stages): they go back to the newest step that all have copied. 0 copies nothing.
+        copy_share: f64, "X", 0.1;
         /// DiLoCo's outer learning rate.
         outer_lr: f64, "RATE", 0.7;
         /// Outer momentum of the methods that have one; unless told 0.5 for noloco and async,

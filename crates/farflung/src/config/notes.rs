@@ -154,7 +154,11 @@ impl TrainConfig {
         );
         notes.idle(self.outweighs_recipe(), &["recipe"], "all settings that it is made of have other values");
         let each_step = self.sync.each_step;
-        notes.idle(!run.elastic, &["balance"], "nobody comes or leaves: it is for `farflung host`");
+        notes.idle(
+            !run.elastic,
+            &["balance", "copy-share"],
+            "nobody comes or leaves: it is for `farflung host`",
+        );
         let local = format!("`sync` {} takes local steps: buckets and algorithm matter little", self.sync);
         notes.idle(!each_step && self.tune > 0, &["tune"], &local);
         let compared = if run.simulated && !alone && self.stages == 1 && self.topology.is_none() {

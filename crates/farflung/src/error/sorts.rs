@@ -49,6 +49,7 @@ impl Error {
             // The dead one that still has the place is found out in a while; other reasons stay.
             Self::Comm(CommError::Refused { reason, .. }) if !matches!(reason, Refusal::Taken(_)) => 2,
             Self::Removed { .. }
+            | Self::PartLost { .. }
             | Self::NoMajority { .. }
             | Self::NobodyAnswers { .. }
             | Self::PeerLost { .. }

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use farflung_base::{Algorithm, Topology};
+use farflung_comm::Cancel;
 use farflung_compress::AverageSpec;
 use farflung_optim::AverageConfig;
 use farflung_parallel::{Cluster, Plan};
@@ -48,6 +49,11 @@ pub struct Job {
     pub base: Base,
     /// Whether members come and leave while it trains.
     pub elastic: bool,
+    /// The settings that plans are made from when members of pipelines come and leave; none where each member holds the
+    /// whole model.
+    pub pipelines: Option<Arc<TrainConfig>>,
+    /// Ends the steps of a plan whose members are about to change.
+    pub change: Option<Cancel>,
     /// The machines and links of `--topology`.
     pub cluster: Option<Cluster>,
     /// Operations a second of each rank's machine, on the virtual clock.
@@ -108,6 +114,8 @@ impl Job {
             plan,
             base: Base::default(),
             elastic: false,
+            pipelines: None,
+            change: None,
             cluster,
             rates,
             tokenizer,
@@ -267,7 +275,10 @@ impl Job {
     #[must_use]
     pub fn follows_speed(&self) -> bool {
         let level = self.plan.outermost();
-        self.elastic && self.config.balance == BalanceKind::BySpeed && level.steps.is_empty()
+        self.elastic
+            && self.pipelines.is_none()
+            && self.config.balance == BalanceKind::BySpeed
+            && level.steps.is_empty()
     }
 
     /// Threads of each worker when `local` of them share this machine.

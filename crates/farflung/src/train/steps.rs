@@ -136,6 +136,12 @@ impl Last {
     pub(super) const fn at(step: u64) -> Self {
         Self { evaluated: step, saved: step, checked: step }
     }
+
+    /// As it is known where the run goes back to a step.
+    pub(super) fn up_to(self, step: u64) -> Self {
+        let Self { evaluated, saved, checked } = self;
+        Self { evaluated: evaluated.min(step), saved: saved.min(step), checked: checked.min(step) }
+    }
 }
 
 /// What follows a step.

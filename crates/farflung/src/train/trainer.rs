@@ -15,12 +15,14 @@ mod build;
 mod carry;
 mod gather;
 mod meeting;
+mod pieces;
 mod retreat;
 mod snapshot;
 mod speed;
 mod state;
 #[cfg(test)]
 mod tests;
+mod undecided;
 mod verify;
 
 use std::collections::BTreeMap;
@@ -46,9 +48,12 @@ use crate::signals::Armed;
 use crate::{Error, Result, Stop};
 use agree::{Met, Vote, Voting};
 pub(super) use build::chain;
+pub(super) use carry::check_pipelines;
+pub(super) use pieces::{Counted, Pieces, needs};
 use retreat::Mark;
 pub(super) use snapshot::{Progress, Snapshot};
 use speed::Speedometer;
+use undecided::Undecided;
 pub use verify::Thoroughness;
 
 /// One rank of a run.
@@ -111,6 +116,8 @@ pub struct Trainer {
     unmet: bool,
     /// What steps take, where shares follow it.
     speed: Option<Speedometer>,
+    /// The vote of the last step, and of one that may have been voted on.
+    undecided: Undecided,
 }
 
 /// What this rank tells the others about itself.
@@ -120,6 +127,8 @@ struct Told {
     sound: bool,
     /// Whether it knows of members that come or leave.
     wants_change: bool,
+    /// Whether a copy of a part is still on its way here.
+    copies: bool,
 }
 
 /// How often a step is computed whose gradients are not finite: a fault of the moment passes.
@@ -277,6 +286,7 @@ impl Trainer {
     fn try_step(&mut self, stop: bool) -> Result<StepDone> {
         let mut skipped = 0;
         self.tries = 0;
+        self.undecided.begin();
         if self.unmet {
             // The local step counts already; only its meeting failed, among other replicas.
             let begun = self.executor.comm.now();
@@ -325,6 +335,7 @@ impl Trainer {
         self.scale.taken();
         self.step += 1;
         self.half_done = false;
+        self.undecided.committed(vote.squares, vote.wish.copies);
         self.tell_speeds(&vote.speeds);
         self.reach(Moment::Committed, self.step)?;
         self.suffer(FaultyValue::Parameters, self.step)?;
@@ -484,10 +495,15 @@ impl Trainer {
             parts.values_mut().try_for_each(Part::contribute_alone)?;
         }
         self.executor.parts.values_mut().try_for_each(|part| part.catch_up(None))?;
-        match early {
-            Some(vote) => vote.wait(),
-            None => self.start_vote(loss, stop, &self.squares()?).wait(),
+        if let Some(vote) = early {
+            return vote.wait();
         }
+        let voting = self.start_vote(loss, stop, &self.squares()?);
+        // From here on others may commit the step, whether or not this rank hears of it.
+        self.undecided.voted();
+        let vote = voting.wait()?;
+        self.undecided.begin();
+        Ok(vote)
     }
 
     /// Whether the loss and the gradients of this rank are finite, before they are averaged.

@@ -174,6 +174,7 @@ mod tests {
             came: came.into(),
             went: went.into(),
             lost_sequences: 0,
+            lost_steps: 0,
             took_ms: 2_140,
             reason: reason.map(str::to_owned),
         };

@@ -92,6 +92,12 @@ pub fn step_time(shares: &[u32], measured: &[Measured]) -> Nanos {
     computes.max().unwrap_or_default().saturating_add(rest)
 }
 
+/// Whether steps that take so long are enough shorter than those of now to change shares for.
+#[must_use]
+pub fn is_worth_it(now: Nanos, then: Nanos) -> bool {
+    then.as_secs_f64() < WORTH_IT * now.as_secs_f64()
+}
+
 impl Rebalance {
     /// After a step with these shares, of which all replicas have told what it took.
     pub fn observe(&mut self, shares: &[u32], measured: &[Measured]) -> Advice {
@@ -106,7 +112,7 @@ impl Rebalance {
             return Advice::Leave(replica);
         }
         let (now, then) = (step_time(shares, measured), step_time(&best, measured));
-        if then.as_secs_f64() >= WORTH_IT * now.as_secs_f64() {
+        if !is_worth_it(now, then) {
             self.uneven = 0;
             return Advice::Stay;
         }

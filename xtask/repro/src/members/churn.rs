@@ -10,7 +10,8 @@ use farflung::optim::sync::DILOCO;
 use farflung::train::{Failure, Job, Moment};
 
 use super::{
-    DEADLINE, after_leaving, job, longest_wait, processes, report as report_of, run as run_once, times,
+    DEADLINE, after_leaving, churn_pipelines, job, longest_wait, processes, report as report_of,
+    run as run_once, times,
 };
 use crate::harness::{Bench, Mark, Options, Report};
 
@@ -18,7 +19,8 @@ pub(crate) const BENCH: Bench = Bench {
     name: "churn-anywhere",
     claim: "one of five members is killed, frozen or cut off at any moment of a step: the others go on within the deadline and \
             a second, with the bits of a run that it left in peace just before that step or just after it; with DiLoCo, \
-            with the bits of a round to which it gave nothing; real processes too, where whoever was frozen comes back",
+            with the bits of a round to which it gave nothing; a pipeline of four goes on from a replica of the part that was \
+            lost, and without one from a step that all have copied; real processes too, where whoever was frozen comes back",
     source: "the design of farflung (issue 22); torchft, PCCL and Psyche lose more",
     seed: 1337,
     run,
@@ -27,21 +29,22 @@ pub(crate) const BENCH: Bench = Bench {
 const MEMBERS: usize = 5;
 
 #[derive(Debug, Clone, Copy)]
-enum Blow {
+pub(super) enum Blow {
     Kill,
     Freeze,
     Cut,
 }
 
 impl Blow {
-    const ALL: [Self; 3] = [Self::Kill, Self::Freeze, Self::Cut];
+    pub(super) const ALL: [Self; 3] = [Self::Kill, Self::Freeze, Self::Cut];
 
-    fn on(self, member: u32, at: Nanos) -> Faults {
+    /// On one of so many members.
+    pub(super) fn on(self, member: u32, members: usize, at: Nanos) -> Faults {
         let (faults, peer) = (Faults::new().at(at), PeerId(member));
         match self {
             Self::Kill => faults.crash(peer),
             Self::Freeze => faults.freeze(peer, Nanos::MAX),
-            Self::Cut => faults.partition(&[peer], MEMBERS, Nanos::MAX),
+            Self::Cut => faults.partition(&[peer], members, Nanos::MAX),
         }
     }
 }
@@ -68,7 +71,7 @@ fn strike(
     for blow in Blow::ALL {
         for moment in 0..moments {
             let at = Nanos(from.0 + (to.0 - from.0) * moment / moments);
-            let ended = run_once(job, MEMBERS, &[], &blow.on(member, at))?;
+            let ended = run_once(job, MEMBERS, &[], &blow.on(member, MEMBERS, at))?;
             seen.runs += 1;
             let others = ended.iter().enumerate().filter(|(n, _)| *n != member as usize);
             let survivors: Vec<_> = others.filter_map(|(_, ended)| report_of(ended)).collect();
@@ -138,6 +141,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let metric = format!("{name}: longest time between two steps");
         report.row(&metric, all.slowest, "s", Mark::AtMost(most))?;
     }
+    churn_pipelines::run(report, options)?;
     processes::run(report, options)
 }
 

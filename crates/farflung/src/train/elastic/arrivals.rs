@@ -49,6 +49,11 @@ pub trait Arrivals: std::fmt::Debug + Send + Sync {
     /// All peers that are connected at a time by the transport's clock, members or not.
     fn here(&self, now: Nanos) -> Vec<Newcomer>;
 
+    /// From when on this peer is there, by the transport's clock.
+    fn begins(&self, _me: PeerId) -> Nanos {
+        Nanos::ZERO
+    }
+
     /// Where the peers are reached that are connected, where that is known.
     fn addresses(&self) -> BTreeMap<PeerId, String> {
         BTreeMap::new()
@@ -104,5 +109,9 @@ impl Arrivals for Scripted {
     fn here(&self, now: Nanos) -> Vec<Newcomer> {
         let come = self.0.iter().filter(|(_, from)| *from <= now);
         come.map(|&(peer, _)| Newcomer::new(peer, None)).collect()
+    }
+
+    fn begins(&self, me: PeerId) -> Nanos {
+        self.0.iter().find(|(peer, _)| *peer == me).map_or(Nanos::ZERO, |(_, from)| *from)
     }
 }

@@ -5,14 +5,17 @@ use std::fmt;
 use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
-use farflung_parallel::membership::{Start, View};
+use farflung_parallel::membership::{MemberId, Start, View};
 use farflung_parallel::plan::Digest;
 
 use super::balance::Balance;
+use super::copies::Copies;
 use super::decide::suspect;
+use super::measure::measured;
 use super::place::Place;
 use super::share::Shared;
 use super::status::Teller;
+use super::team::Team;
 use super::view::{Brings, stand};
 use super::watchman::Watchman;
 use crate::events::causes;
@@ -45,6 +48,10 @@ pub struct Changed {
     pub caught_up: bool,
     /// Sequences of those that were lost, in local steps that no average has.
     pub lost_sequences: u64,
+    /// Steps that were done and are lost: nobody is left who has all of the model after them.
+    pub lost_steps: u64,
+    /// Of members in pipelines: how many pipelines there are now, of how many stages, and members without a part.
+    pub pipelines: Option<(u32, u32, usize)>,
     /// From its beginning to its end, by the transport's clock.
     pub took: Nanos,
 }
@@ -73,6 +80,18 @@ impl fmt::Display for Changed {
             1 => write!(f, ", {} of state from 1 of them", Bytes(*state)),
             n => write!(f, ", {} of state from {n} of them", Bytes(*state)),
         }?;
+        match self.pipelines {
+            None => Ok(()),
+            Some((count, stages, spares)) => {
+                let plural = if count == 1 { "" } else { "s" };
+                write!(f, "; {count} pipeline{plural} of {stages}")?;
+                if spares > 0 { write!(f, ", and {spares} without a part") } else { Ok(()) }
+            }
+        }?;
+        match self.lost_steps {
+            0 => Ok(()),
+            n => write!(f, "; {n} steps are lost"),
+        }?;
         match self.lost_sequences {
             0 => Ok(()),
             n => write!(f, "; {n} sequences are lost"),
@@ -92,6 +111,10 @@ pub(in crate::train) struct Member<'a> {
     pub(super) balance: Balance,
     /// Finds silent members before the deadline does; none on a virtual clock.
     pub(super) watchman: Option<Watchman>,
+    /// Who works at which rank, where members form pipelines.
+    pub(super) team: Option<Team>,
+    /// What it keeps of its part and of another's, to go back to.
+    pub(super) copies: Copies,
 }
 
 impl Member<'_> {
@@ -111,7 +134,8 @@ impl Member<'_> {
     ) -> Result<Option<Changed>> {
         let begun = trainer.comm().now();
         let start = |place: &mut Place| start(place, job, trainer);
-        match self.place.between_steps(trainer.comm(), leaves, start) {
+        let working = self.working();
+        match self.place.between_steps((trainer.comm(), &working), leaves, start) {
             Ok(None) => Ok(None),
             Ok(Some(view)) => self.go_over((job, last), trainer, view, (begun, None)).map(Some),
             Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, &error).map(Some),
@@ -131,12 +155,20 @@ impl Member<'_> {
         let begun = trainer.comm().now();
         let reason = Some(causes(error));
         // The others need not wait for their deadlines.
+        let _telling = if job.pipelines.is_some() { self.place.give_up() } else { Vec::new() };
         trainer.comm().abort();
         trainer.drop_step();
         let start = start(self.place, job, trainer)?;
         let silent = self.watchman.as_ref().map_or_else(Vec::new, Watchman::given_up);
         let view = self.place.after_loss(suspect(error), silent, start)?;
         self.go_over((job, last), trainer, view, (begun, reason))
+    }
+
+    /// Those that take steps, by their ranks.
+    fn working(&self) -> Vec<MemberId> {
+        let members =
+            || self.place.view().iter().flat_map(|view| &view.members).map(|member| member.id).collect();
+        self.team.as_ref().map_or_else(members, Team::working)
     }
 
     /// Stands at the same step as all members of a view; where another is lost meanwhile, of the next one.
@@ -147,6 +179,9 @@ impl Member<'_> {
         view: View,
         (begun, reason): (Nanos, Option<String>),
     ) -> Result<Changed> {
+        if job.pipelines.is_some() {
+            return self.go_over_in_pipelines((job, last), trainer, view, (begun, reason));
+        }
         let before = slots(self.place.view());
         let plan = job.plan.clone();
         let stood = trainer.progress();
@@ -170,6 +205,8 @@ impl Member<'_> {
                         went,
                         caught_up: trainer.progress() != stood,
                         lost_sequences: if reason.is_some() { sequences } else { 0 },
+                        lost_steps: 0,
+                        pipelines: None,
                         members: now.len(),
                         step: trainer.steps_done(),
                         reason,
@@ -202,6 +239,7 @@ impl Member<'_> {
             progress: Some(trainer.progress()),
             last: *last,
             measured: self.balance.measured(),
+            speed: None,
         };
         let stood = stand(view, &comm, brings);
         let stood = stood.inspect_err(|_| comm.abort())?;
@@ -224,12 +262,25 @@ impl Member<'_> {
     /// A newcomer's first view: waits until the members take it in, and gets their state.
     ///
     /// Errors: [`Error::Removed`] where no view has it within `patience`.
-    pub(in crate::train) fn come_in(&mut self, job: &mut Job, patience: Nanos) -> Result<(Trainer, Last)> {
+    pub(in crate::train) fn come_in(
+        &mut self,
+        job: &mut Job,
+        alone: &Communicator,
+        patience: Nanos,
+    ) -> Result<(Trainer, Last)> {
+        if job.pipelines.is_some() {
+            return self.come_into_pipelines(job, patience);
+        }
+        let speed = {
+            self.place.wait_to_begin();
+            let slot = self.place.transport().me().0;
+            measured(job, (alone, slot), self.threads, self.simulated)
+        };
         let mut view = self.place.wait_for_view(patience)?;
         loop {
             let comm = tied(job, self.place.enter(view.clone())?);
             let (before, last) = (Vec::new(), Last::at(0));
-            let brings = Brings { job, before, progress: None, last, measured: &[] };
+            let brings = Brings { job, before, progress: None, last, measured: &[], speed };
             let came = stand(&view, &comm, brings).and_then(|stood| {
                 let comm = links::seat(&stood.job, comm.clone(), self.simulated)?;
                 let (_, taken) = super::share::share(None, &comm, &stood.exchange)?;
@@ -272,7 +323,7 @@ impl Member<'_> {
 }
 
 /// What the next view says of the run, where this rank would propose it: its own weights and plan.
-fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<Option<Start>> {
+pub(super) fn start(place: &mut Place, job: &Job, trainer: &Trainer) -> Result<Option<Start>> {
     if !place.proposes() {
         return Ok(None);
     }
@@ -296,6 +347,6 @@ fn slots(view: Option<&View>) -> Vec<u32> {
     view.iter().flat_map(|view| &view.members).map(|member| member.slot).collect()
 }
 
-fn tied(job: &Job, comm: Communicator) -> Communicator {
+pub(super) fn tied(job: &Job, comm: Communicator) -> Communicator {
     job.stop.tie(comm.with_deadline(job.config.deadline))
 }

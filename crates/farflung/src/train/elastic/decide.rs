@@ -12,7 +12,7 @@ use crate::train::blame::{Evidence, evidence};
 use crate::{Error, Result};
 
 /// Between two looks while others are waited for.
-const LOOK: Nanos = Nanos::from_millis(50);
+pub(super) const LOOK: Nanos = Nanos::from_millis(50);
 /// Whoever says nothing for so long when it is asked whether it is there is silent: two round trips around
 /// the world.
 pub(super) const ROLL_CALL: Nanos = Nanos::from_millis(800);
@@ -157,13 +157,13 @@ impl Place {
         })
     }
 
-    /// The next view after a step at which some member asked for one: all members are well, and call this
-    /// together over their `comm`. `None` where there is nothing to change after all.
+    /// The next view after a step at which some member asked for one: all members that take steps are well, and call this
+    /// together over their `comm`, in which they are `working`. `None` where there is nothing to change after all.
     ///
     /// Errors: as [`Place::decide`]; a member that is lost meanwhile.
     pub(in crate::train) fn between_steps(
         &mut self,
-        comm: &Communicator,
+        (comm, working): (&Communicator, &[MemberId]),
         leaves: bool,
         start: impl FnOnce(&mut Self) -> Result<Option<Start>>,
     ) -> Result<Option<View>> {
@@ -172,12 +172,11 @@ impl Place {
         let mine = postcard::to_stdvec(&Standing { leaves, here }).expect("numbers are plain data");
         let told = comm.all_gather_bytes(mine)?;
         let told: Vec<Standing> = told.iter().filter_map(|bytes| postcard::from_bytes(bytes).ok()).collect();
-        let mut events = Vec::new();
-        for (member, told) in self.view().iter().flat_map(|view| &view.members).zip(&told) {
-            if told.leaves {
-                events.push(Event::Leave(member.id));
-            }
-        }
+        let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
+        let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
+        // Members that take no part in steps are missed by nobody else.
+        let members: Vec<MemberId> = self.lost_members();
+        events.extend(members.into_iter().filter(|id| !working.contains(id)).map(Event::Silent));
         if events.is_empty()
             && let Some((first, others)) = told.split_first()
         {
@@ -190,8 +189,11 @@ impl Place {
         if events.is_empty() {
             return Ok(None);
         }
-        events.extend(start(self)?.map(Event::Starts));
         events.push(Event::Admit);
+        // The one that proposes may be a member that takes no steps.
+        let first = comm.rank().0 == 0;
+        let _telling = if first { self.tell_agreed(working, &events) } else { Vec::new() };
+        let events = start(self)?.map(Event::Starts).into_iter().chain(events).collect();
         let view = self.decide(events, None, self.deadline)?;
         if view.is_some() {
             self.pause = Nanos::ZERO;
@@ -199,10 +201,17 @@ impl Place {
         Ok(view)
     }
 
+    /// On a virtual clock, a newcomer has nothing to do before it is there.
+    pub(super) fn wait_to_begin(&self) {
+        let begins = self.arrivals.begins(self.transport().me());
+        self.transport().advance(begins.saturating_sub(self.transport().now()));
+    }
+
     /// Waits until a view has this newcomer.
     ///
     /// Errors: [`Error::Removed`] where none has within `patience`.
     pub(in crate::train) fn wait_for_view(&mut self, patience: Nanos) -> Result<View> {
+        self.wait_to_begin();
         let until = self.transport().now().saturating_add(patience);
         let mut meets = self.transport().now().saturating_add(MEETS);
         self.keeper().awaited = true;
@@ -228,7 +237,7 @@ impl Place {
 }
 
 /// Why this rank may not go on.
-fn stopped(reason: Reason) -> Error {
+pub(super) fn stopped(reason: Reason) -> Error {
     match reason {
         Reason::NoMajority { .. } | Reason::StillRuns { .. } => {
             Error::NoMajority { reason: reason.to_string(), left: None }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use farflung_base::{Nanos, Rank};
-use farflung_comm::{Answer, Asked, Service};
+use farflung_comm::{Answer, Asked, Cancel, Service};
 use farflung_parallel::membership::{Action, Event, Kept, MemberId, Message, Reason, State, View};
 use serde::{Deserialize, Serialize};
 
@@ -23,6 +23,11 @@ enum Word {
     Ping(Option<Message>),
     /// The answer.
     Pong(Option<Message>),
+    /// By another member of pipelines: its step in the view of this epoch cannot be done, since somebody is lost.
+    GivenUp { epoch: u64 },
+    /// By a member that takes steps in the view of this epoch, to one that takes none: what those that take steps have
+    /// agreed on.
+    Agreed { epoch: u64, events: Vec<Event> },
 }
 
 /// What came of it.
@@ -49,6 +54,10 @@ pub(super) struct Keeper {
     heard: BTreeMap<MemberId, Nanos>,
     /// The file of its promises.
     promises: Option<PathBuf>,
+    /// Ends what this rank waits for in the view of an epoch.
+    steps: Option<(u64, Cancel)>,
+    /// The newest epoch whose steps cannot be done, as others say.
+    given_up: u64,
 }
 
 /// Whom bytes are from is known by the connection they came over; what they say is not trusted to make sense.
@@ -71,7 +80,18 @@ impl Keeper {
     /// Errors: [`Error::Io`](crate::Error::Io).
     pub(super) fn new(state: State, promises: Option<PathBuf>) -> Result<Self> {
         let (ranks, heard) = (Vec::new(), BTreeMap::new());
-        let keeper = Self { state, ranks, outcome: None, wake: None, awaited: false, heard, promises };
+        let (steps, given_up) = (None, 0);
+        let keeper = Self {
+            state,
+            ranks,
+            outcome: None,
+            wake: None,
+            awaited: false,
+            heard,
+            promises,
+            steps,
+            given_up,
+        };
         if let Some(kept) = keeper.state.kept() {
             keeper.write(kept)?;
         }
@@ -106,6 +126,30 @@ impl Keeper {
     /// The question whether a peer is there.
     pub(super) fn ping(&self) -> Vec<u8> {
         encode(&Word::Ping(self.here()))
+    }
+
+    /// What the others are told when a step in the view of an epoch cannot be done.
+    pub(super) fn gives_up(epoch: u64) -> Vec<u8> {
+        encode(&Word::GivenUp { epoch })
+    }
+
+    /// What members that take no steps are told of those that do.
+    pub(super) fn agreed(epoch: u64, events: &[Event]) -> Vec<u8> {
+        encode(&Word::Agreed { epoch, events: events.to_vec() })
+    }
+
+    /// From now on `cancel` ends what this rank waits for in the view of an epoch, once another gives it up.
+    pub(super) fn ends(&mut self, epoch: u64, cancel: Cancel) {
+        self.steps = Some((epoch, cancel));
+        self.end_steps();
+    }
+
+    fn end_steps(&self) {
+        if let Some((epoch, cancel)) = &self.steps
+            && *epoch <= self.given_up
+        {
+            cancel.cancel();
+        }
     }
 
     /// Where this member stands.
@@ -168,6 +212,19 @@ impl Keeper {
             Word::Message(message) | Word::Pong(Some(message)) => (Some(message), false),
             Word::Pong(None) => (None, false),
             Word::Ping(message) => (message, true),
+            Word::GivenUp { epoch } => {
+                self.given_up = self.given_up.max(epoch);
+                self.end_steps();
+                (None, false)
+            }
+            Word::Agreed { epoch, events } => {
+                let view = self.state.view();
+                let members = || view.iter().flat_map(|view| &view.members).any(|member| member.id == sender);
+                if view.is_none_or(|view| view.epoch != epoch) || !members() {
+                    return Vec::new();
+                }
+                return events.into_iter().flat_map(|event| self.step(event, now)).collect();
+            }
         };
         let mut leaving = Vec::new();
         if answers {

@@ -15,12 +15,13 @@ use super::status::Status;
 use super::welcome::Welcome;
 use crate::config::choice::Resume;
 use crate::train::claim::Claim;
-use crate::train::job::Job;
+use crate::train::job::{Job, plan_of};
 use crate::train::links::{Seat, pace, seat};
 use crate::train::planned;
 use crate::train::report::Report;
 use crate::train::run::{Watch, run_job};
 use crate::train::sizes;
+use crate::train::trainer::check_pipelines;
 use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
 
 /// Refuses settings with which members cannot come and leave.
@@ -40,21 +41,38 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "1: each member is one worker, and a machine may join several times";
         return wrong("workers", config.workers.to_string(), expected);
     }
-    if config.stages > 1 {
-        let expected = "1: members that come and leave hold the whole model each";
-        return wrong("stages", config.stages.to_string(), expected);
-    }
     Ok(())
 }
 
-/// Opens the data, and makes the plan of a member alone that others can come to.
-fn prepare(config: TrainConfig, stop: &Stop) -> Result<Job> {
+/// The settings by which members form pipelines, where each is not to hold the whole model.
+///
+/// Errors: a pipeline that these settings do not make, or whose parts do not all stand behind the same step.
+fn pipelines(config: &TrainConfig) -> Result<Option<Arc<TrainConfig>>> {
+    if config.stages == 1 {
+        return Ok(None);
+    }
+    let whole = plan_of(TrainConfig { workers: config.stages, ..config.clone() }, config.stages)?;
+    check_pipelines(&whole)?;
+    Ok(Some(Arc::new(TrainConfig { workers: 1, ..config.clone() })))
+}
+
+/// Opens the data, and makes the plan of a member alone that others can come to: with `stages`, it holds the whole model
+/// until they do.
+///
+/// Errors: settings with which members cannot come and leave; as [`Job::new`].
+pub fn founder(config: TrainConfig, stop: &Stop) -> Result<Job> {
     check(&config)?;
     sizes::admit(&config, None)?;
-    let config = TrainConfig { workers: 1, ..config };
+    let pipelines = pipelines(&config)?;
+    let mut config = TrainConfig { workers: 1, ..config };
+    if pipelines.is_some() {
+        // As many to a step as a pipeline takes.
+        (config.microbatches, config.accumulate) = (Some(planned::microbatches(&config)), 1);
+        config.stages = 1;
+    }
     let level = planned::level(&config, 2);
     let job = Job::new(config, 1, stop.clone())?;
-    let job = Job { elastic: true, ..job };
+    let job = Job { elastic: true, pipelines, ..job };
     let mut plan = job.plan.clone();
     plan.levels = vec![level];
     job.with_plan(plan)
@@ -73,7 +91,7 @@ pub fn host(
     watch: &mut dyn Watch,
     open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
-    let mut job = prepare(config, stop)?;
+    let mut job = founder(config, stop)?;
     let claim = Claim::new(job.config.out.as_deref(), &model_name(&job.model), None)?;
     let folder = claim.path();
     job.out = Some(folder.to_owned());
@@ -139,7 +157,7 @@ fn come_in(
         let welcome = Welcome::read(&asked.welcome)?;
         welcome.check_version()?;
         let file = TrainArgs::from_toml(&welcome.settings, Path::new("the run's settings"))?;
-        let mut job = prepare(TrainConfig::merge(given.clone(), file)?, stop)?;
+        let mut job = founder(TrainConfig::merge(given.clone(), file)?, stop)?;
         welcome.check_job(&job)?;
         let folder = match claim.take() {
             Some(folder) => folder,

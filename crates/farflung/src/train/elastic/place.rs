@@ -137,7 +137,14 @@ impl Place {
         if due {
             self.tell(Event::Tick)?;
         }
-        Ok(now >= self.pause && !self.newcomers().is_empty())
+        Ok(now >= self.pause && (!self.newcomers().is_empty() || !self.lost_members().is_empty()))
+    }
+
+    /// Members of the view whose connections are gone.
+    pub(super) fn lost_members(&mut self) -> Vec<MemberId> {
+        let lost = self.lost();
+        let members = self.view.iter().flat_map(|view| &view.members).map(|member| member.id);
+        members.filter(|id| lost.contains(id)).collect()
     }
 
     /// Has a service between this rank and all that are connected, which hears of members while the rank
@@ -177,6 +184,36 @@ impl Place {
         others: &[(PeerId, MemberId)],
     ) -> Vec<Pending<std::result::Result<(), CommError>>> {
         self.caller(others).call()
+    }
+
+    /// Tells the other members that the steps of the view in force cannot be done, so that none of them waits for its
+    /// deadline.
+    pub(super) fn give_up(&mut self) -> Vec<Pending<std::result::Result<(), CommError>>> {
+        let Some(epoch) = self.view.as_ref().map(|view| view.epoch) else { return Vec::new() };
+        self.renew();
+        self.tell_others(&self.others(), &Keeper::gives_up(epoch))
+    }
+
+    /// Tells members without a part what the others have agreed on.
+    pub(super) fn tell_agreed(
+        &self,
+        working: &[MemberId],
+        events: &[Event],
+    ) -> Vec<Pending<std::result::Result<(), CommError>>> {
+        let Some(view) = &self.view else { return Vec::new() };
+        let mut idle = self.others();
+        idle.retain(|(_, id)| !working.contains(id));
+        self.tell_others(&idle, &Keeper::agreed(view.epoch, events))
+    }
+
+    fn tell_others(
+        &self,
+        others: &[(PeerId, MemberId)],
+        word: &[u8],
+    ) -> Vec<Pending<std::result::Result<(), CommError>>> {
+        let Control { comm, peers, .. } = self.control();
+        let told = numbered(peers, others).into_iter();
+        told.map(|(rank, _)| comm.start_send(rank, TAGS.ask, word.to_vec())).collect()
     }
 
     /// Whoever asks them, from whatever thread.

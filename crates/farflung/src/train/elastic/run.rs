@@ -1,18 +1,23 @@
 //! A member's run: steps as in any run, and between them, and after a loss, the next view.
 
+use std::sync::Arc;
+
 use farflung_base::Nanos;
-use farflung_comm::Stats;
+use farflung_comm::{Cancel, Communicator, Stats};
 use farflung_parallel::plan::Advice;
 
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
+use super::copies::Copies;
 use super::kept;
+use super::place::Place;
 use super::status::Teller;
+use super::team::Team;
 use super::watchman::Watchman;
 use crate::events::{EventLog, What, causes};
 use crate::train::checkpoint::{self, Totals};
 use crate::train::job::Job;
-use crate::train::links::Seat;
+use crate::train::links::{self, Seat};
 use crate::train::parting::{Kept, Leftover};
 use crate::train::report::{Report, sample};
 use crate::train::run::{Watch, announce};
@@ -37,18 +42,39 @@ pub(in crate::train) fn work(
     let mut place = place.expect("a seat of such a run has a place");
     let threads = job.threads(local);
     let mut job = Job { elastic: true, ..job.clone() };
+    if job.config.stages > 1 && job.pipelines.is_none() {
+        job.pipelines = Some(Arc::new(job.config.clone()));
+    }
     let founds = place.view().is_some();
     let run = place.run.take();
     let mut events = EventLog::new(run.as_ref().map(RunDir::path));
     let patience = job.config.deadline.max(PATIENCE);
     let (teller, balance) = (Teller::default(), Balance::default());
     let watchman = (!simulated).then(|| Watchman::new(place.transport(), job.config.deadline));
-    let mut member = Member { place: &mut place, threads, simulated, teller, balance, watchman };
+    let team = founded(&mut job, &place, &comm);
+    let mut member = Member {
+        place: &mut place,
+        threads,
+        simulated,
+        teller,
+        balance,
+        watchman,
+        team,
+        copies: Copies::default(),
+    };
     let (mut trainer, shared_last) = if founds {
+        let comm = match &member.team {
+            Some(team) => links::seat(&job, team.split(job.config.deadline, 0)?, simulated)?,
+            None => comm,
+        };
         (Trainer::new(&job, comm, threads)?, None)
     } else {
-        let (trainer, last) = member.come_in(&mut job, patience)?;
-        (trainer, Some(last))
+        match member.come_in(&mut job, &comm, patience) {
+            Ok((trainer, last)) => (trainer, Some(last)),
+            // It has waited for a place all along.
+            Err(Error::OverForSpare) => return Ok(None),
+            Err(error) => return Err(error),
+        }
     };
     trainer.check_elastic(&job)?;
     let resumed = match run.as_ref().filter(|_| founds) {
@@ -85,6 +111,9 @@ pub(in crate::train) fn work(
     let (run, last) = (run.as_ref(), shared_last.unwrap_or(Last::at(begun)));
     let mut steps = Steps { job, record, clock, run, tells: true, last_loss: None, last };
     let done = train(&mut member, &mut trainer, &mut steps, &mut events, &mut kept, begun == 0 && founds);
+    if matches!(done, Err(Error::OverForSpare)) {
+        return Ok(None);
+    }
     if let Err(error) = &done
         && run.is_some_and(RunDir::has_begun)
     {
@@ -93,7 +122,7 @@ pub(in crate::train) fn work(
     let first_loss = done?;
     let Steps { job, record, clock, last_loss, .. } = steps;
     let totals = clock.totals(trainer.comm());
-    let (stage, params) = (trainer.stage(), trainer.params());
+    let Some((stage, params)) = trainer.gathered() else { return Ok(None) };
     let text = sample(&job, stage, params)?;
     let hash = hash(stage, params)?.to_hex().to_string();
     let losses = (first_loss, last_loss);
@@ -107,6 +136,16 @@ pub(in crate::train) fn work(
         report.write(run)?;
     }
     Ok(Some(report))
+}
+
+/// Who works at which rank when a run of pipelines begins.
+fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
+    let view = place.view().filter(|_| job.pipelines.is_some())?;
+    let change = Cancel::new();
+    place.keeper().ends(view.epoch, change.clone());
+    let team = Team::founded(view, comm.clone().with_other_cancel(&change), job);
+    job.change = Some(change);
+    Some(team)
 }
 
 /// The steps up to the last. Gives the loss before the first.
@@ -137,11 +176,17 @@ fn train(
                 continue;
             }
         };
+        if steps.job.pipelines.is_some() {
+            member.copies.after_step(trainer, &steps.job)?;
+            trainer.tell_copying(member.copies.is_under_way());
+        }
         let advice = member.balance.advice(&steps.job, trainer);
         // Behind the last step nothing is worth a change.
         let is_over = trainer.steps_done() >= steps.job.config.steps;
         match (next, if is_over { Advice::Stay } else { advice }) {
-            (Next::Step, Advice::Stay) => member.teller.tell(member.place, trainer, steps),
+            (Next::Step, Advice::Stay) => {
+                member.teller.tell((&mut *member.place, member.team.as_ref()), trainer, steps);
+            }
             (Next::Step, Advice::Shares(shares)) => {
                 match member.balance.reshare(&mut steps.job, trainer, shares) {
                     Ok(reshared) => note_shares(trainer, steps, events, reshared)?,
@@ -172,6 +217,13 @@ fn train(
                 }
             }
         }
+    }
+    // Of pipelines, rank 0 has all of the model at the end.
+    while let Err(error) = trainer.gather_whole() {
+        go_on_without(member, trainer, steps, events, error)?;
+    }
+    if let Some(team) = member.team.as_ref().filter(|team| team.leads()) {
+        team.tell_over();
     }
     Ok(first_loss)
 }
@@ -248,6 +300,14 @@ fn note(
         // Of steps that this rank took from others it knows no losses.
         steps.record.rows.truncate(steps.record.told);
     }
+    if changed.lost_steps > 0 {
+        // They are done again.
+        steps.record.rows.retain(|row| row.step <= changed.step);
+        steps.record.told = steps.record.rows.len();
+        if let Some(run) = steps.run {
+            steps.record.metrics = Some(run.metrics(changed.step)?);
+        }
+    }
     let text = changed.to_string();
     member.teller.changed(text.clone(), changed.took);
     let numbers = |peers: &[farflung_base::PeerId]| peers.iter().map(|peer| peer.0).collect();
@@ -257,6 +317,7 @@ fn note(
         came: numbers(&changed.came),
         went: numbers(&changed.went),
         lost_sequences: changed.lost_sequences,
+        lost_steps: changed.lost_steps,
         took_ms: changed.took.0 / 1_000_000,
         reason: changed.reason.clone(),
     };
@@ -318,6 +379,10 @@ fn save_alone(
     let step = trainer.steps_done();
     let mut left = Leftover { step, dropped: 0, saved: None, problem: None, resume: None };
     let Some(run) = steps.run else { return Ok(left) };
+    if steps.job.plan.stages() > 1 {
+        // The others have the model; this member has a part of it.
+        return Ok(left);
+    }
     member.alone(&mut steps.job, trainer)?;
     let totals = steps.clock.totals(trainer.comm());
     match checkpoint::save(trainer, &steps.job, run, totals) {

@@ -6,6 +6,7 @@ use farflung_base::{Bytes, Nanos, PeerId};
 use serde::{Deserialize, Serialize};
 
 use super::place::Place;
+use super::team::Team;
 use crate::train::job::Job;
 use crate::train::steps::Steps;
 use crate::train::trainer::Trainer;
@@ -131,17 +132,27 @@ impl Teller {
     }
 
     /// Tells whoever asks, where it is time to.
-    pub(super) fn tell(&mut self, place: &mut Place, trainer: &Trainer, steps: &Steps<'_, '_>) {
+    pub(super) fn tell(
+        &mut self,
+        (place, team): (&mut Place, Option<&Team>),
+        trainer: &Trainer,
+        steps: &Steps<'_, '_>,
+    ) {
         let now = place.transport().now();
         if self.told.is_some_and(|at| now < at.saturating_add(EVERY)) {
             return;
         }
         self.told = Some(now);
-        let status = self.status(place, trainer, steps);
+        let status = self.status((place, team), trainer, steps);
         place.arrivals.tell(status);
     }
 
-    fn status(&self, place: &mut Place, trainer: &Trainer, steps: &Steps<'_, '_>) -> Status {
+    fn status(
+        &self,
+        (place, team): (&mut Place, Option<&Team>),
+        trainer: &Trainer,
+        steps: &Steps<'_, '_>,
+    ) -> Status {
         let waiting = place.newcomers().iter().map(|peer| peer.peer.0).collect();
         let row = steps.record.rows.last();
         let totals = steps.clock.totals(trainer.comm());
@@ -152,7 +163,7 @@ impl Teller {
             steps: steps.job.config.steps,
             epoch: view.map_or(0, |view| view.epoch),
             incarnation: view.map_or(0, |view| view.incarnation),
-            members: members(place, &steps.job),
+            members: members(place, team, &steps.job),
             waiting,
             train_loss: row.map(|row| row.train_loss),
             val_loss: steps.last_loss,
@@ -166,14 +177,22 @@ impl Teller {
 }
 
 /// The members of the view in force.
-fn members(place: &Place, job: &Job) -> Vec<MemberStatus> {
+fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
     let (transport, me) = (place.transport(), place.transport().me());
     let addresses = place.arrivals.addresses();
     let all: u32 = job.plan.microbatches.iter().sum();
     let members = place.view().into_iter().flat_map(|view| &view.members);
+    // That of its pipeline; a spare has none.
+    let replica = |member| match team {
+        Some(team) => team.lineup.stands(member).map(|stands| stands.replica as usize),
+        None => Some(member),
+    };
+    let microbatches =
+        |member| replica(member).and_then(|replica| job.plan.microbatches.get(replica).copied());
     members
-        .zip(job.plan.microbatches.iter())
-        .map(|(member, &microbatches)| MemberStatus {
+        .enumerate()
+        .map(|(number, member)| (member, microbatches(number).unwrap_or(0)))
+        .map(|(member, microbatches)| MemberStatus {
             slot: member.slot,
             address: addresses.get(&PeerId(member.slot)).cloned(),
             joined: member.joined,

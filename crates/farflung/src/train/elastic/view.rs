@@ -6,11 +6,12 @@ use farflung_base::Nanos;
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::View;
-use farflung_parallel::plan::{Measured, Replica};
+use farflung_parallel::plan::{Measured, Replica, is_worth_it, step_time};
 use serde::{Deserialize, Serialize};
 
 use super::balance;
 use super::share::Exchange;
+use crate::config::choice::BalanceKind;
 use crate::train::job::{Base, Job};
 use crate::train::steps::Last;
 use crate::train::trainer::Progress;
@@ -30,6 +31,8 @@ struct Standing {
     last: Last,
     /// What a microbatch takes each of those replicas, in nanoseconds; nothing where they have not told it.
     speeds: Vec<u64>,
+    /// What a microbatch takes a newcomer, as it has measured before it came.
+    speed: Option<u64>,
 }
 
 /// What a rank brings into a view.
@@ -43,6 +46,8 @@ pub(super) struct Brings<'a> {
     pub(super) last: Last,
     /// What the steps of the replicas of the plan so far take, where that is known.
     pub(super) measured: &'a [Measured],
+    /// What a microbatch takes it, where it is a newcomer and has measured that.
+    pub(super) speed: Option<Nanos>,
 }
 
 /// What the members of a view know of each other.
@@ -59,11 +64,12 @@ pub(super) struct Stood {
 ///
 /// Errors: a member that is lost meanwhile; a plan that cannot be for so many.
 pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Result<Stood> {
-    let Brings { job, before, progress, last, measured } = brings;
+    let Brings { job, before, progress, last, measured, speed } = brings;
     let microbatches = job.microbatches_after(progress.map_or(0, |progress| progress.step));
     let speeds = measured.iter().map(|measured| measured.microbatch.0).collect();
+    let speed = speed.map(|speed| speed.0);
     let standing =
-        Standing { progress, plan: job.plan.to_string(), members: before, microbatches, last, speeds };
+        Standing { progress, plan: job.plan.to_string(), members: before, microbatches, last, speeds, speed };
     let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
     let told = comm.all_gather_bytes(mine)?;
     let wrong = |problem| Error::Message { message: "where a member stands".to_owned(), problem };
@@ -75,7 +81,8 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     let exchange = Exchange::new(&standing, job.averages_each_step())
         .ok_or_else(|| wrong("is nowhere: no member has the state"))?;
     let furthest = &told[exchange.furthest.index()];
-    let plan = plan_for(view, furthest)?;
+    let newcomers: Vec<Option<u64>> = told.iter().map(|told| told.speed).collect();
+    let plan = plan_for(view, furthest, (job.config.balance, &newcomers))?;
     let mut next = job.with_plan(plan)?;
     // Placed failures and departures are of ranks as they were.
     (next.failure, next.departure) = (None, None);
@@ -84,9 +91,15 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
 }
 
 /// The plan of a view's members, from the one that the furthest of them carried out. Where shares follow
-/// speed, those that have come or left change everyone's.
-fn plan_for(view: &View, furthest: &Standing) -> Result<Plan> {
+/// speed, those that have come or left change everyone's, once the shares of all are not the same anyway or steps become
+/// shorter by it; `newcomers` have measured themselves.
+fn plan_for(
+    view: &View,
+    furthest: &Standing,
+    (balance, newcomers): (BalanceKind, &[Option<u64>]),
+) -> Result<Plan> {
     let plan = Plan::from_str(&furthest.plan)?;
+    let follows = balance == BalanceKind::BySpeed && plan.outermost().steps.is_empty();
     // Each member brings as much to a step, whoever computes it.
     let each = plan.microbatches.iter().sum::<u32>() / plan.replicas().max(1);
     let old = |slot: u32| furthest.members.iter().position(|&old| old == slot);
@@ -96,13 +109,67 @@ fn plan_for(view: &View, furthest: &Standing) -> Result<Plan> {
     };
     let slots = || view.members.iter().map(|member| member.slot);
     let mut next = plan.with_replicas(&slots().map(replica).collect::<Vec<_>>())?;
-    if next.microbatches.iter().any(|&share| share != each) {
-        let measured = |slot| {
-            let microbatch = Nanos(*furthest.speeds.get(old(slot)?)?);
-            Some(Measured { microbatch, rest: Nanos::ZERO })
-        };
-        let shares = balance::shares(each, &slots().map(measured).collect::<Vec<_>>());
-        next.microbatches = shares.unwrap_or_else(|| vec![each; view.members.len()]);
+    let measured = |(member, slot): (usize, u32)| {
+        let told = || newcomers.get(member).copied().flatten();
+        let time = old(slot).map_or_else(told, |old| furthest.speeds.get(old).copied());
+        time.map(|time| Measured { microbatch: Nanos(time), rest: Nanos::ZERO })
+    };
+    let times: Vec<Option<Measured>> = slots().enumerate().map(measured).collect();
+    let shares = balance::shares(each, &times);
+    let equal = vec![each; view.members.len()];
+    if next.microbatches != equal {
+        next.microbatches = shares.unwrap_or(equal);
+    } else if follows {
+        let known: Option<Vec<Measured>> = times.into_iter().collect();
+        if let Some((shares, known)) = shares.zip(known)
+            && is_worth_it(step_time(&equal, &known), step_time(&shares, &known))
+        {
+            next.microbatches = shares;
+        }
     }
     Ok(next)
+}
+
+#[cfg(test)]
+mod tests {
+    use farflung_parallel::membership::{Member, MemberId, Place, Start};
+    use farflung_parallel::plan::Digest;
+
+    use super::*;
+
+    const PLAN: &str = "version = 1\nmesh = \"data=2,pipeline=1\"\nmachines = [\"a\", \"b\"]\nprecision = \"f32\"\n\
+                        batch = 1\nmicrobatches = [6, 6]\n[model]\nname = \"nano\"\nlayers = 4\n\
+                        parameters = 834304\n[[part]]\nlayers = \"0..4\"\n[[level]]\nmethod = \"ddp\"\n";
+
+    /// The shares of two members whose microbatches take 10 ms, and of a newcomer that has measured this.
+    fn shares(balance: BalanceKind, speed: Option<u64>) -> Vec<u32> {
+        let members: Vec<Member> = (0..3).map(|n| Member::new(MemberId::number(n), n)).collect();
+        let start = Start { weights: Digest::new([0; 32]), plan: Digest::new([0; 32]) };
+        let view = View::first(Place { incarnation: 1, epoch: 1 }, &members, start).unwrap();
+        let furthest = Standing {
+            progress: None,
+            plan: PLAN.to_owned(),
+            members: vec![0, 1],
+            microbatches: 0,
+            last: Last::at(0),
+            speeds: vec![10_000_000, 10_000_000],
+            speed: None,
+        };
+        plan_for(&view, &furthest, (balance, &[None, None, speed])).unwrap().microbatches
+    }
+
+    #[test]
+    fn a_newcomer_that_has_measured_itself_gets_its_share_at_once() {
+        let slow = shares(BalanceKind::BySpeed, Some(30_000_000));
+        assert_eq!((slow.iter().sum::<u32>(), slow[2]), (18, 2), "{slow:?}");
+        // As fast as the others, or nearly, or not known, or not asked for: as all.
+        for (balance, speed) in [
+            (BalanceKind::BySpeed, Some(10_000_000)),
+            (BalanceKind::BySpeed, Some(10_500_000)),
+            (BalanceKind::BySpeed, None),
+            (BalanceKind::Equal, Some(30_000_000)),
+        ] {
+            assert_eq!(shares(balance, speed), [6, 6, 6], "{balance:?} {speed:?}");
+        }
+    }
 }

@@ -31,7 +31,8 @@ const FILES: [&str; 2] = ["data", "init-from"];
 
 impl Welcome {
     pub(super) fn of(job: &Job) -> Self {
-        let settings = job.config.to_toml();
+        // Of pipelines, those that all plans are made from.
+        let settings = job.pipelines.as_deref().unwrap_or(&job.config).to_toml();
         let shared = |line: &&str| {
             let key = line.split(" = ").next().unwrap_or_default();
             key == DEADLINE || !is_own(key) && !FILES.contains(&key)

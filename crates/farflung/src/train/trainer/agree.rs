@@ -29,20 +29,24 @@ pub(super) struct Wish {
     pub(super) stop: bool,
     /// That members change: one has come, or leaves.
     pub(super) change: bool,
+    /// That no new copy of parts begins: one is still on its way.
+    pub(super) copies: bool,
 }
 
 impl Wish {
     /// What a wish for change counts beside one to stop: that of no number of ranks adds up to one to stop.
     const CHANGE: f64 = 1.0 / (1 << 20) as f64;
 
-    /// As a number to be summed over ranks.
+    /// As a number to be summed over ranks: exact for up to 4096 of them.
     fn weigh(self) -> f64 {
-        f64::from(u8::from(self.stop)) + f64::from(u8::from(self.change)) * Self::CHANGE
+        let one = |wish| f64::from(u8::from(wish));
+        one(self.stop) + (one(self.change) + one(self.copies) * Self::CHANGE) * Self::CHANGE
     }
 
     /// What any rank wishes, of the sum.
     fn of_sum(sum: f64) -> Self {
-        Self { stop: sum >= 1.0, change: sum.fract() > 0.0 }
+        let changes = sum.fract() / Self::CHANGE;
+        Self { stop: sum >= 1.0, change: changes >= 1.0, copies: changes.fract() > 0.0 }
     }
 }
 
@@ -83,7 +87,7 @@ impl Trainer {
         let replicas = if self.each_step { self.replicas } else { 1 };
         // An equal part is exactly 1, so that equal replicas have the bits of a plain mean.
         let weight = if self.each_step { self.part_of(self.step + 1) } else { 1.0 };
-        let wish = Wish { stop, change: self.told.wants_change };
+        let wish = self.wish(stop);
         let mut mine = vec![loss * weight, wish.weigh()];
         mine.extend(squares);
         let told = if self.each_step { self.told_speeds() } else { Vec::new() };
@@ -100,6 +104,10 @@ impl Trainer {
             }
         };
         Voting { sums, read: Box::new(read) }
+    }
+
+    const fn wish(&self, stop: bool) -> Wish {
+        Wish { stop, change: self.told.wants_change, copies: self.told.copies }
     }
 
     /// This replica's speed in its place among all, where they tell it.
@@ -128,7 +136,7 @@ impl Trainer {
         let first = self.step + 1 - window.len() as u64;
         let told = |(step, loss): (u64, f64)| if tells { loss * self.part_of(step) } else { 0.0 };
         let mut mine: Vec<f64> = (first..).zip(window).map(told).collect();
-        mine.push(Wish { stop, change: self.told.wants_change }.weigh());
+        mine.push(self.wish(stop).weigh());
         let told = self.told_speeds();
         mine.extend(&told);
         let told = told.len();
@@ -140,5 +148,23 @@ impl Trainer {
             Met { losses: sums.iter().map(|sum| sum / replicas).collect(), wish, speeds }
         };
         Voting { sums, read: Box::new(read) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sum_of_wishes_says_what_any_rank_wishes() {
+        for number in 0..8_u8 {
+            let wish = Wish { stop: number & 1 > 0, change: number & 2 > 0, copies: number & 4 > 0 };
+            for ranks in [1, 3, 4000] {
+                let sum = (0..ranks).map(|_| wish.weigh()).sum();
+                assert_eq!(Wish::of_sum(sum), wish, "{ranks} ranks");
+            }
+            let others = Wish { stop: false, change: false, copies: true }.weigh() * 4000.0;
+            assert_eq!(Wish::of_sum(wish.weigh() + others), Wish { copies: true, ..wish });
+        }
     }
 }

@@ -13,6 +13,7 @@ use farflung_zoo::weights::Weights;
 use farflung_zoo::{Keeping, Stage};
 
 use super::speed::Speedometer;
+use super::undecided::Undecided;
 use super::{Told, Trainer};
 use crate::train::activations::within_budget;
 use crate::train::averages;
@@ -45,8 +46,7 @@ impl Trainer {
         let each_step = job.averages_each_step();
         let scale = job.config.loss_scale.start(plan.precision);
 
-        let messages = job.stop.tie_messages(comm.clone());
-        let comm = job.stop.tie_step(comm);
+        let [messages, comm] = tied(job, comm);
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
         let tied = tie(&comm, &placement, plan.replicas() == 1 || !each_step, position)?;
@@ -133,12 +133,21 @@ impl Trainer {
             mark: None,
             half_done: false,
             tries: 0,
-            told: Told { sound: true, wants_change: false },
+            told: Told { sound: true, wants_change: false, copies: false },
             unmet: false,
             speed: job.follows_speed().then(Speedometer::default),
+            undecided: Undecided::default(),
             schedule,
         })
     }
+}
+
+/// The communicator of a pass's messages and that of all else, which stops and changes of members end.
+fn tied(job: &Job, comm: Communicator) -> [Communicator; 2] {
+    [job.stop.tie_messages(comm.clone()), job.stop.tie_step(comm)].map(|comm| match &job.change {
+        Some(change) => comm.with_other_cancel(change),
+        None => comm,
+    })
 }
 
 /// A part of the model with its optimizer, at step 0. Of the device there is a handle whose ops a stop

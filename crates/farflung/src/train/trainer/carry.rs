@@ -2,9 +2,12 @@
 
 use farflung_comm::Communicator;
 use farflung_optim::sync::SyncMethod;
+use farflung_parallel::Plan;
+use farflung_parallel::pipeline::Updates;
 
 use super::Trainer;
 use super::speed::Speedometer;
+use crate::train::averages;
 use crate::train::executor::Pass;
 use crate::train::job::{Base, Job};
 use crate::train::part::Part;
@@ -13,14 +16,12 @@ use crate::{Error, Result};
 impl Trainer {
     /// Whether members can come and leave with what it trains by.
     ///
-    /// Errors: [`Error::Setting`] for a pipeline, and for a method whose replicas never all have the same
-    /// parameters or that waits for no meeting.
+    /// Errors: [`Error::Setting`] for pipelines whose parts do not all stand behind the same step, and for a method whose
+    /// replicas never all have the same parameters or that waits for no meeting.
     pub(in crate::train) fn check_elastic(&self, job: &Job) -> Result<()> {
         let expected = |expected: &str| expected.to_owned();
-        if job.plan.stages() > 1 {
-            let value = job.plan.stages().to_string();
-            let expected = expected("1: members that come and leave hold the whole model each");
-            return Err(Error::Setting { field: "stages", value, expected });
+        if job.pipelines.is_some() {
+            return check_pipelines(&job.plan);
         }
         let level = job.plan.outermost();
         let method = SyncMethod::by_name(&level.method);
@@ -42,9 +43,15 @@ impl Trainer {
         self.base = base;
     }
 
-    /// Drops what is in flight, so that the rank stands behind its last step.
+    /// Drops what is in flight, so that the rank stands behind its last step. A step of a pipeline that others may have
+    /// committed waits for [`Trainer::settle_vote`].
     pub(in crate::train) fn drop_step(&mut self) {
         self.voting = None;
+        if self.undecided.is_open() {
+            self.executor.sending.clear();
+            self.executor.tied.give_up();
+            return;
+        }
         self.executor.begin(Pass::Evaluation, 0);
         self.executor.sending.clear();
         self.executor.tied.give_up();
@@ -102,6 +109,23 @@ impl Trainer {
         *self = next;
         Ok(())
     }
+}
+
+/// Whether members of these pipelines can come and leave.
+///
+/// Errors: [`Error::Setting`] where their parts do not all stand behind the same step.
+pub(in crate::train) fn check_pipelines(plan: &Plan) -> Result<()> {
+    let level = plan.outermost();
+    let (field, value, expected) = if !averages::each_step(plan) {
+        let why = "ddp with `stages`: only then do all parts of the model stand behind the same step";
+        ("sync", level.method.clone(), why)
+    } else if plan.updates() != Updates::Flush {
+        let why = "one with a flush: only then do all parts of the model stand behind the same step";
+        ("schedule", plan.pipeline.schedule.to_string(), why)
+    } else {
+        return Ok(());
+    };
+    Err(Error::Setting { field, value, expected: expected.to_owned() })
 }
 
 /// Moves what a part has into the same part of the next plan.

@@ -113,6 +113,15 @@ impl Trainer {
         })
     }
 
+    /// All of the model, on rank 0, after [`Trainer::gather_whole`]; where ranks do not share one, on each.
+    pub(in crate::train) fn gathered(&self) -> Option<(&Stage, &Tensor)> {
+        match &self.whole {
+            Some((stage, params)) => Some((stage, params)),
+            None if self.schedule.placement().depth() == 1 => Some((self.stage(), self.params())),
+            None => None,
+        }
+    }
+
     /// Has the whole model on rank 0, where it is in parts; all must call it.
     pub(in crate::train) fn gather_whole(&mut self) -> Result<()> {
         if self.schedule.placement().depth() == 1 {

@@ -124,6 +124,7 @@ fn members_that_come_and_go_are_followed_and_their_time_is_counted() {
         came: came.into(),
         went: went.into(),
         lost_sequences: 0,
+        lost_steps: 0,
         took_ms,
         reason: (!went.is_empty()).then(|| "silent".to_owned()),
     };
@@ -224,6 +225,7 @@ fn memory_is_bounded_whatever_is_told() {
             came,
             went,
             lost_sequences: 0,
+            lost_steps: 0,
             took_ms: 1,
             reason: None,
         };

@@ -1,0 +1,165 @@
+//! Copies of parts that nobody else holds: where there is one pipeline alone, each rank streams what it has after some
+//! step to the next one, beside the training and at a stated share of the link. All ranks copy the same step and keep
+//! what they had then themselves, so that all can go back to it when one is lost.
+
+use farflung_base::{Nanos, Pending, Rank};
+use farflung_comm::{CommError, Communicator};
+
+use crate::train::job::Job;
+use crate::train::trainer::{Pieces, Trainer};
+use crate::{Error, Result};
+
+/// The tag of what is copied.
+const COPIES: u32 = u32::MAX / 2 - 12;
+/// The most that is sent at a time.
+const CHUNK: usize = 4 << 20;
+/// Steps whose values are kept: of the last copy that all have, and of the one under way.
+const KEPT: usize = 2;
+
+/// A copy on its way to the next rank.
+#[derive(Debug)]
+struct Leaving {
+    bytes: Vec<u8>,
+    at: usize,
+    sending: Option<Pending<Result<(), CommError>>>,
+    /// Bytes that may be sent by now.
+    credit: f64,
+    credited: Nanos,
+}
+
+/// A copy on its way from the rank before.
+#[derive(Debug)]
+struct Coming {
+    bytes: Vec<u8>,
+    receiving: Pending<Result<Vec<u8>, CommError>>,
+}
+
+/// What a rank keeps of steps that are done.
+#[derive(Debug, Default)]
+pub(super) struct Copies {
+    /// Its own values, oldest first.
+    own: Vec<Pieces>,
+    /// Those of the rank before it, oldest first.
+    held: Vec<Pieces>,
+    leaving: Option<Leaving>,
+    coming: Option<Coming>,
+}
+
+impl Copies {
+    /// All that it keeps.
+    pub(super) fn kept(&self) -> impl Iterator<Item = &Pieces> {
+        self.own.iter().chain(&self.held)
+    }
+
+    /// Whether the copy of this rank or that of the one before is still on its way.
+    pub(super) const fn is_under_way(&self) -> bool {
+        self.leaving.is_some() || self.coming.is_some()
+    }
+
+    /// Members have changed and go on from `step`: what was on its way is dropped, and so is what belongs to steps that
+    /// are lost.
+    pub(super) fn begin_anew(&mut self, step: u64) {
+        (self.leaving, self.coming) = (None, None);
+        self.own.retain(|kept| kept.counted.step <= step);
+        self.held.retain(|kept| kept.counted.step <= step);
+    }
+
+    /// A step is done: sends and receives as much as the link's share allows, and begins the next copy where all ranks
+    /// have the last one.
+    ///
+    /// Errors: the device's; [`Error::Message`] for a copy that does not read as one. A rank that is lost is noticed by
+    /// the next step.
+    pub(super) fn after_step(&mut self, trainer: &Trainer, job: &Job) -> Result<()> {
+        let comm = trainer.comm();
+        if job.config.copy_share <= 0.0 || job.plan.replicas() > 1 || comm.size() < 2 {
+            return Ok(());
+        }
+        if self.is_under_way() {
+            return self.go_on(comm, job);
+        }
+        if !trainer.all_have_copied() {
+            return Ok(());
+        }
+        let pieces = trainer.pieces(job)?;
+        let bytes = pieces.to_bytes();
+        keep(&mut self.own, pieces);
+        let now = comm.now();
+        self.leaving = Some(Leaving { bytes, at: 0, sending: None, credit: 0.0, credited: now });
+        let receiving = receive(comm);
+        self.coming = Some(Coming { bytes: Vec::new(), receiving });
+        Ok(())
+    }
+
+    fn go_on(&mut self, comm: &Communicator, job: &Job) -> Result<()> {
+        if let Some(leaving) = &mut self.leaving {
+            let next = Rank((comm.rank().0 + 1) % comm.size() as u32);
+            let rate = job.topology()?.rate(comm.rank(), next).0.min(job.config.up.0);
+            leaving.go_on(comm, next, job.config.copy_share * rate as f64 / 8.0);
+            if leaving.is_done() {
+                self.leaving = None;
+            }
+        }
+        if let Some(coming) = &mut self.coming {
+            while coming.receiving.is_ready() {
+                let receiving = std::mem::replace(&mut coming.receiving, receive(comm));
+                // Whoever is lost is noticed by the next step.
+                let Ok(chunk) = receiving.wait() else { return Ok(()) };
+                coming.bytes.extend(chunk);
+                let Some(whole) = length(&coming.bytes) else { continue };
+                if coming.bytes.len() as u64 >= whole {
+                    let wrong = || Error::Message {
+                        message: "the copy of another member's part".to_owned(),
+                        problem: "does not read as one",
+                    };
+                    let pieces = Pieces::from_bytes(&coming.bytes[8..]).ok_or_else(wrong)?;
+                    keep(&mut self.held, pieces);
+                    self.coming = None;
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn keep(kept: &mut Vec<Pieces>, pieces: Pieces) {
+    kept.push(pieces);
+    if kept.len() > KEPT {
+        kept.remove(0);
+    }
+}
+
+fn receive(comm: &Communicator) -> Pending<Result<Vec<u8>, CommError>> {
+    let size = comm.size() as u32;
+    comm.clone().with_deadline(Nanos::MAX).start_recv(Rank((comm.rank().0 + size - 1) % size), COPIES)
+}
+
+/// The length that a copy begins with, itself included.
+fn length(bytes: &[u8]) -> Option<u64> {
+    let (len, _) = bytes.split_first_chunk::<8>()?;
+    Some(u64::from_le_bytes(*len).saturating_add(8))
+}
+
+impl Leaving {
+    /// Sends what may be sent by now, at so many bytes a second.
+    fn go_on(&mut self, comm: &Communicator, to: Rank, rate: f64) {
+        let now = comm.now();
+        self.credit += rate * now.saturating_sub(self.credited).as_secs_f64();
+        self.credited = now;
+        if self.sending.as_ref().is_some_and(|sending| !sending.is_ready()) {
+            return;
+        }
+        let chunk = (self.credit as usize).min(CHUNK).min(self.bytes.len() - self.at);
+        if chunk == 0 {
+            return;
+        }
+        self.credit -= chunk as f64;
+        let bytes = self.bytes[self.at..self.at + chunk].to_vec();
+        self.at += chunk;
+        self.sending = Some(comm.start_send(to, COPIES, bytes));
+    }
+
+    fn is_done(&self) -> bool {
+        self.at == self.bytes.len() && self.sending.as_ref().is_none_or(Pending::is_ready)
+    }
+}

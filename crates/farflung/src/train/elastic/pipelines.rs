@@ -1,0 +1,169 @@
+//! Going over to another view where members form pipelines: whoever has a place goes on with its part, and whoever has
+//! none waits as a spare.
+
+use farflung_base::{Nanos, PeerId};
+use farflung_comm::Cancel;
+use farflung_parallel::membership::View;
+
+use super::change::{Changed, Member, start, tied};
+use super::decide::suspect;
+use super::spare::Waited;
+use super::team::{Brings, Formed, Team, form, tell_all};
+use crate::train::job::Job;
+use crate::train::links;
+use crate::train::steps::Last;
+use crate::train::trainer::{Counted, Pieces, Trainer};
+use crate::{Error, Result};
+
+/// A member that has a place in a view.
+struct Placed {
+    job: Job,
+    trainer: Trainer,
+    last: Last,
+    counted: Counted,
+    moved: (u64, usize),
+    lost_steps: u64,
+}
+
+impl Member<'_> {
+    /// Has a place in a view's pipelines, or in those of a later view.
+    ///
+    /// Errors: [`Error::OverForSpare`] where the run ends before; [`Error::PartLost`].
+    pub(super) fn go_over_in_pipelines(
+        &mut self,
+        (job, last): (&mut Job, &mut Last),
+        trainer: &mut Trainer,
+        view: View,
+        (begun, reason): (Nanos, Option<String>),
+    ) -> Result<Changed> {
+        let before: Vec<u32> = self.members();
+        let stood = trainer.progress();
+        let placed = self.place_in((&*job, *last), Some(trainer), view)?;
+        let now = self.members();
+        let fresh = |from: &[u32], than: &[u32]| {
+            from.iter().filter(|slot| !than.contains(slot)).map(|&slot| PeerId(slot)).collect()
+        };
+        (*job, *last, *trainer) = (placed.job, placed.last, placed.trainer);
+        let spares = self.team.as_ref().map_or(0, |team| team.spares().count());
+        Ok(Changed {
+            epoch: self.team.as_ref().map_or(0, |team| team.epoch),
+            came: fresh(&now, &before),
+            went: fresh(&before, &now),
+            members: now.len(),
+            step: placed.counted.step,
+            reason,
+            state: placed.moved.0,
+            donors: placed.moved.1,
+            caught_up: trainer.progress() != stood,
+            lost_sequences: 0,
+            lost_steps: placed.lost_steps,
+            pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
+            took: trainer.comm().now().saturating_sub(begun),
+        })
+    }
+
+    /// A newcomer's first place.
+    ///
+    /// Errors: as [`Member::go_over_in_pipelines`]; [`Error::Removed`] where no view has it within `patience`.
+    pub(super) fn come_into_pipelines(&mut self, job: &mut Job, patience: Nanos) -> Result<(Trainer, Last)> {
+        let view = self.place.wait_for_view(patience)?;
+        let placed = self.place_in((&*job, Last::at(0)), None, view)?;
+        *job = placed.job;
+        Ok((placed.trainer, placed.last))
+    }
+
+    fn members(&self) -> Vec<u32> {
+        self.place.view().iter().flat_map(|view| &view.members).map(|member| member.slot).collect()
+    }
+
+    fn place_in(
+        &mut self,
+        (job, last): (&Job, Last),
+        mut trainer: Option<&mut Trainer>,
+        mut view: View,
+    ) -> Result<Placed> {
+        loop {
+            let formed = self.try_pipelines((job, last), trainer.as_deref_mut(), &view);
+            view = match formed {
+                Ok(Some(placed)) => return Ok(placed),
+                Ok(None) => {
+                    let team = self.team.clone().expect("it has just been formed");
+                    tracing::info!(
+                        "this member is a spare: it has no part of the model until somebody is lost or comes"
+                    );
+                    match self.place.wait_as_spare(&team, job)? {
+                        Waited::View(view) => view,
+                        Waited::Over => return Err(Error::OverForSpare),
+                    }
+                }
+                Err(error) if Self::survives(&error) => {
+                    let _telling = self.place.give_up();
+                    let start = match trainer.as_deref_mut() {
+                        Some(trainer) => {
+                            trainer.drop_step();
+                            start(self.place, job, trainer)?
+                        }
+                        None => None,
+                    };
+                    self.place.after_loss(suspect(&error), Vec::new(), start)?
+                }
+                Err(error) => return Err(error),
+            };
+        }
+    }
+
+    /// `None` of a spare.
+    fn try_pipelines(
+        &mut self,
+        (job, last): (&Job, Last),
+        mut trainer: Option<&mut Trainer>,
+        view: &View,
+    ) -> Result<Option<Placed>> {
+        let change = Cancel::new();
+        let all = tied(job, self.place.enter(view.clone())?).with_other_cancel(&change);
+        self.place.keeper().ends(view.epoch, change.clone());
+        let done = (|| {
+            // A step that any of them has committed is committed by all that voted on it.
+            let committed = trainer.as_deref().map(Trainer::committed);
+            let told: Vec<Option<(u64, Option<f64>)>> = tell_all(&all, &committed)?;
+            let newest = told.into_iter().flatten().max_by_key(|(step, _)| *step);
+            if let (Some(trainer), Some(newest)) = (trainer.as_deref_mut(), newest) {
+                trainer.settle_vote(newest)?;
+            }
+            let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
+            let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
+            let brings = Brings { job, last, team: self.team.as_ref(), held };
+            let formed = form(view, &all, brings)?;
+            let comm = formed.team.split(job.config.deadline, formed.moved.0)?;
+            Ok((formed, comm))
+        })();
+        let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
+        let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps } = formed;
+        let works = team.rank().is_some();
+        self.team = Some(team);
+        self.copies.begin_anew(counted.step);
+        if !works {
+            return Ok(None);
+        }
+        next.change = Some(change);
+        let made = (|| {
+            let comm = links::seat(&next, comm.clone(), self.simulated)?;
+            let get = |name: &str| tensors.get(name).map(Vec::as_slice);
+            if let Some(trainer) = trainer.as_deref() {
+                return trainer.moved_to(&next, comm, &counted, &get);
+            }
+            let mut trainer = Trainer::new(&next, comm, self.threads)?;
+            trainer.take_pieces(&counted, &get)?;
+            Ok(trainer)
+        })();
+        let trainer = made.inspect_err(|_: &Error| comm.abort())?;
+        Ok(Some(Placed { job: next, trainer, last, counted, moved, lost_steps }))
+    }
+}
+
+impl Team {
+    /// Whether this member tells the spares when the run is over.
+    pub(super) fn leads(&self) -> bool {
+        self.rank() == Some(0)
+    }
+}

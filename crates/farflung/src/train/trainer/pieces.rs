@@ -1,0 +1,229 @@
+//! What a rank of a pipeline has, tensor by tensor: parameters and the optimizer's states of each, so that they can go to
+//! any rank of any plan that needs them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use farflung_base::StageId;
+use farflung_parallel::pipeline::Placement;
+use farflung_tensor::{Device, ParamLayout, Tensor};
+use farflung_zoo::Stage;
+use serde::{Deserialize, Serialize};
+
+use super::Trainer;
+use crate::train::bind::ReplicaSchedule;
+use crate::train::executor::floats;
+use crate::train::job::Job;
+use crate::train::part::Part;
+use crate::{Error, Result};
+
+/// Where a run stood when some values were these.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(in crate::train) struct Counted {
+    /// Steps done.
+    pub(in crate::train) step: u64,
+    /// Updates of the optimizer.
+    pub(in crate::train) updates: u64,
+    /// Rounds of averages.
+    pub(in crate::train) rounds: u64,
+    /// Microbatches of all replicas so far.
+    pub(in crate::train) microbatches: u64,
+    /// The loss scale.
+    pub(in crate::train) scale: Vec<f32>,
+    /// States that the optimizer keeps of each value.
+    pub(in crate::train) states: usize,
+}
+
+/// Tensors by name: the values of each, and behind them the optimizer's states in the order of their names.
+#[derive(Debug, Clone, PartialEq)]
+pub(in crate::train) struct Pieces {
+    pub(in crate::train) counted: Counted,
+    pub(in crate::train) tensors: BTreeMap<String, Vec<f32>>,
+}
+
+impl Pieces {
+    /// The names of its tensors.
+    pub(in crate::train) fn names(&self) -> BTreeSet<String> {
+        self.tensors.keys().cloned().collect()
+    }
+}
+
+impl Pieces {
+    /// As bytes behind their number: where the run stood and the names, behind the length of that, then all values.
+    pub(in crate::train) fn to_bytes(&self) -> Vec<u8> {
+        let names: Vec<(&String, u64)> =
+            self.tensors.iter().map(|(name, values)| (name, values.len() as u64)).collect();
+        let head = postcard::to_stdvec(&(&self.counted, names)).expect("numbers and names are plain data");
+        let mut bytes = vec![0; 8];
+        bytes.extend((head.len() as u64).to_le_bytes());
+        bytes.extend(head);
+        for values in self.tensors.values() {
+            bytes.extend(values.iter().flat_map(|value| value.to_le_bytes()));
+        }
+        let len = bytes.len() as u64 - 8;
+        bytes[..8].copy_from_slice(&len.to_le_bytes());
+        bytes
+    }
+
+    /// Reads what [`Pieces::to_bytes`] wrote, without the number in front. `None` for bytes that are not that: nothing is
+    /// allocated by a length that they claim.
+    pub(in crate::train) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (len, rest) = bytes.split_first_chunk::<8>()?;
+        let (head, mut rest) = rest.split_at_checked(usize::try_from(u64::from_le_bytes(*len)).ok()?)?;
+        let (counted, names): (Counted, Vec<(String, u64)>) = postcard::from_bytes(head).ok()?;
+        let mut tensors = BTreeMap::new();
+        for (name, count) in names {
+            let count = usize::try_from(count).ok()?;
+            let (values, behind) = rest.split_at_checked(count.checked_mul(size_of::<f32>())?)?;
+            rest = behind;
+            tensors.insert(name, floats(values, count)?);
+        }
+        rest.is_empty().then_some(Self { counted, tensors })
+    }
+}
+
+/// A part's optimizer states by name: all are as long as its parameters.
+fn states(part: &Part) -> Result<BTreeMap<String, Vec<f32>>> {
+    part.chain.states().map(|(name, state)| Ok((name.to_owned(), state.to_vec::<f32>()?))).collect()
+}
+
+fn names_of(layout: &ParamLayout) -> impl Iterator<Item = (String, usize)> {
+    layout.params().iter().map(|param| (param.name.clone(), param.shape.len()))
+}
+
+/// The tensors that each rank of a pipeline of this job holds, with their elements.
+///
+/// Errors: those of [`ReplicaSchedule::new`].
+pub(in crate::train) fn needs(job: &Job) -> Result<Vec<BTreeMap<String, usize>>> {
+    let schedule = ReplicaSchedule::new(job, 0)?;
+    let (placement, device) = (schedule.placement(), Device::cpu(1)?);
+    let holds = |stage: StageId| {
+        let layers = schedule.layers[placement.part(stage) as usize].clone();
+        Ok::<_, Error>(Stage::new(job.model, layers, &device)?)
+    };
+    let of_rank = |placement: &Placement, rank| {
+        let mut tensors = BTreeMap::new();
+        for stage in placement.stages_of(rank) {
+            tensors.extend(names_of(holds(stage)?.layout()));
+        }
+        Ok(tensors)
+    };
+    (0..placement.ranks()).map(farflung_base::Rank).map(|rank| of_rank(placement, rank)).collect()
+}
+
+impl Trainer {
+    /// What it has.
+    ///
+    /// Errors: those of the device.
+    pub(in crate::train) fn pieces(&self, job: &Job) -> Result<Pieces> {
+        let mut tensors = BTreeMap::new();
+        for part in self.executor.parts.values() {
+            let (params, states) = (part.params.to_vec::<f32>()?, states(part)?);
+            for param in part.stage.layout().params() {
+                let all = std::iter::once(&params).chain(states.values());
+                let values = all.flat_map(|flat| &flat[param.range()]).copied().collect();
+                tensors.insert(param.name.clone(), values);
+            }
+        }
+        Ok(Pieces { counted: self.counted(job), tensors })
+    }
+
+    /// Where it stands.
+    pub(in crate::train) fn counted(&self, job: &Job) -> Counted {
+        let parts = || self.executor.parts.values();
+        Counted {
+            step: self.step,
+            updates: parts().map(|part| part.chain.step()).max().unwrap_or(0),
+            rounds: self.counters().rounds,
+            microbatches: job.microbatches_after(self.step),
+            scale: self.scale.save().to_vec(),
+            states: parts().map(|part| part.chain.states().count()).max().unwrap_or(0),
+        }
+    }
+
+    /// Takes values in the place of its own. Residuals of codecs belong to another plan's blocks, and begin without.
+    ///
+    /// Errors: [`Error::Message`] where a tensor is missing or has another length; those of the optimizer.
+    pub(in crate::train) fn take_pieces<'a>(
+        &mut self,
+        counted: &Counted,
+        get: &dyn Fn(&str) -> Option<&'a [f32]>,
+    ) -> Result<()> {
+        for part in self.executor.parts.values_mut() {
+            let layout = part.stage.layout().clone();
+            let names: Vec<String> = part.chain.states().map(|(name, _)| name.to_owned()).collect();
+            let mut flats = vec![vec![0.0_f32; layout.len()]; 1 + names.len()];
+            for param in layout.params() {
+                let len = param.shape.len();
+                let whole = get(&param.name).filter(|values| values.len() == len * flats.len());
+                let values = whole.ok_or_else(|| Error::Message {
+                    message: format!("{} of the run's state", param.name),
+                    problem: "is missing or has another length",
+                })?;
+                for (flat, values) in flats.iter_mut().zip(values.chunks_exact(len.max(1))) {
+                    flat[param.range()].copy_from_slice(values);
+                }
+            }
+            let (params, states) = flats.split_first().expect("there are parameters");
+            // In the order of their names, as they were written.
+            let mut sorted = names.clone();
+            sorted.sort_unstable();
+            let by_name: BTreeMap<&str, &Vec<f32>> = sorted.iter().map(String::as_str).zip(states).collect();
+            write(&mut part.params, params)?;
+            part.chain.restore(counted.updates, |name| by_name.get(name).map(|values| values.as_slice()))?;
+            if let Some(sync) = &mut part.sync {
+                sync.moved(&part.params)?;
+                sync.average_mut().restore("", counted.rounds, |_| Some(&[]))?;
+            }
+        }
+        self.scale.restore(&counted.scale);
+        self.step = counted.step;
+        self.window.clear();
+        self.unmet = false;
+        self.resync.restart(self.step);
+        Ok(())
+    }
+
+    /// The same rank's device and settings in the run's next plan, with these values.
+    ///
+    /// Errors: as [`Trainer::new`] and [`Trainer::take_pieces`].
+    pub(in crate::train) fn moved_to<'a>(
+        &self,
+        job: &Job,
+        comm: farflung_comm::Communicator,
+        counted: &Counted,
+        get: &dyn Fn(&str) -> Option<&'a [f32]>,
+    ) -> Result<Self> {
+        let device = (self.plain.clone(), self.executor.interrupt.clone());
+        let mut next = Self::on(job, comm, device)?;
+        next.take_pieces(counted, get)?;
+        Ok(next)
+    }
+}
+
+fn write(into: &mut Tensor, values: &[f32]) -> Result<()> {
+    if values.is_empty() {
+        return Ok(());
+    }
+    Ok(into.write(values)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_come_back_and_other_bytes_are_none() {
+        let counted =
+            Counted { step: 7, updates: 7, rounds: 3, microbatches: 28, scale: vec![1.0], states: 1 };
+        let tensors = BTreeMap::from([("a".to_owned(), vec![1.0_f32, -2.0]), ("b".to_owned(), vec![3.0])]);
+        let pieces = Pieces { counted, tensors };
+        let bytes = pieces.to_bytes();
+        assert_eq!(bytes[..8], (bytes.len() as u64 - 8).to_le_bytes());
+        assert_eq!(Pieces::from_bytes(&bytes[8..]), Some(pieces));
+        for end in 8..bytes.len() {
+            assert_eq!(Pieces::from_bytes(&bytes[8..end]), None);
+        }
+        assert_eq!(Pieces::from_bytes(&[&bytes[8..], &[0]].concat()), None);
+        assert_eq!(Pieces::from_bytes(&[0xFF; 40]), None);
+    }
+}

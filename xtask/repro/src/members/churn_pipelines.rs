@@ -1,0 +1,124 @@
+//! A rank of a pipeline is lost at any moment of a step, with another pipeline beside it and without.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result};
+use farflung::base::Nanos;
+use farflung::comm::simulated::Faults;
+use farflung::train::Job;
+
+use super::churn::Blow;
+use super::{
+    DEADLINE, Notes, after_leaving, job, longest_wait, report as report_of, run as run_once, times, watched,
+};
+use crate::harness::{Mark, Options, Report};
+
+const STAGES: usize = 4;
+
+/// Of what copies of parts may take of a link.
+const COPY_SHARE: f64 = 0.5;
+
+#[derive(Debug, Default)]
+struct Seen {
+    runs: u32,
+    stuck: u32,
+    other: u32,
+    slowest: f64,
+    lost_steps: f64,
+}
+
+fn pipelines(seed: u64, members: usize, steps: u64) -> Result<Job> {
+    job(seed, members, |config| {
+        config.layers = Some(STAGES);
+        config.stages = STAGES;
+        config.microbatches = Some(STAGES);
+        config.steps = steps;
+        config.copy_share = COPY_SHARE;
+    })
+}
+
+/// Losses of each step.
+fn losses(report: &farflung::train::Report) -> Vec<f64> {
+    report.rows.iter().map(|row| row.train_loss).collect()
+}
+
+/// All blows on these members at so many moments of a step. `same` says whether a run ended as it should.
+fn strike(
+    job: &Job,
+    members: &[u32],
+    step: usize,
+    moments: u64,
+    same: &mut dyn FnMut(u32, &farflung::train::Report) -> Result<bool>,
+) -> Result<Seen> {
+    let calm = run_once(job, job.world, &[], &Faults::new())?;
+    let calm = times(calm.iter().find_map(report_of).context("a run without faults ends")?);
+    let at = |step: usize| (calm[step] * 1e9) as u64;
+    let (from, to) = (at(step - 2), at(step - 1));
+    let mut seen = Seen::default();
+    for &member in members {
+        for blow in Blow::ALL {
+            for moment in 0..moments {
+                let at = Nanos(from + (to - from) * moment / moments);
+                let mut notes = Notes::default();
+                let ended = watched(job, job.world, &[], &blow.on(member, job.world, at), &mut notes)?;
+                seen.runs += 1;
+                let others = ended.iter().enumerate().filter(|(n, _)| *n != member as usize);
+                let stuck = others.map(|(_, ended)| ended).any(Result::is_err);
+                seen.stuck += u32::from(stuck);
+                let Some(left) = ended.iter().find_map(report_of).filter(|_| !stuck) else { continue };
+                seen.other += u32::from(!same(member, left)?);
+                let lost = notes.number(" steps are lost").unwrap_or(0.0);
+                seen.lost_steps = seen.lost_steps.max(lost);
+                // Steps that are done again are no wait.
+                let usual = (calm[step - 1] - calm[step - 2]) * (lost + 1.0);
+                seen.slowest = seen.slowest.max(longest_wait(left) - usual);
+            }
+        }
+    }
+    Ok(seen)
+}
+
+pub(super) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let (two, one): (&[u32], &[u32]) =
+        if options.quick { (&[0, 6], &[2]) } else { (&[0, 2, 5, 7], &[0, 1, 2, 3]) };
+    let moments = if options.quick { 3 } else { 12 };
+    let job = pipelines(report.seed(), 2 * STAGES, 6)?;
+    let mut allowed: Vec<(u32, BTreeSet<String>)> = Vec::new();
+    for &member in two {
+        allowed.push((member, after_leaving(&job, member, 2..=4)?));
+    }
+    let mut same = |member: u32, left: &farflung::train::Report| {
+        Ok(allowed.iter().any(|(other, hashes)| *other == member && hashes.contains(&left.hash)))
+    };
+    let seen = strike(&job, two, 4, moments, &mut same)?;
+    rows(report, "2 pipelines of 4", &seen, "runs with other bits than allowed")?;
+
+    let job = pipelines(report.seed(), STAGES, 16)?;
+    let calm = run_once(&job, STAGES, &[], &Faults::new())?;
+    let calm = losses(calm.iter().find_map(report_of).context("a run without faults ends")?);
+    let mut same = |member: u32, left: &farflung::train::Report| {
+        let found = losses(left);
+        // One that took over the first rank's place knows of the steps since.
+        let whole = member == 0 || found.len() == calm.len();
+        let since = calm.len() - found.len().min(calm.len());
+        let near = calm[since..].iter().zip(&found).all(|(calm, found)| (calm - found).abs() < 1e-4);
+        Ok(whole && near)
+    };
+    let seen = strike(&job, one, 12, moments, &mut same)?;
+    rows(report, "1 pipeline of 4", &seen, "runs whose losses are not those of the same sequences")?;
+    report.row("1 pipeline of 4: most steps that were lost", seen.lost_steps, "1", Mark::AtMost(11.0))
+}
+
+fn rows(report: &mut Report<'_>, name: &str, seen: &Seen, other: &str) -> Result<()> {
+    let none = Mark::AtMost(0.0);
+    report.row(&format!("{name}: runs"), f64::from(seen.runs), "1", Mark::None)?;
+    report.row(
+        &format!("{name}: runs in which a survivor did not go on"),
+        f64::from(seen.stuck),
+        "1",
+        none,
+    )?;
+    report.row(&format!("{name}: {other}"), f64::from(seen.other), "1", none)?;
+    let most = Mark::AtMost(DEADLINE.as_secs_f64() + 1.0);
+    report.row(&format!("{name}: longest time between two steps, beside steps"), seen.slowest, "s", most)
+}

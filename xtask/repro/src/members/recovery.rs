@@ -1,0 +1,98 @@
+//! How long it takes from a loss to the next step, beside what follows from deadline, links and state.
+
+use anyhow::{Context, Result};
+use farflung::base::{Nanos, PeerId};
+use farflung::comm::simulated::Faults;
+use farflung::train::Job;
+
+use super::{DEADLINE, Notes, job, report as report_of, run as run_once, times, watched};
+use crate::harness::{Bench, Mark, Options, Report};
+
+pub(crate) const BENCH: Bench = Bench {
+    name: "recovery-time",
+    claim: "from the moment at which a rank of two pipelines falls silent to the next step, in which a spare has taken its \
+            place, are the deadline, the question whether it is there, the messages of a view, its part's state on one link, \
+            and a step: within 5% for 10 MB and 500 MB of state",
+    source: "the design of farflung (issue 22); torchft took 948 s",
+    seed: 1337,
+    run,
+};
+
+/// Two pipelines of two, and a spare that comes first of all.
+const MEMBERS: usize = 4;
+/// How long a member is asked whether it is there.
+const ROLL_CALL: f64 = 0.8;
+/// Messages one after another from the loss to the next step: who is there, promises, votes, the view; votes, what all hold,
+/// and hashes, each around a ring of four; the groups of the next plan.
+const MESSAGES: f64 = 32.0;
+
+/// Pipelines of which each part has about so many bytes of state, 12 a parameter.
+fn pipelines(seed: u64, width: usize) -> Result<Job> {
+    job(seed, MEMBERS, |config| {
+        config.layers = Some(2);
+        config.heads = Some(8);
+        config.dim = Some(width);
+        config.stages = 2;
+        config.microbatches = Some(2);
+        config.steps = 6;
+        config.eval_every = 100;
+        config.copy_share = 0.0;
+        // A step's averages take longer than two seconds where there is much of them.
+        config.deadline = if width > 1000 { Nanos::from_millis(60_000) } else { DEADLINE };
+    })
+}
+
+/// The bytes of state that moved, as a note says it.
+fn moved(notes: &Notes) -> Option<f64> {
+    let mut change = notes.0.iter().filter(|note| note.contains(" lost"));
+    let text = change.find_map(|note| note.split_once(" of state"))?.0;
+    let mut words = text.rsplit(' ');
+    let (unit, number) = (words.next()?, words.next()?);
+    let scale = match unit {
+        "B" => 1.0,
+        "kB" => 1e3,
+        "MB" => 1e6,
+        "GB" => 1e9,
+        _ => return None,
+    };
+    Some(number.parse::<f64>().ok()? * scale)
+}
+
+fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let sizes: &[(&str, usize, f64)] = &[("10 MB", 256, 10e6), ("500 MB", 1856, 500e6)];
+    for &(name, width, nominal) in if options.quick { &sizes[..1] } else { sizes } {
+        let job = pipelines(report.seed(), width)?;
+        let spare = [(PeerId(MEMBERS as u32), Nanos(1))];
+        let calm = run_once(&job, MEMBERS + 1, &spare, &Faults::new())?;
+        let calm = times(calm.iter().find_map(report_of).context("a run without faults ends")?);
+        let step = calm[4] - calm[3];
+        // It is silent from the beginning of the fifth step on.
+        let lost = Nanos((calm[3] * 1e9) as u64);
+        let faults = Faults::new().at(lost).freeze(PeerId(2), Nanos::MAX);
+        let mut notes = Notes::default();
+        let ended = watched(&job, MEMBERS + 1, &spare, &faults, &mut notes)?;
+        let found = ended.iter().find_map(report_of).with_context(|| format!("{:?}", notes.0))?;
+        let bytes = moved(&notes).with_context(|| format!("no state moved: {:?}", notes.0))?;
+        let next = times(found).into_iter().find(|&at| at > calm[3] + 1e-6).context("a step follows")?;
+        let measured = next - calm[3];
+        let link = job.config.link;
+        let transfer = bytes * 8.0 / link.bandwidth.0 as f64;
+        let detection = job.config.deadline.as_secs_f64() + ROLL_CALL;
+        let view = MESSAGES * link.latency.as_secs_f64();
+        let closed = detection + view + transfer + step;
+        report.row(
+            &format!("{name}: state that moved, of {name}"),
+            bytes / nominal,
+            "1",
+            Mark::AtLeast(0.8),
+        )?;
+        report.row(&format!("{name}: detection"), detection, "s", Mark::None)?;
+        report.row(&format!("{name}: view"), view, "s", Mark::None)?;
+        report.row(&format!("{name}: transfer"), transfer, "s", Mark::None)?;
+        report.row(&format!("{name}: step"), step, "s", Mark::None)?;
+        report.row(&format!("{name}: from the loss to the next step"), measured, "s", Mark::None)?;
+        let off = (measured / closed - 1.0).abs() * 100.0;
+        report.row(&format!("{name}: off the sum of these"), off, "%", Mark::AtMost(5.0))?;
+    }
+    Ok(())
+}

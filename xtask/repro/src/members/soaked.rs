@@ -1,0 +1,223 @@
+//! The trainer for hours of virtual time: machines come and are lost all along.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, ensure};
+use farflung::base::{Nanos, PeerId};
+use farflung::comm::simulated::Faults;
+use farflung::parallel::churn::{Change, Trace, daly};
+use farflung::train::Job;
+
+use super::{Ended, job, report as report_of, run as run_once, times};
+use crate::harness::{Mark, Options, Report};
+
+const MACHINES: u32 = 16;
+/// Mean life of a machine, and mean time until another is there in its place, in seconds.
+const LIFE: f64 = 7200.0;
+const ABSENCE: f64 = 600.0;
+/// What a step takes, in seconds.
+const STEP: f64 = 20.0;
+/// Of a job that begins again from checkpoints: writing one, and everything from a loss to the first step after it.
+const SAVE: f64 = 1.0;
+const RESTART: f64 = 30.0;
+
+/// A machine from one coming to the next loss.
+#[derive(Debug, Clone, Copy)]
+struct Life {
+    from: Nanos,
+    /// None of one that is there at the end.
+    to: Option<Nanos>,
+}
+
+/// The lives of a trace's machines: first those that are there at the beginning.
+fn lives(trace: &Trace) -> Vec<Life> {
+    let mut lives: Vec<Life> = (0..trace.machines).map(|_| Life { from: Nanos::ZERO, to: None }).collect();
+    let mut now: BTreeMap<u32, usize> =
+        (0..trace.machines).map(|machine| (machine, machine as usize)).collect();
+    for Change { at, lost, back } in &trace.changes {
+        for machine in lost {
+            if let Some(life) = now.remove(machine) {
+                lives[life].to = Some(*at);
+            }
+        }
+        for &machine in back {
+            now.insert(machine, lives.len());
+            lives.push(Life { from: *at, to: None });
+        }
+    }
+    lives
+}
+
+/// A job whose steps take [`STEP`] seconds to compute, for as long as a trace.
+fn steady(seed: u64, trace: &Trace) -> Result<Job> {
+    let steps = (trace.time.as_secs_f64() / STEP) as u64;
+    let change = |rate: f64| {
+        job(seed, trace.machines as usize, |config| {
+            config.steps = steps;
+            config.eval_every = steps;
+            config.compute_rate = rate;
+            config.deadline = Nanos::from_millis(4 * (STEP * 1e3) as u64);
+        })
+    };
+    // Operations of a microbatch of one sequence.
+    let first = change(1e9)?;
+    let per_step = first.model.flops_per_token(first.model.context) as f64 * first.model.context as f64;
+    change(per_step / STEP)
+}
+
+/// What a run did.
+struct Soaked {
+    /// Tokens that were committed.
+    tokens: f64,
+    /// Tokens that living machines could have trained on, if nothing that happens took any time.
+    ideal: f64,
+    steps: u64,
+    came: usize,
+    lost: usize,
+    hours: f64,
+}
+
+/// Seconds that machines are there up to a time, all together.
+fn alive(lives: &[Life], until: Nanos) -> f64 {
+    let of =
+        |life: &Life| life.to.unwrap_or(until).min(until).saturating_sub(life.from.min(until)).as_secs_f64();
+    lives.iter().map(of).sum()
+}
+
+/// Runs a trace. All members that are there at the end must have the same bits, and tell the same of each step.
+fn soak(seed: u64, trace: &Trace) -> Result<Soaked> {
+    let (job, lives) = (steady(seed, trace)?, lives(trace));
+    let mut faults = Faults::new();
+    let mut come = Vec::new();
+    for (peer, life) in (0..).map(PeerId).zip(&lives) {
+        if let Some(to) = life.to {
+            faults = faults.at(to).crash(peer);
+        }
+        if life.from > Nanos::ZERO {
+            come.push((peer, life.from));
+        }
+    }
+    let ended: Vec<Ended> = run_once(&job, lives.len(), &come, &faults)?;
+    let left: Vec<_> = ended.iter().filter_map(report_of).collect();
+    let first = left.iter().max_by_key(|report| report.rows.len()).context("nobody is left")?;
+    ensure!(left.iter().all(|report| report.hash == first.hash), "the members at the end differ");
+    // Each member brings one sequence to a step.
+    let context = job.model.context as u64;
+    let mut told: BTreeMap<u64, u64> = BTreeMap::new();
+    for row in left.iter().flat_map(|report| &report.rows) {
+        let tokens = *told.entry(row.step).or_insert(row.tokens);
+        ensure!(
+            tokens == row.tokens,
+            "members tell {tokens} and {} tokens after step {}",
+            row.tokens,
+            row.step
+        );
+    }
+    for ((step, before), (next, after)) in told.iter().zip(told.iter().skip(1)) {
+        let new = after - before;
+        let whole = next - step == 1 && new.is_multiple_of(context);
+        ensure!(
+            whole && (1..=u64::from(trace.machines)).contains(&(new / context)),
+            "step {next} has {new} tokens"
+        );
+    }
+    ensure!(first.tokens == told.values().last().copied().unwrap_or(0), "samples are lost or count twice");
+    let end = times(first).into_iter().fold(0.0, f64::max);
+    let until = Nanos((end * 1e9) as u64);
+    Ok(Soaked {
+        tokens: first.tokens as f64,
+        ideal: alive(&lives, until) / STEP * context as f64,
+        steps: first.rows.last().map_or(0, |row| row.step),
+        came: lives.iter().filter(|life| life.from > Nanos::ZERO && life.from < until).count(),
+        lost: lives.iter().filter_map(|life| life.to).filter(|&to| to < until).count(),
+        hours: end / 3600.0,
+    })
+}
+
+/// Machines that are taken away and given back in groups, as spot machines are: of each group two to four at once.
+fn spot(seed: u64, time: Nanos) -> Trace {
+    let groups = Trace::drawn(MACHINES / 4, 2400.0, 600.0, time, seed);
+    let machines = |groups: &[u32], at: Nanos| -> Vec<u32> {
+        let some = |group: &u32| {
+            let count = 2 + ((u64::from(*group) + at.0 / 1_000_000_000) % 3) as u32;
+            (0..count).map(|n| group * 4 + n).collect::<Vec<_>>()
+        };
+        groups.iter().flat_map(some).collect()
+    };
+    let mut taken: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    let mut changes = Vec::new();
+    for Change { at, lost, back } in groups.changes {
+        let mut change = Change { at, lost: Vec::new(), back: Vec::new() };
+        for group in lost {
+            let gone = machines(&[group], at);
+            change.lost.extend(&gone);
+            taken.insert(group, gone);
+        }
+        for group in back {
+            change.back.extend(taken.remove(&group).unwrap_or_default());
+        }
+        changes.push(change);
+    }
+    Trace { machines: MACHINES, time, changes }
+}
+
+/// Part of what living machines could have done that a job gets done which begins again at its newest checkpoint after
+/// each loss, and takes newcomers in then: at the best interval between checkpoints, with the same steps.
+fn restarting(trace: &Trace) -> f64 {
+    let losses: Vec<Nanos> = trace.changes.iter().filter(|c| !c.lost.is_empty()).map(|c| c.at).collect();
+    let between = trace.time.as_secs_f64() / losses.len().max(1) as f64;
+    let every = daly(SAVE, between);
+    let mut there: std::collections::BTreeSet<u32> = (0..trace.machines).collect();
+    let (mut done, mut ideal, mut at) = (0.0, 0.0, 0.0);
+    // Machines at work, work since the newest checkpoint, and when the job works again.
+    let (mut working, mut since, mut resumes) = (f64::from(trace.machines), 0.0, 0.0_f64);
+    let ends = trace.changes.iter().map(|c| (c.at.as_secs_f64(), Some(c)));
+    for (until, change) in ends.chain([(trace.time.as_secs_f64(), None)]) {
+        ideal += there.len() as f64 * (until - at);
+        let time = (until - resumes.max(at)).max(0.0) * every / (every + SAVE);
+        let whole = ((since + time) / every).floor() * every;
+        (done, since) = (done + whole * working, since + time - whole);
+        at = until;
+        let Some(change) = change else { break };
+        there.retain(|machine| !change.lost.contains(machine));
+        there.extend(&change.back);
+        if !change.lost.is_empty() {
+            (working, since, resumes) = (there.len() as f64, 0.0, until + RESTART);
+        }
+    }
+    (done + since * working) / ideal
+}
+
+/// The trainer's rows of `churn-soak`.
+pub(crate) fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
+    let hours = if options.quick { 0.25 } else { 2.0 };
+    let time = Nanos((hours * 3.6e12) as u64);
+    let seeds = if options.quick { 1 } else { 3 };
+    let mut least = f64::INFINITY;
+    let (mut came, mut lost, mut longest, mut steps) = (0, 0, 0.0_f64, u64::MAX);
+    for seed in 0..seeds {
+        let seed = report.seed() + seed;
+        let soaked = soak(seed, &Trace::drawn(MACHINES, LIFE, ABSENCE, time, seed))?;
+        let goodput = 100.0 * soaked.tokens / soaked.ideal;
+        report.progress(&format!(
+            "trainer, seed {seed}: {} steps in {:.2} h, {} came, {} lost, goodput {goodput:.1}%",
+            soaked.steps, soaked.hours, soaked.came, soaked.lost
+        ))?;
+        (came, lost) = (came + soaked.came, lost + soaked.lost);
+        (least, longest, steps) = (least.min(goodput), longest.max(soaked.hours), steps.min(soaked.steps));
+    }
+    report.row("trainer: seeds, with equal digests and samples conserved", seeds as f64, "", Mark::None)?;
+    report.row("trainer: machines that came", came as f64, "", Mark::None)?;
+    report.row("trainer: machines that were lost", lost as f64, "", Mark::None)?;
+    let all = (time.as_secs_f64() / STEP).floor();
+    report.row("trainer: steps done, fewest", steps as f64, "", Mark::AtLeast(all))?;
+    report.row("trainer: virtual time, longest", longest, "h", Mark::AtMost(1.15 * hours))?;
+    report.row("trainer: goodput of living machines, worst seed", least, "%", Mark::AtLeast(90.0))?;
+
+    let trace = spot(report.seed() + 7, time);
+    let soaked = soak(report.seed(), &trace)?;
+    let (goodput, restarts) = (100.0 * soaked.tokens / soaked.ideal, 100.0 * restarting(&trace));
+    report.row("spot trace: machines that were lost", soaked.lost as f64, "", Mark::None)?;
+    report.row("spot trace: goodput beginning again from checkpoints", restarts, "%", Mark::None)?;
+    report.row("spot trace: goodput of the trainer", goodput, "%", Mark::AtLeast(restarts))
+}
