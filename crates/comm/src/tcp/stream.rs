@@ -135,6 +135,11 @@ impl Stream {
         self.sealed.as_ref().is_some_and(|sealed| sealed.holds.load(Ordering::Acquire))
     }
 
+    /// Sealed bytes that wait for the socket.
+    pub(super) fn held(&self) -> usize {
+        self.sealed.as_ref().map_or(0, |sealed| sealed.lock().to_send().len())
+    }
+
     /// Whether there are bytes to be read of which the socket knows nothing any more.
     pub(super) fn has_more(&self) -> bool {
         self.sealed.as_ref().is_some_and(|sealed| sealed.has_more.load(Ordering::Acquire))

@@ -13,7 +13,8 @@ use super::parting::Kept;
 use super::run::Watch;
 use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
 use crate::events::{EventLog, What};
-use crate::{Error, MetricsWriter, Result, RunDir, Signal, StepMetrics, StepTimes};
+use crate::peer_counters::PeerCountersLine;
+use crate::{Error, MetricsWriter, PeerCounters, Result, RunDir, Signal, StepMetrics, StepTimes};
 
 /// When this part of the run began, and what the run had used before.
 pub(super) struct Clock {
@@ -64,6 +65,7 @@ impl Record<'_, '_> {
         val_loss: Option<f64>,
         digest: Option<String>,
         totals: &Totals,
+        peers: Vec<PeerCounters>,
     ) -> Result<()> {
         let tokens = job.tokens_after(done.step);
         let new = tokens - job.tokens_after(done.step - 1);
@@ -79,6 +81,7 @@ impl Record<'_, '_> {
             tokens_per_s: new as f64 / (totals.time_s - self.time_s).max(1e-9),
             drift: done.drift.map(|d| d.distance),
             digest,
+            peers,
         };
         self.time_s = totals.time_s;
         if let Some(watch) = &mut self.watch {
@@ -174,6 +177,11 @@ impl Steps<'_, '_> {
             met: agreed,
             ..StepTimes::of(trainer.last_spent())
         });
+        let peers = PeerCounters::all(trainer.comm().transport().as_ref());
+        if !self.tells && peers.iter().any(|peer| peer.path.is_some()) {
+            let (rank, time_s) = (trainer.rank().0, totals.time_s);
+            kept.peers.write(&PeerCountersLine { step: done.step, rank, time_s, peers: peers.clone() });
+        }
         if done.skipped > 0 {
             events.write(done.step, What::Skipped { times: done.skipped });
         }
@@ -201,7 +209,7 @@ impl Steps<'_, '_> {
         // A step that was done has its row, whether or not it could be looked at.
         if self.tells && looked.as_ref().err().is_none_or(Error::is_interruption) {
             let totals = self.clock.totals(trainer.comm());
-            self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals)?;
+            self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals, peers)?;
             self.record.tell(&seen.losses)?;
         }
         looked?;
