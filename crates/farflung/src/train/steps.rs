@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::checkpoint::{self, Totals};
 use super::job::Job;
+use super::observation::Observation;
 use super::parting::Kept;
 use super::run::Watch;
 use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
@@ -106,6 +107,9 @@ impl Record<'_, '_> {
             if let Some(metrics) = &mut self.metrics {
                 metrics.write(row)?;
             }
+            if let Some(watch) = &mut self.watch {
+                watch.told(row);
+            }
             self.told += 1;
         }
         Ok(())
@@ -161,7 +165,8 @@ impl Steps<'_, '_> {
         kept: &mut Kept,
     ) -> Result<Next> {
         let stops = self.job.stop.requested().is_some() && !self.job.leaves_alone();
-        let done = trainer.step(stops)?;
+        let (next, rank) = (trainer.steps_done() + 1, trainer.rank().0);
+        let done = tracing::debug_span!("step", step = next, rank).in_scope(|| trainer.step(stops))?;
         let config = &self.job.config;
         let agreed = done.synced == Synced::Yes;
         if agreed {
@@ -170,17 +175,31 @@ impl Steps<'_, '_> {
         }
         let totals = self.clock.totals(trainer.comm());
         events.time_s = totals.time_s;
-        kept.times.write(&StepTimes {
+        let times = StepTimes {
             step: done.step,
-            rank: trainer.rank().0,
+            rank,
             bytes_sent: totals.bytes_sent,
             met: agreed,
             ..StepTimes::of(trainer.last_spent())
-        });
+        };
+        kept.times.write(&times);
         let peers = PeerCounters::all(trainer.comm().transport().as_ref());
         if !self.tells && peers.iter().any(|peer| peer.path.is_some()) {
-            let (rank, time_s) = (trainer.rank().0, totals.time_s);
-            kept.peers.write(&PeerCountersLine { step: done.step, rank, time_s, peers: peers.clone() });
+            let line =
+                PeerCountersLine { step: done.step, rank, time_s: totals.time_s, peers: peers.clone() };
+            kept.peers.write(&line);
+        }
+        if let Some(watch) = self.record.watch.as_deref_mut() {
+            let tokens = self.job.tokens_after(done.step);
+            watch.observe(&Observation {
+                times: &times,
+                bytes_received: totals.bytes_received,
+                tokens,
+                tokens_per_s: (tokens - self.job.tokens_after(done.step - 1)) as f64 / times.took_s.max(1e-9),
+                lr: config.schedule(1)?.rate(done.step - 1),
+                peers: &peers,
+                operations: &trainer.comm().counters(),
+            });
         }
         if done.skipped > 0 {
             events.write(done.step, What::Skipped { times: done.skipped });
@@ -198,7 +217,7 @@ impl Steps<'_, '_> {
             digest: agreed && wants_digest,
             saves,
         };
-        let (seen, looked) = looks.look(trainer);
+        let (seen, looked) = tracing::debug_span!("look", step = next, rank).in_scope(|| looks.look(trainer));
         if looks.verify.is_some() {
             self.last.checked = done.step;
         }
@@ -215,7 +234,8 @@ impl Steps<'_, '_> {
         looked?;
         if let Some(run) = self.run.filter(|_| saves) {
             let totals = self.clock.totals(trainer.comm());
-            let path = checkpoint::save(trainer, &self.job, run, totals)?;
+            let span = tracing::debug_span!("checkpoint", step = next, rank);
+            let path = span.in_scope(|| checkpoint::save(trainer, &self.job, run, totals))?;
             self.last.saved = done.step;
             kept.saved = Some((done.step, path.clone()));
             events.write(done.step, What::Saved { path: path.display().to_string() });
