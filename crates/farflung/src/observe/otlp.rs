@@ -126,7 +126,7 @@ impl Collector {
         let mut head = format!("POST {path} HTTP/1.1\r\nhost: {authority}\r\ncontent-length: {length}\r\n");
         for (name, value) in request.headers() {
             if let (Ok(value), false) = (value.to_str(), name == "host" || name == "content-length") {
-                head += &format!("{name}: {value}\r\n");
+                head.extend([name.as_str(), ": ", value, "\r\n"]);
             }
         }
         head += "connection: close\r\n\r\n";

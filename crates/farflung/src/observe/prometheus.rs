@@ -146,7 +146,9 @@ impl Numbers {
             let Some(path) = counters.path else { continue };
             for (which, seconds) in [("smoothed", path.round_trip_s), ("least", path.least_round_trip_s)] {
                 let gauge = || self.round_trips.with_label_values(&[&rank, &peer, which]);
-                seconds.into_iter().for_each(|seconds| gauge().set(seconds));
+                if let Some(seconds) = seconds {
+                    gauge().set(seconds);
+                }
             }
             raise(&self.packets, &[&rank, &peer, "all"], path.packets as f64);
             raise(&self.packets, &[&rank, &peer, "again"], path.retransmissions as f64);
