@@ -20,6 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 
 use farflung_base::{Link, Nanos, PeerId, Pending, Rank, Topology};
+use tracing::field::Empty;
 
 use crate::Algorithm;
 use crate::algorithm::regions;
@@ -456,7 +457,21 @@ impl Communicator {
     }
 
     fn guard<B: Body>(&self, name: &'static str, body: B, collective: bool) -> Guard<B> {
-        let (meter, slot) = (Meter::default(), Slot::default());
+        let (algorithm, rank) = (body.algorithm().map(tracing::field::display), self.group.me);
+        let span = if collective {
+            tracing::debug_span!(
+                "collective",
+                op = name,
+                algorithm,
+                rank,
+                sent = Empty,
+                received = Empty,
+                failed = Empty
+            )
+        } else {
+            tracing::debug_span!("message", op = name, rank, sent = Empty, received = Empty, failed = Empty)
+        };
+        let (meter, slot) = (Meter::new(span), Slot::default());
         let (group, cancel) = (Arc::clone(&self.group), self.cancel.clone());
         Guard { name, body: Some(body), group, collective, limit: self.deadline, cancel, meter, slot }
     }

@@ -10,7 +10,7 @@ use farflung_base::{Nanos, PeerId};
 
 use crate::inbox::{Idle, Inbox};
 use crate::transport::{PeerEvent, Port, Stats, Tag, Task, Transport};
-use crate::{CommError, Frame, Pool};
+use crate::{CommError, Frame, PathStats, Pool};
 
 /// On whose behalf a thread blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +58,10 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn lift(&self, _to: Nanos, _idle: Nanos) {}
     /// Blocks until the inbox has moved past `seen`, or `until`.
     fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake;
+    /// How the path to a peer does, where the network measures it.
+    fn path(&self, _peer: PeerId) -> Option<PathStats> {
+        None
+    }
     /// Wakes a thread that is blocked outside of the inbox's own condition variable.
     fn nudge(&self) {}
     /// Whether operations go on in a thread of their own while nobody waits.
@@ -446,6 +450,9 @@ impl<D: Driver> Transport for Endpoint<D> {
 
     fn traffic(&self, peer: PeerId) -> Stats {
         self.shared().inbox.traffic(peer)
+    }
+    fn path(&self, peer: PeerId) -> Option<PathStats> {
+        self.shared().driver.path(peer)
     }
     fn events(&self) -> Vec<PeerEvent> {
         self.shared().inbox.events()

@@ -7,6 +7,7 @@ mod frame;
 mod endpoint;
 mod inbox;
 pub mod memory;
+mod path;
 pub mod simulated;
 pub mod tcp;
 mod transport;
@@ -69,6 +70,7 @@ pub use ordered::{
     ordered_direct, ordered_direct_reduce, ordered_reduce_scatter, ordered_tree, ordered_tree_all_reduce,
     ordered_tree_reduce,
 };
+pub use path::PathStats;
 pub use reduction::{Reduction, UserOp};
 pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_reduce_scatter};
 pub use scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, doubling_scan};

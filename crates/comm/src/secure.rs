@@ -1,6 +1,7 @@
 //! Who may join a job, and how its connections are protected: keys, tickets, join secrets, and TLS 1.3 between
 //! peers that are named by their keys. It uses neither sockets nor files.
 
+mod certificates;
 mod clock;
 mod exporter;
 mod identity;
@@ -12,6 +13,7 @@ mod ticket;
 mod tls;
 mod word;
 
+pub use certificates::{CertificateFault, Certificates};
 pub use identity::{Identity, PublicKey};
 pub use refused::Refused;
 pub use secret::{JoinSecret, SECRET_BYTES};

@@ -6,6 +6,7 @@
 
 mod door;
 mod gate;
+mod kernel;
 mod link;
 mod links;
 mod pace;
@@ -30,7 +31,7 @@ use crate::endpoint::{Driver, Endpoint, Role, Wake};
 use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
 use crate::transport::{Tag, Transport};
-use crate::{CommError, Frame, Pool};
+use crate::{CommError, Frame, PathStats, Pool};
 pub use gate::{Asked, Connected, Gate, GateConfig};
 use link::Link;
 use links::Links;
@@ -244,6 +245,10 @@ impl Driver for TcpDriver {
     fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake {
         inbox.park(seen, role, || until.saturating_sub(self.now()), Some(&|left| self.drive(left)));
         Wake::Moved
+    }
+    fn path(&self, peer: PeerId) -> Option<PathStats> {
+        let links = self.links.to(peer)?.iter();
+        links.map(Link::path).reduce(PathStats::beside)
     }
     fn nudge(&self) {
         ring(&self.inbox, &self.bell);

@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 use farflung_base::{Bytes, Nanos, PeerId, Pending, PendingOp};
 
 use crate::endpoint::Started;
-use crate::{CommError, DownReason, Frame};
+use crate::{CommError, DownReason, Frame, PathStats};
 
 /// What a tag's number counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -179,6 +179,10 @@ pub trait Transport: Debug + Send + Sync {
     fn spawn(&self, task: Box<dyn Task>) -> Started;
     /// What was exchanged with one peer.
     fn traffic(&self, peer: PeerId) -> Stats;
+    /// How the path to one peer does; none where the network does not measure it, and before the peer has come.
+    fn path(&self, _peer: PeerId) -> Option<PathStats> {
+        None
+    }
     /// What happened to peers since the last call.
     fn events(&self) -> Vec<PeerEvent>;
     /// For whom a peer has last said that it waits: it says so when its own deadline is near.

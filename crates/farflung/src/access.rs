@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use farflung_comm::secure::{JoinSecret, PublicKey, Security, Ticket};
+use farflung_comm::secure::{Certificates, JoinSecret, PublicKey, Security, Ticket};
 
 pub use home::Home;
 
@@ -50,11 +50,30 @@ pub struct AccessArgs {
     /// Connections without encryption, and whoever reaches the port may join: for networks that nobody else is
     /// in.
     #[arg(long, help_heading = ACCESS, global = true,
-          conflicts_with_all = ["ticket_file", "secret_file", "allow"])]
+          conflicts_with_all = ["ticket_file", "secret_file", "allow", "tls_ca"])]
     pub insecure: bool,
+    /// File with the certificates of a site's authority, as PEM: ranks show certificates of it instead of keys.
+    /// With --tls-cert and --tls-key, and with a secret or without; not with a ticket.
+    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
+    pub tls_ca: Option<PathBuf>,
+    /// File with this process's certificate, and those between it and the authority, as PEM. Where others connect to
+    /// it, it has the name or address that they use.
+    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
+    pub tls_cert: Option<PathBuf>,
+    /// File with the certificate's private key, as PEM, which others cannot read.
+    #[arg(long, value_name = "FILE", help_heading = ACCESS, global = true)]
+    pub tls_key: Option<PathBuf>,
 }
 
 const ACCESS: &str = "Who may join";
+const ALL_THREE: &str = "a file: --tls-ca, --tls-cert and --tls-key go together";
+const NO_TICKET: &str = "a secret or nothing beside certificates: a ticket names its host by a key";
+
+/// That a flag's file is not what it should be.
+fn wrong(field: &'static str, path: Option<&PathBuf>, expected: &str) -> Error {
+    let value = path.map_or_else(|| "missing".to_owned(), |path| path.display().to_string());
+    Error::Setting { field, value, expected: expected.to_owned() }
+}
 
 /// What proves that a process belongs to a job.
 enum Proof {
@@ -92,7 +111,8 @@ impl AccessArgs {
         };
         if found.world_size > 1 {
             let at = format!("{}:{}", found.master_addr, found.master_port);
-            found.security = self.security(proof, &env, found.rank.0 == 0, found.is_local(), &at)?;
+            let places = vec![at.clone()];
+            found.security = self.security(proof, &env, found.rank.0 == 0, found.is_local(), &at, places)?;
             if found.rank.0 > 0 && first.is_some() {
                 found.more_addresses = addresses[1..].to_vec();
             }
@@ -110,7 +130,7 @@ impl AccessArgs {
         };
         let remote = peers.iter().find(|peer| !local(peer));
         let at = remote.or(peers.first()).cloned().unwrap_or_default();
-        self.security(self.proof(&env)?, &env, false, remote.is_none(), &at)
+        self.security(self.proof(&env)?, &env, false, remote.is_none(), &at, peers.to_vec())
     }
 
     fn security(
@@ -120,7 +140,16 @@ impl AccessArgs {
         is_host: bool,
         is_local: bool,
         at: &str,
+        places: Vec<String>,
     ) -> Result<Security> {
+        if let Some(own) = self.certificates()? {
+            let secret = match proof {
+                Some(Proof::Ticket(_)) => return Err(wrong("tls_ca", self.tls_ca.as_ref(), NO_TICKET)),
+                Some(Proof::Secret(secret)) => Some(secret),
+                None => None,
+            };
+            return self.restricted(Security::by_certificates(&own, secret.as_ref(), places));
+        }
         let Some(proof) = proof else {
             let allowed = self.insecure || is_local;
             return allowed.then(Security::clear).ok_or_else(|| Error::Unprotected { at: at.to_owned() });
@@ -134,10 +163,40 @@ impl AccessArgs {
             }
             Proof::Ticket(ticket) => Security::by_ticket(&identity, &ticket),
         };
+        self.restricted(security)
+    }
+
+    /// With the allow list, if there is one.
+    fn restricted(&self, security: Security) -> Result<Security> {
         match &self.allow {
             Some(path) => Ok(security.allowing(allowed(path)?)),
             None => Ok(security),
         }
+    }
+
+    /// The site's certificates, if they are given.
+    ///
+    /// Errors: [`Error::Setting`] for some of the three files without the others, and for what a file lacks;
+    /// [`Error::Exposed`] for a key that others can read; [`Error::Io`].
+    fn certificates(&self) -> Result<Option<Certificates>> {
+        let (ca, cert, key) = match (&self.tls_ca, &self.tls_cert, &self.tls_key) {
+            (None, None, None) => return Ok(None),
+            (Some(ca), Some(cert), Some(key)) => (ca, cert, key),
+            (None, ..) => return Err(wrong("tls_ca", None, ALL_THREE)),
+            (_, None, _) => return Err(wrong("tls_cert", None, ALL_THREE)),
+            (.., None) => return Err(wrong("tls_key", None, ALL_THREE)),
+        };
+        let read = |path: &Path| std::fs::read(path).map_err(Error::io("read", path));
+        let private = files::read_shared(key, LONGEST)?;
+        let made = Certificates::from_pem(&read(ca)?, &read(cert)?, &private);
+        made.map(Some).map_err(|fault| {
+            let (field, path) = match fault.what {
+                "authority" => ("tls_ca", ca),
+                "certificate" => ("tls_cert", cert),
+                _ => ("tls_key", key),
+            };
+            wrong(field, Some(path), &format!("PEM of the {}: {}", fault.what, fault.problem))
+        })
     }
 
     /// The ticket or secret: by flag, else by variable.

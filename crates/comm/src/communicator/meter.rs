@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::task::Poll;
 
 use farflung_base::{Bytes, Nanos, PeerId};
+use tracing::Span;
 
 use crate::transport::{Port, Tag};
 use crate::{Algorithm, CommError, Frame};
@@ -53,15 +54,29 @@ impl Counter {
 pub(super) type Counters = BTreeMap<(&'static str, Option<Algorithm>), Counter>;
 
 /// One operation's counter while it runs.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Meter {
     pub(super) counter: Counter,
+    /// The operation in traces; waits are spans within it.
+    span: Span,
     began: Option<Nanos>,
-    /// Since when it cannot go on, and for whom it waits.
-    waits: Option<(Nanos, PeerId)>,
+    waits: Option<Wait>,
+}
+
+/// An operation cannot go on.
+#[derive(Debug)]
+struct Wait {
+    since: Nanos,
+    peer: PeerId,
+    /// Open for as long as it waits.
+    _span: Span,
 }
 
 impl Meter {
+    pub(super) fn new(span: Span) -> Self {
+        Self { counter: Counter::default(), span, began: None, waits: None }
+    }
+
     /// Polls with everything that passes the port counted.
     pub(super) fn poll<T>(
         &mut self,
@@ -70,24 +85,29 @@ impl Meter {
     ) -> Poll<T> {
         self.began.get_or_insert_with(|| port.now());
         let mut metered = Metered { port, counter: &mut self.counter, moved: None };
+        let entered = self.span.enter();
         let (result, waits_for) = poll(&mut metered);
+        drop(entered);
         let moved = metered.moved.or_else(|| result.is_ready().then(|| port.now()));
         if let Some(moved) = moved
-            && let Some((since, peer)) = self.waits.take()
+            && let Some(Wait { since, peer, .. }) = self.waits.take()
         {
             self.counter.wait(peer, moved.saturating_sub(since));
         }
         if result.is_pending() && self.waits.is_none() {
-            self.waits = Some((port.now(), waits_for));
+            let span = tracing::debug_span!(parent: &self.span, "wait", peer = waits_for.0);
+            self.waits = Some(Wait { since: port.now(), peer: waits_for, _span: span });
         }
         result
     }
 
     /// It is over.
     pub(super) fn end(&mut self, now: Nanos, failed: bool) -> &Counter {
-        if let Some((since, peer)) = self.waits.take() {
+        if let Some(Wait { since, peer, .. }) = self.waits.take() {
             self.counter.wait(peer, now.saturating_sub(since));
         }
+        self.span.record("sent", self.counter.sent.0).record("received", self.counter.received.0);
+        self.span.record("failed", failed);
         self.counter.calls = 1;
         self.counter.failed = u64::from(failed);
         self.counter.took = now.saturating_sub(self.began.unwrap_or(now));

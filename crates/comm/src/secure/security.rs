@@ -2,8 +2,12 @@
 //! secret that both sides prove to each other. It knows no socket.
 
 use std::collections::BTreeSet;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::sync::Arc;
 
+use rustls::pki_types::ServerName;
+
+use super::certificates::Certificates;
 use super::clock::unix_seconds;
 use super::identity::{Identity, PublicKey};
 use super::refused::Refused;
@@ -62,6 +66,8 @@ struct Sealed {
     members: Arc<Vec<PublicKey>>,
     /// What newcomers prove where `secret` is the members' own: `secret` and `expiry` as they were before.
     newcomers: Option<(JoinSecret, u64)>,
+    /// Where others are reached, by names that may stand in their certificates.
+    places: Vec<String>,
 }
 
 /// What a host tells its members of each other.
@@ -90,6 +96,17 @@ impl Security {
         Self::sealed(identity, ticket.secret.clone(), ticket.expiry, Some(ticket.host))
     }
 
+    /// TLS with a site's certificates on both sides. The right to join is a certificate of the site's authority,
+    /// and the secret as well, where there is one. A server's certificate has to have the name by which it was
+    /// reached: its address, or the host of any of `places` (`host:port`) that is at this address; but not where
+    /// a member has told its key.
+    #[must_use]
+    pub fn by_certificates(own: &Certificates, secret: Option<&JoinSecret>, places: Vec<String>) -> Self {
+        let tls = Tls::by_certificates(own).expect("certificates were tried when they were read");
+        let secret = secret.unwrap_or(own.common()).clone();
+        Self::sealed_by(tls, own.own_key(), secret, 0, None, places)
+    }
+
     /// Any member of the run may answer, not only the host that the ticket names: it may have left.
     #[must_use]
     pub fn by_any_member(mut self) -> Self {
@@ -111,9 +128,19 @@ impl Security {
     }
 
     fn sealed(identity: &Identity, secret: JoinSecret, expiry: u64, host: Option<PublicKey>) -> Self {
-        let (own, tls) = (identity.public(), Tls::new(identity));
+        Self::sealed_by(Tls::new(identity), identity.public(), secret, expiry, host, Vec::new())
+    }
+
+    fn sealed_by(
+        tls: Tls,
+        own: PublicKey,
+        secret: JoinSecret,
+        expiry: u64,
+        host: Option<PublicKey>,
+        places: Vec<String>,
+    ) -> Self {
         let (allow, members) = (None, Arc::default());
-        let sealed = Sealed { tls, own, secret, expiry, host, allow, members, newcomers: None };
+        let sealed = Sealed { tls, own, secret, expiry, host, allow, members, newcomers: None, places };
         Self { sealed: Some(Arc::new(sealed)), refused: Refused::default() }
     }
 
@@ -135,10 +162,26 @@ impl Security {
         self.sealed.as_ref().map(|sealed| sealed.own)
     }
 
-    /// A session for a new connection; none where connections are not encrypted.
-    pub(crate) fn session(&self, role: Role) -> Result<Option<Session>, SessionError> {
+    /// The names that a server at an address may have in its certificate.
+    pub(crate) fn names_at(&self, address: SocketAddr) -> Vec<ServerName<'static>> {
+        let places = self.sealed.iter().flat_map(|sealed| &sealed.places);
+        let is_there = |place: &&String| {
+            place.to_socket_addrs().is_ok_and(|mut found| found.any(|found| found == address))
+        };
+        let hosts = places.filter(is_there).filter_map(|place| place.rsplit_once(':'));
+        let names = hosts.filter_map(|(host, _)| ServerName::try_from(host.to_owned()).ok());
+        names.chain([ServerName::IpAddress(address.ip().into())]).collect()
+    }
+
+    /// A session for a new connection; none where connections are not encrypted. A client's server has to have
+    /// one of the `names` in its certificate, if it has one, unless there are none.
+    pub(crate) fn session(
+        &self,
+        role: Role,
+        names: Vec<ServerName<'static>>,
+    ) -> Result<Option<Session>, SessionError> {
         let make = |sealed: &Arc<Sealed>| match role {
-            Role::Client => Session::client(&sealed.tls),
+            Role::Client => Session::client(&sealed.tls, names),
             Role::Server => Session::server(&sealed.tls),
         };
         self.sealed.as_ref().map(make).transpose()

@@ -6,7 +6,9 @@ use std::fmt;
 use std::io::{IoSlice, IoSliceMut};
 use std::sync::Arc;
 
+use rustls::CertificateError;
 use rustls::client::UnbufferedClientConnection;
+use rustls::pki_types::ServerName;
 use rustls::server::UnbufferedServerConnection;
 use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
 use zeroize::Zeroizing;
@@ -25,6 +27,8 @@ const OUTGOING: usize = 8 * (RECORD + OVERHEAD);
 const INCOMING: usize = 8 * (RECORD + OVERHEAD);
 /// Bytes that a peer may send in all before it has proven itself: twice what our own greeting takes.
 pub(crate) const STRANGER: usize = 4096;
+/// The same of a peer that shows a chain of certificates.
+const CHAIN: usize = 16 * 1024;
 
 const LABEL: &str = "EXPORTER-farflung-join";
 
@@ -47,9 +51,17 @@ pub(crate) enum SessionError {
     /// The other side ended the session.
     #[error("the other side ended the session: {0}")]
     Alert(String),
+    /// Its certificate is not one that is taken here.
+    #[error("{kind}: {detail}")]
+    Certificate {
+        /// One word or two.
+        kind: &'static str,
+        /// What is wrong with it.
+        detail: String,
+    },
     /// More than a peer may send before it has proven itself.
-    #[error("more than {STRANGER} bytes before any proof")]
-    TooMuch,
+    #[error("more than {0} bytes before any proof")]
+    TooMuch(usize),
     /// Anything else that is wrong with it.
     #[error("malformed handshake: {0}")]
     Malformed(String),
@@ -64,7 +76,8 @@ impl SessionError {
             Self::Downgrade => "downgrade",
             Self::Foreign => "replayed or changed",
             Self::Alert(_) => "gave up",
-            Self::TooMuch => "too many bytes",
+            Self::Certificate { kind, .. } => kind,
+            Self::TooMuch(_) => "too many bytes",
             Self::Malformed(_) => "malformed handshake",
         }
     }
@@ -73,13 +86,36 @@ impl SessionError {
 impl From<rustls::Error> for SessionError {
     fn from(error: rustls::Error) -> Self {
         use rustls::Error as E;
+        if let E::InvalidCertificate(fault) = &error
+            && let Some(kind) = certificate_fault(fault)
+        {
+            return Self::Certificate { kind, detail: fault.to_string() };
+        }
         match error {
-            E::DecryptError | E::InvalidCertificate(rustls::CertificateError::BadSignature) => Self::Foreign,
+            E::DecryptError | E::InvalidCertificate(CertificateError::BadSignature) => Self::Foreign,
             E::PeerIncompatible(_) | E::NoCertificatesPresented => Self::Downgrade,
             E::AlertReceived(alert) => Self::Alert(format!("{alert:?}")),
             other => Self::Malformed(other.to_string()),
         }
     }
+}
+
+/// What is wrong with a certificate, where it is one.
+const fn certificate_fault(fault: &CertificateError) -> Option<&'static str> {
+    use CertificateError as E;
+    match fault {
+        E::UnknownIssuer => Some("certificate of another authority"),
+        E::Expired | E::ExpiredContext { .. } => Some("expired certificate"),
+        E::NotValidYet | E::NotValidYetContext { .. } => Some("certificate of the future"),
+        E::NotValidForName | E::NotValidForNameContext { .. } => Some("certificate of another name"),
+        E::InvalidPurpose | E::InvalidPurposeContext { .. } => Some("certificate for another purpose"),
+        _ => None,
+    }
+}
+
+/// The bytes that a peer may send before its proof.
+const fn limit(tls: &tls::Tls) -> usize {
+    if tls.is_by_certificates() { CHAIN } else { STRANGER }
 }
 
 enum Side {
@@ -131,6 +167,8 @@ pub(crate) struct Session {
     read: usize,
     /// All that came.
     heard: usize,
+    /// The most of it before a proof.
+    limit: usize,
     ended: bool,
     is_proven: bool,
     first: bool,
@@ -144,12 +182,14 @@ impl fmt::Debug for Session {
 
 impl Session {
     /// The side that connects.
-    pub(super) fn client(tls: &tls::Tls) -> Result<Self, SessionError> {
+    ///
+    /// Of certificates one has to have any of these `names`; without any, that is left to whoever knows the key.
+    pub(super) fn client(tls: &tls::Tls, names: Vec<ServerName<'static>>) -> Result<Self, SessionError> {
         let secret = Arc::new(ExporterSecret::default());
-        let mut config = tls.client.clone();
+        let mut config = tls.client_of(names);
         config.key_log = Arc::clone(&secret) as Arc<dyn rustls::KeyLog>;
         let side = UnbufferedClientConnection::new(Arc::new(config), tls::nobody())?;
-        Ok(Self::new(Side::Client(side), secret))
+        Ok(Self::new(Side::Client(side), secret, limit(tls)))
     }
 
     /// The side that is connected to.
@@ -157,11 +197,13 @@ impl Session {
         let secret = Arc::new(ExporterSecret::default());
         let mut config = tls.server.clone();
         config.key_log = Arc::clone(&secret) as Arc<dyn rustls::KeyLog>;
-        Ok(Self::new(Side::Server(UnbufferedServerConnection::new(Arc::new(config))?), secret))
+        let side = UnbufferedServerConnection::new(Arc::new(config))?;
+        Ok(Self::new(Side::Server(side), secret, limit(tls)))
     }
 
-    fn new(side: Side, secret: Arc<ExporterSecret>) -> Self {
+    fn new(side: Side, secret: Arc<ExporterSecret>, limit: usize) -> Self {
         Self {
+            limit,
             side,
             secret,
             exporter: None,
@@ -202,6 +244,11 @@ impl Session {
         self.is_proven = true;
     }
 
+    /// The bytes that the other side may send before its proof.
+    pub(crate) const fn limit(&self) -> usize {
+        self.limit
+    }
+
     pub(crate) const fn is_proven(&self) -> bool {
         self.is_proven
     }
@@ -220,7 +267,7 @@ impl Session {
 
     /// Where bytes of the socket go next; [`Session::received`] is told how many came.
     pub(crate) fn room(&mut self) -> &mut [u8] {
-        let wanted = if self.is_proven { INCOMING } else { STRANGER };
+        let wanted = if self.is_proven { INCOMING } else { self.limit };
         if self.from > 0 {
             self.incoming.copy_within(self.from..self.to, 0);
             self.to -= self.from;
@@ -247,8 +294,8 @@ impl Session {
             }
         }
         // The proof may be in what has just come, with more behind it.
-        if !self.is_proven && self.heard - count >= STRANGER {
-            return Err(SessionError::TooMuch);
+        if !self.is_proven && self.heard - count >= self.limit {
+            return Err(SessionError::TooMuch(self.limit));
         }
         Ok(())
     }

@@ -11,11 +11,12 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{AlwaysResolvesServerRawPublicKeys, NoServerSessionStorage};
 use rustls::sign::CertifiedKey;
 use rustls::{
-    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, ServerConfig,
-    SignatureScheme,
+    CertificateError, ClientConfig, DigitallySignedStruct, DistinguishedName, Error, RootCertStore,
+    ServerConfig, SignatureScheme,
 };
 use zeroize::Zeroizing;
 
+use super::certificates::{self, Certificates, SiteClients, SiteServers};
 use super::identity::{Identity, PublicKey};
 
 /// What stands before the 32 bytes of an ed25519 key in its `SubjectPublicKeyInfo`.
@@ -30,6 +31,8 @@ const PKCS8: [u8; 16] =
 pub(super) struct Tls {
     pub(super) client: ClientConfig,
     pub(super) server: ServerConfig,
+    /// The site's authorities, where certificates are in the place of raw keys.
+    site: Option<Arc<RootCertStore>>,
 }
 
 impl Tls {
@@ -58,7 +61,48 @@ impl Tls {
             .with_cert_resolver(Arc::new(AlwaysResolvesServerRawPublicKeys::new(own)));
         server.session_storage = Arc::new(NoServerSessionStorage {});
         server.send_tls13_tickets = 0;
-        Ok(Self { client, server })
+        Ok(Self { client, server, site: None })
+    }
+
+    /// For a process with a site's certificates.
+    ///
+    /// Errors: a private key that is not the certificate's, or of a kind that is not supported.
+    pub(super) fn by_certificates(own: &Certificates) -> Result<Self, Error> {
+        let crypto = Arc::new(crypto());
+        let versions = &[&rustls::version::TLS13];
+        let (roots, chain) = (Arc::clone(&own.roots), own.chain.clone());
+        let servers =
+            SiteServers { roots: Arc::clone(&roots), crypto: Arc::clone(&crypto), names: Vec::new() };
+        let mut client = ClientConfig::builder_with_provider(Arc::clone(&crypto))
+            .with_protocol_versions(versions)?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(servers))
+            .with_client_auth_cert(chain.clone(), own.key.clone_key())?;
+        client.enable_sni = false;
+        client.resumption = Resumption::disabled();
+        let clients = SiteClients::new(Arc::clone(&roots), Arc::clone(&crypto))?;
+        let mut server = ServerConfig::builder_with_provider(crypto)
+            .with_protocol_versions(versions)?
+            .with_client_cert_verifier(Arc::new(clients))
+            .with_single_cert(chain, own.key.clone_key())?;
+        server.session_storage = Arc::new(NoServerSessionStorage {});
+        server.send_tls13_tickets = 0;
+        Ok(Self { client, server, site: Some(roots) })
+    }
+
+    /// Whether peers show certificates.
+    pub(super) const fn is_by_certificates(&self) -> bool {
+        self.site.is_some()
+    }
+
+    /// The settings of a client that reaches a server by any of these names. Raw keys have none.
+    pub(super) fn client_of(&self, names: Vec<ServerName<'static>>) -> ClientConfig {
+        let mut client = self.client.clone();
+        if let Some(roots) = &self.site {
+            let (roots, crypto) = (Arc::clone(roots), Arc::clone(client.crypto_provider()));
+            client.dangerous().set_certificate_verifier(Arc::new(SiteServers { roots, crypto, names }));
+        }
+        client
     }
 }
 
@@ -98,9 +142,17 @@ fn spki(key: PublicKey) -> Vec<u8> {
 
 /// The key that the other side has proven to hold.
 pub(super) fn key_of(certificates: Option<&[CertificateDer<'static>]>) -> Option<PublicKey> {
-    let [only] = certificates? else { return None };
-    let key = only.as_ref().strip_prefix(&SPKI)?;
-    key.try_into().ok().map(PublicKey::new)
+    let [first, rest @ ..] = certificates? else { return None };
+    match raw_key(first) {
+        Some(key) if rest.is_empty() => Some(key),
+        // A chain, or a certificate alone; a session takes either keys or certificates, never both.
+        _ => certificates::key_of(first),
+    }
+}
+
+/// The key of a `SubjectPublicKeyInfo` of ed25519.
+pub(super) fn raw_key(info: &[u8]) -> Option<PublicKey> {
+    info.strip_prefix(&SPKI)?.try_into().ok().map(PublicKey::new)
 }
 
 /// Verifies that the other side holds the key that it shows, whichever it is.

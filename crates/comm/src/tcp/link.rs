@@ -6,15 +6,16 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use farflung_base::{Nanos, PeerId};
+use farflung_base::{Bytes, Nanos, PeerId};
 
 use super::HELD;
+use super::kernel;
 use super::pace::Pacer;
 use super::stream::{Stream, session_error};
 use crate::inbox::{Inbox, WINDOW};
 use crate::transport::Tag;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, NO_TAG};
-use crate::{DownReason, Frame, Pool, WireError};
+use crate::{DownReason, Frame, PathStats, Pool, WireError};
 
 /// Frames taken for which one credit is sent.
 const CREDIT: u32 = 8;
@@ -81,6 +82,10 @@ struct Out {
     at: usize,
     /// Frames without a credit.
     in_flight: Counts,
+    /// Since when the queue is not empty.
+    waits_since: Option<Nanos>,
+    /// For how long it was not empty before, all times together.
+    waited: Nanos,
 }
 
 #[derive(Debug, Default)]
@@ -203,8 +208,37 @@ impl Link {
             frame.bytes_mut()[from..].copy_from_slice(&bytes[from..]);
             out.queue.push_back((header, Some(frame)));
             out.at = written;
-            self.waiting.store(true, Ordering::Release);
+            self.note_waiting(&mut out);
+        }
+    }
+
+    /// Notes whether frames wait.
+    fn note_waiting(&self, out: &mut Out) {
+        let waits = !out.queue.is_empty();
+        self.waiting.store(waits, Ordering::Release);
+        if waits {
+            out.waits_since.get_or_insert_with(|| self.pacer.now());
             self.pacer.ring();
+        } else if let Some(since) = out.waits_since.take() {
+            out.waited = out.waited.saturating_add(self.pacer.now().saturating_sub(since));
+        }
+    }
+
+    /// How the path does, as far as this link is it.
+    pub(super) fn path(&self) -> PathStats {
+        let (out, held) = (lock(&self.out), self.stream.held());
+        let queued: usize =
+            out.queue.iter().map(|(_, frame)| HEADER_BYTES + frame.as_ref().map_or(0, Frame::len)).sum();
+        let waits = out.waits_since.filter(|_| self.is_open());
+        let waits = waits.map_or(Nanos::ZERO, |since| self.pacer.now().saturating_sub(since));
+        let known = kernel::ask(self.socket()).unwrap_or_default();
+        PathStats {
+            round_trip: known.round_trip,
+            least_round_trip: known.least_round_trip,
+            packets: known.packets,
+            retransmissions: known.retransmissions,
+            queued: Bytes((queued.saturating_sub(out.at) + held) as u64 + known.unsent),
+            queued_for: out.waited.saturating_add(waits),
         }
     }
 
@@ -285,10 +319,7 @@ impl Link {
                 }
             }
         }
-        self.waiting.store(!out.queue.is_empty(), Ordering::Release);
-        if !out.queue.is_empty() {
-            self.pacer.ring();
-        }
+        self.note_waiting(out);
     }
 
     /// Writes as much as the socket takes and the rate admits; at most `2 WRITTEN` parts.

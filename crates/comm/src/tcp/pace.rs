@@ -139,7 +139,8 @@ impl Pacer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn now(&self) -> Nanos {
+    /// The time since the endpoint was made.
+    pub(super) fn now(&self) -> Nanos {
         self.start.elapsed().into()
     }
 

@@ -63,7 +63,11 @@ impl Stream {
         role: Role,
         expected: Option<PublicKey>,
     ) -> io::Result<Self> {
-        let sealed = security.session(role).map_err(broken)?.map(|session| Sealed {
+        let names = match (role, expected) {
+            (Role::Client, None) => security.names_at(socket.peer_addr()?),
+            _ => Vec::new(),
+        };
+        let sealed = security.session(role, names).map_err(broken)?.map(|session| Sealed {
             session: Mutex::new(session),
             security: security.clone(),
             expected,
@@ -133,6 +137,11 @@ impl Stream {
     /// Whether sealed bytes wait for the socket.
     pub(super) fn holds(&self) -> bool {
         self.sealed.as_ref().is_some_and(|sealed| sealed.holds.load(Ordering::Acquire))
+    }
+
+    /// Sealed bytes that wait for the socket.
+    pub(super) fn held(&self) -> usize {
+        self.sealed.as_ref().map_or(0, |sealed| sealed.lock().to_send().len())
     }
 
     /// Whether there are bytes to be read of which the socket knows nothing any more.
@@ -214,7 +223,7 @@ impl Stream {
     fn receive(&self, session: &mut Session) -> io::Result<usize> {
         // A record that does not fit, of somebody who may not send that much.
         if session.room().is_empty() {
-            return Err(broken(SessionError::TooMuch));
+            return Err(broken(SessionError::TooMuch(session.limit())));
         }
         loop {
             match (&self.socket).read(session.room()) {

@@ -24,6 +24,10 @@ pub(super) struct Logging {
     /// Form of the log and of errors on stderr; RUST_LOG says what is logged (default: warn).
     #[arg(long, global = true, value_enum, default_value_t = Format::Text, value_name = "FORMAT")]
     log_format: Format,
+    /// Send traces of steps, collectives and waits to an OpenTelemetry collector, such as http://127.0.0.1:4318.
+    /// Needs the feature `otlp`.
+    #[arg(long, global = true, value_name = "URL", env = "FARFLUNG_OTLP")]
+    otlp: Option<String>,
 }
 
 /// What was given, once it is.
@@ -36,7 +40,9 @@ pub(super) fn is_json() -> bool {
 
 impl Logging {
     /// Makes the process's log. A directive of `RUST_LOG` that makes no sense is said and left out.
-    pub(super) fn install(&self) {
+    ///
+    /// Errors: an address for traces that is none, or a build that sends none.
+    pub(super) fn install(&self) -> farflung::Result<()> {
         FORMAT.get_or_init(|| self.log_format);
         let wanted = std::env::var(EnvFilter::DEFAULT_ENV).unwrap_or_default();
         // The subscriber would report wrong directives, and writes that fail, by `eprintln!`, which panics where stderr is
@@ -52,10 +58,49 @@ impl Logging {
         let filter = EnvFilter::builder()
             .with_default_directive(tracing::level_filters::LevelFilter::WARN.into())
             .parse_lossy(directives.join(","));
+        if let Some(url) = &self.otlp {
+            return self.install_with_traces(url, filter);
+        }
         let builder = fmt().with_env_filter(filter).with_writer(Log::default).log_internal_errors(false);
         match self.log_format {
             Format::Text => builder.with_ansi(super::has_colours(terminal::stderr_is_terminal())).init(),
             Format::Json => builder.json().init(),
         }
+        Ok(())
+    }
+
+    #[cfg(not(feature = "otlp"))]
+    #[expect(clippy::unused_self, reason = "the build that sends traces has use for it")]
+    fn install_with_traces(&self, url: &str, _: EnvFilter) -> farflung::Result<()> {
+        Err(farflung::observe::lacks("otlp", url.to_owned()))
+    }
+
+    /// The same with each span sent to a collector, whatever the log shows.
+    #[cfg(feature = "otlp")]
+    fn install_with_traces(&self, url: &str, filter: EnvFilter) -> farflung::Result<()> {
+        use tracing_subscriber::Layer as _;
+        use tracing_subscriber::layer::SubscriberExt as _;
+        use tracing_subscriber::util::SubscriberInitExt as _;
+
+        let traces = farflung::observe::otlp::Traces::to(url)?;
+        let layer = fmt::layer().with_writer(Log::default).log_internal_errors(false);
+        let log = match self.log_format {
+            Format::Text => layer.with_ansi(super::has_colours(terminal::stderr_is_terminal())).boxed(),
+            Format::Json => layer.json().boxed(),
+        };
+        tracing_subscriber::registry().with(log.with_filter(filter)).with(traces.layer()).init();
+        TRACES.get_or_init(|| traces);
+        Ok(())
+    }
+}
+
+#[cfg(feature = "otlp")]
+static TRACES: OnceLock<farflung::observe::otlp::Traces> = OnceLock::new();
+
+/// Sends what is left of traces, at the end of the process.
+pub(super) fn end_traces() {
+    #[cfg(feature = "otlp")]
+    if let Some(traces) = TRACES.get() {
+        traces.end();
     }
 }

@@ -10,8 +10,9 @@ use std::time::Duration;
 use farflung::access::{self, Home};
 use farflung::comm::secure::{Security, Ticket, unix_seconds};
 use farflung::comm::tcp::{Gate, GateConfig};
-use farflung::train::{Report, elastic};
-use farflung::{Error, NoticeArgs, Result, Show, Stop, TrainArgs, TrainConfig, TrainFlags};
+use farflung::observe::Observed;
+use farflung::train::{Report, Watch, elastic};
+use farflung::{Error, NoticeArgs, ObserveArgs, Result, Show, Stop, TrainArgs, TrainConfig, TrainFlags};
 
 use super::ticket::seconds;
 use super::train::{OnTerminal, print_report};
@@ -52,6 +53,8 @@ pub(crate) struct HostCommand {
     key_file: Option<PathBuf>,
     #[command(flatten)]
     notice: NoticeArgs,
+    #[command(flatten)]
+    observe: ObserveArgs,
     #[command(flatten)]
     flags: TrainFlags,
 }
@@ -140,7 +143,9 @@ impl HostCommand {
         let (quiet, json) = (config.quiet, config.json);
         let stop = Stop::install_leaving()?;
         self.notice.watch(&stop)?;
-        watched(quiet, json, |watch| elastic::host(config, &gate, former.as_ref(), &stop, watch, &mut open))
+        watched(quiet, json, &self.observe, |watch| {
+            elastic::host(config, &gate, former.as_ref(), &stop, watch, &mut open)
+        })
     }
 }
 
@@ -194,6 +199,8 @@ pub(crate) struct JoinCommand {
     json: bool,
     #[command(flatten)]
     notice: NoticeArgs,
+    #[command(flatten)]
+    observe: ObserveArgs,
 }
 
 impl JoinCommand {
@@ -226,7 +233,7 @@ impl JoinCommand {
             let ticket = Ticket { addresses, host: identity.public(), ..ticket.clone() };
             write_ticket(&ticket, folder, None).map(drop)
         };
-        watched(self.quiet, self.json, |watch| {
+        watched(self.quiet, self.json, &self.observe, |watch| {
             elastic::join(&given, &gate, &ticket.addresses, &stop, watch, &mut open)
         })
     }
@@ -252,15 +259,17 @@ fn write_ticket(ticket: &Ticket, folder: &Path, wanted: Option<&Path>) -> Result
     }
 }
 
-/// Runs with progress on the terminal, and prints the report.
+/// Runs with progress on the terminal and what else observes it, and prints the report.
 fn watched(
     quiet: bool,
     json: bool,
-    run: impl FnOnce(&mut OnTerminal) -> Result<Option<Report>>,
+    observe: &ObserveArgs,
+    run: impl FnOnce(&mut dyn Watch) -> Result<Option<Report>>,
 ) -> Result<()> {
     let show = if quiet { Show::Nothing } else { Show::Auto };
     let mut watch = OnTerminal::new(0, show);
-    let report = run(&mut watch);
+    let observers = observe.observers(None, &mut |text| watch.note(text))?;
+    let report = run(&mut Observed::new(&mut watch, observers));
     watch.finish();
     print_report(report?, json)
 }

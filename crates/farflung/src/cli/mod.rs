@@ -68,8 +68,9 @@ enum Command {
 pub(crate) fn main() -> ExitCode {
     let code = match args::parse() {
         Ok(cli) => {
-            cli.logging.install();
-            exit_code(cli.run())
+            let code = exit_code(cli.logging.install().and_then(|()| cli.run()));
+            logging::end_traces();
+            code
         }
         Err(wrong) if wrong.use_stderr() => {
             let text = if args::wants_json(std::env::args_os().skip(1)) {

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use farflung::base::{Bandwidth, Bytes, Link, Nanos, Rank};
+use farflung::base::{Bandwidth, Bytes, Link, Nanos, PeerId, Rank};
 use farflung::comm::{Algorithm, CommError, Communicator, Located, ReduceOp, tcp};
 use farflung::parallel::{Between, Cluster, Machine, Speed, TensorEfficiency};
-use farflung::{AccessArgs, Error, Result};
+use farflung::{AccessArgs, Error, PeerCounters, Result};
+use serde::{Deserialize, Serialize};
 
 use super::relay::RelayArgs;
 
@@ -73,7 +74,9 @@ struct BenchArgs {
     json: bool,
 }
 
-/// Measure latency and bandwidth of every pair, one after the other, and print a topology file.
+/// Measure latency and bandwidth of every pair, one after the other, and print a topology file. Comments at its
+/// end tell what the system's TCP counted of each pair: packets sent again, round trips while the link was in
+/// use and at rest, and what waited in queues.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example: farflung launch -n 3 -- net probe --out links.toml")]
 struct ProbeArgs {
@@ -244,9 +247,17 @@ impl BenchArgs {
 /// The tag of probes.
 const PROBE: u32 = 7;
 
+/// A measured link.
+#[derive(Debug, Serialize, Deserialize)]
+struct Pair {
+    to: u32,
+    link: Link,
+    counters: PeerCounters,
+}
+
 impl ProbeArgs {
-    /// What this rank measures of its link to `to`, where the other answers.
-    fn measure(&self, comm: &Communicator, to: Rank) -> Result<Link> {
+    /// What this rank measures of its link to `to`, where the other answers, and what was counted of it.
+    fn measure(&self, comm: &Communicator, to: Rank) -> Result<Pair> {
         let mut turns = Vec::new();
         for _ in 0..20 {
             let start = now();
@@ -263,8 +274,11 @@ impl ProbeArgs {
             comm.recv(to, PROBE)?;
             transfers.push(start.elapsed().saturating_sub(turn).as_secs_f64());
         }
+        // At once, while the smoothed round trip is still that of the transfers.
+        let counters = PeerCounters::of(comm.transport().as_ref(), PeerId(to.0));
         let rate = self.bytes as f64 * 8.0 / median(transfers, |&seconds| seconds).max(1e-9);
-        Ok(Link { bandwidth: Bandwidth(rate as u64), latency: Nanos::from(turn / 2) })
+        let link = Link { bandwidth: Bandwidth(rate as u64), latency: Nanos::from(turn / 2) };
+        Ok(Pair { to: to.0, link, counters })
     }
 
     fn run(self, comm: &Communicator) -> Result<()> {
@@ -272,8 +286,7 @@ impl ProbeArgs {
         let mut own = Vec::new();
         for (a, b) in (0..n).flat_map(|a| (a + 1..n).map(move |b| (Rank(a), Rank(b)))) {
             if me == a {
-                let link = self.measure(comm, b)?;
-                own.extend([b.0.into(), link.bandwidth.0, link.latency.0].map(u64::to_le_bytes).concat());
+                own.push(self.measure(comm, b)?);
             } else if me == b {
                 for _ in 0..23 {
                     comm.recv(a, PROBE)?;
@@ -282,6 +295,7 @@ impl ProbeArgs {
             }
             comm.barrier()?;
         }
+        let own = serde_json::to_vec(&own).expect("numbers are plain data");
         let all = comm.all_gather_bytes(own)?;
         if me.0 > 0 {
             return Ok(());
@@ -299,17 +313,29 @@ impl ProbeArgs {
             down: None,
             tensor_efficiency: TensorEfficiency::default(),
         };
-        let mut links = Vec::new();
+        let (mut links, mut comments) = (Vec::new(), String::new());
         for (from, bytes) in all.iter().enumerate() {
-            for row in bytes.as_chunks::<8>().0.chunks_exact(3) {
-                let [to, bandwidth, latency] = [row[0], row[1], row[2]].map(u64::from_le_bytes);
-                let link = Link { bandwidth: Bandwidth(bandwidth), latency: Nanos(latency) };
+            let malformed = |_| Error::Message {
+                message: format!("what rank {from} measured"),
+                problem: "does not read as that",
+            };
+            let pairs: Vec<Pair> = serde_json::from_slice(bytes).map_err(malformed)?;
+            for Pair { to, link, counters } in pairs {
                 tracing::info!(from, to, %link, bytes = %Bytes(self.bytes), "measured");
+                let PeerCounters { bytes_sent, bytes_received, path, .. } = counters;
+                let (sent, received) = (Bytes(bytes_sent), Bytes(bytes_received));
+                let path = path.map_or_else(String::new, |path| format!("; {path}"));
+                comments += &format!(
+                    "# {} to {}: sent {sent}, received {received}{path}\n",
+                    name(from),
+                    name(to as usize)
+                );
                 links.push(Between { ends: [name(from), name(to as usize)], link });
             }
         }
         let devices = (0..n as usize).map(device).collect();
-        let text = Cluster { default: None, regions: Vec::new(), devices, links }.to_string();
+        let cluster = Cluster { default: None, regions: Vec::new(), devices, links };
+        let text = format!("{cluster}\n{comments}");
         match &self.out {
             None => super::print(&text),
             Some(path) => std::fs::write(path, text).map_err(|source| Error::Io {

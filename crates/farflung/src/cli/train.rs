@@ -3,11 +3,14 @@
 use std::fmt::Write as _;
 
 use farflung::config::recipe::RECIPES;
+use farflung::observe::Observed;
 use farflung::optim::{local, sync};
 use farflung::parallel::pipeline::Method;
 use farflung::train::{Report, Watch, combination, plan_of, refusal, run, world};
 use farflung::transports::TRANSPORTS;
-use farflung::{AccessArgs, Error, NoticeArgs, Progress, Result, Show, StepMetrics, Stop, TrainFlags};
+use farflung::{
+    AccessArgs, Error, NoticeArgs, ObserveArgs, Progress, Result, Show, StepMetrics, Stop, TrainFlags,
+};
 
 /// Train a model with several workers, here over simulated links, or one worker a process under `farflung
 /// launch`.
@@ -28,6 +31,8 @@ pub(crate) struct TrainCommand {
     access: AccessArgs,
     #[command(flatten)]
     notice: NoticeArgs,
+    #[command(flatten)]
+    observe: ObserveArgs,
 }
 
 const EXAMPLES: &str = "Examples:
@@ -128,7 +133,8 @@ impl TrainCommand {
         };
         let json = config.json;
         let mut watch = OnTerminal::new(config.steps, show);
-        let report = run(config, env.as_ref(), stop, &mut watch);
+        let observers = self.observe.observers(env.as_ref(), &mut |text| watch.note(text))?;
+        let report = run(config, env.as_ref(), stop, &mut Observed::new(&mut watch, observers));
         watch.finish();
         print_report(report?, json)
     }

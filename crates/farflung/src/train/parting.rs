@@ -10,6 +10,7 @@ use super::checkpoint::{self, Totals};
 use super::job::Job;
 use super::trainer::{Thoroughness, Trainer};
 use crate::events::{EventLog, What, causes};
+use crate::peer_counters::PeerCountersLog;
 use crate::run_dir::folder;
 use crate::step_times::StepTimesLog;
 use crate::{Error, Result, RunDir};
@@ -65,14 +66,17 @@ pub(super) struct Kept {
     pub(super) totals: Totals,
     /// Where the time of its steps went.
     pub(super) times: StepTimesLog,
+    /// What its peers and this rank have exchanged, where it tells no rows.
+    pub(super) peers: PeerCountersLog,
 }
 
 impl Kept {
     /// Of a run that begins, or goes on, after so many steps.
     pub(super) fn at(step: u64, run: Option<&RunDir>, totals: Totals) -> Self {
         let path = run.map(|run| run.path().join(folder(step))).filter(|path| path.exists());
-        let times = StepTimesLog::new(run.map(RunDir::path));
-        Self { saved: path.map(|path| (step, path)), begun: true, totals, times }
+        let folder = run.map(RunDir::path);
+        let (times, peers) = (StepTimesLog::new(folder), PeerCountersLog::new(folder));
+        Self { saved: path.map(|path| (step, path)), begun: true, totals, times, peers }
     }
 }
 

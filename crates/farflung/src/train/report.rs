@@ -14,10 +14,13 @@ use super::costs::modelled;
 use super::job::Job;
 use super::prices::{AveragePrices, planned_codec};
 use crate::plot::loss_curve_svg;
-use crate::{Error, Result, RunDir, StepMetrics, run_dir};
+use crate::{Error, PathCounters, PeerCounters, Result, RunDir, StepMetrics, run_dir};
 
 /// The file in a run's folder.
 pub(super) const REPORT: &str = "report.json";
+
+/// Paths to peers that are told of in text.
+const PATHS: usize = 8;
 
 /// Text that the trained model wrote.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -85,6 +88,9 @@ pub struct Report {
     pub sample: Option<SampleText>,
     /// Where the run's files are.
     pub folder: Option<String>,
+    /// What rank 0 and each of its peers have exchanged since they met, and how the paths between them do.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub peers: Vec<PeerCounters>,
     /// The table of other ways to run it.
     #[serde(skip)]
     what_if: Option<Answer>,
@@ -176,6 +182,7 @@ impl Report {
             }),
             hash,
             sample,
+            peers: rows.last().map_or_else(Vec::new, |row| row.peers.clone()),
             folder: job.out.as_ref().map(|p| p.display().to_string()),
             what_if,
             rows,
@@ -187,6 +194,15 @@ impl Report {
         let plural = |one| if one { "" } else { "s" };
         let (workers, steps) = (self.workers, self.steps);
         format!("{workers} worker{}, {steps} step{}", plural(workers == 1), plural(steps == 1))
+    }
+
+    /// The peers on real networks, the longest round trips first.
+    fn paths(&self) -> Vec<(&PeerCounters, PathCounters)> {
+        let known = self.peers.iter().filter_map(|peer| Some((peer, peer.path?)));
+        let mut paths: Vec<_> = known.collect();
+        let round_trip = |path: &PathCounters| path.round_trip_s.unwrap_or(0.0);
+        paths.sort_by(|(_, a), (_, b)| round_trip(b).total_cmp(&round_trip(a)));
+        paths
     }
 
     /// Writes `report.json` and `loss.svg` into the run's folder.
@@ -230,6 +246,14 @@ impl fmt::Display for Report {
             self.tokens_per_s,
             seconds(self.wall_s)
         )?;
+        let paths = self.paths();
+        for (peer, path) in paths.iter().take(PATHS) {
+            let (sent, received) = (Bytes(peer.bytes_sent), Bytes(peer.bytes_received));
+            writeln!(f, "peer {:<13}sent it {sent}, received {received}; {path}", peer.peer)?;
+        }
+        if paths.len() > PATHS {
+            writeln!(f, "                  and {} peers with shorter round trips", paths.len() - PATHS)?;
+        }
         if let Some(PlainAllReduce { time_s: time, bytes_sent: sent }) = self.plain {
             writeln!(
                 f,

@@ -13,6 +13,7 @@ use super::hearing::{Hearing, Word};
 use super::job::Job;
 use super::links::{self, Seat, seats};
 use super::meet::{same_job, same_settings};
+use super::observation::Observation;
 use super::parting::{self, Kept};
 use super::planned;
 use super::prediction::Prediction;
@@ -34,6 +35,12 @@ pub trait Watch: Send {
 
     /// A step is done. `link_use` is the share of the link's time that this worker's bytes took so far.
     fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>);
+
+    /// The row of a step as it is written: with its loss, which replicas that are apart tell later.
+    fn told(&mut self, _row: &StepMetrics) {}
+
+    /// What is known of this process's first rank after a step. Called in every process.
+    fn observe(&mut self, _seen: &Observation<'_>) {}
 
     /// Something worth a line.
     fn note(&mut self, text: &str);

@@ -9,11 +9,13 @@ use serde::{Deserialize, Serialize};
 
 use super::checkpoint::{self, Totals};
 use super::job::Job;
+use super::observation::Observation;
 use super::parting::Kept;
 use super::run::Watch;
 use super::trainer::{StepDone, Synced, Thoroughness, Trainer};
 use crate::events::{EventLog, What};
-use crate::{Error, MetricsWriter, Result, RunDir, Signal, StepMetrics, StepTimes};
+use crate::peer_counters::PeerCountersLine;
+use crate::{Error, MetricsWriter, PeerCounters, Result, RunDir, Signal, StepMetrics, StepTimes};
 
 /// When this part of the run began, and what the run had used before.
 pub(super) struct Clock {
@@ -64,6 +66,7 @@ impl Record<'_, '_> {
         val_loss: Option<f64>,
         digest: Option<String>,
         totals: &Totals,
+        peers: Vec<PeerCounters>,
     ) -> Result<()> {
         let tokens = job.tokens_after(done.step);
         let new = tokens - job.tokens_after(done.step - 1);
@@ -79,6 +82,7 @@ impl Record<'_, '_> {
             tokens_per_s: new as f64 / (totals.time_s - self.time_s).max(1e-9),
             drift: done.drift.map(|d| d.distance),
             digest,
+            peers,
         };
         self.time_s = totals.time_s;
         if let Some(watch) = &mut self.watch {
@@ -102,6 +106,9 @@ impl Record<'_, '_> {
             row.train_loss = loss;
             if let Some(metrics) = &mut self.metrics {
                 metrics.write(row)?;
+            }
+            if let Some(watch) = &mut self.watch {
+                watch.told(row);
             }
             self.told += 1;
         }
@@ -164,7 +171,8 @@ impl Steps<'_, '_> {
         kept: &mut Kept,
     ) -> Result<Next> {
         let stops = self.job.stop.requested().is_some() && !self.job.leaves_alone();
-        let done = trainer.step(stops)?;
+        let (next, rank) = (trainer.steps_done() + 1, trainer.rank().0);
+        let done = tracing::debug_span!("step", step = next, rank).in_scope(|| trainer.step(stops))?;
         let config = &self.job.config;
         let agreed = done.synced == Synced::Yes;
         if agreed {
@@ -173,13 +181,32 @@ impl Steps<'_, '_> {
         }
         let totals = self.clock.totals(trainer.comm());
         events.time_s = totals.time_s;
-        kept.times.write(&StepTimes {
+        let times = StepTimes {
             step: done.step,
-            rank: trainer.rank().0,
+            rank,
             bytes_sent: totals.bytes_sent,
             met: agreed,
             ..StepTimes::of(trainer.last_spent())
-        });
+        };
+        kept.times.write(&times);
+        let peers = PeerCounters::all(trainer.comm().transport().as_ref());
+        if !self.tells && peers.iter().any(|peer| peer.path.is_some()) {
+            let line =
+                PeerCountersLine { step: done.step, rank, time_s: totals.time_s, peers: peers.clone() };
+            kept.peers.write(&line);
+        }
+        if let Some(watch) = self.record.watch.as_deref_mut() {
+            let tokens = self.job.tokens_after(done.step);
+            watch.observe(&Observation {
+                times: &times,
+                bytes_received: totals.bytes_received,
+                tokens,
+                tokens_per_s: (tokens - self.job.tokens_after(done.step - 1)) as f64 / times.took_s.max(1e-9),
+                lr: config.schedule(1)?.rate(done.step - 1),
+                peers: &peers,
+                operations: &trainer.comm().counters(),
+            });
+        }
         if done.skipped > 0 {
             events.write(done.step, What::Skipped { times: done.skipped });
         }
@@ -196,7 +223,7 @@ impl Steps<'_, '_> {
             digest: agreed && wants_digest,
             saves,
         };
-        let (seen, looked) = looks.look(trainer);
+        let (seen, looked) = tracing::debug_span!("look", step = next, rank).in_scope(|| looks.look(trainer));
         if looks.verify.is_some() {
             self.last.checked = done.step;
         }
@@ -207,13 +234,14 @@ impl Steps<'_, '_> {
         // A step that was done has its row, whether or not it could be looked at.
         if self.tells && looked.as_ref().err().is_none_or(Error::is_interruption) {
             let totals = self.clock.totals(trainer.comm());
-            self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals)?;
+            self.record.step(&self.job, &done, seen.val_loss, seen.digest, &totals, peers)?;
             self.record.tell(&seen.losses)?;
         }
         looked?;
         if let Some(run) = self.run.filter(|_| saves) {
             let totals = self.clock.totals(trainer.comm());
-            let path = checkpoint::save(trainer, &self.job, run, totals)?;
+            let span = tracing::debug_span!("checkpoint", step = next, rank);
+            let path = span.in_scope(|| checkpoint::save(trainer, &self.job, run, totals))?;
             self.last.saved = done.step;
             kept.saved = Some((done.step, path.clone()));
             events.write(done.step, What::Saved { path: path.display().to_string() });

@@ -19,7 +19,8 @@ fn carry(from: &mut Session, to: &mut Session) -> Result<usize, SessionError> {
 }
 
 fn pair() -> (Session, Session) {
-    let (mut client, mut server) = (Session::client(&tls(1)).unwrap(), Session::server(&tls(2)).unwrap());
+    let (mut client, mut server) =
+        (Session::client(&tls(1), Vec::new()).unwrap(), Session::server(&tls(2)).unwrap());
     for _ in 0..3 {
         assert_eq!((client.seal(&[]), server.seal(&[])), (Ok(0), Ok(0)));
         carry(&mut client, &mut server).unwrap();
@@ -41,7 +42,7 @@ fn both_sides_know_each_others_key_and_share_an_exporter() {
 
 #[test]
 fn the_exporter_is_the_one_of_rustls() {
-    let mut client = Session::client(&tls(1)).unwrap();
+    let mut client = Session::client(&tls(1), Vec::new()).unwrap();
     let mut server = rustls::ServerConnection::new(Arc::new(tls(2).server)).unwrap();
     while !client.is_established() || server.is_handshaking() {
         client.seal(&[]).unwrap();
@@ -88,7 +89,7 @@ fn bytes_come_through_in_any_portions() {
 #[test]
 fn a_stranger_may_say_little_and_nothing_panics() {
     let hello = {
-        let mut client = Session::client(&tls(1)).unwrap();
+        let mut client = Session::client(&tls(1), Vec::new()).unwrap();
         client.seal(&[]).unwrap();
         client.to_send().to_vec()
     };
@@ -98,7 +99,7 @@ fn a_stranger_may_say_little_and_nothing_panics() {
         loop {
             let count = rest.len().min(server.room().len()).min(700);
             if count == 0 {
-                return Err(SessionError::TooMuch);
+                return Err(SessionError::TooMuch(STRANGER));
             }
             server.room()[..count].copy_from_slice(&rest[..count]);
             rest = &rest[count..];
@@ -115,7 +116,7 @@ fn a_stranger_may_say_little_and_nothing_panics() {
     assert_eq!(hear(b"GET / HTTP/1.1\r\n"), Err(SessionError::NotTls));
     // A record of the greatest length, of which it will never see the end.
     let long = [&[0x16, 3, 1, 0x40, 0][..], &[1; 5000]].concat();
-    assert_eq!(hear(&long), Err(SessionError::TooMuch));
+    assert_eq!(hear(&long), Err(SessionError::TooMuch(STRANGER)));
     let rng = farflung_base::Philox::new(19, 3);
     for i in 0..3000 {
         let mut bytes = hello.clone();

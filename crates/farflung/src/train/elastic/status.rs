@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::place::Place;
 use super::team::Team;
+use crate::PeerCounters;
 use crate::train::job::Job;
 use crate::train::steps::Steps;
 use crate::train::trainer::Trainer;
@@ -64,6 +65,9 @@ pub struct MemberStatus {
     pub answers: bool,
     /// The endpoint of the member for which it has said that it waits.
     pub waits_for: Option<u32>,
+    /// What the member that answers has exchanged with it.
+    #[serde(default)]
+    pub counters: Option<PeerCounters>,
 }
 
 impl Status {
@@ -100,6 +104,17 @@ impl fmt::Display for Status {
                 member.joined,
                 if member.answers { " (answers)" } else { "" }
             )?;
+        }
+        let counters = |member: &MemberStatus| member.counters.filter(|counters| counters.path.is_some());
+        if self.members.iter().any(|member| counters(member).is_some()) {
+            writeln!(f, "\nas the member that answers sees the others:")?;
+        }
+        for PeerCounters { peer, bytes_sent, bytes_received, path } in
+            self.members.iter().filter_map(counters)
+        {
+            let (to, of) = (Bytes(bytes_sent), Bytes(bytes_received));
+            write!(f, "{peer:>6}  sent it {to}, received {of}")?;
+            writeln!(f, "{}", path.map_or_else(String::new, |path| format!("; {path}")))?;
         }
         if !self.waiting.is_empty() {
             let waiting: Vec<String> = self.waiting.iter().map(ToString::to_string).collect();
@@ -202,6 +217,8 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
                 .waits_of(PeerId(member.slot))
                 .map(|peer| peer.0)
                 .filter(|&peer| peer != member.slot),
+            counters: (PeerId(member.slot) != me)
+                .then(|| PeerCounters::of(transport.as_ref(), PeerId(member.slot))),
         })
         .collect()
 }
@@ -209,6 +226,7 @@ fn members(place: &Place, team: Option<&Team>, job: &Job) -> Vec<MemberStatus> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::PathCounters;
 
     #[test]
     fn a_status_is_a_table() {
@@ -219,6 +237,19 @@ mod tests {
             share: 0.5,
             answers: slot == 0,
             waits_for,
+            counters: (slot != 0).then_some(PeerCounters {
+                peer: slot,
+                bytes_sent: 2_000_000,
+                bytes_received: 1_000_000,
+                path: Some(PathCounters {
+                    round_trip_s: Some(0.025),
+                    least_round_trip_s: Some(0.02),
+                    packets: 1500,
+                    retransmissions: 2,
+                    queued_bytes: 0,
+                    queued_s: 0.5,
+                }),
+            }),
         };
         let status = Status {
             model: "gpt-2x32".to_owned(),
@@ -243,6 +274,9 @@ mod tests {
             member  share  since view  waits for  address\n\
             \x20    0    50%           1          -  10.0.0.0:29500 (answers)\n\
             \x20    7    50%           1          0  10.0.0.7:29500\n\
+            \nas the member that answers sees the others:\n\
+            \x20    7  sent it 2 MB, received 1 MB; round trip 25ms (least 20ms, queueing 5ms), \
+            2 of 1500 packets sent again, queued 0 B now, 500ms in all\n\
             waiting to come in: 9\n\n\
             after step 3: member 7 came\n";
         assert_eq!(status.to_string(), text);

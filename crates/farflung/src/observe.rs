@@ -1,0 +1,130 @@
+//! Where a run's numbers go beside its own files: Prometheus, TensorBoard, OpenTelemetry. Each is behind a feature of
+//! its name; a build without it refuses the flag.
+
+#[cfg(feature = "otlp")]
+pub mod otlp;
+#[cfg(feature = "prometheus")]
+pub mod prometheus;
+#[cfg(feature = "tensorboard")]
+pub mod tensorboard;
+
+use std::fmt::Debug;
+use std::path::PathBuf;
+
+use crate::train::{Observation, Watch};
+use crate::{Error, LaunchEnv, Result, StepMetrics};
+
+/// Where this process's numbers go.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct ObserveArgs {
+    /// Serve this process's numbers for Prometheus at http://ADDR/metrics: `HOST:PORT`, or a port of the loopback.
+    /// Of several processes of a machine each takes the port after the last one's. Needs the feature `prometheus`.
+    #[arg(long = "prometheus", value_name = "ADDR", num_args = 0..=1, default_missing_value = "9464",
+          help_heading = HEADING)]
+    prometheus: Option<String>,
+    /// Write event files for TensorBoard into this folder; ranks above 0 of a launched job into `rank-N` in it. Needs the feature `tensorboard`.
+    #[arg(long = "tensorboard", value_name = "DIR", help_heading = HEADING)]
+    tensorboard: Option<PathBuf>,
+}
+
+const HEADING: &str = "Observing";
+
+/// Takes up what is known after each step. None of them holds up or ends a run.
+pub trait Observer: Debug + Send {
+    /// A step's row, with its loss. Only where rows are written: on rank 0, and on every member of `farflung host`.
+    fn told(&mut self, row: &StepMetrics);
+    /// This process's first rank after a step.
+    fn observe(&mut self, seen: &Observation<'_>);
+}
+
+impl ObserveArgs {
+    /// What observes this process, which has this place in a launched job. `told` is given lines worth telling.
+    ///
+    /// Errors: [`Error::Setting`] where this build lacks the feature; [`Error::Io`] for an address that cannot be
+    /// taken or a folder that cannot be made.
+    pub fn observers(
+        &self,
+        env: Option<&LaunchEnv>,
+        told: &mut dyn FnMut(&str),
+    ) -> Result<Vec<Box<dyn Observer>>> {
+        let mut observers = Vec::new();
+        if let Some(address) = &self.prometheus {
+            observers.push(serve(address, env.map_or(0, |env| env.local_rank), told)?);
+        }
+        if let Some(folder) = &self.tensorboard {
+            let rank = env.map(|env| env.rank.0).filter(|&rank| rank > 0);
+            let own = rank.map_or_else(|| folder.clone(), |rank| folder.join(format!("rank-{rank:05}")));
+            observers.push(write_events(&own)?);
+        }
+        Ok(observers)
+    }
+}
+
+#[cfg(feature = "prometheus")]
+fn serve(address: &str, local_rank: usize, told: &mut dyn FnMut(&str)) -> Result<Box<dyn Observer>> {
+    let served = prometheus::Served::start(address, local_rank)?;
+    let at = served.address();
+    told(&format!("numbers for Prometheus: http://{at}/metrics"));
+    if !at.ip().is_loopback() {
+        tracing::warn!(
+            "whoever reaches {at} sees this run's numbers, without encryption and without a password"
+        );
+    }
+    Ok(Box::new(served))
+}
+
+#[cfg(not(feature = "prometheus"))]
+fn serve(address: &str, _: usize, _: &mut dyn FnMut(&str)) -> Result<Box<dyn Observer>> {
+    Err(lacks("prometheus", address.to_owned()))
+}
+
+#[cfg(feature = "tensorboard")]
+fn write_events(folder: &std::path::Path) -> Result<Box<dyn Observer>> {
+    Ok(Box::new(tensorboard::EventFiles::new(folder)?))
+}
+
+#[cfg(not(feature = "tensorboard"))]
+fn write_events(folder: &std::path::Path) -> Result<Box<dyn Observer>> {
+    Err(lacks("tensorboard", folder.display().to_string()))
+}
+
+/// A flag that this build cannot serve.
+#[must_use]
+pub fn lacks(feature: &'static str, value: String) -> Error {
+    let expected = format!("a build with it: this one lacks it, build it with `--features {feature}`");
+    Error::Setting { field: feature, value, expected }
+}
+
+/// Follows a run as another does, and tells observers.
+#[derive(Debug)]
+pub struct Observed<'a, W> {
+    inner: &'a mut W,
+    observers: Vec<Box<dyn Observer>>,
+}
+
+impl<'a, W: Watch> Observed<'a, W> {
+    /// `inner`, with these observers beside it.
+    pub fn new(inner: &'a mut W, observers: Vec<Box<dyn Observer>>) -> Self {
+        Self { inner, observers }
+    }
+}
+
+impl<W: Watch> Watch for Observed<'_, W> {
+    fn begin(&mut self, done: u64, steps: u64) {
+        self.inner.begin(done, steps);
+    }
+    fn step(&mut self, metrics: &StepMetrics, link_use: Option<f64>) {
+        self.inner.step(metrics, link_use);
+    }
+    fn told(&mut self, row: &StepMetrics) {
+        self.inner.told(row);
+        self.observers.iter_mut().for_each(|observer| observer.told(row));
+    }
+    fn observe(&mut self, seen: &Observation<'_>) {
+        self.inner.observe(seen);
+        self.observers.iter_mut().for_each(|observer| observer.observe(seen));
+    }
+    fn note(&mut self, text: &str) {
+        self.inner.note(text);
+    }
+}

@@ -1,0 +1,277 @@
+//! A process's numbers for Prometheus, as text over HTTP. It only answers.
+
+use std::future::IntoFuture as _;
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::thread;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::http::uri::Authority;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::get;
+use prometheus::{CounterVec, Encoder as _, GaugeVec, Opts, Registry, TextEncoder};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+
+use super::Observer;
+use crate::train::Observation;
+use crate::{Error, Result, StepMetrics};
+
+/// The numbers, and the thread that serves them until this is dropped.
+#[derive(Debug)]
+pub struct Served {
+    numbers: Numbers,
+    address: SocketAddr,
+    end: Option<oneshot::Sender<()>>,
+    thread: Option<thread::JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Numbers {
+    registry: Registry,
+    gauges: GaugeVec,
+    seconds: CounterVec,
+    tokens: CounterVec,
+    bytes: CounterVec,
+    peer_bytes: CounterVec,
+    round_trips: GaugeVec,
+    packets: CounterVec,
+    queued: GaugeVec,
+    queued_seconds: CounterVec,
+    calls: CounterVec,
+    failed: CounterVec,
+    operation_seconds: CounterVec,
+    operation_bytes: CounterVec,
+    waits: CounterVec,
+}
+
+impl Numbers {
+    fn new() -> prometheus::Result<Self> {
+        let registry = Registry::new();
+        let counter = |name: &str, help: &str, labels: &[&str]| -> prometheus::Result<CounterVec> {
+            let counter = CounterVec::new(Opts::new(name, help).namespace("farflung"), labels)?;
+            registry.register(Box::new(counter.clone()))?;
+            Ok(counter)
+        };
+        let gauge = |name: &str, help: &str, labels: &[&str]| -> prometheus::Result<GaugeVec> {
+            let gauge = GaugeVec::new(Opts::new(name, help).namespace("farflung"), labels)?;
+            registry.register(Box::new(gauge.clone()))?;
+            Ok(gauge)
+        };
+        let numbers = Self {
+            gauges: gauge(
+                "now",
+                "What holds after the last step: step, train_loss, val_loss, learning_rate, tokens_per_second.",
+                &["rank", "what"],
+            )?,
+            seconds: counter(
+                "step_seconds_total",
+                "Seconds of the run's clock in steps: compute, wait for stages, communicate.",
+                &["rank", "part"],
+            )?,
+            tokens: counter("tokens_total", "Tokens that all ranks trained on.", &["rank"])?,
+            bytes: counter(
+                "bytes_total",
+                "Bytes sent and received since the run's first step.",
+                &["rank", "way"],
+            )?,
+            peer_bytes: counter(
+                "peer_bytes_total",
+                "Bytes sent to and received of a peer since it was met.",
+                &["rank", "peer", "way"],
+            )?,
+            round_trips: gauge(
+                "peer_round_trip_seconds",
+                "Smoothed and least round trip to a peer.",
+                &["rank", "peer", "which"],
+            )?,
+            packets: counter(
+                "peer_packets_total",
+                "Packets with data that were sent to a peer: all, and those that were sent again.",
+                &["rank", "peer", "which"],
+            )?,
+            queued: gauge(
+                "peer_queued_bytes",
+                "Bytes that wait here to be sent to a peer.",
+                &["rank", "peer"],
+            )?,
+            queued_seconds: counter(
+                "peer_queued_seconds_total",
+                "Seconds in which frames to a peer waited in the process.",
+                &["rank", "peer"],
+            )?,
+            calls: counter("operations_total", "Operations that ended.", &["rank", "op", "algorithm"])?,
+            failed: counter("operations_failed_total", "Those that failed.", &["rank", "op", "algorithm"])?,
+            operation_seconds: counter(
+                "operation_seconds_total",
+                "Seconds from start to end, all operations together.",
+                &["rank", "op", "algorithm"],
+            )?,
+            operation_bytes: counter(
+                "operation_bytes_total",
+                "Payloads that operations sent and received.",
+                &["rank", "op", "algorithm", "way"],
+            )?,
+            waits: counter(
+                "operation_wait_seconds_total",
+                "Seconds in which operations could not go on, by the peer that they waited for.",
+                &["rank", "op", "algorithm", "peer"],
+            )?,
+            registry: registry.clone(),
+        };
+        Ok(numbers)
+    }
+
+    fn observe(&self, seen: &Observation<'_>) {
+        let times = seen.times;
+        let rank = times.rank.to_string();
+        let now = |what: &str, value: f64| self.gauges.with_label_values(&[&rank, what]).set(value);
+        now("step", times.step as f64);
+        now("learning_rate", seen.lr);
+        now("tokens_per_second", seen.tokens_per_s);
+        let parts =
+            [("compute", times.compute_s()), ("wait", times.wait_s), ("communicate", times.communicate_s)];
+        for (part, seconds) in parts {
+            self.seconds.with_label_values(&[&rank[..], part]).inc_by(seconds.max(0.0));
+        }
+        raise(&self.tokens, &[&rank], seen.tokens as f64);
+        raise(&self.bytes, &[&rank, "sent"], times.bytes_sent as f64);
+        raise(&self.bytes, &[&rank, "received"], seen.bytes_received as f64);
+        for counters in seen.peers {
+            let peer = counters.peer.to_string();
+            raise(&self.peer_bytes, &[&rank, &peer, "sent"], counters.bytes_sent as f64);
+            raise(&self.peer_bytes, &[&rank, &peer, "received"], counters.bytes_received as f64);
+            let Some(path) = counters.path else { continue };
+            for (which, seconds) in [("smoothed", path.round_trip_s), ("least", path.least_round_trip_s)] {
+                let gauge = || self.round_trips.with_label_values(&[&rank, &peer, which]);
+                if let Some(seconds) = seconds {
+                    gauge().set(seconds);
+                }
+            }
+            raise(&self.packets, &[&rank, &peer, "all"], path.packets as f64);
+            raise(&self.packets, &[&rank, &peer, "again"], path.retransmissions as f64);
+            self.queued.with_label_values(&[&rank, &peer]).set(path.queued_bytes as f64);
+            raise(&self.queued_seconds, &[&rank, &peer], path.queued_s);
+        }
+        for (op, algorithm, counter) in seen.operations {
+            let algorithm = algorithm.map_or_else(String::new, |algorithm| algorithm.to_string());
+            raise(&self.calls, &[&rank, op, &algorithm], counter.calls as f64);
+            raise(&self.failed, &[&rank, op, &algorithm], counter.failed as f64);
+            raise(&self.operation_seconds, &[&rank, op, &algorithm], counter.took.as_secs_f64());
+            raise(&self.operation_bytes, &[&rank, op, &algorithm, "sent"], counter.sent.0 as f64);
+            raise(&self.operation_bytes, &[&rank, op, &algorithm, "received"], counter.received.0 as f64);
+            for (peer, waited) in &counter.waited {
+                let peer = peer.0.to_string();
+                raise(&self.waits, &[&rank, op, &algorithm, &peer], waited.as_secs_f64());
+            }
+        }
+    }
+
+    fn told(&self, row: &StepMetrics) {
+        // Rows are rank 0's.
+        let now = |what: &str, value: f64| self.gauges.with_label_values(&["0", what]).set(value);
+        now("train_loss", row.train_loss);
+        row.val_loss.into_iter().for_each(|loss| now("val_loss", loss));
+    }
+}
+
+/// Raises a counter to a total; where the total is lower, members have changed, and it begins anew.
+fn raise(counter: &CounterVec, labels: &[&str], total: f64) {
+    let counter = counter.with_label_values(labels);
+    if total < counter.get() {
+        counter.reset();
+    }
+    counter.inc_by((total - counter.get()).max(0.0));
+}
+
+/// What each request is answered from.
+#[derive(Debug, Clone)]
+struct Site {
+    registry: Registry,
+    /// Only requests that name this machine are answered.
+    is_loopback: bool,
+}
+
+impl Served {
+    /// Serves at an address: `HOST:PORT`, or a port of the loopback; `local_rank` is added to any port but 0.
+    ///
+    /// Errors: [`Error::Setting`] for what is no address; [`Error::Io`] if it cannot be taken.
+    pub fn start(address: &str, local_rank: usize) -> Result<Self> {
+        let expected = || Error::Setting {
+            field: "prometheus",
+            value: address.to_owned(),
+            expected: "HOST:PORT, or a port of the loopback".to_owned(),
+        };
+        let (host, port) = address.rsplit_once(':').unwrap_or(("127.0.0.1", address));
+        let port: u16 = port.parse().map_err(|_| expected())?;
+        let local_rank = if port == 0 { 0 } else { u16::try_from(local_rank).map_err(|_| expected())? };
+        let port = port.checked_add(local_rank).ok_or_else(expected)?;
+        let at = format!("{host}:{port}");
+        let failed = || Error::io("listen at", Path::new(&at));
+        let numbers = Numbers::new().map_err(|error| failed()(std::io::Error::other(error)))?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed())?;
+        let listener = runtime.block_on(TcpListener::bind(&at)).map_err(failed())?;
+        let address = listener.local_addr().map_err(failed())?;
+        let site = Site { registry: numbers.registry.clone(), is_loopback: address.ip().is_loopback() };
+        let router = Router::new().route("/metrics", get(answer)).with_state(site);
+        let (end, ended) = oneshot::channel::<()>();
+        let serve = move || {
+            runtime.block_on(async move {
+                let serving = tokio::spawn(axum::serve(listener, router).into_future());
+                // An error says that the owner is gone, which is the sign.
+                let _ = ended.await;
+                serving.abort();
+            });
+        };
+        let named = thread::Builder::new().name("farflung-prometheus".to_owned());
+        let thread = named.spawn(serve).map_err(failed())?;
+        Ok(Self { numbers, address, end: Some(end), thread: Some(thread) })
+    }
+
+    /// Where it is served.
+    #[must_use]
+    pub const fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        if let Some(thread) = self.thread.take() {
+            // A panic there was reported already.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Observer for Served {
+    fn told(&mut self, row: &StepMetrics) {
+        self.numbers.told(row);
+    }
+    fn observe(&mut self, seen: &Observation<'_>) {
+        self.numbers.observe(seen);
+    }
+}
+
+/// Whether a request names this machine: a page of another site can have its name point here.
+fn names_this_machine(host: Option<&[u8]>) -> bool {
+    let Some(host) = host.and_then(|host| Authority::try_from(host).ok()) else { return false };
+    let host = host.host().trim_matches(['[', ']']);
+    host.eq_ignore_ascii_case("localhost") || host.parse::<IpAddr>().is_ok()
+}
+
+async fn answer(State(site): State<Site>, request: Request) -> Response {
+    let host = request.headers().get(header::HOST).map(axum::http::HeaderValue::as_bytes);
+    if site.is_loopback && !names_this_machine(host) {
+        return (StatusCode::FORBIDDEN, "asked under another machine's name\n").into_response();
+    }
+    let mut text = Vec::new();
+    let encoder = TextEncoder::new();
+    match encoder.encode(&site.registry.gather(), &mut text) {
+        Ok(()) => ([(header::CONTENT_TYPE, encoder.format_type().to_owned())], text).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}

@@ -1,0 +1,192 @@
+//! Event files for TensorBoard: records with a length and checksums (TFRecord), each a message `Event` of
+//! TensorBoard's `event.proto`. Scalars alone.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::Observer;
+use crate::train::Observation;
+use crate::{Error, Result, StepMetrics};
+
+/// A file of events, which is made at the first step. What cannot be written is warned of once, and ends it.
+#[derive(Debug)]
+pub struct EventFiles {
+    folder: PathBuf,
+    file: Option<File>,
+    failed: bool,
+}
+
+impl EventFiles {
+    /// In this folder, which is made where it is missing.
+    ///
+    /// Errors: [`Error::Io`].
+    pub fn new(folder: &Path) -> Result<Self> {
+        fs::create_dir_all(folder).map_err(Error::io("make", folder))?;
+        Ok(Self { folder: folder.to_owned(), file: None, failed: false })
+    }
+
+    /// Begins a file, at this step: points of later steps, of a run that was killed, are not shown any more.
+    fn begin(&self, step: u64) -> std::io::Result<File> {
+        let now = seconds();
+        let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        let name = format!("events.out.tfevents.{:010}.{host}.{}.0", now as u64, std::process::id());
+        let mut file = File::options().create(true).append(true).open(self.folder.join(name))?;
+        let version = bytes_field(3, b"brain.Event:2");
+        let started = bytes_field(7, &varint_field(1, 1));
+        let head = [record(&event(now, 0, &version)), record(&event(now, step, &started))].concat();
+        file.write_all(&head)?;
+        Ok(file)
+    }
+
+    /// Writes scalars of a step.
+    fn write(&mut self, step: u64, scalars: &[(&str, f64)]) {
+        if self.failed {
+            return;
+        }
+        let written = match self.file.take().map_or_else(|| self.begin(step), Ok) {
+            Ok(mut file) => {
+                let summary: Vec<u8> =
+                    scalars.iter().flat_map(|(tag, value)| value_of(tag, *value)).collect();
+                let written = file.write_all(&record(&event(seconds(), step, &bytes_field(5, &summary))));
+                self.file = Some(file);
+                written
+            }
+            Err(error) => Err(error),
+        };
+        if let Err(error) = written {
+            self.failed = true;
+            tracing::warn!(folder = %self.folder.display(), %error, "events for TensorBoard are not written");
+        }
+    }
+}
+
+impl Observer for EventFiles {
+    fn told(&mut self, row: &StepMetrics) {
+        let held_out = row.val_loss.map(|loss| ("loss/held_out", loss));
+        let scalars: Vec<_> = [("loss/train", row.train_loss)].into_iter().chain(held_out).collect();
+        self.write(row.step, &scalars);
+    }
+
+    fn observe(&mut self, seen: &Observation<'_>) {
+        let times = seen.times;
+        let mut scalars = vec![
+            ("step/learning_rate".to_owned(), seen.lr),
+            ("step/tokens_per_s".to_owned(), seen.tokens_per_s),
+            ("step/compute_s".to_owned(), times.compute_s()),
+            ("step/wait_s".to_owned(), times.wait_s),
+            ("step/communicate_s".to_owned(), times.communicate_s),
+            ("bytes/sent".to_owned(), times.bytes_sent as f64),
+            ("bytes/received".to_owned(), seen.bytes_received as f64),
+        ];
+        for peer in seen.peers {
+            let Some(path) = peer.path else { continue };
+            let mut add =
+                |what: &str, value: f64| scalars.push((format!("peer_{}/{what}", peer.peer), value));
+            path.round_trip_s.into_iter().for_each(|round_trip| add("round_trip_s", round_trip));
+            add("retransmissions", path.retransmissions as f64);
+            add("queued_s", path.queued_s);
+        }
+        let scalars: Vec<_> = scalars.iter().map(|(tag, value)| (tag.as_str(), *value)).collect();
+        self.write(times.step, &scalars);
+    }
+}
+
+#[expect(clippy::disallowed_methods, reason = "events carry the time of day; nothing is computed from it")]
+fn seconds() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// A message `Event`: wall time (1), step (2), and what happened.
+fn event(time: f64, step: u64, what: &[u8]) -> Vec<u8> {
+    let mut event = vec![1 << 3 | 1];
+    event.extend(time.to_le_bytes());
+    event.extend(varint_field(2, step));
+    event.extend(what);
+    event
+}
+
+/// A `Summary`'s field 1, `Value`: tag (1) and simple value (2).
+fn value_of(tag: &str, value: f64) -> Vec<u8> {
+    let mut message = bytes_field(1, tag.as_bytes());
+    message.push(2 << 3 | 5);
+    message.extend((value as f32).to_le_bytes());
+    bytes_field(1, &message)
+}
+
+fn bytes_field(number: u8, bytes: &[u8]) -> Vec<u8> {
+    let mut field = vec![number << 3 | 2];
+    field.extend(varint(bytes.len() as u64));
+    field.extend(bytes);
+    field
+}
+
+fn varint_field(number: u8, value: u64) -> Vec<u8> {
+    let mut field = vec![number << 3];
+    field.extend(varint(value));
+    field
+}
+
+fn varint(mut value: u64) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    while value >= 0x80 {
+        bytes.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    bytes.push(value as u8);
+    bytes
+}
+
+/// A TFRecord: length, its checksum, the data, their checksum.
+fn record(data: &[u8]) -> Vec<u8> {
+    let length = (data.len() as u64).to_le_bytes();
+    let mut record = length.to_vec();
+    record.extend(masked(crc32c(&length)).to_le_bytes());
+    record.extend(data);
+    record.extend(masked(crc32c(data)).to_le_bytes());
+    record
+}
+
+/// The form in which checksums are stored: a checksum of data that hold checksums is weak otherwise.
+const fn masked(crc: u32) -> u32 {
+    crc.rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+/// CRC-32C (Castagnoli), bit by bit: records are some hundred bytes.
+fn crc32c(bytes: &[u8]) -> u32 {
+    let fold = |crc: u32, byte: &u8| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| crc >> 1 ^ 0x82f6_3b78 & (crc & 1).wrapping_neg())
+    };
+    !bytes.iter().fold(u32::MAX, fold)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checksums_are_those_of_the_standard_and_numbers_those_of_protobuf() {
+        // RFC 3720, B.4.
+        assert_eq!(crc32c(&[0; 32]), 0x8a91_36aa);
+        assert_eq!(crc32c(&[0xff; 32]), 0x62a8_ab43);
+        assert_eq!(crc32c(&(0..32).collect::<Vec<u8>>()), 0x46dd_794e);
+        assert_eq!(crc32c(b"123456789"), 0xe306_9283);
+        assert_eq!(varint(300), [0xac, 0x02]);
+        assert_eq!(varint(0), [0]);
+        assert_eq!(varint(u64::MAX).len(), 10);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_ends_no_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "").unwrap();
+        assert!(EventFiles::new(&file.join("below")).unwrap_err().to_string().contains("below"));
+        let mut events = EventFiles::new(&folder.path().join("events")).unwrap();
+        fs::remove_dir(folder.path().join("events")).unwrap();
+        events.told(&StepMetrics { step: 1, ..StepMetrics::default() });
+        assert!(events.failed);
+        events.told(&StepMetrics { step: 2, ..StepMetrics::default() });
+    }
+}
