@@ -24,7 +24,7 @@ use farflung_base::{Link, Nanos, PeerId, Pending, Rank, Topology};
 use crate::Algorithm;
 use crate::coded::CodedBuffer;
 use crate::inbox::CANCELLED;
-use crate::message::Torn;
+use crate::message::{Torn, Turns};
 use crate::plans::Plans;
 use crate::steps::cut;
 use crate::transport::{Channel, Port, Slot, Stats, Tag, Task, Transport, get, pending, put};
@@ -70,6 +70,7 @@ struct Group {
     shrinks: AtomicU32,
     failed: Mutex<Option<Arc<CommError>>>,
     torn: Torn,
+    turns: Turns,
     counters: Mutex<Counters>,
 }
 
@@ -85,6 +86,7 @@ impl Group {
             shrinks: zero(),
             failed: Mutex::default(),
             torn: Torn::default(),
+            turns: Turns::default(),
             counters: Mutex::default(),
         })
     }
