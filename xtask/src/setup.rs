@@ -16,8 +16,7 @@ Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [browser] [--dry-run]
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
   cuda        also LLVM 22 where the feature `cuda` looks for its LLVM, which it would download otherwise
   ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback
-  mpi         also OpenMPI with its compiler and libclang, for the feature `mpi` and the benches `engines` and
-              `shared-memory`
+  mpi         also OpenMPI with its compiler, for the benches `engines` and `shared-memory`
   slurm       also Slurm's daemons, for the same; it starts its own on the loopback
   browser     also Chromium and a font, for `cargo xtask ci --only browser`
   --dry-run   say what is missing, install nothing, and fail if anything is
@@ -63,20 +62,7 @@ const MPI: &[Need] = &[
         probe: &["mpirun", "--version"],
         what_for: "the benches `engines` and `shared-memory`",
     },
-    Need {
-        package: "libopenmpi-dev",
-        probe: &["mpicc", "--version"],
-        what_for: "the feature `mpi`, and the bench `shared-memory`",
-    },
-    Need {
-        package: "libclang-dev",
-        probe: &[
-            "sh",
-            "-c",
-            "ls /usr/lib/llvm-*/lib/libclang*.so* /usr/lib/*/libclang*.so* 2>/dev/null | grep -q .",
-        ],
-        what_for: "the binding of the feature `mpi`",
-    },
+    Need { package: "libopenmpi-dev", probe: &["mpicc", "--version"], what_for: "the bench `shared-memory`" },
 ];
 
 const SLURM: &[Need] = &[
