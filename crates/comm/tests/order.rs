@@ -1,7 +1,5 @@
 //! Messages that were started one after the other, on every transport.
 
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
-
 mod common;
 
 use common::{TRANSPORTS, on_ranks};

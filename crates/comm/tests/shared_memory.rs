@@ -1,5 +1,6 @@
 //! What shared memory adds to the contract of all transports: how peers come to it, and who cannot.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::float_cmp, reason = "these sums are exact")]
 
 mod common;
