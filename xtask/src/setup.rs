@@ -16,7 +16,7 @@ Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [browser] [--dry-run]
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
   cuda        also LLVM 22 where the feature `cuda` looks for its LLVM, which it would download otherwise
   ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback
-  mpi         also OpenMPI's mpirun, for `cargo xtask bench engines`
+  mpi         also OpenMPI with its compiler, for the benches `engines` and `shared-memory`
   slurm       also Slurm's daemons, for the same; it starts its own on the loopback
   browser     also Chromium and a font, for `cargo xtask ci --only browser`
   --dry-run   say what is missing, install nothing, and fail if anything is
@@ -56,8 +56,14 @@ const SSH: &[Need] = &[
     Need { package: "openssh-server", probe: &["test", "-x", "/usr/sbin/sshd"], what_for: "its tests" },
 ];
 
-const MPI: &[Need] =
-    &[Need { package: "openmpi-bin", probe: &["mpirun", "--version"], what_for: "the bench `engines`" }];
+const MPI: &[Need] = &[
+    Need {
+        package: "openmpi-bin",
+        probe: &["mpirun", "--version"],
+        what_for: "the benches `engines` and `shared-memory`",
+    },
+    Need { package: "libopenmpi-dev", probe: &["mpicc", "--version"], what_for: "the bench `shared-memory`" },
+];
 
 const SLURM: &[Need] = &[
     Need {

@@ -26,7 +26,7 @@ use crate::Algorithm;
 use crate::algorithm::regions;
 use crate::coded::CodedBuffer;
 use crate::inbox::CANCELLED;
-use crate::message::Torn;
+use crate::message::{Torn, Turns};
 use crate::plans::Plans;
 use crate::steps::cut;
 use crate::transport::{Channel, Port, Slot, Stats, Tag, Task, Transport, get, pending, put};
@@ -72,6 +72,7 @@ struct Group {
     shrinks: AtomicU32,
     failed: Mutex<Option<Arc<CommError>>>,
     torn: Torn,
+    turns: Turns,
     counters: Mutex<Counters>,
 }
 
@@ -87,6 +88,7 @@ impl Group {
             shrinks: zero(),
             failed: Mutex::default(),
             torn: Torn::default(),
+            turns: Turns::default(),
             counters: Mutex::default(),
         })
     }

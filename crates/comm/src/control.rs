@@ -117,6 +117,29 @@ pub enum Control<'a> {
         /// Whatever else a member has to know before it connects.
         welcome: &'a [u8],
     },
+    /// Over a link, to a process of the same machine: how both come to share memory.
+    Near(Near),
+}
+
+/// What two processes of one machine say to each other until they share memory. The one with the greater number
+/// offers; whoever declines goes on as before, and so does the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Near {
+    /// There is a unix socket with this abstract name, for whoever knows the token.
+    Offer {
+        /// In hexadecimal digits behind `farflung-`.
+        name: [u8; 16],
+        /// What comes with the memory.
+        token: [u8; 16],
+    },
+    /// A memory file and a doorbell lie at that socket.
+    Handed,
+    /// What this side says from now on, it says in the shared memory; of the side that offered, a doorbell lies
+    /// at the socket.
+    Mapped,
+    /// It does not come to that.
+    Declined,
 }
 
 impl<'a> Control<'a> {

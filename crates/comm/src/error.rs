@@ -372,6 +372,15 @@ pub enum CommError {
         /// Why.
         reason: Refusal,
     },
+    /// A peer shares no memory with this process, though it has to.
+    #[error(
+        "no shared memory with {peer}: it is not on this machine and of this user, or has another transport; \
+         `--transport auto` shares memory where that is possible, and takes sockets elsewhere"
+    )]
+    Apart {
+        /// The peer.
+        peer: PeerId,
+    },
     /// No encrypted connection came about.
     #[error("no encrypted connection with {peer}: {reason}")]
     Unsealed {
@@ -428,6 +437,7 @@ impl CommError {
             | Self::PeerDown { peer, .. }
             | Self::CancelledBy { peer, .. }
             | Self::Mismatch { peer, .. }
+            | Self::Apart { peer }
             | Self::TooLong { peer, .. } => Some(*peer),
             Self::Aborted { culprit, .. } => Some(*culprit),
             Self::Poisoned(first) => first.peer(),

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bytemuck::{Pod, Zeroable};
 use farflung_base::Nanos;
 
+use crate::shared::Slot;
 use crate::wire::HEADER_BYTES;
 
 /// The most bytes that one frame carries.
@@ -47,13 +48,19 @@ impl Pool {
             lines.resize(len.div_ceil(size_of::<Line>()), Line::zeroed());
         }
         Frame {
-            lines,
+            body: Body::Lines(lines),
             len: len as u32,
             check: 0,
             arrived: Nanos::ZERO,
             came_with: None,
             pool: Arc::clone(self),
         }
+    }
+
+    /// What came in a slot of shared memory, to be used where it lies.
+    pub(crate) fn in_place(self: &Arc<Self>, slot: Slot, len: usize, check: u32) -> Frame {
+        let (pool, body) = (Arc::clone(self), Body::Slot(slot));
+        Frame { body, len: len as u32, check, arrived: Nanos::ZERO, came_with: None, pool }
     }
 
     /// A frame with these bytes and this check word.
@@ -71,9 +78,17 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// A lease of a pooled buffer; dropping it gives the buffer back. Aligned to 64 bytes.
+/// Where a frame's bytes lie.
+enum Body {
+    /// A buffer of the pool.
+    Lines(Vec<Line>),
+    /// Memory that is shared with the process that has sent it.
+    Slot(Slot),
+}
+
+/// A lease of a buffer; dropping it gives the buffer back. Aligned to 64 bytes.
 pub struct Frame {
-    lines: Vec<Line>,
+    body: Body,
     len: u32,
     /// A word that both ends of an operation compute alike, so that mismatched operations are noticed.
     pub check: u32,
@@ -88,14 +103,20 @@ impl Frame {
     /// The payload.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.lines)[..self.len()]
+        match &self.body {
+            Body::Lines(lines) => &bytemuck::cast_slice(lines)[..self.len()],
+            Body::Slot(slot) => slot.bytes(self.len()),
+        }
     }
 
     /// The payload, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.came_with = None;
         let len = self.len();
-        &mut bytemuck::cast_slice_mut(&mut self.lines)[..len]
+        match &mut self.body {
+            Body::Lines(lines) => &mut bytemuck::cast_slice_mut(lines)[..len],
+            Body::Slot(slot) => slot.bytes_mut(len),
+        }
     }
 
     /// Length of the payload in bytes.
@@ -119,9 +140,11 @@ impl fmt::Debug for Frame {
 
 impl Drop for Frame {
     fn drop(&mut self) {
+        // A slot goes back by itself.
+        let Body::Lines(lines) = &mut self.body else { return };
         let mut free = self.pool.free.lock().unwrap_or_else(PoisonError::into_inner);
         if free.len() < KEPT {
-            free.push(std::mem::take(&mut self.lines));
+            free.push(std::mem::take(lines));
         }
     }
 }

@@ -3,6 +3,7 @@
 mod cancel;
 mod error;
 mod frame;
+mod shared;
 
 mod endpoint;
 mod inbox;
@@ -55,7 +56,7 @@ pub use coded::{
     coded_exchange_of, coded_ring, two_level,
 };
 pub use communicator::{Communicator, Counter, Look, shift_one};
-pub use control::{Control, Listed};
+pub use control::{Control, Listed, Near};
 pub use cost::{cost, cost_coded, message_operation, operation, operation_coded};
 pub use doubling::{halving_doubling, recursive_doubling};
 pub use element::{Element, Located, ReduceOp};

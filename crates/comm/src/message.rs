@@ -2,9 +2,9 @@
 //! One that its sender cancels ends with an empty frame that says so; of one that its receiver cancels the rest is
 //! dropped when it comes. So the tag is good for the next in either case.
 
-use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::Poll;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Poll, Waker};
 
 use farflung_base::{PeerId, Rank};
 
@@ -33,6 +33,61 @@ impl Torn {
     pub(crate) fn note(&self, from: PeerId, tag: Tag, incoming: &Incoming) {
         if incoming.torn || !incoming.done && !incoming.bytes.is_empty() {
             self.0.lock().unwrap_or_else(PoisonError::into_inner).insert((from, tag.number));
+        }
+    }
+}
+
+/// Messages that were started, by receiver and number of the tag, in the order of their start: each goes out as a
+/// whole before the next, also where the network has room again before all that wait for it have been asked.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Turns(Arc<Mutex<Queues>>);
+
+#[derive(Debug, Default)]
+struct Queues {
+    next: u64,
+    waiting: BTreeMap<(PeerId, u32), VecDeque<u64>>,
+}
+
+impl Turns {
+    fn lock(&self) -> MutexGuard<'_, Queues> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The place of a message that is started now. `waker` is told when it is over and others wait.
+    pub(crate) fn take(&self, to: PeerId, tag: Tag, waker: &Waker) -> Turn {
+        let mut queues = self.lock();
+        let (key, number) = ((to, tag.number), queues.next);
+        queues.next += 1;
+        queues.waiting.entry(key).or_default().push_back(number);
+        Turn { turns: self.clone(), key, number, waker: waker.clone() }
+    }
+}
+
+/// A message's place; it ends with this.
+pub(crate) struct Turn {
+    turns: Turns,
+    key: (PeerId, u32),
+    number: u64,
+    waker: Waker,
+}
+
+impl Turn {
+    /// Whether all messages that were started before are over.
+    fn has_come(&self) -> bool {
+        self.turns.lock().waiting.get(&self.key).is_some_and(|queue| queue.front() == Some(&self.number))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut queues = self.turns.lock();
+        let Some(queue) = queues.waiting.get_mut(&self.key) else { return };
+        queue.retain(|&number| number != self.number);
+        if queue.is_empty() {
+            queues.waiting.remove(&self.key);
+        } else {
+            drop(queues);
+            self.waker.wake_by_ref();
         }
     }
 }
@@ -231,11 +286,15 @@ pub(crate) struct SendMessage {
     pub(crate) to: PeerId,
     pub(crate) tag: Tag,
     pub(crate) out: Outgoing,
+    pub(crate) turn: Turn,
 }
 
 impl Body for SendMessage {
     type Output = ();
     fn poll(&mut self, port: &mut dyn Port) -> Poll<Result<(), CommError>> {
+        if !self.turn.has_come() {
+            return Poll::Pending;
+        }
         match self.out.poll(port, self.to, self.tag, 0) {
             Ok(true) => Poll::Ready(Ok(())),
             Ok(false) => Poll::Pending,

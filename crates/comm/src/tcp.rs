@@ -1,6 +1,9 @@
 //! Endpoints in processes of their own, over TCP. Whoever waits drives all sockets of its endpoint; a thread in
 //! the background does so only while operations are under way and nobody waits.
 //!
+//! Processes of one machine go over to memory that they share ([`SharedMemory`]); their sockets stay, and say who is
+//! gone.
+//!
 //! Bounded memory: a tag's sender stops after [`WINDOW`] frames that were not taken, and a peer of which
 //! more than [`HELD`] bytes lie unread is not read any more. It knows no collective.
 
@@ -9,6 +12,7 @@ mod gate;
 mod kernel;
 mod link;
 mod links;
+mod near;
 mod pace;
 mod rendezvous;
 mod store;
@@ -16,11 +20,10 @@ mod stream;
 mod streams;
 mod until;
 
-use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use farflung_base::{Nanos, PeerId};
@@ -30,11 +33,13 @@ use rustix::net::sockopt;
 use crate::endpoint::{Driver, Endpoint, Role, Wake};
 use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
+use crate::shared::Doorbell;
 use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
 pub use gate::{Asked, Connected, Gate, GateConfig};
 use link::Link;
 use links::Links;
+pub use near::SharedMemory;
 use pace::Pacer;
 pub use pace::{Pace, SLOWEST};
 pub use rendezvous::Config;
@@ -43,6 +48,9 @@ use stream::Stream;
 
 /// Bytes of a peer that may lie unread here before its socket is left alone.
 pub const HELD: usize = 4 * WINDOW * crate::FRAME_BYTES;
+
+/// Turns of shared memory alone after which the sockets are looked at as well: a peer may be gone.
+const SOCKET_TURN: u32 = 64;
 
 /// The time that goodbyes may take.
 const PARTING: Duration = Duration::from_secs(5);
@@ -53,13 +61,16 @@ pub type Tcp = Endpoint<TcpDriver>;
 /// Sockets to all peers.
 #[derive(Debug)]
 pub struct TcpDriver {
+    me: PeerId,
     start: Instant,
     links: Arc<Links>,
     pacer: Arc<Pacer>,
     inbox: Arc<Inbox>,
     pool: Arc<Pool>,
-    /// A byte written to the first wakes whoever polls, through the second.
-    bell: Arc<(UnixStream, UnixStream)>,
+    /// Wakes whoever polls, in this process or in one that shares memory with it.
+    bell: Arc<Doorbell>,
+    shared_memory: SharedMemory,
+    turns: AtomicU32,
 }
 
 /// Meets the other ranks at the master and connects to each of them. Rank `r` becomes `PeerId(r)`.
@@ -74,10 +85,14 @@ pub fn join(config: &Config) -> Result<Arc<Tcp>, CommError> {
         .filter(|peer| peer.first().is_some_and(|stream| is_within_one_machine(&stream.socket)))
         .count();
     let crowded = std::thread::available_parallelism().is_ok_and(|cores| near >= cores.get());
-    let tcp = open(PeerId(config.rank), streams.len(), crowded).map_err(io("wake-up pipe for"))?;
+    let shares = config.shared_memory;
+    let tcp = open(PeerId(config.rank), streams.len(), crowded, shares).map_err(io("wake-up event for"))?;
     tcp.keep_pace(config.pace)?;
     for (peer, streams) in (0..).map(PeerId).zip(streams).filter(|(_, streams)| !streams.is_empty()) {
         tcp.driver().connect(peer, streams, crowded).map_err(io("socket of"))?;
+    }
+    if shares == SharedMemory::Always {
+        tcp.driver().come_together(config.deadline.into())?;
     }
     Ok(tcp)
 }
@@ -104,24 +119,22 @@ impl Tcp {
 
 /// An endpoint of a network of so many that is connected to nobody yet. `crowded`: there are more of them on
 /// this machine than cores.
-fn open(me: PeerId, size: usize, crowded: bool) -> std::io::Result<Arc<Tcp>> {
-    let bell = Arc::new(UnixStream::pair()?);
-    for end in [&bell.0, &bell.1] {
-        end.set_nonblocking(true)?;
-    }
+fn open(me: PeerId, size: usize, crowded: bool, shared_memory: SharedMemory) -> std::io::Result<Arc<Tcp>> {
+    let bell = Arc::new(Doorbell::new()?);
     let inbox = Inbox::new(size);
     let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
     let (pool, links, pacer) = (Pool::new(), Arc::new(Links::new(size)), Arc::new(Pacer::new(size)));
-    let start = real_start();
-    let driver = TcpDriver { start, links, pacer, inbox: Arc::clone(&inbox), pool: Arc::clone(&pool), bell };
+    let (start, turns) = (real_start(), AtomicU32::new(0));
+    let (filled, leased) = (Arc::clone(&inbox), Arc::clone(&pool));
+    let driver =
+        TcpDriver { me, start, links, pacer, inbox: filled, pool: leased, bell, shared_memory, turns };
     Ok(Arc::new(Endpoint::new(me, driver, inbox, pool)))
 }
 
 /// Wakes whoever polls.
-fn ring(inbox: &Inbox, bell: &(UnixStream, UnixStream)) {
+fn ring(inbox: &Inbox, bell: &Doorbell) {
     if inbox.is_driven() {
-        // A full pipe has woken the other side already.
-        let _ = (&bell.0).write(&[1]);
+        bell.ring();
     }
 }
 
@@ -151,8 +164,16 @@ impl TcpDriver {
                 tune_within_one_machine(socket, crowded);
             }
         }
-        if !self.links.connect(peer, Link::side_by_side(peer, streams, &self.pacer)) {
+        // Several connections are for long fat links.
+        let near = streams.len() == 1 && is_within_one_machine(&streams[0].socket);
+        let bell = (near && self.shared_memory != SharedMemory::Never).then_some(&self.bell);
+        if !self.links.connect(peer, Link::side_by_side(peer, streams, &self.pacer, bell)) {
             return Err(std::io::ErrorKind::AlreadyExists.into());
+        }
+        if let Some(link) = self.links.to(peer).and_then(<[Link]>::first)
+            && self.me > peer
+        {
+            link.offer(&self.pool);
         }
         self.inbox.peer_up(peer);
         self.nudge();
@@ -170,8 +191,55 @@ impl TcpDriver {
         links.get(tag.number as usize % links.len())
     }
 
-    /// Waits for sockets for at most `timeout` and moves what they give and take.
+    /// Waits until all peers share memory with this process.
+    fn come_together(&self, limit: Nanos) -> Result<(), CommError> {
+        let until = self.now().saturating_add(limit);
+        loop {
+            let open = |link: &&Link| link.is_together() != Some(true);
+            let Some(apart) = self.links.all().find(open) else { return Ok(()) };
+            let left = until.saturating_sub(self.now());
+            if apart.is_together() == Some(false) || !apart.is_open() || left == Nanos::ZERO {
+                return Err(CommError::Apart { peer: apart.peer });
+            }
+            self.drive(left.min(Nanos::from_millis(20)));
+        }
+    }
+
+    /// Moves what has come through shared memory; returns whether that was anything.
+    fn take_shared(&self) -> bool {
+        let mut moved = false;
+        for link in self.links.all().filter(|link| link.is_open()) {
+            moved |= link.may_read(self.inbox.held(link.peer)) && link.take_shared(&self.inbox, &self.pool);
+            if link.feed() {
+                self.inbox.signal();
+                moved = true;
+            }
+        }
+        moved
+    }
+
+    /// Waits for peers for at most `timeout` and moves what they give and take.
     fn drive(&self, timeout: Nanos) {
+        let moved = self.take_shared();
+        let brief = moved || timeout == Nanos::ZERO;
+        let by_sockets = self.links.all().any(|link| link.is_open() && !link.shares());
+        let turn = self.turns.fetch_add(1, Ordering::Relaxed).is_multiple_of(SOCKET_TURN);
+        if brief && !by_sockets && !turn {
+            return;
+        }
+        // Whoever sends after this rings; what was sent before is seen here.
+        let shared = || self.links.all().filter(|link| link.is_open());
+        let sleeps = |link: &Link| !link.may_read(self.inbox.held(link.peer)) || link.sleep();
+        if brief || shared().all(sleeps) {
+            self.poll_sockets(if brief { Nanos::ZERO } else { timeout });
+        }
+        if !brief {
+            shared().for_each(Link::wake);
+        }
+    }
+
+    /// Waits for sockets and the doorbell for at most `timeout`, and moves what sockets give and take.
+    fn poll_sockets(&self, timeout: Nanos) {
         let may_read = |link: &Link| link.may_read(self.inbox.held(link.peer));
         // Of what a session has opened already the sockets say nothing.
         let has_more = |link: &&Link| link.is_open() && link.has_more() && may_read(link);
@@ -183,7 +251,7 @@ impl TcpDriver {
             tv_nsec: i64::from((timeout.0 % 1_000_000_000) as u32),
         };
         let mut polled = Vec::with_capacity(links.len());
-        let mut fds = vec![PollFd::new(&self.bell.1, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(&*self.bell, PollFlags::IN)];
         for link in links {
             let mut flags = PollFlags::empty();
             flags.set(PollFlags::IN, may_read(link));
@@ -196,8 +264,7 @@ impl TcpDriver {
             return;
         }
         if !fds[0].revents().is_empty() {
-            let mut bytes = [0; 64];
-            while matches!((&self.bell.1).read(&mut bytes), Ok(64)) {}
+            self.bell.quiet();
         }
         let broken = PollFlags::ERR | PollFlags::HUP;
         for (link, fd) in polled.iter().zip(&fds[1..]) {
@@ -260,7 +327,7 @@ impl Driver for TcpDriver {
         let until = Nanos::from(PARTING).saturating_add(self.now());
         let open = || self.links.all().filter(|link| link.is_open());
         open().for_each(Link::say_goodbye);
-        while open().any(Link::wants_to_write) && self.now() < until {
+        while open().any(|link| link.wants_to_write() || link.has_queued()) && self.now() < until {
             self.drive(Nanos::from_millis(20));
         }
         open().for_each(Link::end_writing);

@@ -8,7 +8,7 @@ use crate::{FRAME_BYTES, WireError};
 pub const HEADER_BYTES: usize = 32;
 
 /// The protocol's version; every frame carries it.
-pub const VERSION: u8 = 4;
+pub const VERSION: u8 = 5;
 
 pub(crate) const MAGIC: [u8; 4] = *b"FFLC";
 
@@ -45,6 +45,14 @@ pub(crate) const NO_TAG: Tag = Tag { context: 0, channel: Channel::User, number:
 
 /// The header of a frame with this payload.
 pub(crate) fn encode(kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; HEADER_BYTES] {
+    let mut h = plain(kind, tag, check, payload.len());
+    let crc = checksum(&h, payload);
+    h[28..].copy_from_slice(&crc.to_le_bytes());
+    h
+}
+
+/// The header of a frame that goes through shared memory: without a checksum.
+pub(crate) fn plain(kind: Kind, tag: Tag, check: u32, length: usize) -> [u8; HEADER_BYTES] {
     let mut h = [0; HEADER_BYTES];
     h[..4].copy_from_slice(&MAGIC);
     h[4] = VERSION;
@@ -53,9 +61,7 @@ pub(crate) fn encode(kind: Kind, tag: Tag, check: u32, payload: &[u8]) -> [u8; H
     h[8..16].copy_from_slice(&tag.context.to_le_bytes());
     h[16..20].copy_from_slice(&tag.number.to_le_bytes());
     h[20..24].copy_from_slice(&check.to_le_bytes());
-    h[24..28].copy_from_slice(&(payload.len() as u32).to_le_bytes());
-    let crc = checksum(&h, payload);
-    h[28..].copy_from_slice(&crc.to_le_bytes());
+    h[24..28].copy_from_slice(&(length as u32).to_le_bytes());
     h
 }
 
@@ -183,7 +189,7 @@ mod tests {
     fn the_header_is_pinned() {
         let tag = Tag { context: 0x0807_0605_0403_0201, channel: Channel::Collective, number: 9 };
         let header = encode(Kind::Data, tag, 0xAABB_CCDD, b"farflung");
-        let fields = "46464c43 04 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
+        let fields = "46464c43 05 01 01 00 0102030405060708 09000000 ddccbbaa 08000000";
         assert_eq!(hex(&header[..28]), fields.replace(' ', ""));
         // CRC-32/ISO-HDLC, as zlib has it.
         let whole = [&header[..28], b"farflung"].concat();
@@ -208,7 +214,7 @@ mod tests {
             decode(&h)
         };
         assert_eq!(with(0, b'X'), Err(WireError::Magic));
-        assert_eq!(with(4, 1), Err(WireError::Version { want: 4, got: 1 }));
+        assert_eq!(with(4, 1), Err(WireError::Version { want: 5, got: 1 }));
         assert_eq!(with(5, 0), Err(WireError::Kind(0)));
         assert_eq!(with(6, 4), Err(WireError::Channel(4)));
         assert_eq!(with(7, 1), Err(WireError::Epoch { want: 0, got: 1 }));

@@ -1,6 +1,7 @@
 //! What carries bytes between ranks, by name: one file a transport, one row in [`TRANSPORTS`].
 
 mod memory;
+mod shared_memory;
 mod simulated;
 mod tcp;
 
@@ -8,12 +9,13 @@ use std::sync::Arc;
 
 use farflung_base::{Nanos, Topology};
 use farflung_comm::secure::Security;
-use farflung_comm::tcp::Pace;
+use farflung_comm::tcp::{Pace, SharedMemory};
 use farflung_comm::{Communicator, Transport};
 
 use crate::Result;
 
 pub use memory::MEMORY;
+pub use shared_memory::SHARED_MEMORY;
 pub use simulated::SIMULATED;
 pub use tcp::TCP;
 
@@ -34,6 +36,8 @@ pub struct Meeting {
     pub deadline: Nanos,
     /// How fast this process sends over sockets.
     pub pace: Pace,
+    /// Whether processes of one machine share memory, where the transport leaves that open.
+    pub shared_memory: SharedMemory,
 }
 
 /// Opens the ends of all ranks.
@@ -63,7 +67,7 @@ pub struct TransportMethod {
 
 /// All transports: the first of those between threads, and the first of those between processes, is taken where
 /// nothing is said.
-pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP];
+pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY];
 
 impl TransportMethod {
     /// Whether ranks are processes, rather than threads of one.

@@ -35,17 +35,22 @@ pub(crate) enum Class {
     Fifo,
 }
 
+/// How often an all-reduce of so many KiB is measured, after two that do not count.
+pub(crate) const fn iterations(kib: usize, quick: bool) -> usize {
+    match kib {
+        0..=64 => 200,
+        65..=MIB => 30,
+        _ if quick => 3,
+        _ => 7,
+    }
+}
+
 /// Median seconds of an all-reduce of so many KiB, the slowest rank's; the same on all ranks. Between two of
 /// them a rank does no more than the peers' scripts do, since it takes that time from those that are not
 /// through yet: sums are checked before the first that counts, and after the last.
 pub(crate) fn measure(comm: &Communicator, kib: usize, quick: bool) -> Result<f64, CommError> {
     let mut x = vec![0.0_f32; kib * 256];
-    let iterations = match kib {
-        0..=64 => 200,
-        65..=MIB => 30,
-        _ if quick => 3,
-        _ => 7,
-    };
+    let iterations = iterations(kib, quick);
     let mut times = Vec::new();
     for iteration in 0..iterations + 2 {
         let is_checked = iteration < 2 || iteration == iterations + 1;

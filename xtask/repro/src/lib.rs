@@ -111,10 +111,12 @@ mod resume;
 mod schedule_laws;
 mod schedule_vectors;
 mod secure_tcp;
+mod shared_memory;
 mod signals;
 mod sim_scale;
 mod theory;
 mod trainer_cost;
+mod transports;
 mod tune;
 mod simulate_scale;
 mod slow_link;
@@ -187,6 +189,8 @@ pub const BENCHES: &[Bench] = &[
     all_reduce::BENCH,
     all_reduce_limit::BENCH,
     secure_tcp::BENCH,
+    shared_memory::BENCH,
+    transports::BENCH,
     strangers::BENCH,
     codec_bytes::BENCH,
     codec_laws::BENCH,
@@ -237,6 +241,7 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
     match args.split_first() {
         Some((first, rest)) if first == gpt_step::CHILD => told(gpt_step::child(rest, out), err),
         Some((first, rest)) if first == instructions::CHILD => told(instructions::child(rest, out), err),
+        Some((first, rest)) if first == shared_memory::CHILD => told(shared_memory::child(rest, out), err),
         Some((first, rest)) if first == secure_tcp::CHILD => told(secure_tcp::child(rest, out), err),
         Some((first, rest)) if first == strangers::CHILD => told(strangers::child(rest, out), err),
         Some((first, rest)) if first == all_reduce::CHILD => told(all_reduce::child(rest, out), err),

@@ -30,14 +30,42 @@ pub(crate) fn over_tls(n: usize) -> Result<Cluster> {
     over_sockets(n, &security, tcp::Pace::default())
 }
 
+/// Through memory that all ranks map.
+pub(crate) fn over_shared_memory(n: usize) -> Result<Cluster> {
+    meet(n, |config| config.shared_memory = tcp::SharedMemory::Always)
+}
+
+/// A way in which endpoints of one process reach each other.
+pub(crate) struct Way {
+    pub(crate) name: &'static str,
+    /// As many endpoints.
+    pub(crate) open: fn(usize) -> Result<Cluster>,
+}
+
+/// All of them, the one without a network first.
+pub(crate) const WAYS: &[Way] = &[
+    Way { name: "memory", open: |n| Ok(over_memory(n)) },
+    Way { name: "simulated", open: |n| Ok(over_links(&Topology::uniform(n, "1gbit,1ms".parse()?))) },
+    Way { name: "tcp", open: over_tcp },
+    Way { name: "tls", open: over_tls },
+    Way { name: "shared-memory", open: over_shared_memory },
+];
+
 /// Over sockets of the loopback interface, with these settings.
 pub(crate) fn over_sockets(n: usize, security: &Security, pace: tcp::Pace) -> Result<Cluster> {
+    meet(n, |config| {
+        config.security = security.clone();
+        config.pace = pace;
+    })
+}
+
+/// Between endpoints of one process as between processes, with the settings that `set` leaves.
+fn meet(n: usize, set: impl Fn(&mut tcp::Config) + Sync) -> Result<Cluster> {
     let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let master = format!("127.0.0.1:{port}");
     let join = |rank| {
         let mut config = tcp::Config::new(rank, n as u32, &master);
-        config.security = security.clone();
-        config.pace = pace;
+        set(&mut config);
         tcp::join(&config).map(|t| t as Arc<dyn Transport>)
     };
     let join = &join;

@@ -50,6 +50,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("precision", "trains for half a minute"),
     ("relay", "decided by the clock"),
     ("secure-tcp", "decided by the clock"),
+    ("shared-memory", "decided by the clock"),
     ("rendezvous", "half a minute of deadlines"),
     ("signals", "decided by the clock"),
     ("strangers", "shares the processor with ten thousand strangers, and some marks are times"),

@@ -129,7 +129,8 @@ impl Communicator {
     fn outgoing(&self, to: Rank, tag: u32, data: Vec<u8>) -> Result<SendMessage, CommError> {
         let to = self.member("send", to)?;
         let tag = Tag::user(self.group.context, tag);
-        Ok(SendMessage { to, tag, out: Outgoing::new(Arc::new(data)) })
+        let turn = self.group.turns.take(to, tag, self.transport.waker());
+        Ok(SendMessage { to, tag, out: Outgoing::new(Arc::new(data)), turn })
     }
 
     fn incoming(&self, from: Rank, tag: u32) -> Result<RecvMessage, CommError> {

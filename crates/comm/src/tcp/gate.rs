@@ -15,6 +15,7 @@ use std::time::Duration;
 use farflung_base::PeerId;
 
 use super::door::{Door, Guest};
+use super::near::SharedMemory;
 use super::rendezvous::{answer_of, attempt, hung_up, resolve};
 use super::stream::Stream;
 use super::until::Until;
@@ -51,6 +52,8 @@ pub struct GateConfig {
     pub slots: u32,
     /// The time that coming in may take.
     pub deadline: Duration,
+    /// Whether members of this machine are reached through shared memory. By default they are not.
+    pub shared_memory: SharedMemory,
 }
 
 impl GateConfig {
@@ -58,7 +61,16 @@ impl GateConfig {
     #[must_use]
     pub fn new(listen: impl Into<String>, job: impl Into<String>, security: Security) -> Self {
         let (listen, job, advertise) = (listen.into(), job.into(), None);
-        Self { listen, advertise, job, security, slots: 1024, deadline: Duration::from_mins(1) }
+        let shared_memory = SharedMemory::default();
+        Self {
+            listen,
+            advertise,
+            job,
+            security,
+            slots: 1024,
+            deadline: Duration::from_mins(1),
+            shared_memory,
+        }
     }
 }
 
@@ -146,7 +158,7 @@ impl Gate {
             at.set_ip(seen);
         }
         let address = config.advertise.clone().unwrap_or_else(|| at.to_string());
-        let tcp = open(me, config.slots as usize, CROWDED).map_err(io)?;
+        let tcp = open(me, config.slots as usize, CROWDED, config.shared_memory).map_err(io)?;
         let security = match &secret {
             Some(secret) => config.security.growing(secret.clone()),
             None => config.security.clone(),

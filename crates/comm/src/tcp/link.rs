@@ -1,4 +1,7 @@
-//! One socket to one peer: frames out of a queue, frames into the inbox, credits both ways.
+//! One socket to one peer, or the memory that both share: frames out of a queue, frames into the inbox, credits
+//! both ways.
+
+mod memory;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, ErrorKind, IoSlice};
@@ -10,9 +13,12 @@ use farflung_base::{Bytes, Nanos, PeerId};
 
 use super::HELD;
 use super::kernel;
+use super::near::{NearOut, Negotiation};
 use super::pace::Pacer;
 use super::stream::{Stream, session_error};
+use crate::control::Control;
 use crate::inbox::{Inbox, WINDOW};
+use crate::shared::{Consumer, Doorbell};
 use crate::transport::Tag;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, NO_TAG};
 use crate::{DownReason, Frame, PathStats, Pool, WireError};
@@ -47,6 +53,10 @@ pub(super) struct Link {
     waiting: AtomicBool,
     /// Too much of it lies unread.
     paused: AtomicBool,
+    /// What this side says goes through shared memory.
+    shares: AtomicBool,
+    /// An operation, or a frame, waits for room in it.
+    hungry: AtomicBool,
 }
 
 /// Frames per tag. Old tags that were never counted down to nothing are forgotten.
@@ -86,9 +96,11 @@ struct Out {
     waits_since: Option<Nanos>,
     /// For how long it was not empty before, all times together.
     waited: Nanos,
+    /// Where new frames go instead, once both share memory.
+    near: Option<NearOut>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct In {
     header: [u8; HEADER_BYTES],
     /// The one after it, which is read along with the payload.
@@ -99,6 +111,24 @@ struct In {
     /// The socket gave less than was asked for, or its turn is over.
     enough: bool,
     said_goodbye: bool,
+    negotiation: Negotiation,
+    /// What the peer says through shared memory.
+    near: Option<Consumer>,
+}
+
+impl In {
+    const fn new(bell: Option<Arc<Doorbell>>) -> Self {
+        Self {
+            header: [0; HEADER_BYTES],
+            next: [0; HEADER_BYTES],
+            have: 0,
+            body: None,
+            enough: false,
+            said_goodbye: false,
+            negotiation: Negotiation::new(bell),
+            near: None,
+        }
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -106,25 +136,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Link {
-    /// The links to one peer.
-    pub(super) fn side_by_side(peer: PeerId, streams: Vec<Stream>, pacer: &Arc<Pacer>) -> Vec<Self> {
+    /// The links to one peer. `bell` is this endpoint's, where it shares memory with the peer if it can.
+    pub(super) fn side_by_side(
+        peer: PeerId,
+        streams: Vec<Stream>,
+        pacer: &Arc<Pacer>,
+        bell: Option<&Arc<Doorbell>>,
+    ) -> Vec<Self> {
         let staying = Arc::new(AtomicUsize::new(streams.len()));
-        let link = |stream| Self::new(peer, stream, Arc::clone(pacer), Arc::clone(&staying));
+        let link = |stream| Self::new(peer, stream, Arc::clone(pacer), Arc::clone(&staying), bell.cloned());
         streams.into_iter().map(link).collect()
     }
 
-    fn new(peer: PeerId, stream: Stream, pacer: Arc<Pacer>, staying: Arc<AtomicUsize>) -> Self {
+    fn new(
+        peer: PeerId,
+        stream: Stream,
+        pacer: Arc<Pacer>,
+        staying: Arc<AtomicUsize>,
+        bell: Option<Arc<Doorbell>>,
+    ) -> Self {
         Self {
             peer,
             stream,
             pacer,
             staying,
             out: Mutex::default(),
-            incoming: Mutex::default(),
+            incoming: Mutex::new(In::new(bell)),
             taken: Mutex::default(),
             open: AtomicBool::new(true),
             waiting: AtomicBool::new(false),
             paused: AtomicBool::new(false),
+            shares: AtomicBool::new(false),
+            hungry: AtomicBool::new(false),
         }
     }
 
@@ -158,11 +201,27 @@ impl Link {
 
     pub(super) fn has_room(&self, tag: Tag) -> bool {
         let out = lock(&self.out);
-        out.queue.is_empty() && out.in_flight.0.get(&tag).is_none_or(|&n| (n as usize) < WINDOW)
+        if out.in_flight.0.get(&tag).is_some_and(|&n| (n as usize) >= WINDOW) {
+            return false;
+        }
+        let Some(near) = &out.near else { return out.queue.is_empty() };
+        if near.has_room() {
+            return true;
+        }
+        // First the note, then the last look: whoever is rung up by the peer in between finds the note.
+        self.hungry.store(true, Ordering::SeqCst);
+        near.has_room()
     }
 
     /// Queues a frame and writes what the socket takes.
     pub(super) fn push(&self, tag: Tag, frame: Frame) {
+        if self.shares() {
+            let mut out = lock(&self.out);
+            out.in_flight.add(tag);
+            let header = wire::plain(Kind::Data, tag, frame.check, frame.len());
+            self.share(&mut out, header, Some(frame));
+            return;
+        }
         let same = |header: &[u8; HEADER_BYTES]| {
             let (length, check) = (frame.len(), frame.check);
             wire::decode(header)
@@ -177,6 +236,15 @@ impl Link {
 
     /// Writes what the socket takes straight from `bytes`, and queues a copy of the rest.
     pub(super) fn push_bytes(&self, tag: Tag, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
+        if self.shares() {
+            let mut out = lock(&self.out);
+            out.in_flight.add(tag);
+            let header = wire::plain(Kind::Data, tag, check, bytes.len());
+            if !out.near.as_mut().is_some_and(|near| near.put(&header, bytes)) {
+                self.share(&mut out, header, Some(pool.copy_of(bytes, check)));
+            }
+            return;
+        }
         let header = wire::encode(Kind::Data, tag, check, bytes);
         let mut out = lock(&self.out);
         out.in_flight.add(tag);
@@ -256,16 +324,24 @@ impl Link {
         if *taken.add(tag) >= CREDIT {
             taken.sub(tag, CREDIT);
             drop(taken);
-            let header = wire::encode(Kind::Credit, tag, CREDIT, &[]);
             inbox.count_control(self.peer, HEADER_BYTES, 0);
-            self.enqueue(&mut lock(&self.out), header, None);
+            self.say(Kind::Credit, tag, CREDIT);
         }
         self.paused.load(Ordering::Acquire) && inbox.held(self.peer) < HELD
     }
 
+    /// Says something without a payload.
+    fn say(&self, kind: Kind, tag: Tag, check: u32) {
+        let mut out = lock(&self.out);
+        if out.near.is_some() {
+            self.share(&mut out, wire::plain(kind, tag, check, 0), None);
+        } else {
+            self.enqueue(&mut out, wire::encode(kind, tag, check, &[]), None);
+        }
+    }
+
     pub(super) fn say_goodbye(&self) {
-        let header = wire::encode(Kind::Bye, NO_TAG, 0, &[]);
-        self.enqueue(&mut lock(&self.out), header, None);
+        self.say(Kind::Bye, NO_TAG, 0);
     }
 
     pub(super) fn end_writing(&self) {
@@ -348,7 +424,7 @@ impl Link {
                     // What is in hand is still handled: no poll would tell of a frame that has come along
                     // whole.
                     incoming.enough |= bytes >= TURN;
-                    if let Err(e) = self.handle(&mut incoming, &header, frame, inbox) {
+                    if let Err(e) = self.handle(&mut incoming, &header, frame, inbox, pool) {
                         self.end(inbox, DownReason::Protocol(e));
                         return;
                     }
@@ -358,15 +434,17 @@ impl Link {
                     self.end(inbox, DownReason::Protocol(e));
                     return;
                 }
-                Err(End::Closed) if incoming.said_goodbye => {
-                    self.shut();
-                    return;
-                }
                 Err(End::Closed) => {
-                    self.end(inbox, DownReason::Ended);
+                    self.take_all_shared(&mut incoming, inbox, pool);
+                    if incoming.said_goodbye {
+                        self.shut();
+                    } else {
+                        self.end(inbox, DownReason::Ended);
+                    }
                     return;
                 }
                 Err(End::Io(e)) => {
+                    self.take_all_shared(&mut incoming, inbox, pool);
                     let reason = session_error(&e).map(|e| DownReason::Sealed(e.to_string()));
                     self.end(inbox, reason.unwrap_or_else(|| DownReason::Broken(e.kind())));
                     return;
@@ -438,6 +516,7 @@ impl Link {
         header: &Header,
         mut frame: Frame,
         inbox: &Inbox,
+        pool: &Arc<Pool>,
     ) -> Result<(), WireError> {
         match header.kind {
             Kind::Data => {
@@ -456,7 +535,13 @@ impl Link {
                     inbox.peer_down(self.peer, DownReason::Left);
                 }
             }
-            Kind::Control => return Err(WireError::Kind(header.kind as u8)),
+            Kind::Control => {
+                let Control::Near(near) = Control::decode(frame.bytes())? else {
+                    return Err(WireError::Malformed("control message on a link"));
+                };
+                self.approach(incoming, near, pool)?;
+                inbox.signal();
+            }
         }
         Ok(())
     }

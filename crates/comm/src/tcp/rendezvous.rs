@@ -10,6 +10,7 @@ use std::time::Duration;
 use farflung_base::Rank;
 
 use super::door::{Door, Guest};
+use super::near::SharedMemory;
 use super::pace::Pace;
 use super::stream::Stream;
 use super::streams::multiply;
@@ -57,6 +58,9 @@ pub struct Config {
     pub security: Security,
     /// How fast this rank sends; by default as fast as the sockets take it.
     pub pace: Pace,
+    /// Whether peers of this machine, with one connection each, are reached through shared memory; it is not
+    /// paced. By default they are not.
+    pub shared_memory: SharedMemory,
 }
 
 impl Config {
@@ -75,6 +79,7 @@ impl Config {
             streams: 1,
             security: Security::clear(),
             pace: Pace::default(),
+            shared_memory: SharedMemory::default(),
         }
     }
 

@@ -14,12 +14,13 @@ pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 pub(crate) type Make = fn(usize) -> Cluster;
 
 /// Every transport, by name.
-pub(crate) const TRANSPORTS: [(&str, Make); 5] = [
+pub(crate) const TRANSPORTS: [(&str, Make); 6] = [
     ("memory", memory_cluster),
     ("simulated", simulated_cluster),
     ("tcp", tcp_cluster),
     ("tcp with three streams", |n| tcp_at(n, &format!("127.0.0.1:{}", free_port()), 3)),
     ("tls", tls_cluster),
+    ("shared memory", shared_memory_cluster),
 ];
 
 pub(crate) fn memory_cluster(n: usize) -> Cluster {
@@ -44,6 +45,13 @@ pub(crate) fn tls_cluster(n: usize) -> Cluster {
     let secret = JoinSecret::generate().unwrap();
     let security = || Security::by_secret(&Identity::generate().unwrap(), &secret);
     tcp_by(n, &format!("127.0.0.1:{}", free_port()), |config| config.security = security())
+}
+
+/// Through memory that all endpoints share.
+pub(crate) fn shared_memory_cluster(n: usize) -> Cluster {
+    tcp_by(n, &format!("127.0.0.1:{}", free_port()), |config| {
+        config.shared_memory = tcp::SharedMemory::Always;
+    })
 }
 
 pub(crate) fn tcp_at(n: usize, master: &str, streams: usize) -> Cluster {

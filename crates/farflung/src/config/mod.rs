@@ -413,7 +413,8 @@ settings! {
         up_each: Bandwidth, "BANDWIDTH", Bandwidth::UNLIMITED => "each process has a line of its own";
         /// The job's name where several use one port: ranks of another job are turned away.
         job: String, "NAME", "farflung" => "ranks with another do not meet";
-        /// What carries bytes; the list is below. auto is simulated in one process, and tcp in several.
+        /// What carries bytes; the list is below. auto is simulated in one process, and tcp in several, with
+        /// shared memory between those of one machine unless --up or --up-each is given.
         transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the
         /// cheapest on the links of --topology; a wrong name lists them. With a codec direct (equal shards,

@@ -10,7 +10,7 @@ use std::time::Duration;
 use farflung_base::{Link, Rank, Topology};
 use farflung_comm::Communicator;
 use farflung_comm::secure::Security;
-use farflung_comm::tcp::Pace;
+use farflung_comm::tcp::{Pace, SharedMemory};
 use farflung_parallel::{Cluster, Plan, shipped};
 
 use super::elastic::Place;
@@ -90,6 +90,15 @@ pub(super) const fn pace(config: &TrainConfig) -> Pace {
     Pace { all: config.up, each: config.up_each }
 }
 
+/// Whether processes of one machine share memory: where nothing else is said, unless a rate is to be kept, which
+/// only sockets do.
+fn shared_memory(config: &TrainConfig) -> SharedMemory {
+    match config.transport {
+        TransportKind::Auto if pace(config) == Pace::default() => SharedMemory::WherePossible,
+        _ => SharedMemory::Never,
+    }
+}
+
 /// Joins the processes of a launched job by their ranks and number. Nothing else of the job needs to be known.
 ///
 /// Errors: [`Error::PeerLost`] and others when processes do not find each other in time.
@@ -102,6 +111,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         job: config.job.clone(),
         deadline: config.deadline,
         pace: pace(config),
+        shared_memory: shared_memory(config),
     };
     // Where a rank has a transport of another kind, the others are to hear of it.
     let meets = |row: &TransportMethod| match row.ends {
@@ -200,6 +210,7 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
                 job: config.job.clone(),
                 deadline: config.deadline,
                 pace: pace(config),
+                shared_memory: shared_memory(config),
             };
             Ok(vec![seat_of(joined.map_or_else(|| meet(&alone()), Ok)?)?])
         }

@@ -1,0 +1,170 @@
+//! How a segment and the doorbells get from one process to another: over a unix socket with an abstract name that
+//! nobody can guess, which leaves no file. Nothing here blocks: each side looks once the other has said, over the
+//! connection that both have, that there is something.
+
+use std::fmt::Write as _;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+
+use ring::rand::{SecureRandom, SystemRandom};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg, sockopt,
+};
+
+use super::bell::Doorbell;
+use super::map::Segment;
+
+/// Bytes of a name and of a token.
+pub(crate) const KEY: usize = 16;
+
+/// Strangers that are turned away before an offer is given up.
+const STRANGERS: usize = 64;
+
+fn unfit(what: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+fn address(name: &[u8; KEY]) -> io::Result<SocketAddr> {
+    let text = name.iter().fold("farflung-".to_owned(), |mut text, byte| {
+        write!(text, "{byte:02x}").expect("a string takes everything");
+        text
+    });
+    SocketAddr::from_abstract_name(text)
+}
+
+/// Whether the other side is a process of this user.
+fn is_own(stream: &UnixStream) -> bool {
+    sockopt::socket_peercred(stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid())
+}
+
+/// A socket at which one peer may hand over a segment. Its name is gone with it.
+#[derive(Debug)]
+pub(crate) struct Offer {
+    listener: UnixListener,
+    pub(crate) name: [u8; KEY],
+    pub(crate) token: [u8; KEY],
+}
+
+impl Offer {
+    pub(crate) fn new() -> io::Result<Self> {
+        let mut keys = [[0; KEY]; 2];
+        let random = SystemRandom::new();
+        for key in &mut keys {
+            random.fill(key).map_err(|_| io::Error::other("the system has no random bytes"))?;
+        }
+        let [name, token] = keys;
+        let listener = UnixListener::bind_addr(&address(&name)?)?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener, name, token })
+    }
+
+    /// What the peer has handed over: the segment, its doorbell, and the stream for this side's.
+    ///
+    /// # Errors
+    /// If there is nothing, or it is not fit.
+    pub(crate) fn accept(&self) -> io::Result<(UnixStream, Segment, Doorbell)> {
+        for _ in 0..STRANGERS {
+            let (stream, _) = self.listener.accept()?;
+            stream.set_nonblocking(true)?;
+            let mut said = [0; KEY];
+            // Whoever does not know the token is no peer.
+            let Ok([Some(file), Some(bell)]) = receive(&stream, &mut said) else { continue };
+            if is_own(&stream) && said == self.token {
+                return Ok((stream, Segment::of_peer(file.as_fd())?, Doorbell::of_peer(bell)?));
+            }
+        }
+        Err(unfit("none but strangers at the socket"))
+    }
+}
+
+/// Makes a segment and hands it over to whoever has made the offer.
+///
+/// # Errors
+/// If nobody of this user and machine listens there, or there is no memory.
+pub(crate) fn hand(
+    name: &[u8; KEY],
+    token: &[u8; KEY],
+    bell: &Doorbell,
+) -> io::Result<(UnixStream, Segment)> {
+    let stream = UnixStream::connect_addr(&address(name)?)?;
+    stream.set_nonblocking(true)?;
+    if !is_own(&stream) {
+        return Err(unfit("a socket of another user"));
+    }
+    let (segment, file) = Segment::new()?;
+    send(&stream, token, &[file.as_fd(), bell.as_fd()])?;
+    Ok((stream, segment))
+}
+
+/// Gives the own doorbell to whoever has handed a segment over.
+pub(crate) fn give_bell(stream: &UnixStream, bell: &Doorbell) -> io::Result<()> {
+    send(stream, &[0; KEY], &[bell.as_fd()])
+}
+
+/// The doorbell of whoever was handed a segment.
+pub(crate) fn take_bell(stream: &UnixStream) -> io::Result<Doorbell> {
+    match receive(stream, &mut [0; KEY])? {
+        [Some(bell), None] => Doorbell::of_peer(bell),
+        _ => Err(unfit("not one doorbell")),
+    }
+}
+
+fn send(stream: &UnixStream, bytes: &[u8; KEY], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(fds)) {
+        return Err(unfit("more descriptors than fit"));
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    match sendmsg(stream, &[IoSlice::new(bytes)], &mut control, flags)? {
+        KEY => Ok(()),
+        _ => Err(unfit("a message that was cut short")),
+    }
+}
+
+/// One message, and the descriptors that came with it.
+fn receive(stream: &UnixStream, bytes: &mut [u8; KEY]) -> io::Result<[Option<OwnedFd>; 2]> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let got = recvmsg(stream, &mut [IoSliceMut::new(bytes)], &mut control, flags)?;
+    let mut fds = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let mut fds = fds.next().into_iter().flatten();
+    let pair = [fds.next(), fds.next()];
+    if got.bytes == KEY { Ok(pair) } else { Err(unfit("a message that was cut short")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_segment_and_both_doorbells_change_hands() {
+        let offer = Offer::new().unwrap();
+        assert!(offer.accept().is_err());
+        let (maker, guest) = (Doorbell::new().unwrap(), Doorbell::new().unwrap());
+        // Somebody else is there first, and says nothing or something wrong.
+        let silent = UnixStream::connect_addr(&address(&offer.name).unwrap()).unwrap();
+        let _wrong = hand(&offer.name, &[0; KEY], &maker).unwrap();
+        let (theirs, _segment) = hand(&offer.name, &offer.token, &maker).unwrap();
+        let (stream, ..) = offer.accept().unwrap();
+        drop(silent);
+        assert!(take_bell(&theirs).is_err());
+        give_bell(&stream, &guest).unwrap();
+        take_bell(&theirs).unwrap().ring();
+        let mut count = [0; 8];
+        rustix::io::read(&guest, &mut count).unwrap();
+        assert_eq!(u64::from_ne_bytes(count), 1);
+        // The name is gone with the offer.
+        let name = offer.name;
+        drop(offer);
+        assert!(hand(&name, &[0; KEY], &maker).is_err());
+    }
+}

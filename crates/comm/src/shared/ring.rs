@@ -1,0 +1,407 @@
+//! One direction: entries in order, and slots that come back in any order. The consumer uses what lies in a slot
+//! where it lies.
+#![expect(unsafe_code, reason = "slots are used in place")]
+
+use std::array;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+
+use super::bell::Doorbell;
+use super::map::{DEPTH, Direction, Ring, SLOTS, SMALL_SLOT, SMALL_SLOTS, Segment, WORDS};
+
+/// Bytes of the header that an entry carries for a frame.
+pub(crate) const HEADER: usize = 32;
+
+/// The slot of an entry without a payload.
+const NONE: u64 = u64::MAX;
+
+/// Large slots that the consumer may use in place at a time; with the rest a sender goes on.
+const LARGE_IN_PLACE: usize = 6;
+/// Small ones.
+const SMALL_IN_PLACE: usize = 48;
+
+/// What a peer did that no peer does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// More entries than there is room for.
+    Position,
+    /// A slot that does not exist, or is still in use here.
+    Slot,
+    /// A payload that is longer than its slot.
+    Length,
+}
+
+/// The side that writes.
+#[derive(Debug)]
+pub(crate) struct Producer {
+    segment: Arc<Segment>,
+    direction: Direction,
+    bell: Arc<Doorbell>,
+    tail: u64,
+}
+
+impl Producer {
+    /// `bell` is the consumer's.
+    pub(crate) const fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<Doorbell>) -> Self {
+        Self { segment, direction, bell, tail: 0 }
+    }
+
+    fn ring(&self) -> &Ring {
+        self.segment.ring(self.direction)
+    }
+
+    fn free(&self, mut slots: std::ops::Range<usize>) -> Option<usize> {
+        let ring = self.ring();
+        // The lowest is the one that was used last, so that few are in cache.
+        slots.find(|&slot| ring.full[slot].0.load(Ordering::Acquire) == 0)
+    }
+
+    fn has_entry(&self) -> bool {
+        self.tail.wrapping_sub(self.ring().head.0.load(Ordering::Acquire)) < DEPTH as u64
+    }
+
+    /// Whether a frame of any length would be taken now; where not, the consumer rings when one may be.
+    pub(crate) fn has_room(&self) -> bool {
+        let has = || {
+            self.has_entry() && self.free(0..SMALL_SLOTS).is_some() && self.free(SMALL_SLOTS..SLOTS).is_some()
+        };
+        has() || {
+            self.ring().starved.0.store(1, Ordering::Relaxed);
+            // Either the consumer sees this, or what it has freed is seen here.
+            fence(Ordering::SeqCst);
+            has()
+        }
+    }
+
+    /// Hands a frame over. False where there is no room.
+    pub(crate) fn put(&mut self, header: &[u8; HEADER], payload: &[u8]) -> bool {
+        let slots = if payload.len() <= SMALL_SLOT { 0..SMALL_SLOTS } else { SMALL_SLOTS..SLOTS };
+        if !self.has_entry() {
+            return false;
+        }
+        let slot = if payload.is_empty() {
+            NONE
+        } else {
+            let Some(slot) = self.free(slots) else { return false };
+            self.segment.write(self.direction, slot, payload);
+            self.ring().full[slot].0.store(1, Ordering::Relaxed);
+            slot as u64
+        };
+        let ring = self.segment.ring(self.direction);
+        let entry = &ring.entries[self.tail as usize % DEPTH].0;
+        for (word, bytes) in entry.iter().zip(header.as_chunks::<8>().0) {
+            word.store(u64::from_le_bytes(*bytes), Ordering::Relaxed);
+        }
+        entry[WORDS - 1].store(slot, Ordering::Relaxed);
+        self.tail = self.tail.wrapping_add(1);
+        ring.tail.0.store(self.tail, Ordering::Release);
+        // Either the consumer sees the entry before it sleeps, or this side sees that it sleeps.
+        fence(Ordering::SeqCst);
+        if ring.asleep.0.load(Ordering::Relaxed) != 0 && ring.asleep.0.swap(0, Ordering::Relaxed) != 0 {
+            self.bell.ring();
+        }
+        true
+    }
+}
+
+/// What the consumer and its slots share.
+#[derive(Debug)]
+struct Inbound {
+    segment: Arc<Segment>,
+    direction: Direction,
+    /// The producer's.
+    bell: Arc<Doorbell>,
+    /// By slot: it is used here, whatever the peer says of it.
+    held: [AtomicBool; SLOTS],
+    /// Large ones of these, and small ones.
+    large: AtomicUsize,
+    small: AtomicUsize,
+}
+
+impl Inbound {
+    const fn count(&self, slot: usize) -> (&AtomicUsize, usize) {
+        if slot < SMALL_SLOTS { (&self.small, SMALL_IN_PLACE) } else { (&self.large, LARGE_IN_PLACE) }
+    }
+
+    /// Wakes the producer where it waits for what has been given back.
+    fn feed(&self) {
+        let starved = &self.segment.ring(self.direction).starved.0;
+        // Either the producer sees what was given back, or this side sees that it waits.
+        fence(Ordering::SeqCst);
+        if starved.load(Ordering::Relaxed) != 0 && starved.swap(0, Ordering::Relaxed) != 0 {
+            self.bell.ring();
+        }
+    }
+}
+
+/// What comes next.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Entry {
+    pub(crate) header: [u8; HEADER],
+    slot: Option<usize>,
+}
+
+/// The side that reads.
+#[derive(Debug)]
+pub(crate) struct Consumer {
+    inbound: Arc<Inbound>,
+    head: u64,
+}
+
+impl Consumer {
+    /// `bell` is the producer's.
+    pub(crate) fn new(segment: Arc<Segment>, direction: Direction, bell: Arc<Doorbell>) -> Self {
+        let held = array::from_fn(|_| AtomicBool::new(false));
+        let (large, small) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Self { inbound: Arc::new(Inbound { segment, direction, bell, held, large, small }), head: 0 }
+    }
+
+    fn ring(&self) -> &Ring {
+        self.inbound.segment.ring(self.inbound.direction)
+    }
+
+    /// Whether there is something.
+    pub(crate) fn has_more(&self) -> bool {
+        self.ring().tail.0.load(Ordering::Acquire) != self.head
+    }
+
+    /// Says that this side is about to block. False where something has come: then it must not.
+    pub(crate) fn sleep(&self) -> bool {
+        self.ring().asleep.0.store(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let sleeps = !self.has_more();
+        if !sleeps {
+            self.wake();
+        }
+        sleeps
+    }
+
+    /// Says that it does not block any more.
+    pub(crate) fn wake(&self) {
+        self.ring().asleep.0.store(0, Ordering::Relaxed);
+    }
+
+    /// What comes next, if it is there.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(crate) fn peek(&self) -> Result<Option<Entry>, Fault> {
+        let ring = self.ring();
+        let waiting = ring.tail.0.load(Ordering::Acquire).wrapping_sub(self.head);
+        if waiting == 0 {
+            return Ok(None);
+        }
+        if waiting > DEPTH as u64 {
+            return Err(Fault::Position);
+        }
+        let words = &ring.entries[self.head as usize % DEPTH].0;
+        let mut header = [0; HEADER];
+        for (bytes, word) in header.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *bytes = word.load(Ordering::Relaxed).to_le_bytes();
+        }
+        let slot = match words[WORDS - 1].load(Ordering::Relaxed) {
+            NONE => None,
+            slot if slot < SLOTS as u64 => Some(slot as usize),
+            _ => return Err(Fault::Slot),
+        };
+        Ok(Some(Entry { header, slot }))
+    }
+
+    /// Whether an entry's slot may be used in place, or is needed by the producer soon.
+    pub(crate) fn stays(&self, entry: &Entry) -> bool {
+        entry.slot.is_none_or(|slot| {
+            let (count, most) = self.inbound.count(slot);
+            count.load(Ordering::Relaxed) < most
+        })
+    }
+
+    /// Takes the entry that was looked at, with `len` bytes of payload.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(crate) fn take(&mut self, entry: &Entry, len: usize) -> Result<Option<Slot>, Fault> {
+        let slot = match entry.slot {
+            None if len > 0 => return Err(Fault::Length),
+            None => None,
+            Some(index) => {
+                let inbound = &self.inbound;
+                if len > inbound.segment.slot(inbound.direction, index).1 {
+                    return Err(Fault::Length);
+                }
+                if inbound.held[index].swap(true, Ordering::Acquire) {
+                    return Err(Fault::Slot);
+                }
+                inbound.count(index).0.fetch_add(1, Ordering::Relaxed);
+                Some(Slot { inbound: Arc::clone(inbound), index: index as u32 })
+            }
+        };
+        self.head = self.head.wrapping_add(1);
+        self.ring().head.0.store(self.head, Ordering::Release);
+        if slot.is_none() {
+            self.inbound.feed();
+        }
+        Ok(slot)
+    }
+}
+
+/// A slot in use. It goes back to the producer when this is dropped.
+pub(crate) struct Slot {
+    inbound: Arc<Inbound>,
+    index: u32,
+}
+
+impl Slot {
+    /// Its first bytes.
+    ///
+    /// # Panics
+    /// If it is shorter.
+    pub(crate) fn bytes(&self, len: usize) -> &[u8] {
+        let (at, most) = self.inbound.segment.slot(self.inbound.direction, self.index as usize);
+        assert!(len <= most, "a slot of {most} bytes");
+        // SAFETY: the bytes lie within the mapping, which `inbound` keeps. `held` makes this the only `Slot` of
+        // its index, and the producer leaves a full slot alone. A peer that breaks that is a process of the
+        // same user, which could write anywhere in this one; any bytes are valid.
+        unsafe { std::slice::from_raw_parts(at.as_ptr(), len) }
+    }
+
+    /// The same, to be changed.
+    ///
+    /// # Panics
+    /// If it is shorter.
+    pub(crate) fn bytes_mut(&mut self, len: usize) -> &mut [u8] {
+        let (at, most) = self.inbound.segment.slot(self.inbound.direction, self.index as usize);
+        assert!(len <= most, "a slot of {most} bytes");
+        // SAFETY: as in `bytes`, and `self` is borrowed alone.
+        unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), len) }
+    }
+}
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Slot({})", self.index)
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let (inbound, index) = (&*self.inbound, self.index as usize);
+        inbound.count(index).0.fetch_sub(1, Ordering::Relaxed);
+        inbound.held[index].store(false, Ordering::Release);
+        inbound.segment.ring(inbound.direction).full[index].0.store(0, Ordering::Release);
+        inbound.feed();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TO: Direction = Direction::MakerToGuest;
+
+    fn ends() -> (Arc<Segment>, Producer, Consumer) {
+        let segment = Arc::new(Segment::new().unwrap().0);
+        let bell = || Arc::new(Doorbell::new().unwrap());
+        let producer = Producer::new(Arc::clone(&segment), TO, bell());
+        let consumer = Consumer::new(Arc::clone(&segment), TO, bell());
+        (segment, producer, consumer)
+    }
+
+    fn next(consumer: &mut Consumer, len: usize) -> Option<Slot> {
+        let entry = consumer.peek().unwrap().unwrap();
+        assert_eq!(entry.header[0] as usize, len % 256);
+        consumer.take(&entry, len).unwrap()
+    }
+
+    #[test]
+    fn frames_come_in_order_and_slots_go_back_in_any() {
+        let (_, mut producer, mut consumer) = ends();
+        for round in 0..3 * DEPTH {
+            let lengths = [0, 1, SMALL_SLOT, SMALL_SLOT + 1, crate::FRAME_BYTES];
+            for len in lengths {
+                assert!(producer.put(&[len as u8; HEADER], &vec![round as u8; len]));
+            }
+            let mut slots: Vec<_> = lengths.iter().map(|&len| (next(&mut consumer, len), len)).collect();
+            assert!(consumer.peek().unwrap().is_none());
+            slots.rotate_left(round % 5);
+            for (slot, len) in slots {
+                let found = slot.as_ref().map_or(&[][..], |slot| slot.bytes(len));
+                assert_eq!((found.len(), found.iter().all(|&b| b == round as u8)), (len, true));
+            }
+        }
+    }
+
+    #[test]
+    fn a_full_ring_takes_no_more_until_something_goes_back_and_then_rings() {
+        let (_, mut producer, mut consumer) = ends();
+        let frame = vec![7; SMALL_SLOT + 1];
+        let taken = (0..).take_while(|_| producer.put(&[1; HEADER], &frame)).count();
+        assert_eq!(taken, SLOTS - SMALL_SLOTS);
+        assert!(!producer.has_room());
+        let in_place = (0..taken).take_while(|_| consumer.stays(&consumer.peek().unwrap().unwrap()));
+        assert_eq!(in_place.count(), taken);
+        let slots: Vec<Slot> =
+            (0..LARGE_IN_PLACE).filter_map(|_| next(&mut consumer, frame.len() - 4096)).collect();
+        assert!(!consumer.stays(&consumer.peek().unwrap().unwrap()));
+        let rings = |consumer: &Consumer| rustix::io::read(&*consumer.inbound.bell, &mut [0; 8]).is_ok();
+        assert!(!rings(&consumer));
+        drop(slots);
+        assert!(rings(&consumer) && producer.has_room());
+        // Entries run out where there is no payload.
+        let mut empty = 0;
+        while producer.put(&[0; HEADER], &[]) {
+            empty += 1;
+        }
+        assert_eq!(empty, DEPTH - (taken - LARGE_IN_PLACE));
+        assert!(!producer.has_room());
+    }
+
+    #[test]
+    fn a_peer_that_lies_is_found_out() {
+        let lie = |lie: &dyn Fn(&Ring)| {
+            let (segment, mut producer, consumer) = ends();
+            assert!(producer.put(&[1; HEADER], &[1]));
+            lie(segment.ring(TO));
+            (segment, producer, consumer)
+        };
+        let (.., consumer) = lie(&|ring| ring.tail.0.store(DEPTH as u64 + 1, Ordering::Relaxed));
+        assert_eq!(consumer.peek().unwrap_err(), Fault::Position);
+        let (.., consumer) = lie(&|ring| ring.tail.0.store(u64::MAX, Ordering::Relaxed));
+        assert_eq!(consumer.peek().unwrap_err(), Fault::Position);
+        let slot = |at: u64| move |ring: &Ring| ring.entries[0].0[WORDS - 1].store(at, Ordering::Relaxed);
+        let (.., consumer) = lie(&slot(SLOTS as u64));
+        assert_eq!(consumer.peek().unwrap_err(), Fault::Slot);
+        let (.., mut consumer) = lie(&slot(NONE));
+        let entry = consumer.peek().unwrap().unwrap();
+        assert_eq!(consumer.take(&entry, 1).unwrap_err(), Fault::Length);
+        let (.., mut consumer) = lie(&slot(3));
+        let entry = consumer.peek().unwrap().unwrap();
+        assert_eq!(consumer.take(&entry, SMALL_SLOT + 1).unwrap_err(), Fault::Length);
+        // The same slot twice would be two places that may be written.
+        let (segment, mut producer, mut consumer) = lie(&|_| {});
+        let entry = consumer.peek().unwrap().unwrap();
+        let held = consumer.take(&entry, 1).unwrap();
+        segment.ring(TO).full[0].0.store(0, Ordering::Relaxed);
+        assert!(producer.put(&[1; HEADER], &[2]));
+        let entry = consumer.peek().unwrap().unwrap();
+        assert_eq!(consumer.take(&entry, 1).unwrap_err(), Fault::Slot);
+        drop(held);
+    }
+
+    #[test]
+    fn whoever_sleeps_is_rung_up_once() {
+        let (_, mut producer, mut consumer) = ends();
+        assert!(consumer.sleep());
+        for _ in 0..3 {
+            assert!(producer.put(&[0; HEADER], &[]));
+        }
+        let mut rung = [0; 8];
+        rustix::io::read(&*producer.bell, &mut rung).unwrap();
+        assert_eq!(u64::from_ne_bytes(rung), 1);
+        assert!(!consumer.sleep());
+        for _ in 0..3 {
+            next(&mut consumer, 0);
+        }
+        assert!(consumer.sleep());
+    }
+}

@@ -1,0 +1,15 @@
+//! Memory that the processes of one machine share.
+
+use farflung_comm::tcp::SharedMemory;
+
+use super::{Ends, Meeting, TransportMethod, tcp};
+
+/// [`farflung_comm::tcp`] with [`SharedMemory::Always`].
+pub const SHARED_MEMORY: TransportMethod = TransportMethod {
+    name: "shared-memory",
+    summary: "memory shared by all processes, which are on one machine; without --up",
+    simulated: false,
+    ends: Ends::Processes(|meeting| {
+        tcp::meet(&Meeting { shared_memory: SharedMemory::Always, ..meeting.clone() })
+    }),
+};
