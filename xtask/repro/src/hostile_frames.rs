@@ -23,7 +23,7 @@ pub(crate) const BENCH: Bench = Bench {
     run,
 };
 
-const CORPUS: [(&str, &[u8]); 10] = [
+const CORPUS: [(&str, &[u8]); 11] = [
     ("data", include_bytes!("../../../crates/comm/tests/corpus/data.bin")),
     ("links", include_bytes!("../../../crates/comm/tests/corpus/credit_abort_suspect_bye.bin")),
     ("hello", include_bytes!("../../../crates/comm/tests/corpus/hello.bin")),
@@ -32,6 +32,7 @@ const CORPUS: [(&str, &[u8]); 10] = [
     ("refuse", include_bytes!("../../../crates/comm/tests/corpus/refuse.bin")),
     ("prove", include_bytes!("../../../crates/comm/tests/corpus/prove.bin")),
     ("missing", include_bytes!("../../../crates/comm/tests/corpus/missing.bin")),
+    ("near", include_bytes!("../../../crates/comm/tests/corpus/near.bin")),
     ("requests", include_bytes!("../../../crates/comm/tests/corpus/store_requests.bin")),
     ("answers", include_bytes!("../../../crates/comm/tests/corpus/store_answers.bin")),
 ];
