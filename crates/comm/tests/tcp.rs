@@ -211,7 +211,7 @@ fn hostile_frames_end_the_peer_and_nothing_else() {
         (with(4, 9), WireError::Version { want: VERSION, got: 9 }),
         (with(5, 99), WireError::Kind(99)),
         (with(5, 4), WireError::Checksum),
-        (message(4, b"hello again"), WireError::Kind(4)),
+        (message(4, b"hello again"), WireError::Malformed("control message")),
         (with(6, 7), WireError::Channel(7)),
         (with(27, 0x7F), WireError::Length { max: 262_144, got: 0x7F00_0008 }),
         (with(HEADER_BYTES + 3, 1), WireError::Checksum),

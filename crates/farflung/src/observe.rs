@@ -17,7 +17,7 @@ use crate::{Error, LaunchEnv, Result, StepMetrics};
 /// Where this process's numbers go.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct ObserveArgs {
-    /// Serve this process's numbers for Prometheus at http://ADDR/metrics: `HOST:PORT`, or a port of the loopback.
+    /// Serve this process's numbers for Prometheus at `http://ADDR/metrics`: `HOST:PORT`, or a port of the loopback.
     /// Of several processes of a machine each takes the port after the last one's. Needs the feature `prometheus`.
     #[arg(long = "prometheus", value_name = "ADDR", num_args = 0..=1, default_missing_value = "9464",
           help_heading = HEADING)]

@@ -12,7 +12,6 @@ use farflung::base::Rank;
 use farflung::config::choice::TransportKind;
 use farflung::train::combination::{AXES, covering};
 use farflung::train::{Job, Seat, Trainer, seats};
-use farflung::transports::TCP;
 use farflung::{Error, LaunchEnv, Stop, TrainConfig};
 
 const STEPS: u64 = 3;
@@ -49,7 +48,8 @@ fn with(config: &TrainConfig, values: &[(&str, &str)]) -> TrainConfig {
 
 /// The rank's place in the job: threads of this process over any transport.
 fn seats_of(job: &Job) -> Vec<Box<dyn FnOnce() -> Seat + Send + '_>> {
-    if job.config.transport != TransportKind::of(&TCP) {
+    let joins = matches!(job.config.transport, TransportKind::Named(row) if row.joins_processes());
+    if !joins {
         let seats = seats(job, None).unwrap().into_iter();
         return seats.map(|seat| Box::new(move || seat) as Box<dyn FnOnce() -> Seat + Send>).collect();
     }

@@ -1,5 +1,7 @@
 //! Builds without a feature say which one a flag needs, before the run.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
 mod tiny;
 
 use tiny::{Run, farflung};

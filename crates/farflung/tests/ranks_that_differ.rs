@@ -128,7 +128,7 @@ fn a_text_of_ones_own_is_not_compared() {
 
 #[test]
 fn a_transport_that_only_one_rank_has_is_told_to_all() {
-    let texts = ["`transport` is memory, expected tcp, since the job has 3 processes"];
+    let texts = ["`transport` is memory, expected tcp or shared-memory, since the job has 3 processes"];
     refused(&Run::new(), "--steps 2", "--transport memory", &texts);
 }
 

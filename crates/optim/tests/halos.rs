@@ -152,7 +152,9 @@ fn plain(outer: (f64, f64), world: WorldSettings, away: u64) -> Vec<Vec<Vec<f64>
         let change: Vec<f64> = pending.iter().map(|d| weight(region) * d).collect();
         global.push(&change);
     }
-    trace.iter_mut().for_each(|trace| trace.push(global.model.clone()));
+    for rank in &mut trace {
+        rank.push(global.model.clone());
+    }
     trace
 }
 

@@ -201,8 +201,12 @@ impl<'a> Busy<'a> {
         add(self.pairs.entry((from, to)).or_default());
         if self.topology.leaves(from, to) {
             let region = |rank| self.topology.region(rank);
-            region(from).into_iter().for_each(|region| add(&mut self.line_up[region]));
-            region(to).into_iter().for_each(|region| add(&mut self.line_down[region]));
+            if let Some(out) = region(from) {
+                add(&mut self.line_up[out]);
+            }
+            if let Some(into) = region(to) {
+                add(&mut self.line_down[into]);
+            }
         }
     }
 
@@ -285,7 +289,7 @@ mod tests {
         }
         let mut script = Script { operations: Vec::new(), ranks: vec![Vec::new(); ranks as usize] };
         let mut awaits = script.ranks.clone();
-        for number in 0..1 + draw(12) as usize {
+        for number in 0..=draw(12) as usize {
             let (from, step) = (draw(u64::from(ranks)) as u32, 1 + draw(u64::from(ranks) - 1) as u32);
             let to = (from + step) % ranks;
             let bytes = Bytes(draw(20_000));

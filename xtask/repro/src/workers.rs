@@ -94,7 +94,7 @@ pub(crate) fn in_seats<T: Send>(job: &Job, work: impl Fn(Seat) -> Result<T> + Sy
     let work = &work;
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
-        if job.config.transport == TransportKind::of(&TCP) {
+        if matches!(job.config.transport, TransportKind::Named(row) if row.joins_processes()) {
             let port = free_port()?;
             for rank in 0..job.world {
                 threads.push(scope.spawn(move || work(join(job, rank, port)?)));

@@ -52,6 +52,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("secure-tcp", "decided by the clock"),
     ("shared-memory", "decided by the clock"),
     ("rendezvous", "half a minute of deadlines"),
+    ("transports", "a minute of deadlines, which tests beside it would miss"),
     ("signals", "decided by the clock"),
     ("strangers", "shares the processor with ten thousand strangers, and some marks are times"),
     ("streaming", "trains for half a minute"),

@@ -335,7 +335,7 @@ mod tests {
     fn a_full_ring_takes_no_more_until_something_goes_back_and_then_rings() {
         let (_, mut producer, mut consumer) = ends();
         let frame = vec![7; SMALL_SLOT + 1];
-        let taken = (0..).take_while(|_| producer.put(&[1; HEADER], &frame)).count();
+        let taken = (0..1_000_000).take_while(|_| producer.put(&[1; HEADER], &frame)).count();
         assert_eq!(taken, SLOTS - SMALL_SLOTS);
         assert!(!producer.has_room());
         let in_place = (0..taken).take_while(|_| consumer.stays(&consumer.peek().unwrap().unwrap()));

@@ -1,5 +1,6 @@
 //! `farflung net`: what the links between the processes of a job can do.
 
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -325,8 +326,9 @@ impl ProbeArgs {
                 let PeerCounters { bytes_sent, bytes_received, path, .. } = counters;
                 let (sent, received) = (Bytes(bytes_sent), Bytes(bytes_received));
                 let path = path.map_or_else(String::new, |path| format!("; {path}"));
-                comments += &format!(
-                    "# {} to {}: sent {sent}, received {received}{path}\n",
+                let _ = writeln!(
+                    comments,
+                    "# {} to {}: sent {sent}, received {received}{path}",
                     name(from),
                     name(to as usize)
                 );

@@ -71,7 +71,8 @@ pub(super) fn ranked(
         best.lock().unwrap_or_else(PoisonError::into_inner).add(draft, step);
         let Draft { way, what, plan, is_baseline } = draft.clone();
         let (bubble, compute) = (predicted.bubble, predicted.compute);
-        Ok(Outcome::Fits(at, Candidate { way, what, plan, step, bubble, compute, held, is_baseline }))
+        let candidate = Candidate { way, what, plan, step, bubble, compute, held, is_baseline };
+        Ok(Outcome::Fits(at, Box::new(candidate)))
     })?;
     let (mut fitting, mut too_large) = (Vec::new(), Vec::new());
     for outcome in found {
@@ -88,13 +89,13 @@ pub(super) fn ranked(
         let fastest = too_large.into_iter().min_by_key(|&(step, at, _)| (step, at));
         return Err(fastest.map_or(ParallelError::NoDevices, |(_, _, error)| error).into());
     }
-    let candidates = fitting.into_iter().map(|(_, _, candidate)| candidate).collect();
+    let candidates = fitting.into_iter().map(|(_, _, candidate)| *candidate).collect();
     Ok(Ranking { candidates, compared: drafts.len() })
 }
 
 /// What became of a plan.
 enum Outcome {
-    Fits(usize, Candidate),
+    Fits(usize, Box<Candidate>),
     Slower,
     TooLarge(Nanos, usize, ParallelError),
 }
