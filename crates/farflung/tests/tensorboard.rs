@@ -22,7 +22,7 @@ fn crc32c(bytes: &[u8]) -> u32 {
 
 /// The stored form of a checksum.
 fn masked(crc: u32) -> u32 {
-    (crc >> 15 | crc << 17).wrapping_add(0xa282_ead8)
+    crc.rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
 /// The records of a file, whose checksums are right.
