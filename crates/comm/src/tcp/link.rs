@@ -19,7 +19,7 @@ use super::stream::{Stream, session_error};
 use crate::control::Control;
 use crate::inbox::{Inbox, WINDOW};
 use crate::shared::{Consumer, Doorbell};
-use crate::transport::Tag;
+use crate::transport::{Channel, Tag};
 use crate::wire::{self, HEADER_BYTES, Header, Kind, NO_TAG};
 use crate::{DownReason, Frame, PathStats, Pool, WireError};
 
@@ -65,14 +65,26 @@ struct Counts(BTreeMap<Tag, u32>);
 
 impl Counts {
     fn add(&mut self, tag: Tag) -> &mut u32 {
-        if self.0.len() > COUNTED {
-            let first = Tag { number: 0, ..tag };
-            let old = self.0.range(first..tag).next().map(|(old, _)| *old);
-            old.or_else(|| self.0.keys().next().copied()).and_then(|old| self.0.remove(&old));
-        }
         let count = self.0.entry(tag).or_insert(0);
         *count += 1;
         count
+    }
+
+    /// The tag that gives way for `tag`, and its frames: where there are too many, an older one of the same kind, else
+    /// any.
+    fn forget_for(&mut self, tag: Tag) -> Option<(Tag, u32)> {
+        if self.0.len() <= COUNTED || self.0.contains_key(&tag) {
+            return None;
+        }
+        let first = Tag { number: 0, ..tag };
+        let old = self.0.range(first..tag).next().map(|(old, _)| *old);
+        self.0.remove_entry(&old.or_else(|| self.0.keys().next().copied())?)
+    }
+
+    /// Adds one for which nothing has to be told.
+    fn count(&mut self, tag: Tag) {
+        self.forget_for(tag);
+        self.add(tag);
     }
 
     fn sub(&mut self, tag: Tag, by: u32) {
@@ -217,7 +229,7 @@ impl Link {
     pub(super) fn push(&self, tag: Tag, frame: Frame) {
         if self.shares() {
             let mut out = lock(&self.out);
-            out.in_flight.add(tag);
+            out.in_flight.count(tag);
             let header = wire::plain(Kind::Data, tag, frame.check, frame.len());
             self.share(&mut out, header, Some(frame));
             return;
@@ -230,7 +242,7 @@ impl Link {
         let known = frame.came_with.as_deref().copied().filter(same);
         let header = known.unwrap_or_else(|| wire::encode(Kind::Data, tag, frame.check, frame.bytes()));
         let mut out = lock(&self.out);
-        out.in_flight.add(tag);
+        out.in_flight.count(tag);
         self.enqueue(&mut out, header, Some(frame));
     }
 
@@ -238,7 +250,7 @@ impl Link {
     pub(super) fn push_bytes(&self, tag: Tag, check: u32, bytes: &[u8], pool: &Arc<Pool>) {
         if self.shares() {
             let mut out = lock(&self.out);
-            out.in_flight.add(tag);
+            out.in_flight.count(tag);
             let header = wire::plain(Kind::Data, tag, check, bytes.len());
             if !out.near.as_mut().is_some_and(|near| near.put(&header, bytes)) {
                 self.share(&mut out, header, Some(pool.copy_of(bytes, check)));
@@ -247,7 +259,7 @@ impl Link {
         }
         let header = wire::encode(Kind::Data, tag, check, bytes);
         let mut out = lock(&self.out);
-        out.in_flight.add(tag);
+        out.in_flight.count(tag);
         if !out.queue.is_empty() {
             out.queue.push_back((header, Some(pool.copy_of(bytes, check))));
             return;
@@ -321,11 +333,16 @@ impl Link {
     /// again.
     pub(super) fn taken(&self, tag: Tag, inbox: &Inbox) -> bool {
         let mut taken = lock(&self.taken);
-        if *taken.add(tag) >= CREDIT {
+        // No collective uses a tag again. Other tags stay: whoever sends waits for what was taken of them.
+        let forgotten = taken.forget_for(tag).filter(|(old, _)| old.channel != Channel::Collective);
+        let is_credit = *taken.add(tag) >= CREDIT;
+        if is_credit {
             taken.sub(tag, CREDIT);
-            drop(taken);
+        }
+        drop(taken);
+        for (tag, credit) in forgotten.into_iter().chain(is_credit.then_some((tag, CREDIT))) {
             inbox.count_control(self.peer, HEADER_BYTES, 0);
-            self.say(Kind::Credit, tag, CREDIT);
+            self.say(Kind::Credit, tag, credit);
         }
         self.paused.load(Ordering::Acquire) && inbox.held(self.peer) < HELD
     }
@@ -551,4 +568,27 @@ enum End {
     Closed,
     Wire(WireError),
     Io(io::Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_that_are_in_use_stay_and_what_is_forgotten_is_told() {
+        let tag = |channel, number| Tag { context: 1, channel, number };
+        let mut counts = Counts::default();
+        counts.add(tag(Channel::User, 1));
+        (0..COUNTED as u32).for_each(|number| *counts.add(tag(Channel::Collective, number)) = 2);
+        // One that is there already takes no place from another, nor from itself.
+        assert_eq!(counts.forget_for(tag(Channel::User, 1)), None);
+        assert_eq!(*counts.add(tag(Channel::User, 1)), 2);
+        // A collective makes room for the next.
+        let next = tag(Channel::Collective, COUNTED as u32);
+        assert_eq!(counts.forget_for(next), Some((tag(Channel::Collective, 0), 2)));
+        counts.add(next);
+        // A message's tag that goes is told of with all that was taken of it, so that its sender gets its credit.
+        assert_eq!(counts.forget_for(tag(Channel::User, 9)), Some((tag(Channel::User, 1), 2)));
+        assert_eq!(counts.0.len(), COUNTED);
+    }
 }

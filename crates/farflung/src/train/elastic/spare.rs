@@ -72,7 +72,10 @@ impl Place {
                 // Whoever was to say it may be lost; then a view follows.
                 return match over.wait() {
                     Ok(_) => Ok(Waited::Over),
-                    Err(_) => self.after_loss(None, Vec::new(), None).map(Waited::View),
+                    Err(error) => {
+                        tracing::debug!(%error, "who leads does not say any more when the run is over");
+                        self.after_loss(None, Vec::new(), None).map(Waited::View)
+                    }
                 };
             }
             let now = self.transport().now();
