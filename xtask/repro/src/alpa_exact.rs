@@ -14,7 +14,7 @@ pub(crate) const BENCH: Bench = Bench {
     name: "alpa-exact",
     claim: "the dynamic programs for pipelines find what trying all divisions finds: unequal machines in \
         order under memory, Alpa's submeshes, PipeDream's replicas, Piper's shapes, Galvatron's strategies, \
-        DAPPLE's placed copies; so does the integer program for Alpa's operators",
+        DAPPLE's placed copies; so do the integer programs for Alpa's operators, without and under memory",
     source: "Zheng et al. 2022; Narayanan et al. 2019; Tarnawski et al. 2021; Miao et al. 2022; Fan et al. 2021",
     seed: 33,
     run,
@@ -31,7 +31,7 @@ type One = fn(&mut Draw) -> Outcome;
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let rounds = if options.quick { 100 } else { 1000 };
-    let planners: [(&str, One); 7] = [
+    let planners: [(&str, One); 8] = [
         ("machines in order", in_order),
         ("Alpa", submeshes),
         ("PipeDream", replicas),
@@ -39,6 +39,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ("Galvatron", strategies),
         ("DAPPLE", placed),
         ("Alpa's operators", operators),
+        ("Alpa's operators under memory", operators_within),
     ];
     for (name, one) in planners {
         let mut draw = Draw::new(report.seed());
@@ -118,6 +119,21 @@ fn placed(draw: &mut Draw) -> Outcome {
 
 fn operators(draw: &mut Draw) -> Outcome {
     let graph = instances::operator_graph(draw);
+    let free = cuts::MemoryLimit { copies: 4, microbatches: 3, bytes: Bytes(u64::MAX) };
     let found = cuts::choose(&graph).ok().filter(|found| graph.cost(&found.strategies) == found.cost);
-    Outcome { best: instances::least_cut(&graph), found: found.map(|found| found.cost.0) }
+    Outcome { best: instances::least_cut(&graph, &free), found: found.map(|found| found.cost.0) }
+}
+
+/// With a fifth of the memory that the cheapest strategies take, up to six fifths.
+fn operators_within(draw: &mut Draw) -> Outcome {
+    let graph = instances::operator_graph(draw);
+    let mut limit = cuts::MemoryLimit { copies: 4, microbatches: 3, bytes: Bytes(u64::MAX) };
+    let free = cuts::choose(&graph).ok().and_then(|found| graph.memory(&found.strategies, &limit));
+    limit.bytes = Bytes(free.unwrap_or_default().0 * (1 + draw.below(6)) / 5);
+    let found = cuts::choose_within(&graph, &limit).ok().flatten();
+    let fits = |found: &cuts::Sharding| {
+        graph.memory(&found.strategies, &limit).is_some_and(|taken| taken <= limit.bytes)
+    };
+    let found = found.filter(|found| fits(found) && graph.cost(&found.strategies) == found.cost);
+    Outcome { best: instances::least_cut(&graph, &limit), found: found.map(|found| found.cost.0) }
 }

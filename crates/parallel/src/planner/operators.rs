@@ -17,6 +17,27 @@ pub struct OperatorStrategy {
     pub cost: Nanos,
     /// Weights on each device.
     pub weights: Bytes,
+    /// What each device keeps of a microbatch for the backward pass.
+    pub activations: Bytes,
+}
+
+/// What the devices of a mesh have room for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryLimit {
+    /// Bytes of state for each byte of weights: 4 for weights, gradients and two moments.
+    pub copies: u64,
+    /// Microbatches whose activations are kept at a time.
+    pub microbatches: u64,
+    /// Of each device.
+    pub bytes: Bytes,
+}
+
+impl MemoryLimit {
+    /// What a strategy takes of it.
+    const fn taken(&self, strategy: &OperatorStrategy) -> u64 {
+        let state = strategy.weights.0.saturating_mul(self.copies);
+        state.saturating_add(strategy.activations.0.saturating_mul(self.microbatches))
+    }
 }
 
 /// An operator, and the ways to compute it.
@@ -77,6 +98,15 @@ impl OperatorGraph {
         own.chain(changes).fold(Nanos::ZERO, Nanos::saturating_add)
     }
 
+    /// Bytes on each device of a choice: `None` if it is not one of a strategy for each operator.
+    #[must_use]
+    pub fn memory(&self, strategies: &[usize], limit: &MemoryLimit) -> Option<Bytes> {
+        let of = |(operator, &at): (&Operator, &usize)| operator.strategies.get(at).map(|s| limit.taken(s));
+        let each: Option<Vec<u64>> = self.operators.iter().zip(strategies).map(of).collect();
+        let whole = strategies.len() == self.operators.len();
+        each.filter(|_| whole).map(|each| Bytes(each.into_iter().fold(0, u64::saturating_add)))
+    }
+
     /// Whether edges join operators that exist, and their tables have the operators' sizes.
     fn check(&self) -> Result<(), ParallelError> {
         let count = |at: usize| self.operators.get(at).map_or(0, |operator| operator.strategies.len());
@@ -118,6 +148,47 @@ impl OperatorGraph {
 /// Errors: [`ParallelError::Plan`] for a graph that is not one, or that the solver gives up.
 pub fn choose(graph: &OperatorGraph) -> Result<Sharding, ParallelError> {
     graph.check()?;
+    let found = solve(graph, None).map_err(|error| gave_up(graph, &error.to_string()))?;
+    found.ok_or_else(|| gave_up(graph, "it was interrupted"))
+}
+
+/// The strategies of the least cost among those that the devices have room for; `None` where there are none.
+///
+/// As [`choose`] with one more row, `sum_v s_v m_v <= limit`. Alpa's published program has none: memory is
+/// checked for its answer alone, so that a stage is refused where a slower way to cut it would fit.
+///
+/// Errors: as [`choose`].
+pub fn choose_within(graph: &OperatorGraph, limit: &MemoryLimit) -> Result<Option<Sharding>, ParallelError> {
+    graph.check()?;
+    // The solver's tolerance may let a choice through that takes a little more: then it is asked for less.
+    let mut room = *limit;
+    loop {
+        let found = match solve(graph, Some(&room)) {
+            Err(microlp::Error::Infeasible) => return Ok(None),
+            found => found.map_err(|error| gave_up(graph, &error.to_string()))?,
+        };
+        let found = found.ok_or_else(|| gave_up(graph, "it was interrupted"))?;
+        match graph.memory(&found.strategies, limit) {
+            Some(taken) if taken <= limit.bytes => return Ok(Some(found)),
+            Some(taken) if room.bytes.0 > 0 => {
+                let over = taken.0.saturating_sub(limit.bytes.0);
+                room.bytes = Bytes(room.bytes.0.saturating_sub(2 * over.max(1)));
+            }
+            _ => return Ok(None),
+        }
+    }
+}
+
+fn gave_up(graph: &OperatorGraph, problem: &str) -> ParallelError {
+    ParallelError::Plan {
+        field: "operators".to_owned(),
+        value: format!("{} operators", graph.operators.len()),
+        expected: format!("a program that can be solved: {problem}"),
+    }
+}
+
+/// Solves the program; `None` if it was interrupted.
+fn solve(graph: &OperatorGraph, limit: Option<&MemoryLimit>) -> Result<Option<Sharding>, microlp::Error> {
     let costs = graph.operators.iter().flat_map(|operator| operator.strategies.iter().map(|s| s.cost.0));
     let changes = graph.edges.iter().flat_map(|edge| edge.change.iter().flatten().map(|change| change.0));
     let largest = costs.chain(changes).max().unwrap_or(0).max(1) as f64;
@@ -149,20 +220,23 @@ pub fn choose(graph: &OperatorGraph) -> Result<Sharding, ParallelError> {
             equal(pairs.iter().map(|row| row[column]).collect(), to);
         }
     }
-    let gave_up = |problem: String| ParallelError::Plan {
-        field: "operators".to_owned(),
-        value: format!("{} operators", graph.operators.len()),
-        expected: format!("a program that can be solved: {problem}"),
-    };
-    let solved = problem.solve().map_err(|error| gave_up(error.to_string()))?;
-    let solution = solved.into_solution().map_err(|_| gave_up("it was interrupted".to_owned()))?;
+    if let Some(limit) = limit {
+        let of = |(each, operator): (&Vec<Variable>, &Operator)| -> Vec<(Variable, f64)> {
+            let share = |s: &OperatorStrategy| limit.taken(s) as f64 / limit.bytes.0.max(1) as f64;
+            each.iter().copied().zip(operator.strategies.iter().map(share)).collect()
+        };
+        let taken: Vec<(Variable, f64)> = chosen.iter().zip(&graph.operators).flat_map(of).collect();
+        let room = if limit.bytes.0 == 0 { 0.0 } else { 1.0 };
+        problem.add_constraint(taken, ComparisonOp::Le, room);
+    }
+    let Ok(solution) = problem.solve()?.into_solution() else { return Ok(None) };
     let most = |each: &Vec<Variable>| {
         let value = |at: &usize| solution.var_value(each[*at]);
         (0..each.len()).max_by(|a, b| value(a).total_cmp(&value(b))).unwrap_or(0)
     };
     let strategies: Vec<usize> = chosen.iter().map(most).collect();
     let cost = graph.cost(&strategies);
-    Ok(Sharding { strategies, cost })
+    Ok(Some(Sharding { strategies, cost }))
 }
 
 #[cfg(test)]
@@ -170,8 +244,10 @@ mod tests {
     use super::*;
     use crate::draw::Draw;
 
-    /// The least cost over all choices.
-    fn by_brute_force(graph: &OperatorGraph) -> Nanos {
+    const FREE: MemoryLimit = MemoryLimit { copies: 4, microbatches: 3, bytes: Bytes(u64::MAX) };
+
+    /// The least cost over all choices that a limit allows.
+    fn by_brute_force(graph: &OperatorGraph, limit: &MemoryLimit) -> Option<Nanos> {
         let counts: Vec<usize> = graph.operators.iter().map(|operator| operator.strategies.len()).collect();
         let choice = |mut number: usize| -> Vec<usize> {
             let digit = |&count: &usize| {
@@ -182,20 +258,24 @@ mod tests {
             counts.iter().map(digit).collect()
         };
         let all = 0..counts.iter().product::<usize>();
-        all.map(|number| graph.cost(&choice(number))).min().unwrap()
+        let fits = |choice: &Vec<usize>| graph.memory(choice, limit).unwrap() <= limit.bytes;
+        all.map(choice).filter(fits).map(|choice| graph.cost(&choice)).min()
     }
 
     fn random(draw: &mut Draw) -> OperatorGraph {
         let mut cost = |bound: usize| Nanos(draw.below(bound) as u64);
         let counts: Vec<usize> = (0..=cost(6).0).map(|_| 1 + cost(4).0 as usize).collect();
-        let strategy = |cost| OperatorStrategy { name: String::new(), cost, weights: Bytes(0) };
-        let operators = counts
-            .iter()
-            .map(|&count| Operator {
-                name: String::new(),
-                strategies: (0..count).map(|_| strategy(cost(40))).collect(),
-            })
-            .collect();
+        let mut strategy = || OperatorStrategy {
+            name: String::new(),
+            cost: cost(40),
+            weights: Bytes(cost(20).0),
+            activations: Bytes(cost(10).0),
+        };
+        let mut operator = |&count: &usize| Operator {
+            name: String::new(),
+            strategies: (0..count).map(|_| strategy()).collect(),
+        };
+        let operators = counts.iter().map(&mut operator).collect();
         let edges = (0..cost(9).0)
             .map(|_| {
                 let (from, to) = (cost(counts.len()).0 as usize, cost(counts.len()).0 as usize);
@@ -213,9 +293,28 @@ mod tests {
         for round in 0..300 {
             let graph = random(&mut draw);
             let found = choose(&graph).unwrap();
-            assert_eq!(found.cost, by_brute_force(&graph), "round {round}: {graph:?}");
+            assert_eq!(Some(found.cost), by_brute_force(&graph, &FREE), "round {round}: {graph:?}");
             assert_eq!(graph.cost(&found.strategies), found.cost);
         }
+    }
+
+    #[test]
+    fn no_choice_that_fits_is_cheaper() {
+        let mut draw = Draw::new(11, 0);
+        let (mut none, mut dearer) = (0, 0);
+        for round in 0..300 {
+            let graph = random(&mut draw);
+            let free = choose(&graph).unwrap();
+            let all = graph.memory(&free.strategies, &FREE).unwrap().0;
+            // Up to a fifth more than what the cheapest choice takes, and down to a fifth of it.
+            let limit = MemoryLimit { bytes: Bytes(all * (1 + draw.below(6) as u64) / 5), ..FREE };
+            let found = choose_within(&graph, &limit).unwrap();
+            let best = by_brute_force(&graph, &limit);
+            assert_eq!(found.as_ref().map(|found| found.cost), best, "round {round}: {limit:?} {graph:?}");
+            none += u32::from(found.is_none());
+            dearer += u32::from(found.is_some_and(|found| found.cost > free.cost));
+        }
+        assert!((30..200).contains(&none) && dearer > 20, "{none} {dearer}");
     }
 
     #[test]
@@ -234,7 +333,13 @@ mod tests {
             };
             let graph = block(&shape, &mesh);
             let found = choose(&graph).unwrap();
-            assert_eq!(found.cost, by_brute_force(&graph), "{link}");
+            assert_eq!(Some(found.cost), by_brute_force(&graph, &FREE), "{link}");
+            let all = graph.memory(&found.strategies, &FREE).unwrap().0;
+            for percent in [90, 60, 40] {
+                let limit = MemoryLimit { bytes: Bytes(all * percent / 100), ..FREE };
+                let within = choose_within(&graph, &limit).unwrap().map(|within| within.cost);
+                assert_eq!(within, by_brute_force(&graph, &limit), "{link} {percent}%");
+            }
             seen.insert(found.strategies);
         }
         // Links decide.
@@ -243,10 +348,15 @@ mod tests {
 
     #[test]
     fn graphs_that_are_none_are_refused() {
-        let strategy = OperatorStrategy { name: String::new(), cost: Nanos(1), weights: Bytes(0) };
+        let (weights, activations) = (Bytes(2), Bytes(1));
+        let strategy = OperatorStrategy { name: String::new(), cost: Nanos(1), weights, activations };
         let operator = Operator { name: "norm".to_owned(), strategies: vec![strategy] };
         let mut graph = OperatorGraph { operators: vec![operator], edges: Vec::new() };
         assert_eq!(choose(&graph).unwrap().cost, Nanos(1));
+        for (bytes, fits) in [(0, false), (10, false), (11, true)] {
+            let limit = MemoryLimit { bytes: Bytes(bytes), ..FREE };
+            assert_eq!(choose_within(&graph, &limit).unwrap().is_some(), fits, "{bytes}");
+        }
         graph.edges = vec![OperatorEdge { from: 0, to: 1, change: vec![vec![Nanos(0)]] }];
         assert!(choose(&graph).unwrap_err().to_string().contains("edges[0]"));
         graph.operators[0].strategies.clear();

@@ -8,7 +8,7 @@ use farflung::parallel::planner::dapple::{
     DappleSize, DevicePolicy, HopTime, PhaseCost, PhaseCosts, PlacedStage,
 };
 use farflung::parallel::planner::galvatron::StrategyCost;
-use farflung::parallel::planner::operators::{Operator, OperatorEdge, OperatorGraph, OperatorStrategy};
+use farflung::parallel::planner::operators::{MemoryLimit, Operator, OperatorEdge, OperatorGraph, OperatorStrategy};
 use farflung::parallel::planner::pipedream::{LinkLevel, ProfiledLayer};
 use farflung::parallel::planner::piper::{PiperSize, ShapeLoad, StageLoad, StageShape};
 use farflung::parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainStage};
@@ -341,8 +341,12 @@ pub(super) fn phases_price(
 /// Up to 6 operators with up to 4 strategies each, and up to 8 edges between any of them.
 pub(super) fn operator_graph(draw: &mut Draw) -> OperatorGraph {
     let counts: Vec<u64> = (0..=draw.below(6)).map(|_| 1 + draw.below(4)).collect();
-    let mut strategy =
-        || OperatorStrategy { name: String::new(), cost: Nanos(draw.below(40)), weights: Bytes(0) };
+    let mut strategy = || OperatorStrategy {
+        name: String::new(),
+        cost: Nanos(draw.below(40)),
+        weights: Bytes(draw.below(20)),
+        activations: Bytes(draw.below(10)),
+    };
     let mut operator =
         |&count: &u64| Operator { name: String::new(), strategies: (0..count).map(|_| strategy()).collect() };
     let operators: Vec<Operator> = counts.iter().map(&mut operator).collect();
@@ -356,8 +360,8 @@ pub(super) fn operator_graph(draw: &mut Draw) -> OperatorGraph {
     OperatorGraph { operators, edges }
 }
 
-/// The least cost over all strategies.
-pub(super) fn least_cut(graph: &OperatorGraph) -> Option<u64> {
+/// The least cost over all strategies that a limit allows.
+pub(super) fn least_cut(graph: &OperatorGraph, limit: &MemoryLimit) -> Option<u64> {
     let mut choices: Vec<Vec<usize>> = vec![Vec::new()];
     for operator in &graph.operators {
         let all = 0..operator.strategies.len();
@@ -366,5 +370,6 @@ pub(super) fn least_cut(graph: &OperatorGraph) -> Option<u64> {
             .flat_map(|choice| all.clone().map(move |at| [choice.as_slice(), &[at]].concat()))
             .collect();
     }
-    choices.iter().map(|choice| graph.cost(choice).0).min()
+    let fits = |choice: &&Vec<usize>| graph.memory(choice, limit).is_some_and(|taken| taken <= limit.bytes);
+    choices.iter().filter(fits).map(|choice| graph.cost(choice).0).min()
 }

@@ -65,6 +65,16 @@ struct Shaped {
     gives: Vec<Cuts>,
 }
 
+/// What an operator's devices hold.
+struct Held<W> {
+    /// Bytes of weights on each device.
+    weights: W,
+    /// f32 values of each token that are kept for the backward pass.
+    kept: u64,
+    /// Whether what goes in is cut as what comes out is.
+    same_layout: bool,
+}
+
 struct Maker<'a> {
     shape: &'a BlockShape,
     mesh: &'a DeviceMesh,
@@ -77,7 +87,8 @@ const F32: u64 = 4;
 /// and heads; norms by tokens; sums of the residual stream in any way. Its output is the next block's input.
 ///
 /// Costs are for one microbatch, forward and backward, in f32: computing, rings' collectives, and a
-/// microbatch's share of the average of gradients. A change of layout is paid in both directions.
+/// microbatch's share of the average of gradients. A change of layout is paid in both directions. Activations
+/// are those that farflung's trainer keeps: `16 width + heads + 4` values of each token where nothing is cut.
 #[must_use]
 pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
     let maker = Maker { shape, mesh };
@@ -85,13 +96,14 @@ pub fn block(shape: &BlockShape, mesh: &DeviceMesh) -> OperatorGraph {
     let operators = [
         maker.layouts("input"),
         maker.norm("norm of attention"),
-        maker.product("queries, keys, values", width, 3 * width, true),
+        maker.product("queries, keys, values", width, 3 * width, true, width),
         maker.attention(),
-        maker.product("output of attention", width, width, false),
+        maker.product("output of attention", width, width, false, width),
         maker.layouts("sum behind attention"),
         maker.norm("norm of feed-forward"),
-        maker.product("feed-forward, wider", width, 4 * width, false),
-        maker.product("feed-forward, back", 4 * width, width, false),
+        maker.product("feed-forward, wider", width, 4 * width, false, width),
+        // What goes in, and what its GELU was made from.
+        maker.product("feed-forward, back", 4 * width, width, false, 8 * width),
         maker.layouts("sum behind feed-forward"),
     ];
     let edge = |from: usize, to: usize, columns: u64| maker.edge(&operators, from, to, columns);
@@ -148,18 +160,27 @@ impl Maker<'_> {
         name: &str,
         ways: &[Cuts],
         cost: impl Fn(Cuts) -> Nanos,
-        weights: impl Fn(Cuts) -> u64,
+        held: Held<impl Fn(Cuts) -> u64>,
     ) -> Shaped {
+        let inner_or_whole = |cut: Cut| if cut == Cut::Inner { Cut::Columns } else { Cut::Whole };
+        let takes = |cuts: Cuts| cuts.map(|cut| if cut == Cut::Rows { cut } else { inner_or_whole(cut) });
+        let gives = |cuts: Cuts| cuts.map(|cut| if cut == Cut::Inner { Cut::Whole } else { cut });
+        // What is kept has the layout of what goes in; heads' columns come from their own.
+        let kept = |cuts: Cuts| {
+            let taken = if held.same_layout { cuts } else { takes(cuts) };
+            let parts = self.parts(taken, Cut::Rows) * self.parts(taken, Cut::Columns);
+            (self.shape.tokens * held.kept * F32).div_ceil(parts)
+        };
         let strategies = ways.iter().map(|&cuts| OperatorStrategy {
             name: self.name(cuts),
             cost: cost(cuts),
-            weights: Bytes(weights(cuts)),
+            weights: Bytes((held.weights)(cuts)),
+            activations: Bytes(kept(cuts)),
         });
         let operator = Operator { name: name.to_owned(), strategies: strategies.collect() };
-        let inner_or_whole = |cut: Cut| if cut == Cut::Inner { Cut::Columns } else { Cut::Whole };
-        let takes = |cuts: &Cuts| cuts.map(|cut| if cut == Cut::Rows { cut } else { inner_or_whole(cut) });
-        let gives = |cuts: &Cuts| cuts.map(|cut| if cut == Cut::Inner { Cut::Whole } else { cut });
-        Shaped { takes: ways.iter().map(takes).collect(), gives: ways.iter().map(gives).collect(), operator }
+        let layouts = |of: &dyn Fn(Cuts) -> Cuts| ways.iter().map(|&cuts| of(cuts)).collect();
+        let takes = if held.same_layout { ways.to_vec() } else { layouts(&takes) };
+        Shaped { takes, gives: layouts(&gives), operator }
     }
 
     fn name(&self, cuts: Cuts) -> String {
@@ -177,9 +198,8 @@ impl Maker<'_> {
     /// What only has a layout.
     fn layouts(&self, name: &str) -> Shaped {
         let ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns]);
-        let mut shaped = self.shaped(name, &ways, |_| Nanos::ZERO, |_| 0);
-        shaped.takes = ways;
-        shaped
+        let held = Held { weights: |_| 0, kept: 0, same_layout: true };
+        self.shaped(name, &ways, |_| Nanos::ZERO, held)
     }
 
     fn norm(&self, name: &str) -> Shaped {
@@ -188,12 +208,15 @@ impl Maker<'_> {
             on.map(|axis| self.ring(axis, 2 * self.shape.width * F32, 2)).sum::<Nanos>()
         };
         let average = |cuts| Nanos(gradients(cuts).0 / u64::from(self.mesh.microbatches.max(1)));
-        let weights = |_| 2 * self.shape.width * F32;
-        self.shaped(name, &self.ways(&[Cut::Whole, Cut::Rows]), average, weights)
+        // What went in, its mean and its deviation.
+        let held =
+            Held { weights: |_| 2 * self.shape.width * F32, kept: self.shape.width + 2, same_layout: false };
+        self.shaped(name, &self.ways(&[Cut::Whole, Cut::Rows]), average, held)
     }
 
     /// Tokens times a matrix of `inner` by `columns`. Columns that belong to heads are cut between heads alone.
-    fn product(&self, name: &str, inner: u64, columns: u64, by_heads: bool) -> Shaped {
+    /// For the backward pass it keeps `kept` values of each token.
+    fn product(&self, name: &str, inner: u64, columns: u64, by_heads: bool, kept: u64) -> Shaped {
         let tokens = self.shape.tokens;
         let mut ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns, Cut::Inner]);
         let grain = if by_heads { self.shape.heads } else { columns };
@@ -223,7 +246,7 @@ impl Maker<'_> {
                 .saturating_add(collective(1))
         };
         let weights = |cuts: Cuts| local(cuts, columns, Cut::Columns) * local(cuts, inner, Cut::Inner) * F32;
-        self.shaped(name, &ways, cost, weights)
+        self.shaped(name, &ways, cost, Held { weights, kept, same_layout: false })
     }
 
     fn attention(&self) -> Shaped {
@@ -231,10 +254,8 @@ impl Maker<'_> {
         let mut ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns]);
         ways.retain(|&cuts| heads.is_multiple_of(self.parts(cuts, Cut::Columns)));
         let cost = |cuts| self.compute(12 * tokens * context * width, cuts);
-        let mut shaped = self.shaped("attention", &ways, cost, |_| 0);
-        // A head's columns come from its own.
-        shaped.takes = ways;
-        shaped
+        // Queries, keys, values, and the logarithm of each head's sum.
+        self.shaped("attention", &ways, cost, Held { weights: |_| 0, kept: 3 * width + heads, same_layout: true })
     }
 
     /// The tensor of so many columns between two operators.
@@ -321,6 +342,30 @@ mod tests {
         let cost = graph.cost(&choice).as_secs_f64();
         assert!((cost / (computing + sums) - 1.0).abs() < 1e-4, "{cost} {computing} {sums}");
         assert!(choose(&graph).unwrap().cost <= graph.cost(&choice));
+    }
+
+    /// What each device keeps for so many tokens, in f32 values of a token.
+    fn kept(graph: &OperatorGraph, cuts: &[&str], tokens: u64) -> f64 {
+        let of = |(operator, cut): (&Operator, &&str)| {
+            operator.strategies.iter().find(|strategy| strategy.name == **cut).unwrap().activations.0
+        };
+        graph.operators.iter().zip(cuts).map(of).sum::<u64>() as f64 / (tokens * F32) as f64
+    }
+
+    /// Alone, a block keeps what the trainer keeps. Megatron's cuts share what lies between two products, and
+    /// leave whole what norms and first products take in.
+    #[test]
+    fn activations_are_kept_as_they_go_in() {
+        let shape = BlockShape { tokens: 512, context: 128, width: 1024, heads: 16 };
+        let alone = block(&shape, &mesh("1gbit,1us", 1, 1));
+        assert_eq!(kept(&alone, &["alone"; 10], 512), 16.0 * 1024.0 + 16.0 + 4.0);
+        let eight = block(&shape, &mesh("1gbit,1us", 8, 1));
+        let rows = kept(&eight, &["tokens"; 10], 512);
+        assert_eq!(rows, (16.0 * 1024.0 + 16.0 + 4.0) / 8.0);
+        let megatron =
+            ["whole", "whole", "columns", "columns", "inner", "whole", "whole", "columns", "inner", "whole"];
+        let whole = 4.0 * 1024.0 + 4.0;
+        assert_eq!(kept(&eight, &megatron, 512), whole + (12.0 * 1024.0 + 16.0) / 8.0);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Alpa for a model and machines: stages and submeshes by dynamic program, and for each submesh the cuts of a
 //! layer's operators by integer program.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -8,21 +9,16 @@ use farflung_base::{Bytes, Nanos};
 use farflung_parallel::ParallelError;
 use farflung_parallel::planner::alpa::{AlpaSize, Submesh, SubmeshPlan, alpa, submeshes};
 use farflung_parallel::planner::dapple::PhaseCost;
-use farflung_parallel::planner::operators::{DeviceMesh, MeshAxis, block, choose};
+use farflung_parallel::planner::operators::{
+    DeviceMesh, MemoryLimit, MeshAxis, Operator, OperatorGraph, Sharding, block, choose, choose_within,
+};
 
 use super::machines::{EqualDevices, Facts, divisors, ring, shared};
 use super::{OperatorCut, Planned, PlannedStage};
 use crate::Result;
 
-/// A layer on a submesh.
-struct CutLayer {
-    time: Nanos,
-    /// Weights on each device.
-    weights: Bytes,
-    /// Devices among which the widest product's weights are cut.
-    tensor: u32,
-    operators: Vec<OperatorCut>,
-}
+/// Bytes of weights, gradients and two moments for each byte of weights.
+const STATE_COPIES: u64 = 4;
 
 pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
     let devices = facts.equal();
@@ -37,89 +33,147 @@ pub(super) fn planned(facts: &Facts, runnable: bool) -> Result<Planned> {
 
 /// Any submeshes, with any cuts.
 fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Result<Planned> {
-    let mut layers: BTreeMap<Submesh, CutLayer> = BTreeMap::new();
-    for mesh in submeshes(size.nodes, size.devices) {
-        layers.insert(mesh, cut_layer(facts, devices, mesh)?);
-    }
-    let time = |range: Range<usize>, mesh: Submesh, left: usize| {
-        stage_time(facts, devices, &layers[&mesh], range, mesh, left)
+    let meshes = submeshes(size.nodes, size.devices);
+    let layers: BTreeMap<Submesh, LayerCuts> = meshes
+        .into_iter()
+        .map(|mesh| Ok((mesh, LayerCuts::new(facts, devices, mesh)?)))
+        .collect::<Result<_>>()?;
+    let failed = RefCell::new(None);
+    let stage = |range: Range<usize>, mesh: Submesh, left: usize| {
+        let found = stage_cuts(facts, devices, &layers[&mesh], range, mesh, left);
+        found.unwrap_or_else(|error| {
+            failed.replace(Some(error));
+            None
+        })
     };
-    let found = alpa(size, &time)?;
+    let time = |range: Range<usize>, mesh: Submesh, left: usize| Some(stage(range, mesh, left)?.time);
+    let found = alpa(size, &time);
+    if let Some(error) = failed.take() {
+        return Err(error.into());
+    }
+    let found = found?;
     let count = found.stages.len();
     let modelled = found.time;
-    let stages = placed(found, |at, stage, mesh| {
+    let stages = placed(found, |at, planned, mesh| {
+        let Some(cuts) = stage(planned.layers.clone(), mesh, count - at) else { return planned };
         let layer = &layers[&mesh];
-        let whole = time(stage.layers.clone(), mesh, count - at).unwrap_or_default();
-        let forward = Nanos(whole.0 / 3);
+        let forward = Nanos(cuts.time.0 / 3);
         PlannedStage {
-            tensor: layer.tensor,
-            operators: layer.operators.clone(),
+            tensor: layer.tensor(&cuts.sharding),
+            operators: layer.named(&cuts.sharding),
             phases: Some(PhaseCost {
                 forward,
-                backward: whole.saturating_sub(forward),
+                backward: cuts.time.saturating_sub(forward),
                 all_reduce: Nanos::ZERO,
             }),
-            ..stage
+            ..planned
         }
     });
     Ok(Planned { stages, modelled })
 }
 
-/// The cuts of a layer's operators on a submesh.
-fn cut_layer(facts: &Facts, devices: &EqualDevices, mesh: Submesh) -> Result<CutLayer> {
-    let axis = |size, link| MeshAxis { size, link };
-    let axes = [axis(mesh.nodes, devices.across), axis(mesh.devices, devices.inside)];
-    let mesh = DeviceMesh {
-        axes,
-        flops: devices.flops,
-        efficiency: facts.efficiency.clone(),
-        microbatches: facts.microbatches,
-    };
-    let graph = block(&facts.block, &mesh);
-    let found = choose(&graph)?;
-    let chosen = || graph.operators.iter().zip(&found.strategies);
-    let widest = chosen().map(|(operator, &at)| {
-        let all = operator.strategies.iter().map(|strategy| strategy.weights.0).max().unwrap_or(0);
-        (all, all / operator.strategies[at].weights.0.max(1))
-    });
-    Ok(CutLayer {
-        time: found.cost,
-        weights: chosen().map(|(operator, &at)| operator.strategies[at].weights).sum(),
-        tensor: widest.max().map_or(1, |(_, parts)| parts.max(1) as u32),
-        operators: chosen()
-            .map(|(operator, &at)| OperatorCut {
-                operator: operator.name.clone(),
-                cut: operator.strategies[at].name.clone(),
-            })
-            .collect(),
-    })
+/// A stage on a submesh.
+struct StageCuts {
+    sharding: Sharding,
+    /// Of a microbatch.
+    time: Nanos,
 }
 
-/// Time of a microbatch of a stage; `None` where its memory does not hold the microbatches of the stages to
-/// the end. What the first and last layer have besides, tables and the head, is cut equally.
-fn stage_time(
+/// The fastest cuts of a stage's layers that its devices hold with the microbatches of the stages to the end;
+/// `None` where there are none. What the first and last layer have besides, tables and the head, is cut
+/// equally.
+///
+/// Errors: as [`choose`].
+fn stage_cuts(
     facts: &Facts,
     devices: &EqualDevices,
-    layer: &CutLayer,
+    layer: &LayerCuts,
     range: Range<usize>,
     mesh: Submesh,
     left: usize,
-) -> Option<Nanos> {
+) -> Result<Option<StageCuts>, ParallelError> {
     let (count, all) = (range.len() as u64, mesh.size());
     let (state, activations) = facts.held(range.clone());
-    let least_state = facts.layers.iter().map(|layer| layer.state.0).min().unwrap_or(0);
-    let least_work = facts.layers.iter().map(|layer| layer.operations).min().unwrap_or(0);
+    let besides = |sum: u64, of: &dyn Fn(usize) -> u64| {
+        let least = (0..facts.layers.len()).map(of).min().unwrap_or(0);
+        sum.saturating_sub(least.saturating_mul(count))
+    };
     let under_way = (left as u64).min(u64::from(facts.microbatches));
-    let needs = (4 * layer.weights.0)
-        .saturating_mul(count)
-        .saturating_add(state.0.saturating_sub(least_state * count) / u64::from(all))
-        .saturating_add(activations.0.saturating_mul(under_way) / u64::from(all));
-    if needs > devices.memory.0 {
-        return None;
+    let other_state = besides(state.0, &|at| facts.layers[at].state.0);
+    let other_activations = besides(activations.0, &|at| facts.layers[at].activations.0);
+    let others = other_state.saturating_add(other_activations.saturating_mul(under_way)) / u64::from(all);
+    let Some(room) = devices.memory.0.checked_sub(others) else { return Ok(None) };
+    let limit =
+        MemoryLimit { copies: STATE_COPIES, microbatches: under_way, bytes: Bytes(room / count.max(1)) };
+    let Some(sharding) = layer.within(&limit)? else { return Ok(None) };
+    let operations = facts.operations(range);
+    let rest = shared(besides(operations, &|at| facts.layers[at].operations), devices.flops, all);
+    let time = Nanos(sharding.cost.0.saturating_mul(count)).saturating_add(rest);
+    Ok(Some(StageCuts { sharding, time }))
+}
+
+/// The cuts of a layer's operators on a submesh, for each room of memory that was asked for.
+struct LayerCuts {
+    graph: OperatorGraph,
+    /// Where memory does not count.
+    free: Sharding,
+    /// By the microbatches under way: the room that was asked for, and what was found.
+    found: RefCell<BTreeMap<u64, BTreeMap<u64, Option<Sharding>>>>,
+}
+
+impl LayerCuts {
+    fn new(facts: &Facts, devices: &EqualDevices, mesh: Submesh) -> Result<Self, ParallelError> {
+        let axis = |size, link| MeshAxis { size, link };
+        let mesh = DeviceMesh {
+            axes: [axis(mesh.nodes, devices.across), axis(mesh.devices, devices.inside)],
+            flops: devices.flops,
+            efficiency: facts.efficiency.clone(),
+            microbatches: facts.microbatches,
+        };
+        let graph = block(&facts.block, &mesh);
+        let free = choose(&graph)?;
+        Ok(Self { graph, free, found: RefCell::default() })
     }
-    let besides = facts.operations(range).saturating_sub(least_work * count);
-    let besides = shared(besides, devices.flops, all);
-    Some(Nanos(layer.time.0.saturating_mul(count)).saturating_add(besides))
+
+    /// The fastest cuts within a limit. A program is solved for each step of the front of time and memory, not
+    /// for each room that is asked for.
+    fn within(&self, limit: &MemoryLimit) -> Result<Option<Sharding>, ParallelError> {
+        let room = limit.bytes.0;
+        let takes = |sharding: &Sharding| self.graph.memory(&sharding.strategies, limit);
+        let fits = |sharding: &Sharding| takes(sharding).is_some_and(|bytes| bytes.0 <= room);
+        if fits(&self.free) {
+            return Ok(Some(self.free.clone()));
+        }
+        let mut found = self.found.borrow_mut();
+        let known = found.entry(limit.microbatches).or_default();
+        // What was best with as much room or more is best here, if it fits; nor does less room hold more.
+        if let Some((_, found)) = known.range(room..).find(|(_, found)| found.as_ref().is_none_or(fits)) {
+            return Ok(found.clone());
+        }
+        let sharding = choose_within(&self.graph, limit)?;
+        known.insert(room, sharding.clone());
+        Ok(sharding)
+    }
+
+    /// Devices among which the widest product's weights are cut.
+    fn tensor(&self, sharding: &Sharding) -> u32 {
+        let operators = self.graph.operators.iter().zip(&sharding.strategies);
+        let widest = operators.map(|(operator, &at)| {
+            let all = operator.strategies.iter().map(|strategy| strategy.weights.0).max().unwrap_or(0);
+            (all, all / operator.strategies[at].weights.0.max(1))
+        });
+        widest.max().map_or(1, |(_, parts)| parts.max(1) as u32)
+    }
+
+    /// For people.
+    fn named(&self, sharding: &Sharding) -> Vec<OperatorCut> {
+        let operators = self.graph.operators.iter().zip(&sharding.strategies);
+        let cut = |(operator, &at): (&Operator, &usize)| OperatorCut {
+            operator: operator.name.clone(),
+            cut: operator.strategies[at].name.clone(),
+        };
+        operators.map(cut).collect()
+    }
 }
 
 /// Submeshes of one size, whose devices are copies.
