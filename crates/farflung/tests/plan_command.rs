@@ -367,6 +367,28 @@ fn planners_of_the_literature_say_what_they_choose() {
     assert!(tried.filter(|one| one["what"].as_str().unwrap().contains("DAPPLE")).count() > 0);
 }
 
+/// Four devices of 8 GB do not hold GPT-2 XL in four stages, nor with all weights on each. Weights that are cut
+/// among them fit, and cost more time.
+#[test]
+fn alpa_cuts_weights_where_memory_asks_for_it() {
+    let out = tempfile::tempdir().unwrap();
+    let file = out.path().join("four.toml");
+    let mut step = 0.0;
+    for (memory, cuts_weights) in [(24, false), (8, true)] {
+        let text = format!(
+            "default = \"10gbit,5us\"\n[[device]]\nname = \"gpu\"\ncount = 4\nflops = \"60 TFLOPS\"\nmemory = \"{memory}GB\"\n"
+        );
+        std::fs::write(&file, text).unwrap();
+        let seen = json(&format!("alpa {} --model gpt2-xl --microbatches 4 --batch 1", file.display()));
+        assert_eq!(seen["stages"][0]["tensor"].as_u64().unwrap() > 1, cuts_weights, "{seen}");
+        assert!(seen["model_step_s"].as_f64().unwrap() > step, "{seen}");
+        step = seen["model_step_s"].as_f64().unwrap();
+    }
+    std::fs::write(&file, std::fs::read_to_string(&file).unwrap().replace("8GB", "6GB")).unwrap();
+    let said = refused(&format!("alpa {} --model gpt2-xl --microbatches 4 --batch 1", file.display()));
+    assert!(said.contains("expected a model that fits"), "{said}");
+}
+
 #[test]
 fn a_choice_that_cannot_be_run_is_not_written() {
     let said = refused("piper lan --model gpt2 --microbatches 32 --out /nowhere/plan.toml");

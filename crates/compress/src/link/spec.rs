@@ -127,6 +127,19 @@ impl LinkSpec {
         }
     }
 
+    /// Bytes of the buffers that one end keeps between messages of so many samples, without what a store holds.
+    #[must_use]
+    pub const fn working_bytes(&self, shape: SampleShape, samples: usize) -> usize {
+        let values = shape.positions * shape.channels * samples * size_of::<f32>();
+        match self.0 {
+            Kind::Codec(_) => 0,
+            // Values in the order of channels.
+            Kind::Direct(_) => values,
+            // Besides: what is held of the samples, and the changes.
+            Kind::AqSgd(..) => 3 * values,
+        }
+    }
+
     /// Whether it needs samples that come again: a store is asked for then.
     #[must_use]
     pub const fn remembers(&self) -> bool {

@@ -2,6 +2,7 @@
 //! through the plan's codecs. It depends on no schedule.
 
 mod agree;
+mod memory;
 mod store;
 
 use std::collections::BTreeMap;
@@ -16,6 +17,7 @@ use farflung_parallel::pipeline::{Content, Message, Placement};
 
 use super::job::Job;
 use crate::{Error, Result};
+pub(super) use memory::{SamplesSeen, coded_bytes};
 pub(super) use store::Stores;
 
 /// The codec of what crosses from one part to the next, or back.
@@ -82,6 +84,56 @@ impl End {
     }
 }
 
+/// An end whose values do not travel as they are, as the plan has it.
+#[derive(Debug)]
+struct PlannedEnd {
+    end: End,
+    /// The rank of the other end.
+    other: Rank,
+    boundary: usize,
+    spec: LinkSpec,
+    /// Of the slice.
+    positions: usize,
+}
+
+/// The coded ends of the rank at `position` of its pipeline.
+///
+/// Errors: none for a plan whose names were checked.
+fn ends(
+    plan: &Plan,
+    placement: &Placement,
+    position: Rank,
+    slices: &[Range<usize>],
+) -> Result<Vec<PlannedEnd>> {
+    let mut ends = Vec::new();
+    for stage in placement.stages_of(position) {
+        let part = placement.part(stage);
+        let next = (part + 1 < placement.depth()).then(|| (stage, StageId(stage.0 + 1)));
+        let before = (part > 0).then(|| (StageId(stage.0 - 1), stage));
+        for (low, high) in [before, next].into_iter().flatten() {
+            let other = placement.rank(if low == stage { high } else { low });
+            if other == position {
+                continue;
+            }
+            let boundary = placement.part(low) as usize;
+            for (content, from) in [(Content::Activation, low), (Content::Gradient, high)] {
+                let spec = spec(plan, boundary, content)?;
+                if spec.is_plain() {
+                    continue;
+                }
+                ends.extend((0..).zip(slices).map(|(slice, positions)| PlannedEnd {
+                    end: End { from, content, slice },
+                    other,
+                    boundary,
+                    spec,
+                    positions: positions.len(),
+                }));
+            }
+        }
+    }
+    Ok(ends)
+}
+
 /// A codec and who has the other end.
 #[derive(Debug)]
 struct Coded {
@@ -119,35 +171,17 @@ impl Boundaries {
         slices: &[Range<usize>],
         stores: &Stores,
     ) -> Result<Self> {
-        let mut ends = BTreeMap::new();
-        for stage in placement.stages_of(position) {
-            let part = placement.part(stage);
-            let depth = placement.depth();
-            let next = (part + 1 < depth).then(|| (stage, StageId(stage.0 + 1)));
-            let before = (part > 0).then(|| (StageId(stage.0 - 1), stage));
-            for (low, high) in [before, next].into_iter().flatten() {
-                let other = placement.rank(if low == stage { high } else { low });
-                if other == position {
-                    continue;
-                }
-                let boundary = placement.part(low) as usize;
-                for (content, from) in [(Content::Activation, low), (Content::Gradient, high)] {
-                    let spec = spec(&job.plan, boundary, content)?;
-                    if spec.is_plain() {
-                        continue;
-                    }
-                    for (slice, positions) in (0..).zip(slices) {
-                        let end = End { from, content, slice };
-                        let shape = SampleShape { positions: positions.len(), channels: job.model.dim };
-                        let codec = spec.build(shape, |samples| stores.open(&end.name(), samples))?;
-                        let stream = 2 * boundary as u32 + u32::from(content == Content::Gradient);
-                        let stream = stream * slices.len() as u32 + u32::from(slice);
-                        ends.insert(end, Coded { codec, other, stream, remembers: spec.remembers() });
-                    }
-                }
-            }
+        let mut coded = BTreeMap::new();
+        for PlannedEnd { end, other, boundary, spec, positions } in
+            ends(&job.plan, placement, position, slices)?
+        {
+            let shape = SampleShape { positions, channels: job.model.dim };
+            let codec = spec.build(shape, |samples| stores.open(&end.name(), samples))?;
+            let stream = 2 * boundary as u32 + u32::from(end.content == Content::Gradient);
+            let stream = stream * slices.len() as u32 + u32::from(end.slice);
+            coded.insert(end, Coded { codec, other, stream, remembers: spec.remembers() });
         }
-        Ok(Self { ends, seed: job.config.seed, payload: Payload::new() })
+        Ok(Self { ends: coded, seed: job.config.seed, payload: Payload::new() })
     }
 
     /// Values as they leave; `None` where they travel as they are.

@@ -15,9 +15,11 @@ use farflung_tensor::Device;
 use farflung_zoo::GptConfig;
 
 use super::bind::ReplicaSchedule;
+use super::boundary::{SamplesSeen, coded_bytes};
 use super::costs::Machines;
 use super::job::Job;
 use super::sizes::averaging;
+use crate::config::choice::StoreKind;
 use crate::{Result, TrainConfig};
 use dry::DryRun;
 
@@ -37,7 +39,7 @@ pub struct StepMemory {
     pub activations: Bytes,
     /// Copies of operands of products that threads keep between them.
     pub operands: Bytes,
-    /// Messages, buckets of averages and what their codecs remember.
+    /// Messages, buckets of averages, and what the codecs of averages and of boundaries remember.
     pub messages: Bytes,
 }
 
@@ -54,14 +56,16 @@ impl StepMemory {
 ///
 /// Errors: those of [`ReplicaSchedule::new`].
 pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
-    of_plan(&job.plan, &job.model, &job.config, &job.machines()?)
+    let windows = job.sampler(0)?.windows();
+    of_plan(&job.plan, &job.model, &job.config, &job.machines()?, windows)
 }
 
-/// What each rank of a plan holds on the machines of a topology file, with the default optimizer.
+/// What each rank of a plan holds on the machines of a topology file, with the default optimizer and the default
+/// number of steps, each over samples of its own.
 ///
 /// Errors: as [`step_memory`]; a machine that the file does not have.
 pub fn planned_memory(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<StepMemory>> {
-    of_plan(plan, model, &TrainConfig::default(), &Machines::of_plan(plan, model, cluster)?)
+    of_plan(plan, model, &TrainConfig::default(), &Machines::of_plan(plan, model, cluster)?, None)
 }
 
 fn of_plan(
@@ -69,6 +73,7 @@ fn of_plan(
     model: &GptConfig,
     config: &TrainConfig,
     machines: &Machines,
+    windows: Option<u64>,
 ) -> Result<Vec<StepMemory>> {
     let mut ranks: Vec<StepMemory> = Vec::new();
     let mut before: Option<(u32, Vec<StepMemory>)> = None;
@@ -80,7 +85,16 @@ fn of_plan(
             continue;
         }
         let schedule = ReplicaSchedule::of(plan, model, machines, replica)?;
-        let of_rank = |position| of_rank(plan, model, config, &schedule, position);
+        let of_step = u64::from(plan.batch) * u64::from(microbatches);
+        let all = config.steps.saturating_mul(of_step);
+        // Samples of an epoch are shared among replicas as their microbatches are.
+        let share = |windows: u64| (windows / plan.sequences().max(1)).saturating_mul(of_step);
+        let seen = windows.map_or(all, |windows| share(windows).min(all));
+        let seen = match config.boundary_store {
+            StoreKind::Memory => SamplesSeen { held: seen, changed: if seen < all { of_step } else { 0 } },
+            StoreKind::File | StoreKind::Mapped => SamplesSeen { held: 0, changed: of_step },
+        };
+        let of_rank = |position| of_rank(plan, model, config, &schedule, position, seen);
         let found: Vec<_> = (0..plan.stages()).map(Rank).map(of_rank).collect::<Result<_>>()?;
         ranks.extend(&found);
         before = Some((microbatches, found));
@@ -94,6 +108,7 @@ fn of_rank(
     config: &TrainConfig,
     schedule: &ReplicaSchedule,
     position: Rank,
+    seen: SamplesSeen,
 ) -> Result<StepMemory> {
     let device = Device::sizes().with_precision(plan.precision);
     let held = || device.memory().1 as u64;
@@ -111,7 +126,8 @@ fn of_rank(
     let mut optimizer = begun - 2 * weights;
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;
-    let mut messages = dry.messages();
+    let coded = coded_bytes(plan, schedule.placement(), position, &schedule.slices, model.dim, seen)?;
+    let mut messages = dry.messages() + coded;
     if holders > 1 {
         optimizer += (config.sync.buffers)(&config.kept()).held as u64 * model_bytes;
         let level = plan.outermost();

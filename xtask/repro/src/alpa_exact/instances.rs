@@ -8,7 +8,9 @@ use farflung::parallel::planner::dapple::{
     DappleSize, DevicePolicy, HopTime, PhaseCost, PhaseCosts, PlacedStage,
 };
 use farflung::parallel::planner::galvatron::StrategyCost;
-use farflung::parallel::planner::operators::{MemoryLimit, Operator, OperatorEdge, OperatorGraph, OperatorStrategy};
+use farflung::parallel::planner::operators::{
+    MemoryLimit, Operator, OperatorEdge, OperatorGraph, OperatorStrategy,
+};
 use farflung::parallel::planner::pipedream::{LinkLevel, ProfiledLayer};
 use farflung::parallel::planner::piper::{PiperSize, ShapeLoad, StageLoad, StageShape};
 use farflung::parallel::planner::uneven::{Chain, ChainLayer, ChainMachine, ChainStage};

@@ -1,12 +1,13 @@
 //! What ranks of real runs hold at the most, as their allocators count it, beside what was predicted of their
 //! plans.
 
+use std::path::Path;
 use std::sync::Mutex;
 
 use anyhow::{Context, Result};
 use farflung::TrainConfig;
 use farflung::base::{Bytes, Precision};
-use farflung::config::choice::{OptimizerKind, SyncKind};
+use farflung::config::choice::{OptimizerKind, SamplingKind, SyncKind};
 use farflung::optim::local::SGD;
 use farflung::optim::sync::DILOCO;
 use farflung::parallel::Recompute;
@@ -29,8 +30,12 @@ struct Planned {
     config: TrainConfig,
 }
 
-/// Plans of different kinds for a model of 6 layers.
-fn plans(seed: u64) -> Vec<Planned> {
+/// Bytes of a text that is one step of [`plans`]' pipelines: 12 windows of 128 bytes and some more, and as much
+/// again as is held out.
+const ONE_STEP: usize = 2800;
+
+/// Plans of different kinds for a model of 6 layers. An epoch over the text of `one_step` is one step.
+fn plans(seed: u64, one_step: &Path) -> Vec<Planned> {
     let one = TrainConfig {
         workers: 1,
         batch: 4,
@@ -47,6 +52,13 @@ fn plans(seed: u64) -> Vec<Planned> {
         microbatches: Some(6),
         batch: 2,
         ..one.clone()
+    };
+    let coded = |codec: &str| TrainConfig {
+        boundary: codec.parse().expect("a boundary's codec"),
+        boundary_backward: "direct:8".parse().expect("a boundary's codec"),
+        sampling: SamplingKind::Epochs,
+        steps: STEPS,
+        ..pipeline(2, Method::OneFOneB)
     };
     let two = TrainConfig { workers: 2, ..one.clone() };
     let plan = |name, config| Planned { name, config };
@@ -82,6 +94,13 @@ fn plans(seed: u64) -> Vec<Planned> {
             "3 stages, 1f1b, recomputed",
             TrainConfig { recompute: Recompute::Full, ..pipeline(3, Method::OneFOneB) },
         ),
+        plan("2 stages, 1f1b, direct:4", coded("direct:4")),
+        plan("2 stages, 1f1b, int8", coded("int8")),
+        plan("2 stages, 1f1b, aqsgd:4", coded("aqsgd:4")),
+        plan(
+            "2 stages, 1f1b, aqsgd:4, a second epoch",
+            TrainConfig { data: Some(one_step.to_owned()), ..coded("aqsgd:4") },
+        ),
         plan(
             "2 replicas of 2 stages, 1f1b",
             TrainConfig { workers: 4, batch: 4, ..pipeline(2, Method::OneFOneB) },
@@ -115,7 +134,11 @@ fn held(job: &Job) -> Result<Vec<usize>> {
 /// Rows for each plan: what its fullest rank held; how far the prediction is off what the worst-predicted
 /// rank held.
 pub(super) fn run(report: &mut Report<'_>, quick: bool) -> Result<()> {
-    let mut plans = plans(report.seed());
+    let folder = tempfile::tempdir()?;
+    let one_step = folder.path().join("one-step.txt");
+    let text: Vec<u8> = (0..ONE_STEP).map(|at| b'a' + (at * at % 23) as u8).collect();
+    std::fs::write(&one_step, text)?;
+    let mut plans = plans(report.seed(), &one_step);
     if quick {
         plans.retain(|plan| matches!(plan.name, "one rank" | "2 stages, gpipe"));
     }

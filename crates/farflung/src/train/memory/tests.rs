@@ -1,5 +1,6 @@
 //! Predictions beside what real ranks hold: a small GPT whose buffers are counted by its device.
 
+use farflung_compress::StateValue;
 use farflung_optim::local::METHODS;
 use farflung_optim::sync::{DDP, ZERO_ONE};
 use farflung_parallel::Recompute;
@@ -8,7 +9,7 @@ use farflung_tensor::Precision;
 
 use super::*;
 use crate::Stop;
-use crate::config::choice::{LrScheduleKind, OptimizerKind, SyncKind, TransportKind};
+use crate::config::choice::{LrScheduleKind, OptimizerKind, SamplingKind, SyncKind, TransportKind};
 use crate::train::{Trainer, seats};
 use crate::transports::MEMORY;
 
@@ -92,4 +93,48 @@ fn buffers_are_predicted_to_the_byte() {
         let predicted: Vec<_> = step_memory(&job).unwrap().iter().map(buffers).collect();
         assert_eq!(predicted, measured(&job), "{what}");
     }
+}
+
+/// What AQ-SGD's ends hold of samples is what a checkpoint has of them, and a few words for each.
+#[test]
+fn samples_of_boundaries_are_predicted() {
+    let with = |boundary_store| {
+        let aqsgd = "aqsgd:4".parse().unwrap();
+        let config = TrainConfig {
+            boundary: aqsgd,
+            boundary_store,
+            sampling: SamplingKind::Epochs,
+            steps: 2,
+            ..config(2, Method::OneFOneB)
+        };
+        job(config)
+    };
+    let in_memory = with(StoreKind::Memory);
+    let of_step = 2 * 8;
+    let predicted = step_memory(&in_memory).unwrap();
+    let in_files = step_memory(&with(StoreKind::File)).unwrap();
+    std::thread::scope(|scope| {
+        let saved = |seat: crate::train::Seat| {
+            let mut trainer = Trainer::new(&in_memory, seat.comm, 1).unwrap();
+            trainer.step(false).unwrap();
+            trainer.step(false).unwrap();
+            let state = trainer.boundaries().save().unwrap();
+            let bytes = |value: &StateValue<'_>| match value {
+                StateValue::Bytes(bytes) => bytes.len() as u64,
+                _ => 0,
+            };
+            state.values().map(bytes).sum::<u64>()
+        };
+        let ranks: Vec<_> = seats(&in_memory, None)
+            .unwrap()
+            .into_iter()
+            .map(|seat| scope.spawn(move || saved(seat)))
+            .collect();
+        for (rank, saved) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
+            // Two steps' samples in memory; in files, those that one step changed.
+            let more = predicted[rank].messages.0 - in_files[rank].messages.0;
+            assert_eq!(saved, 2 * of_step * 32 * 32 * 2, "rank {rank}");
+            assert_eq!(more, saved / 2 + of_step * 48, "rank {rank}");
+        }
+    });
 }

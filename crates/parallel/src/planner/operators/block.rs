@@ -255,7 +255,12 @@ impl Maker<'_> {
         ways.retain(|&cuts| heads.is_multiple_of(self.parts(cuts, Cut::Columns)));
         let cost = |cuts| self.compute(12 * tokens * context * width, cuts);
         // Queries, keys, values, and the logarithm of each head's sum.
-        self.shaped("attention", &ways, cost, Held { weights: |_| 0, kept: 3 * width + heads, same_layout: true })
+        self.shaped(
+            "attention",
+            &ways,
+            cost,
+            Held { weights: |_| 0, kept: 3 * width + heads, same_layout: true },
+        )
     }
 
     /// The tensor of so many columns between two operators.
