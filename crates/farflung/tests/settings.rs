@@ -75,6 +75,11 @@ fn errors_are_json_where_the_log_is() {
     for (args, error) in [
         ("train --log-format json --stepz 3", "unexpected argument '--stepz' found"),
         ("--log-format=json fly", "unrecognized subcommand 'fly'"),
+        (
+            "train --log-format json --topology two-regions --workers 4",
+            "`topology` is 8 ranks in two-regions, expected 4, the number of workers: --workers 8 for all of them",
+        ),
+        ("plan spott --log-format json", "there is no shipped topology `spott` (known: "),
         ("--log-format json", "'farflung' requires a subcommand"),
         ("--log-format json compress", "a command is missing"),
         ("--log-format json train --codec topk:0", "\"topk:0\" selects nothing"),

@@ -403,12 +403,12 @@ impl Decided {
             plan
         } else {
             combination::check_wished(&config, world)?;
+            if cluster.is_some() {
+                // A file for other ranks is refused before anything else is made of it.
+                links::declared(&config, world, cluster.as_ref())?;
+            }
             planned::from_settings(&config, model, world, cluster.as_ref())?
         };
-        if config.plan.is_none() && cluster.is_some() {
-            // A file for other ranks is refused before anything starts.
-            links::declared(&config, world, cluster.as_ref())?;
-        }
         combination::check(&config, &plan)?;
         averages::resolve(&mut plan, model, &config, cluster.as_ref())?;
         let rates = costs::rates(&config, model, &plan, cluster.as_ref());

@@ -3,6 +3,7 @@
 
 pub(super) mod file;
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
@@ -41,13 +42,19 @@ pub(crate) fn cluster(config: &TrainConfig) -> Result<Option<Cluster>> {
 
 /// Reads a topology file, or where it cannot be read the shipped topology of this name.
 ///
-/// Errors: [`Error::Io`], and [`Error::Parallel`] with the line.
+/// Errors: [`Error::Io`], and [`Error::Parallel`] with the line; for a name without a folder or an ending that
+/// is no file, [`Error::Parallel`] with the names of the shipped ones.
 pub fn read_topology(path: &Path) -> Result<Cluster> {
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(text.parse()?),
         Err(source) => {
-            let shipped = path.to_str().and_then(|name| shipped::cluster(name).ok());
-            shipped.ok_or_else(|| Error::io("read", path)(source))
+            let shipped = path.to_str().map(shipped::cluster);
+            let is_name = path.extension().is_none() && path.components().count() == 1;
+            match shipped {
+                Some(Ok(cluster)) => Ok(cluster),
+                Some(Err(unknown)) if is_name && source.kind() == ErrorKind::NotFound => Err(unknown.into()),
+                _ => Err(Error::io("read", path)(source)),
+            }
         }
     }
 }
@@ -63,7 +70,7 @@ pub(super) fn declared(config: &TrainConfig, world: usize, cluster: Option<&Clus
     Err(Error::Setting {
         field: "topology",
         value: format!("{} ranks in {}", topology.size(), path.display()),
-        expected: format!("{world}, the number of workers"),
+        expected: format!("{world}, the number of workers: --workers {} for all of them", topology.size()),
     })
 }
 
