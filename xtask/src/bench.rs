@@ -110,7 +110,9 @@ const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
 /// The features that the named benches are built with.
 fn features(args: &[String], cuda: bool) -> Vec<String> {
     let devices = args.iter().any(|a| OF_DEVICES.contains(&a.as_str()));
-    let wanted = [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda)];
+    let iroh = args.iter().any(|a| a == "nat");
+    let wanted =
+        [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda), ("farflung-repro/iroh", iroh)];
     let wanted = wanted.into_iter().filter(|(_, wanted)| *wanted);
     wanted.flat_map(|(feature, _)| ["--features".to_owned(), feature.to_owned()]).collect()
 }
@@ -138,6 +140,7 @@ mod tests {
         assert!(features("gemm --quick", false).is_empty());
         assert_eq!(features("gpu --quick", false), ["--features", "farflung-repro/wgpu"]);
         assert_eq!(features("device-train gemm", false), ["--features", "farflung-repro/wgpu"]);
+        assert_eq!(features("nat --quick", false), ["--features", "farflung-repro/iroh"]);
         assert_eq!(features("device-parity", true)[2..], ["--features", "farflung-repro/cuda"]);
     }
 }

@@ -130,6 +130,9 @@ pub enum Refusal {
     /// Both connect to each other at the same time: the connection of the greater number stays.
     #[error("both connect at the same time")]
     Crossed,
+    /// Where peers are named by their keys.
+    #[error("another rank has this key: give each process one of its own, by --key-file or FARFLUNG_HOME")]
+    SameKey,
 }
 
 impl Refusal {
@@ -146,6 +149,7 @@ impl Refusal {
             Self::Expired { .. } => "expired ticket",
             Self::Clear => "not encrypted",
             Self::Crossed => "crossed",
+            Self::SameKey => "key taken",
         }
     }
 }

@@ -9,9 +9,12 @@ mod endpoint;
 mod inbox;
 pub mod memory;
 mod path;
+#[cfg(feature = "iroh")]
+pub mod quic;
 pub mod simulated;
 pub mod tcp;
 mod transport;
+mod until;
 
 mod control;
 pub mod secure;

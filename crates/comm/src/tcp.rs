@@ -18,7 +18,6 @@ mod rendezvous;
 mod store;
 mod stream;
 mod streams;
-mod until;
 
 use std::net::TcpStream;
 use std::os::fd::AsFd;

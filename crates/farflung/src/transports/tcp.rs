@@ -17,8 +17,15 @@ pub const TCP: TransportMethod = TransportMethod {
 
 /// Meets the others; with whom memory is shared is said by the meeting.
 pub(super) fn meet(meeting: &Meeting) -> Result<Communicator> {
-    let Meeting { rank, world_size, master, security, job, deadline, pace, shared_memory } = meeting;
-    let mut join = tcp::Config::new(*rank, *world_size, master.clone());
+    let Meeting { rank, world_size, master, security, job, deadline, pace, shared_memory, .. } = meeting;
+    // A ticket may also name relays, which are for QUIC.
+    let mut addresses = master.split(',').filter(|address| !address.contains("://"));
+    // Rank 0 listens at the first of its addresses; the others try all of them.
+    let master = match rank {
+        0 => addresses.next().unwrap_or_default().to_owned(),
+        _ => addresses.collect::<Vec<_>>().join(","),
+    };
+    let mut join = tcp::Config::new(*rank, *world_size, master);
     join.deadline = Duration::from(*deadline);
     join.pace = *pace;
     join.shared_memory = *shared_memory;

@@ -1,0 +1,158 @@
+//! What is on its way to a peer: for each tag a stream, and a task that writes it.
+//!
+//! Tags come and go with each collective, and nothing says when one is over. So the [`OPEN`] streams that were used
+//! last stay, and of more the one that has been idle the longest is ended. A tag that is used again after that gets a
+//! new stream once the peer has taken all of the old one, so that frames of one (peer, tag) keep their order.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::runtime::Handle;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use super::peer::Peer;
+use crate::Frame;
+use crate::inbox::WINDOW;
+use crate::transport::Tag;
+use crate::wire::{self, HEADER_BYTES, Kind};
+
+/// Streams that stay open though nothing is on its way in them.
+const OPEN: usize = 64;
+/// Frames of a tag that wait to be written.
+const QUEUED: usize = WINDOW / 4;
+
+/// A frame with its header.
+type Framed = ([u8; HEADER_BYTES], Frame);
+
+#[derive(Debug, Default)]
+pub(super) struct Outgoing(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// Nothing is sent any more.
+    finished: bool,
+    streams: BTreeMap<Tag, Stream>,
+    /// Streams that were ended and of which the peer may not have taken all; with their numbers.
+    ending: BTreeMap<Tag, (u64, JoinHandle<()>)>,
+    /// Counts uses, for the order of the streams.
+    used: u64,
+    opened: u64,
+}
+
+/// A stream that is open, or will be once the old one of its tag has ended.
+#[derive(Debug)]
+struct Stream {
+    frames: mpsc::UnboundedSender<Framed>,
+    /// Frames that are not written yet.
+    queued: Arc<AtomicUsize>,
+    writer: JoinHandle<()>,
+    number: u64,
+    used: u64,
+}
+
+impl Outgoing {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn opened(&self) -> u64 {
+        self.lock().opened
+    }
+
+    pub(super) fn has_room(&self, tag: Tag) -> bool {
+        self.lock().streams.get(&tag).is_none_or(|stream| stream.queued.load(Ordering::Acquire) < QUEUED)
+    }
+
+    pub(super) fn push(&self, peer: &Arc<Peer>, handle: &Handle, tag: Tag, frame: Frame) {
+        let header = wire::encode(Kind::Data, tag, frame.check, frame.bytes());
+        let mut state = self.lock();
+        if state.finished {
+            return;
+        }
+        state.used += 1;
+        let now = state.used;
+        if !state.streams.contains_key(&tag) {
+            state.end_idle();
+            let stream = state.open(peer, handle, tag);
+            state.streams.insert(tag, stream);
+        }
+        if let Some(stream) = state.streams.get_mut(&tag) {
+            stream.used = now;
+            stream.queued.fetch_add(1, Ordering::AcqRel);
+            // Where the writer is gone so is the connection, which the inbox hears of elsewhere.
+            let _ = stream.frames.send((header, frame));
+        }
+    }
+
+    /// Ends all streams, and gives what ends when the peer has taken all.
+    pub(super) fn finish(&self) -> Vec<JoinHandle<()>> {
+        let mut state = self.lock();
+        state.finished = true;
+        let streams = std::mem::take(&mut state.streams).into_values().map(|stream| stream.writer);
+        streams.chain(std::mem::take(&mut state.ending).into_values().map(|(_, writer)| writer)).collect()
+    }
+
+    /// The peer has taken all of a stream that was ended.
+    fn ended(&self, tag: Tag, number: u64) {
+        let mut state = self.lock();
+        if state.ending.get(&tag).is_some_and(|(ending, _)| *ending == number) {
+            state.ending.remove(&tag);
+        }
+    }
+}
+
+impl State {
+    /// Makes room for another stream.
+    fn end_idle(&mut self) {
+        while self.streams.len() >= OPEN {
+            let is_idle = |stream: &Stream| stream.queued.load(Ordering::Acquire) == 0;
+            let idle = self.streams.iter().filter(|(_, stream)| is_idle(stream));
+            let Some(tag) = idle.min_by_key(|(_, stream)| stream.used).map(|(tag, _)| *tag) else { return };
+            if let Some(Stream { writer, number, .. }) = self.streams.remove(&tag) {
+                self.ending.insert(tag, (number, writer));
+            }
+        }
+    }
+
+    fn open(&mut self, peer: &Arc<Peer>, handle: &Handle, tag: Tag) -> Stream {
+        self.opened += 1;
+        let number = self.opened;
+        let before = self.ending.remove(&tag).map(|(_, writer)| writer);
+        let (frames, coming) = mpsc::unbounded_channel();
+        let queued = Arc::new(AtomicUsize::new(0));
+        let (peer, waiting) = (Arc::clone(peer), Arc::clone(&queued));
+        let writer = handle.spawn(async move {
+            if let Some(before) = before {
+                // Whether it broke or not, it is over.
+                let _ = before.await;
+            }
+            // A connection that breaks is noticed by whoever listens to it.
+            let _ = write(&peer, coming, &waiting).await;
+            peer.outgoing().ended(tag, number);
+        });
+        Stream { frames, queued, writer, number, used: 0 }
+    }
+}
+
+/// Writes the frames of one tag until there are no more, and waits until the peer has taken all.
+async fn write(
+    peer: &Peer,
+    mut frames: mpsc::UnboundedReceiver<Framed>,
+    queued: &AtomicUsize,
+) -> std::io::Result<()> {
+    let (mut send, mut recv) = peer.connection().open_bi().await?;
+    while let Some((header, frame)) = frames.recv().await {
+        send.write_all(&header).await?;
+        send.write_all(frame.bytes()).await?;
+        if queued.fetch_sub(1, Ordering::AcqRel) == QUEUED {
+            // Whoever sends may have found no room before this.
+            peer.inbox().signal();
+        }
+    }
+    send.finish().map_err(std::io::Error::other)?;
+    // The other side ends its half when all is in its inbox.
+    recv.read_to_end(0).await.map_err(std::io::Error::other)?;
+    Ok(())
+}
