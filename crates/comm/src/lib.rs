@@ -11,6 +11,7 @@ pub mod memory;
 mod path;
 #[cfg(feature = "iroh")]
 pub mod quic;
+mod rate;
 pub mod simulated;
 pub mod tcp;
 mod transport;

@@ -1,12 +1,13 @@
-//! Endpoints that reach each other from behind address translation: QUIC by the crate `iroh`, with hole punching,
-//! relays that the user names, and addresses that may change while a run is under way. A peer is reached by its
-//! ed25519 key, which is the one of its [`Identity`](crate::secure::Identity).
+//! Endpoints that reach each other from behind address translation: QUIC by the crate `iroh`, with hole
+//! punching, relays that the user names, and addresses that may change during a run. A peer is known by its
+//! ed25519 key, which is that of its [`Identity`](crate::secure::Identity).
 //!
-//! Each (peer, tag) has a stream of its own, so that a lost packet holds up one conversation and not all. Nothing is
-//! asked of anybody's public services: relays are those of [`Config::relays`], and addresses are told by rank 0.
+//! Each (peer, tag) has a stream of its own, so that a lost packet holds up one conversation and not all. No
+//! public service is asked: relays are those of [`Config::relays`] and [`Config::host`], and rank 0 tells the
+//! addresses.
 //!
-//! A runtime of tokio with one thread moves the bytes. It appears in no public type. Backpressure is QUIC's own, a
-//! window for each stream: whoever reads a stream stops at [`WINDOW`](crate::WINDOW) frames that were not taken.
+//! A runtime of tokio with one thread moves the bytes; no public type names it. Backpressure is QUIC's own, a
+//! window for each stream: a stream is not read while [`WINDOW`](crate::WINDOW) of its frames were not taken.
 
 mod address;
 mod door;
@@ -14,6 +15,7 @@ mod incoming;
 mod line;
 mod meet;
 mod outgoing;
+mod pacer;
 mod peer;
 mod relay;
 
@@ -28,15 +30,21 @@ use crate::endpoint::{Driver, Endpoint, Role, Wake};
 use crate::inbox::Inbox;
 use crate::memory::real_start;
 use crate::secure::Security;
-use crate::transport::{Tag, Transport};
-use crate::{CommError, Frame, Pool};
+use crate::tcp::Pace;
+use crate::transport::Tag;
+use crate::{CommError, Frame, PathStats, Pool};
+use pacer::Pacer;
 use peer::Peer;
 pub use relay::{Relay, RelayConfig};
 
 /// The time that goodbyes may take.
 const PARTING: Duration = Duration::from_secs(5);
-/// For the sockets and relays to be closed after that.
+/// The time that closing sockets and connections to relays may take after that.
 const CLOSING: Duration = Duration::from_secs(2);
+
+/// After how long a silent peer is lost, by default. QUIC does not tell a process that was killed from one
+/// that is out of reach, so this is a compromise: a relay that starts again takes a few seconds.
+pub const PATIENCE: Duration = Duration::from_secs(10);
 
 /// An endpoint of a network of processes.
 pub type Quic = Endpoint<QuicDriver>;
@@ -49,26 +57,30 @@ pub struct Config {
     pub rank: u32,
     /// Number of ranks.
     pub world_size: u32,
-    /// Where rank 0 is reached, as `host:port`; several with commas between. Also relays, as `http://host:port` or
-    /// `https://host:port`, as for [`Config::relays`]. Rank 0 listens at the first port of these that is its own.
+    /// Where rank 0 is reached, as `host:port`; several with commas between. Also relays, as
+    /// `http://host:port` or `https://host:port`, as for [`Config::relays`]. Rank 0 listens at the port of
+    /// the first that is no relay.
     pub host: String,
     /// Processes of other jobs are turned away.
     pub job: String,
     /// The time that the whole rendezvous may take.
     pub deadline: Duration,
-    /// Relays that this process may use, besides those of `host`: `http://host:port` for one of
-    /// [`Relay`], `https://host:port` for one with a certificate that the web trusts. Whoever runs one sees who
-    /// talks with whom and how much, and nothing of what they say.
+    /// Relays that this process may use, besides those of `host`: `http://host:port` for a [`Relay`],
+    /// `https://host:port` for one with a certificate that the web trusts. A relay sees which keys exchange
+    /// how many bytes, and cannot read them.
     pub relays: Vec<String>,
-    /// Where this process listens, over UDP; by default at all its addresses, or at the loopback if rank 0 is there.
+    /// Where this process listens, over UDP; by default at all its addresses, or at the loopback if rank 0 is
+    /// there.
     pub listen: Option<SocketAddr>,
-    /// Whether it may reach others directly, not over relays alone.
+    /// Whether it may reach others directly; otherwise over relays alone.
     pub direct: bool,
     /// This process's key, the key of rank 0 (a ticket names it), and what proves the right to join.
     pub security: Security,
-    /// How long a peer may be silent before it is lost, from 1 to 30 seconds: a peer that lives says something every
-    /// few seconds, so this is how long a relay may be away.
+    /// After how long a peer of which nothing was heard is lost, from 1 to 30 seconds. A process that runs
+    /// sends something six times in this time. It is also how long a relay may be away.
     pub patience: Duration,
+    /// How fast it sends.
+    pub pace: Pace,
 }
 
 impl Config {
@@ -85,7 +97,8 @@ impl Config {
             listen: None,
             direct: true,
             security,
-            patience: Duration::from_secs(30),
+            patience: PATIENCE,
+            pace: Pace::default(),
         }
     }
 }
@@ -104,8 +117,9 @@ pub struct QuicDriver {
 /// Meets the other ranks and connects to each of them. Rank `r` becomes `PeerId(r)`.
 ///
 /// # Errors
-/// If an address makes no sense, rank 0 refuses, or ranks are missing at the deadline; [`CommError::Unsealed`] where
-/// `security` has no key of rank 0 by which it could be reached.
+/// If an address is wrong, rank 0 refuses, or ranks are missing at the deadline; [`CommError::Unsealed`]
+/// where `security` has no key of rank 0 by which it could be reached; [`CommError::Argument`] for a setting
+/// out of range.
 pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
     meet::check(config)?;
     let runtime = Builder::new_multi_thread()
@@ -131,15 +145,16 @@ pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
             return Err(error);
         }
     };
-    // Looking for what comes would take the core from the thread that moves it, and links are slow.
+    // Threads that wait sleep at once: looking for frames would take the core from the thread that moves them.
     let inbox = Arc::new(Inbox::new(connections.len()).crowded());
     let (pool, handle) = (Pool::new(), runtime.handle().clone());
+    let pacer = Arc::new(Pacer::new(config.pace, connections.len()));
     let me = PeerId(config.rank);
     let peers: Vec<_> = (0..)
         .map(PeerId)
         .zip(connections)
         .map(|(id, connection)| {
-            let peer = Arc::new(Peer::new(id, connection?, Arc::clone(&inbox)));
+            let peer = Arc::new(Peer::new(id, connection?, Arc::clone(&inbox), Arc::clone(&pacer)));
             inbox.peer_up(id);
             peer.listen(&handle, &pool);
             Some(peer)
@@ -151,14 +166,14 @@ pub fn join(config: &Config) -> Result<Arc<Quic>, CommError> {
 }
 
 impl Quic {
-    /// How a peer is reached just now: its address, or that of a relay; none before anything is known, and of a peer
-    /// that is gone.
+    /// The address at which a peer is reached now, or that of a relay; `None` before it is known, and for a
+    /// peer that is gone.
     #[must_use]
     pub fn path_to(&self, peer: PeerId) -> Option<String> {
         self.driver().peer(peer).and_then(Peer::path)
     }
 
-    /// Ends without a word to anybody, as a process that is killed.
+    /// Ends without telling the peers, as a process that is killed.
     pub fn vanish(&self) {
         let runtime = self.driver().runtime.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(runtime) = runtime {
@@ -166,10 +181,10 @@ impl Quic {
         }
     }
 
-    /// Streams that this endpoint has opened to a peer.
+    /// Streams that this endpoint has opened to a peer so far.
     #[must_use]
     pub fn streams_to(&self, peer: PeerId) -> u64 {
-        if peer == self.me() { 0 } else { self.driver().peer(peer).map_or(0, Peer::opened) }
+        self.driver().peer(peer).map_or(0, Peer::opened)
     }
 }
 
@@ -200,6 +215,9 @@ impl Driver for QuicDriver {
         inbox.park(seen, role, || until.saturating_sub(self.now()), None);
         Wake::Moved
     }
+    fn path(&self, peer: PeerId) -> Option<PathStats> {
+        self.peer(peer).map(Peer::stats)
+    }
     fn has_background(&self) -> bool {
         true
     }
@@ -223,7 +241,7 @@ impl Driver for QuicDriver {
                 })
                 .collect();
             for leaving in leaving {
-                // It ends at its time limit.
+                // Each has a time limit.
                 let _ = leaving.await;
             }
             let _ = tokio::time::timeout(CLOSING, endpoint.close()).await;

@@ -1,4 +1,4 @@
-//! What is particular to QUIC: streams by tag, relays, who is let in, and peers that vanish.
+//! What only QUIC has: streams by tag, relays, who is let in, rates of streams, and peers that vanish.
 
 #![cfg(feature = "iroh")]
 
@@ -10,9 +10,10 @@ use std::time::{Duration, Instant};
 
 use common::on_ranks;
 use common::quic::Job;
-use farflung_base::{Nanos, PeerId, Rank};
+use farflung_base::{Bandwidth, Nanos, PeerId, Rank};
 use farflung_comm::quic::{self, Quic, Relay, RelayConfig};
 use farflung_comm::secure::{Identity, JoinSecret, Security, Ticket};
+use farflung_comm::tcp::Pace;
 use farflung_comm::{
     CommError, Communicator, DownReason, FRAME_BYTES, ReduceOp, Refusal, Source, Tag, Transport, WINDOW,
 };
@@ -171,6 +172,76 @@ fn a_relay_serves_the_keys_of_its_list_alone() {
     for error in joined.into_iter().map(Result::unwrap_err) {
         assert!(matches!(error, CommError::Missing { .. }), "{error}");
     }
+}
+
+/// 5 MB a second.
+const RATE: Bandwidth = Bandwidth(40_000_000);
+const BYTES: usize = 2_000_000;
+
+#[test]
+fn a_rate_in_all_is_shared_by_peers_and_one_to_each_is_not() {
+    for (pace, sent) in
+        [(Pace { each: RATE, ..Pace::default() }, BYTES), (Pace { all: RATE, ..Pace::default() }, 2 * BYTES)]
+    {
+        let ends: Vec<_> =
+            Job::new(3).join(|config| config.pace = pace).into_iter().map(Result::unwrap).collect();
+        on_ranks(transports(&ends), |comm| {
+            comm.barrier().unwrap();
+            let start = comm.now();
+            if comm.rank() == Rank(0) {
+                // Two tags to each peer, which share its rate.
+                let parts = [(1, 1), (2, 1), (1, 2), (2, 2)];
+                let parts = parts.map(|(to, tag)| comm.start_send(Rank(to), tag, vec![7; BYTES / 2]));
+                parts.into_iter().for_each(|part| part.wait().unwrap());
+            } else {
+                for tag in [1, 2] {
+                    assert!(comm.recv(Rank(0), tag).unwrap() == vec![7; BYTES / 2]);
+                }
+            }
+            comm.barrier().unwrap();
+            let time = comm.now().saturating_sub(start).as_secs_f64();
+            // After a pause 10 ms are sent at once.
+            let least = sent as f64 * 8.0 / RATE.0 as f64 - 0.011;
+            assert!((least..2.0 * least + 0.5).contains(&time), "{time} s, at least {least} s");
+        });
+    }
+    let mut slow = Job::new(2).config(0);
+    slow.pace = Pace { all: Bandwidth(100), ..Pace::default() };
+    let error = quic::join(&slow).unwrap_err();
+    assert!(matches!(error, CommError::Argument { what: "bits a second", got: 100, .. }), "{error}");
+}
+
+#[test]
+fn paths_tell_round_trips_and_packets_and_what_waits_for_the_rate() {
+    const SLOW: Bandwidth = Bandwidth(8_000_000);
+    let pace = Pace { all: SLOW, ..Pace::default() };
+    let ends: Vec<_> =
+        Job::new(2).join(|config| config.pace = pace).into_iter().map(Result::unwrap).collect();
+    on_ranks(transports(&ends), |comm| {
+        let path = || comm.transport().path(PeerId(1 - comm.rank().0)).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == Rank(0) {
+            let before = path().queued_for;
+            // 200 ms at the rate.
+            let sent = comm.start_send(Rank(1), 1, vec![7; 200_000]);
+            let queued = path().queued.0;
+            assert!((100_000..=201_000).contains(&queued), "{queued}");
+            sent.wait().unwrap();
+            comm.recv(Rank(1), 2).unwrap();
+            let after = path();
+            let waited = after.queued_for.saturating_sub(before);
+            assert!(after.queued.0 == 0 && waited >= Nanos::from_millis(150), "{after:?}");
+            // Packets have at most 64 KiB on the loopback, and seldom more than 1500 bytes.
+            assert!(after.packets >= 200_000 / 65_536, "{after:?}");
+        } else {
+            assert_eq!(comm.recv(Rank(0), 1).unwrap().len(), 200_000);
+            comm.send(Rank(0), 2, &[1]).unwrap();
+        }
+        let (last, least) = (path().round_trip.unwrap(), path().least_round_trip.unwrap());
+        assert!(least <= last && last < Nanos::from_millis(5_000), "{last} {least}");
+        assert_eq!(comm.transport().path(PeerId(comm.rank().0)), None);
+        comm.barrier().unwrap();
+    });
 }
 
 #[test]

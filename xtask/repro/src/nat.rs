@@ -1,5 +1,5 @@
-//! Two homes behind routers that translate addresses, and a relay between them: they train together, over a direct
-//! path where the routers let them find one and over the relay where not, and the relay may die and come back.
+//! Two homes behind routers that translate addresses, and a relay between them. Both train one model: over a
+//! direct path if the routers let them find one, else over the relay, which dies and comes back.
 
 mod world;
 
@@ -20,8 +20,9 @@ use world::{OPEN, Translation, World};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "nat",
-    claim: "two machines behind address translation train together with the bits of a run over TCP; where only a relay \
-            joins them, its death and return cost at most the step in flight, and where they found a direct path nothing",
+    claim: "two machines behind address translation train together, with the bits of a run over TCP; with a direct \
+            path the relay's death costs nothing, and without one its death and return cost at most the step in \
+            flight",
     source: "network namespaces with nft (`cargo xtask setup nat`), iroh's relay server, no service outside",
     seed: 0,
     run,
@@ -34,13 +35,13 @@ const AWAY: Duration = Duration::from_secs(4);
 /// The longest that a run may take.
 const LIMIT: Duration = Duration::from_secs(240);
 
-/// What the ranks of a job train.
+/// A job of two ranks.
 struct Job<'a> {
     folder: &'a Path,
     steps: u32,
 }
 
-/// A process that ends with this.
+/// A process, killed when this is dropped.
 struct Running(Child);
 
 impl Drop for Running {
@@ -51,12 +52,12 @@ impl Drop for Running {
     }
 }
 
-/// What a run over the relay came to.
+/// The results of a run over QUIC.
 struct Ran {
     trained: Trained,
     /// When each step was done, in seconds.
     done: Vec<f64>,
-    /// Bytes that the relay passed on after it came back, or in all where it did not die.
+    /// Bytes that the last relay passed on: after its return, or in the whole run if it did not die.
     carried: f64,
     /// Bytes that both ranks sent.
     sent: f64,
@@ -76,7 +77,7 @@ impl Job<'_> {
         Ok(command)
     }
 
-    /// The same over TCP on the loopback.
+    /// The same job over TCP on the loopback.
     fn over_tcp(&self) -> Result<Trained> {
         let out = self.folder.join("tcp");
         let mut args: Vec<String> = ["launch", "-n", "2", "--"].map(str::to_owned).to_vec();
@@ -86,7 +87,7 @@ impl Job<'_> {
         Trained::read(&out)
     }
 
-    /// A relay in the open network, once it listens.
+    /// Starts a relay in the open network, and waits until it listens.
     fn relay(&self, world: &World) -> Result<Running> {
         let listen = format!("{OPEN}:{PORT}");
         let relay = self.command(&["relay", "--listen", &listen].map(str::to_owned))?;
@@ -98,7 +99,7 @@ impl Job<'_> {
         Ok(started)
     }
 
-    /// A rank at its home.
+    /// Starts a rank in its home.
     fn rank(&self, world: &World, rank: u32, ticket: &Path, out: &Path) -> Result<Running> {
         let mut args = self.args(out);
         args.extend(["--transport", "iroh", "--ticket-file"].map(str::to_owned));
@@ -125,7 +126,8 @@ impl Job<'_> {
         Ok(path)
     }
 
-    /// Both ranks train; the relay dies once they have taken `dies` steps, and comes back if it `returns`.
+    /// Runs both ranks. The relay is killed after `dies` steps, and started again after [`AWAY`] if it
+    /// `returns`.
     fn over_quic(&self, name: &str, by: Translation, dies: Option<usize>, returns: bool) -> Result<Ran> {
         let world = World::make(by)?;
         let mut relay = Some(self.relay(&world)?);
@@ -139,7 +141,7 @@ impl Job<'_> {
                 self.check(&out, &mut ranks, start)?;
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // By SIGKILL: nobody hears of it.
+            // By SIGKILL, so that it says nothing to anybody.
             drop(relay.take());
             if returns {
                 std::thread::sleep(AWAY);
@@ -162,7 +164,7 @@ impl Job<'_> {
         })
     }
 
-    /// That nothing has failed, and that there is time left.
+    /// Fails if a rank has failed, or after [`LIMIT`].
     fn check(&self, out: &Path, ranks: &mut [Running], start: Instant) -> Result<()> {
         for (rank, running) in ranks.iter_mut().enumerate() {
             let said =
@@ -179,8 +181,9 @@ impl Job<'_> {
     }
 }
 
-/// What is known after a step.
+/// A line of the metrics.
 struct Row {
+    /// Seconds since the start.
     wall: f64,
     /// Bytes that both ranks have sent so far.
     sent: f64,
@@ -196,7 +199,7 @@ fn rows(out: &Path) -> Vec<Row> {
     text.lines().filter_map(read).collect()
 }
 
-/// Ends a relay with a signal, and reads from its last line what it carried, in bytes.
+/// Ends a relay with SIGTERM. Its last line has the bytes that it passed on.
 fn carried(mut relay: Running) -> Result<f64> {
     let pid = Pid::from_raw(relay.0.id().cast_signed()).context("a process has a number")?;
     kill_process(pid, Signal::TERM)?;
@@ -206,7 +209,8 @@ fn carried(mut relay: Running) -> Result<f64> {
     Ok(bytes.with_context(|| format!("the relay said `{said}`"))?.parse()?)
 }
 
-/// The longest time between the ends of two steps that follow each other, and how many took longer than `limit`.
+/// The longest time between the ends of two steps that follow each other, and how many took longer than
+/// `limit`.
 fn waits(done: &[f64], limit: f64) -> (f64, usize) {
     let waits = || done.windows(2).map(|pair| pair[1] - pair[0]);
     (waits().fold(0.0, f64::max), waits().filter(|wait| *wait > limit).count())
@@ -229,7 +233,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         report.row(&format!("{name}: losses or weights with other bits"), unlike, "1", Mark::AtMost(0.0))?;
         let share = ran.carried / ran.sent;
         match (by, returns) {
-            // A relay that is gone for good cannot be asked, and nothing went over it.
+            // A relay that was killed says nothing.
             (Translation::Kept, _) => {}
             (Translation::Random, false) => {
                 report.row(

@@ -1,4 +1,4 @@
-//! Where a peer is reached: addresses and relays in one text, and the keys of both worlds.
+//! Where a peer is reached: addresses and relays in one text, and the public keys of iroh and of this crate.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -9,7 +9,7 @@ use iroh_relay::RelayQuicConfig;
 use crate::CommError;
 use crate::secure::PublicKey;
 
-/// What a text of addresses may take of a greeting.
+/// Bytes that the addresses may take of a greeting.
 const TEXT: usize = 600;
 
 /// The addresses and relays of a text such as `10.0.0.1:29500,http://relay.example:3340`.
@@ -20,7 +20,7 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Reads a text of a user's, with names.
+    /// Reads a user's text, and looks names up.
     pub(super) fn resolve(text: &str) -> Result<Self, CommError> {
         let mut places = Self::default();
         let mut wrong = None;
@@ -40,7 +40,7 @@ impl Places {
         }
     }
 
-    /// Reads a peer's text, in which there are no names to look up.
+    /// Reads a peer's text. It has addresses alone: names are not looked up.
     pub(super) fn read(text: &str) -> Option<Self> {
         let mut places = Self::default();
         for one in text.split(',').filter(|one| !one.is_empty()) {
@@ -53,7 +53,7 @@ impl Places {
         (!places.is_empty()).then_some(places)
     }
 
-    /// Those of an endpoint, relays first, as many as fit into a greeting.
+    /// As a text, relays first, as many as fit into a greeting.
     pub(super) fn text(&self) -> String {
         let relays = self.relays.iter().map(|url| url.to_string().trim_end_matches('/').to_owned());
         let mut text = String::new();
@@ -69,10 +69,10 @@ impl Places {
         self.sockets.is_empty() && self.relays.is_empty()
     }
 
-    /// The peer with this key at these places; over relays alone where that is wished.
+    /// The peer with this key at these places; without `direct` at the relays alone.
     ///
     /// # Errors
-    /// [`CommError::Unsealed`] if the key is none.
+    /// [`CommError::Unsealed`] if the bytes are no public key.
     pub(super) fn of(&self, key: PublicKey, direct: bool) -> Result<EndpointAddr, CommError> {
         let id = ::iroh::PublicKey::from_bytes(key.bytes()).map_err(|_| CommError::Unsealed {
             peer: key.to_string(),
@@ -100,13 +100,13 @@ pub(super) fn relay(text: &str) -> Result<RelayUrl, CommError> {
     text.parse().map_err(|e| wrong(format!("{e}")))
 }
 
-/// What a process knows of the relays that it may use.
+/// The relays that a process may use, as iroh has them.
 pub(super) fn relay_map(relays: &[RelayUrl]) -> RelayMap {
     relays.iter().map(|url| RelayConfig::new(url.clone(), Some(discovery(url)))).collect()
 }
 
-/// Where a relay tells processes the address that they have outside: over UDP, at the port of its HTTP; with TLS at
-/// the port that iroh's own program has.
+/// Where a relay tells processes their address outside of their router: over UDP, at the port of its HTTP;
+/// with TLS at the default port of `iroh-relay`.
 fn discovery(url: &RelayUrl) -> RelayQuicConfig {
     match (url.scheme(), url.port_or_known_default()) {
         ("http", Some(port)) => RelayQuicConfig::new(port),
@@ -114,7 +114,7 @@ fn discovery(url: &RelayUrl) -> RelayQuicConfig {
     }
 }
 
-/// A peer's name here of its name there.
+/// The public key that iroh names a peer by.
 pub(super) fn key_of(id: ::iroh::EndpointId) -> PublicKey {
     PublicKey::new(*id.as_bytes())
 }

@@ -1,8 +1,7 @@
-//! Connections that have not said yet who they are: how many wait, for how long, what they say, and what proves that
-//! they belong here. It depends on no job.
+//! New connections, until they have proven that they belong to the job. It does not depend on what the job is.
 //!
-//! What a connection may cost before its proof: one handshake, one stream with a window of [`UNPROVEN`] bytes, of
-//! which 1024 are read, [`GREETING`], and one of [`MOST`] places. Nobody waits for it.
+//! What a connection may cost before its proof: one handshake, one stream with a window of [`UNPROVEN`]
+//! bytes, of which 1024 are read, [`GREETING`], and one of [`MOST`] places. Members do not wait for it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,25 +14,27 @@ use crate::control::{Control, HELLO};
 use crate::error::Refusal;
 use crate::secure::{Role, Security};
 use crate::until::Until;
+use crate::wire::VERSION;
+use crate::{CommError, WireError};
 
-/// Connections that wait at a time; more are turned away unheard.
+/// Connections that may wait at a time; more are refused before their handshake.
 const MOST: usize = 256;
-/// For a handshake and a greeting, which a rank sends at once.
+/// The time for a handshake and a greeting, which a rank sends at once.
 const GREETING: Duration = Duration::from_secs(10);
-/// Bytes that a peer may have on their way to this process before its proof.
+/// Bytes that a peer may send before its proof.
 pub(super) const UNPROVEN: u32 = 16 * 1024;
 
-/// A connection that proved that it belongs here, and how it greeted.
+/// A connection that has proven that it belongs here, and its greeting.
 #[derive(Debug)]
 pub(super) struct Guest {
     pub(super) line: Line,
     /// The frame with the greeting.
     pub(super) greeting: Vec<u8>,
-    /// Until when its right to join holds, for the answer to its proof.
+    /// When its right to join ends, which the answer to its proof repeats.
     pub(super) expiry: u64,
 }
 
-/// Lets connections in until it is dropped, which turns away whoever comes later.
+/// Accepts connections until it is dropped; later ones are not answered.
 #[derive(Debug)]
 pub(super) struct Door {
     accepting: tokio::task::JoinHandle<()>,
@@ -56,7 +57,7 @@ impl Door {
                 let (security, coming) = (security.clone(), coming.clone());
                 tokio::spawn(async move {
                     if let Some(guest) = hear(&security, incoming).await {
-                        // Nobody takes it where all have come.
+                        // It fails once all ranks have come.
                         let _ = coming.send(guest).await;
                     }
                     drop(place);
@@ -101,6 +102,12 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
     let name = line.key().to_string();
     let proof = match line.hear(HELLO, until).await {
         Ok(proof) => proof,
+        Err(CommError::Handshake { source: WireError::Version { got, .. }, .. }) => {
+            let reason = Refusal::Version { want: VERSION, got };
+            let _: Option<Guest> = note(reason.kind(), &reason);
+            line.refuse(reason).await;
+            return None;
+        }
         Err(error) => return note("garbage", &error),
     };
     let verified = match control(&proof, &name) {
@@ -125,7 +132,7 @@ async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
 }
 
 impl Guest {
-    /// Turns it away with the reason.
+    /// Refuses it with the reason.
     pub(super) fn refuse(mut self, security: &Security, reason: Refusal) {
         security.refused().note(None, reason.kind(), &reason);
         tokio::spawn(async move { self.line.refuse(reason).await });

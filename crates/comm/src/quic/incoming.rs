@@ -8,10 +8,10 @@ use super::peer::Peer;
 use crate::wire::{self, HEADER_BYTES, Kind};
 use crate::{Pool, WireError};
 
-/// Reads a stream to its end; then the peer is told, by the end of the other half, that all of it was taken.
+/// Reads a stream to its end, and ends the other half of it, which tells the peer that all was taken.
 ///
 /// # Errors
-/// What is wrong with a frame. A connection that ends is none: whoever listens to it knows the reason.
+/// What is wrong with a frame. The end of the connection is no error here: `Peer::listen` notices it.
 pub(super) async fn read(
     peer: &Peer,
     mut send: SendStream,

@@ -1,4 +1,5 @@
-//! Control messages over the stream by which two peers greet each other, and the proof that both belong to the job.
+//! Control messages over the stream by which two peers greet each other, and the proof that both belong to
+//! the job.
 
 use std::io::{self, ErrorKind};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use crate::{CommError, FRAME_BYTES, HEADER_BYTES, Message, WireError};
 /// The label of the exporter over which the secret is proven.
 const LABEL: &[u8] = b"EXPORTER-farflung-join";
 
-/// For the other side to take the last word.
+/// The time that the other side has to take the last message.
 const MOMENT: Duration = Duration::from_secs(1);
 
 /// The first stream of a connection.
@@ -61,13 +62,13 @@ impl Line {
         key_of(self.connection.remote_id())
     }
 
-    /// Says one message.
+    /// Sends one message.
     pub(super) async fn say(&mut self, message: &Control<'_>) -> io::Result<()> {
         let frame = wire::framed(message).map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
         Ok(self.send.write_all(&frame).await?)
     }
 
-    /// Says this side's proof.
+    /// Sends this side's proof.
     pub(super) async fn prove(
         &mut self,
         security: &Security,
@@ -79,7 +80,7 @@ impl Line {
         Ok(self.send.write_all(&wire::framed_bytes(&proof)).await?)
     }
 
-    /// Checks the other side's.
+    /// Checks the other side's proof.
     pub(super) fn verify(
         &self,
         security: &Security,
@@ -90,21 +91,21 @@ impl Line {
         security.verify_by(role, self.key(), &self.exporter, expected, proof)
     }
 
-    /// Turns the other side away with the reason, and waits a moment until it has that.
+    /// Refuses the other side with the reason, waits a moment until it has it, and closes the connection.
     pub(super) async fn refuse(&mut self, reason: Refusal) {
         self.last(&Control::Refuse(reason)).await;
         self.connection.close(1_u8.into(), b"refused");
     }
 
-    /// Says what nothing follows, and waits a moment until the other side has it. It may be gone already.
+    /// Sends the last message, and waits a moment until the other side has it. It may be gone already.
     pub(super) async fn last(&mut self, message: &Control<'_>) {
         if self.say(message).await.is_ok() && self.send.finish().is_ok() {
             let _ = tokio::time::timeout(MOMENT, self.send.stopped()).await;
         }
     }
 
-    /// The bytes of one message of at most `most` bytes, as many as come: nothing is allocated by a length that is
-    /// only claimed.
+    /// Receives one message of at most `most` bytes. Memory grows with the bytes that come, not with the
+    /// length that the message claims.
     pub(super) async fn hear(&mut self, most: usize, until: Until) -> Result<Vec<u8>, CommError> {
         let from = self.key().to_string();
         let wrong = |source| CommError::Handshake { peer: from.clone(), source };

@@ -1,6 +1,6 @@
-//! How the ranks of a job find each other over QUIC: all connect to rank 0, by its key, and get a table of addresses
-//! and keys; then they connect pairwise, each end naming itself. Everything has a deadline; what does not belong here
-//! is turned away with the reason. The messages are those of TCP.
+//! How the ranks of a job find each other over QUIC: all connect to rank 0, by its key, and get a table of
+//! addresses and keys; then they connect pairwise. Everything has a deadline; a connection that does not
+//! belong here is refused with the reason. The messages are those of TCP.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -22,20 +22,24 @@ use crate::error::Refusal;
 use crate::secure::{Admission, AnyCertificate, Identity, JoinSecret, PublicKey, Role, Security, refused};
 use crate::until::Until;
 
-/// What is spoken here.
+/// The name of the protocol in the handshake (ALPN).
 const PROTOCOL: &[u8] = b"farflung/1";
-/// Between two attempts to reach a peer.
+/// The pause between two attempts to reach a peer.
 const PAUSE: Duration = Duration::from_millis(50);
-/// For one attempt to connect.
+/// The time of one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(10);
-/// For the connection to a relay before this process tells others where it is reached.
+/// The time that the connection to a relay may take before this process tells others where it is reached.
 const RELAY: Duration = Duration::from_secs(10);
 
-/// Connections to all peers by rank, none to the own.
+/// Connections to all peers by rank; none to this process itself.
 type Connections = Vec<Option<Connection>>;
 
-/// Whether the settings make sense.
+/// Refuses settings that are wrong, or with which ranks cannot meet.
+///
+/// # Errors
+/// As [`join`](super::join).
 pub(super) fn check(config: &Config) -> Result<(), CommError> {
+    config.pace.check()?;
     let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
     if config.rank >= config.world_size {
         return argument("rank", config.rank as usize, config.world_size as usize);
@@ -49,7 +53,7 @@ pub(super) fn check(config: &Config) -> Result<(), CommError> {
     }
     let unsealed =
         |reason: &str| Err(CommError::Unsealed { peer: "rank 0".to_owned(), reason: reason.to_owned() });
-    if config.world_size > 1 && !config.security.is_sealed() {
+    if config.world_size > 1 && config.security.identity().is_none() {
         return unsealed("peers are named by their keys here: all ranks need a ticket of rank 0");
     }
     if config.rank > 0 && config.security.host() == config.security.own_key() && config.world_size > 1 {
@@ -73,7 +77,7 @@ fn places(config: &Config) -> Result<Places, CommError> {
     Ok(places)
 }
 
-/// Where this process listens: `None` is everywhere at any port.
+/// Where this process listens; `None` is any port of all addresses.
 fn listening(config: &Config, places: &Places) -> Option<SocketAddr> {
     if config.listen.is_some() {
         return config.listen;
@@ -88,10 +92,10 @@ fn listening(config: &Config, places: &Places) -> Option<SocketAddr> {
     Some(SocketAddr::new(if ip.is_loopback() { ip } else { everywhere(ip) }, port))
 }
 
-/// This process's end of all connections.
+/// Opens this process's end of all connections.
 ///
 /// # Errors
-/// If the address is not to be had, or a relay makes no sense.
+/// If the port is in use, or the URL of a relay is wrong.
 pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
     let places = places(config)?;
     let io = |what, address: &dyn std::fmt::Display, e: &dyn std::fmt::Display| {
@@ -131,7 +135,7 @@ pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
         io("listen over UDP at", &at, &format_args!("{e:#}"))
     })?;
     if !places.relays.is_empty() {
-        // A relay that is away may come back, and peers may be reached without it.
+        // It may fail: a relay that is away may come back, and peers may be reached without it.
         let _ = tokio::time::timeout(RELAY.min(config.deadline), endpoint.online()).await;
     }
     Ok(endpoint)
@@ -141,7 +145,7 @@ fn transport(config: &Config) -> Result<QuicTransportConfig, CommError> {
     let patience = IdleTimeout::try_from(config.patience)
         .map_err(|e| CommError::io("patience of", &"QUIC", &std::io::Error::other(e)))?;
     Ok(QuicTransportConfig::builder()
-        // Until the other side has proven that it belongs here; then more.
+        // These bounds hold until the other side has proven that it belongs here; `trust` raises them.
         .max_concurrent_bidi_streams(VarInt::from_u32(1))
         .max_concurrent_uni_streams(VarInt::from_u32(0))
         .receive_window(VarInt::from_u32(UNPROVEN))
@@ -154,13 +158,13 @@ fn transport(config: &Config) -> Result<QuicTransportConfig, CommError> {
         .build())
 }
 
-/// The other side belongs here: it may send as much as it likes.
+/// Raises the bounds of a connection whose other side has proven that it belongs here.
 fn trust(connection: &Connection) {
     connection.set_receive_window(VarInt::from_u32(WINDOW_OF_ALL));
     connection.set_max_concurrent_bi_streams(VarInt::from_u32(STREAMS));
 }
 
-/// Finds all peers.
+/// Connects to all peers.
 pub(super) async fn meet(config: &Config, endpoint: &Endpoint) -> Result<Connections, CommError> {
     let until = Until::after(config.deadline);
     let connections = match config.rank {
@@ -189,14 +193,14 @@ fn own_places(endpoint: &Endpoint) -> Places {
     places
 }
 
-/// A rank that has come.
+/// A rank that has come, and where it listens.
 struct Come {
     line: Line,
     listen: String,
 }
 
-/// Lets in all ranks above the own. `answer` is what each hears at once, after this side's proof. The ranks that have
-/// not come by the deadline stand beside those that have.
+/// Accepts all ranks above this one. Each gets `answer`, if there is one, after this side's proof. Returns
+/// those that have come, and the ranks that have not come by the deadline.
 async fn admit(
     config: &Config,
     security: &Security,
@@ -222,7 +226,7 @@ async fn admit(
                     (Ok(()), Some(answer)) => guest.line.say(answer).await,
                     _ => Ok(()),
                 };
-                // One that is gone already may come again.
+                // A rank whose connection is lost may come again.
                 if proven.is_ok() && said.is_ok() {
                     come[rank] = Some(Come { line: guest.line, listen });
                 }
@@ -231,7 +235,7 @@ async fn admit(
     }
 }
 
-/// Which rank a guest is, and where it listens.
+/// The rank of a guest, and where it listens.
 fn greeted(
     config: &Config,
     security: &Security,
@@ -261,7 +265,7 @@ fn greeted(
     let is_gone = |come: &Come| come.line.connection.close_reason().is_some();
     match come.get(rank as usize) {
         None => Err(Refusal::Rank(rank)),
-        // One that comes again takes the place of its dead self.
+        // A rank that comes again takes the place of its connection that was lost.
         Some(before) if rank > config.rank && before.as_ref().is_none_or(is_gone) => {
             Ok((rank as usize, listen.to_owned()))
         }
@@ -269,14 +273,15 @@ fn greeted(
     }
 }
 
-/// Rank 0: lets everyone in, then tells everyone where the others are, and how they know each other.
+/// Rank 0: accepts all others, then tells them each other's addresses and keys, and a secret for their
+/// connections.
 async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
     let mut door = Door::open(endpoint, &config.security);
     let (mut come, absent) = admit(config, &config.security, &mut door, until, None).await;
     if !absent.is_empty() {
         let message = Control::Missing(Listed(absent.iter().map(|rank| rank.0).collect()));
         for come in come.iter_mut().flatten() {
-            // They have deadlines of their own.
+            // It may fail: others have deadlines of their own.
             come.line.last(&message).await;
         }
         return Err(missing(config, absent));
@@ -300,7 +305,7 @@ async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Conn
     Ok(come.into_iter().map(|come| Some(come?.line.connection)).collect())
 }
 
-/// One answer of the other side, after its proof.
+/// Receives an answer of the other side, after its proof.
 async fn answer<T>(
     config: &Config,
     line: &mut Line,
@@ -319,7 +324,7 @@ async fn answer<T>(
     }
 }
 
-/// Connects to a peer by its key and greets it; it has proven that it belongs here when this is done.
+/// Connects to a peer by its key, greets it, and checks its proof.
 async fn greet(
     config: &Config,
     security: &Security,
@@ -347,7 +352,7 @@ async fn greet(
         key: own_key.as_ref().map_or(&[][..], |key| key.bytes()),
         digest: &[],
     };
-    // Where it fails, so does the answer, which says why.
+    // If these fail, the answer says why.
     let _ = line.prove(security, Role::Client, None).await;
     let _ = line.say(&hello).await;
     let bytes = line.hear(Line::LONGEST, until).await?;
@@ -361,7 +366,7 @@ async fn greet(
     }
 }
 
-/// [`greet`] until it works, and what the peer says then.
+/// Repeats [`greet`] until it succeeds, and receives the peer's answer.
 async fn reach<T>(
     config: &Config,
     security: &Security,
@@ -389,7 +394,8 @@ async fn reach<T>(
     }
 }
 
-/// What a table says to the rank that got it; none if it makes no sense.
+/// Reads the table as the rank that got it needs it: the ranks to which it connects, and the keys of all.
+/// `None` if the table is wrong.
 fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, Places)>, Admission)> {
     let Control::Table { addresses: Listed(addresses), keys: Listed(keys), secret } = message else {
         return None;
@@ -403,11 +409,12 @@ fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, Place
     Some((between.collect::<Option<_>>()?, Admission { members: members.collect::<Option<_>>()?, secret }))
 }
 
-/// Every other rank: asks rank 0, then meets the others where they are.
+/// Every other rank: gets the table from rank 0, then connects to the ranks below its own and accepts those
+/// above.
 async fn visit(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
     let host = config.security.host().expect("it was checked");
     let to = (places(config)?.of(host, config.direct)?, host);
-    // Rank 0 gives up at its own deadline and then says who is missing; there is a moment for that.
+    // Rank 0 says at its own deadline who is missing. This side waits a moment longer, to hear it.
     let patient = until.longer(Duration::from_secs(1));
     let (asked, (between, admission)) = {
         let table = |message: &Control<'_>| read_table(config, message);

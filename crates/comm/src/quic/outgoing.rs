@@ -1,13 +1,17 @@
-//! What is on its way to a peer: for each tag a stream, and a task that writes it.
+//! The streams to a peer: one for each tag, and a task that writes it.
 //!
-//! Tags come and go with each collective, and nothing says when one is over. So the [`OPEN`] streams that were used
-//! last stay, and of more the one that has been idle the longest is ended. A tag that is used again after that gets a
-//! new stream once the peer has taken all of the old one, so that frames of one (peer, tag) keep their order.
+//! Each collective has a tag of its own, and nothing says when a tag is used for the last time. So at most
+//! [`OPEN`] streams stay open while nothing is sent in them; beyond that the stream that was idle for the
+//! longest time is ended. A tag that is used again after that gets a new stream once the peer has taken all
+//! of the old one, so that frames of one (peer, tag) keep their order.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
+use ::iroh::endpoint::SendStream;
+use farflung_base::{Bytes, Nanos};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
@@ -15,12 +19,13 @@ use tokio::task::JoinHandle;
 use super::peer::Peer;
 use crate::Frame;
 use crate::inbox::WINDOW;
+use crate::memory::real_start;
 use crate::transport::Tag;
 use crate::wire::{self, HEADER_BYTES, Kind};
 
-/// Streams that stay open though nothing is on its way in them.
+/// Streams that stay open while nothing is sent in them.
 const OPEN: usize = 64;
-/// Frames of a tag that wait to be written.
+/// Frames of a tag that may wait to be written.
 const QUEUED: usize = WINDOW / 4;
 
 /// A frame with its header.
@@ -31,14 +36,45 @@ pub(super) struct Outgoing(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// Nothing is sent any more.
+    /// Frames are not accepted any more.
     finished: bool,
     streams: BTreeMap<Tag, Stream>,
-    /// Streams that were ended and of which the peer may not have taken all; with their numbers.
+    /// Streams that were ended, with their numbers, until the peer has taken all of them.
     ending: BTreeMap<Tag, (u64, JoinHandle<()>)>,
-    /// Counts uses, for the order of the streams.
+    /// Counts the frames, to find the stream that was idle for the longest time.
     used: u64,
     opened: u64,
+    queue: Queue,
+}
+
+/// What waits to be written to all streams of a peer.
+#[derive(Debug, Default)]
+struct Queue {
+    bytes: u64,
+    /// Since when something waits.
+    since: Option<Instant>,
+    /// How long something waited before that.
+    waited: Duration,
+}
+
+impl Queue {
+    fn add(&mut self, bytes: usize) {
+        self.bytes += bytes as u64;
+        self.since.get_or_insert_with(real_start);
+    }
+
+    fn remove(&mut self, bytes: usize) {
+        self.bytes = self.bytes.saturating_sub(bytes as u64);
+        if self.bytes == 0 {
+            self.waited = self.waiting();
+            self.since = None;
+        }
+    }
+
+    /// How long something waited up to now.
+    fn waiting(&self) -> Duration {
+        self.waited + self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
 }
 
 /// A stream that is open, or will be once the old one of its tag has ended.
@@ -61,6 +97,16 @@ impl Outgoing {
         self.lock().opened
     }
 
+    /// Bytes that wait to be written, and how long any have waited since the connection was made.
+    pub(super) fn waiting(&self) -> (Bytes, Nanos) {
+        let state = self.lock();
+        (Bytes(state.queue.bytes), state.queue.waiting().into())
+    }
+
+    fn written(&self, bytes: usize) {
+        self.lock().queue.remove(bytes);
+    }
+
     pub(super) fn has_room(&self, tag: Tag) -> bool {
         self.lock().streams.get(&tag).is_none_or(|stream| stream.queued.load(Ordering::Acquire) < QUEUED)
     }
@@ -78,15 +124,19 @@ impl Outgoing {
             let stream = state.open(peer, handle, tag);
             state.streams.insert(tag, stream);
         }
+        let bytes = HEADER_BYTES + frame.len();
         if let Some(stream) = state.streams.get_mut(&tag) {
             stream.used = now;
             stream.queued.fetch_add(1, Ordering::AcqRel);
-            // Where the writer is gone so is the connection, which the inbox hears of elsewhere.
-            let _ = stream.frames.send((header, frame));
+            // It fails if the writer has ended, by the loss of the connection. The inbox hears of that
+            // elsewhere.
+            if stream.frames.send((header, frame)).is_ok() {
+                state.queue.add(bytes);
+            }
         }
     }
 
-    /// Ends all streams, and gives what ends when the peer has taken all.
+    /// Ends all streams. What it returns ends when the peer has taken all of them.
     pub(super) fn finish(&self) -> Vec<JoinHandle<()>> {
         let mut state = self.lock();
         state.finished = true;
@@ -125,10 +175,10 @@ impl State {
         let (peer, waiting) = (Arc::clone(peer), Arc::clone(&queued));
         let writer = handle.spawn(async move {
             if let Some(before) = before {
-                // Whether it broke or not, it is over.
+                // It has ended, well or not.
                 let _ = before.await;
             }
-            // A connection that breaks is noticed by whoever listens to it.
+            // It fails if the connection is lost, which `Peer::listen` notices.
             let _ = write(&peer, coming, &waiting).await;
             peer.outgoing().ended(tag, number);
         });
@@ -136,7 +186,7 @@ impl State {
     }
 }
 
-/// Writes the frames of one tag until there are no more, and waits until the peer has taken all.
+/// Writes the frames of one tag until there are no more, and waits until the peer has taken all of them.
 async fn write(
     peer: &Peer,
     mut frames: mpsc::UnboundedReceiver<Framed>,
@@ -144,15 +194,27 @@ async fn write(
 ) -> std::io::Result<()> {
     let (mut send, mut recv) = peer.connection().open_bi().await?;
     while let Some((header, frame)) = frames.recv().await {
-        send.write_all(&header).await?;
-        send.write_all(frame.bytes()).await?;
+        for bytes in [&header[..], frame.bytes()] {
+            write_paced(peer, &mut send, bytes).await?;
+        }
         if queued.fetch_sub(1, Ordering::AcqRel) == QUEUED {
-            // Whoever sends may have found no room before this.
+            // There was no room before this.
             peer.inbox().signal();
         }
     }
     send.finish().map_err(std::io::Error::other)?;
     // The other side ends its half when all is in its inbox.
     recv.read_to_end(0).await.map_err(std::io::Error::other)?;
+    Ok(())
+}
+
+/// Writes bytes as fast as the rates admit.
+async fn write_paced(peer: &Peer, send: &mut SendStream, mut bytes: &[u8]) -> std::io::Result<()> {
+    while !bytes.is_empty() {
+        let (now, later) = bytes.split_at(peer.admitted(bytes.len()).await);
+        send.write_all(now).await?;
+        peer.outgoing().written(now.len());
+        bytes = later;
+    }
     Ok(())
 }

@@ -1,33 +1,35 @@
-//! One peer: its connection, what is on its way to it, and what is read of it.
+//! One peer: its connection, the streams to it, and what is read from it.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use ::iroh::endpoint::{Connection, ConnectionError};
-use farflung_base::PeerId;
+use farflung_base::{Bytes, Nanos, PeerId};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::incoming;
 use super::outgoing::Outgoing;
+use super::pacer::Pacer;
 use crate::inbox::{Inbox, WINDOW};
 use crate::transport::{Channel, Tag};
-use crate::{DownReason, FRAME_BYTES, Frame, Pool, WireError};
+use crate::{DownReason, FRAME_BYTES, Frame, PathStats, Pool, WireError};
 
-/// Bytes of a stream that may be on their way or unread. With more, a stream that lost every other packet could have more
-/// gaps than the QUIC of iroh keeps of one (`MAX_CHUNKS` of noq-proto, 1024), which ends the connection.
+/// Bytes of a stream that may be on their way or unread. With more, a stream that lost every other packet
+/// could have more gaps than iroh's QUIC keeps of a stream (`MAX_CHUNKS` of noq-proto, 1024), which ends the
+/// connection.
 pub(super) const STREAM_WINDOW: u32 = 2 << 20;
 /// The same of all streams of a peer.
 pub(super) const WINDOW_OF_ALL: u32 = (4 * WINDOW * FRAME_BYTES) as u32;
 /// Streams of a peer that may be open at a time.
 pub(super) const STREAMS: u32 = 1024;
-/// Bytes of a peer that may lie in the inbox before its streams are left alone.
+/// Bytes of a peer that may lie in the inbox before its streams are read no further.
 const HELD: usize = WINDOW_OF_ALL as usize;
 
-/// How a connection is closed by a peer that leaves.
+/// The code with which a peer that leaves closes a connection.
 const LEFT: u8 = 0;
-/// And by one that was sent something that is no frame.
+/// The code after something that is no frame.
 const PROTOCOL: u8 = 2;
 
 /// The other end of a connection.
@@ -36,17 +38,33 @@ pub(super) struct Peer {
     id: PeerId,
     connection: Connection,
     inbox: Arc<Inbox>,
+    pacer: Arc<Pacer>,
     outgoing: Outgoing,
     /// Wakes readers that wait until frames are taken.
     space: Notify,
-    /// How many wait.
+    /// Readers that wait.
     waiting: AtomicUsize,
+    /// The shortest round trip that was seen, in ns; `u64::MAX` before there was one.
+    least_round_trip: AtomicU64,
 }
 
 impl Peer {
-    pub(super) fn new(id: PeerId, connection: Connection, inbox: Arc<Inbox>) -> Self {
-        let (outgoing, space, waiting) = (Outgoing::default(), Notify::new(), AtomicUsize::new(0));
-        Self { id, connection, inbox, outgoing, space, waiting }
+    pub(super) fn new(id: PeerId, connection: Connection, inbox: Arc<Inbox>, pacer: Arc<Pacer>) -> Self {
+        Self {
+            id,
+            connection,
+            inbox,
+            pacer,
+            outgoing: Outgoing::default(),
+            space: Notify::new(),
+            waiting: AtomicUsize::new(0),
+            least_round_trip: AtomicU64::new(u64::MAX),
+        }
+    }
+
+    /// Waits until the rates admit some of so many bytes, and returns how many.
+    pub(super) async fn admitted(&self, wanted: usize) -> usize {
+        self.pacer.admitted(self.id, wanted).await
     }
 
     pub(super) const fn connection(&self) -> &Connection {
@@ -61,7 +79,7 @@ impl Peer {
         &self.inbox
     }
 
-    /// Reads what it sends, and notices its end.
+    /// Reads what it sends, and notices when the connection ends.
     pub(super) fn listen(self: &Arc<Self>, handle: &Handle, pool: &Arc<Pool>) {
         let (peer, pool) = (Arc::clone(self), Arc::clone(pool));
         handle.spawn(async move {
@@ -108,15 +126,15 @@ impl Peer {
         }
     }
 
-    /// Hands a frame over, once there is room for it.
+    /// Puts a frame into the inbox, once there is room for it.
     pub(super) async fn deliver(&self, tag: Tag, frame: Frame) {
-        // News of failures have places of their own, and must not wait behind what nobody takes any more.
+        // News of failures are kept elsewhere, and must not wait behind frames that nobody takes.
         if matches!(tag.channel, Channel::User | Channel::Collective) && !self.takes(tag) {
             self.waiting.fetch_add(1, Ordering::SeqCst);
             loop {
                 let freed = self.space.notified();
                 tokio::pin!(freed);
-                // Before it looks again, so that no frame is taken in between unnoticed.
+                // Before the next look, so that a frame that is taken in between is noticed.
                 freed.as_mut().enable();
                 if self.takes(tag) {
                     break;
@@ -134,9 +152,9 @@ impl Peer {
             || (self.inbox.queued(self.id, tag) < WINDOW && self.inbox.held(self.id) < HELD)
     }
 
-    /// Waits until the peer has taken all that was sent. Nothing is sent after that.
+    /// Waits until the peer has taken all that was sent. Frames that come after this call are not sent.
     pub(super) async fn finish(&self) {
-        // This side takes nothing any more: what still comes is dropped.
+        // The inbox has ended: readers that wait for room drop what they have.
         self.space.notify_waiters();
         for stream in self.outgoing.finish() {
             // A stream that broke has nothing to wait for.
@@ -149,7 +167,28 @@ impl Peer {
         self.connection.close(LEFT.into(), b"left");
     }
 
-    /// The path on which packets go now.
+    /// How the path does on which packets go now. QUIC does not tell its shortest round trip, so it is the
+    /// shortest of those that were asked for here.
+    pub(super) fn stats(&self) -> PathStats {
+        let paths = self.connection.paths();
+        let round_trip = paths.iter().find(|path| path.is_selected()).map(|path| path.rtt());
+        let round_trip = round_trip.map(Nanos::from);
+        let last = round_trip.map_or(u64::MAX, |time| time.0);
+        let least = self.least_round_trip.fetch_min(last, Ordering::Relaxed).min(last);
+        let sent = self.connection.stats();
+        let (queued, queued_for) = self.outgoing.waiting();
+        let is_open = self.connection.close_reason().is_none();
+        PathStats {
+            round_trip,
+            least_round_trip: round_trip.map(|_| Nanos(least)),
+            packets: sent.sent_packets,
+            retransmissions: sent.lost_packets,
+            queued: if is_open { queued } else { Bytes(0) },
+            queued_for,
+        }
+    }
+
+    /// The address of the path on which packets go now: the peer's, or that of a relay.
     pub(super) fn path(&self) -> Option<String> {
         let paths = self.connection.paths();
         let path = paths.iter().find(|path| path.is_selected())?;
@@ -161,7 +200,7 @@ impl Peer {
     }
 }
 
-/// What the end of a connection means; nothing where this side ended it.
+/// What the end of a connection means; `None` where this side ended it.
 fn down(end: &ConnectionError) -> Option<DownReason> {
     Some(match end {
         ConnectionError::LocallyClosed => return None,

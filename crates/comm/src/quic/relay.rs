@@ -1,5 +1,5 @@
-//! A relay of the user's own: passes on what peers cannot send to each other directly, and tells each the address that
-//! it has outside. What it passes on is encrypted between the peers.
+//! A relay of the user's own: it passes on packets of peers that cannot reach each other directly, and tells
+//! each the address that it has outside of its router. Packets are encrypted between the peers.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
@@ -13,18 +13,19 @@ use super::address::key_of;
 use crate::CommError;
 use crate::secure::{PublicKey, self_signed};
 
-/// Where a relay listens and whom it serves.
+/// Where a relay listens and which keys it serves.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RelayConfig {
-    /// Over TCP, for what is passed on, and over UDP at the same port, for addresses; port 0 is any that is free.
+    /// Over TCP for packets to pass on, and over UDP at the same port for addresses; port 0 is any that is
+    /// free.
     pub listen: SocketAddr,
-    /// The keys that may use it; everybody where there is no list.
+    /// The keys that may use it; without a list everybody may.
     pub allow: Option<BTreeSet<PublicKey>>,
 }
 
 impl RelayConfig {
-    /// For everybody.
+    /// A relay for everybody.
     #[must_use]
     pub const fn new(listen: SocketAddr) -> Self {
         Self { listen, allow: None }
@@ -60,12 +61,12 @@ impl Relay {
     /// Starts to listen.
     ///
     /// # Errors
-    /// [`CommError::Io`] if the address is not to be had, over TCP and UDP.
+    /// [`CommError::Io`] if the port is not free over TCP and UDP.
     pub fn start(config: &RelayConfig) -> Result<Self, CommError> {
         let mut address = config.listen;
         let io = |e: &std::io::Error| CommError::io("listen at", &config.listen, e);
         if address.port() == 0 {
-            // One number for both protocols, so it is chosen before either listens.
+            // Both protocols have one port, so it is chosen before either listens.
             address = TcpListener::bind(address).and_then(|free| free.local_addr()).map_err(|e| io(&e))?;
         }
         let runtime = Builder::new_multi_thread()
@@ -92,7 +93,7 @@ impl Relay {
         self.address
     }
 
-    /// What processes are told of it, where its address is the one that they reach.
+    /// Its URL, where processes reach it at the address at which it listens.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.address)

@@ -1,5 +1,5 @@
-//! What was refused here, counted by its reason: a stranger can come ten thousand times, and the log must not grow
-//! with it. And what it means to this process that others refused it.
+//! Refusals: those of this process, counted by reason, since a stranger can come ten thousand times and the
+//! log must not grow with it; and the error for a refusal by another process.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -43,10 +43,10 @@ impl Refused {
     }
 }
 
-/// Clocks further apart than this are said to be, in seconds.
+/// An error says that clocks differ if they do by more than this, in seconds.
 const APART: u64 = 300;
 
-/// That this side was refused.
+/// The error that `peer` has refused this process.
 pub(crate) fn refused(peer: &str, reason: Refusal) -> CommError {
     let (peer, own) = (peer.to_owned(), unix_seconds());
     match reason {

@@ -1,5 +1,5 @@
-//! The certificate of a relay of the user's own. What peers say to each other through a relay is encrypted between
-//! them, by their keys, so nothing depends on who the relay is; QUIC has no form without a certificate.
+//! The certificate of a relay of the user's own. Peers know each other by their keys and encrypt what they send
+//! through a relay, so the relay needs no proof of who it is; but QUIC requires a certificate.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use rustls::{DigitallySignedStruct, Error, ServerConfig, SignatureScheme};
 
 use crate::CommError;
 
-/// Takes any certificate whose key the other side holds: for relays without one that the web trusts.
+/// Accepts any certificate whose key the other side holds: for relays without one that the web trusts.
 #[derive(Debug)]
 pub(crate) struct AnyCertificate(Arc<CryptoProvider>);
 

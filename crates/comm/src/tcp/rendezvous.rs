@@ -11,11 +11,11 @@ use farflung_base::Rank;
 
 use super::door::{Door, Guest};
 use super::near::SharedMemory;
-use super::pace::Pace;
 use super::stream::Stream;
 use super::streams::multiply;
 use crate::control::{Control, Listed};
 use crate::error::Refusal;
+use crate::rate::Pace;
 use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
 use crate::until::Until;
 use crate::wire::{self, Message, Parsed};

@@ -1,4 +1,4 @@
-//! `farflung relay`: what processes behind routers reach each other through.
+//! `farflung relay`: the relay through which processes behind routers reach each other.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ const EXAMPLES: &str = "Examples:
   farflung relay --listen 0.0.0.0:3340 --allow keys
   farflung ticket --address http://198.51.100.7:3340 > ticket   (where rank 0 runs; the address of the relay)
 
-It needs one port that others reach, over TCP and UDP: over TCP it passes packets on, over UDP it tells each process the
-address that it has outside, by which processes then find a direct path where their routers let them. It cannot read what
-it passes on. The first line on stdout is its URL as it listens; the last line is what it carried. A build without the
-feature `iroh` has no relay: cargo build --release --features iroh
+It needs one port that all processes reach, over TCP and UDP. Over TCP it passes packets on. Over UDP it tells
+each process the address that it has outside of its router, with which processes find a direct path where
+routers allow one. It cannot read what it passes on. It prints its URL when it listens, and the bytes that it
+passed on when it ends. Only a build with the feature `iroh` has it: cargo build --release --features iroh
 ";
 
-/// Run a relay of your own for `--transport iroh`: processes behind routers reach each other through it, until a
-/// signal.
+/// Run a relay of your own for `--transport iroh`: processes behind routers reach each other through it,
+/// until a signal.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct RelayCommand {
@@ -34,7 +34,7 @@ pub(crate) struct RelayCommand {
 impl RelayCommand {
     pub(crate) fn run(self) -> Result<()> {
         let Self { listen, allow: _ } = self;
-        let expected = "a build with it: this one has no relay, build it with `--features iroh`".to_owned();
+        let expected = "a build with the feature `iroh`: cargo build --release --features iroh".to_owned();
         Err(farflung::Error::Setting { field: "relay", value: listen.to_string(), expected })
     }
 }

@@ -212,9 +212,8 @@ impl TrainConfig {
         notes.idle(one_process, &["up", "up-each"], no_sockets);
         let shares = self.transport == TransportKind::of(&SHARED_MEMORY);
         notes.idle(shares, &["up", "up-each"], "processes that share memory send nothing over sockets");
-        let quic = self.transport == TransportKind::of(&IROH);
-        notes.idle(quic, &["up", "up-each"], "`transport` iroh sends as fast as the path takes it");
-        notes.idle(!quic, &["relay"], "it is for `transport` iroh");
+        let over_quic = self.transport == TransportKind::of(&IROH);
+        notes.idle(!over_quic, &["relay"], "only `transport` iroh uses relays");
         notes.idle(one_process, &["own-data"], "the run is one process, which has one text");
         let speeds = "`topology` sets the speeds";
         notes.idle(self.topology.is_some(), &["compute-rate"], speeds);

@@ -17,9 +17,10 @@ pub const IROH: TransportMethod = TransportMethod {
 fn meet(meeting: &Meeting) -> Result<Communicator> {
     use farflung_comm::quic;
 
-    let Meeting { rank, world_size, master, security, job, deadline, relays, .. } = meeting;
+    let Meeting { rank, world_size, master, security, job, deadline, pace, relays, .. } = meeting;
     let mut join = quic::Config::new(*rank, *world_size, master.clone(), security.clone());
     join.deadline = (*deadline).into();
+    join.pace = *pace;
     join.job.clone_from(job);
     join.relays.clone_from(relays);
     let end = quic::join(&join)?;
@@ -35,7 +36,6 @@ fn meet(_: &Meeting) -> Result<Communicator> {
     Err(crate::Error::Setting {
         field: "transport",
         value: IROH.name.to_owned(),
-        expected: "a build with it: this one has only tcp between processes, build it with `--features iroh`"
-            .to_owned(),
+        expected: "a build with the feature `iroh`: cargo build --release --features iroh".to_owned(),
     })
 }

@@ -1,26 +1,27 @@
-//! A small internet of network namespaces: two homes, each behind a router that translates addresses, and an open
-//! network between the routers. It ends with the process that holds it.
+//! A small internet of network namespaces: two homes, each behind a router that translates addresses, and an
+//! open network between the routers. It ends with the process that made it.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-/// Where the open network reaches a relay.
+/// The address of the open network.
 pub(super) const OPEN: &str = "203.0.113.9";
 
-/// How the routers choose the port that stands for a conversation.
+/// How the routers choose the outer port of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Translation {
-    /// The one that the machine behind it has: a direct path can be found.
+    /// The port of the machine behind the router: a direct path can be found.
     Kept,
-    /// Another one for each conversation, by chance: none can be found.
+    /// A random port for each destination: no direct path can be found.
     Random,
 }
 
-/// Makes it, says `ready`, and keeps it until its standard input ends.
+/// A script that makes the networks, prints `ready`, and keeps them until its standard input ends.
 const MAKE: &str = r#"
 set -e
+PATH=$PATH:/usr/sbin:/sbin
 mount -t tmpfs tmpfs /run
 mkdir /run/netns
 ip link set lo up
@@ -57,19 +58,23 @@ echo ready
 exec cat
 "#;
 
-/// The networks, as long as it lives.
+/// The networks. Dropping this removes them.
 #[derive(Debug)]
 pub(super) struct World(Child);
 
 impl World {
-    /// Makes the networks, in a user namespace of their own: no other network of this machine sees them.
+    /// Makes the networks, in a user namespace of their own, which needs no privileges and touches no other
+    /// network.
     ///
-    /// Errors: a tool is missing, or the machine does not let this user make namespaces.
+    /// Errors: a tool is missing, or this user may not make namespaces.
     pub(super) fn make(translation: Translation) -> Result<Self> {
         for tool in ["nft", "ip", "unshare", "nsenter"] {
-            let found = Command::new(tool).arg("--version").output().is_ok()
-                || Command::new(tool).arg("-V").output().is_ok();
-            ensure!(found, "`{tool}` is not here: cargo xtask setup nat (packages nftables and iproute2)");
+            let look = format!("PATH=$PATH:/usr/sbin:/sbin command -v {tool}");
+            let found = Command::new("sh").args(["-c", &look]).stdout(Stdio::null()).status();
+            ensure!(
+                found.is_ok_and(|status| status.success()),
+                "`{tool}` is missing: cargo xtask setup nat (packages nftables, iproute2 and util-linux)"
+            );
         }
         let random = if translation == Translation::Random { "fully-random" } else { "" };
         let unshare = ["--user", "--map-root-user", "--net", "--mount", "--propagation", "private"];
@@ -92,7 +97,7 @@ impl World {
         anyhow::bail!("no namespaces with address translation on this machine: {said}")
     }
 
-    /// What it said where it failed.
+    /// What the script said when it failed.
     fn end(mut self) -> Result<String> {
         drop(self.0.stdin.take());
         let mut said = String::new();
@@ -102,12 +107,12 @@ impl World {
         Ok(said)
     }
 
-    /// A command as it runs in the open network.
+    /// The command, run in the open network.
     pub(super) fn in_the_open(&self, command: &Command) -> Command {
         self.inside(command, &["--net"])
     }
 
-    /// A command as it runs in a home, 1 or 2.
+    /// The command, run in home 1 or 2.
     pub(super) fn at_home(&self, home: u32, command: &Command) -> Command {
         let mut outer = self.inside(&Command::new("nsenter"), &[]);
         outer.arg(format!("--net=/run/netns/home{home}")).arg(command.get_program());
