@@ -1,6 +1,7 @@
 //! What only QUIC has: streams by tag, relays, who is let in, rates of streams, and peers that vanish.
 
 #![cfg(feature = "iroh")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
 
@@ -36,7 +37,8 @@ fn sums(comm: &Communicator, times: usize) {
         let mut x = vec![comm.rank().0 as f32 + i as f32; 10_000];
         comm.all_reduce(&mut x, ReduceOp::Sum).unwrap();
         let n = comm.size();
-        assert!(x.iter().all(|&v| v == (n * i + n * (n - 1) / 2) as f32));
+        let sum = (n * i + n * (n - 1) / 2) as f32;
+        assert!(x.iter().all(|v| v.to_bits() == sum.to_bits()));
     }
 }
 
@@ -311,6 +313,62 @@ fn who_does_not_belong_here_is_turned_away_with_the_reason_and_the_others_meet()
             "{refused:?}"
         );
         on_ranks(transports(&[host, guest]), |comm| sums(&comm, 2));
+    });
+}
+
+/// Sends bytes as a stranger would, over a connection of its own, and returns the answer.
+async fn strange(endpoint: &::iroh::Endpoint, host: &::iroh::EndpointAddr, bytes: &[u8]) -> Vec<u8> {
+    let connection = loop {
+        // The host may not listen yet.
+        match endpoint.connect(host.clone(), b"farflung/1").await {
+            Ok(connection) => break connection,
+            Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+        }
+    };
+    let (mut send, mut recv) = connection.open_bi().await.unwrap();
+    send.write_all(bytes).await.unwrap();
+    recv.read_to_end(10_000).await.unwrap_or_default()
+}
+
+#[test]
+fn a_stranger_that_speaks_another_protocol_is_refused_and_holds_up_nobody() {
+    let job = Job::new(2);
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    std::thread::scope(|scope| {
+        let host = scope.spawn(|| {
+            let config = job.config(0);
+            (quic::join(&config).unwrap(), config.security.refused().counts())
+        });
+        let (endpoint, silent) = runtime.block_on(async {
+            let builder = ::iroh::Endpoint::builder(::iroh::endpoint::presets::Minimal);
+            let endpoint = builder.relay_mode(::iroh::endpoint::RelayMode::Disabled).bind().await.unwrap();
+            let key = ::iroh::PublicKey::from_bytes(job.identities[0].public().bytes()).unwrap();
+            let host = ::iroh::EndpointAddr::new(key).with_ip_addr(job.ticket.addresses[0].parse().unwrap());
+            // A frame of version 250.
+            let mut other = [0; 32];
+            other[..5].copy_from_slice(b"FFLC\xfa");
+            let answer = strange(&endpoint, &host, &other).await;
+            assert!(answer.ends_with(&[3, 4, 5, 250]), "no refusal by version: {answer:?}");
+            assert!(strange(&endpoint, &host, &[7; 4000]).await.is_empty());
+            // One that claims more than a greeting has.
+            let mut long = [0; 32];
+            long[..6].copy_from_slice(b"FFLC\x05\x04");
+            long[25] = 0xff;
+            assert!(strange(&endpoint, &host, &long).await.is_empty());
+            // One that stays and says nothing.
+            let silent = endpoint.connect(host.clone(), b"farflung/1").await.unwrap();
+            (endpoint, silent)
+        });
+        let start = Instant::now();
+        let guest = quic::join(&job.config(1)).unwrap();
+        let (host, refused) = host.join().unwrap();
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+        assert_eq!((refused.get("another version"), refused.get("garbage")), (Some(&1), Some(&2)));
+        on_ranks(transports(&[host, guest]), |comm| sums(&comm, 2));
+        runtime.block_on(async {
+            drop(silent);
+            endpoint.close().await;
+        });
     });
 }
 

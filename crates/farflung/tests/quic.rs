@@ -57,7 +57,8 @@ mod with_it {
     fn rank(run: &Run, machine: &str, rank: usize, more: &str) -> Child {
         let mut command = on(run, machine);
         command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
-        let args = format!("--steps 3 --sync ddp --transport iroh --ticket-file ticket {more}");
+        let transport = if more.contains("--transport") { "" } else { "--transport iroh" };
+        let args = format!("--steps 3 --sync ddp {transport} --ticket-file ticket {more}");
         command.args(run.args(&args)).spawn().unwrap()
     }
 
@@ -154,6 +155,10 @@ mod with_it {
         assert_eq!(failed.status.code(), Some(2), "{}", said(&failed));
         assert!(said(&failed).contains("--key-file or FARFLUNG_HOME"), "{}", said(&failed));
         assert!(!first.wait_with_output().unwrap().status.success());
+        // A ticket of relays alone is not for TCP.
+        ticket(&run, &["http://127.0.0.1:3340"]);
+        let failed = rank(&run, "a", 0, "--transport tcp").wait_with_output().unwrap();
+        assert!(said(&failed).contains("the ticket names relays alone"), "{}", said(&failed));
         // Members come and leave over TCP.
         let hosted = ["host", "--listen", "127.0.0.1:0", "--out", "hosted", "--transport", "iroh"];
         let failed = on(&run, "a").args(hosted).output().unwrap();

@@ -124,12 +124,13 @@ impl Line {
             let left = until.left().ok_or_else(late)?;
             let place = &mut buffer[..(want - bytes.len()).min(4096)];
             let read = tokio::time::timeout(left, self.recv.read(place)).await.map_err(|_| late())?;
-            match read.map_err(|e: ReadError| CommError::io("answer of", &from, &io::Error::from(e)))? {
-                Some(count) => bytes.extend_from_slice(&buffer[..count]),
-                None => {
-                    let end = io::Error::from(ErrorKind::UnexpectedEof);
-                    return Err(CommError::io("answer of", &from, &end));
-                }
+            if let Some(count) =
+                read.map_err(|e: ReadError| CommError::io("answer of", &from, &io::Error::from(e)))?
+            {
+                bytes.extend_from_slice(&buffer[..count]);
+            } else {
+                let end = io::Error::from(ErrorKind::UnexpectedEof);
+                return Err(CommError::io("answer of", &from, &end));
             }
         }
     }

@@ -102,12 +102,11 @@ pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
         CommError::io(what, &address.to_string(), &std::io::Error::other(e.to_string()))
     };
     let alone;
-    let identity = match config.security.identity() {
-        Some(identity) => identity,
-        None => {
-            alone = Identity::generate()?;
-            &alone
-        }
+    let identity = if let Some(identity) = config.security.identity() {
+        identity
+    } else {
+        alone = Identity::generate()?;
+        &alone
     };
     let relays = match &places.relays[..] {
         [] => RelayMode::Disabled,
@@ -127,7 +126,7 @@ pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
     } else if let Some(at) = listening(config, &places) {
         let wrong = |e| io("listen at", &at, &e);
         let required = BindOpts::default().set_is_required(true);
-        builder = builder.clear_ip_transports().bind_addr_with_opts(at, required).map_err(|e| wrong(e))?;
+        builder = builder.clear_ip_transports().bind_addr_with_opts(at, required).map_err(wrong)?;
     }
     let endpoint = builder.bind().await.map_err(|e| {
         let everywhere = || "any address".to_owned();

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use ::iroh::endpoint::{Connection, ConnectionError};
+use ::iroh::endpoint::{Connection, ConnectionError, Path};
 use farflung_base::{Bytes, Nanos, PeerId};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
@@ -171,7 +171,7 @@ impl Peer {
     /// shortest of those that were asked for here.
     pub(super) fn stats(&self) -> PathStats {
         let paths = self.connection.paths();
-        let round_trip = paths.iter().find(|path| path.is_selected()).map(|path| path.rtt());
+        let round_trip = paths.iter().find(Path::is_selected).map(|path| path.rtt());
         let round_trip = round_trip.map(Nanos::from);
         let last = round_trip.map_or(u64::MAX, |time| time.0);
         let least = self.least_round_trip.fetch_min(last, Ordering::Relaxed).min(last);
@@ -191,7 +191,7 @@ impl Peer {
     /// The address of the path on which packets go now: the peer's, or that of a relay.
     pub(super) fn path(&self) -> Option<String> {
         let paths = self.connection.paths();
-        let path = paths.iter().find(|path| path.is_selected())?;
+        let path = paths.iter().find(Path::is_selected)?;
         Some(match path.remote_addr() {
             ::iroh::TransportAddr::Relay(url) => url.to_string().trim_end_matches('/').to_owned(),
             ::iroh::TransportAddr::Ip(address) => address.to_string(),

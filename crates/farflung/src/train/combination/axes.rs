@@ -132,7 +132,7 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "transport",
-        // QUIC carries what TCP carries, between processes that have keys: `bench nat`.
+        // Without iroh: it carries what tcp carries, but its processes need keys. `bench nat` tests it.
         values: || words(TransportName::all().filter(|row| row.name != IROH.name)),
         set: |config, value| config.transport = read(value),
     },
