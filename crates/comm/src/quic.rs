@@ -43,8 +43,9 @@ const PARTING: Duration = Duration::from_secs(5);
 const CLOSING: Duration = Duration::from_secs(2);
 
 /// After how long a silent peer is lost, by default. QUIC does not tell a process that was killed from one
-/// that is out of reach, so this is a compromise: a relay that starts again takes a few seconds.
-pub const PATIENCE: Duration = Duration::from_secs(10);
+/// that is out of reach, so this is a compromise. A relay that was away for 4 s costs 8 s, since attempts to
+/// reconnect to it come at growing intervals.
+pub const PATIENCE: Duration = Duration::from_secs(20);
 
 /// An endpoint of a network of processes.
 pub type Quic = Endpoint<QuicDriver>;
@@ -77,7 +78,8 @@ pub struct Config {
     /// This process's key, the key of rank 0 (a ticket names it), and what proves the right to join.
     pub security: Security,
     /// After how long a peer of which nothing was heard is lost, from 1 to 30 seconds. A process that runs
-    /// sends something six times in this time. It is also how long a relay may be away.
+    /// sends something six times in this time. A relay may be away for a third of
+    /// it.
     pub patience: Duration,
     /// How fast it sends.
     pub pace: Pace,

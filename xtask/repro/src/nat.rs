@@ -91,7 +91,8 @@ impl Job<'_> {
     fn relay(&self, world: &World) -> Result<Running> {
         let listen = format!("{OPEN}:{PORT}");
         let relay = self.command(&["relay", "--listen", &listen].map(str::to_owned))?;
-        let mut started = Running(world.in_the_open(&relay).stdout(Stdio::piped()).spawn()?);
+        let mut started =
+            Running(world.in_the_open(&relay).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?);
         let said = started.0.stdout.as_mut().context("it has an output")?;
         let mut line = String::new();
         BufReader::new(said).read_line(&mut line)?;
@@ -218,7 +219,7 @@ fn waits(done: &[f64], limit: f64) -> (f64, usize) {
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let job = Job { folder: folder.path(), steps: if options.quick { 40 } else { 150 } };
+    let job = Job { folder: folder.path(), steps: if options.quick { 24 } else { 150 } };
     let wanted = job.over_tcp()?;
     let half = job.steps as usize / 2;
     report.row("steps of each run", f64::from(job.steps), "1", Mark::None)?;
