@@ -20,9 +20,9 @@ use world::{OPEN, Translation, World};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "nat",
-    claim: "two machines behind address translation train together, with the bits of a run over TCP; with a direct \
-            path the relay's death costs nothing, and without one its death and return cost at most the step in \
-            flight",
+    claim: "two machines behind address translation train together, with the bits of a run over TCP; with a \
+            direct path the relay's death costs nothing, and without one its death and return cost at most the \
+            step in flight",
     source: "network namespaces with nft (`cargo xtask setup nat`), iroh's relay server, no service outside",
     seed: 0,
     run,

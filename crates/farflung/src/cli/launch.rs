@@ -105,8 +105,8 @@ impl LaunchCommand {
 
     fn on_hosts(&self, hosts: Hosts, program: &Path) -> Result<()> {
         if TrainCommand::launched_over_quic(&self.command)? {
-            let expected = "tcp: over ssh processes meet over TCP; for iroh start each rank with RANK, WORLD_SIZE \
-                            and --ticket-file of a ticket that `farflung ticket` made on the machine of rank 0";
+            let expected = "tcp: over ssh processes meet over TCP; for iroh start each rank with RANK, \
+                            WORLD_SIZE and --ticket-file of a ticket that `farflung ticket` made where rank 0 runs";
             let (field, value, expected) = ("transport", "iroh".to_owned(), expected.to_owned());
             return Err(Error::Setting { field, value, expected });
         }

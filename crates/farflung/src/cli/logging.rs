@@ -30,8 +30,8 @@ pub(super) struct Logging {
     otlp: Option<String>,
 }
 
-/// What is logged where `RUST_LOG` says nothing. The crates of iroh warn of each connection that breaks, which the
-/// transport reports itself.
+/// What is logged where `RUST_LOG` says nothing. The crates of iroh warn of each connection that breaks, which
+/// the transport reports itself.
 const UNLESS_TOLD: &str = "warn,iroh=error,iroh_relay=error,noq=error,noq_proto=error,netwatch=error";
 
 /// What was given, once it is.
