@@ -25,6 +25,8 @@ Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report
                   gpt-step: a peer's command, run by `sh` before each turn with the model in $CONFIG and the threads in
                   $THREADS; what it prints joins FILE, so that both sides have the same minutes
   --cuda          build with CUDA, which devices' benches then run on
+  --iroh          build with the transport iroh, which `transports` and `collective-laws` then have, too; `nat`
+                  implies it
   --list          the benches, with their claims and sources
 
 Without a name, those run that need no GPU's interface. device-parity, device-train and gpu are built with the feature `wgpu`
@@ -41,10 +43,12 @@ Examples:
 ";
 
 pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
-    let (cuda, args): (Vec<String>, Vec<String>) = args.iter().cloned().partition(|a| a == "--cuda");
+    let flags = ["--cuda", "--iroh"];
+    let (built, args): (Vec<String>, Vec<String>) =
+        args.iter().cloned().partition(|arg| flags.contains(&arg.as_str()));
     let docs = shell::root().join("docs").display().to_string();
     let args = with_folder(&args, &docs);
-    let features = features(&args, !cuda.is_empty());
+    let features = features(&args, &built);
     build(&features)?;
     let mut command = reproductions(&features);
     // FILE is relative to where the user stands, so the command runs there and not in the root.
@@ -107,10 +111,13 @@ fn everywhere(listed: &str) -> Vec<&str> {
 /// The benches of devices.
 const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
 
-/// The features that the named benches are built with.
-fn features(args: &[String], cuda: bool) -> Vec<String> {
+/// The features that the named benches are built with, and those of the flags `built`.
+fn features(args: &[String], built: &[String]) -> Vec<String> {
     let devices = args.iter().any(|a| OF_DEVICES.contains(&a.as_str()));
-    let wanted = [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda)];
+    let cuda = built.iter().any(|flag| flag == "--cuda");
+    let iroh = built.iter().any(|flag| flag == "--iroh") || args.iter().any(|a| a == "nat");
+    let wanted =
+        [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda), ("farflung-repro/iroh", iroh)];
     let wanted = wanted.into_iter().filter(|(_, wanted)| *wanted);
     wanted.flat_map(|(feature, _)| ["--features".to_owned(), feature.to_owned()]).collect()
 }
@@ -133,11 +140,13 @@ mod tests {
 
     #[test]
     fn only_the_benches_of_devices_build_them() {
-        let features =
-            |line: &str, cuda| features(&line.split(' ').map(str::to_owned).collect::<Vec<_>>(), cuda);
-        assert!(features("gemm --quick", false).is_empty());
-        assert_eq!(features("gpu --quick", false), ["--features", "farflung-repro/wgpu"]);
-        assert_eq!(features("device-train gemm", false), ["--features", "farflung-repro/wgpu"]);
-        assert_eq!(features("device-parity", true)[2..], ["--features", "farflung-repro/cuda"]);
+        let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        let features = |line, flags| features(&words(line), &words(flags));
+        assert!(features("gemm --quick", "").is_empty());
+        assert_eq!(features("gpu --quick", ""), ["--features", "farflung-repro/wgpu"]);
+        assert_eq!(features("device-train gemm", ""), ["--features", "farflung-repro/wgpu"]);
+        assert_eq!(features("nat --quick", ""), ["--features", "farflung-repro/iroh"]);
+        assert_eq!(features("transports", "--iroh"), ["--features", "farflung-repro/iroh"]);
+        assert_eq!(features("device-parity", "--cuda")[2..], ["--features", "farflung-repro/cuda"]);
     }
 }

@@ -46,6 +46,11 @@ const STEPS: &[Step] = &[
         run: features::check,
     },
     Step {
+        name: "iroh",
+        what: "the transport iroh, a heavy feature: lints, the contract of transports, its own tests",
+        run: iroh,
+    },
+    Step {
         name: "examples",
         what: "the projects under examples/, built, run and tested",
         run: examples::check,
@@ -139,6 +144,15 @@ fn clippy() -> Result<()> {
     shell::run(command.args(["--", "-D", "warnings"]))
 }
 
+/// The feature `iroh` adds some hundred crates, so the steps before leave it out.
+fn iroh() -> Result<()> {
+    let with = ["--workspace", "--features", "farflung-repro/iroh"];
+    let mut lints = shell::cargo(&["clippy"]);
+    shell::run(lints.args(with).args(["--all-targets", "--", "-D", "warnings"]))?;
+    let mut tests = shell::cargo(&["test"]);
+    shell::run(tests.args(with).args(["--test", "iroh", "--test", "contract", "--test", "quic"]))
+}
+
 fn doc() -> Result<()> {
     let mut command = shell::cargo(&["doc", "--workspace", "--no-deps"]);
     shell::run(command.env("RUSTDOCFLAGS", "-D warnings"))
@@ -156,6 +170,7 @@ mod tests {
     #[test]
     fn steps_are_chosen_in_their_own_order() {
         assert_eq!(names(&[]).len(), STEPS.len());
+        assert_eq!(names(&["--only", "iroh,features"]), ["features", "iroh"]);
         assert_eq!(names(&["--from", "examples"]), ["examples", "bench", "browser", "deps", "tidy"]);
         assert_eq!(names(&["--only", "tidy,fmt,tidy"]), ["fmt", "tidy"]);
     }

@@ -10,7 +10,7 @@ use crate::shell;
 pub(crate) const HELP: &str = "\
 Install what builds and tests need on a Debian machine, where it is missing.
 
-Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [browser] [--dry-run]
+Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [browser] [--dry-run]
 
   (nothing)   a C compiler (for zstd) and git (for `cargo xtask tidy`)
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
@@ -18,6 +18,7 @@ Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [browser] [--dry-run]
   ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback
   mpi         also OpenMPI with its compiler, for the benches `engines` and `shared-memory`
   slurm       also Slurm's daemons, for the same; it starts its own on the loopback
+  nat         also nft, for `cargo xtask bench nat`, which makes routers with it
   browser     also Chromium and a font, for `cargo xtask ci --only browser`
   --dry-run   say what is missing, install nothing, and fail if anything is
 
@@ -74,6 +75,11 @@ const SLURM: &[Need] = &[
     Need { package: "munge", probe: &["test", "-x", "/usr/sbin/munged"], what_for: "Slurm's credentials" },
 ];
 
+const NAT: &[Need] = &[
+    Need { package: "nftables", probe: &["test", "-x", "/usr/sbin/nft"], what_for: "address translation" },
+    Need { package: "iproute2", probe: &["ip", "-V"], what_for: "the networks of the bench `nat`" },
+];
+
 const BROWSER: &[Need] = &[
     Need { package: "chromium", probe: &["chromium", "--version"], what_for: "the page of `farflung watch`" },
     Need {
@@ -115,6 +121,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
             "ssh" => needs.extend(SSH),
             "mpi" => needs.extend(MPI),
             "slurm" => needs.extend(SLURM),
+            "nat" => needs.extend(NAT),
             "browser" => needs.extend(BROWSER),
             "cuda" => {
                 needs.extend(CUDA);

@@ -232,6 +232,7 @@ mod tests {
             (Control::Refuse(Refusal::Expired { expiry: 5, clock: 300 }), "03 07 05 ac02"),
             (Control::Refuse(Refusal::Clear), "03 08"),
             (Control::Refuse(Refusal::Crossed), "03 09"),
+            (Control::Refuse(Refusal::SameKey), "03 0a"),
             (Control::Missing(Listed(vec![1, 130])), "04 02 01 8201"),
             (Control::Open("night"), "05 05 6e69676874"),
             (Control::Put { key: "k", value: &[1, 2], only_new: true }, "06 01 6b 02 0102 01"),

@@ -130,6 +130,10 @@ pub enum Refusal {
     /// Both connect to each other at the same time: the connection of the greater number stays.
     #[error("both connect at the same time")]
     Crossed,
+    /// Another rank has its key. Sent over QUIC alone, where peers are known by their keys: older processes
+    /// speak TCP alone, so the version of the wire stays.
+    #[error("another rank has this key: give each process a key of its own, by --key-file or FARFLUNG_HOME")]
+    SameKey,
 }
 
 impl Refusal {
@@ -146,6 +150,7 @@ impl Refusal {
             Self::Expired { .. } => "expired ticket",
             Self::Clear => "not encrypted",
             Self::Crossed => "crossed",
+            Self::SameKey => "key taken",
         }
     }
 }

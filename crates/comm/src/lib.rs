@@ -9,9 +9,13 @@ mod endpoint;
 mod inbox;
 pub mod memory;
 mod path;
+#[cfg(feature = "iroh")]
+pub mod quic;
+mod rate;
 pub mod simulated;
 pub mod tcp;
 mod transport;
+mod until;
 
 mod control;
 pub mod secure;

@@ -6,6 +6,8 @@ mod clock;
 mod exporter;
 mod identity;
 mod refused;
+#[cfg(feature = "iroh")]
+mod relay;
 mod secret;
 mod security;
 mod session;
@@ -16,6 +18,9 @@ mod word;
 pub use certificates::{CertificateFault, Certificates};
 pub use identity::{Identity, PublicKey};
 pub use refused::Refused;
+pub(crate) use refused::refused;
+#[cfg(feature = "iroh")]
+pub(crate) use relay::{AnyCertificate, self_signed};
 pub use secret::{JoinSecret, SECRET_BYTES};
 pub use security::Security;
 pub(crate) use security::{Admission, Role};

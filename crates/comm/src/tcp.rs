@@ -18,7 +18,6 @@ mod rendezvous;
 mod store;
 mod stream;
 mod streams;
-mod until;
 
 use std::net::TcpStream;
 use std::os::fd::AsFd;
@@ -33,6 +32,7 @@ use rustix::net::sockopt;
 use crate::endpoint::{Driver, Endpoint, Role, Wake};
 use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
+pub use crate::rate::{Pace, SLOWEST};
 use crate::shared::Doorbell;
 use crate::transport::{Tag, Transport};
 use crate::{CommError, Frame, PathStats, Pool};
@@ -41,7 +41,6 @@ use link::Link;
 use links::Links;
 pub use near::SharedMemory;
 use pace::Pacer;
-pub use pace::{Pace, SLOWEST};
 pub use rendezvous::Config;
 pub use store::{STORE_BYTES, Store, StoreHost, VALUE_BYTES};
 use stream::Stream;
@@ -103,10 +102,7 @@ impl Tcp {
     /// # Errors
     /// [`CommError::Argument`] for a rate below [`SLOWEST`]; [`CommError::Io`] if the system gives no thread.
     pub fn keep_pace(&self, pace: Pace) -> Result<(), CommError> {
-        if let Some(rate) = [pace.all, pace.each].into_iter().find(|rate| *rate < SLOWEST) {
-            let (got, want) = (rate.0 as usize, SLOWEST.0 as usize);
-            return Err(CommError::Argument { op: "pace", what: "bits a second", got, want });
-        }
+        pace.check()?;
         let TcpDriver { links, pacer, inbox, bell, .. } = self.driver();
         let (inbox, bell) = (Arc::clone(inbox), Arc::clone(bell));
         let wake = move || {

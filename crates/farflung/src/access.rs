@@ -96,7 +96,7 @@ impl AccessArgs {
         let given = env("MASTER_ADDR").is_some_and(|address| !address.is_empty());
         let first = addresses.first().filter(|_| !given).and_then(|first| first.rsplit_once(':'));
         let of_ticket = |name: &str| match (name, first) {
-            ("MASTER_ADDR", Some((host, _))) => Some(host.trim_matches(['[', ']']).to_owned()),
+            ("MASTER_ADDR", Some((host, _))) => Some(of_address(host).to_owned()),
             ("MASTER_PORT", Some((_, port))) => Some(port.to_owned()),
             _ => None,
         };
@@ -113,7 +113,7 @@ impl AccessArgs {
             let at = format!("{}:{}", found.master_addr, found.master_port);
             let places = vec![at.clone()];
             found.security = self.security(proof, &env, found.rank.0 == 0, found.is_local(), &at, places)?;
-            if found.rank.0 > 0 && first.is_some() {
+            if first.is_some() {
                 found.more_addresses = addresses[1..].to_vec();
             }
         }
@@ -226,6 +226,11 @@ impl AccessArgs {
     }
 }
 
+/// A host without the brackets of IPv6, or the URL of a relay without its port.
+fn of_address(host: &str) -> &str {
+    if host.contains("://") { host } else { host.trim_matches(['[', ']']) }
+}
+
 /// The ticket of a file; `-` is standard input.
 ///
 /// Errors: [`Error::Io`]; [`Error::Exposed`] if others can read the file; [`Error::Ticket`].
@@ -287,7 +292,9 @@ fn read_secret(path: &Path) -> Result<Proof> {
 }
 
 /// The public keys of an allow list.
-fn allowed(path: &Path) -> Result<BTreeSet<PublicKey>> {
+///
+/// Errors: [`Error::Io`]; [`Error::ConfigValue`] with the line.
+pub fn allowed(path: &Path) -> Result<BTreeSet<PublicKey>> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
     let mut keys = BTreeSet::new();
     for (number, line) in (1..).zip(text.lines()) {

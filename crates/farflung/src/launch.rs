@@ -6,13 +6,14 @@
 mod elastic;
 mod hosts;
 mod job;
+mod keys;
 mod remote;
 mod restarts;
 mod share;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::ops::Range;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -23,6 +24,7 @@ use farflung_comm::secure::JoinSecret;
 pub use elastic::{Elastic, Start};
 pub use hosts::{Host, Hosts};
 use job::{Job, Whose};
+use keys::Keys;
 pub use remote::Remote;
 pub use restarts::restarting;
 pub use share::serve;
@@ -42,6 +44,8 @@ pub struct Launch {
     pub grace: Duration,
     /// A join secret for the processes, in `FARFLUNG_SECRET`, unless they have one from elsewhere.
     pub secret: Option<JoinSecret>,
+    /// Whether the processes meet over QUIC: each gets a key of its own, and all get a ticket.
+    pub over_quic: bool,
 }
 
 impl Launch {
@@ -54,6 +58,7 @@ impl Launch {
             master: ("127.0.0.1".to_owned(), 0),
             grace: Duration::from_secs(5),
             secret: None,
+            over_quic: false,
         }
     }
 
@@ -80,9 +85,10 @@ impl Launch {
         stop: &Stop,
     ) -> Result<()> {
         let port = match self.master.1 {
-            0 => free_port(&self.master.0)?,
+            0 => self.free_port()?,
             port => port,
         };
+        let keys = self.over_quic.then(|| Keys::make((&self.master.0, port))).transpose()?;
         let mut job = Job::default();
         for (local, rank) in self.ranks.clone().enumerate() {
             let mut command = Command::new(program);
@@ -96,22 +102,26 @@ impl Launch {
                 .env("MASTER_ADDR", &self.master.0)
                 .env("MASTER_PORT", port.to_string())
                 .envs(self.secret.iter().map(|secret| (crate::access::SECRET, as_text(secret))))
+                .envs(keys.iter().flat_map(|keys| keys.variables(rank)))
                 .stdin(Stdio::null());
             job.start(command, Whose::Rank(rank)).map_err(|source| Error::Start { rank, source })?;
         }
         job.run(self.grace, stop)
+    }
+
+    /// A port on which rank 0 can listen.
+    fn free_port(&self) -> Result<u16> {
+        let host = self.master.0.as_str();
+        let free = if self.over_quic {
+            UdpSocket::bind((host, 0)).and_then(|socket| socket.local_addr())
+        } else {
+            TcpListener::bind((host, 0)).and_then(|listener| listener.local_addr())
+        };
+        free.map(|at: SocketAddr| at.port()).map_err(Error::io("find a free port at", host.as_ref()))
     }
 }
 
 /// A secret as the text of a variable.
 fn as_text(secret: &JoinSecret) -> String {
     secret.bytes().iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
-}
-
-/// A port on which rank 0 can listen.
-fn free_port(host: &str) -> Result<u16> {
-    TcpListener::bind((host, 0))
-        .and_then(|listener| listener.local_addr())
-        .map(|addr: SocketAddr| addr.port())
-        .map_err(Error::io("find a free port at", host.as_ref()))
 }

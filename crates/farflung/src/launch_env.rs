@@ -34,7 +34,7 @@ pub struct LaunchEnv {
     pub master_port: u16,
     /// Whose variables said so.
     pub source: &'static str,
-    /// Further addresses of rank 0, `host:port`, tried in turn after the first.
+    /// Further addresses of rank 0, `host:port`, tried in turn after the first, and relays.
     pub more_addresses: Vec<String>,
     /// How connections are protected, and who may join; nothing at first.
     pub security: Security,
@@ -51,7 +51,12 @@ impl LaunchEnv {
     #[must_use]
     pub fn meeting_place(&self) -> String {
         let Self { master_addr: host, master_port: port, .. } = self;
-        let first = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        let is_relay = host.contains("://");
+        let first = if host.contains(':') && !is_relay {
+            format!("[{host}]:{port}")
+        } else {
+            format!("{host}:{port}")
+        };
         [&[first], &self.more_addresses[..]].concat().join(",")
     }
 }

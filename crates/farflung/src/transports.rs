@@ -1,5 +1,6 @@
 //! What carries bytes between ranks, by name: one file a transport, one row in [`TRANSPORTS`].
 
+mod iroh;
 mod memory;
 mod shared_memory;
 mod simulated;
@@ -14,6 +15,7 @@ use farflung_comm::{Communicator, Transport};
 
 use crate::Result;
 
+pub use iroh::IROH;
 pub use memory::MEMORY;
 pub use shared_memory::SHARED_MEMORY;
 pub use simulated::SIMULATED;
@@ -26,8 +28,10 @@ pub struct Meeting {
     pub rank: u32,
     /// All processes.
     pub world_size: u32,
-    /// Host and port of rank 0; several with commas between.
+    /// Host and port of rank 0; several with commas between. Relays, as `http://host:port`, may be among them.
     pub master: String,
+    /// Further relays that this process may use, by their URLs.
+    pub relays: Vec<String>,
     /// How connections are protected, and who may join.
     pub security: Security,
     /// The job's name.
@@ -67,7 +71,7 @@ pub struct TransportMethod {
 
 /// All transports: the first of those between threads, and the first of those between processes, is taken where
 /// nothing is said.
-pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY];
+pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY, IROH];
 
 impl TransportMethod {
     /// Whether ranks are processes, rather than threads of one.

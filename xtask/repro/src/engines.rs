@@ -5,14 +5,15 @@ mod daemons;
 
 use std::fs;
 use std::net::TcpListener;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 
 use crate::binary::farflung;
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::machine::now;
+use crate::trained::Trained;
 use daemons::{Slurm, Sshd};
 
 pub(crate) const BENCH: Bench = Bench {
@@ -22,38 +23,6 @@ pub(crate) const BENCH: Bench = Bench {
     seed: 0,
     run,
 };
-
-/// What a run came to.
-#[derive(Debug, PartialEq)]
-struct Trained {
-    losses: Vec<String>,
-    weights: Vec<u8>,
-}
-
-impl Trained {
-    fn read(folder: &Path) -> Result<Self> {
-        let metrics = fs::read_to_string(folder.join("metrics.jsonl"))?;
-        let loss = |line: &str| Some(line.split_once("\"train_loss\":")?.1.split(',').next()?.to_owned());
-        let losses: Option<Vec<String>> = metrics.lines().map(loss).collect();
-        let mut found = Vec::new();
-        weights_below(folder, &mut found)?;
-        found.sort();
-        let weights = fs::read(found.last().context("there is no checkpoint")?)?;
-        Ok(Self { losses: losses.context("a line of the metrics has no loss")?, weights })
-    }
-}
-
-fn weights_below(folder: &Path, found: &mut Vec<PathBuf>) -> Result<()> {
-    for entry in fs::read_dir(folder)? {
-        let path = entry?.path();
-        if path.is_dir() {
-            weights_below(&path, found)?;
-        } else if path.file_name().is_some_and(|name| name == "model.safetensors") {
-            found.push(path);
-        }
-    }
-    Ok(())
-}
 
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())

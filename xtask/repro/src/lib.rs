@@ -35,6 +35,7 @@ mod lab;
 mod machine;
 mod mutate;
 mod ranks;
+mod trained;
 mod wan_step;
 mod workers;
 
@@ -90,6 +91,8 @@ mod members;
 mod memory_table;
 mod mismatch;
 mod morphing;
+#[cfg(feature = "iroh")]
+mod nat;
 mod onebit;
 mod onebit_lamb;
 mod overlap_comm;
@@ -177,6 +180,8 @@ pub const BENCHES: &[Bench] = &[
     overlap_comm::BENCH,
     members::churn::BENCH,
     engines::BENCH,
+    #[cfg(feature = "iroh")]
+    nat::BENCH,
     failure::BENCH,
     members::join::BENCH,
     members::hosted::BENCH,

@@ -49,7 +49,36 @@ pub(crate) const WAYS: &[Way] = &[
     Way { name: "tcp", open: over_tcp },
     Way { name: "tls", open: over_tls },
     Way { name: "shared-memory", open: over_shared_memory },
+    #[cfg(feature = "iroh")]
+    Way { name: "iroh", open: over_quic },
 ];
+
+/// Over QUIC on the loopback interface, without a relay: each rank has a key of its own.
+#[cfg(feature = "iroh")]
+pub(crate) fn over_quic(n: usize) -> Result<Cluster> {
+    use farflung::comm::quic;
+    use farflung::comm::secure::{Ticket, unix_seconds};
+
+    let port = std::net::UdpSocket::bind("127.0.0.1:0")?.local_addr()?.port();
+    let address = format!("127.0.0.1:{port}");
+    let (host, secret) = (Identity::generate()?, JoinSecret::generate()?);
+    let expiry = unix_seconds() + 600;
+    let ticket = Ticket {
+        addresses: vec![address.clone()],
+        host: host.public(),
+        secret: secret.until(expiry),
+        expiry,
+    };
+    let join = |rank: u32| {
+        let security = match rank {
+            0 => Security::by_secret(&host, &secret),
+            _ => Security::by_ticket(&Identity::generate()?, &ticket),
+        };
+        let config = quic::Config::new(rank, n as u32, &*address, security);
+        quic::join(&config).map(|end| end as Arc<dyn Transport>)
+    };
+    at_once(n, &join)
+}
 
 /// Over sockets of the loopback interface, with these settings.
 pub(crate) fn over_sockets(n: usize, security: &Security, pace: tcp::Pace) -> Result<Cluster> {
@@ -68,7 +97,14 @@ fn meet(n: usize, set: impl Fn(&mut tcp::Config) + Sync) -> Result<Cluster> {
         set(&mut config);
         tcp::join(&config).map(|t| t as Arc<dyn Transport>)
     };
-    let join = &join;
+    at_once(n, &join)
+}
+
+/// All ranks join at the same time, each on a thread.
+fn at_once(
+    n: usize,
+    join: &(impl Fn(u32) -> Result<Arc<dyn Transport>, CommError> + Sync),
+) -> Result<Cluster> {
     thread::scope(|scope| {
         let joins: Vec<_> = (0..n as u32).map(|rank| scope.spawn(move || join(rank))).collect();
         joins.into_iter().map(|j| Ok(j.join().expect("no rank panics")?)).collect()

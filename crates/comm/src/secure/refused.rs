@@ -1,10 +1,14 @@
-//! What was refused, counted by its reason: a stranger can come ten thousand times, and the log must not grow
-//! with it.
+//! Refusals: those of this process, counted by reason, since a stranger can come ten thousand times and the
+//! log must not grow with it; and the error for a refusal by another process.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::clock::unix_seconds;
+use crate::CommError;
+use crate::error::Refusal;
 
 /// Refusals of one kind that are logged one by one; of more, each time their number has doubled.
 const LOGGED: u64 = 4;
@@ -36,5 +40,35 @@ impl Refused {
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, u64>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An error says that clocks differ if they do by more than this, in seconds.
+const APART: u64 = 300;
+
+/// The error that `peer` has refused this process.
+pub(crate) fn refused(peer: &str, reason: Refusal) -> CommError {
+    let (peer, own) = (peer.to_owned(), unix_seconds());
+    match reason {
+        Refusal::Expired { clock, .. } if clock.abs_diff(own) > APART => {
+            CommError::Clocks { peer, host: clock, own }
+        }
+        reason => CommError::Refused { peer, reason },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clocks_that_are_far_apart_are_named() {
+        let now = unix_seconds();
+        let said = |clock: u64| refused("a:1", Refusal::Expired { expiry: clock - 7300, clock }).to_string();
+        let near = said(now + 10);
+        assert!(near.contains("an expired ticket: 2 h ago by this clock"), "{near}");
+        let far = said(now + 5 * 3600 + 10);
+        assert!(far.contains("which is 5 h ahead of this one: set the clocks"), "{far}");
+        assert!(said(now - 3 * 86_400).contains("3 days behind"));
     }
 }

@@ -51,10 +51,28 @@ pub struct Security {
     refused: Refused,
 }
 
+/// By what this process is known.
+#[derive(Debug, Clone)]
+enum Own {
+    /// A key pair.
+    Key(Identity),
+    /// A certificate with this key.
+    Certificate(PublicKey),
+}
+
+impl Own {
+    const fn public(&self) -> PublicKey {
+        match self {
+            Self::Key(identity) => identity.public(),
+            Self::Certificate(key) => *key,
+        }
+    }
+}
+
 #[derive(Debug, Clone)]
 struct Sealed {
     tls: Tls,
-    own: PublicKey,
+    own: Own,
     secret: JoinSecret,
     /// What `secret` is: 0 is the job's own, from which tickets' are derived; else that of a ticket until then.
     expiry: u64,
@@ -104,7 +122,8 @@ impl Security {
     pub fn by_certificates(own: &Certificates, secret: Option<&JoinSecret>, places: Vec<String>) -> Self {
         let tls = Tls::by_certificates(own).expect("certificates were tried when they were read");
         let secret = secret.unwrap_or(own.common()).clone();
-        Self::sealed_by(tls, own.own_key(), secret, 0, None, places)
+        let own = Own::Certificate(own.own_key());
+        Self::sealed_by(tls, own, secret, 0, None, places)
     }
 
     /// Any member of the run may answer, not only the host that the ticket names: it may have left.
@@ -121,19 +140,20 @@ impl Security {
     pub fn allowing(mut self, keys: impl IntoIterator<Item = PublicKey>) -> Self {
         if let Some(sealed) = &mut self.sealed {
             let sealed = Arc::make_mut(sealed);
-            let own = sealed.own;
+            let own = sealed.own.public();
             sealed.allow = Some(Arc::new(keys.into_iter().chain([own]).collect()));
         }
         self
     }
 
     fn sealed(identity: &Identity, secret: JoinSecret, expiry: u64, host: Option<PublicKey>) -> Self {
-        Self::sealed_by(Tls::new(identity), identity.public(), secret, expiry, host, Vec::new())
+        let own = Own::Key(identity.clone());
+        Self::sealed_by(Tls::new(identity), own, secret, expiry, host, Vec::new())
     }
 
     fn sealed_by(
         tls: Tls,
-        own: PublicKey,
+        own: Own,
         secret: JoinSecret,
         expiry: u64,
         host: Option<PublicKey>,
@@ -159,7 +179,16 @@ impl Security {
     /// The own key, where connections are encrypted.
     #[must_use]
     pub fn own_key(&self) -> Option<PublicKey> {
-        self.sealed.as_ref().map(|sealed| sealed.own)
+        self.sealed.as_ref().map(|sealed| sealed.own.public())
+    }
+
+    /// The own key pair, where this process is known by one.
+    #[cfg(feature = "iroh")]
+    pub(crate) fn identity(&self) -> Option<&Identity> {
+        match &self.sealed.as_ref()?.own {
+            Own::Key(identity) => Some(identity),
+            Own::Certificate(_) => None,
+        }
     }
 
     /// The names that a server at an address may have in its certificate.
@@ -200,7 +229,12 @@ impl Security {
     /// This side's proof for a session whose handshake is done. A server answers with the `expiry` of the
     /// client's.
     pub(crate) fn prove(&self, role: Role, session: &Session, expiry: Option<u64>) -> Option<Vec<u8>> {
-        let (sealed, exporter) = (self.sealed.as_ref()?, session.exporter()?);
+        self.prove_by(role, session.exporter()?, expiry)
+    }
+
+    /// [`Security::prove`] for a session with this exporter.
+    pub(crate) fn prove_by(&self, role: Role, exporter: &[u8; 32], expiry: Option<u64>) -> Option<Vec<u8>> {
+        let sealed = self.sealed.as_ref()?;
         let expiry = expiry.unwrap_or(sealed.expiry);
         let mac = sealed.secret_of(expiry)?.proof(role.label(), expiry, exporter);
         Some(Control::Prove { expiry, clock: unix_seconds(), mac: &mac }.encode())
@@ -215,10 +249,22 @@ impl Security {
         expected: Option<PublicKey>,
         proof: &Control<'_>,
     ) -> Result<u64, Refusal> {
-        let Some(sealed) = &self.sealed else { return Err(Refusal::Clear) };
         let (Some(key), Some(exporter)) = (session.peer(), session.exporter()) else {
-            return Err(Refusal::Key);
+            return Err(if self.is_sealed() { Refusal::Key } else { Refusal::Clear });
         };
+        self.verify_by(role, key, exporter, expected, proof)
+    }
+
+    /// [`Security::verify`] for a session with this exporter, whose other side has proven that it holds `key`.
+    pub(crate) fn verify_by(
+        &self,
+        role: Role,
+        key: PublicKey,
+        exporter: &[u8; 32],
+        expected: Option<PublicKey>,
+        proof: &Control<'_>,
+    ) -> Result<u64, Refusal> {
+        let Some(sealed) = &self.sealed else { return Err(Refusal::Clear) };
         self.check_key(key, expected)?;
         let &Control::Prove { expiry, mac, .. } = proof else { return Err(Refusal::Secret) };
         let secret = sealed.secret_of(expiry).ok_or(Refusal::Secret)?;

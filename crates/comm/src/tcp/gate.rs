@@ -18,11 +18,11 @@ use super::door::{Door, Guest};
 use super::near::SharedMemory;
 use super::rendezvous::{answer_of, attempt, hung_up, resolve};
 use super::stream::Stream;
-use super::until::Until;
 use super::{Tcp, open};
 use crate::control::{Control, Listed};
 use crate::error::Refusal;
 use crate::secure::{JoinSecret, PublicKey, Security};
+use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, Transport as _};
 

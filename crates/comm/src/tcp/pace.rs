@@ -1,5 +1,4 @@
-//! How fast an endpoint sends: a rate in all and one to each peer, as a thread of its own keeps them. What the
-//! rates admit is a pure function of the time.
+//! How fast an endpoint sends: a rate in all and one to each peer, as a thread of its own keeps them.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,107 +6,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use farflung_base::{Bandwidth, Nanos, PeerId};
+use farflung_base::{Nanos, PeerId};
 
 use super::links::Links;
 use crate::memory::real_start;
+use crate::rate::{Pace, Rates};
 
-/// What an endpoint may send: bytes that its sockets are given, without the headers of TCP and IP, which add
-/// 3 to 4% to full packets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Pace {
-    /// To all peers together.
-    pub all: Bandwidth,
-    /// To each of them.
-    pub each: Bandwidth,
-}
-
-impl Default for Pace {
-    /// As fast as the sockets take it.
-    fn default() -> Self {
-        Self { all: Bandwidth::UNLIMITED, each: Bandwidth::UNLIMITED }
-    }
-}
-
-impl Pace {
-    /// Whether there is a limit.
-    fn is_limited(&self) -> bool {
-        *self != Self::default()
-    }
-}
-
-/// The slowest rate that is kept: 1000 bytes a second.
-pub const SLOWEST: Bandwidth = Bandwidth(8_000);
-
-/// What may be sent at once after a pause.
-const BURST: Nanos = Nanos::from_millis(10);
-/// What is worth a system call, in time.
-const QUANTUM: Nanos = Nanos::from_millis(2);
-/// A packet, and the most that is worth waiting for, in bytes.
-const LEAST: u64 = 1448;
-const MOST: u64 = 64 * 1024;
 /// Between two looks at sockets that have no room.
 const LOOK: Duration = Duration::from_micros(500);
 
-/// A rate, and until when it is used up.
-#[derive(Debug, Clone, Copy)]
-struct Bucket {
-    rate: Bandwidth,
-    used: Nanos,
-}
-
-impl Bucket {
-    const fn new(rate: Bandwidth) -> Self {
-        Self { rate, used: Nanos::ZERO }
-    }
-
-    /// The time that so many bytes take.
-    fn time(&self, bytes: u64) -> Nanos {
-        Nanos((u128::from(bytes) * 8_000_000_000 / u128::from(self.rate.0.max(1))).min(u128::from(u64::MAX))
-            as u64)
-    }
-
-    /// What is waited for before anything is sent, unless it is less.
-    fn quantum(&self) -> u64 {
-        ((u128::from(self.rate.0) * u128::from(QUANTUM.0) / 8_000_000_000) as u64).clamp(LEAST, MOST)
-    }
-
-    /// From when on the rate counts.
-    fn from(&self, now: Nanos) -> Nanos {
-        let burst = BURST.max(Nanos(2 * self.time(self.quantum()).0));
-        self.used.max(now.saturating_sub(burst))
-    }
-
-    /// How many of the bytes may be sent now.
-    fn admits(&self, now: Nanos, wanted: u64) -> u64 {
-        if self.rate == Bandwidth::UNLIMITED {
-            return wanted;
-        }
-        let free = now.saturating_sub(self.from(now));
-        let bytes = (u128::from(free.0) * u128::from(self.rate.0) / 8_000_000_000) as u64;
-        if bytes < wanted.min(self.quantum()) { 0 } else { bytes.min(wanted) }
-    }
-
-    fn spend(&mut self, now: Nanos, bytes: u64) {
-        if self.rate != Bandwidth::UNLIMITED {
-            self.used = self.from(now).saturating_add(self.time(bytes));
-        }
-    }
-
-    /// How long until something may be sent.
-    fn wait(&self, now: Nanos) -> Nanos {
-        if self.rate == Bandwidth::UNLIMITED {
-            return Nanos::ZERO;
-        }
-        let ready = self.from(now).saturating_add(self.time(self.quantum()));
-        ready.saturating_sub(now)
-    }
-}
-
 #[derive(Debug)]
 struct State {
-    all: Bucket,
-    each: Vec<Bucket>,
+    rates: Rates,
     /// Something waits to be sent.
     rung: bool,
     closed: bool,
@@ -125,8 +35,7 @@ pub(super) struct Pacer {
 impl Pacer {
     /// Without limits, for so many peers.
     pub(super) fn new(peers: usize) -> Self {
-        let free = Bucket::new(Bandwidth::UNLIMITED);
-        let state = State { all: free, each: vec![free; peers], rung: false, closed: false };
+        let state = State { rates: Rates::new(Pace::default(), peers), rung: false, closed: false };
         Self {
             start: real_start(),
             limited: AtomicBool::new(false),
@@ -156,10 +65,7 @@ impl Pacer {
         links: &Arc<Links>,
         wake: impl Fn() + Send + 'static,
     ) -> io::Result<()> {
-        let mut state = self.lock();
-        state.all = Bucket::new(pace.all);
-        state.each.iter_mut().for_each(|bucket| *bucket = Bucket::new(pace.each));
-        drop(state);
+        self.lock().rates.set(pace);
         if pace.is_limited() && !self.limited.swap(true, Ordering::AcqRel) {
             let (pacer, links) = (Arc::clone(self), Arc::clone(links));
             let named = thread::Builder::new().name("farflung-pace".to_owned());
@@ -186,14 +92,12 @@ impl Pacer {
         }
         let now = self.now();
         let mut state = self.lock();
-        let each = state.each[peer.index()];
-        let admitted = each.admits(now, state.all.admits(now, wanted as u64));
+        let admitted = state.rates.admits(now, peer, wanted as u64);
         if admitted == 0 && wanted > 0 {
             return Ok(0);
         }
         let sent = write(admitted as usize)?;
-        state.all.spend(now, sent as u64);
-        state.each[peer.index()].spend(now, sent as u64);
+        state.rates.spend(now, peer, sent as u64);
         Ok(sent)
     }
 
@@ -202,8 +106,8 @@ impl Pacer {
         if !self.is_limited() {
             return Nanos::ZERO;
         }
-        let (now, state) = (self.now(), self.lock());
-        state.all.wait(now).max(state.each[peer.index()].wait(now))
+        let now = self.now();
+        self.lock().rates.wait(now, peer)
     }
 
     /// Something waits to be sent.
@@ -250,33 +154,6 @@ impl Pacer {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_rate_is_held_whatever_is_asked_for_and_a_pause_gives_no_more_than_a_burst() {
-        for rate in [64_000, 20_000_000, 1_000_000_000_u64] {
-            for asked in [32, 1000, 262_176, 10_000_000] {
-                let mut bucket = Bucket::new(Bandwidth(rate));
-                // It begins as after a pause.
-                let begin = Nanos::from_millis(60_000);
-                let (mut now, mut sent) = (begin, 0_u64);
-                let end = begin.saturating_add(Nanos::from_millis(1_000));
-                while now < end {
-                    let admitted = bucket.admits(now, asked);
-                    assert!(admitted <= asked);
-                    bucket.spend(now, admitted);
-                    sent += admitted;
-                    if admitted == 0 {
-                        now = now.saturating_add(bucket.wait(now));
-                        assert!(bucket.admits(now, u64::MAX) > 0, "the wait is long enough");
-                    }
-                }
-                let burst = BURST.max(Nanos(2 * bucket.time(bucket.quantum()).0));
-                let admissible = rate as f64 / 8.0 * (1.0 + burst.as_secs_f64());
-                assert!(sent as f64 <= admissible * 1.001, "{rate} {asked}: {sent} of {admissible}");
-                assert!(sent as f64 >= rate as f64 / 8.0 * 0.99, "{rate} {asked}: {sent} of {admissible}");
-            }
-        }
-    }
 
     #[test]
     fn without_a_limit_nothing_is_counted() {

@@ -11,13 +11,13 @@ use farflung_base::Rank;
 
 use super::door::{Door, Guest};
 use super::near::SharedMemory;
-use super::pace::Pace;
 use super::stream::Stream;
 use super::streams::multiply;
-use super::until::Until;
 use crate::control::{Control, Listed};
 use crate::error::Refusal;
-use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, unix_seconds};
+use crate::rate::Pace;
+use crate::secure::{Admission, JoinSecret, PublicKey, Role, Security, refused};
+use crate::until::Until;
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, WireError};
 
@@ -559,34 +559,9 @@ pub(super) fn answer_of<T>(
     }
 }
 
-/// Clocks further apart than this are said to be, in seconds.
-const APART: u64 = 300;
-
-/// That this side was refused.
-pub(super) fn refused(peer: &str, reason: Refusal) -> CommError {
-    let (peer, own) = (peer.to_owned(), unix_seconds());
-    match reason {
-        Refusal::Expired { clock, .. } if clock.abs_diff(own) > APART => {
-            CommError::Clocks { peer, host: clock, own }
-        }
-        reason => CommError::Refused { peer, reason },
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn clocks_that_are_far_apart_are_named() {
-        let now = unix_seconds();
-        let said = |clock: u64| refused("a:1", Refusal::Expired { expiry: clock - 7300, clock }).to_string();
-        let near = said(now + 10);
-        assert!(near.contains("an expired ticket: 2 h ago by this clock"), "{near}");
-        let far = said(now + 5 * 3600 + 10);
-        assert!(far.contains("which is 5 h ahead of this one: set the clocks"), "{far}");
-        assert!(said(now - 3 * 86_400).contains("3 days behind"));
-    }
 
     #[test]
     fn one_name_that_works_is_enough() {

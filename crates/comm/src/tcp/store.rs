@@ -11,12 +11,13 @@ use std::time::Duration;
 use farflung_base::Rank;
 
 use super::door::{Door, Guest};
-use super::rendezvous::{connect, hung_up, refused, resolve};
+use super::rendezvous::{connect, hung_up, resolve};
 use super::stream::Stream;
-use super::until::Until;
 use crate::control::{Control, Listed};
 use crate::error::Refusal;
 use crate::secure::Security;
+use crate::secure::refused;
+use crate::until::Until;
 use crate::wire::{self, HEADER_BYTES, Message, Parsed};
 use crate::{CommError, FRAME_BYTES, WireError};
 

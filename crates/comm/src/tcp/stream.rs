@@ -12,7 +12,7 @@ use crate::secure::{PublicKey, Role, Security, Session, SessionError};
 use crate::wire::{self, Message, Parsed};
 use crate::{CommError, WireError};
 
-use super::until::Until;
+use crate::until::Until;
 
 /// A connection.
 #[derive(Debug)]

@@ -7,9 +7,9 @@ use farflung_base::Rank;
 
 use super::rendezvous::{Config, Streams, answer, hello, pairwise};
 use super::stream::Stream;
-use super::until::Until;
 use crate::CommError;
 use crate::control::Control;
+use crate::until::Until;
 
 /// As many streams to each peer as the config asks for, the one that is there first; none to oneself.
 pub(super) fn multiply(config: &Config, met: Streams, until: Until) -> Result<Vec<Vec<Stream>>, CommError> {

@@ -8,19 +8,24 @@ use farflung_base::{Nanos, Topology};
 use farflung_comm::secure::{Identity, JoinSecret, Security};
 use farflung_comm::{Communicator, Transport, memory, simulated, tcp};
 
+#[cfg(feature = "iroh")]
+pub(crate) mod quic;
+
 pub(crate) type Cluster = Vec<Arc<dyn Transport>>;
 
 /// Makes a cluster of so many endpoints.
 pub(crate) type Make = fn(usize) -> Cluster;
 
 /// Every transport, by name.
-pub(crate) const TRANSPORTS: [(&str, Make); 6] = [
+pub(crate) const TRANSPORTS: [(&str, Make); 6 + cfg!(feature = "iroh") as usize] = [
     ("memory", memory_cluster),
     ("simulated", simulated_cluster),
     ("tcp", tcp_cluster),
     ("tcp with three streams", |n| tcp_at(n, &format!("127.0.0.1:{}", free_port()), 3)),
     ("tls", tls_cluster),
     ("shared memory", shared_memory_cluster),
+    #[cfg(feature = "iroh")]
+    ("iroh", quic::cluster),
 ];
 
 pub(crate) fn memory_cluster(n: usize) -> Cluster {

@@ -14,12 +14,14 @@ use farflung::{Error, Launch, Result, Stop, access, launch_env};
 use farflung_base::Nanos;
 
 use super::launched_members as members;
+use super::train::TrainCommand;
 
 /// Start several processes of one job, on this machine or over ssh on several, joined over TCP.
 ///
 /// Everything after `--` is a farflung command; each process runs it with RANK, WORLD_SIZE, LOCAL_RANK,
 /// LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. When one fails, the others are ended. Where other
 /// machines can reach --master, connections are encrypted by a secret that only these processes know.
+/// With train --transport iroh each process gets a key of its own, and all get a ticket.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung launch -n 4 -- train --steps 200 --sync ddp
@@ -94,12 +96,20 @@ impl LaunchCommand {
         let here = Launch::here(processes);
         let master = self.master.unwrap_or(here.master);
         let secret = secret(&master.0)?;
-        let launch = Launch { master, secret, grace: Duration::from(self.grace), ..Launch::here(processes) };
+        let over_quic = TrainCommand::launched_over_quic(&self.command)?;
+        let grace = Duration::from(self.grace);
+        let launch = Launch { master, secret, grace, over_quic, ..Launch::here(processes) };
         let stop = Stop::install_passing()?;
         restarting(self.restarts, &stop, || launch.run(&program, &self.command, &stop))
     }
 
     fn on_hosts(&self, hosts: Hosts, program: &Path) -> Result<()> {
+        if TrainCommand::launched_over_quic(&self.command)? {
+            let expected = "tcp: over ssh processes meet over TCP; for iroh start each rank with RANK, \
+                            WORLD_SIZE and --ticket-file of a ticket that `farflung ticket` made where rank 0 runs";
+            let (field, value, expected) = ("transport", "iroh".to_owned(), expected.to_owned());
+            return Err(Error::Setting { field, value, expected });
+        }
         let first = hosts.first().address().to_owned();
         let master = self.master.clone().unwrap_or((first, launch_env::MASTER_PORT));
         let wrong = |expected: &str| Error::Setting {

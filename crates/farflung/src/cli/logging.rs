@@ -30,6 +30,10 @@ pub(super) struct Logging {
     otlp: Option<String>,
 }
 
+/// What is logged where `RUST_LOG` says nothing. The crates of iroh warn of each connection that breaks, which
+/// the transport reports itself.
+const UNLESS_TOLD: &str = "warn,iroh=error,iroh_relay=error,noq=error,noq_proto=error,netwatch=error";
+
 /// What was given, once it is.
 static FORMAT: OnceLock<Format> = OnceLock::new();
 
@@ -44,7 +48,8 @@ impl Logging {
     /// Errors: an address for traces that is none, or a build that sends none.
     pub(super) fn install(&self) -> farflung::Result<()> {
         FORMAT.get_or_init(|| self.log_format);
-        let wanted = std::env::var(EnvFilter::DEFAULT_ENV).unwrap_or_default();
+        let wanted = std::env::var(EnvFilter::DEFAULT_ENV).ok().filter(|wanted| !wanted.is_empty());
+        let wanted = wanted.unwrap_or_else(|| UNLESS_TOLD.to_owned());
         // The subscriber would report wrong directives, and writes that fail, by `eprintln!`, which panics where stderr is
         // a closed pipe.
         let make_sense = |directive: &&str| {

@@ -17,6 +17,7 @@ mod model;
 mod net;
 mod plan;
 mod relay;
+mod relay_server;
 mod schedule;
 mod ticket;
 mod train;
@@ -62,6 +63,7 @@ enum Command {
     Launch(launch::LaunchCommand),
     Net(net::NetCommand),
     Ticket(ticket::TicketCommand),
+    Relay(relay_server::RelayCommand),
 }
 
 /// Runs the command line of this process.
@@ -106,6 +108,7 @@ impl Cli {
             Command::Launch(command) => command.run(),
             Command::Net(command) => command.run(),
             Command::Ticket(command) => command.run(),
+            Command::Relay(command) => command.run(),
         }
     }
 }

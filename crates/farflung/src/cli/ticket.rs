@@ -13,6 +13,7 @@ use farflung::{Error, Home, Result, access};
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
   farflung ticket --address 203.0.113.5:29500 > ticket
+  farflung ticket --address http://198.51.100.7:3340 > ticket   (of a relay, where rank 0 is behind a router)
   RANK=0 WORLD_SIZE=2 farflung train --sync ddp --ticket-file ticket   (here)
   RANK=1 WORLD_SIZE=2 farflung train --sync ddp --ticket-file ticket   (there, with the same ticket)
   farflung ticket --show --ticket-file ticket
@@ -20,7 +21,8 @@ use farflung::{Error, Home, Result, access};
   farflung ticket --key >> allow")]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub(crate) struct TicketCommand {
-    /// Where other machines reach rank 0; up to 16, tried in turn.
+    /// Where other machines reach rank 0; up to 16, tried in turn. For --transport iroh also relays, as
+    /// http://HOST:PORT.
     #[arg(long, value_name = "HOST:PORT", required_unless_present_any = ["show", "rotate", "key"])]
     address: Vec<String>,
     /// How long the ticket holds: 90s, 30min, 24h or 7d.

@@ -1,13 +1,15 @@
 //! `farflung train`.
 
+use std::ffi::OsString;
 use std::fmt::Write as _;
 
+use farflung::config::choice::TransportKind;
 use farflung::config::recipe::RECIPES;
 use farflung::observe::Observed;
 use farflung::optim::{local, sync};
 use farflung::parallel::pipeline::Method;
 use farflung::train::{Report, Watch, combination, plan_of, refusal, run, world};
-use farflung::transports::TRANSPORTS;
+use farflung::transports::{IROH, TRANSPORTS};
 use farflung::{
     AccessArgs, Error, NoticeArgs, ObserveArgs, Progress, Result, Show, StepMetrics, Stop, TrainFlags,
 };
@@ -106,7 +108,35 @@ impl Watch for OnTerminal {
     }
 }
 
+/// A `train` command on its own.
+#[derive(Debug, clap::Parser)]
+#[command(no_binary_name = true)]
+enum Alone {
+    Train(Box<TrainCommand>),
+}
+
 impl TrainCommand {
+    /// Whether these words are a `train` command whose processes meet over QUIC. Where flags are wrong, the
+    /// processes say so.
+    ///
+    /// Errors: flags that say who may join: `launch` decides that there.
+    pub(super) fn launched_over_quic(words: &[OsString]) -> Result<bool> {
+        let Ok(Alone::Train(train)) = <Alone as clap::Parser>::try_parse_from(words) else {
+            return Ok(false);
+        };
+        let Ok(config) = train.flags.clone().resolve() else { return Ok(false) };
+        if config.transport != TransportKind::of(&IROH) {
+            return Ok(false);
+        }
+        if train.access != AccessArgs::default() {
+            let expected = "none of --ticket-file, --secret-file, --key-file, --allow, --insecure and --tls-*: \
+                            `launch` makes a key for each process, and a ticket; or start each rank by hand";
+            let (field, value, expected) = ("transport", IROH.name.to_owned(), expected.to_owned());
+            return Err(Error::Setting { field, value, expected });
+        }
+        Ok(true)
+    }
+
     pub(crate) fn run(self) -> Result<()> {
         if self.combinations {
             return super::print(&combination::table());

@@ -414,8 +414,12 @@ settings! {
         /// The job's name where several use one port: ranks of another job are turned away.
         job: String, "NAME", "farflung" => "ranks with another do not meet";
         /// What carries bytes; the list is below. auto is simulated in one process, and tcp in several, with
-        /// shared memory between those of one machine unless --up or --up-each is given.
+        /// shared memory between those of one machine unless --up or --up-each is given. iroh reaches
+        /// processes behind routers, and needs a ticket.
         transport: TransportKind, "KIND", TransportKind::Auto => "processes of a job only meet over sockets";
+        /// Relays of your own for --transport iroh, as http://HOST:PORT (`farflung relay` is one) or https://
+        /// with a certificate that the web trusts; several with commas between. A ticket may have them too.
+        relay: String, "URL" => "each process has relays that it reaches";
         /// How values are summed: ring, double-tree, hierarchical and others, or auto, whichever is the
         /// cheapest on the links of --topology; a wrong name lists them. With a codec direct (equal shards,
         /// unless told), butterfly (shards by access links), hierarchical (plain inside a region, packed

@@ -55,7 +55,7 @@ pub fn serve(program: &Path, mut input: impl BufRead + Send + 'static, stop: &St
         std::env::set_current_dir(dir).map_err(Error::io("enter the folder", dir))?;
     }
     let Share { ranks, world_size, master, grace, variables, args, .. } = share;
-    let launch = Launch { ranks, world_size, master, grace, secret: None };
+    let launch = Launch { ranks, world_size, master, grace, secret: None, over_quic: false };
     let args: Vec<OsString> = args.into_iter().map(OsString::from).collect();
     let listener = stop.clone();
     thread::spawn(move || listen(input, grace, &listener));

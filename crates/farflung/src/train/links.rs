@@ -106,6 +106,12 @@ fn shared_memory(config: &TrainConfig) -> SharedMemory {
     }
 }
 
+/// The relays of the settings.
+fn relays(config: &TrainConfig) -> Vec<String> {
+    let all = config.relay.iter().flat_map(|relays| relays.split(','));
+    all.filter(|one| !one.is_empty()).map(str::to_owned).collect()
+}
+
 /// Joins the processes of a launched job by their ranks and number. Nothing else of the job needs to be known.
 ///
 /// Errors: [`Error::PeerLost`] and others when processes do not find each other in time.
@@ -114,6 +120,7 @@ pub fn join(config: &TrainConfig, env: &LaunchEnv) -> Result<Communicator> {
         rank: env.rank.0,
         world_size: env.world_size as u32,
         master: env.meeting_place(),
+        relays: relays(config),
         security: env.security.clone(),
         job: config.job.clone(),
         deadline: config.deadline,
@@ -213,6 +220,7 @@ pub fn seats(job: &Job, joined: Option<Communicator>) -> Result<Vec<Seat>> {
                 rank: 0,
                 world_size: 1,
                 master: "127.0.0.1:0".to_owned(),
+                relays: Vec::new(),
                 security: Security::clear(),
                 job: config.job.clone(),
                 deadline: config.deadline,

@@ -5,7 +5,7 @@ use std::time::Duration;
 use farflung_comm::{Communicator, tcp};
 
 use super::{Ends, Meeting, TransportMethod};
-use crate::Result;
+use crate::{Error, Result};
 
 /// [`farflung_comm::tcp`].
 pub const TCP: TransportMethod = TransportMethod {
@@ -17,8 +17,17 @@ pub const TCP: TransportMethod = TransportMethod {
 
 /// Meets the others; with whom memory is shared is said by the meeting.
 pub(super) fn meet(meeting: &Meeting) -> Result<Communicator> {
-    let Meeting { rank, world_size, master, security, job, deadline, pace, shared_memory } = meeting;
-    let mut join = tcp::Config::new(*rank, *world_size, master.clone());
+    let Meeting { rank, world_size, master, security, job, deadline, pace, shared_memory, .. } = meeting;
+    // A ticket may also name relays, which are for QUIC.
+    let addresses: Vec<&str> = master.split(',').filter(|address| !address.contains("://")).collect();
+    let first = *addresses.first().ok_or_else(|| Error::Setting {
+        field: "transport",
+        value: TCP.name.to_owned(),
+        expected: "iroh: the ticket names relays alone".to_owned(),
+    })?;
+    // Rank 0 listens at the first of its addresses; the others try all of them.
+    let master = if *rank == 0 { first.to_owned() } else { addresses.join(",") };
+    let mut join = tcp::Config::new(*rank, *world_size, master);
     join.deadline = Duration::from(*deadline);
     join.pace = *pace;
     join.shared_memory = *shared_memory;

@@ -6,23 +6,23 @@ use crate::memory::real_start;
 
 /// From a start, for so long.
 #[derive(Clone, Copy)]
-pub(super) struct Until {
+pub(crate) struct Until {
     start: Instant,
     limit: Duration,
 }
 
 impl Until {
-    pub(super) fn after(limit: Duration) -> Self {
+    pub(crate) fn after(limit: Duration) -> Self {
         Self { start: real_start(), limit }
     }
 
     /// As good as never.
-    pub(super) fn never() -> Self {
+    pub(crate) fn never() -> Self {
         Self::after(Duration::from_secs(u32::MAX.into()))
     }
 
     /// The same, over after `limit` from now at the latest.
-    pub(super) fn at_most(self, limit: Duration) -> Self {
+    pub(crate) fn at_most(self, limit: Duration) -> Self {
         match self.left() {
             Some(left) if left < limit => self,
             _ => Self::after(limit),
@@ -30,15 +30,15 @@ impl Until {
     }
 
     /// The same, and a moment longer.
-    pub(super) fn longer(self, by: Duration) -> Self {
+    pub(crate) fn longer(self, by: Duration) -> Self {
         Self { limit: self.limit + by, ..self }
     }
 
-    pub(super) fn left(self) -> Option<Duration> {
+    pub(crate) fn left(self) -> Option<Duration> {
         self.limit.checked_sub(self.start.elapsed()).filter(|left| !left.is_zero())
     }
 
-    pub(super) const fn limit(&self) -> Duration {
+    pub(crate) const fn limit(&self) -> Duration {
         self.limit
     }
 }

@@ -1,0 +1,146 @@
+//! Where a peer is reached: addresses and relays in one text, and the public keys of iroh and of this crate.
+
+use std::collections::BTreeSet;
+use std::net::{SocketAddr, ToSocketAddrs};
+
+use ::iroh::{EndpointAddr, RelayConfig, RelayMap, RelayUrl, TransportAddr};
+use iroh_relay::RelayQuicConfig;
+
+use crate::CommError;
+use crate::secure::PublicKey;
+
+/// Bytes that the addresses may take of a greeting.
+const TEXT: usize = 600;
+
+/// The addresses and relays of a text such as `10.0.0.1:29500,http://relay.example:3340`.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Places {
+    pub(super) sockets: Vec<SocketAddr>,
+    pub(super) relays: Vec<RelayUrl>,
+}
+
+impl Places {
+    /// Reads a user's text, and looks names up.
+    pub(super) fn resolve(text: &str) -> Result<Self, CommError> {
+        let mut places = Self::default();
+        let mut wrong = None;
+        for one in text.split(',').filter(|one| !one.is_empty()) {
+            if is_relay(one) {
+                places.relays.push(relay(one)?);
+                continue;
+            }
+            match one.to_socket_addrs() {
+                Ok(addresses) => places.sockets.extend(addresses),
+                Err(e) => wrong = Some(CommError::io("address", &one, &e)),
+            }
+        }
+        match wrong {
+            Some(wrong) if places.is_empty() => Err(wrong),
+            _ => Ok(places),
+        }
+    }
+
+    /// Reads a peer's text. It has addresses alone: names are not looked up.
+    pub(super) fn read(text: &str) -> Option<Self> {
+        let mut places = Self::default();
+        for one in text.split(',').filter(|one| !one.is_empty()) {
+            if is_relay(one) {
+                places.relays.push(relay(one).ok()?);
+            } else {
+                places.sockets.push(one.parse().ok()?);
+            }
+        }
+        (!places.is_empty()).then_some(places)
+    }
+
+    /// As a text, relays first, as many as fit into a greeting.
+    pub(super) fn text(&self) -> String {
+        let relays = self.relays.iter().map(|url| url.to_string().trim_end_matches('/').to_owned());
+        let mut text = String::new();
+        for one in relays.chain(self.sockets.iter().map(SocketAddr::to_string)) {
+            if text.len() + one.len() < TEXT {
+                text = if text.is_empty() { one } else { text + "," + &one };
+            }
+        }
+        text
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.sockets.is_empty() && self.relays.is_empty()
+    }
+
+    /// The peer with this key at these places; without `direct` at the relays alone.
+    ///
+    /// # Errors
+    /// [`CommError::Unsealed`] if the bytes are no public key.
+    pub(super) fn of(&self, key: PublicKey, direct: bool) -> Result<EndpointAddr, CommError> {
+        let id = ::iroh::PublicKey::from_bytes(key.bytes()).map_err(|_| CommError::Unsealed {
+            peer: key.to_string(),
+            reason: "its key is no point of the curve".to_owned(),
+        })?;
+        let sockets = self.sockets.iter().filter(|_| direct).copied().map(TransportAddr::Ip);
+        let relays = self.relays.iter().cloned().map(TransportAddr::Relay);
+        Ok(EndpointAddr { id, addrs: sockets.chain(relays).collect::<BTreeSet<_>>() })
+    }
+}
+
+fn is_relay(text: &str) -> bool {
+    text.starts_with("http://") || text.starts_with("https://")
+}
+
+/// The relay of a text `http://host:port` or `https://host:port`.
+///
+/// # Errors
+/// [`CommError::Io`] that says what is expected.
+pub(super) fn relay(text: &str) -> Result<RelayUrl, CommError> {
+    let wrong = |e: String| CommError::io("relay", &text, &std::io::Error::other(e));
+    if !is_relay(text) {
+        return Err(wrong("expected `http://host:port` or `https://host:port`".to_owned()));
+    }
+    text.parse().map_err(|e| wrong(format!("{e}")))
+}
+
+/// The relays that a process may use, as iroh has them.
+pub(super) fn relay_map(relays: &[RelayUrl]) -> RelayMap {
+    relays.iter().map(|url| RelayConfig::new(url.clone(), Some(discovery(url)))).collect()
+}
+
+/// Where a relay tells processes their address outside of their router: over UDP, at the port of its HTTP;
+/// with TLS at the default port of `iroh-relay`.
+fn discovery(url: &RelayUrl) -> RelayQuicConfig {
+    match (url.scheme(), url.port_or_known_default()) {
+        ("http", Some(port)) => RelayQuicConfig::new(port),
+        _ => RelayQuicConfig::default(),
+    }
+}
+
+/// The public key that iroh names a peer by.
+pub(super) fn key_of(id: ::iroh::EndpointId) -> PublicKey {
+    PublicKey::new(*id.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_text_and_come_back() {
+        let text = "http://10.0.0.9:3340,10.0.0.1:29500,[::1]:9";
+        let places = Places::read(text).unwrap();
+        assert_eq!((places.relays.len(), places.sockets.len(), places.text()), (1, 2, text.to_owned()));
+        for wrong in ["", ",", "host:1", "http://", "10.0.0.1", "ftp://a:1"] {
+            assert!(Places::read(wrong).is_none(), "{wrong}");
+        }
+        let many = Places { sockets: vec!["[2001:db8::1]:29500".parse().unwrap(); 200], ..places };
+        assert!(many.text().len() <= TEXT && many.text().starts_with("http://10.0.0.9:3340,"));
+        assert_eq!(Places::resolve("localhost:7,nowhere.invalid:1").unwrap().sockets[0].port(), 7);
+        assert!(Places::resolve("nowhere.invalid:1").is_err());
+    }
+
+    #[test]
+    fn a_relay_tells_addresses_at_its_own_port() {
+        let port = |text: &str| discovery(&relay(text).unwrap()).port;
+        assert_eq!((port("http://a:3340"), port("https://a:3340")), (3340, 7842));
+        assert!(relay("a:3340").unwrap_err().to_string().contains("http://host:port"));
+    }
+}

@@ -1,0 +1,140 @@
+//! New connections, until they have proven that they belong to the job. It does not depend on what the job is.
+//!
+//! What a connection may cost before its proof: one handshake, one stream with a window of [`UNPROVEN`]
+//! bytes, of which 1024 are read, [`GREETING`], and one of [`MOST`] places. Members do not wait for it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::iroh::endpoint::Incoming;
+use tokio::sync::{Semaphore, mpsc};
+
+use super::line::{Line, control};
+use crate::control::{Control, HELLO};
+use crate::error::Refusal;
+use crate::secure::{Role, Security};
+use crate::until::Until;
+use crate::wire::VERSION;
+use crate::{CommError, WireError};
+
+/// Connections that may wait at a time; more are refused before their handshake.
+const MOST: usize = 256;
+/// The time for a handshake and a greeting, which a rank sends at once.
+const GREETING: Duration = Duration::from_secs(10);
+/// Bytes that a peer may send before its proof.
+pub(super) const UNPROVEN: u32 = 16 * 1024;
+
+/// A connection that has proven that it belongs here, and its greeting.
+#[derive(Debug)]
+pub(super) struct Guest {
+    pub(super) line: Line,
+    /// The frame with the greeting.
+    pub(super) greeting: Vec<u8>,
+    /// When its right to join ends, which the answer to its proof repeats.
+    pub(super) expiry: u64,
+}
+
+/// Accepts connections until it is dropped; later ones are not answered.
+#[derive(Debug)]
+pub(super) struct Door {
+    accepting: tokio::task::JoinHandle<()>,
+    guests: mpsc::Receiver<Guest>,
+}
+
+impl Door {
+    pub(super) fn open(endpoint: &::iroh::Endpoint, security: &Security) -> Self {
+        let (coming, guests) = mpsc::channel(MOST);
+        let (endpoint, security) = (endpoint.clone(), security.clone());
+        let accepting = tokio::spawn(async move {
+            let places = Arc::new(Semaphore::new(MOST));
+            while let Some(incoming) = endpoint.accept().await {
+                let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+                    let limit = format_args!("{MOST} connections may wait");
+                    security.refused().note(None, "too many", &limit);
+                    incoming.refuse();
+                    continue;
+                };
+                let (security, coming) = (security.clone(), coming.clone());
+                tokio::spawn(async move {
+                    if let Some(guest) = hear(&security, incoming).await {
+                        // It fails once all ranks have come.
+                        let _ = coming.send(guest).await;
+                    }
+                    drop(place);
+                });
+            }
+        });
+        Self { accepting, guests }
+    }
+
+    /// The next connection that belongs here.
+    pub(super) async fn next(&mut self) -> Option<Guest> {
+        self.guests.recv().await
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.accepting.abort();
+    }
+}
+
+async fn hear(security: &Security, incoming: Incoming) -> Option<Guest> {
+    let note = |kind, detail: &dyn std::fmt::Display| {
+        security.refused().note(None, kind, detail);
+        None
+    };
+    let until = Until::after(GREETING);
+    let shaken = async { incoming.accept()?.await };
+    let connection = match tokio::time::timeout(GREETING, shaken).await {
+        Ok(Ok(connection)) => connection,
+        Ok(Err(error)) => return note("gave up", &error),
+        Err(_) => return note("silent", &format_args!("no handshake within {GREETING:?}")),
+    };
+    let Some(Ok(left)) = until.left().map(Ok::<_, ()>) else {
+        return note("silent", &format_args!("no greeting within {GREETING:?}"));
+    };
+    let mut line = match tokio::time::timeout(left, Line::accept(connection)).await {
+        Ok(Ok(line)) => line,
+        Ok(Err(error)) => return note("gave up", &error),
+        Err(_) => return note("silent", &format_args!("no greeting within {GREETING:?}")),
+    };
+    let name = line.key().to_string();
+    let proof = match line.hear(HELLO, until).await {
+        Ok(proof) => proof,
+        Err(CommError::Handshake { source: WireError::Version { got, .. }, .. }) => {
+            let reason = Refusal::Version { want: VERSION, got };
+            let _: Option<Guest> = note(reason.kind(), &reason);
+            line.refuse(reason).await;
+            return None;
+        }
+        Err(error) => return note("garbage", &error),
+    };
+    let verified = match control(&proof, &name) {
+        Ok(proof) => line.verify(security, Role::Server, None, &proof),
+        Err(error) => return note("garbage", &error),
+    };
+    let expiry = match verified {
+        Ok(expiry) => expiry,
+        Err(reason) => {
+            let _: Option<Guest> = note(reason.kind(), &reason);
+            line.refuse(reason).await;
+            return None;
+        }
+    };
+    match line.hear(HELLO, until).await {
+        Ok(greeting) if matches!(control(&greeting, &name), Ok(Control::Hello { .. })) => {
+            Some(Guest { line, greeting, expiry })
+        }
+        Ok(_) => note("no greeting", &"another message came first"),
+        Err(error) => note("garbage", &error),
+    }
+}
+
+impl Guest {
+    /// Refuses it with the reason.
+    pub(super) fn refuse(mut self, security: &Security, reason: Refusal) {
+        security.refused().note(None, reason.kind(), &reason);
+        tokio::spawn(async move { self.line.refuse(reason).await });
+    }
+}

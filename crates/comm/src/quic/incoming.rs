@@ -1,0 +1,55 @@
+//! What a peer sends: one stream a tag, frame after frame, into the inbox.
+
+use std::sync::Arc;
+
+use ::iroh::endpoint::{ReadExactError, RecvStream, SendStream};
+
+use super::peer::Peer;
+use crate::wire::{self, HEADER_BYTES, Kind};
+use crate::{Pool, WireError};
+
+/// Reads a stream to its end, and ends the other half of it, which tells the peer that all was taken.
+///
+/// # Errors
+/// What is wrong with a frame. The end of the connection is no error here: `Peer::listen` notices it.
+pub(super) async fn read(
+    peer: &Peer,
+    mut send: SendStream,
+    mut recv: RecvStream,
+    pool: &Arc<Pool>,
+) -> Result<(), WireError> {
+    let mut tag = None;
+    loop {
+        let mut bytes = [0; HEADER_BYTES];
+        match recv.read_exact(&mut bytes).await {
+            Ok(()) => {}
+            Err(ReadExactError::FinishedEarly(0)) => {
+                // It may be closed already.
+                let _ = send.finish();
+                return Ok(());
+            }
+            Err(ReadExactError::FinishedEarly(_)) => return Err(WireError::Malformed("end within a header")),
+            Err(ReadExactError::ReadError(_)) => return Ok(()),
+        }
+        let header = wire::decode(&bytes)?;
+        if header.kind != Kind::Data {
+            return Err(WireError::Kind(header.kind as u8));
+        }
+        if *tag.get_or_insert(header.tag) != header.tag {
+            return Err(WireError::Malformed("tag in the stream of another"));
+        }
+        let mut frame = pool.lease(header.length);
+        match recv.read_exact(frame.bytes_mut()).await {
+            Ok(()) => {}
+            Err(ReadExactError::FinishedEarly(_)) => {
+                return Err(WireError::Malformed("end within a payload"));
+            }
+            Err(ReadExactError::ReadError(_)) => return Ok(()),
+        }
+        if wire::checksum(&bytes, frame.bytes()) != header.crc {
+            return Err(WireError::Checksum);
+        }
+        frame.check = header.check;
+        peer.deliver(header.tag, frame).await;
+    }
+}

@@ -1,0 +1,149 @@
+//! Control messages over the stream by which two peers greet each other, and the proof that both belong to
+//! the job.
+
+use std::io::{self, ErrorKind};
+use std::time::Duration;
+
+use ::iroh::endpoint::{Connection, ReadError, RecvStream, SendStream};
+use zeroize::Zeroizing;
+
+use super::address::key_of;
+use crate::control::Control;
+use crate::error::Refusal;
+use crate::secure::{PublicKey, Role, Security};
+use crate::until::Until;
+use crate::wire::{self, Parsed};
+use crate::{CommError, FRAME_BYTES, HEADER_BYTES, Message, WireError};
+
+/// The label of the exporter over which the secret is proven.
+const LABEL: &[u8] = b"EXPORTER-farflung-join";
+
+/// The time that the other side has to take the last message.
+const MOMENT: Duration = Duration::from_secs(1);
+
+/// The first stream of a connection.
+#[derive(Debug)]
+pub(super) struct Line {
+    pub(super) connection: Connection,
+    send: SendStream,
+    recv: RecvStream,
+    exporter: Zeroizing<[u8; 32]>,
+}
+
+impl Line {
+    /// On the side that connects.
+    pub(super) async fn open(connection: Connection) -> Result<Self, CommError> {
+        let opened = connection.open_bi().await;
+        Self::new(connection, opened)
+    }
+
+    /// On the side that is connected to.
+    pub(super) async fn accept(connection: Connection) -> Result<Self, CommError> {
+        let opened = connection.accept_bi().await;
+        Self::new(connection, opened)
+    }
+
+    fn new(
+        connection: Connection,
+        opened: Result<(SendStream, RecvStream), ::iroh::endpoint::ConnectionError>,
+    ) -> Result<Self, CommError> {
+        let name = || key_of(connection.remote_id()).to_string();
+        let (send, recv) = opened.map_err(|e| CommError::io("stream to", &name(), &io::Error::from(e)))?;
+        let mut exporter = Zeroizing::new([0; 32]);
+        connection.export_keying_material(&mut *exporter, LABEL, &[]).map_err(|_| CommError::Unsealed {
+            peer: name(),
+            reason: "the session has no exporter".to_owned(),
+        })?;
+        Ok(Self { connection, send, recv, exporter })
+    }
+
+    /// The key that the other side holds.
+    pub(super) fn key(&self) -> PublicKey {
+        key_of(self.connection.remote_id())
+    }
+
+    /// Sends one message.
+    pub(super) async fn say(&mut self, message: &Control<'_>) -> io::Result<()> {
+        let frame = wire::framed(message).map_err(|e| io::Error::new(ErrorKind::InvalidInput, e))?;
+        Ok(self.send.write_all(&frame).await?)
+    }
+
+    /// Sends this side's proof.
+    pub(super) async fn prove(
+        &mut self,
+        security: &Security,
+        role: Role,
+        expiry: Option<u64>,
+    ) -> io::Result<()> {
+        let proof = security.prove_by(role, &self.exporter, expiry);
+        let proof = proof.ok_or_else(|| io::Error::other("there is no secret to prove"))?;
+        Ok(self.send.write_all(&wire::framed_bytes(&proof)).await?)
+    }
+
+    /// Checks the other side's proof.
+    pub(super) fn verify(
+        &self,
+        security: &Security,
+        role: Role,
+        expected: Option<PublicKey>,
+        proof: &Control<'_>,
+    ) -> Result<u64, Refusal> {
+        security.verify_by(role, self.key(), &self.exporter, expected, proof)
+    }
+
+    /// Refuses the other side with the reason, waits a moment until it has it, and closes the connection.
+    pub(super) async fn refuse(&mut self, reason: Refusal) {
+        self.last(&Control::Refuse(reason)).await;
+        self.connection.close(1_u8.into(), b"refused");
+    }
+
+    /// Sends the last message, and waits a moment until the other side has it. It may be gone already.
+    pub(super) async fn last(&mut self, message: &Control<'_>) {
+        if self.say(message).await.is_ok() && self.send.finish().is_ok() {
+            let _ = tokio::time::timeout(MOMENT, self.send.stopped()).await;
+        }
+    }
+
+    /// Receives one message of at most `most` bytes. Memory grows with the bytes that come, not with the
+    /// length that the message claims.
+    pub(super) async fn hear(&mut self, most: usize, until: Until) -> Result<Vec<u8>, CommError> {
+        let from = self.key().to_string();
+        let wrong = |source| CommError::Handshake { peer: from.clone(), source };
+        let mut bytes = Vec::new();
+        let mut buffer = [0; 4096];
+        loop {
+            let want = match wire::parse(&bytes).map_err(wrong)? {
+                Parsed::Whole(..) => return Ok(bytes),
+                Parsed::Part(want) if want <= most => want,
+                Parsed::Part(got) => return Err(wrong(WireError::Length { max: most, got })),
+            };
+            let late = || {
+                let error = io::Error::new(ErrorKind::TimedOut, format!("waited for {:?}", until.limit()));
+                CommError::io("no answer in time of", &from, &error)
+            };
+            let left = until.left().ok_or_else(late)?;
+            let place = &mut buffer[..(want - bytes.len()).min(4096)];
+            let read = tokio::time::timeout(left, self.recv.read(place)).await.map_err(|_| late())?;
+            if let Some(count) =
+                read.map_err(|e: ReadError| CommError::io("answer of", &from, &io::Error::from(e)))?
+            {
+                bytes.extend_from_slice(&buffer[..count]);
+            } else {
+                let end = io::Error::from(ErrorKind::UnexpectedEof);
+                return Err(CommError::io("answer of", &from, &end));
+            }
+        }
+    }
+
+    /// The longest message.
+    pub(super) const LONGEST: usize = HEADER_BYTES + FRAME_BYTES;
+}
+
+/// The control message of a whole frame.
+pub(super) fn control<'a>(bytes: &'a [u8], from: &str) -> Result<Control<'a>, CommError> {
+    let wrong = |source| CommError::Handshake { peer: from.to_owned(), source };
+    match wire::parse(bytes).map_err(wrong)? {
+        Parsed::Whole(Message::Control(message), _) => Ok(message),
+        _ => Err(wrong(WireError::Malformed("control message"))),
+    }
+}

@@ -1,0 +1,456 @@
+//! How the ranks of a job find each other over QUIC: all connect to rank 0, by its key, and get a table of
+//! addresses and keys; then they connect pairwise. Everything has a deadline; a connection that does not
+//! belong here is refused with the reason. The messages are those of TCP.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::iroh::endpoint::{BindOpts, Connection, IdleTimeout, QuicTransportConfig, RelayMode, VarInt, presets};
+use ::iroh::{Endpoint, EndpointAddr, SecretKey};
+use farflung_base::Rank;
+use iroh_relay::tls::CaTlsConfig;
+
+use super::Config;
+use super::address::{Places, relay, relay_map};
+use super::door::{Door, Guest, UNPROVEN};
+use super::line::{Line, control};
+use super::peer::{STREAM_WINDOW, STREAMS, WINDOW_OF_ALL};
+use crate::CommError;
+use crate::control::{Control, Listed};
+use crate::error::Refusal;
+use crate::secure::{Admission, AnyCertificate, Identity, JoinSecret, PublicKey, Role, Security, refused};
+use crate::until::Until;
+
+/// The name of the protocol in the handshake (ALPN).
+const PROTOCOL: &[u8] = b"farflung/1";
+/// The pause between two attempts to reach a peer.
+const PAUSE: Duration = Duration::from_millis(50);
+/// The time of one attempt to connect.
+const ATTEMPT: Duration = Duration::from_secs(10);
+/// The time that the connection to a relay may take before this process tells others where it is reached.
+const RELAY: Duration = Duration::from_secs(10);
+
+/// Connections to all peers by rank; none to this process itself.
+type Connections = Vec<Option<Connection>>;
+
+/// Refuses settings that are wrong, or with which ranks cannot meet.
+///
+/// # Errors
+/// As [`join`](super::join).
+pub(super) fn check(config: &Config) -> Result<(), CommError> {
+    config.pace.check()?;
+    let argument = |what, got, want| Err(CommError::Argument { op: "rendezvous", what, got, want });
+    if config.rank >= config.world_size {
+        return argument("rank", config.rank as usize, config.world_size as usize);
+    }
+    if config.job.len() > 64 {
+        return argument("length of the job id", config.job.len(), 64);
+    }
+    let patience = config.patience.as_secs() as usize;
+    if !(1..=30).contains(&patience) {
+        return argument("seconds of patience", patience, 30);
+    }
+    let unsealed =
+        |reason: &str| Err(CommError::Unsealed { peer: "rank 0".to_owned(), reason: reason.to_owned() });
+    if config.world_size > 1 && config.security.identity().is_none() {
+        return unsealed("peers are named by their keys here: all ranks need a ticket of rank 0");
+    }
+    if config.rank > 0 && config.security.host() == config.security.own_key() && config.world_size > 1 {
+        return Err(CommError::Refused { peer: "rank 0".to_owned(), reason: Refusal::SameKey });
+    }
+    if config.rank > 0 && config.security.host().is_none() {
+        return unsealed("it is reached by its key, which a ticket has and a secret alone has not");
+    }
+    Ok(())
+}
+
+/// The places at which rank 0 is reached, and the relays of this process.
+fn places(config: &Config) -> Result<Places, CommError> {
+    let mut places = Places::resolve(&config.host)?;
+    for one in &config.relays {
+        let url = relay(one)?;
+        if !places.relays.contains(&url) {
+            places.relays.push(url);
+        }
+    }
+    Ok(places)
+}
+
+/// Where this process listens; `None` is any port of all addresses.
+fn listening(config: &Config, places: &Places) -> Option<SocketAddr> {
+    if config.listen.is_some() {
+        return config.listen;
+    }
+    let first = places.sockets.first()?;
+    let port = if config.rank == 0 { first.port() } else { 0 };
+    let everywhere = |ip: IpAddr| match ip {
+        IpAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        IpAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    };
+    let ip = first.ip();
+    Some(SocketAddr::new(if ip.is_loopback() { ip } else { everywhere(ip) }, port))
+}
+
+/// Opens this process's end of all connections.
+///
+/// # Errors
+/// If the port is in use, or the URL of a relay is wrong.
+pub(super) async fn open(config: &Config) -> Result<Endpoint, CommError> {
+    let places = places(config)?;
+    let io = |what, address: &dyn std::fmt::Display, e: &dyn std::fmt::Display| {
+        CommError::io(what, &address.to_string(), &std::io::Error::other(e.to_string()))
+    };
+    let alone;
+    let identity = if let Some(identity) = config.security.identity() {
+        identity
+    } else {
+        alone = Identity::generate()?;
+        &alone
+    };
+    let relays = match &places.relays[..] {
+        [] => RelayMode::Disabled,
+        relays => RelayMode::Custom(relay_map(relays)),
+    };
+    let mut builder = Endpoint::builder(presets::Minimal)
+        .secret_key(SecretKey::from_bytes(identity.seed()))
+        .alpns(vec![PROTOCOL.to_vec()])
+        .relay_mode(relays)
+        .transport_config(transport(config)?);
+    if places.relays.iter().all(|url| url.scheme() == "http") {
+        let any = |provider| Ok(Arc::new(AnyCertificate::new(provider)) as _);
+        builder = builder.ca_tls_config(CaTlsConfig::custom_server_cert_verifier(Arc::new(any)));
+    }
+    if !config.direct {
+        builder = builder.clear_ip_transports();
+    } else if let Some(at) = listening(config, &places) {
+        let wrong = |e| io("listen at", &at, &e);
+        let required = BindOpts::default().set_is_required(true);
+        builder = builder.clear_ip_transports().bind_addr_with_opts(at, required).map_err(wrong)?;
+    }
+    let endpoint = builder.bind().await.map_err(|e| {
+        let everywhere = || "any address".to_owned();
+        let at = listening(config, &places).map_or_else(everywhere, |at| at.to_string());
+        io("listen over UDP at", &at, &format_args!("{e:#}"))
+    })?;
+    if !places.relays.is_empty() {
+        // It may fail: a relay that is away may come back, and peers may be reached without it.
+        let _ = tokio::time::timeout(RELAY.min(config.deadline), endpoint.online()).await;
+    }
+    Ok(endpoint)
+}
+
+fn transport(config: &Config) -> Result<QuicTransportConfig, CommError> {
+    let patience = IdleTimeout::try_from(config.patience)
+        .map_err(|e| CommError::io("patience of", &"QUIC", &std::io::Error::other(e)))?;
+    Ok(QuicTransportConfig::builder()
+        // These bounds hold until the other side has proven that it belongs here; `trust` raises them.
+        .max_concurrent_bidi_streams(VarInt::from_u32(1))
+        .max_concurrent_uni_streams(VarInt::from_u32(0))
+        .receive_window(VarInt::from_u32(UNPROVEN))
+        .stream_receive_window(VarInt::from_u32(STREAM_WINDOW))
+        .send_window(u64::from(WINDOW_OF_ALL))
+        .datagram_receive_buffer_size(None)
+        .max_idle_timeout(Some(patience))
+        .keep_alive_interval(config.patience / 6)
+        .default_path_keep_alive_interval(config.patience / 6)
+        .build())
+}
+
+/// Raises the bounds of a connection whose other side has proven that it belongs here.
+fn trust(connection: &Connection) {
+    connection.set_receive_window(VarInt::from_u32(WINDOW_OF_ALL));
+    connection.set_max_concurrent_bi_streams(VarInt::from_u32(STREAMS));
+}
+
+/// Connects to all peers.
+pub(super) async fn meet(config: &Config, endpoint: &Endpoint) -> Result<Connections, CommError> {
+    let until = Until::after(config.deadline);
+    let connections = match config.rank {
+        _ if config.world_size == 1 => Ok(vec![None]),
+        0 => host(config, endpoint, until).await,
+        _ => visit(config, endpoint, until).await,
+    }?;
+    connections.iter().flatten().for_each(trust);
+    Ok(connections)
+}
+
+fn missing(config: &Config, ranks: Vec<Rank>) -> CommError {
+    CommError::Missing { master: config.host.clone(), ranks, after: config.deadline.into() }
+}
+
+/// Where peers reach this process.
+fn own_places(endpoint: &Endpoint) -> Places {
+    let own = endpoint.addr();
+    let mut places =
+        Places { sockets: own.ip_addrs().copied().collect(), relays: own.relay_urls().cloned().collect() };
+    for bound in endpoint.bound_sockets() {
+        if !bound.ip().is_unspecified() && !places.sockets.contains(&bound) {
+            places.sockets.push(bound);
+        }
+    }
+    places
+}
+
+/// A rank that has come, and where it listens.
+struct Come {
+    line: Line,
+    listen: String,
+}
+
+/// Accepts all ranks above this one. Each gets `answer`, if there is one, after this side's proof. Returns
+/// those that have come, and the ranks that have not come by the deadline.
+async fn admit(
+    config: &Config,
+    security: &Security,
+    door: &mut Door,
+    until: Until,
+    answer: Option<Control<'_>>,
+) -> (Vec<Option<Come>>, Vec<Rank>) {
+    let (me, size) = (config.rank as usize, config.world_size as usize);
+    let mut come: Vec<Option<Come>> = (0..size).map(|_| None).collect();
+    loop {
+        let absent: Vec<Rank> =
+            (me + 1..size).filter(|&r| come[r].is_none()).map(|r| Rank(r as u32)).collect();
+        let left = until.left().filter(|_| !absent.is_empty());
+        let Some(left) = left else { return (come, absent) };
+        let Ok(Some(mut guest)) = tokio::time::timeout(left, door.next()).await else {
+            return (come, absent);
+        };
+        match greeted(config, security, &guest, &come) {
+            Err(refusal) => guest.refuse(security, refusal),
+            Ok((rank, listen)) => {
+                let proven = guest.line.prove(security, Role::Server, Some(guest.expiry)).await;
+                let said = match (&proven, &answer) {
+                    (Ok(()), Some(answer)) => guest.line.say(answer).await,
+                    _ => Ok(()),
+                };
+                // A rank whose connection is lost may come again.
+                if proven.is_ok() && said.is_ok() {
+                    come[rank] = Some(Come { line: guest.line, listen });
+                }
+            }
+        }
+    }
+}
+
+/// The rank of a guest, and where it listens.
+fn greeted(
+    config: &Config,
+    security: &Security,
+    guest: &Guest,
+    come: &[Option<Come>],
+) -> Result<(usize, String), Refusal> {
+    let proven = guest.line.key();
+    let Ok(Control::Hello { rank, world_size, job, listen, key, .. }) = control(&guest.greeting, "a guest")
+    else {
+        return Err(Refusal::Job);
+    };
+    if job != config.job {
+        return Err(Refusal::Job);
+    }
+    if world_size != config.world_size {
+        return Err(Refusal::WorldSize { want: config.world_size, got: world_size });
+    }
+    if key != proven.bytes() || security.member(rank as usize).is_some_and(|known| known != proven) {
+        return Err(Refusal::Key);
+    }
+    let same = |other: &(usize, &Option<Come>)| {
+        other.0 != rank as usize && other.1.as_ref().is_some_and(|come| come.line.key() == proven)
+    };
+    if security.own_key() == Some(proven) || come.iter().enumerate().any(|other| same(&other)) {
+        return Err(Refusal::SameKey);
+    }
+    let is_gone = |come: &Come| come.line.connection.close_reason().is_some();
+    match come.get(rank as usize) {
+        None => Err(Refusal::Rank(rank)),
+        // A rank that comes again takes the place of its connection that was lost.
+        Some(before) if rank > config.rank && before.as_ref().is_none_or(is_gone) => {
+            Ok((rank as usize, listen.to_owned()))
+        }
+        Some(_) => Err(Refusal::Taken(rank)),
+    }
+}
+
+/// Rank 0: accepts all others, then tells them each other's addresses and keys, and a secret for their
+/// connections.
+async fn host(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
+    let mut door = Door::open(endpoint, &config.security);
+    let (mut come, absent) = admit(config, &config.security, &mut door, until, None).await;
+    if !absent.is_empty() {
+        let message = Control::Missing(Listed(absent.iter().map(|rank| rank.0).collect()));
+        for come in come.iter_mut().flatten() {
+            // It may fail: others have deadlines of their own.
+            come.line.last(&message).await;
+        }
+        return Err(missing(config, absent));
+    }
+    let own = config.security.own_key().into_iter();
+    let members: Vec<PublicKey> = own.chain(come.iter().flatten().map(|come| come.line.key())).collect();
+    let admission = config.security.admission(members)?;
+    let admission = admission.expect("it was checked that connections are encrypted");
+    let listen: Vec<String> =
+        come.iter().map(|come| come.as_ref().map_or_else(String::new, |come| come.listen.clone())).collect();
+    let table = Control::Table {
+        addresses: Listed(listen.iter().map(String::as_str).collect()),
+        keys: Listed(admission.members.iter().map(|key| &key.bytes()[..]).collect()),
+        secret: &admission.secret.bytes()[..],
+    };
+    for (rank, come) in come.iter_mut().enumerate() {
+        if let Some(Come { line, .. }) = come {
+            line.say(&table).await.map_err(|e| CommError::io("table to", &Rank(rank as u32), &e))?;
+        }
+    }
+    Ok(come.into_iter().map(|come| Some(come?.line.connection)).collect())
+}
+
+/// Receives an answer of the other side, after its proof.
+async fn answer<T>(
+    config: &Config,
+    line: &mut Line,
+    until: Until,
+    wanted: impl FnOnce(&Control<'_>) -> Option<T>,
+) -> Result<T, CommError> {
+    let from = line.key().to_string();
+    let bytes = line.hear(Line::LONGEST, until).await?;
+    match control(&bytes, &from)? {
+        Control::Refuse(reason) => Err(refused(&from, reason)),
+        Control::Missing(Listed(ranks)) => Err(missing(config, ranks.into_iter().map(Rank).collect())),
+        other => wanted(&other).ok_or_else(|| CommError::Handshake {
+            peer: from.clone(),
+            source: crate::WireError::Malformed("answer"),
+        }),
+    }
+}
+
+/// Connects to a peer by its key, greets it, and checks its proof.
+async fn greet(
+    config: &Config,
+    security: &Security,
+    endpoint: &Endpoint,
+    to: (EndpointAddr, PublicKey),
+    until: Until,
+) -> Result<Line, CommError> {
+    let (address, key) = to;
+    let io = |e: &dyn std::fmt::Display| {
+        let error = std::io::Error::new(std::io::ErrorKind::ConnectionAborted, e.to_string());
+        CommError::io("connection to", &key.to_string(), &error)
+    };
+    let attempt = until.left().unwrap_or_default().min(ATTEMPT);
+    let connected = tokio::time::timeout(attempt, endpoint.connect(address, PROTOCOL)).await;
+    let connection = connected.map_err(|_| io(&"no answer"))?.map_err(|e| io(&e))?;
+    let mut line = Line::open(connection).await?;
+    let own = own_places(endpoint).text();
+    let own_key = security.own_key();
+    let hello = Control::Hello {
+        rank: config.rank,
+        world_size: config.world_size,
+        job: &config.job,
+        listen: &own,
+        epoch: 0,
+        key: own_key.as_ref().map_or(&[][..], |key| key.bytes()),
+        digest: &[],
+    };
+    // If these fail, the answer says why.
+    let _ = line.prove(security, Role::Client, None).await;
+    let _ = line.say(&hello).await;
+    let bytes = line.hear(Line::LONGEST, until).await?;
+    let name = key.to_string();
+    match control(&bytes, &name)? {
+        Control::Refuse(reason) => Err(refused(&name, reason)),
+        proof => match line.verify(security, Role::Client, Some(key), &proof) {
+            Ok(_) => Ok(line),
+            Err(reason) => Err(CommError::Unproven { peer: name, reason }),
+        },
+    }
+}
+
+/// Repeats [`greet`] until it succeeds, and receives the peer's answer.
+async fn reach<T>(
+    config: &Config,
+    security: &Security,
+    endpoint: &Endpoint,
+    (rank, to): (u32, (EndpointAddr, PublicKey)),
+    (until, patient): (Until, Until),
+    mut wanted: impl FnMut(&Control<'_>) -> Option<T>,
+) -> Result<(Line, T), CommError> {
+    loop {
+        let reached = async {
+            let mut line = greet(config, security, endpoint, to.clone(), patient).await?;
+            let answer = answer(config, &mut line, patient, &mut wanted).await?;
+            Ok((line, answer))
+        };
+        match reached.await {
+            Err(CommError::Io { what, kind, message, .. }) => {
+                tracing::debug!(rank, what, ?kind, message, "a peer is not reached yet");
+                if until.left().is_none() {
+                    return Err(missing(config, vec![Rank(rank)]));
+                }
+                tokio::time::sleep(PAUSE).await;
+            }
+            reached => return reached,
+        }
+    }
+}
+
+/// Reads the table as the rank that got it needs it: the ranks to which it connects, and the keys of all.
+/// `None` if the table is wrong.
+fn read_table(config: &Config, message: &Control<'_>) -> Option<(Vec<(u32, Places)>, Admission)> {
+    let Control::Table { addresses: Listed(addresses), keys: Listed(keys), secret } = message else {
+        return None;
+    };
+    if addresses.len() != config.world_size as usize || keys.len() != addresses.len() {
+        return None;
+    }
+    let between = (1..config.rank).map(|rank| Some((rank, Places::read(addresses[rank as usize])?)));
+    let members = keys.iter().map(|key| Some(PublicKey::new((*key).try_into().ok()?)));
+    let secret = JoinSecret::new((*secret).try_into().ok()?);
+    Some((between.collect::<Option<_>>()?, Admission { members: members.collect::<Option<_>>()?, secret }))
+}
+
+/// Every other rank: gets the table from rank 0, then connects to the ranks below its own and accepts those
+/// above.
+async fn visit(config: &Config, endpoint: &Endpoint, until: Until) -> Result<Connections, CommError> {
+    let host = config.security.host().expect("it was checked");
+    let to = (places(config)?.of(host, config.direct)?, host);
+    // Rank 0 says at its own deadline who is missing. This side waits a moment longer, to hear it.
+    let patient = until.longer(Duration::from_secs(1));
+    let (asked, (between, admission)) = {
+        let table = |message: &Control<'_>| read_table(config, message);
+        reach(config, &config.security, endpoint, (0, to), (until, patient), table).await?
+    };
+    let members = admission.members.clone();
+    let security = config.security.among(admission);
+    let mut door = Door::open(endpoint, &security);
+    let reaching: Vec<_> = between
+        .into_iter()
+        .map(|(rank, places)| {
+            let (config, security, endpoint) = (config.clone(), security.clone(), endpoint.clone());
+            let key = members[rank as usize];
+            tokio::spawn(async move {
+                let to = (places.of(key, config.direct)?, key);
+                let welcome = |message: &Control<'_>| (*message == Control::Welcome(rank)).then_some(());
+                let met = reach(&config, &security, &endpoint, (rank, to), (until, patient), welcome).await?;
+                Ok::<_, CommError>((rank, met.0))
+            })
+        })
+        .collect();
+    let welcome = Some(Control::Welcome(config.rank));
+    let (come, mut absent) = admit(config, &security, &mut door, until, welcome).await;
+    let mut connections: Connections = (0..config.world_size).map(|_| None).collect();
+    connections[0] = Some(asked.connection);
+    for (place, come) in connections.iter_mut().zip(come) {
+        if let Some(come) = come {
+            *place = Some(come.line.connection);
+        }
+    }
+    for reached in reaching {
+        match reached.await {
+            Ok(Ok((rank, line))) => connections[rank as usize] = Some(line.connection),
+            Ok(Err(CommError::Missing { ranks, .. })) => absent.extend(ranks),
+            Ok(Err(other)) => return Err(other),
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        }
+    }
+    if absent.is_empty() { Ok(connections) } else { Err(missing(config, absent)) }
+}

@@ -1,0 +1,57 @@
+//! `farflung relay`: the relay through which processes behind routers reach each other.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use farflung::Result;
+
+const EXAMPLES: &str = "Examples:
+  farflung relay --listen 0.0.0.0:3340
+  farflung relay --listen 0.0.0.0:3340 --allow keys
+  farflung ticket --address http://198.51.100.7:3340 > ticket   (where rank 0 runs; the address of the relay)
+
+It needs one port that all processes reach, over TCP and UDP. Over TCP it passes packets on. Over UDP it tells
+each process the address that it has outside of its router, with which processes find a direct path where
+routers allow one. It cannot read what it passes on. It prints its URL when it listens, and the bytes that it
+passed on when it ends. Only a build with the feature `iroh` has it: cargo build --release --features iroh
+";
+
+/// Run a relay of your own for `--transport iroh`: processes behind routers reach each other through it,
+/// until a signal.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct RelayCommand {
+    /// Where to listen, over TCP and UDP; port 0 is any that is free.
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "0.0.0.0:3340")]
+    listen: SocketAddr,
+    /// File with the public keys that may use it (`farflung ticket --key` prints one), one a line; without it
+    /// everybody may.
+    #[arg(long, value_name = "FILE")]
+    allow: Option<PathBuf>,
+}
+
+#[cfg(not(feature = "iroh"))]
+impl RelayCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        let Self { listen, allow: _ } = self;
+        let expected = "a build with the feature `iroh`: cargo build --release --features iroh".to_owned();
+        Err(farflung::Error::Setting { field: "relay", value: listen.to_string(), expected })
+    }
+}
+
+#[cfg(feature = "iroh")]
+impl RelayCommand {
+    pub(crate) fn run(self) -> Result<()> {
+        use farflung::comm::quic::{Relay, RelayConfig};
+
+        let mut config = RelayConfig::new(self.listen);
+        config.allow = self.allow.as_deref().map(farflung::access::allowed).transpose()?;
+        let stop = farflung::Stop::install()?;
+        let relay = Relay::start(&config)?;
+        super::print(&format!("{}\n", relay.url()))?;
+        while stop.requested().is_none() {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+        super::print(&format!("{} bytes carried\n", relay.carried()))
+    }
+}

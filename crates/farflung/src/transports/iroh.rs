@@ -1,0 +1,41 @@
+//! QUIC between processes that may be behind address translation.
+
+use farflung_comm::Communicator;
+
+use super::{Ends, Meeting, TransportMethod};
+use crate::Result;
+
+/// `farflung_comm::quic`, in a build with the feature `iroh`.
+pub const IROH: TransportMethod = TransportMethod {
+    name: "iroh",
+    summary: "QUIC through routers, over --relay where need be; with a ticket (in builds with --features iroh)",
+    simulated: false,
+    ends: Ends::Processes(meet),
+};
+
+#[cfg(feature = "iroh")]
+fn meet(meeting: &Meeting) -> Result<Communicator> {
+    use farflung_comm::quic;
+
+    let Meeting { rank, world_size, master, security, job, deadline, pace, relays, .. } = meeting;
+    let mut join = quic::Config::new(*rank, *world_size, master.clone(), security.clone());
+    join.deadline = (*deadline).into();
+    join.pace = *pace;
+    join.job.clone_from(job);
+    join.relays.clone_from(relays);
+    let end = quic::join(&join)?;
+    for peer in (0..*world_size).map(farflung_base::PeerId).filter(|peer| peer.0 != *rank) {
+        let path = end.path_to(peer).unwrap_or_else(|| "a path that is not known yet".to_owned());
+        tracing::info!(peer = peer.0, path, "connected over QUIC");
+    }
+    Ok(Communicator::new(end).with_deadline(*deadline))
+}
+
+#[cfg(not(feature = "iroh"))]
+fn meet(_: &Meeting) -> Result<Communicator> {
+    Err(crate::Error::Setting {
+        field: "transport",
+        value: IROH.name.to_owned(),
+        expected: "a build with the feature `iroh`: cargo build --release --features iroh".to_owned(),
+    })
+}
