@@ -3,7 +3,7 @@
 
 mod memory;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -16,14 +16,13 @@ use super::near::{NearOut, Negotiation};
 use super::pace::Pacer;
 use super::stream::{Stream, session_error};
 use crate::control::Control;
+use crate::credit::{CREDIT, Counts};
 use crate::inbox::{Inbox, WINDOW};
 use crate::shared::{Consumer, Doorbell};
 use crate::transport::Tag;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, NO_TAG};
 use crate::{DownReason, Frame, Pool, WireError};
 
-/// Frames taken for which one credit is sent.
-const CREDIT: u32 = 8;
 /// Bytes read of one socket before the others have their turn, and what has been read is used while it is in
 /// cache.
 const TURN: usize = crate::FRAME_BYTES;
@@ -33,8 +32,6 @@ const LEAST: usize = TURN / 16;
 const WRITTEN: usize = 4;
 /// Bytes from which on a checksum is worth remembering for whoever passes the frame on.
 const LONG: usize = 4096;
-/// Tags for which frames are counted.
-const COUNTED: usize = 1024;
 
 #[derive(Debug)]
 pub(super) struct Link {
@@ -56,32 +53,6 @@ pub(super) struct Link {
     shares: AtomicBool,
     /// An operation, or a frame, waits for room in it.
     hungry: AtomicBool,
-}
-
-/// Frames per tag. Old tags that were never counted down to nothing are forgotten.
-#[derive(Debug, Default)]
-struct Counts(BTreeMap<Tag, u32>);
-
-impl Counts {
-    fn add(&mut self, tag: Tag) -> &mut u32 {
-        if self.0.len() > COUNTED {
-            let first = Tag { number: 0, ..tag };
-            let old = self.0.range(first..tag).next().map(|(old, _)| *old);
-            old.or_else(|| self.0.keys().next().copied()).and_then(|old| self.0.remove(&old));
-        }
-        let count = self.0.entry(tag).or_insert(0);
-        *count += 1;
-        count
-    }
-
-    fn sub(&mut self, tag: Tag, by: u32) {
-        if let Some(count) = self.0.get_mut(&tag) {
-            *count = count.saturating_sub(by);
-            if *count == 0 {
-                self.0.remove(&tag);
-            }
-        }
-    }
 }
 
 #[derive(Debug, Default)]
@@ -196,7 +167,7 @@ impl Link {
 
     pub(super) fn has_room(&self, tag: Tag) -> bool {
         let out = lock(&self.out);
-        if out.in_flight.0.get(&tag).is_some_and(|&n| (n as usize) >= WINDOW) {
+        if out.in_flight.of(tag) >= WINDOW {
             return false;
         }
         let Some(near) = &out.near else { return out.queue.is_empty() };
