@@ -6,8 +6,11 @@ mod frame;
 mod shared;
 
 mod endpoint;
+mod credit;
 mod inbox;
 pub mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 mod path;
 pub mod simulated;
 pub mod tcp;

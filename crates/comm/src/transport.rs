@@ -189,6 +189,11 @@ pub trait Transport: Debug + Send + Sync {
     fn waits_of(&self, peer: PeerId) -> Option<PeerId>;
     /// Drops what has arrived for this context, and what still will.
     fn retire(&self, context: u64);
+    /// Why the members of a communicator over it can never change, where that is so: then it is lost with any of
+    /// them.
+    fn fixed(&self) -> Option<&'static str> {
+        None
+    }
     /// Makes the threads that wait here look whether what they wait for is to end.
     fn waker(&self) -> &Waker;
 

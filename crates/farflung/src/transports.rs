@@ -1,6 +1,7 @@
 //! What carries bytes between ranks, by name: one file a transport, one row in [`TRANSPORTS`].
 
 mod memory;
+mod mpi;
 mod shared_memory;
 mod simulated;
 mod tcp;
@@ -15,6 +16,7 @@ use farflung_comm::{Communicator, Transport};
 use crate::Result;
 
 pub use memory::MEMORY;
+pub use mpi::MPI;
 pub use shared_memory::SHARED_MEMORY;
 pub use simulated::SIMULATED;
 pub use tcp::TCP;
@@ -67,7 +69,7 @@ pub struct TransportMethod {
 
 /// All transports: the first of those between threads, and the first of those between processes, is taken where
 /// nothing is said.
-pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY];
+pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY, MPI];
 
 impl TransportMethod {
     /// Whether ranks are processes, rather than threads of one.

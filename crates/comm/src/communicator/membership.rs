@@ -32,8 +32,12 @@ impl Communicator {
     /// After a cancellation nobody is lost: all go on, with the same numbers, under a new epoch.
     ///
     /// # Errors
-    /// [`CommError::Ended`] if this endpoint itself is what is lost, [`CommError::Cancelled`] if this was cancelled.
+    /// [`CommError::Ended`] if this endpoint itself is what is lost, [`CommError::Cancelled`] if this was cancelled,
+    /// [`CommError::Fixed`] over MPI.
     pub fn shrink(&self) -> Result<Self, CommError> {
+        if let Some(reason) = self.transport.fixed() {
+            return Err(CommError::Fixed { op: "shrink", reason });
+        }
         let members = &self.group.members;
         let number = |peer: PeerId| members.iter().position(|&member| member == peer);
         // Whoever cancelled is well.

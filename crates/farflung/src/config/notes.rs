@@ -13,7 +13,7 @@ use farflung_zoo::GptConfig;
 use super::TrainConfig;
 use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TransportKind};
 use super::local_steps::LocalStepsKind;
-use crate::transports::{MEMORY, SHARED_MEMORY};
+use crate::transports::{MEMORY, MPI, SHARED_MEMORY};
 
 /// Facts about a run that are not in its settings.
 #[derive(Debug, Clone, Copy)]
@@ -212,6 +212,8 @@ impl TrainConfig {
         notes.idle(one_process, &["up", "up-each"], no_sockets);
         let shares = self.transport == TransportKind::of(&SHARED_MEMORY);
         notes.idle(shares, &["up", "up-each"], "processes that share memory send nothing over sockets");
+        let mpi = self.transport == TransportKind::of(&MPI);
+        notes.idle(mpi, &["up", "up-each"], "what MPI sends is not paced");
         notes.idle(one_process, &["own-data"], "the run is one process, which has one text");
         let speeds = "`topology` sets the speeds";
         notes.idle(self.topology.is_some(), &["compute-rate"], speeds);
