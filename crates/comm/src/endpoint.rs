@@ -66,7 +66,7 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn nudge(&self) {}
     /// Whether operations go on in a thread of their own while nobody waits.
     fn has_background(&self) -> bool;
-    /// Why its members can never change, where that is so.
+    /// See [`Transport::fixed`].
     fn fixed(&self) -> Option<&'static str> {
         None
     }

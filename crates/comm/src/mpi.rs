@@ -22,16 +22,12 @@ use crate::endpoint::{Driver, Endpoint, Role, Wake};
 use crate::inbox::{Inbox, WINDOW};
 use crate::memory::real_start;
 use crate::tcp::HELD;
-use crate::transport::Tag;
+use crate::transport::{MPI_IS_FIXED, Tag};
 use crate::wire::{self, Kind, NO_TAG};
 use crate::{CommError, DownReason, Frame, Pool, WireError};
 use life::Life;
 use messages::World;
 use peer::Peer;
-
-/// Why nobody leaves or joins.
-pub const FIXED: &str = "MPI ends all processes of a job when one is lost, and takes no new ones in; \
-                         start the job again with --resume auto, or use --transport tcp";
 
 /// Looks without a pause in between.
 const LOOKS: u32 = 64;
@@ -356,7 +352,7 @@ impl Driver for MpiDriver {
         true
     }
     fn fixed(&self) -> Option<&'static str> {
-        Some(FIXED)
+        Some(MPI_IS_FIXED)
     }
     fn close(&self, _: &Inbox) {
         let job = &self.0;

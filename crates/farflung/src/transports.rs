@@ -63,6 +63,8 @@ pub struct TransportMethod {
     pub summary: &'static str,
     /// Whether links are declared, and time is virtual.
     pub simulated: bool,
+    /// Why members of a run cannot come and leave over it, where that is so.
+    pub fixed: Option<&'static str>,
     /// Who is at its ends.
     pub ends: Ends,
 }

@@ -7,6 +7,7 @@ pub const MPI: TransportMethod = TransportMethod {
     name: "mpi",
     summary: "processes that mpirun starts, over its MPI (feature mpi); a lost one ends the job",
     simulated: false,
+    fixed: Some(farflung_comm::MPI_IS_FIXED),
     ends: Ends::Processes(meet),
 };
 
