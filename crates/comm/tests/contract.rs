@@ -15,7 +15,7 @@ use farflung_comm::{
     self as comm, Algorithm, Cancel, CodedSlice, CodedValues, Coder, CoderError, CommError, FRAME_BYTES,
     Merge, Phase, ReduceOp, Source, Tag, coded_exchange, coded_ring, pipelined_ring, ring,
 };
-use laws::LAWS;
+use laws::{Among, LAWS};
 
 const ALGORITHMS: [Algorithm; 9] = Algorithm::ALL;
 
@@ -25,7 +25,7 @@ fn every_law_holds_over_every_transport_with_the_same_bits() {
         let mut reference: Option<Vec<u64>> = None;
         for (name, cluster) in TRANSPORTS {
             let switch = Cancel::new();
-            let found = on_ranks(cluster(law.ranks), |comm| law.hold(comm, &switch).unwrap());
+            let found = on_ranks(cluster(law.ranks), |comm| law.hold(comm, Among::Threads(&switch)).unwrap());
             let broken = found.iter().find(|found| found.broken > 0);
             assert_eq!(broken, None, "{}, over {name}: see that line of laws/mod.rs", law.name);
             let bits = found.iter().map(|found| found.bits).collect();

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use common::{memory_cluster, on_ranks};
 use farflung_base as base;
 use farflung_comm::{self as comm, Cancel, CommError, Communicator, mpi};
-use laws::{Found, LAWS, Law};
+use laws::{Among, Found, LAWS, Law};
 
 /// The variable by which a rank under `mpirun` is told its law.
 const LAW: &str = "FARFLUNG_TEST_LAW";
@@ -22,7 +22,7 @@ fn rank(law: &Law) {
     let joined = mpi::join(rank, size).unwrap();
     // It begins once.
     assert!(matches!(mpi::join(rank, size), Err(CommError::Mpi { .. })));
-    let found = law.hold(Communicator::new(joined), &Cancel::new()).unwrap();
+    let found = law.hold(Communicator::new(joined), Among::Processes).unwrap();
     println!("{found}");
     mpi::leave(0);
 }
@@ -57,7 +57,8 @@ fn every_law_holds_over_mpi_or_is_refused_with_the_reason() {
         assert_eq!(broken, None, "{}: see that line of laws/mod.rs", law.name);
         if law.refusal.is_none() {
             let switch = Cancel::new();
-            let memory = on_ranks(memory_cluster(law.ranks), |comm| law.hold(comm, &switch).unwrap());
+            let memory =
+                on_ranks(memory_cluster(law.ranks), |comm| law.hold(comm, Among::Threads(&switch)).unwrap());
             assert_eq!(bits(&found), bits(&memory), "{}", law.name);
         }
     }

@@ -12,7 +12,7 @@ use farflung::{base, comm};
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::ranks::{Cluster, WAYS, on_ranks};
-use laws::{Found, LAWS, Law};
+use laws::{Among, Found, LAWS, Law};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "transports",
@@ -39,7 +39,7 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
 
 #[cfg(feature = "mpi")]
 fn over_mpi(law: &Law, rank: u32, size: u32) -> Result<Found> {
-    Ok(law.hold(Communicator::new(comm::mpi::join(rank, size)?), &Cancel::new())?)
+    Ok(law.hold(Communicator::new(comm::mpi::join(rank, size)?), Among::Processes)?)
 }
 
 #[cfg(not(feature = "mpi"))]
@@ -50,7 +50,7 @@ fn over_mpi(_: &Law, _: u32, _: u32) -> Result<Found> {
 /// What each rank finds of a law, by threads of this process.
 fn over(cluster: Cluster, law: &Law) -> Result<Vec<Found>> {
     let switch = Cancel::new();
-    on_ranks(cluster, |comm| law.hold(comm, &switch))
+    on_ranks(cluster, |comm| law.hold(comm, Among::Threads(&switch)))
 }
 
 /// What each rank finds of a law, by processes of `mpirun`'s, in any order.

@@ -68,8 +68,16 @@ impl FromStr for Found {
     }
 }
 
-/// The switch is the same on all ranks of a process.
-type Rule = fn(&Communicator, &Cancel, &mut Found) -> Result<(), CommError>;
+/// Where the ranks are.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Among<'a> {
+    /// In threads of one process, which have one switch.
+    Threads(&'a Cancel),
+    /// Each in a process of its own.
+    Processes,
+}
+
+type Rule = fn(&Communicator, Among<'_>, &mut Found) -> Result<(), CommError>;
 
 /// A chapter of the contract.
 pub(crate) struct Law {
@@ -103,12 +111,12 @@ impl Law {
         LAWS.iter().find(|law| law.name == name)
     }
 
-    /// What this rank finds of it. `switch` is the same on all ranks of this process.
-    pub(crate) fn hold(&self, comm: Communicator, switch: &Cancel) -> Result<Found, CommError> {
+    /// What this rank finds of it.
+    pub(crate) fn hold(&self, comm: Communicator, among: Among<'_>) -> Result<Found, CommError> {
         let comm = comm.with_deadline(ms(20_000));
         let rule = self.refusal.filter(|_| comm.transport().fixed().is_some()).unwrap_or(self.rule);
         let mut found = Found::default();
-        rule(&comm, switch, &mut found)?;
+        rule(&comm, among, &mut found)?;
         Ok(found)
     }
 }
@@ -130,7 +138,7 @@ fn own(comm: &Communicator, len: usize) -> Vec<f32> {
     (0..len).map(|i| (i as f32 * 0.37 + me).sin() * 10_f32.powf(me - 1.0)).collect()
 }
 
-fn collectives(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn collectives(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     let (n, me) = (comm.size(), comm.rank().index());
     for algorithm in Algorithm::ALL {
         let comm = comm.clone().with_algorithm(algorithm);
@@ -162,7 +170,7 @@ fn collectives(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(),
     Ok(())
 }
 
-fn order(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn order(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     let (n, me) = (comm.size() as u32, comm.rank().0);
     let (next, last) = (Rank((me + 1) % n), Rank((me + n - 1) % n));
     // More than all windows hold, before anything is taken; tags are taken in another order.
@@ -188,7 +196,7 @@ fn order(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommE
     Ok(())
 }
 
-fn deadlines(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn deadlines(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     if comm.rank().0 == 2 {
         // Silent in the collective, until the others are through.
         return comm.recv(Rank(0), 1).map(|_| ());
@@ -208,11 +216,26 @@ fn deadlines(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), C
     if to.0 == 0 { comm.send(Rank(2), 1, b"done") } else { Ok(()) }
 }
 
-fn cancel(comm: &Communicator, switch: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn cancel(comm: &Communicator, among: Among<'_>, found: &mut Found) -> Result<(), CommError> {
+    // Long enough for rank 0 to be asleep in what it waits for; nothing depends on it.
+    let later = || std::thread::sleep(Duration::from_millis(20));
     if comm.rank().0 == 0 {
+        let own = Cancel::new();
+        let switch = if let Among::Threads(switch) = among { switch } else { &own };
         let cancellable = comm.clone().with_cancel(switch);
-        let ended = cancellable.recv(Rank(1), 4);
+        let ended = std::thread::scope(|scope| {
+            if let Among::Processes = among {
+                scope.spawn(|| {
+                    later();
+                    switch.cancel();
+                });
+            }
+            cancellable.recv(Rank(1), 4)
+        });
         found.holds(matches!(ended, Err(CommError::Cancelled { op: "recv" })));
+        if let Among::Processes = among {
+            comm.send(Rank(1), 5, b"cancelled")?;
+        }
         // The message that was not received goes to the next.
         found.holds(comm.recv(Rank(1), 4)? == b"late");
         let mut x = [1.0_f32];
@@ -220,9 +243,13 @@ fn cancel(comm: &Communicator, switch: &Cancel, found: &mut Found) -> Result<(),
         found.holds(matches!(ended, Err(CommError::Cancelled { .. })) && x[0].is_nan());
     } else {
         if comm.rank().0 == 1 {
-            // Long enough for rank 0 to be asleep in what it waits for; nothing depends on it.
-            std::thread::sleep(Duration::from_millis(20));
-            switch.cancel();
+            match among {
+                Among::Threads(switch) => {
+                    later();
+                    switch.cancel();
+                }
+                Among::Processes => found.holds(comm.recv(Rank(0), 5)? == b"cancelled"),
+            }
             comm.send(Rank(0), 4, b"late")?;
         }
         let mut x = [1.0_f32];
@@ -238,7 +265,7 @@ fn cancel(comm: &Communicator, switch: &Cancel, found: &mut Found) -> Result<(),
     Ok(())
 }
 
-fn shrink(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn shrink(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     if comm.rank().0 == 1 {
         return Ok(());
     }
@@ -253,7 +280,7 @@ fn shrink(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), Comm
     Ok(())
 }
 
-fn admit(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn admit(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     let transport = Arc::clone(comm.transport());
     let me = transport.me().0;
     let all = if me >= 2 {
@@ -275,7 +302,7 @@ fn admit(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommE
 }
 
 /// A member that has left is lost for the job.
-fn shrink_refused(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn shrink_refused(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     if comm.rank().0 == 1 {
         return Ok(());
     }
@@ -285,7 +312,7 @@ fn shrink_refused(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<
     Ok(())
 }
 
-fn admit_refused(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn admit_refused(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     let transport = Arc::clone(comm.transport());
     let awaited = Communicator::wait_for_admission(&transport, ms(20_000));
     found.holds(is_refused("wait_for_admission", comm, awaited));
@@ -302,7 +329,7 @@ fn is_refused(name: &str, comm: &Communicator, outcome: Result<Communicator, Com
     matches!(outcome, Err(CommError::Fixed { op, reason: said }) if op == name && Some(said) == reason)
 }
 
-fn lost(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn lost(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     if comm.rank().0 == 3 {
         // What it has said before it leaves still arrives.
         return comm.send(Rank(0), 7, &vec![7; 100_000]);
@@ -318,7 +345,7 @@ fn lost(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommEr
     Ok(())
 }
 
-fn unlike(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
+fn unlike(comm: &Communicator, _: Among<'_>, found: &mut Found) -> Result<(), CommError> {
     let mut x = vec![1.0_f32; 10 + comm.rank().index()];
     let error = comm.all_reduce(&mut x, ReduceOp::Sum).err();
     found.holds(matches!(error, Some(CommError::Mismatch { .. } | CommError::Aborted { .. })));
