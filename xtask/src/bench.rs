@@ -4,7 +4,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::shell;
+use crate::{setup, shell};
 
 pub(crate) const HELP: &str = "\
 Run the reproductions of xtask/repro in release: every claim that we make, measured.
@@ -29,6 +29,7 @@ Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report
 
 Without a name, those run that need no GPU's interface. device-parity, device-train and gpu are built with the feature `wgpu`
 when they are named; with `--cuda` also with `cuda` (`cargo xtask setup cuda` first), and run on the first NVIDIA GPU.
+engines and transports are built with the feature `mpi` when they are named and MPI is here (`cargo xtask setup mpi`).
 
 Exit code: 0, 1 if a marked row fails or a bench cannot run, 2 for a wrong command line.
 
@@ -44,7 +45,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
     let (cuda, args): (Vec<String>, Vec<String>) = args.iter().cloned().partition(|a| a == "--cuda");
     let docs = shell::root().join("docs").display().to_string();
     let args = with_folder(&args, &docs);
-    let features = features(&args, !cuda.is_empty());
+    let features = features(&args, !cuda.is_empty(), setup::has_mpi);
     build(&features)?;
     let mut command = reproductions(&features);
     // FILE is relative to where the user stands, so the command runs there and not in the root.
@@ -98,6 +99,13 @@ pub(crate) fn check() -> Result<()> {
     shell::run(reproductions(&[]).arg("--").args(names).arg("--quick"))
 }
 
+/// Runs the contract of transports with MPI's row.
+pub(crate) fn check_mpi() -> Result<()> {
+    let features = ["--features", "farflung-repro/mpi"].map(str::to_owned);
+    build(&features)?;
+    shell::run(reproductions(&features).args(["--", "transports"]))
+}
+
 /// Of the benches listed, those that no clock decides.
 fn everywhere(listed: &str) -> Vec<&str> {
     let names = listed.lines().filter_map(|line| line.split_whitespace().next());
@@ -107,10 +115,16 @@ fn everywhere(listed: &str) -> Vec<&str> {
 /// The benches of devices.
 const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
 
-/// The features that the named benches are built with.
-fn features(args: &[String], cuda: bool) -> Vec<String> {
-    let devices = args.iter().any(|a| OF_DEVICES.contains(&a.as_str()));
-    let wanted = [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda)];
+/// The benches with rows of MPI.
+const OF_MPI: [&str; 2] = ["engines", "transports"];
+
+/// The features that the named benches are built with. `has_mpi` is asked where MPI matters.
+fn features(args: &[String], cuda: bool, has_mpi: impl Fn() -> bool) -> Vec<String> {
+    let names = |benches: &[&str]| args.iter().any(|a| benches.contains(&a.as_str()));
+    let mpi = names(&OF_MPI) && has_mpi();
+    let devices = names(&OF_DEVICES);
+    let wanted =
+        [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda), ("farflung-repro/mpi", mpi)];
     let wanted = wanted.into_iter().filter(|(_, wanted)| *wanted);
     wanted.flat_map(|(feature, _)| ["--features".to_owned(), feature.to_owned()]).collect()
 }
@@ -133,11 +147,15 @@ mod tests {
 
     #[test]
     fn only_the_benches_of_devices_build_them() {
-        let features =
-            |line: &str, cuda| features(&line.split(' ').map(str::to_owned).collect::<Vec<_>>(), cuda);
+        let with_mpi = |line: &str, cuda, has_mpi| {
+            features(&line.split(' ').map(str::to_owned).collect::<Vec<_>>(), cuda, || has_mpi)
+        };
+        let features = |line: &str, cuda| with_mpi(line, cuda, true);
         assert!(features("gemm --quick", false).is_empty());
         assert_eq!(features("gpu --quick", false), ["--features", "farflung-repro/wgpu"]);
         assert_eq!(features("device-train gemm", false), ["--features", "farflung-repro/wgpu"]);
         assert_eq!(features("device-parity", true)[2..], ["--features", "farflung-repro/cuda"]);
+        assert_eq!(features("engines", false), ["--features", "farflung-repro/mpi"]);
+        assert!(with_mpi("engines transports", false, false).is_empty());
     }
 }
