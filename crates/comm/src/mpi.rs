@@ -309,7 +309,7 @@ impl Job {
     /// Ends the job.
     fn abort(&self, code: u8) {
         if let Some(world) = &lock(&self.state).world {
-            world.abort(code);
+            messages::abort(world, code);
         }
     }
 }

@@ -22,8 +22,6 @@ fn refused(args: Vec<String>, launched: bool) -> String {
 #[test]
 fn members_cannot_come_and_leave_over_mpi() {
     let run = Run::new();
-    let secret = run.at("ticket");
-    std::fs::write(&secret, "none").unwrap();
     let flags = run.flags("--steps 1 --transport mpi");
     let said = refused([&["host".to_owned()], &flags[..]].concat(), false);
     assert!(said.contains("MPI ends all processes of a job when one of them is lost"), "{said}");
@@ -93,13 +91,11 @@ mod with_mpi {
 
         fn wait_for_steps(&self) {
             let rows = || std::fs::read_to_string(self.out.join("metrics.jsonl")).unwrap_or_default();
-            for _ in 0..600 {
-                if rows().lines().count() >= 3 {
-                    return;
-                }
+            let came = (0..600).any(|_| {
                 std::thread::sleep(Duration::from_millis(50));
-            }
-            panic!("no steps in 30 s");
+                rows().lines().count() >= 3
+            });
+            assert!(came, "no steps in 30 s");
         }
     }
 
@@ -135,6 +131,46 @@ mod with_mpi {
             assert_eq!(sockets.0.len(), 5);
             assert!(trained(&run, "mpi", more) == sockets, "{more}");
         }
+    }
+
+    #[test]
+    fn the_line_of_the_page_on_clusters_trains() {
+        let page = include_str!("../../../docs/clusters.md");
+        let line = page
+            .lines()
+            .find(|line| line.starts_with("mpirun -n 4 farflung train --transport mpi "))
+            .unwrap();
+        let run = Run::new();
+        // The page's flags stay; the model and the text are the test's.
+        std::fs::create_dir(run.at("bin")).unwrap();
+        let more: Vec<String> = run.flags("").into_iter().map(|arg| format!("'{arg}'")).collect();
+        let ours =
+            format!("#!/bin/sh\nexec '{}' \"$@\" {}\n", farflung().get_program().display(), more.join(" "));
+        std::fs::write(run.at("bin/farflung"), ours).unwrap();
+        let script = format!(
+            "cd '{}' && chmod +x bin/farflung && PATH=$PWD/bin:$PATH && {line}",
+            run.at("").display()
+        );
+        let mut shell = Command::new("bash");
+        shell.args(["-c", &script]).stdin(Stdio::null());
+        let allowed =
+            ["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"];
+        let done = shell.envs(allowed.map(|name| (name, "1"))).output().unwrap();
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let metrics = std::fs::read_to_string(run.at("run/metrics.jsonl")).unwrap();
+        assert_eq!(metrics.lines().count(), 200);
+    }
+
+    #[test]
+    fn a_secret_that_would_protect_nothing_is_refused() {
+        let run = Run::new();
+        let mut job = Job::new(&run, "secret").ranks(2, "--steps 1 --sync ddp --transport mpi");
+        job.mpirun
+            .envs([("FARFLUNG_SECRET", "abcdefghijklmnopqrstuvwxyz")])
+            .env("FARFLUNG_HOME", run.at("home"));
+        let (code, said) = job.end();
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains("MPI's messages are not encrypted"), "{said}");
     }
 
     #[test]

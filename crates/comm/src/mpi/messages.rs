@@ -22,12 +22,12 @@ impl World {
     pub(super) unsafe fn begun() -> Self {
         Self(())
     }
+}
 
-    /// Ends all processes of the job, this one with it.
-    pub(super) fn abort(&self, code: u8) {
-        // SAFETY: MPI has begun and not ended.
-        unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, c_int::from(code)) };
-    }
+/// Ends all processes of the job, this one with it.
+pub(super) fn abort(_: &World, code: u8) {
+    // SAFETY: MPI has begun and not ended.
+    unsafe { ffi::MPI_Abort(ffi::RSMPI_COMM_WORLD, c_int::from(code)) };
 }
 
 /// Two conversations with each process. MPI keeps the order of messages in each.

@@ -1,6 +1,7 @@
 //! One other process: frames to it and from it, as MPI's messages.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use farflung_base::PeerId;
 
@@ -8,7 +9,6 @@ use super::messages::{Buffer, Lane, Transfer, World};
 use crate::credit::Counts;
 use crate::wire::{self, HEADER_BYTES, Header};
 use crate::{Frame, Pool, WireError};
-use std::sync::Arc;
 
 /// The most bytes of a header's message: longer payloads come in a message of their own, without being copied.
 const SHORT: usize = 4096;
@@ -92,14 +92,11 @@ impl Peer {
             let read = read(&message[..length], pool);
             self.spare = message;
             let (header, payload) = read?;
-            match payload {
-                Some(frame) => return Ok(Some((header, frame))),
-                None => {
-                    let into = Buffer::Long(pool.lease(header.length));
-                    let coming = Transfer::receive(world, from, Lane::Payloads, into);
-                    self.payload = Some((header, coming));
-                }
+            if let Some(frame) = payload {
+                return Ok(Some((header, frame)));
             }
+            let into = Buffer::Long(pool.lease(header.length));
+            self.payload = Some((header, Transfer::receive(world, from, Lane::Payloads, into)));
         }
         let Some((header, coming)) = &mut self.payload else { return Ok(None) };
         let Some((Buffer::Long(mut frame), length)) = coming.poll(world) else { return Ok(None) };

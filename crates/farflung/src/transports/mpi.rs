@@ -12,7 +12,7 @@ pub const MPI: TransportMethod = TransportMethod {
 };
 
 /// Variables of which every starter of MPI's processes sets one: OpenMPI's `mpirun`, PMI (MPICH, Intel MPI, Slurm's
-/// `srun --mpi=pmi2`), and PMIx.
+/// `srun --mpi=pmi2`), and `PMIx`.
 #[cfg(feature = "mpi")]
 const STARTED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 
@@ -28,6 +28,16 @@ fn meet(meeting: &super::Meeting) -> crate::Result<farflung_comm::Communicator> 
                 "another, since mpirun has not started this process: start the job as \
                  `mpirun -n {n} farflung train --transport mpi ...`"
             ),
+        });
+    }
+    if meeting.security.is_sealed() {
+        return Err(crate::Error::Setting {
+            field: "transport",
+            value: "mpi".to_owned(),
+            expected:
+                "another where there is a secret, a ticket or a certificate, since MPI's messages are not \
+                       encrypted; without them, --insecure says that nobody else is in the network"
+                    .to_owned(),
         });
     }
     let met = farflung_comm::mpi::join(meeting.rank, meeting.world_size)?;
