@@ -4,7 +4,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-use crate::shell;
+use crate::{setup, shell};
 
 pub(crate) const HELP: &str = "\
 Run the reproductions of xtask/repro in release: every claim that we make, measured.
@@ -31,6 +31,7 @@ Usage: cargo xtask bench [NAME... | --all] [--quick | --long] [--json] [--report
 
 Without a name, those run that need no GPU's interface. device-parity, device-train and gpu are built with the feature `wgpu`
 when they are named; with `--cuda` also with `cuda` (`cargo xtask setup cuda` first), and run on the first NVIDIA GPU.
+engines and transports are built with the feature `mpi` when they are named and MPI is here (`cargo xtask setup mpi`).
 
 Exit code: 0, 1 if a marked row fails or a bench cannot run, 2 for a wrong command line.
 
@@ -48,7 +49,7 @@ pub(crate) fn main(args: &[String]) -> Result<ExitCode> {
         args.iter().cloned().partition(|arg| flags.contains(&arg.as_str()));
     let docs = shell::root().join("docs").display().to_string();
     let args = with_folder(&args, &docs);
-    let features = features(&args, &built);
+    let features = features(&args, &built, setup::has_mpi);
     build(&features)?;
     let mut command = reproductions(&features);
     // FILE is relative to where the user stands, so the command runs there and not in the root.
@@ -102,6 +103,13 @@ pub(crate) fn check() -> Result<()> {
     shell::run(reproductions(&[]).arg("--").args(names).arg("--quick"))
 }
 
+/// Runs the contract of transports with MPI's row.
+pub(crate) fn check_mpi() -> Result<()> {
+    let features = ["--features", "farflung-repro/mpi"].map(str::to_owned);
+    build(&features)?;
+    shell::run(reproductions(&features).args(["--", "transports"]))
+}
+
 /// Of the benches listed, those that no clock decides.
 fn everywhere(listed: &str) -> Vec<&str> {
     let names = listed.lines().filter_map(|line| line.split_whitespace().next());
@@ -111,13 +119,20 @@ fn everywhere(listed: &str) -> Vec<&str> {
 /// The benches of devices.
 const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
 
-/// The features that the named benches are built with, and those of the flags `built`.
-fn features(args: &[String], built: &[String]) -> Vec<String> {
-    let devices = args.iter().any(|a| OF_DEVICES.contains(&a.as_str()));
-    let cuda = built.iter().any(|flag| flag == "--cuda");
-    let iroh = built.iter().any(|flag| flag == "--iroh") || args.iter().any(|a| a == "nat");
-    let wanted =
-        [("farflung-repro/wgpu", devices), ("farflung-repro/cuda", cuda), ("farflung-repro/iroh", iroh)];
+/// The benches with rows of MPI.
+const OF_MPI: [&str; 2] = ["engines", "transports"];
+
+/// The features that the named benches are built with, and those of the flags `built`. `has_mpi` is asked where MPI
+/// matters.
+fn features(args: &[String], built: &[String], has_mpi: impl Fn() -> bool) -> Vec<String> {
+    let names = |benches: &[&str]| args.iter().any(|a| benches.contains(&a.as_str()));
+    let flag = |name: &str| built.iter().any(|flag| flag == name);
+    let wanted = [
+        ("farflung-repro/wgpu", names(&OF_DEVICES)),
+        ("farflung-repro/cuda", flag("--cuda")),
+        ("farflung-repro/iroh", flag("--iroh") || names(&["nat"])),
+        ("farflung-repro/mpi", names(&OF_MPI) && has_mpi()),
+    ];
     let wanted = wanted.into_iter().filter(|(_, wanted)| *wanted);
     wanted.flat_map(|(feature, _)| ["--features".to_owned(), feature.to_owned()]).collect()
 }
@@ -141,12 +156,15 @@ mod tests {
     #[test]
     fn only_the_benches_of_devices_build_them() {
         let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
-        let features = |line, flags| features(&words(line), &words(flags));
+        let with_mpi = |line, flags, has_mpi| features(&words(line), &words(flags), || has_mpi);
+        let features = |line, flags| with_mpi(line, flags, true);
         assert!(features("gemm --quick", "").is_empty());
         assert_eq!(features("gpu --quick", ""), ["--features", "farflung-repro/wgpu"]);
         assert_eq!(features("device-train gemm", ""), ["--features", "farflung-repro/wgpu"]);
         assert_eq!(features("nat --quick", ""), ["--features", "farflung-repro/iroh"]);
-        assert_eq!(features("transports", "--iroh"), ["--features", "farflung-repro/iroh"]);
+        assert_eq!(features("transports", "--iroh")[..2], ["--features", "farflung-repro/iroh"]);
         assert_eq!(features("device-parity", "--cuda")[2..], ["--features", "farflung-repro/cuda"]);
+        assert_eq!(features("engines", ""), ["--features", "farflung-repro/mpi"]);
+        assert!(with_mpi("engines transports", "", false).is_empty());
     }
 }

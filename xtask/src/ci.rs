@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 
 use crate::workspace::Workspace;
-use crate::{bench, browser, deps, examples, features, shell, test, tidy};
+use crate::{bench, browser, deps, examples, features, setup, shell, test, tidy};
 
 pub(crate) const HELP: &str = "\
 Run every check of the project, in order, and stop at the first that fails.
@@ -64,6 +64,11 @@ const STEPS: &[Step] = &[
         name: "browser",
         what: "the page of `farflung watch` in headless Chromium, which is installed where it is missing",
         run: browser::check,
+    },
+    Step {
+        name: "mpi",
+        what: "the feature `mpi`: lints, tests and the bench `transports` under mpirun, which is installed where it is missing",
+        run: mpi,
     },
     Step { name: "deps", what: "the arrows between the crates", run: deps::check },
     Step { name: "tidy", what: "what no compiler checks: headers, sizes, stubs, paths", run: tidy::check },
@@ -153,6 +158,16 @@ fn iroh() -> Result<()> {
     shell::run(tests.args(with).args(["--test", "iroh", "--test", "contract", "--test", "quic"]))
 }
 
+fn mpi() -> Result<()> {
+    setup::mpi()?;
+    let selection = ["--package", "farflung-comm", "--package", "farflung", "--features", "farflung/mpi"];
+    let mut clippy = shell::cargo(&["clippy", "--all-targets"]);
+    shell::run(clippy.args(selection).args(["--", "-D", "warnings"]))?;
+    let mut test = shell::cargo(&["test", "--lib", "--test", "mpi", "mpi"]);
+    shell::run(test.args(selection))?;
+    bench::check_mpi()
+}
+
 fn doc() -> Result<()> {
     let mut command = shell::cargo(&["doc", "--workspace", "--no-deps"]);
     shell::run(command.env("RUSTDOCFLAGS", "-D warnings"))
@@ -171,7 +186,7 @@ mod tests {
     fn steps_are_chosen_in_their_own_order() {
         assert_eq!(names(&[]).len(), STEPS.len());
         assert_eq!(names(&["--only", "iroh,features"]), ["features", "iroh"]);
-        assert_eq!(names(&["--from", "examples"]), ["examples", "bench", "browser", "deps", "tidy"]);
+        assert_eq!(names(&["--from", "examples"]), ["examples", "bench", "browser", "mpi", "deps", "tidy"]);
         assert_eq!(names(&["--only", "tidy,fmt,tidy"]), ["fmt", "tidy"]);
     }
 

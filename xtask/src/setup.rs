@@ -16,7 +16,8 @@ Usage: cargo xtask setup [wgpu] [cuda] [ssh] [mpi] [slurm] [nat] [browser] [--dr
   wgpu        also a software Vulkan device, for the tests of the GPU kernels
   cuda        also LLVM 22 where the feature `cuda` looks for its LLVM, which it would download otherwise
   ssh         also an sshd, for the tests of `launch --hosts`; each starts its own on the loopback
-  mpi         also OpenMPI with its compiler, for the benches `engines` and `shared-memory`
+  mpi         also OpenMPI with its compiler, and libclang, for the feature `mpi`, `cargo xtask ci --only mpi` and the
+              benches `engines`, `transports` and `shared-memory`
   slurm       also Slurm's daemons, for the same; it starts its own on the loopback
   nat         also nft, for `cargo xtask bench nat`, which makes routers with it
   browser     also Chromium and a font, for `cargo xtask ci --only browser`
@@ -63,7 +64,12 @@ const MPI: &[Need] = &[
         probe: &["mpirun", "--version"],
         what_for: "the benches `engines` and `shared-memory`",
     },
-    Need { package: "libopenmpi-dev", probe: &["mpicc", "--version"], what_for: "the bench `shared-memory`" },
+    Need { package: "libopenmpi-dev", probe: &["mpicc", "--version"], what_for: "the feature `mpi`" },
+    Need {
+        package: "libclang-dev",
+        probe: &["sh", "-c", "ls /usr/lib/llvm-*/lib/libclang*.so* || ls /usr/lib*/libclang*.so*"],
+        what_for: "its binding, which is made of MPI's headers",
+    },
 ];
 
 const SLURM: &[Need] = &[
@@ -160,10 +166,26 @@ pub(crate) fn browser() -> Result<()> {
     install(&BROWSER.iter().collect::<Vec<_>>(), false)
 }
 
+/// MPI, and what its binding needs.
+pub(crate) fn mpi() -> Result<()> {
+    install(&MPI.iter().collect::<Vec<_>>(), false)
+}
+
+/// Whether all of that is here.
+pub(crate) fn has_mpi() -> bool {
+    MPI.iter().all(Need::is_there)
+}
+
+impl Need {
+    fn is_there(&self) -> bool {
+        shell::succeeds(&mut shell::command(self.probe[0], &self.probe[1..]))
+    }
+}
+
 fn install(needs: &[&Need], dry_run: bool) -> Result<()> {
     let mut missing = Vec::new();
     for need in needs {
-        let there = shell::succeeds(&mut shell::command(need.probe[0], &need.probe[1..]));
+        let there = need.is_there();
         println!("{:<20} {:<8} {}", need.package, if there { "there" } else { "missing" }, need.what_for);
         if !there {
             missing.push(need.package);

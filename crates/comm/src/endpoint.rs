@@ -66,6 +66,10 @@ pub trait Driver: fmt::Debug + Send + Sync + 'static {
     fn nudge(&self) {}
     /// Whether operations go on in a thread of their own while nobody waits.
     fn has_background(&self) -> bool;
+    /// See [`Transport::fixed`].
+    fn fixed(&self) -> Option<&'static str> {
+        None
+    }
     /// Takes leave of the peers.
     fn close(&self, inbox: &Inbox);
 }
@@ -465,6 +469,9 @@ impl<D: Driver> Transport for Endpoint<D> {
     }
     fn waker(&self) -> &Waker {
         &self.waker
+    }
+    fn fixed(&self) -> Option<&'static str> {
+        self.shared().driver.fixed()
     }
 }
 

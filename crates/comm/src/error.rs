@@ -377,6 +377,22 @@ pub enum CommError {
         /// Why.
         reason: Refusal,
     },
+    /// The transport has the members that it began with.
+    #[error("{op} is not possible here: {reason}")]
+    Fixed {
+        /// What was asked for.
+        op: &'static str,
+        /// Why.
+        reason: &'static str,
+    },
+    /// There is no MPI under this process, or not the one that is needed.
+    #[error("no MPI: {reason}; {advice}")]
+    Mpi {
+        /// What is wrong.
+        reason: String,
+        /// What to do.
+        advice: &'static str,
+    },
     /// A peer shares no memory with this process, though it has to.
     #[error(
         "no shared memory with {peer}: it is not on this machine and of this user, or has another transport; \

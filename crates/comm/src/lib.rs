@@ -6,8 +6,11 @@ mod frame;
 mod shared;
 
 mod endpoint;
+mod credit;
 mod inbox;
 pub mod memory;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 mod path;
 #[cfg(feature = "iroh")]
 pub mod quic;
@@ -81,7 +84,7 @@ pub use ring::{bidirectional_ring, pipelined_ring, ring, ring_all_gather, ring_r
 pub use scan::{chain_exclusive_scan, chain_scan, doubling_exclusive_scan, doubling_scan};
 pub use service::{Answer, Asked, Service, ServiceTags};
 pub use steps::{Code, CodedMessage, Coding, Merge, Phase, Program, Step};
-pub use transport::{Channel, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
+pub use transport::{Channel, MPI_IS_FIXED, PeerEvent, Port, Source, Stats, Tag, Task, Traffic, Transport};
 pub use tree::{binomial_broadcast, binomial_reduce, chain_broadcast, dissemination_barrier, double_tree};
 pub use wire::{HEADER_BYTES, Message, Parsed, VERSION, parse};
 

@@ -11,6 +11,10 @@ use farflung_base::{Bytes, Nanos, PeerId, Pending, PendingOp};
 use crate::endpoint::Started;
 use crate::{CommError, DownReason, Frame, PathStats};
 
+/// Why nobody leaves or joins a job over MPI.
+pub const MPI_IS_FIXED: &str = "MPI ends all processes of a job when one of them is lost, and takes no new ones in; \
+                                members come and go over --transport tcp";
+
 /// What a tag's number counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
@@ -189,6 +193,10 @@ pub trait Transport: Debug + Send + Sync {
     fn waits_of(&self, peer: PeerId) -> Option<PeerId>;
     /// Drops what has arrived for this context, and what still will.
     fn retire(&self, context: u64);
+    /// Why the members of its communicators cannot change, where that is so: a job that loses one is over.
+    fn fixed(&self) -> Option<&'static str> {
+        None
+    }
     /// Makes the threads that wait here look whether what they wait for is to end.
     fn waker(&self) -> &Waker;
 

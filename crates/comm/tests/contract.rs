@@ -4,18 +4,47 @@
 #![expect(clippy::cast_possible_wrap, reason = "ranks are small")]
 
 mod common;
+mod laws;
 
 use std::error::Error;
 use std::ops::Range;
 
 use common::{TRANSPORTS, on_ranks};
-use farflung_base::{Bytes, Nanos, PeerId, Rank};
+use farflung_base::{self as base, Bytes, Nanos, PeerId, Rank};
 use farflung_comm::{
-    Algorithm, CodedSlice, CodedValues, Coder, CoderError, CommError, FRAME_BYTES, Merge, Phase, ReduceOp,
-    Source, Tag, coded_exchange, coded_ring, pipelined_ring, ring,
+    self as comm, Algorithm, Cancel, CodedSlice, CodedValues, Coder, CoderError, CommError, FRAME_BYTES,
+    Merge, Phase, ReduceOp, Source, Tag, coded_exchange, coded_ring, pipelined_ring, ring,
 };
+use laws::{Among, LAWS};
 
 const ALGORITHMS: [Algorithm; 9] = Algorithm::ALL;
+
+#[test]
+fn every_law_holds_over_every_transport_with_the_same_bits() {
+    for law in LAWS {
+        let mut reference: Option<Vec<u64>> = None;
+        for (name, cluster) in TRANSPORTS {
+            let switch = Cancel::new();
+            let found = on_ranks(cluster(law.ranks), |comm| law.hold(comm, Among::Threads(&switch)).unwrap());
+            let broken = found.iter().find(|found| found.broken > 0);
+            assert_eq!(broken, None, "{}, over {name}: see that line of laws/mod.rs", law.name);
+            let bits = found.iter().map(|found| found.bits).collect();
+            assert_eq!(
+                reference.get_or_insert_with(|| Vec::clone(&bits)),
+                &bits,
+                "{}, over {name}",
+                law.name
+            );
+        }
+    }
+}
+
+#[test]
+fn what_a_rank_finds_is_read_as_it_is_said() {
+    let found = laws::Found { broken: 2, line: 70, bits: u64::MAX };
+    assert_eq!(format!("test a ... {found}").parse(), Ok(found));
+    assert!("test a ... ok".parse::<laws::Found>().is_err());
+}
 
 #[test]
 fn all_reduce_is_exact_for_every_size() {
@@ -380,86 +409,6 @@ fn a_failing_coder_fails_everywhere() {
         });
         assert!(errors[1].source().is_some_and(|e| e.to_string() == "out of order"), "{name}");
         assert_eq!([errors[0].peer(), errors[2].peer()], [Some(PeerId(1)); 2], "{name}: {errors:?}");
-    }
-}
-
-#[test]
-fn a_silent_peer_is_named_at_the_deadline_and_the_communicator_is_done_for() {
-    for (name, cluster) in TRANSPORTS {
-        on_ranks(cluster(3), |comm| {
-            let comm = comm.with_deadline(Nanos::from_millis(300));
-            if comm.rank().0 == 2 {
-                // Takes part in another conversation only, until the others are through.
-                let patient = comm.with_deadline(Nanos::from_millis(10_000));
-                assert_eq!(patient.recv(Rank(0), 1).unwrap(), b"done");
-                return;
-            }
-            let mut x = [1.0_f32; 10];
-            let error = comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
-            if comm.rank().0 == 0 {
-                assert!(
-                    matches!(error, CommError::Deadline { peer: PeerId(2), .. } | CommError::Aborted { .. }),
-                    "{name}: {error}"
-                );
-            }
-            assert!(x.iter().all(|v| v.is_nan()), "{name}");
-            let again = comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
-            assert!(matches!(again, CommError::Poisoned(_)), "{name}: {again}");
-            let kept = comm.start_all_reduce(vec![1.0_f32], ReduceOp::Sum).wait();
-            assert!(matches!(kept, Err(CommError::Poisoned(_))), "{name}");
-            if comm.rank().0 == 0 {
-                comm.send(Rank(2), 1, b"done").unwrap();
-            }
-        });
-    }
-}
-
-#[test]
-fn a_peer_that_leaves_fails_the_others_at_once() {
-    for (name, cluster) in TRANSPORTS {
-        let errors = on_ranks(cluster(4), |comm| {
-            if comm.rank().0 == 3 {
-                return None;
-            }
-            let mut x = vec![1.0_f32; 1000];
-            comm.all_reduce(&mut x, ReduceOp::Sum).err()
-        });
-        assert!(
-            errors[..3].iter().all(|e| e.as_ref().is_some_and(|e| e.peer() == Some(PeerId(3)))),
-            "{name}: {errors:?}"
-        );
-    }
-}
-
-#[test]
-fn those_that_are_left_go_on_under_a_new_epoch() {
-    for (name, cluster) in TRANSPORTS {
-        on_ranks(cluster(4), |comm| {
-            let comm = comm.with_deadline(Nanos::from_millis(3_000));
-            if comm.rank().0 == 1 {
-                return;
-            }
-            let mut x = vec![1.0_f32; 1000];
-            let failed = comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err();
-            assert_eq!(failed.peer(), Some(PeerId(1)), "{name}: {failed}");
-            let left = comm.shrink().unwrap();
-            assert_eq!((left.size(), left.rank().0), (3, comm.rank().0.saturating_sub(1)), "{name}");
-            let mut x = vec![f64::from(comm.rank().0); 100_000];
-            left.all_reduce(&mut x, ReduceOp::Sum).unwrap();
-            assert!(x.iter().all(|&v| v == 5.0), "{name}");
-            assert!(matches!(comm.barrier(), Err(CommError::Poisoned(_))), "{name}");
-        });
-    }
-}
-
-#[test]
-fn ranks_in_different_collectives_are_told_so() {
-    for (name, cluster) in TRANSPORTS {
-        let errors = on_ranks(cluster(2), |comm| {
-            let mut x = vec![1.0_f32; 10 + comm.rank().index()];
-            comm.all_reduce(&mut x, ReduceOp::Sum).unwrap_err()
-        });
-        assert!(errors.iter().any(|e| matches!(e, CommError::Mismatch { .. })), "{name}: {errors:?}");
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod iroh;
 mod memory;
+mod mpi;
 mod shared_memory;
 mod simulated;
 mod tcp;
@@ -17,6 +18,7 @@ use crate::Result;
 
 pub use iroh::IROH;
 pub use memory::MEMORY;
+pub use mpi::MPI;
 pub use shared_memory::SHARED_MEMORY;
 pub use simulated::SIMULATED;
 pub use tcp::TCP;
@@ -65,13 +67,15 @@ pub struct TransportMethod {
     pub summary: &'static str,
     /// Whether links are declared, and time is virtual.
     pub simulated: bool,
+    /// Why members of a run cannot come and leave over it, where that is so.
+    pub fixed: Option<&'static str>,
     /// Who is at its ends.
     pub ends: Ends,
 }
 
 /// All transports: the first of those between threads, and the first of those between processes, is taken where
 /// nothing is said.
-pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY, IROH];
+pub const TRANSPORTS: &[TransportMethod] = &[SIMULATED, MEMORY, TCP, SHARED_MEMORY, IROH, MPI];
 
 impl TransportMethod {
     /// Whether ranks are processes, rather than threads of one.
@@ -79,4 +83,10 @@ impl TransportMethod {
     pub const fn joins_processes(&self) -> bool {
         matches!(self.ends, Ends::Processes(_))
     }
+}
+
+/// To be called by a process that is about to exit with this code: ends what has to end in all processes of a job
+/// together, which is MPI.
+pub fn leave(code: u8) {
+    mpi::leave(code);
 }

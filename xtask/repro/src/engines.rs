@@ -70,6 +70,21 @@ impl Job {
         Ok(command)
     }
 
+    /// The same with MPI's own messages between the ranks.
+    fn over_mpi(&self, engine: &[&str], out: &str) -> Result<Command> {
+        let mut command = self.under(engine, out)?;
+        command.args(["--transport", "mpi"]);
+        Ok(command)
+    }
+
+    /// Whether MPI is built into `farflung`.
+    fn has_mpi(&self) -> Result<bool> {
+        let mut command = self.farflung(&self.args("no-mpi"))?;
+        command.args(["--transport", "mpi"]).envs([("RANK", "0"), ("WORLD_SIZE", "2")]);
+        let said = command.stderr(Stdio::piped()).output()?.stderr;
+        Ok(!String::from_utf8_lossy(&said).contains("built without MPI"))
+    }
+
     fn launched(&self, out: &str) -> Result<Command> {
         let args = [&["launch", "-n", "2", "--"].map(str::to_owned)[..], &self.args(out)].concat();
         self.farflung(&args)
@@ -119,7 +134,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // A machine with fewer cores than ranks, and root, are not what mpirun expects.
     let mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"];
     let srun = ["srun", "-n", "2", "--overcommit", "--mpi=none"];
-    let found = [
+    let mut found = vec![
         ("mpirun", ran("mpirun", &|out| one(out, job.under(&mpirun, out)))?),
         (
             "slurm",
@@ -136,10 +151,19 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         ("ssh", ran("ssh", &|out| one(out, job.over_ssh(&sshd, out)))?),
         ("kubernetes", ran("kubernetes", &|out| job.kubernetes(out))?),
     ];
+    let has_mpi = job.has_mpi()?;
+    if has_mpi {
+        let over_mpi = ran("mpirun over mpi", &|out| one(out, job.over_mpi(&mpirun, out)))?;
+        found.push(("mpirun over mpi", over_mpi));
+    }
     report.row("losses of each", wanted.losses.len() as f64, "1", Mark::None)?;
     for (name, trained) in found {
         let name = format!("{name}: losses or weights with other bits than launch");
         report.row(&name, f64::from(u8::from(trained != wanted)), "1", Mark::AtMost(0.0))?;
+    }
+    if !has_mpi {
+        report
+            .progress("no row of --transport mpi: it is there with `cargo build --release --features mpi`")?;
     }
     Ok(())
 }

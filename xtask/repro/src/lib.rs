@@ -247,6 +247,7 @@ pub fn main(args: &[String], out: &mut dyn Write, err: &mut dyn Write) -> u8 {
         Some((first, rest)) if first == gpt_step::CHILD => told(gpt_step::child(rest, out), err),
         Some((first, rest)) if first == instructions::CHILD => told(instructions::child(rest, out), err),
         Some((first, rest)) if first == shared_memory::CHILD => told(shared_memory::child(rest, out), err),
+        Some((first, rest)) if first == transports::CHILD => told(transports::child(rest, out), err),
         Some((first, rest)) if first == secure_tcp::CHILD => told(secure_tcp::child(rest, out), err),
         Some((first, rest)) if first == strangers::CHILD => told(strangers::child(rest, out), err),
         Some((first, rest)) if first == all_reduce::CHILD => told(all_reduce::child(rest, out), err),

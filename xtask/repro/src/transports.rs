@@ -1,265 +1,116 @@
 //! One contract for every transport: what ranks get does not depend on what carries it, and neither does how they
 //! fail.
 
-use std::sync::Arc;
-use std::time::Duration;
+#[path = "../../../crates/comm/tests/laws/mod.rs"]
+mod laws;
 
-use anyhow::Result;
-use farflung::base::{Nanos, PeerId, Rank};
-use farflung::comm::{Algorithm, Cancel, CommError, Communicator, FRAME_BYTES, ReduceOp};
+use std::io::Write;
+
+use anyhow::{Context, Result, bail, ensure};
+use farflung::comm::{Cancel, Communicator};
+use farflung::{base, comm};
 
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::ranks::{Cluster, WAYS, on_ranks};
+use laws::{Among, Found, LAWS, Law};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "transports",
     claim: "collectives, order, deadlines, cancelling, shrinking, admitting and the loss of a peer are the same on \
-            every transport, and so are the bits",
-    source: "the rules in the README of farflung-comm; the memory transport's bits",
+            every transport, and so are the bits; over MPI shrinking and admitting are refused, with the reason",
+    source: "the rules in the README of farflung-comm; the memory transport's bits; the real mpirun",
     seed: 0,
     run,
 };
 
-/// What a law came to on one rank: how often it was broken, and the bits of what it got.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Found {
-    broken: u64,
-    bits: u64,
-}
+/// The first argument of this program when it is to be one rank of `mpirun`'s.
+pub(crate) const CHILD: &str = "--contract-rank";
 
-impl Found {
-    fn holds(&mut self, law: bool) {
-        self.broken += u64::from(!law);
-    }
-
-    fn got(&mut self, values: &[f32]) {
-        let mix = |bits: u64, v: &f32| {
-            (bits.rotate_left(7) ^ u64::from(v.to_bits())).wrapping_mul(0x9E37_79B9_7F4A_7C15)
-        };
-        self.bits = values.iter().fold(self.bits, mix);
-    }
-}
-
-/// The switch is the same on all ranks.
-type Law = fn(&Communicator, &Cancel, &mut Found) -> Result<(), CommError>;
-
-/// The contract, by chapters: a law, and among how many ranks.
-const LAWS: &[(&str, usize, Law)] = &[
-    ("collectives", 4, collectives),
-    ("order", 3, order),
-    ("deadlines", 3, deadlines),
-    ("cancel", 3, cancel),
-    ("shrink", 4, shrink),
-    ("admit", 4, admit),
-    ("a lost peer", 4, lost),
-    ("unlike calls", 2, unlike),
-];
-
-const fn ms(millis: u64) -> Nanos {
-    Nanos::from_millis(millis)
-}
-
-fn own(comm: &Communicator, len: usize) -> Vec<f32> {
-    let me = comm.rank().0 as f32;
-    (0..len).map(|i| (i as f32 * 0.37 + me).sin() * 10_f32.powf(me - 1.0)).collect()
-}
-
-fn collectives(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
-    let (n, me) = (comm.size(), comm.rank().index());
-    for algorithm in Algorithm::ALL {
-        let comm = comm.clone().with_algorithm(algorithm);
-        for len in [0, 1, 1000, FRAME_BYTES / 4 + 17, 700_003] {
-            let mut x = own(&comm, len);
-            comm.all_reduce(&mut x, ReduceOp::Mean)?;
-            found.got(&x);
-            let mut whole: Vec<f32> = (0..len).map(|i| ((i % 100) * (me + 1)) as f32).collect();
-            comm.all_reduce(&mut whole, ReduceOp::Sum)?;
-            let sum = |i: usize| ((i % 100) * n * (n + 1) / 2) as f32;
-            found.holds(whole.iter().enumerate().all(|(i, v)| v.to_bits() == sum(i).to_bits()));
-        }
-    }
-    let mut x = own(comm, 100_001);
-    let shard = comm.reduce_scatter(&mut x, ReduceOp::Sum)?;
-    found.got(&x[shard]);
-    comm.all_gather(&mut x)?;
-    found.got(&x);
-    comm.broadcast(&mut x, Rank(1))?;
-    found.got(&x);
-    comm.scan(&mut x, ReduceOp::Sum)?;
-    found.got(&x);
-    found.got(&comm.all_to_all(&own(comm, n * 5000))?);
-    comm.barrier()?;
-    let all = comm.all_gather_bytes(vec![me as u8; me * FRAME_BYTES / 2])?;
-    found.holds(all.iter().enumerate().all(|(from, bytes)| {
-        bytes.len() == from * FRAME_BYTES / 2 && bytes.iter().all(|&b| b as usize == from)
-    }));
+/// One rank under `mpirun`: its law. It prints what it finds.
+pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
+    let [name] = args else { bail!("one argument wanted") };
+    let law = Law::named(name).context("no such law")?;
+    let number = |name| -> Result<u32> { Ok(std::env::var(name).context(name)?.parse()?) };
+    let found = over_mpi(law, number("OMPI_COMM_WORLD_RANK")?, number("OMPI_COMM_WORLD_SIZE")?)?;
+    writeln!(out, "{found}")?;
+    farflung::transports::leave(0);
     Ok(())
 }
 
-fn order(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
-    let (n, me) = (comm.size() as u32, comm.rank().0);
-    let (next, last) = (Rank((me + 1) % n), Rank((me + n - 1) % n));
-    // More than all windows hold, before anything is taken; tags are taken in another order.
-    let long = comm.start_send(next, 9, vec![me as u8; 12 << 20]);
-    let sent: Vec<_> = (0..200_u32).map(|i| comm.start_send(next, i % 5, i.to_le_bytes().to_vec())).collect();
-    for tag in (0..5).rev() {
-        for turn in 0..40_u32 {
-            found.holds(comm.recv(last, tag)? == (5 * turn + tag).to_le_bytes());
-        }
-    }
-    let got = comm.recv(last, 9)?;
-    found.holds(got.len() == 12 << 20 && got.iter().all(|&b| u32::from(b) == last.0));
-    for send in sent {
-        send.wait()?;
-    }
-    long.wait()?;
-    // Started in one order, waited for in the other.
-    let started: Vec<_> =
-        (0..20).map(|i| comm.start_all_reduce(own(comm, 10 + 1000 * i), ReduceOp::Sum)).collect();
-    for pending in started.into_iter().rev() {
-        found.got(&pending.wait()?);
-    }
-    Ok(())
+#[cfg(feature = "mpi")]
+fn over_mpi(law: &Law, rank: u32, size: u32) -> Result<Found> {
+    Ok(law.hold(Communicator::new(comm::mpi::join(rank, size)?), Among::Processes)?)
 }
 
-fn deadlines(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
-    if comm.rank().0 == 2 {
-        // Silent in the collective, until the others are through.
-        return comm.recv(Rank(0), 1).map(|_| ());
-    }
-    let short = comm.clone().with_deadline(ms(300));
-    let mut x = vec![1.0_f32; 10];
-    let error = short.all_reduce(&mut x, ReduceOp::Sum).err();
-    found.holds(matches!(error, Some(CommError::Deadline { .. } | CommError::Aborted { .. })));
-    found.holds(error.is_some_and(|error| error.peer() == Some(PeerId(2))));
-    found.holds(x.iter().all(|v| v.is_nan()));
-    found.holds(matches!(short.barrier(), Err(CommError::Poisoned(_))));
-    let (from, to) = (Rank(1 - comm.rank().0), comm.rank());
-    comm.send(from, 2, &[to.0 as u8])?;
-    comm.recv(from, 2)?;
-    if to.0 == 0 { comm.send(Rank(2), 1, b"done") } else { Ok(()) }
+#[cfg(not(feature = "mpi"))]
+fn over_mpi(_: &Law, _: u32, _: u32) -> Result<Found> {
+    bail!("this program was built without MPI")
 }
 
-fn cancel(comm: &Communicator, switch: &Cancel, found: &mut Found) -> Result<(), CommError> {
-    if comm.rank().0 == 0 {
-        let cancellable = comm.clone().with_cancel(switch);
-        let ended = cancellable.recv(Rank(1), 4);
-        found.holds(matches!(ended, Err(CommError::Cancelled { op: "recv" })));
-        // The message that was not received goes to the next.
-        found.holds(comm.recv(Rank(1), 4)? == b"late");
-        let mut x = [1.0_f32];
-        let ended = cancellable.all_reduce(&mut x, ReduceOp::Sum);
-        found.holds(matches!(ended, Err(CommError::Cancelled { .. })) && x[0].is_nan());
-    } else {
-        if comm.rank().0 == 1 {
-            // Long enough for rank 0 to be asleep in what it waits for; nothing depends on it.
-            std::thread::sleep(Duration::from_millis(20));
-            switch.cancel();
-            comm.send(Rank(0), 4, b"late")?;
-        }
-        let mut x = [1.0_f32];
-        let ended = comm.all_reduce(&mut x, ReduceOp::Sum);
-        found.holds(matches!(ended, Err(CommError::CancelledBy { peer: PeerId(0), .. })) && x[0].is_nan());
-    }
-    // Nobody is lost.
-    let all = comm.shrink()?;
-    found.holds(all.size() == 3);
-    let mut x = own(&all, 1000);
-    all.all_reduce(&mut x, ReduceOp::Sum)?;
-    found.got(&x);
-    Ok(())
-}
-
-fn shrink(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
-    if comm.rank().0 == 1 {
-        return Ok(());
-    }
-    let failed = comm.all_reduce(&mut own(comm, 1000), ReduceOp::Sum).err();
-    found.holds(failed.is_some_and(|error| error.peer() == Some(PeerId(1))));
-    let left = comm.shrink()?;
-    found.holds((left.size(), left.rank().0) == (3, comm.rank().0.saturating_sub(1)));
-    let mut x = own(&left, 100_000);
-    left.all_reduce(&mut x, ReduceOp::Sum)?;
-    found.got(&x);
-    found.holds(matches!(comm.barrier(), Err(CommError::Poisoned(_))));
-    Ok(())
-}
-
-fn admit(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
-    let transport = Arc::clone(comm.transport());
-    let me = transport.me().0;
-    let all = if me >= 2 {
-        let first = Communicator::wait_for_admission(&transport, ms(20_000))?;
-        if me == 2 { first.admit(&[PeerId(3)])? } else { first }
-    } else {
-        let pair = Communicator::of_first(transport, 2)?.with_deadline(ms(20_000));
-        let three = pair.admit(&[PeerId(2)])?;
-        let all = three.admit(&[PeerId(3)])?;
-        // The old one is as good as before.
-        pair.barrier()?;
-        all
-    };
-    found.holds((all.rank().0, all.size()) == (me, 4));
-    let mut x = own(&all, 1000);
-    all.all_reduce(&mut x, ReduceOp::Sum)?;
-    found.got(&x);
-    Ok(())
-}
-
-fn lost(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
-    if comm.rank().0 == 3 {
-        // What it has said before it leaves still arrives.
-        return comm.send(Rank(0), 7, &vec![7; 100_000]);
-    }
-    let mut x = vec![1.0_f32; 300_000];
-    let error = comm.all_reduce(&mut x, ReduceOp::Sum).err();
-    found.holds(error.is_some_and(|error| error.peer() == Some(PeerId(3))));
-    found.holds(x.iter().all(|v| v.is_nan()));
-    if comm.rank().0 == 0 {
-        found.holds(comm.recv(Rank(3), 7)? == vec![7; 100_000]);
-        found.holds(matches!(comm.recv(Rank(3), 7), Err(CommError::PeerDown { peer: PeerId(3), .. })));
-    }
-    Ok(())
-}
-
-fn unlike(comm: &Communicator, _: &Cancel, found: &mut Found) -> Result<(), CommError> {
-    let mut x = vec![1.0_f32; 10 + comm.rank().index()];
-    found.holds(comm.all_reduce(&mut x, ReduceOp::Sum).is_err());
-    // Messages still pass.
-    let other = Rank(1 - comm.rank().0);
-    comm.send(other, 3, b"still here")?;
-    found.holds(comm.recv(other, 3)? == b"still here");
-    Ok(())
-}
-
-/// What each rank finds of a law.
-fn over(cluster: Cluster, law: Law) -> Result<Vec<Found>> {
+/// What each rank finds of a law, by threads of this process.
+fn over(cluster: Cluster, law: &Law) -> Result<Vec<Found>> {
     let switch = Cancel::new();
-    on_ranks(cluster, |comm| {
-        let comm = comm.with_deadline(ms(20_000));
-        let mut found = Found::default();
-        law(&comm, &switch, &mut found)?;
-        Ok(found)
-    })
+    on_ranks(cluster, |comm| law.hold(comm, Among::Threads(&switch)))
+}
+
+/// What each rank finds of a law, by processes of `mpirun`'s, in any order.
+fn under_mpirun(law: &Law) -> Result<Vec<Found>> {
+    let program = std::env::current_exe().context("failed to find this program")?;
+    let output = laws::mpirun(law.ranks).arg(program).args([CHILD, law.name]).output()?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "under mpirun: {}: {}\n{said}", law.name, output.status);
+    let found: Vec<Found> =
+        String::from_utf8_lossy(&output.stdout).lines().filter_map(|line| line.parse().ok()).collect();
+    ensure!(
+        found.len() == law.ranks,
+        "under mpirun: {}: {} of {} ranks found anything",
+        law.name,
+        found.len(),
+        law.ranks
+    );
+    Ok(found)
+}
+
+fn broken(found: &[Found]) -> f64 {
+    found.iter().map(|found| found.broken).sum::<u64>() as f64
+}
+
+/// How many ranks have bits that those over memory have not.
+fn other_bits(found: &[Found], memory: &[Found]) -> usize {
+    let sorted = |found: &[Found]| {
+        let mut bits: Vec<u64> = found.iter().map(|found| found.bits).collect();
+        bits.sort_unstable();
+        bits
+    };
+    sorted(found).iter().zip(sorted(memory)).filter(|(a, b)| *a != b).count()
 }
 
 fn run(report: &mut Report<'_>, _: &Options) -> Result<()> {
     let memory: Vec<Vec<Found>> =
-        LAWS.iter().map(|&(_, n, law)| over((WAYS[0].open)(n)?, law)).collect::<Result<_>>()?;
+        LAWS.iter().map(|law| over((WAYS[0].open)(law.ranks)?, law)).collect::<Result<_>>()?;
     for way in WAYS {
-        let mut other_bits = 0;
-        for (&(name, n, law), memory) in LAWS.iter().zip(&memory) {
-            let found = over((way.open)(n)?, law)?;
-            let broken: u64 = found.iter().map(|found| found.broken).sum();
-            report.row(&format!("{}: {name}: broken", way.name), broken as f64, "1", Mark::AtMost(0.0))?;
-            other_bits += found.iter().zip(memory).filter(|(a, b)| a.bits != b.bits).count();
+        let mut others = 0;
+        for (law, memory) in LAWS.iter().zip(&memory) {
+            let found = over((way.open)(law.ranks)?, law)?;
+            let name = format!("{}: {}: broken", way.name, law.name);
+            report.row(&name, broken(&found), "1", Mark::AtMost(0.0))?;
+            others += found.iter().zip(memory).filter(|(a, b)| a.bits != b.bits).count();
         }
-        report.row(
-            &format!("{}: ranks with other bits", way.name),
-            other_bits as f64,
-            "1",
-            Mark::AtMost(0.0),
-        )?;
+        report.row(&format!("{}: ranks with other bits", way.name), others as f64, "1", Mark::AtMost(0.0))?;
     }
+    if cfg!(not(feature = "mpi")) {
+        return report.progress("no row of MPI: `cargo xtask setup mpi` installs what it needs");
+    }
+    let mut others = 0;
+    for (law, memory) in LAWS.iter().zip(&memory) {
+        let found = under_mpirun(law)?;
+        let what = if law.refusal.is_some() { "refused: broken" } else { "broken" };
+        report.row(&format!("mpi: {}: {what}", law.name), broken(&found), "1", Mark::AtMost(0.0))?;
+        // What is refused gives no bits.
+        if law.refusal.is_none() {
+            others += other_bits(&found, memory);
+        }
+    }
+    report.row("mpi: ranks with other bits", others as f64, "1", Mark::AtMost(0.0))?;
     Ok(())
 }

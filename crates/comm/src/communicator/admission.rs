@@ -50,6 +50,9 @@ impl Communicator {
     /// What kept a newcomer away, on every rank; and what this communicator itself failed with.
     pub fn admit(&self, newcomers: &[PeerId]) -> Result<Self, CommError> {
         const OP: &str = "admit";
+        if let Some(reason) = self.transport.fixed() {
+            return Err(CommError::Fixed { op: OP, reason });
+        }
         let mut members = self.group.members.to_vec();
         for &peer in newcomers {
             if members.contains(&peer) || peer.index() >= self.transport.size() {
@@ -103,6 +106,9 @@ impl Communicator {
     /// # Errors
     /// [`CommError::Deadline`] if nobody did.
     pub fn wait_for_admission(transport: &Arc<dyn Transport>, deadline: Nanos) -> Result<Self, CommError> {
+        if let Some(reason) = transport.fixed() {
+            return Err(CommError::Fixed { op: "wait_for_admission", reason });
+        }
         let me = transport.me();
         let others: Vec<PeerId> =
             (0..transport.size() as u32).map(PeerId).filter(|&peer| peer != me).collect();

@@ -32,8 +32,10 @@ impl Communicator {
     /// After a cancellation nobody is lost: all go on, with the same numbers, under a new epoch.
     ///
     /// # Errors
-    /// [`CommError::Ended`] if this endpoint itself is what is lost, [`CommError::Cancelled`] if this was cancelled.
+    /// [`CommError::Ended`] if this endpoint itself is what is lost, [`CommError::Cancelled`] if this was cancelled;
+    /// [`CommError::Fixed`] over MPI, unless all ranks are left.
     pub fn shrink(&self) -> Result<Self, CommError> {
+        let fixed = self.transport.fixed().map(|reason| CommError::Fixed { op: "shrink", reason });
         let members = &self.group.members;
         let number = |peer: PeerId| members.iter().position(|&member| member == peer);
         // Whoever cancelled is well.
@@ -41,6 +43,9 @@ impl Communicator {
         let mut lost: BTreeSet<usize> =
             failed.as_ref().and_then(CommError::peer).and_then(number).into_iter().collect();
         lost.remove(&self.group.me);
+        if let Some(fixed) = fixed.clone().filter(|_| failed.is_some()) {
+            return Err(fixed);
+        }
         let attempt = u64::from(self.group.shrinks.fetch_add(1, Ordering::Relaxed));
         let context = mix(mix(self.group.context, BALLOT), attempt);
         for round in 0.. {
@@ -70,6 +75,9 @@ impl Communicator {
             if same && lost == before {
                 break;
             }
+        }
+        if let Some(fixed) = fixed.filter(|_| !lost.is_empty()) {
+            return Err(fixed);
         }
         let mut announce = Announce::new(self, &lost, Tag::user(context, DECIDED));
         self.transport.run(&mut announce);

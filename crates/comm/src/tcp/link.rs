@@ -3,7 +3,7 @@
 
 mod memory;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind, IoSlice};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,14 +17,13 @@ use super::near::{NearOut, Negotiation};
 use super::pace::Pacer;
 use super::stream::{Stream, session_error};
 use crate::control::Control;
+use crate::credit::Counts;
 use crate::inbox::{Inbox, WINDOW};
 use crate::shared::{Consumer, Doorbell};
-use crate::transport::{Channel, Tag};
+use crate::transport::Tag;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, NO_TAG};
 use crate::{DownReason, Frame, PathStats, Pool, WireError};
 
-/// Frames taken for which one credit is sent.
-const CREDIT: u32 = 8;
 /// Bytes read of one socket before the others have their turn, and what has been read is used while it is in
 /// cache.
 const TURN: usize = crate::FRAME_BYTES;
@@ -34,8 +33,6 @@ const LEAST: usize = TURN / 16;
 const WRITTEN: usize = 4;
 /// Bytes from which on a checksum is worth remembering for whoever passes the frame on.
 const LONG: usize = 4096;
-/// Tags for which frames are counted.
-const COUNTED: usize = 1024;
 
 #[derive(Debug)]
 pub(super) struct Link {
@@ -57,44 +54,6 @@ pub(super) struct Link {
     shares: AtomicBool,
     /// An operation, or a frame, waits for room in it.
     hungry: AtomicBool,
-}
-
-/// Frames per tag. Old tags that were never counted down to nothing are forgotten.
-#[derive(Debug, Default)]
-struct Counts(BTreeMap<Tag, u32>);
-
-impl Counts {
-    fn add(&mut self, tag: Tag) -> &mut u32 {
-        let count = self.0.entry(tag).or_insert(0);
-        *count += 1;
-        count
-    }
-
-    /// The tag that gives way for `tag`, and its frames: where there are too many, an older one of the same kind, else
-    /// any.
-    fn forget_for(&mut self, tag: Tag) -> Option<(Tag, u32)> {
-        if self.0.len() <= COUNTED || self.0.contains_key(&tag) {
-            return None;
-        }
-        let first = Tag { number: 0, ..tag };
-        let old = self.0.range(first..tag).next().map(|(old, _)| *old);
-        self.0.remove_entry(&old.or_else(|| self.0.keys().next().copied())?)
-    }
-
-    /// Adds one for which nothing has to be told.
-    fn count(&mut self, tag: Tag) {
-        self.forget_for(tag);
-        self.add(tag);
-    }
-
-    fn sub(&mut self, tag: Tag, by: u32) {
-        if let Some(count) = self.0.get_mut(&tag) {
-            *count = count.saturating_sub(by);
-            if *count == 0 {
-                self.0.remove(&tag);
-            }
-        }
-    }
 }
 
 #[derive(Debug, Default)]
@@ -213,7 +172,7 @@ impl Link {
 
     pub(super) fn has_room(&self, tag: Tag) -> bool {
         let out = lock(&self.out);
-        if out.in_flight.0.get(&tag).is_some_and(|&n| (n as usize) >= WINDOW) {
+        if out.in_flight.of(tag) >= WINDOW {
             return false;
         }
         let Some(near) = &out.near else { return out.queue.is_empty() };
@@ -332,17 +291,10 @@ impl Link {
     /// A frame of the tag was taken: sends a credit for every eight. Returns whether a paused peer may be read
     /// again.
     pub(super) fn taken(&self, tag: Tag, inbox: &Inbox) -> bool {
-        let mut taken = lock(&self.taken);
-        // No collective uses a tag again. Other tags stay: whoever sends waits for what was taken of them.
-        let forgotten = taken.forget_for(tag).filter(|(old, _)| old.channel != Channel::Collective);
-        let is_credit = *taken.add(tag) >= CREDIT;
-        if is_credit {
-            taken.sub(tag, CREDIT);
-        }
-        drop(taken);
-        for (tag, credit) in forgotten.into_iter().chain(is_credit.then_some((tag, CREDIT))) {
+        let credits = lock(&self.taken).taken(tag);
+        for credit in credits {
             inbox.count_control(self.peer, HEADER_BYTES, 0);
-            self.say(Kind::Credit, tag, credit);
+            self.say(Kind::Credit, credit.tag, credit.frames);
         }
         self.paused.load(Ordering::Acquire) && inbox.held(self.peer) < HELD
     }
@@ -568,27 +520,4 @@ enum End {
     Closed,
     Wire(WireError),
     Io(io::Error),
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tags_that_are_in_use_stay_and_what_is_forgotten_is_told() {
-        let tag = |channel, number| Tag { context: 1, channel, number };
-        let mut counts = Counts::default();
-        counts.add(tag(Channel::User, 1));
-        (0..COUNTED as u32).for_each(|number| *counts.add(tag(Channel::Collective, number)) = 2);
-        // One that is there already takes no place from another, nor from itself.
-        assert_eq!(counts.forget_for(tag(Channel::User, 1)), None);
-        assert_eq!(*counts.add(tag(Channel::User, 1)), 2);
-        // A collective makes room for the next.
-        let next = tag(Channel::Collective, COUNTED as u32);
-        assert_eq!(counts.forget_for(next), Some((tag(Channel::Collective, 0), 2)));
-        counts.add(next);
-        // A message's tag that goes is told of with all that was taken of it, so that its sender gets its credit.
-        assert_eq!(counts.forget_for(tag(Channel::User, 9)), Some((tag(Channel::User, 1), 2)));
-        assert_eq!(counts.0.len(), COUNTED);
-    }
 }

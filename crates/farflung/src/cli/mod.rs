@@ -87,6 +87,7 @@ pub(crate) fn main() -> ExitCode {
         Err(help) => exit_code(print(&styled(&help.render(), terminal::stdout_is_terminal()))),
     };
     terminal::flush();
+    farflung::transports::leave(code);
     ExitCode::from(code)
 }
 

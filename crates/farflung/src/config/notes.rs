@@ -13,7 +13,7 @@ use farflung_zoo::GptConfig;
 use super::TrainConfig;
 use super::choice::{LrScheduleKind, OptimizerKind, Resume, SyncKind, TransportKind};
 use super::local_steps::LocalStepsKind;
-use crate::transports::{IROH, MEMORY, SHARED_MEMORY};
+use crate::transports::{IROH, MEMORY, MPI, SHARED_MEMORY};
 
 /// Facts about a run that are not in its settings.
 #[derive(Debug, Clone, Copy)]
@@ -214,6 +214,8 @@ impl TrainConfig {
         notes.idle(shares, &["up", "up-each"], "processes that share memory send nothing over sockets");
         let over_quic = self.transport == TransportKind::of(&IROH);
         notes.idle(!over_quic, &["relay"], "only `transport` iroh uses relays");
+        let mpi = self.transport == TransportKind::of(&MPI);
+        notes.idle(mpi, &["up", "up-each"], "what MPI sends is not paced");
         notes.idle(one_process, &["own-data"], "the run is one process, which has one text");
         let speeds = "`topology` sets the speeds";
         notes.idle(self.topology.is_some(), &["compute-rate"], speeds);

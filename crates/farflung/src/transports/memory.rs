@@ -10,6 +10,7 @@ pub const MEMORY: TransportMethod = TransportMethod {
     name: "memory",
     summary: "between threads of one process, as fast as memory",
     simulated: false,
+    fixed: None,
     ends: Ends::Threads(|world, _| {
         memory::cluster(world).into_iter().map(|end| end as Arc<dyn Transport>).collect()
     }),

@@ -9,6 +9,7 @@ pub const SHARED_MEMORY: TransportMethod = TransportMethod {
     name: "shared-memory",
     summary: "memory shared by all processes, which are on one machine; without --up",
     simulated: false,
+    fixed: None,
     ends: Ends::Processes(|meeting| {
         tcp::meet(&Meeting { shared_memory: SharedMemory::Always, ..meeting.clone() })
     }),

@@ -10,6 +10,7 @@ pub const SIMULATED: TransportMethod = TransportMethod {
     name: "simulated",
     summary: "between threads of one process, over the links of --link or --topology in virtual time",
     simulated: true,
+    fixed: None,
     ends: Ends::Threads(|_, topology| {
         let topology = topology.expect("links are declared where a transport is simulated");
         simulated::cluster(topology).into_iter().map(|end| end as Arc<dyn Transport>).collect()

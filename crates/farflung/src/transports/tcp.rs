@@ -12,6 +12,7 @@ pub const TCP: TransportMethod = TransportMethod {
     name: "tcp",
     summary: "sockets between processes, as `farflung launch` starts them; encrypted with a ticket or secret",
     simulated: false,
+    fixed: None,
     ends: Ends::Processes(meet),
 };
 

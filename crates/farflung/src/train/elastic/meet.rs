@@ -47,7 +47,15 @@ fn check(config: &TrainConfig) -> Result<()> {
         let expected = "1: each member is one worker, and a machine may join several times";
         return wrong("workers", config.workers.to_string(), expected);
     }
-    Ok(())
+    check_transport(config.transport)
+}
+
+/// Refuses a transport whose members are those that it began with.
+fn check_transport(transport: TransportKind) -> Result<()> {
+    let TransportKind::Named(row) = transport else { return Ok(()) };
+    let Some(reason) = row.fixed else { return Ok(()) };
+    let expected = format!("another, since {reason}");
+    Err(Error::Setting { field: "transport", value: row.to_string(), expected })
 }
 
 /// The settings by which members form pipelines, where each is not to hold the whole model.
@@ -146,6 +154,7 @@ pub fn join(
     watch: &mut dyn Watch,
     open: &mut dyn FnMut(&Gate, &Path) -> Result<()>,
 ) -> Result<Option<Report>> {
+    check_transport(given.transport.unwrap_or(TransportKind::Auto))?;
     let asked = ask(gate, addresses)?;
     come_in(given, gate, (asked, None), stop, watch, open)
 }

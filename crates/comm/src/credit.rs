@@ -1,0 +1,106 @@
+//! Credits of a link: how many frames of each tag are on their way, and when the receiver tells the sender that
+//! frames were taken.
+
+use std::collections::BTreeMap;
+
+use crate::transport::{Channel, Tag};
+
+/// Frames taken for which one credit is sent.
+const CREDIT: u32 = 8;
+/// Tags for which frames are counted.
+const COUNTED: usize = 1024;
+
+/// So many frames of this tag were taken: the sender may send as many more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Credit {
+    pub(crate) tag: Tag,
+    pub(crate) frames: u32,
+}
+
+/// Frames per tag. Old tags that were never counted down to nothing are forgotten.
+#[derive(Debug, Default)]
+pub(crate) struct Counts(BTreeMap<Tag, u32>);
+
+impl Counts {
+    /// How many of a tag.
+    pub(crate) fn of(&self, tag: Tag) -> usize {
+        self.0.get(&tag).map_or(0, |&count| count as usize)
+    }
+
+    fn add(&mut self, tag: Tag) -> &mut u32 {
+        let count = self.0.entry(tag).or_insert(0);
+        *count += 1;
+        count
+    }
+
+    /// The tag that gives way for `tag`, and its frames: where there are too many, an older one of the same kind, else
+    /// any.
+    fn forget_for(&mut self, tag: Tag) -> Option<Credit> {
+        if self.0.len() <= COUNTED || self.0.contains_key(&tag) {
+            return None;
+        }
+        let first = Tag { number: 0, ..tag };
+        let old = self.0.range(first..tag).next().map(|(old, _)| *old);
+        let (tag, frames) = self.0.remove_entry(&old.or_else(|| self.0.keys().next().copied())?)?;
+        Some(Credit { tag, frames })
+    }
+
+    /// Adds one for which nothing has to be told: a frame that was sent.
+    pub(crate) fn count(&mut self, tag: Tag) {
+        self.forget_for(tag);
+        self.add(tag);
+    }
+
+    /// Adds one that was taken, and returns the credits that are to be sent now: one for every eight.
+    pub(crate) fn taken(&mut self, tag: Tag) -> impl Iterator<Item = Credit> + use<> {
+        // No collective uses a tag again. Other tags stay: whoever sends waits for what was taken of them.
+        let forgotten = self.forget_for(tag).filter(|old| old.tag.channel != Channel::Collective);
+        let is_credit = *self.add(tag) >= CREDIT;
+        if is_credit {
+            self.sub(tag, CREDIT);
+        }
+        forgotten.into_iter().chain(is_credit.then_some(Credit { tag, frames: CREDIT }))
+    }
+
+    /// Counts so many less.
+    pub(crate) fn sub(&mut self, tag: Tag, by: u32) {
+        if let Some(count) = self.0.get_mut(&tag) {
+            *count = count.saturating_sub(by);
+            if *count == 0 {
+                self.0.remove(&tag);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tags_that_are_in_use_stay_and_what_is_forgotten_is_told() {
+        let tag = |channel, number| Tag { context: 1, channel, number };
+        let mut counts = Counts::default();
+        counts.add(tag(Channel::User, 1));
+        (0..COUNTED as u32).for_each(|number| *counts.add(tag(Channel::Collective, number)) = 2);
+        // One that is there already takes no place from another, nor from itself.
+        assert_eq!(counts.forget_for(tag(Channel::User, 1)), None);
+        assert_eq!(*counts.add(tag(Channel::User, 1)), 2);
+        // A collective makes room for the next.
+        let next = tag(Channel::Collective, COUNTED as u32);
+        assert_eq!(counts.forget_for(next), Some(Credit { tag: tag(Channel::Collective, 0), frames: 2 }));
+        counts.add(next);
+        // A message's tag that goes is told of with all that was taken of it, so that its sender gets its credit.
+        let told: Vec<Credit> = counts.taken(tag(Channel::User, 9)).collect();
+        assert_eq!(told, [Credit { tag: tag(Channel::User, 1), frames: 2 }]);
+        assert_eq!(counts.0.len(), COUNTED + 1);
+    }
+
+    #[test]
+    fn one_credit_is_sent_for_every_eight_frames() {
+        let tag = Tag { context: 1, channel: Channel::User, number: 3 };
+        let mut counts = Counts::default();
+        let told: Vec<usize> = (1..=20).filter(|_| counts.taken(tag).count() > 0).collect();
+        assert_eq!((told, counts.of(tag)), (vec![8, 16], 4));
+    }
+}

@@ -1,0 +1,368 @@
+//! Endpoints in processes that `mpirun` has started, over the MPI that the machine has: its point-to-point messages
+//! under our own collectives, so that the bits are those of any other transport.
+//!
+//! MPI is used by one thread at a time (`MPI_THREAD_SERIALIZED`, a lock), and no call blocks but those that begin and
+//! end it: those are made on a thread of their own, which also moves what is on its way while nobody waits here. MPI has
+//! no file that could be polled, so whoever waits looks again and again, less and less often. Frames have our own
+//! header, and two of MPI's tags: one for headers with short payloads, one for long payloads.
+//!
+//! MPI ends all processes when one is lost, so nobody leaves or joins: `shrink` and `admit` are refused.
+
+mod life;
+mod messages;
+mod peer;
+
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use farflung_base::{Nanos, PeerId};
+
+use crate::endpoint::{Driver, Endpoint, Role, Wake};
+use crate::inbox::{Inbox, WINDOW};
+use crate::memory::real_start;
+use crate::tcp::HELD;
+use crate::transport::{MPI_IS_FIXED, Tag};
+use crate::wire::{self, Kind, NO_TAG};
+use crate::{CommError, DownReason, Frame, Pool, WireError};
+use life::Life;
+use messages::World;
+use peer::Peer;
+
+/// Looks without a pause in between.
+const LOOKS: u32 = 64;
+/// The longest pause between two looks.
+const PAUSE: Duration = Duration::from_micros(500);
+/// Frames taken of one peer before the next has its turn.
+const TURN: usize = 4;
+/// For how long an endpoint that closes waits for the others to do so too. Where that is too short, [`leave`] ends
+/// MPI.
+const PARTING: Nanos = Nanos::from_millis(2000);
+
+/// An endpoint of a network of processes of one MPI job.
+pub type Mpi = Endpoint<MpiDriver>;
+
+/// This process's part in the job. There is one: MPI begins and ends once in a process.
+static JOB: OnceLock<Arc<Job>> = OnceLock::new();
+
+/// Messages to all processes of the job.
+pub struct MpiDriver(Arc<Job>);
+
+/// What the endpoint and the thread that keeps MPI share.
+struct Job {
+    start: Instant,
+    me: PeerId,
+    inbox: Arc<Inbox>,
+    pool: Arc<Pool>,
+    /// All calls of MPI are made under its lock.
+    state: Mutex<State>,
+    /// The thread that keeps MPI has something to do.
+    work: Condvar,
+    /// Whoever drives is to look at something else.
+    rung: Mutex<bool>,
+    bell: Condvar,
+    life: Mutex<Option<Life>>,
+}
+
+struct State {
+    /// As long as MPI may be called.
+    world: Option<World>,
+    peers: Vec<Peer>,
+    /// Goodbye is said, and what comes is dropped.
+    closed: bool,
+    /// MPI is to end.
+    over: bool,
+    /// The thread that keeps MPI sleeps until there is work.
+    idle: bool,
+}
+
+impl fmt::Debug for MpiDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MpiDriver").field("me", &self.0.me).finish_non_exhaustive()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn missing(reason: impl Into<String>) -> CommError {
+    let advice = "start the job as `mpirun -n N farflung train --transport mpi`; `cargo xtask setup mpi` installs \
+                  OpenMPI on Debian";
+    CommError::Mpi { reason: reason.into(), advice }
+}
+
+/// Begins MPI, as the rank of a job that `mpirun` has given this process; it has to be `rank` of `size`. Once all
+/// endpoints are dropped, MPI ends as soon as all other processes have closed theirs as well; a process that does not
+/// wait for that calls [`leave`] at its end.
+///
+/// # Errors
+/// [`CommError::Mpi`] if the rank or the size is another, MPI has begun in this process before, or admits calls of one
+/// thread only.
+pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
+    let (beginning, found) = life::begin()?;
+    if (found.rank, found.size) != (rank, size) {
+        return Err(missing(format!(
+            "this process is rank {} of {} to it, and not rank {rank} of {size}",
+            found.rank, found.size
+        )));
+    }
+    let crowded = std::thread::available_parallelism().is_ok_and(|cores| found.near > cores.get());
+    let inbox = Inbox::new(size as usize);
+    let inbox = Arc::new(if crowded { inbox.crowded() } else { inbox });
+    let pool = Pool::new();
+    let peers = (0..size).map(|_| Peer::default()).collect();
+    let state = State { world: Some(found.world), peers, closed: false, over: false, idle: false };
+    let job = Arc::new(Job {
+        start: real_start(),
+        me: PeerId(rank),
+        inbox: Arc::clone(&inbox),
+        pool: Arc::clone(&pool),
+        state: Mutex::new(state),
+        work: Condvar::new(),
+        rung: Mutex::new(false),
+        bell: Condvar::new(),
+        life: Mutex::new(None),
+    });
+    *lock(&job.life) = Some(beginning.keep(&job));
+    if JOB.set(Arc::clone(&job)).is_err() {
+        return Err(missing(life::TWICE));
+    }
+    job.others().for_each(|peer| inbox.peer_up(peer));
+    Ok(Arc::new(Endpoint::new(PeerId(rank), MpiDriver(job), inbox, pool)))
+}
+
+/// Ends MPI in a process that is about to exit with this code, where [`join`] has begun it and it has not ended yet.
+/// With code 0 this waits for all other processes to close their endpoints. With any other, the job is ended
+/// (`MPI_Abort`) unless they have.
+pub fn leave(code: u8) {
+    let Some(job) = JOB.get() else { return };
+    job.say_goodbye();
+    loop {
+        match job.parting() {
+            Parting::All => return job.finish(),
+            Parting::Waits if code == 0 => job.drive(Nanos::from_millis(20)),
+            // A peer that has broken the protocol says no goodbye.
+            Parting::Waits | Parting::Never => return job.abort(code.max(1)),
+        }
+    }
+}
+
+/// Who has said goodbye.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parting {
+    /// All others, and they have all that this process has sent.
+    All,
+    Waits,
+    /// Some never will.
+    Never,
+}
+
+impl Job {
+    fn now(&self) -> Nanos {
+        self.start.elapsed().into()
+    }
+
+    fn others(&self) -> impl Iterator<Item = PeerId> + use<> {
+        let (me, size) = (self.me, self.inbox.size() as u32);
+        (0..size).map(PeerId).filter(move |&peer| peer != me)
+    }
+
+    /// Sends a frame, and wakes the thread that moves it on where it does not leave at once.
+    fn send(&self, to: PeerId, kind: Kind, tag: Tag, check: u32, frame: Option<Frame>) {
+        let mut state = lock(&self.state);
+        let State { world: Some(world), peers, idle, .. } = &mut *state else { return };
+        let peer = &mut peers[to.index()];
+        if kind == Kind::Data {
+            peer.in_flight.count(tag);
+        }
+        let length = frame.as_ref().map_or(0, Frame::len);
+        peer.send(world, to, &wire::plain(kind, tag, check, length), frame);
+        if *idle && peer.is_sending() {
+            self.work.notify_one();
+        }
+    }
+
+    /// Takes the next frame of a peer; returns whether there was one.
+    fn take(&self, state: &mut State, from: PeerId) -> bool {
+        let State { world: Some(world), peers, closed, .. } = state else { return false };
+        let peer = &mut peers[from.index()];
+        let may_begin = *closed || self.inbox.held(from) < HELD;
+        let handled = match peer.receive(world, from, &self.pool, may_begin) {
+            Ok(None) => return false,
+            Ok(Some((header, frame))) => match header.kind {
+                Kind::Data if *closed => Ok(()),
+                Kind::Data => {
+                    self.inbox.deliver(from, header.tag, frame);
+                    Ok(())
+                }
+                Kind::Credit => {
+                    self.inbox.count_control(from, 0, wire::HEADER_BYTES);
+                    peer.in_flight.sub(header.tag, header.check);
+                    self.inbox.signal();
+                    Ok(())
+                }
+                Kind::Bye => {
+                    peer.said_goodbye = true;
+                    self.inbox.peer_down(from, DownReason::Left);
+                    Ok(())
+                }
+                Kind::Control => Err(WireError::Kind(header.kind as u8)),
+            },
+            Err(error) => Err(error),
+        };
+        if let Err(error) = handled {
+            peer.is_broken = true;
+            self.inbox.peer_down(from, DownReason::Protocol(error));
+        }
+        true
+    }
+
+    /// Moves what can be moved now; returns whether anything has come.
+    fn turn(&self) -> bool {
+        let mut state = lock(&self.state);
+        let mut moved = false;
+        for peer in self.others() {
+            let State { world: Some(world), peers, .. } = &mut *state else { return moved };
+            peers[peer.index()].forget_sent(world);
+            moved |= (0..TURN).take_while(|_| self.take(&mut state, peer)).count() > 0;
+        }
+        moved
+    }
+
+    /// Looks for at most `timeout`, until something has come.
+    fn drive(&self, timeout: Nanos) {
+        let until = self.now().saturating_add(timeout);
+        for look in 0_u32.. {
+            if self.turn() || std::mem::take(&mut *lock(&self.rung)) || self.now() >= until {
+                return;
+            }
+            if look < LOOKS {
+                std::thread::yield_now();
+                continue;
+            }
+            let left = Duration::from(until.saturating_sub(self.now()));
+            let pause = Duration::from_micros(u64::from(look - LOOKS)).min(PAUSE).min(left);
+            let rung = lock(&self.rung);
+            if !*rung {
+                // Either way the next look tells.
+                let _ = self.bell.wait_timeout(rung, pause).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    /// Moves what is on its way until MPI is to end, while nobody else does.
+    fn keep(&self) {
+        loop {
+            {
+                let mut state = lock(&self.state);
+                while !state.over && !state.peers.iter().any(Peer::is_sending) {
+                    state.idle = true;
+                    state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state.idle = false;
+                }
+                if state.over {
+                    return;
+                }
+            }
+            std::thread::sleep(PAUSE);
+            if !self.inbox.is_driven() {
+                self.turn();
+            }
+        }
+    }
+
+    /// Tells all others that nothing follows, once.
+    fn say_goodbye(&self) {
+        let again = std::mem::replace(&mut lock(&self.state).closed, true);
+        if !again {
+            self.others().for_each(|peer| self.send(peer, Kind::Bye, NO_TAG, 0, None));
+        }
+    }
+
+    fn parting(&self) -> Parting {
+        let state = lock(&self.state);
+        let others = || self.others().map(|peer| &state.peers[peer.index()]);
+        if others().any(|peer| peer.is_broken) {
+            Parting::Never
+        } else if others().all(|peer| peer.said_goodbye && !peer.is_sending()) {
+            Parting::All
+        } else {
+            Parting::Waits
+        }
+    }
+
+    /// Ends MPI, which all have taken leave of.
+    fn finish(&self) {
+        let life = lock(&self.life).take();
+        {
+            let mut state = lock(&self.state);
+            state.over = true;
+            state.world = None;
+            self.work.notify_one();
+        }
+        if let Some(life) = life {
+            life.end();
+        }
+    }
+
+    /// Ends the job.
+    fn abort(&self, code: u8) {
+        if let Some(world) = &lock(&self.state).world {
+            messages::abort(world, code);
+        }
+    }
+}
+
+impl Driver for MpiDriver {
+    fn submit(&self, to: PeerId, tag: Tag, _: Nanos, frame: Frame) {
+        self.0.send(to, Kind::Data, tag, frame.check, Some(frame));
+    }
+    fn has_room(&self, to: PeerId, tag: Tag) -> bool {
+        lock(&self.0.state).peers[to.index()].in_flight.of(tag) < WINDOW
+    }
+    fn taken(&self, from: PeerId, tag: Tag, _: usize) {
+        let credits = {
+            let peer = &mut lock(&self.0.state).peers[from.index()];
+            let credits = peer.taken.taken(tag);
+            if peer.said_goodbye {
+                return;
+            }
+            credits
+        };
+        for credit in credits {
+            self.0.inbox.count_control(from, wire::HEADER_BYTES, 0);
+            self.0.send(from, Kind::Credit, credit.tag, credit.frames, None);
+        }
+    }
+    fn now(&self) -> Nanos {
+        self.0.now()
+    }
+    fn block(&self, inbox: &Inbox, seen: u64, until: Nanos, role: Role) -> Wake {
+        inbox.park(seen, role, || until.saturating_sub(self.now()), Some(&|left| self.0.drive(left)));
+        Wake::Moved
+    }
+    fn nudge(&self) {
+        if self.0.inbox.is_driven() {
+            *lock(&self.0.rung) = true;
+            self.0.bell.notify_all();
+        }
+    }
+    fn has_background(&self) -> bool {
+        true
+    }
+    fn fixed(&self) -> Option<&'static str> {
+        Some(MPI_IS_FIXED)
+    }
+    fn close(&self, _: &Inbox) {
+        let job = &self.0;
+        let until = job.now().saturating_add(PARTING);
+        job.say_goodbye();
+        while job.parting() == Parting::Waits && job.now() < until {
+            job.drive(Nanos::from_millis(20));
+        }
+        if job.parting() == Parting::All {
+            job.finish();
+        }
+    }
+}

@@ -1,0 +1,150 @@
+//! One other process: frames to it and from it, as MPI's messages.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use farflung_base::PeerId;
+
+use super::messages::{Buffer, Lane, Transfer, World};
+use crate::credit::Counts;
+use crate::wire::{self, HEADER_BYTES, Header};
+use crate::{Frame, Pool, WireError};
+
+/// The most bytes of a header's message: longer payloads come in a message of their own, without being copied.
+const SHORT: usize = 4096;
+
+#[derive(Default)]
+pub(super) struct Peer {
+    /// Frames sent without a credit.
+    pub(super) in_flight: Counts,
+    /// Frames taken since the last credit.
+    pub(super) taken: Counts,
+    /// Nothing follows from it.
+    pub(super) said_goodbye: bool,
+    /// It has sent what no frame is.
+    pub(super) is_broken: bool,
+    /// In the order in which they were started.
+    sending: VecDeque<Transfer>,
+    /// A header that may come.
+    header: Option<Transfer>,
+    /// Where headers come to, between two of them.
+    spare: Vec<u8>,
+    /// A long payload that comes.
+    payload: Option<(Header, Transfer)>,
+}
+
+impl Peer {
+    /// Starts to send a frame.
+    pub(super) fn send(
+        &mut self,
+        world: &World,
+        to: PeerId,
+        header: &[u8; HEADER_BYTES],
+        frame: Option<Frame>,
+    ) {
+        let mut first = header.to_vec();
+        let long = frame.filter(|frame| {
+            let is_short = HEADER_BYTES + frame.len() <= SHORT;
+            if is_short {
+                first.extend_from_slice(frame.bytes());
+            }
+            !is_short
+        });
+        let long = long.map(|frame| (Lane::Payloads, Buffer::Long(frame)));
+        for (lane, buffer) in [(Lane::Headers, Buffer::Short(first))].into_iter().chain(long) {
+            self.sending.push_back(Transfer::send(world, to, lane, buffer));
+        }
+        self.forget_sent(world);
+    }
+
+    /// Whether anything that it was sent is still on its way.
+    pub(super) fn is_sending(&self) -> bool {
+        !self.sending.is_empty()
+    }
+
+    /// Forgets what was sent.
+    pub(super) fn forget_sent(&mut self, world: &World) {
+        while self.sending.front_mut().is_some_and(|first| first.poll(world).is_some()) {
+            self.sending.pop_front();
+        }
+    }
+
+    /// The next frame, if all of it is there. Only where it `may_begin` is the header of another looked for.
+    pub(super) fn receive(
+        &mut self,
+        world: &World,
+        from: PeerId,
+        pool: &Arc<Pool>,
+        may_begin: bool,
+    ) -> Result<Option<(Header, Frame)>, WireError> {
+        if self.said_goodbye || self.is_broken {
+            return Ok(None);
+        }
+        if self.payload.is_none() && may_begin {
+            let header = self.header.take().unwrap_or_else(|| {
+                let mut spare = std::mem::take(&mut self.spare);
+                spare.resize(SHORT, 0);
+                Transfer::receive(world, from, Lane::Headers, Buffer::Short(spare))
+            });
+            let header = self.header.insert(header);
+            let Some((Buffer::Short(message), length)) = header.poll(world) else { return Ok(None) };
+            self.header = None;
+            let read = read(&message[..length], pool);
+            self.spare = message;
+            let (header, payload) = read?;
+            if let Some(frame) = payload {
+                return Ok(Some((header, frame)));
+            }
+            let into = Buffer::Long(pool.lease(header.length));
+            self.payload = Some((header, Transfer::receive(world, from, Lane::Payloads, into)));
+        }
+        let Some((header, coming)) = &mut self.payload else { return Ok(None) };
+        let Some((Buffer::Long(mut frame), length)) = coming.poll(world) else { return Ok(None) };
+        let header = *header;
+        self.payload = None;
+        if length != header.length {
+            return Err(WireError::Length { max: header.length, got: length });
+        }
+        frame.check = header.check;
+        Ok(Some((header, frame)))
+    }
+}
+
+/// A header, and its payload where that is short.
+fn read(message: &[u8], pool: &Arc<Pool>) -> Result<(Header, Option<Frame>), WireError> {
+    let (head, payload) = message.split_first_chunk().ok_or(WireError::Malformed("message of MPI"))?;
+    let header = wire::decode(head)?;
+    let is_short = HEADER_BYTES + header.length <= SHORT;
+    let expected = if is_short { header.length } else { 0 };
+    if payload.len() != expected {
+        return Err(WireError::Length { max: expected, got: payload.len() });
+    }
+    Ok((header, is_short.then(|| pool.copy_of(payload, header.check))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transport::Tag;
+    use crate::wire::Kind;
+
+    #[test]
+    fn a_message_is_a_header_and_what_it_says_or_is_refused() {
+        let pool = Pool::new();
+        let message = |claimed: usize, payload: &[u8]| {
+            let header = wire::plain(Kind::Data, Tag::user(5, 6), 7, claimed);
+            read(&[&header[..], payload].concat(), &pool).map(|(header, frame)| {
+                (header.length, frame.map(|frame| (frame.bytes().to_vec(), frame.check)))
+            })
+        };
+        let most = SHORT - HEADER_BYTES;
+        assert_eq!(message(0, &[]), Ok((0, Some((vec![], 7)))));
+        assert_eq!(message(most, &vec![3; most]), Ok((most, Some((vec![3; most], 7)))));
+        assert_eq!(message(most + 1, &[]), Ok((most + 1, None)));
+        assert_eq!(message(2, &[1]), Err(WireError::Length { max: 2, got: 1 }));
+        assert_eq!(message(most + 1, &[1]), Err(WireError::Length { max: 0, got: 1 }));
+        assert!(matches!(message(crate::FRAME_BYTES + 1, &[]), Err(WireError::Length { .. })));
+        assert!(matches!(read(&[0; 5], &pool), Err(WireError::Malformed(_))));
+        assert!(matches!(read(&[0; HEADER_BYTES], &pool), Err(WireError::Magic)));
+    }
+}

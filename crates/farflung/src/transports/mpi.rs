@@ -1,0 +1,65 @@
+//! The machine's MPI.
+
+use super::{Ends, TransportMethod};
+
+/// `farflung_comm::mpi`, behind the feature `mpi`.
+pub const MPI: TransportMethod = TransportMethod {
+    name: "mpi",
+    summary: "processes that mpirun starts, over its MPI (feature mpi); a lost one ends the job",
+    simulated: false,
+    fixed: Some(farflung_comm::MPI_IS_FIXED),
+    ends: Ends::Processes(meet),
+};
+
+/// Variables of which every starter of MPI's processes sets one: OpenMPI's `mpirun`, PMI (MPICH, Intel MPI, Slurm's
+/// `srun --mpi=pmi2`), and `PMIx`.
+#[cfg(feature = "mpi")]
+const STARTED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
+
+#[cfg(feature = "mpi")]
+fn meet(meeting: &super::Meeting) -> crate::Result<farflung_comm::Communicator> {
+    // MPI would take a process alone for a job of one, or end it with words of its own.
+    if STARTED.iter().all(|name| std::env::var_os(name).is_none()) {
+        let n = meeting.world_size;
+        return Err(crate::Error::Setting {
+            field: "transport",
+            value: "mpi".to_owned(),
+            expected: format!(
+                "another, since mpirun has not started this process: start the job as \
+                 `mpirun -n {n} farflung train --transport mpi ...`"
+            ),
+        });
+    }
+    if meeting.security.is_sealed() {
+        return Err(crate::Error::Setting {
+            field: "transport",
+            value: "mpi".to_owned(),
+            expected:
+                "another where there is a secret, a ticket or a certificate, since MPI's messages are not \
+                       encrypted; without them, --insecure says that nobody else is in the network"
+                    .to_owned(),
+        });
+    }
+    let met = farflung_comm::mpi::join(meeting.rank, meeting.world_size)?;
+    Ok(farflung_comm::Communicator::new(met).with_deadline(meeting.deadline))
+}
+
+#[cfg(not(feature = "mpi"))]
+fn meet(_: &super::Meeting) -> crate::Result<farflung_comm::Communicator> {
+    Err(crate::Error::Setting {
+        field: "transport",
+        value: "mpi".to_owned(),
+        expected: "another, since this program was built without MPI: `cargo xtask setup mpi` installs what that \
+                   needs on Debian, and `cargo build --release --features mpi` builds it in; under mpirun, auto and \
+                   tcp work as it is"
+            .to_owned(),
+    })
+}
+
+/// Ends MPI in a process that is about to exit with this code, where it is in use: 0 waits for the others, any other ends
+/// the job unless they have left as well.
+pub(super) fn leave(code: u8) {
+    #[cfg(feature = "mpi")]
+    farflung_comm::mpi::leave(code);
+    let _ = code;
+}
