@@ -1,6 +1,9 @@
 //! The page for those who have to choose a method for their link.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
+
+use farflung::optim::sync::{METHODS, Missing};
 
 use super::ArmRecord;
 use super::reproductions::cell;
@@ -56,9 +59,35 @@ pub(super) fn page(arms: &[ArmRecord]) -> String {
         let _ =
             writeln!(text, "Fastest step within {NEAR} % of f32's loss: {near}. Within {FAIR} %: {fair}.");
     }
+    text.push_str(&members());
     text.push_str("\n## Commands\n\n`PRETRAINED` is the folder of a checkpoint.\n\n");
     for arm in arms {
         let _ = writeln!(text, "- {}: `{}`", arm.name, super::command(&arm.command));
+    }
+    text
+}
+
+/// What methods do without a member that is lost.
+fn members() -> String {
+    let goes_on: Vec<String> = METHODS
+        .iter()
+        .filter(|row| row.missing == Missing::MeanOfOthers)
+        .map(|row| format!("`{}`", row.name))
+        .collect();
+    let mut reasons: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for row in METHODS {
+        if let Missing::Refused(reason) = row.missing {
+            reasons.entry(reason).or_default().push(format!("`{}`", row.name));
+        }
+    }
+    let mut text = format!(
+        "\n## Members that come and leave\n\nWhere a member may be lost while the others go on (`farflung host` and \
+         `farflung join`), `--sync` is one of {}: a round without a member is the mean of those that are left, by \
+         their tokens. The other methods are not taken there, for these reasons (bench methods):\n\n",
+        goes_on.join(", ")
+    );
+    for (reason, names) in reasons {
+        let _ = writeln!(text, "- {}: {reason}.", names.join(", "));
     }
     text
 }
