@@ -23,6 +23,7 @@ mod noloco;
 mod replicas;
 mod saved;
 mod server;
+mod sgp;
 mod streaming;
 mod timeline;
 mod zero_one;
@@ -54,6 +55,7 @@ pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
 pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
 pub use server::{DelayedNesterov, Push, Quorum, QuorumMean, RuleState, ServerRule};
+pub use sgp::{PushSum, SGP};
 pub use streaming::STREAMING;
 pub use timeline::Timeline;
 pub use zero_one::{ZERO_ONE, ZeroOne};
@@ -354,6 +356,7 @@ pub const METHODS: &[SyncMethod] = &[
     D_PSGD,
     SHIFT_ONE,
     EXPONENTIAL,
+    SGP,
     RANDOM_PAIRS,
     EVENT,
     LOW_PRECISION,

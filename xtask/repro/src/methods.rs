@@ -108,6 +108,8 @@ const DEGENERATE: &[Degenerate] = &[
     ),
     same("--sync shift-one --workers 2", "--sync d-psgd --workers 2"),
     same("--sync exponential --workers 2", "--sync d-psgd --workers 2"),
+    near("--sync sgp", "--sync exponential"),
+    near("--sync sgp --workers 1", "--sync ddp --workers 1"),
     same("--sync random-pairs --workers 2", "--sync d-psgd --workers 2"),
     near("--sync d-psgd --workers 1", "--sync ddp --workers 1"),
     near("--sync moniqua --moniqua-bits 24 --consensus-rate 1", "--sync d-psgd"),

@@ -13,7 +13,7 @@ use crate::workers::{Over, again, on_all, relative_l2};
 
 /// After one step of plain SGD, what the replicas of these have in common is the mean by tokens, which is the step
 /// of ddp.
-const BY_TOKENS: [&str; 18] = [
+const BY_TOKENS: [&str; 19] = [
     "--sync diloco --outer-lr 1 --outer-momentum 0",
     "--sync des-loc",
     "--sync streaming --fragments 1 --sync-delay 0 --mixing 0 --outer-lr 1 --outer-momentum 0",
@@ -22,6 +22,7 @@ const BY_TOKENS: [&str; 18] = [
     "--sync d-psgd",
     "--sync shift-one",
     "--sync exponential",
+    "--sync sgp",
     "--sync random-pairs",
     "--sync event",
     "--sync moniqua",
