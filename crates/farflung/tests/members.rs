@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use farflung::comm::Transport;
 use farflung::comm::simulated::{Faults, cluster_with};
-use farflung::config::choice::{BalanceKind, LrScheduleKind, SyncKind};
-use farflung::optim::sync::DILOCO;
+use farflung::config::choice::{BalanceKind, LrScheduleKind, OptimizerKind, SyncKind};
+use farflung::optim::sync::{DES_LOC, DILOCO, METHODS, Missing};
 use farflung::train::{Departure, Failure, Job, Moment, Quiet, Report, Watch, elastic, run_seats};
 use farflung::{Error, Result, StepMetrics, Stop, TrainConfig};
 use farflung_base::{Link, Nanos, PeerId, Topology};
@@ -70,6 +70,18 @@ fn diloco() -> TrainConfig {
     TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() }
 }
 
+/// Parameters and both moments are averaged every two steps.
+fn des_loc() -> TrainConfig {
+    let moments = Some(2);
+    TrainConfig {
+        sync: SyncKind::of(&DES_LOC),
+        sync_every: 2,
+        first_moment_every: moments,
+        second_moment_every: moments,
+        ..TrainConfig::default()
+    }
+}
+
 fn ddp() -> TrainConfig {
     TrainConfig { codec: "none".parse().unwrap(), ..TrainConfig::default() }
 }
@@ -111,33 +123,61 @@ fn a_loss_at_any_moment_is_a_polite_leave_before_or_after_the_step() {
 #[test]
 fn a_round_in_which_a_rank_is_lost_is_that_of_the_others() {
     for rank in [0, 2, 4] {
-        let after_the_round = after_leaving(&diloco(), rank, 4);
-        let mut rounds = Vec::new();
-        for (step, moment) in [3, 4].into_iter().flat_map(|step| Moment::ALL.map(|moment| (step, moment))) {
-            let folder = tempfile::tempdir().unwrap();
-            let job = job(folder.path(), 5, diloco());
-            let job = Job { failure: Some(Failure { rank, step, moment }), ..job };
-            let results = run(&job, 5, &[], &Faults::new());
-            assert!(matches!(results[rank as usize], Err(Error::Placed { .. })));
-            let survivors = results.iter().enumerate().filter(|(n, _)| *n != rank as usize);
-            let hashes: Vec<String> = survivors.map(|(_, result)| hash(result)).collect();
-            assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{rank} {step} {moment:?}: {hashes:?}");
-            rounds.push((step, moment, hashes[0].clone()));
-        }
-        let (.., last) = rounds.pop().unwrap();
-        assert_eq!(last, after_the_round, "{rank} is lost behind the average");
-        let (.., first) = rounds[0].clone();
-        assert_ne!(first, last);
-        for (step, moment, hash) in rounds {
-            assert!([&first, &last].contains(&&hash), "{rank} is lost in step {step}, {moment:?}");
-            assert!(hash == first || moment == Moment::Met, "{rank} {step} {moment:?}");
+        round_of_the_others(&diloco(), rank);
+    }
+    for rank in [0, 3] {
+        round_of_the_others(&des_loc(), rank);
+    }
+}
+
+fn round_of_the_others(config: &TrainConfig, rank: u32) {
+    let after_the_round = after_leaving(config, rank, 4);
+    let mut rounds = Vec::new();
+    for (step, moment) in [3, 4].into_iter().flat_map(|step| Moment::ALL.map(|moment| (step, moment))) {
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), 5, config.clone());
+        let job = Job { failure: Some(Failure { rank, step, moment }), ..job };
+        let results = run(&job, 5, &[], &Faults::new());
+        assert!(matches!(results[rank as usize], Err(Error::Placed { .. })));
+        let survivors = results.iter().enumerate().filter(|(n, _)| *n != rank as usize);
+        let hashes: Vec<String> = survivors.map(|(_, result)| hash(result)).collect();
+        assert!(hashes.iter().all(|hash| *hash == hashes[0]), "{rank} {step} {moment:?}: {hashes:?}");
+        rounds.push((step, moment, hashes[0].clone()));
+    }
+    let (.., last) = rounds.pop().unwrap();
+    assert_eq!(last, after_the_round, "{rank} is lost behind the average");
+    let (.., first) = rounds[0].clone();
+    assert_ne!(first, last);
+    for (step, moment, hash) in rounds {
+        assert!([&first, &last].contains(&&hash), "{rank} is lost in step {step}, {moment:?}");
+        assert!(hash == first || moment == Moment::Met, "{rank} {step} {moment:?}");
+    }
+}
+
+#[test]
+fn methods_that_do_not_go_on_without_a_member_say_why() {
+    for row in METHODS {
+        let Missing::Refused(reason) = row.missing else { continue };
+        // What one optimizer alone takes comes with that.
+        let config =
+            match farflung::optim::local::METHODS.iter().find(|o| o.averages.sync() == Some(row.name)) {
+                Some(own) => TrainConfig { optimizer: OptimizerKind::of(own), ..TrainConfig::default() },
+                None => TrainConfig { codec: "none".parse().unwrap(), ..TrainConfig::default() },
+            };
+        let folder = tempfile::tempdir().unwrap();
+        let job = job(folder.path(), 2, TrainConfig { sync: SyncKind::of(row), ..config });
+        for result in run(&job, 2, &[], &Faults::new()) {
+            let error = result.err().unwrap();
+            assert_eq!(error.exit_code(), 2, "{}: {error}", row.name);
+            let expected = format!("`sync` is {}, expected ddp, diloco or des-loc", row.name);
+            assert!(error.to_string().contains(&expected) && error.to_string().contains(reason), "{error}");
         }
     }
 }
 
 #[test]
 fn a_newcomer_has_the_bits_of_all() {
-    for config in [ddp(), diloco()] {
+    for config in [ddp(), diloco(), des_loc()] {
         let folder = tempfile::tempdir().unwrap();
         let job = job(folder.path(), 2, config);
         let results = run(&job, 3, &[(PeerId(2), Nanos::from_millis(5))], &Faults::new());

@@ -23,6 +23,7 @@ mod noloco;
 mod replicas;
 mod saved;
 mod server;
+mod sgp;
 mod streaming;
 mod timeline;
 mod zero_one;
@@ -54,6 +55,7 @@ pub use neighbours::{Graph, Meeting, Neighbour};
 pub use noloco::{NOLOCO, NoLoCo};
 pub use replicas::{CHOCO, LOW_PRECISION, Replicas, Rule};
 pub use server::{DelayedNesterov, Push, Quorum, QuorumMean, RuleState, ServerRule};
+pub use sgp::{PushSum, SGP};
 pub use streaming::STREAMING;
 pub use timeline::Timeline;
 pub use zero_one::{ZERO_ONE, ZeroOne};
@@ -293,11 +295,32 @@ pub struct SyncMethod {
     pub compensates: bool,
     /// The outer momentum, unless another is asked for, where it is not that of `diloco`.
     pub outer_momentum: Option<f64>,
+    /// What it does with a round that a member is missing from.
+    pub missing: Missing,
     /// What it keeps beside optimizers.
     pub buffers: fn(&Kept) -> Buffers,
     /// Makes one.
     pub build: fn(SyncSettings<'_>) -> Result<Box<dyn Synchroniser>, OptimError>,
 }
+
+/// What a method does with a round that a member is missing from, whose values and weight are then both absent.
+///
+/// Only runs whose members come and leave go on without a member. All others end, and say which rank was lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Missing {
+    /// The round is the mean of the members that are left, by their tokens. Residuals of codecs are dropped.
+    MeanOfOthers,
+    /// Runs whose members come and leave do not take the method, for this reason.
+    Refused(&'static str),
+}
+
+/// Why copies that mix with their neighbours do not go on without a member.
+const OWN_COPIES: Missing =
+    Missing::Refused("each member has parameters of its own, and nobody else has those of a lost one");
+
+/// Why averages that travel beside steps do not go on without a member.
+const IN_FLIGHT: Missing =
+    Missing::Refused("averages are on their way when a member is lost, and were weighted for all members");
 
 /// What decides how many buffers a method keeps.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -333,6 +356,7 @@ pub const METHODS: &[SyncMethod] = &[
     D_PSGD,
     SHIFT_ONE,
     EXPONENTIAL,
+    SGP,
     RANDOM_PAIRS,
     EVENT,
     LOW_PRECISION,

@@ -11,7 +11,7 @@ use farflung_compress::{CodecSpec, Payload, RoundKey};
 use farflung_optim::OptimError;
 use farflung_optim::sync::{
     After, CHOCO, D_PSGD, EVENT, EXPONENTIAL, Graph, LOW_PRECISION, MONIQUA, Meeting, MomentPeriods, NOLOCO,
-    Neighbour, RANDOM_PAIRS, SHIFT_ONE, SyncMethod, SyncSettings,
+    Neighbour, RANDOM_PAIRS, SGP, SHIFT_ONE, SyncMethod, SyncSettings,
 };
 use synchronise::{CPU, Case, PLAIN, STEPS, far, layout, local, make, random, trace};
 
@@ -111,10 +111,54 @@ fn gossip_does_what_plain_loops_do() {
     }
 }
 
+/// Push-sum as its paper writes it, in f64: numerators and weights are pushed, and parameters are their quotient.
+#[test]
+fn push_sum_does_what_plain_loops_do() {
+    for (ranks, weights) in [1, 2, 3, 5].into_iter().flat_map(|n| [(n, &[1.0; 5][..n]), (n, unequal(n))]) {
+        let got = trace(&SGP, PLAIN, ranks, weights, None);
+        let (mut params, mut wanted) = (start(ranks), Vec::new());
+        let mut masses = weights.to_vec();
+        for step in 1..=STEPS {
+            let before = params.clone();
+            learn(&mut params, step);
+            if let Some(round) = step.checked_sub(2) {
+                let kept = if ranks == 1 { 1.0 } else { 0.5 };
+                let (mut tops, mut next) = (Vec::new(), Vec::new());
+                for rank in 0..ranks {
+                    let from = Graph::Exponential.meeting(rank as u32, ranks as u32, round).from;
+                    let from = from.first().map(|neighbour| neighbour.rank as usize);
+                    next.push(kept * masses[rank] + from.map_or(0.0, |from| 0.5 * masses[from]));
+                    let top = |i: usize| {
+                        let pushed = from.map_or(0.0, |from| 0.5 * masses[from] * before[from][i]);
+                        let own = weights[rank] * (params[rank][i] - before[rank][i]);
+                        kept * masses[rank] * before[rank][i] + pushed + own
+                    };
+                    tops.push((0..before[rank].len()).map(top).collect::<Vec<f64>>());
+                }
+                masses = next;
+                for ((params, top), mass) in params.iter_mut().zip(&tops).zip(&masses) {
+                    params.iter_mut().zip(top).for_each(|(z, top)| *z = top / mass);
+                }
+            }
+            if step == STEPS {
+                end_by(&mut params, &masses);
+            }
+            wanted.push(params.clone());
+        }
+        let total: f64 = masses.iter().sum();
+        assert!((total - weights.iter().sum::<f64>()).abs() < 1e-9);
+        // With these weights they do not stay what they are, so that dividing by them matters.
+        assert!(
+            ranks < 3 || weights[0] == 1.0 || masses.iter().zip(weights).any(|(m, w)| (m - w).abs() > 0.1)
+        );
+        compare(&SGP, &got, &wanted, 1e-6);
+    }
+}
+
 /// Copies that take no steps of their own from the second on come to the mean by weights.
 #[test]
 fn what_copies_come_to_is_the_mean_by_weights() {
-    let plain = [&D_PSGD, &SHIFT_ONE, &EXPONENTIAL, &RANDOM_PAIRS, &CHOCO, &LOW_PRECISION, &MONIQUA];
+    let plain = [&D_PSGD, &SHIFT_ONE, &EXPONENTIAL, &SGP, &RANDOM_PAIRS, &CHOCO, &LOW_PRECISION, &MONIQUA];
     for method in plain {
         let weights = unequal(5);
         let case = Case { rate: 1.0, bits: 24, still_after: 1, ..PLAIN };
@@ -353,6 +397,7 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
         (&D_PSGD, PLAIN),
         (&SHIFT_ONE, PLAIN),
         (&EXPONENTIAL, PLAIN),
+        (&SGP, PLAIN),
         (&RANDOM_PAIRS, PLAIN),
         (&NOLOCO, PLAIN),
         (&LOW_PRECISION, Case { codec: "minmax8", ..PLAIN }),
@@ -363,9 +408,10 @@ fn a_run_goes_on_from_any_step_with_the_same_bits() {
         (&MONIQUA, Case { bits: 1, rate: 0.05, ..PLAIN }),
     ];
     for (method, case) in cases {
-        let whole = trace(method, case, 3, &[1.0; 3], None);
+        let weights: &[f64] = if method.name == SGP.name { unequal(3) } else { &[1.0; 3] };
+        let whole = trace(method, case, 3, weights, None);
         for cut in 1..STEPS {
-            let gone_on = trace(method, case, 3, &[1.0; 3], Some(cut));
+            let gone_on = trace(method, case, 3, weights, Some(cut));
             assert!(gone_on == whole, "{} {}, after step {cut}", method.name, case.codec);
         }
     }

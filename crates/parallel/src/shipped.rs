@@ -14,7 +14,7 @@ pub struct Shipped {
 }
 
 /// All of them.
-pub const SHIPPED: [Shipped; 12] = [
+pub const SHIPPED: [Shipped; 13] = [
     Shipped {
         name: "dtfm-1",
         about: "64 V100 in 8 machines of one data centre (DT-FM's case 1)",
@@ -69,6 +69,11 @@ pub const SHIPPED: [Shipped; 12] = [
         name: "two-regions",
         about: "eight machines of unequal speed in two regions, 100 Mbit/s and 40 ms apart",
         text: include_str!("../topologies/two-regions.toml"),
+    },
+    Shipped {
+        name: "two-regions-straggler",
+        about: "eight machines in two regions, 100 Mbit/s and 1 ms apart, one three times slower",
+        text: include_str!("../topologies/two-regions-straggler.toml"),
     },
     Shipped {
         name: "world-4096",

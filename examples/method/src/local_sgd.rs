@@ -2,7 +2,7 @@
 //!
 //! Source: McMahan et al. 2017, "Communication-efficient learning of deep networks from decentralized data".
 
-use farflung::optim::sync::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use farflung::optim::sync::{After, Buffers, Missing, SyncMethod, SyncSettings, Synchroniser};
 use farflung::optim::{Average, OptimError};
 use farflung::tensor::{Op, Tensor};
 
@@ -19,6 +19,7 @@ pub static LOCAL_SGD: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: Missing::Refused("a member that missed a mean has nowhere to take it from"),
     buffers: |_| Buffers { held: 1, saved: 0 },
     build: |settings| Ok(Box::new(LocalSgd::new(settings)?)),
 };

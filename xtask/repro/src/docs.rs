@@ -12,7 +12,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-pub(crate) use record::{ArmRecord, Record};
+pub(crate) use record::{ArmRecord, Record, UnequalRecord};
 
 /// A command as one can type it: of a flag that comes again, the last value. Records have the flags of the
 /// setting and then those of the arm.
@@ -37,7 +37,7 @@ fn pages(records: &[Record]) -> Result<Vec<(&'static str, String)>> {
     let arms = record::arms(records)?;
     Ok(vec![
         ("reproductions.md", reproductions::page(records)),
-        ("choosing.md", choosing::page(&arms)),
+        ("choosing.md", choosing::page(&arms, &record::unequal(records)?)),
         ("loss-by-bytes.svg", chart::svg(&arms, chart::Against::Bytes)?),
         ("loss-by-time.svg", chart::svg(&arms, chart::Against::Time)?),
     ])

@@ -8,7 +8,8 @@ use crate::lab::{Lab, Published, arms};
 pub(crate) const BENCH: Bench = Bench {
     name: "gossip",
     claim: "decentralised training ends near averaging at each step, in less time where latency is what counts",
-    source: "Lian et al. 2017, D-PSGD; Gan et al. 2021, BAGUA; Ying et al. 2021, exponential graphs",
+    source: "Lian et al. 2017, D-PSGD; Gan et al. 2021, BAGUA; Ying et al. 2021, exponential graphs; \
+             Assran et al. 2019, SGP",
     seed: 1337,
     run,
 };
@@ -28,7 +29,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     lab.compare(report, &arms::F32, &f32, Mark::None)?;
     let mut said = Vec::new();
     let synchronous = lab.step_time(report, &arms::F32, FAR.parse()?)?;
-    for arm in [&arms::D_PSGD, &arms::SHIFT_ONE, &arms::EXPONENTIAL] {
+    for arm in [&arms::D_PSGD, &arms::SHIFT_ONE, &arms::EXPONENTIAL, &arms::SGP] {
         let outcome = lab.compare(report, arm, &f32, judged)?;
         let faster = synchronous / lab.step_time(report, arm, FAR.parse()?)?;
         report.row(&format!("{}: speed-up over f32 at {FAR}", arm.name), faster, "x", Mark::AtLeast(1.0))?;

@@ -13,6 +13,7 @@ mod pretraining;
 mod published;
 mod setting;
 mod training;
+mod unequal;
 
 use std::sync::Arc;
 
@@ -26,6 +27,7 @@ pub(crate) use outcome::{Outcome, spread};
 pub(crate) use published::Published;
 pub(crate) use setting::{Setting, Sizes, resolved};
 pub(crate) use training::{Point, Run};
+pub(crate) use unequal::{Found, Marks, Unequal, rate};
 
 /// What one bench trains: a setting, its seeds, and the arms that ran so far.
 #[derive(Debug)]

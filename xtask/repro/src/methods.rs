@@ -1,4 +1,8 @@
-//! Every method and recipe: what it is where it degenerates, over each transport, and from a checkpoint.
+//! Every method and recipe: what it is where it degenerates, over each transport, from a checkpoint, and without a
+//! member.
+
+mod missing;
+mod weighted;
 
 use std::path::Path;
 
@@ -8,7 +12,6 @@ use farflung::base::Link;
 use farflung::config::recipe::RECIPES;
 use farflung::optim::local::METHODS as OPTIMIZERS;
 use farflung::optim::sync::{METHODS, SyncMethod};
-use farflung::parallel::Plan;
 use farflung::train::{Job, Trainer};
 
 use crate::binary::farflung;
@@ -19,8 +22,9 @@ use crate::workers::{Over, again, job, on_all, relative_l2};
 pub(crate) const BENCH: Bench = Bench {
     name: "methods",
     claim: "each method of synchronisation and each recipe is another one in its degenerate case, weighs \
-            replicas by their tokens, has the same bits over every transport, and goes on from a checkpoint \
-            with the same bits",
+            replicas by their tokens, has the same bits over every transport, goes on from a checkpoint with \
+            the same bits, and without a lost member is the method of those that are left, or is not taken \
+            where members come and leave",
     source: "ours",
     seed: 1337,
     run,
@@ -104,6 +108,8 @@ const DEGENERATE: &[Degenerate] = &[
     ),
     same("--sync shift-one --workers 2", "--sync d-psgd --workers 2"),
     same("--sync exponential --workers 2", "--sync d-psgd --workers 2"),
+    near("--sync sgp", "--sync exponential"),
+    near("--sync sgp --workers 1", "--sync ddp --workers 1"),
     same("--sync random-pairs --workers 2", "--sync d-psgd --workers 2"),
     near("--sync d-psgd --workers 1", "--sync ddp --workers 1"),
     near("--sync moniqua --moniqua-bits 24 --consensus-rate 1", "--sync d-psgd"),
@@ -145,47 +151,6 @@ fn timed(flags: &str) -> bool {
 
 /// Microbatches of the replicas of an uneven plan.
 const UNEVEN: [u32; 4] = [1, 3, 2, 2];
-
-/// Methods whose replicas train on unequal numbers of tokens: after one step of plain SGD, what they have in
-/// common is the mean by tokens, which is the step of ddp.
-const WEIGHTED: [&str; 10] = [
-    "--sync diloco --outer-lr 1 --outer-momentum 0",
-    "--sync des-loc",
-    "--sync noloco --outer-lr 1 --outer-momentum 0",
-    "--sync d-psgd",
-    "--sync shift-one",
-    "--sync exponential",
-    "--sync random-pairs",
-    "--sync moniqua",
-    "--sync low-precision --codec none",
-    "--sync choco --codec none",
-];
-
-/// Parameters after the first steps of a run under an uneven plan.
-fn uneven(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<Vec<f32>> {
-    let config = TrainConfig { steps, ..shared.config(&format!("{flags} --accumulate 2"))? };
-    let job = again(base, config, Over::Memory);
-    let plan = Plan { microbatches: UNEVEN.to_vec(), ..job.plan.clone() };
-    let ends = ends(&job.with_plan(plan)?)?;
-    ensure!(ends.windows(2).all(|pair| pair[0] == pair[1]), "{flags}: replicas differ after the last step");
-    ends.into_iter().next().context("a job has ranks")
-}
-
-/// Rows of replicas with unequal numbers of tokens.
-fn weighted(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<()> {
-    const PLAIN: &str = "--optimizer sgd --momentum 0 --clip 0 --lr 0.1";
-    let ddp = uneven(base, shared, &format!("--sync ddp {PLAIN}"), 1)?;
-    for flags in WEIGHTED {
-        let off = relative_l2(&uneven(base, shared, &format!("{flags} {PLAIN}"), 1)?, &ddp);
-        let metric = format!("{flags}: a step of replicas with {UNEVEN:?} microbatches against ddp");
-        report.row(&metric, off, "", Mark::AtMost(ROUNDED))?;
-    }
-    let adam = uneven(base, shared, "--optimizer onebit-adam --codec none --codec-warmup 8", STEPS)?;
-    let zero_one = uneven(base, shared, "--optimizer zero-one-adam --codec-warmup 8", STEPS)?;
-    let metric =
-        format!("--optimizer zero-one-adam --codec-warmup 8: the same against onebit-adam, {STEPS} steps");
-    report.row(&metric, relative_l2(&zero_one, &adam), "", Mark::AtMost(ROUNDED))
-}
 
 /// Flags of every method, recipe, and optimizer that averages something of its own, each with its own codec.
 fn all() -> Vec<String> {
@@ -305,7 +270,8 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let metric = format!("{flags}: parameters after {STEPS} steps against {other}");
         report.row(&metric, off, "", Mark::AtMost(*within))?;
     }
-    weighted(report, &base, &shared)?;
+    weighted::rows(report, &base, &shared)?;
+    missing::rows(report, &base, &shared)?;
     let transports = [("simulated", Over::Simulated(Link::FREE)), ("tcp", Over::Tcp)];
     for (i, flags) in all().iter().enumerate() {
         if timed(flags) {

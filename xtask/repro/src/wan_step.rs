@@ -12,13 +12,15 @@ use farflung::train::{Job, Trainer, seats};
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::lab::resolved;
 use crate::machine::now;
+use crate::peers::Peers;
 use crate::workers::{Over, again, job};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "wan-step",
     claim: "a method whose averages arrive a step late takes no longer for a step than the longer of computing and \
             sending",
-    source: "Wang et al. 2023, CocktailSGD; Koloskova et al. 2019, CHOCO-SGD; Douillard et al. 2025",
+    source: "Wang et al. 2023, CocktailSGD; Koloskova et al. 2019, CHOCO-SGD; Douillard et al. 2025; the hooks of PyTorch's \
+             DDP: `ddp_link.sh 100:10 \"none fp16 powersgd4 q8\" 6`, its lines with --against",
     seed: 1337,
     run,
 };
@@ -52,6 +54,21 @@ const METHODS: [(&str, &str, bool); 8] = [
         true,
     ),
 ];
+
+/// What PyTorch's DDP took on such a link, by its hooks: the lines that `ddp_link.sh` prints.
+struct Hooks<'a> {
+    peers: &'a Peers,
+    model: &'a str,
+}
+
+impl Hooks<'_> {
+    /// Milliseconds of a step with the fastest hook.
+    fn fastest(&self) -> Option<f64> {
+        let link = format!("{}:{}", RATE.0 / 1_000_000, DELAY.0 / 1_000_000);
+        let keys = [("config", self.model), ("world", "2"), ("tag", link.as_str())];
+        self.peers.least("ddp", &keys, "ms_med")
+    }
+}
 
 /// A method's steps.
 struct Took {
@@ -120,6 +137,7 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let first = job(config(base, "", report.seed(), count)?, Over::Tcp)?;
     let measure =
         |flags: &str| steps(&again(&first, config(base, flags, first.config.seed, count)?, Over::Tcp), count);
+    let theirs = Hooks { peers: &options.peers, model: if options.quick { "nano" } else { "baby" } };
     // Meets after the last step alone, which does not come.
     let compute = measure("--sync diloco --sync-every 900")?.step;
     report.row("computing alone: step", compute * 1e3, "ms", Mark::None)?;
@@ -135,6 +153,25 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
             "x",
             mark,
         )?;
+        let ahead = if late { Mark::AtMost(1.0) } else { Mark::None };
+        let metric = format!("{name}: step over that of PyTorch's fastest hook");
+        report.ratio(&metric, step * 1e3, theirs.fastest(), ahead)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fastest_hook_on_this_link_is_what_counts() {
+        let text = r#"link 100 Mbit/s, one-way delay 10 ms: rtt min/avg/max/mdev = 20.1/20.2/20.3/0.1 ms
+{"bench": "ddp", "tag": "100:10", "config": "baby", "world": 2, "hook": "none", "ms_med": 7210.5, "loss": 4.1}
+{"bench": "ddp", "tag": "100:10", "config": "baby", "world": 2, "hook": "powersgd4", "ms_med": 2249.0, "loss": 4.2}
+{"bench": "ddp", "tag": "1000:10", "config": "baby", "world": 2, "hook": "none", "ms_med": 1500.0, "loss": 4.1}"#;
+        let peers = Peers::parse(text).unwrap();
+        assert_eq!(Hooks { peers: &peers, model: "baby" }.fastest(), Some(2249.0));
+        assert_eq!(Hooks { peers: &peers, model: "nano" }.fastest(), None);
+    }
 }

@@ -7,7 +7,7 @@ use farflung_base::{Algorithm, Topology};
 use farflung_comm::Cancel;
 use farflung_compress::AverageSpec;
 use farflung_optim::AverageConfig;
-use farflung_parallel::{Cluster, Plan};
+use farflung_parallel::{Cluster, LocalSteps, Plan};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
 use serde::{Deserialize, Serialize};
@@ -47,6 +47,8 @@ pub struct Job {
     pub plan: Plan,
     /// Where the plan's numbers begin.
     pub base: Base,
+    /// Who takes a local step when, where that of some steps follows from the plans of other members.
+    pub since_members_changed: Option<LocalSteps>,
     /// Whether members come and leave while it trains.
     pub elastic: bool,
     /// The settings that plans are made from when members of pipelines come and leave; none where each member holds the
@@ -113,6 +115,7 @@ impl Job {
             model,
             plan,
             base: Base::default(),
+            since_members_changed: None,
             elastic: false,
             pipelines: None,
             change: None,
@@ -159,7 +162,7 @@ impl Job {
         let rates = costs::rates(&config, &self.model, &plan, self.cluster.as_ref());
         let world = plan.ranks() as usize;
         let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
-        Ok(Self { config, plan, rates, shards, world, ..self.clone() })
+        Ok(Self { config, plan, since_members_changed: None, rates, shards, world, ..self.clone() })
     }
 
     /// The job under another plan from a step on that this one has reached.
@@ -168,6 +171,11 @@ impl Job {
     pub(super) fn with_plan_after(&self, step: u64, plan: Plan) -> Result<Self> {
         let base = Base { step, microbatches: self.microbatches_after(step) };
         Ok(Self { base, ..self.with_plan(plan)? })
+    }
+
+    /// Who takes a local step when.
+    pub(super) fn local_steps(&self) -> LocalSteps {
+        self.since_members_changed.clone().unwrap_or_else(|| self.plan.local_steps())
     }
 
     /// The links between the ranks.

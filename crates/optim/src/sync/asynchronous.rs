@@ -7,7 +7,7 @@ mod worker;
 use farflung_base::Nanos;
 
 use super::server::{DelayedNesterov, Quorum, QuorumMean, ServerRule};
-use super::{Buffers, Kept, SyncMethod, SyncSettings};
+use super::{Buffers, Kept, Missing, SyncMethod, SyncSettings};
 pub(super) use owner::{Owner, Route};
 pub use worker::Asynchronous;
 pub(super) use worker::{Pace, Parts, Remembered};
@@ -106,6 +106,7 @@ pub const ASYNC: SyncMethod = SyncMethod {
     compensates: false,
     // With the papers' 0.9 eight workers that are a round stale diverge (bench async).
     outer_momentum: Some(0.5),
+    missing: Missing::Refused("a lost member takes the shard of the model that it serves with it"),
     buffers: |&Kept { momentum, feedback, .. }| {
         let (momentum, feedback) = (if momentum == 0.0 { 0 } else { 2 }, usize::from(feedback));
         // The model and what the server remembers, the same as they are saved, three of the worker's own, and

@@ -1,6 +1,6 @@
 //! The loop of `CocktailSGD`.
 
-use super::{Buffers, Delayed, DelayedSettings, Merge, SyncMethod};
+use super::{Buffers, Delayed, DelayedSettings, IN_FLIGHT, Merge, SyncMethod};
 
 /// After each step the difference from the common model leaves, and its mean is taken up one step later: a
 /// whole step's compute hides the exchange.
@@ -19,6 +19,7 @@ pub const COCKTAIL: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: IN_FLIGHT,
     // Anchor, what it becomes, delta, mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 4, saved: 4 },
     build: |s| {

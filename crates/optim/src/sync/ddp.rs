@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{After, Buffers, SyncMethod, Synchroniser};
+use super::{After, Buffers, Missing, SyncMethod, Synchroniser};
 use crate::{Average, OptimError};
 
 /// [`Ddp`].
@@ -18,6 +18,7 @@ pub const DDP: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: Missing::MeanOfOthers,
     buffers: |_| Buffers { held: 0, saved: 0 },
     build: |s| Ok(Box::new(Ddp::new(Average::new(s.comm, s.device, s.layout, s.average)?))),
 };

@@ -4,7 +4,7 @@ use farflung_comm::Algorithm;
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
-use super::{After, Buffers, DiLoCo, Kept, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, DiLoCo, Kept, Missing, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::StateKind;
 use crate::{Average, AverageConfig, Chain, Coding, OptimError, weigh};
@@ -22,6 +22,7 @@ pub const DES_LOC: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: Missing::MeanOfOthers,
     // The anchor, how far parameters are from it, the anchor before a step that is tried, and a mean of each
     // state.
     buffers: |&Kept { states, .. }| Buffers { held: 3 + states, saved: 1 },

@@ -2,7 +2,7 @@
 
 use farflung_tensor::Tensor;
 
-use super::{After, Buffers, Kept, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, Kept, Missing, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError, OuterOptimizer, Prepared, diloco_outer, weigh};
 
 /// [`DiLoCo`].
@@ -18,6 +18,7 @@ pub const DILOCO: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: Missing::MeanOfOthers,
     // The anchor, the delta, and the outer momentum; the anchor and the momentum before a step that is tried.
     buffers: |&Kept { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);

@@ -7,7 +7,7 @@ use farflung_tensor::Tensor;
 use super::exchange::Packing;
 use super::mean::CommonMean;
 use super::saved::required;
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, IN_FLIGHT, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
 /// [`Eager`].
@@ -26,6 +26,7 @@ pub const EAGER: SyncMethod = SyncMethod {
     // The mean is a round old: with the paper's 0.9 eight workers diverge once local steps come near an
     // optimum, and with 0.5 they end 17 % above averaging at each step (bench local-vs-sync).
     outer_momentum: Some(0.0),
+    missing: IN_FLIGHT,
     // Model and momentum that all have, the same of what is this copy's own, its last change, the mean on its
     // way and the one of evaluations; what is saved of them, with a copy's own parameters.
     buffers: |_| Buffers { held: 8, saved: 7 },

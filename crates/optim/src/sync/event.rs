@@ -10,7 +10,7 @@ use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::CommonMean;
 use super::neighbours::{Graph, Meeting};
 use super::saved::optional;
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// [`EventTriggered`].
@@ -26,6 +26,7 @@ pub const EVENT: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: OWN_COPIES,
     // As they were sent, here and by two neighbours, what these change, and the mean; saved with a copy's own.
     buffers: |_| Buffers { held: 5, saved: 5 },
     build: |s| Ok(Box::new(EventTriggered::new(s)?)),

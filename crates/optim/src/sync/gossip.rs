@@ -7,7 +7,7 @@ use super::mean::CommonMean;
 use super::modulo::{Inferred, Modulo};
 use super::neighbours::Graph;
 use super::saved::optional;
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// [`Gossip`] on a ring.
@@ -25,6 +25,7 @@ pub const D_PSGD: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: OWN_COPIES,
     // What was sent, what comes back, and the mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 3, saved: 2 },
     build: |s| Ok(Box::new(Gossip::new(s, Graph::Ring)?)),
@@ -42,9 +43,8 @@ pub const SHIFT_ONE: SyncMethod = SyncMethod {
 
 /// [`Gossip`] on exponential graphs.
 ///
-/// Source: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training"; Assran
-/// et al. 2019, "Stochastic gradient push": where everyone receives as much as it sends, its push-sum weights
-/// stay 1, and this is it.
+/// Source: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training". With equal
+/// weights it is [`SGP`](super::SGP), whose push-sum weights then stay what they are.
 pub const EXPONENTIAL: SyncMethod = SyncMethod {
     name: "exponential",
     summary: "as d-psgd, from the worker 1, 2, 4 and so on before in turn",

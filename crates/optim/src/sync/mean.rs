@@ -35,6 +35,11 @@ impl CommonMean {
         Ok(Self { average, weight, mean: device.zeros(layout.len())?, gathered: false, last: false })
     }
 
+    /// This copy's part of means from now on, where 1 is an equal part.
+    pub(super) const fn set_weight(&mut self, weight: f64) {
+        self.weight = weight;
+    }
+
     fn compute(&mut self, params: &Tensor) -> Result<(), OptimError> {
         copy(params, &mut self.mean)?;
         weigh(&mut self.mean, self.weight)?;

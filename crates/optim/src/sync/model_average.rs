@@ -7,7 +7,7 @@ use farflung_tensor::Tensor;
 
 use super::exchange::Packing;
 use super::mean::CommonMean;
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, IN_FLIGHT, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// [`ModelAverage`].
@@ -23,6 +23,7 @@ pub const ASYNC_AVERAGE: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: IN_FLIGHT,
     // What was sent, what comes back, the mean of evaluations, and what a meeting averages.
     buffers: |_| Buffers { held: 4, saved: 1 },
     build: |s| Ok(Box::new(ModelAverage::new(s)?)),

@@ -5,7 +5,7 @@ use farflung_tensor::Tensor;
 use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::Graph;
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, OptimError};
 
 /// [`NoLoCo`].
@@ -21,6 +21,7 @@ pub const NOLOCO: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: Some(0.5),
+    missing: OWN_COPIES,
     // Slow parameters and momentum, what both become, the mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 5, saved: 3 },
     build: |s| Ok(Box::new(NoLoCo::new(s)?)),

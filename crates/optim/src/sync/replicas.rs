@@ -8,7 +8,7 @@ use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
 use super::mean::{CommonMean, copy};
 use super::neighbours::{Graph, Neighbour};
 use super::saved::optional;
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
 use crate::{Average, AverageConfig, OptimError};
 
 /// [`Replicas`] whose copies are what was sent of them.
@@ -27,6 +27,7 @@ pub const LOW_PRECISION: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: true,
     outer_momentum: None,
+    missing: OWN_COPIES,
     // The own replica and those of both neighbours, the mean; saved with a copy's own parameters.
     buffers: |_| Buffers { held: 4, saved: 2 },
     build: |s| Ok(Box::new(Replicas::new(s, Rule::Sent)?)),

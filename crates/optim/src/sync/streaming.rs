@@ -1,6 +1,6 @@
 //! Streaming `DiLoCo`.
 
-use super::{Buffers, Delayed, DelayedSettings, Kept, Merge, SyncMethod};
+use super::{Buffers, Delayed, DelayedSettings, IN_FLIGHT, Kept, Merge, SyncMethod};
 
 /// [`Delayed`] outer steps of fragments, which copies mix with their own parameters.
 ///
@@ -19,6 +19,7 @@ pub const STREAMING: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: IN_FLIGHT,
     buffers: |&Kept { momentum, .. }| {
         let momentum = usize::from(momentum != 0.0);
         // Anchor, momentum, what they become, delta, mean; saved with a copy's own parameters.

@@ -4,7 +4,7 @@
 use farflung_tensor::Tensor;
 
 use super::mean::copy;
-use super::{After, Buffers, SyncMethod, SyncSettings, Synchroniser};
+use super::{After, Buffers, Missing, SyncMethod, SyncSettings, Synchroniser};
 use crate::finite::is_finite;
 use crate::transform::Rounds;
 use crate::{Average, AverageConfig, Chain, Coding, Meets, OptimError, weigh};
@@ -22,6 +22,7 @@ pub const ZERO_ONE: SyncMethod = SyncMethod {
     codes_changes: false,
     compensates: false,
     outer_momentum: None,
+    missing: Missing::Refused("a member that is behind cannot take what the others' optimizers gathered"),
     // The anchor, and the mean.
     buffers: |_| Buffers { held: 2, saved: 0 },
     build: |s| Ok(Box::new(ZeroOne::new(s)?)),

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::Plan;
 
 /// Local steps by speed: of every `period` steps of the run, a replica takes so many, spread evenly. In the
@@ -17,7 +19,7 @@ use super::Plan;
 /// assert_eq!(slow, [false, true, false, true]);
 /// assert!((steps.weight(1, 0..4) - 2.0 / 3.0).abs() < 1e-12);
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[must_use]
 pub struct LocalSteps {
     period: u32,
@@ -25,6 +27,32 @@ pub struct LocalSteps {
     steps: Vec<u32>,
     /// Of each replica in a local step.
     microbatches: Vec<u32>,
+    /// What its replicas did under the plans before, in the order of these.
+    earlier: Vec<Earlier>,
+}
+
+/// What replicas did up to a step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Earlier {
+    until: u64,
+    period: u32,
+    steps: Vec<u32>,
+    microbatches: Vec<u32>,
+}
+
+impl Earlier {
+    /// Local steps that a replica has taken after so many steps of the run.
+    fn taken(period: u32, own: u32, steps: u64) -> u64 {
+        let (period, own) = (u64::from(period), u64::from(own));
+        steps / period * own + steps % period * own / period
+    }
+
+    /// Microbatches that a replica trained on between two numbers of steps.
+    fn microbatches(&self, replica: u32, steps: &Range<u64>) -> u64 {
+        let own = self.steps[replica as usize];
+        let taken = Self::taken(self.period, own, steps.end) - Self::taken(self.period, own, steps.start);
+        taken * u64::from(self.microbatches[replica as usize])
+    }
 }
 
 impl LocalSteps {
@@ -37,7 +65,53 @@ impl LocalSteps {
             period > 0 && steps.len() == microbatches.len(),
             "a period, and two numbers for each replica"
         );
-        Self { period, steps, microbatches }
+        Self { period, steps, microbatches, earlier: Vec::new() }
+    }
+
+    /// The same after a `step` up to which the replicas did as in `before`, under the plans of other members.
+    /// What lies before `since` is forgotten.
+    ///
+    /// `replicas` has the numbers that these had then; one that has come has none, and did nothing.
+    ///
+    /// ```
+    /// # use farflung_parallel::LocalSteps;
+    /// let before = LocalSteps::new(4, vec![4, 4, 4], vec![1, 3, 2]);
+    /// let now = LocalSteps::new(4, vec![4, 4], vec![2, 2]).after(4, &before, &[Some(0), Some(2)], 0);
+    /// assert!((now.weight(0, 0..4) - 2.0 / 3.0).abs() < 1e-12);
+    /// assert!((now.weight(0, 4..8) - 1.0).abs() < 1e-12);
+    /// ```
+    pub fn after(mut self, step: u64, before: &Self, replicas: &[Option<u32>], since: u64) -> Self {
+        let of = |counts: &[u32]| -> Vec<u32> {
+            let count =
+                |old: &Option<u32>| old.and_then(|old| counts.get(old as usize)).copied().unwrap_or(0);
+            replicas.iter().map(count).collect()
+        };
+        let last = Earlier {
+            until: step,
+            period: before.period,
+            steps: before.steps.clone(),
+            microbatches: before.microbatches.clone(),
+        };
+        let all = before.earlier.iter().chain([&last]).filter(|earlier| earlier.until > since);
+        let all = all.map(|earlier| Earlier {
+            until: earlier.until.min(step),
+            period: earlier.period,
+            steps: of(&earlier.steps),
+            microbatches: of(&earlier.microbatches),
+        });
+        self.earlier = all.collect();
+        self
+    }
+
+    /// Whether its lists are as long as they must be: of what another has sent, all else would panic.
+    #[must_use]
+    pub fn is_sound(&self) -> bool {
+        let replicas = self.microbatches.len();
+        let sound = |period: u32, steps: &[u32], microbatches: &[u32]| {
+            period > 0 && steps.len() == replicas && microbatches.len() == replicas
+        };
+        let earlier = |earlier: &Earlier| sound(earlier.period, &earlier.steps, &earlier.microbatches);
+        sound(self.period, &self.steps, &self.microbatches) && self.earlier.iter().all(earlier)
     }
 
     /// Steps of the run in a period.
@@ -55,8 +129,7 @@ impl LocalSteps {
     /// Local steps that a replica has taken after so many steps of the run.
     #[must_use]
     pub fn taken(&self, replica: u32, steps: u64) -> u64 {
-        let (period, own) = (u64::from(self.period), u64::from(self.steps[replica as usize]));
-        steps / period * own + steps % period * own / period
+        Earlier::taken(self.period, self.steps[replica as usize], steps)
     }
 
     /// Whether a replica takes a local step in a step of the run, counted from 1.
@@ -67,8 +140,14 @@ impl LocalSteps {
 
     /// Microbatches that a replica trains on between two numbers of steps.
     fn microbatches(&self, replica: u32, steps: &Range<u64>) -> u64 {
-        let taken = self.taken(replica, steps.end) - self.taken(replica, steps.start);
-        taken * u64::from(self.microbatches[replica as usize])
+        let (mut all, mut start) = (0, steps.start);
+        for earlier in &self.earlier {
+            let end = earlier.until.clamp(start, steps.end);
+            all += earlier.microbatches(replica, &(start..end));
+            start = end;
+        }
+        let taken = self.taken(replica, steps.end) - self.taken(replica, start);
+        all + taken * u64::from(self.microbatches[replica as usize])
     }
 
     /// A replica's part of a mean over all tokens that are trained on between two numbers of steps, where an
@@ -104,6 +183,33 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_done_before_members_changed_counts_as_it_was_done() {
+        // Three replicas, of which the second is lost after step 3; then the first of those that are left after 5.
+        let first = LocalSteps::new(4, vec![4, 4, 2], vec![1, 3, 2]);
+        let second = LocalSteps::new(4, vec![4, 4], vec![5, 7]).after(3, &first, &[Some(0), Some(2)], 0);
+        assert!(second.is_sound());
+        let counts = |local: &LocalSteps, replica| {
+            let count = |end: u64| local.microbatches(replica, &(0..end));
+            (1..=6).map(count).collect::<Vec<_>>()
+        };
+        assert_eq!(counts(&second, 0), [1, 2, 3, 8, 13, 18]);
+        assert_eq!(counts(&second, 1), [0, 2, 2, 9, 16, 23]);
+        assert_eq!(second.microbatches(1, &(2..4)), 7);
+        let third = LocalSteps::new(4, vec![4, 4], vec![1, 1]).after(5, &second, &[Some(1), None], 0);
+        assert_eq!(counts(&third, 0), [0, 2, 2, 9, 16, 17]);
+        // One that has come did nothing before.
+        assert_eq!(counts(&third, 1), [0, 0, 0, 0, 0, 1]);
+        assert!((third.weight(0, 4..6) - 2.0 * 8.0 / 9.0).abs() < 1e-12);
+        // What lies before the round is forgotten.
+        let later = LocalSteps::new(4, vec![4, 4], vec![1, 1]).after(5, &second, &[Some(1), None], 4);
+        assert_eq!(later.earlier.len(), 1);
+        assert_eq!(later.microbatches(0, &(4..6)), 8);
+        let mut broken = third;
+        broken.earlier[0].steps.pop();
+        assert!(!broken.is_sound());
+    }
 
     #[test]
     fn steps_are_spread_evenly_and_weights_are_by_tokens() {

@@ -1,9 +1,12 @@
 //! The page for those who have to choose a method for their link.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-use super::ArmRecord;
+use farflung::optim::sync::{METHODS, Missing};
+
 use super::reproductions::cell;
+use super::{ArmRecord, UnequalRecord};
 
 const HEAD: &str = "\
 # Which method for which link
@@ -28,7 +31,7 @@ const NEAR: f64 = 1.0;
 const FAIR: f64 = 3.0;
 
 /// The page.
-pub(super) fn page(arms: &[ArmRecord]) -> String {
+pub(super) fn page(arms: &[ArmRecord], unequal: &[UnequalRecord]) -> String {
     let mut text = HEAD.to_owned();
     text.push_str(
         "\n| method | loss, % | bytes | fewer | step, 100 Mbit/s | 1 Gbit/s | 10 Gbit/s | what it does |\n",
@@ -56,9 +59,67 @@ pub(super) fn page(arms: &[ArmRecord]) -> String {
         let _ =
             writeln!(text, "Fastest step within {NEAR} % of f32's loss: {near}. Within {FAIR} %: {fair}.");
     }
+    text.push_str(&machines(unequal));
+    text.push_str(&members());
     text.push_str("\n## Commands\n\n`PRETRAINED` is the folder of a checkpoint.\n\n");
     for arm in arms {
         let _ = writeln!(text, "- {}: `{}`", arm.name, super::command(&arm.command));
+    }
+    for arm in unequal {
+        let _ = writeln!(text, "- {}, {}: `{}`", arm.name, arm.machines, super::command(&arm.command));
+    }
+    text
+}
+
+/// Arms on unequal machines, in a table for each kind of them.
+fn machines(unequal: &[UnequalRecord]) -> String {
+    let mut text = String::new();
+    let mut kinds: Vec<&str> = Vec::new();
+    for arm in unequal {
+        if !kinds.contains(&arm.machines.as_str()) {
+            kinds.push(&arm.machines);
+        }
+    }
+    if !kinds.is_empty() {
+        text.push_str(
+            "\n## Unequal machines\n\nTokens an hour of the virtual clock over those of f32, and the loss above f32's. f32 \
+             and other arms that\nwait for the slowest machine have a third of the steps of those that do not.\n",
+        );
+    }
+    for kind in kinds {
+        let _ = writeln!(text, "\n**Of {kind}:**\n");
+        text.push_str("| method | tokens an hour | loss, % | bytes | what it does |\n|-|-|-|-|-|\n");
+        for arm in unequal.iter().filter(|arm| arm.machines == kind) {
+            let (name, what) = (cell(&arm.name), cell(&arm.what));
+            let (rate, [gap, sigma], payload) = (arm.rate, arm.gap, arm.payload);
+            let _ =
+                writeln!(text, "| {name} | {rate:.2}x | {gap:+.2} ± {sigma:.2} | {payload:.0} | {what} |");
+        }
+    }
+    text
+}
+
+/// What methods do without a member that is lost.
+fn members() -> String {
+    let goes_on: Vec<String> = METHODS
+        .iter()
+        .filter(|row| row.missing == Missing::MeanOfOthers)
+        .map(|row| format!("`{}`", row.name))
+        .collect();
+    let mut reasons: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for row in METHODS {
+        if let Missing::Refused(reason) = row.missing {
+            reasons.entry(reason).or_default().push(format!("`{}`", row.name));
+        }
+    }
+    let mut text = format!(
+        "\n## Members that come and leave\n\nWhere a member may be lost while the others go on (`farflung host` and \
+         `farflung join`), `--sync` is one of {}: a round without a member is the mean of those that are left, by \
+         their tokens. The other methods are not taken there, for these reasons (bench methods):\n\n",
+        goes_on.join(", ")
+    );
+    for (reason, names) in reasons {
+        let _ = writeln!(text, "- {}: {reason}.", names.join(", "));
     }
     text
 }
@@ -98,7 +159,17 @@ mod tests {
         assert!(fastest(&arms, 0, NEAR).starts_with("good (3000.00 ms), f32"));
         assert!(fastest(&arms, 0, FAIR).starts_with("fair (2000.00 ms), good"));
         assert_eq!(fastest(&arms[1..2], 0, FAIR), "none");
-        let page = page(&arms);
+        let slow = UnequalRecord {
+            name: "free".to_owned(),
+            what: "waits for nobody".to_owned(),
+            command: "farflung train".to_owned(),
+            machines: "two machines".to_owned(),
+            rate: 2.5,
+            gap: [-1.0, 0.2],
+            payload: 10.0,
+        };
+        let page = page(&arms, &[slow]);
+        assert!(page.contains("| free | 2.50x | -1.00 ± 0.20 | 10 | waits for nobody |"), "{page}");
         assert!(
             page.contains("| poor | +9.00 ± 0.10 | 100 | 1.0 |") && page.contains("does \\| something"),
             "{page}"

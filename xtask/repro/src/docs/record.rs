@@ -102,6 +102,40 @@ fn numbers(value: &Value, name: &str) -> Result<Vec<f64>> {
     list.iter().map(|x| x.as_f64().with_context(|| format!("`{name}` has numbers"))).collect()
 }
 
+/// An arm on unequal machines.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct UnequalRecord {
+    pub name: String,
+    pub what: String,
+    pub command: String,
+    /// In words.
+    pub machines: String,
+    /// Tokens an hour over those of averages at each step.
+    pub rate: f64,
+    /// Above their loss, in percent, and the standard deviation of that.
+    pub gap: [f64; 2],
+    /// Bytes of a step without frames.
+    pub payload: f64,
+}
+
+/// All arms on unequal machines.
+///
+/// Errors: an entry that lacks a field.
+pub(super) fn unequal(records: &[Record]) -> Result<Vec<UnequalRecord>> {
+    let read = |value: &Value| {
+        Ok(UnequalRecord {
+            name: text(value, "name")?,
+            what: text(value, "what")?,
+            command: text(value, "command")?,
+            machines: text(value, "machines")?,
+            rate: number(value, "rate")?,
+            gap: [number(value, "gap")?, number(value, "gap_sigma")?],
+            payload: number(value, "payload")?,
+        })
+    };
+    records.iter().flat_map(|record| record.list("unequal")).map(read).collect()
+}
+
 /// All arms of some records, each once: the first record that has it.
 ///
 /// Errors: an entry that lacks a field.

@@ -271,6 +271,14 @@ pub(crate) const EXPONENTIAL: Arm =
     arm("exponential", "--sync exponential", "parameters mixed with the worker 1, 2, 4 before in turn")
         .sends(|sizes| 4.0 * sizes.params);
 
+/// Stochastic gradient push: a weight of four bytes beside the parameters.
+pub(crate) const SGP: Arm = arm(
+    "SGP",
+    "--sync sgp",
+    "parameters and their weight pushed to the worker 1, 2, 4 behind in turn, and divided",
+)
+.sends(|sizes| beside_a_mean(sizes, 4.0 * sizes.params + 4.0));
+
 /// `DeMo` with many coefficients.
 pub(crate) const DEMO: Arm = arm(
     "DeMo k=32",
@@ -411,6 +419,12 @@ pub(crate) const ASYNC: Arm = arm(
     "--sync async --sync-every 10 --local-steps by-speed",
     "each worker moves the model on servers every 10 steps and waits for nobody",
 );
+/// The same, whose changes are coded.
+pub(crate) const ASYNC_INT8: Arm = arm(
+    "async H=10, by speed, int8",
+    "--sync async --sync-every 10 --local-steps by-speed --codec int8",
+    "the same, changes in 8 bits with feedback; models come back as f32",
+);
 /// The same without momentum.
 pub(crate) const ASYNC_PLAIN: Arm = arm(
     "async H=10, by speed, no momentum",
@@ -522,6 +536,7 @@ pub(crate) const ALL: &[Arm] = &[
     DES_LOC,
     DILOCO_BY_SPEED,
     ASYNC,
+    ASYNC_INT8,
     ASYNC_PLAIN,
     PARAMETER_SERVER,
     BOUNDED_STALE,
@@ -555,6 +570,7 @@ pub(crate) const ALL: &[Arm] = &[
     D_PSGD,
     SHIFT_ONE,
     EXPONENTIAL,
+    SGP,
     NOLOCO,
     LOW_PRECISION,
     CHOCO,

@@ -67,7 +67,12 @@ impl Setting {
     /// Workers of which one is three times slower, on a network that costs next to nothing; `share` of the
     /// steps.
     pub(crate) fn straggling(options: &Options, share: f64) -> Self {
-        let common = COMMON.replace("--link 100mbit,1us", "--topology straggler");
+        Self::on("straggler", options, share)
+    }
+
+    /// Machines of a shipped topology; `share` of the steps.
+    pub(crate) fn on(topology: &str, options: &Options, share: f64) -> Self {
+        let common = COMMON.replace("--link 100mbit,1us", &format!("--topology {topology}"));
         let all = Self::of(options);
         let steps = if options.quick { QUICK_STEPS.1 } else { STEPS.1 };
         let steps = (steps as f64 * share).round();

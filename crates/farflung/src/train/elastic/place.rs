@@ -78,6 +78,12 @@ impl Place {
         Ok(Self { transport, me, arrivals, keeper, control, view, gone, former, names, deadline, pause, run })
     }
 
+    /// The same of a member whose checkpoints and records go to a folder.
+    #[must_use]
+    pub fn saves_in(self, run: RunDir) -> Self {
+        Self { run: Some(run), ..self }
+    }
+
     /// The view in force.
     #[must_use]
     pub const fn view(&self) -> Option<&View> {

@@ -4,9 +4,9 @@ use std::str::FromStr;
 
 use farflung_base::Nanos;
 use farflung_comm::Communicator;
-use farflung_parallel::Plan;
 use farflung_parallel::membership::View;
 use farflung_parallel::plan::{Measured, Replica, is_worth_it, step_time};
+use farflung_parallel::{LocalSteps, Plan};
 use serde::{Deserialize, Serialize};
 
 use super::balance;
@@ -27,6 +27,8 @@ struct Standing {
     members: Vec<u32>,
     /// Microbatches of all replicas in the run so far.
     microbatches: u64,
+    /// Who took a local step when, as far as replicas have not met since.
+    local: LocalSteps,
     /// When it last evaluated, saved and checked: all do so after the same steps.
     last: Last,
     /// What a microbatch takes each of those replicas, in nanoseconds; nothing where they have not told it.
@@ -68,8 +70,8 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     let microbatches = job.microbatches_after(progress.map_or(0, |progress| progress.step));
     let speeds = measured.iter().map(|measured| measured.microbatch.0).collect();
     let speed = speed.map(|speed| speed.0);
-    let standing =
-        Standing { progress, plan: job.plan.to_string(), members: before, microbatches, last, speeds, speed };
+    let (plan, local) = (job.plan.to_string(), job.local_steps());
+    let standing = Standing { progress, plan, members: before, microbatches, local, last, speeds, speed };
     let mine = postcard::to_stdvec(&standing).expect("numbers and texts are plain data");
     let told = comm.all_gather_bytes(mine)?;
     let wrong = |problem| Error::Message { message: "where a member stands".to_owned(), problem };
@@ -84,6 +86,19 @@ pub(super) fn stand(view: &View, comm: &Communicator, brings: Brings<'_>) -> Res
     let newcomers: Vec<Option<u64>> = told.iter().map(|told| told.speed).collect();
     let plan = plan_for(view, furthest, (job.config.balance, &newcomers))?;
     let mut next = job.with_plan(plan)?;
+    if !next.averages_each_step() {
+        // Tokens of the round in which members change count as they were trained on.
+        if !furthest.local.is_sound() {
+            return Err(wrong("has steps of other replicas than its plan"));
+        }
+        let step = exchange.progress.step;
+        let since = step.saturating_sub(1) / u64::from(next.plan.outermost().every.max(1));
+        let since = since * u64::from(next.plan.outermost().every);
+        let old = |slot: u32| furthest.members.iter().position(|&old| old == slot).map(|old| old as u32);
+        let replicas: Vec<Option<u32>> = view.members.iter().map(|member| old(member.slot)).collect();
+        let local = next.plan.local_steps().after(step, &furthest.local, &replicas, since);
+        next.since_members_changed = Some(local);
+    }
     // Placed failures and departures are of ranks as they were.
     (next.failure, next.departure) = (None, None);
     next.base = Base { step: exchange.progress.step, microbatches: furthest.microbatches };
@@ -151,6 +166,7 @@ mod tests {
             plan: PLAN.to_owned(),
             members: vec![0, 1],
             microbatches: 0,
+            local: LocalSteps::new(1, vec![1, 1], vec![6, 6]),
             last: Last::at(0),
             speeds: vec![10_000_000, 10_000_000],
             speed: None,

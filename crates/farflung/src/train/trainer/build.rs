@@ -110,7 +110,7 @@ impl Trainer {
             all_microbatches: plan.all_microbatches(),
             base: job.base,
             replicas: plan.replicas(),
-            local: plan.local_steps(),
+            local: job.local_steps(),
             every: plan.outermost().every.into(),
             executor,
             plain,

@@ -1,7 +1,7 @@
 //! One rank's state carried over to the run's next plan, when members have come or left.
 
 use farflung_comm::Communicator;
-use farflung_optim::sync::SyncMethod;
+use farflung_optim::sync::{METHODS, Missing, SyncMethod};
 use farflung_parallel::Plan;
 use farflung_parallel::pipeline::Updates;
 
@@ -16,24 +16,28 @@ use crate::{Error, Result};
 impl Trainer {
     /// Whether members can come and leave with what it trains by.
     ///
-    /// Errors: [`Error::Setting`] for pipelines whose parts do not all stand behind the same step, and for a method whose
-    /// replicas never all have the same parameters or that waits for no meeting.
+    /// Errors: [`Error::Setting`] for pipelines whose parts do not all stand behind the same step, and for a method that does not
+    /// go on without a member, with its reason: see [`SyncMethod::missing`].
     pub(in crate::train) fn check_elastic(&self, job: &Job) -> Result<()> {
-        let expected = |expected: &str| expected.to_owned();
         if job.pipelines.is_some() {
             return check_pipelines(&job.plan);
         }
         let level = job.plan.outermost();
         let method = SyncMethod::by_name(&level.method);
+        let refuse = |reason: &str| {
+            let expected = format!("{} where members come and leave: {reason}", survivors());
+            Err(Error::Setting { field: "sync", value: level.method.clone(), expected })
+        };
+        if let Some(Missing::Refused(reason)) = method.map(|method| method.missing) {
+            return refuse(reason);
+        }
+        // The same of a method whose row says otherwise.
         let apart = self.executor.parts.values().any(|p| p.sync.as_ref().is_some_and(|sync| sync.is_apart()));
         // Whoever missed an average takes what the others agreed on then.
         let agrees = |part: &Part| part.sync.as_ref().is_none_or(|sync| sync.agreed().is_some());
         let forgets = !job.averages_each_step() && !self.executor.parts.values().all(agrees);
         if apart || forgets || method.is_some_and(|method| method.timed || method.overlaps) {
-            let expected = expected(
-                "ddp, diloco or another whose replicas all have the same parameters after an average",
-            );
-            return Err(Error::Setting { field: "sync", value: level.method.clone(), expected });
+            return refuse("its replicas do not all have the same parameters after an average");
         }
         Ok(())
     }
@@ -108,6 +112,16 @@ impl Trainer {
         next.resync.restart(next.step);
         *self = next;
         Ok(())
+    }
+}
+
+/// The methods that go on without a member, in words.
+fn survivors() -> String {
+    let goes_on = |row: &&SyncMethod| row.missing == Missing::MeanOfOthers;
+    let names: Vec<&str> = METHODS.iter().filter(goes_on).map(|row| row.name).collect();
+    match names.split_last() {
+        Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+        _ => names.concat(),
     }
 }
 

@@ -1,0 +1,269 @@
+//! Stochastic gradient push: gossip whose parameters travel with a weight and are divided by it.
+
+use farflung_comm::ReduceOp;
+use farflung_tensor::Tensor;
+
+use super::exchange::{Arrived, Exchange, Packing, from_bytes, to_bytes};
+use super::mean::CommonMean;
+use super::neighbours::{Graph, Meeting};
+use super::saved::optional;
+use super::{After, Buffers, OWN_COPIES, SyncMethod, SyncSettings, Synchroniser};
+use crate::{Average, OptimError};
+
+/// [`PushSum`] on exponential graphs.
+pub const SGP: SyncMethod = SyncMethod {
+    name: "sgp",
+    summary: "as exponential by push-sum: each worker pushes half of its parameters and of its weight, and divides",
+    each_step: false,
+    reads: &["sync-every"],
+    overlaps: true,
+    timed: false,
+    every: None,
+    codec: Some("none"),
+    codes_changes: false,
+    compensates: false,
+    outer_momentum: None,
+    missing: OWN_COPIES,
+    // What was sent, what comes back, the mean, and both weights; saved with a copy's own parameters.
+    buffers: |_| Buffers { held: 5, saved: 4 },
+    build: |s| Ok(Box::new(PushSum::new(s, Graph::Exponential)?)),
+};
+
+/// A copy has parameters `z` and a push-sum weight `m`. After a step it keeps an equal part of `m` and `m z` and
+/// sends one to each whom the graph says. Columns of that matrix sum to 1, rows need not, so that the sums over all
+/// copies of `m` and of `m z` stay what they are. What arrives has the next step's time; then
+///
+/// ```text
+/// m_i' = kept m_i + sum over arrived m_j
+/// z_i  = (kept m_i z_i + sum over arrived m_j z_j - w_i step_i) / m_i'      z: as they were sent
+/// ```
+///
+/// Weights `m` begin as a copy's part of the tokens, `w`, so that all come to the mean by tokens. They are whole
+/// numbers of parts of a total that nobody loses, to the last: a copy in `n` has at most `2^23 / n` parts of its equal
+/// share, and `w` is rounded to these. A message has `4 + 4 P` bytes for `P` parameters.
+///
+/// The model of the run is the mean of `z` by `m`, which all take after the last step.
+///
+/// Source: Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", Alg. 1. Differs: what is
+/// sent is what the step began with, as in its overlapped form, and copies count by their tokens.
+#[derive(Debug)]
+pub struct PushSum {
+    graph: Graph,
+    every: u64,
+    packing: Packing,
+    /// The weight that its own steps count by.
+    own: u32,
+    /// The weight of the parameters as they are.
+    mass: u32,
+    /// What neighbours' parameters change, once they came: `z = own / mass' z + change`.
+    change: Tensor,
+    mean: CommonMean,
+    flight: Flight,
+    rounds: u64,
+    /// Both weights as they are saved: of the parameters as they are, and with what arrived.
+    masses: [Tensor; 2],
+}
+
+/// What neighbours sent.
+#[derive(Debug)]
+enum Flight {
+    Nothing,
+    Away {
+        /// What this rank sent, and the weight that it kept.
+        sent: Vec<f32>,
+        kept: u32,
+        messages: Exchange,
+    },
+    /// It is in `change`.
+    Here {
+        /// The weight with it.
+        mass: u32,
+    },
+}
+
+const CHANGE: &str = "change";
+const MASSES: [&str; 2] = ["push-weight", "next-push-weight"];
+
+impl PushSum {
+    /// On a graph over the ranks of `settings`.
+    ///
+    /// Errors: those of [`Average::new`].
+    pub fn new(settings: SyncSettings<'_>, graph: Graph) -> Result<Self, OptimError> {
+        let SyncSettings { comm, device, layout, average, every, weights, .. } = settings;
+        let (size, rank) = (comm.size(), comm.rank().index());
+        // So that all together are exact in f32.
+        let parts = f64::from(1_u32 << 23) / size as f64;
+        let own = weights.get(rank).copied().unwrap_or(1.0) * parts;
+        let own = own.round().clamp(1.0, f64::from(1_u32 << 23)) as u32;
+        let average = Average::new(comm, device, layout, average)?;
+        Ok(Self {
+            graph,
+            every: every.max(1),
+            packing: Packing::new(layout),
+            own,
+            mass: own,
+            change: device.zeros(layout.len())?,
+            mean: CommonMean::new(average, &weights, device, layout)?,
+            flight: Flight::Nothing,
+            rounds: 0,
+            masses: [device.zeros(layout.len())?, device.zeros(layout.len())?],
+        })
+    }
+
+    /// Waits for neighbours, and writes what they change.
+    fn arrive(&mut self) -> Result<(), OptimError> {
+        let (sent, kept, messages) = match std::mem::replace(&mut self.flight, Flight::Nothing) {
+            Flight::Away { sent, kept, messages } => (sent, kept, messages),
+            other => {
+                self.flight = other;
+                return Ok(());
+            }
+        };
+        let mut sums: Vec<f64> = sent.iter().map(|z| f64::from(kept) * f64::from(*z)).collect();
+        let mut mass = kept;
+        for Arrived { from, bytes, .. } in messages.wait()? {
+            // A message that is too short for its weight has the wrong length for its parameters, too.
+            let (head, rest) = bytes.split_first_chunk::<4>().unwrap_or((&[0; 4], &[]));
+            let (weight, theirs) = (u32::from_le_bytes(*head), from_bytes(rest, sent.len(), from)?);
+            sums.iter_mut().zip(theirs).for_each(|(sum, z)| *sum += f64::from(weight) * f64::from(z));
+            mass = mass.saturating_add(weight);
+        }
+        let (all, part) = (f64::from(mass), self.part(mass));
+        let change = sums.iter().zip(&sent).map(|(sum, z)| (sum / all - part * f64::from(*z)) as f32);
+        self.packing.unpack(&change.collect::<Vec<f32>>(), &mut self.change)?;
+        self.flight = Flight::Here { mass };
+        Ok(())
+    }
+
+    /// How much of its own step a copy of this weight takes.
+    fn part(&self, mass: u32) -> f64 {
+        f64::from(self.own) / f64::from(mass)
+    }
+
+    /// Gives each copy its part of the mean: its weight now. For all ranks to call.
+    fn weigh(&mut self) -> Result<(), OptimError> {
+        let comm = self.mean.average.communicator();
+        let mut all = [f64::from(self.mass)];
+        comm.all_reduce(&mut all, ReduceOp::Sum)?;
+        let part = f64::from(self.mass) * comm.size() as f64 / all[0];
+        self.mean.set_weight(part);
+        Ok(())
+    }
+}
+
+impl Synchroniser for PushSum {
+    fn gradients(&mut self) -> Option<&mut Average> {
+        None
+    }
+    fn mix(&mut self, params: &mut Tensor, _: After, _: f64) -> Result<(), OptimError> {
+        self.arrive()?;
+        if let Flight::Here { mass } = self.flight {
+            let (mut values, change) = (self.packing.pack(params)?, self.packing.pack(&self.change)?);
+            let part = self.part(mass);
+            let moved = values.iter_mut().zip(change);
+            moved.for_each(|(z, change)| *z = (part * f64::from(*z) + f64::from(change)) as f32);
+            self.packing.unpack(&values, params)?;
+            (self.mass, self.flight) = (mass, Flight::Nothing);
+        }
+        Ok(())
+    }
+    fn is_due(&self, after: After) -> bool {
+        after.step.is_multiple_of(self.every) || after.last
+    }
+    fn exchange(&mut self, params: &Tensor, after: After, _: f64) -> Result<(), OptimError> {
+        if after.last {
+            self.weigh()?;
+        }
+        self.mean.exchange(params, after.last)
+    }
+    fn exchanged(&mut self) -> Option<&mut Tensor> {
+        self.mean.exchanged()
+    }
+    fn prepare(&mut self) -> Result<(), OptimError> {
+        self.mean.prepare()
+    }
+    fn commit(&mut self, params: &mut Tensor) -> Result<(), OptimError> {
+        self.mean.commit(params)
+    }
+    fn depart(&mut self, params: &Tensor, after: After, _: f64) -> Result<bool, OptimError> {
+        if after.last {
+            return Ok(false);
+        }
+        let sent = self.packing.pack(params)?;
+        let comm = self.mean.average.communicator();
+        let meeting: Meeting = self.graph.meeting(comm.rank().0, comm.size() as u32, self.rounds);
+        let pushed = self.mass / (meeting.to.len() as u32 + 1);
+        let kept = self.mass - pushed * meeting.to.len() as u32;
+        let bytes = [&pushed.to_le_bytes()[..], &to_bytes(&sent)].concat();
+        let messages = Exchange::start(comm, meeting, self.rounds, &bytes);
+        self.flight = Flight::Away { sent, kept, messages };
+        self.rounds += 1;
+        Ok(false)
+    }
+    fn is_apart(&self) -> bool {
+        true
+    }
+    fn gather_common(&mut self, params: &Tensor) -> Result<(), OptimError> {
+        self.weigh()?;
+        self.mean.gather(params)
+    }
+    fn common(&self) -> Option<&Tensor> {
+        self.mean.common()
+    }
+    fn settle(&mut self) -> Result<(), OptimError> {
+        self.arrive()?;
+        let next = if let Flight::Here { mass } = self.flight { mass } else { self.mass };
+        for (mass, saved) in [self.mass, next].into_iter().zip(&mut self.masses) {
+            let all = vec![mass as f32; saved.shape().len()];
+            saved.write(&all)?;
+        }
+        Ok(())
+    }
+    fn abandon(&mut self) {
+        self.flight = Flight::Nothing;
+        self.mean.average.open();
+    }
+    fn rollback(&mut self) {
+        self.mean.rollback();
+    }
+    fn moved(&mut self, _: &Tensor) -> Result<(), OptimError> {
+        Ok(())
+    }
+    fn steps(&self) -> u64 {
+        self.rounds
+    }
+    fn states(&self) -> Vec<(&str, &Tensor)> {
+        Vec::new()
+    }
+    fn own_states(&self) -> Vec<(&str, &Tensor)> {
+        let mut states: Vec<(&str, &Tensor)> = MASSES.into_iter().zip(&self.masses).collect();
+        if matches!(self.flight, Flight::Here { .. }) {
+            states.push((CHANGE, &self.change));
+        }
+        states
+    }
+    fn restore(&mut self, steps: u64, get: &dyn Fn(&str) -> Option<Vec<f32>>) -> Result<(), OptimError> {
+        let expected = self.change.shape().len();
+        let change = optional(get, CHANGE, expected)?;
+        let mut masses = [self.own; 2];
+        for (mass, name) in masses.iter_mut().zip(MASSES) {
+            // Padding is no part of a checkpoint.
+            let saved = optional(get, name, expected)?.unwrap_or_default();
+            let saved = saved.into_iter().fold(0.0, f32::max);
+            *mass = if saved >= 1.0 { saved as u32 } else { *mass };
+        }
+        let [mass, next] = masses;
+        if let Some(values) = &change {
+            self.change.write(values)?;
+        }
+        self.flight = if change.is_some() { Flight::Here { mass: next } } else { Flight::Nothing };
+        (self.mass, self.rounds) = (mass, steps);
+        Ok(())
+    }
+    fn average(&self) -> &Average {
+        &self.mean.average
+    }
+    fn average_mut(&mut self) -> &mut Average {
+        &mut self.mean.average
+    }
+}

@@ -1,0 +1,81 @@
+//! Arms on unequal machines: tokens an hour and loss beside those of averages at each step.
+
+use anyhow::Result;
+use farflung::train::plan_of;
+use serde_json::json;
+
+use super::outcome::Gap;
+use super::{Arm, Lab, Outcome};
+use crate::harness::{Mark, Report};
+
+/// Machines, and what an arm on them is compared with.
+#[derive(Debug)]
+pub(crate) struct Unequal<'a> {
+    /// In words.
+    pub machines: &'static str,
+    /// Averages at each step.
+    pub reference: &'a Outcome,
+    /// Their tokens a second of the virtual clock, in microbatches.
+    pub rate: f64,
+}
+
+/// What came of an arm.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Found {
+    /// Tokens an hour over the reference's.
+    pub rate: f64,
+    /// Loss above the reference's, in percent.
+    pub gap: Gap,
+    /// Bytes that a worker sends for a step that the fastest takes, without frames.
+    pub payload: f64,
+}
+
+/// The marks of an arm.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Marks {
+    /// Of its tokens an hour.
+    pub rate: Mark,
+    /// Of its loss above the reference's.
+    pub gap: Mark,
+}
+
+/// Tokens that an arm trains on in a second of the virtual clock, in microbatches.
+///
+/// Errors: settings that do not go together.
+pub(crate) fn rate(lab: &Lab, arm: &Arm, outcome: &Outcome) -> Result<f64> {
+    let config = lab.setting().config(arm, 0)?;
+    let (steps, workers) = (config.steps, config.workers);
+    let plan = plan_of(config, workers)?;
+    Ok(plan.local_steps().all_microbatches(steps) as f64 / (outcome.seconds() * steps as f64))
+}
+
+impl Unequal<'_> {
+    /// The rows of an arm, and its entry in the bench's record.
+    ///
+    /// Errors: as [`Lab::outcome`]; stdout is closed.
+    pub(crate) fn compare(
+        &self,
+        report: &mut Report<'_>,
+        lab: &Lab,
+        arm: &Arm,
+        marks: Marks,
+    ) -> Result<Found> {
+        let outcome = lab.outcome(report, arm)?;
+        let name = arm.name;
+        let rate = rate(lab, arm, &outcome)? / self.rate;
+        report.row(&format!("{name}: tokens an hour over f32's"), rate, "x", marks.rate)?;
+        let seconds = outcome.seconds() * lab.setting().config(arm, 0)?.steps as f64;
+        report.row(&format!("{name}: time on the virtual clock"), seconds, "s", Mark::None)?;
+        report.row(&format!("{name}: held-out loss then"), outcome.loss(), "nats", Mark::None)?;
+        let (gap, payload) = (outcome.gap(self.reference), outcome.payload());
+        report.row(&format!("{name}: loss above f32's then"), gap.mean, "%", marks.gap)?;
+        report.row(&format!("{name}: standard deviation of that"), gap.sigma, "%", Mark::None)?;
+        report.row(&format!("{name}: payload of a step"), payload, "B", Mark::None)?;
+        let entry = json!({
+            "name": name, "what": arm.what, "command": lab.setting().command(arm), "machines": self.machines,
+            "rate": rate, "seconds": seconds, "gap": gap.mean, "gap_sigma": gap.sigma, "payload": payload,
+        });
+        report.add("unequal", entry);
+        Ok(Found { rate, gap, payload })
+    }
+}
