@@ -79,6 +79,7 @@ mod gossip_packed;
 mod gpt_step;
 #[cfg(feature = "wgpu")]
 mod gpu;
+mod halos;
 mod hostile_frames;
 mod hostile_payloads;
 mod instructions;
@@ -151,6 +152,7 @@ pub const BENCHES: &[Bench] = &[
     gossip::BENCH,
     gossip_packed::BENCH,
     asynchronous::BENCH,
+    halos::BENCH,
     local_vs_sync::BENCH,
     des_loc::BENCH,
     demo::BENCH,
