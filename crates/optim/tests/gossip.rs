@@ -149,7 +149,7 @@ fn push_sum_does_what_plain_loops_do() {
         assert!((total - weights.iter().sum::<f64>()).abs() < 1e-9);
         // With these weights they do not stay what they are, so that dividing by them matters.
         assert!(
-            ranks < 3 || weights[0] == 1.0 || masses.iter().zip(weights).any(|(m, w)| (m - w).abs() > 0.1)
+            ranks < 3 || weights[0] > 0.9 || masses.iter().zip(weights).any(|(m, w)| (m - w).abs() > 0.1)
         );
         compare(&SGP, &got, &wanted, 1e-6);
     }

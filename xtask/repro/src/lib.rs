@@ -80,6 +80,7 @@ mod gossip_packed;
 mod gpt_step;
 #[cfg(feature = "wgpu")]
 mod gpu;
+mod halos;
 mod hostile_frames;
 mod hostile_payloads;
 mod instructions;
@@ -154,6 +155,7 @@ pub const BENCHES: &[Bench] = &[
     gossip::BENCH,
     gossip_packed::BENCH,
     asynchronous::BENCH,
+    halos::BENCH,
     local_vs_sync::BENCH,
     des_loc::BENCH,
     demo::BENCH,

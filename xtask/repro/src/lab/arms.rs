@@ -1,6 +1,12 @@
 //! The table of arms: one row a method.
 
+#[cfg(test)]
+mod all;
+
 use farflung::optim::transform::Rounds;
+
+#[cfg(test)]
+pub(crate) use all::ALL;
 
 use super::Sizes;
 
@@ -450,6 +456,13 @@ pub(crate) const DECOUPLED: Arm = arm(
     "outer steps of more than half of the workers, whichever come first",
 );
 
+/// Asynchronous local steps on two levels.
+pub(crate) const HALOS: Arm = arm(
+    "HALoS H=10, by speed",
+    "--sync halos --sync-every 10 --local-steps by-speed",
+    "as async with a server in each region, whose changes go to a world server",
+);
+
 /// BAGUA's asynchronous model averaging.
 pub(crate) const ASYNC_AVERAGE: Arm = arm(
     "asynchronous averaging",
@@ -514,82 +527,3 @@ pub(crate) const EVENT: Arm = arm(
     "--sync event --trigger 0.02",
     "a tensor goes to both neighbours once it has changed by 2 % of its norm",
 );
-
-/// Every arm.
-#[cfg(test)]
-pub(crate) const ALL: &[Arm] = &[
-    F32,
-    ALONE,
-    F16,
-    BYTE_GRAD,
-    INT8,
-    SIGN,
-    SIGN_ALONE,
-    DILOCO_10,
-    LOCAL_5,
-    LOCAL_10,
-    LOCAL_50,
-    EAGER_10,
-    EAGER_50,
-    EVENT,
-    LOCAL_ADAM,
-    DES_LOC,
-    DILOCO_BY_SPEED,
-    ASYNC,
-    ASYNC_INT8,
-    ASYNC_PLAIN,
-    PARAMETER_SERVER,
-    BOUNDED_STALE,
-    DECOUPLED,
-    ASYNC_AVERAGE,
-    DILOCO_50,
-    DILOCO_500,
-    DILOCO_INT8,
-    DILOCO_FILES,
-    DILOCO_KMEANS,
-    POWER_SGD_4,
-    POWER_SGD_1,
-    DGC,
-    DGC_FALLING,
-    TOP_K,
-    TOP_K_ALONE,
-    ONEBIT_ADAM,
-    QADAM,
-    ZERO_ONE_ADAM,
-    ONEBIT_LAMB,
-    LAMB,
-    STREAMING,
-    STREAMING_F32,
-    STREAMING_MIXED,
-    FRAGMENTS,
-    COCKTAIL,
-    COCKTAIL_INT4,
-    COCKTAIL_F32,
-    TOP_TWO,
-    MASK,
-    D_PSGD,
-    SHIFT_ONE,
-    EXPONENTIAL,
-    SGP,
-    NOLOCO,
-    LOW_PRECISION,
-    CHOCO,
-    MONIQUA_8,
-    MONIQUA_1,
-    TOP_K_GATHERED,
-    DGC_GATHERED,
-    DEMO,
-    DISTRO,
-    DEMO_PLAIN,
-    DEMO_ALONE,
-    SIGNUM,
-    SPARSELOCO,
-    SPARSELOCO_ALONE,
-    SPARSE_MUON,
-    DILOCO_100_INT8,
-    MULOCO,
-    MULOCO_100,
-    MUON,
-    BF16,
-    F16_PRODUCTS,
-];
