@@ -291,6 +291,12 @@ const CASES: &[Case] = &[
         "`up-each` changes nothing: the run is one process",
     ),
     (
+        "relay = 'http://10.0.0.1:3340'\ntransport = 'tcp'",
+        4,
+        false,
+        "`relay` changes nothing: only `transport` iroh uses relays",
+    ),
+    (
         "compute-rate = 1e9\ntransport = 'tcp'",
         4,
         false,
