@@ -18,7 +18,8 @@ use daemons::{Slurm, Sshd};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "engines",
-    claim: "a job that mpirun, Slurm, ssh or Kubernetes starts trains with the bits of one that `farflung launch` starts",
+    claim: "a job that mpirun, Slurm, ssh or Kubernetes starts trains with the bits of one that `farflung launch` \
+            starts over TCP, and so does one over MPI's own messages",
     source: "the real mpirun, srun and sshd (`cargo xtask setup mpi slurm ssh`); the variables of an indexed Job",
     seed: 0,
     run,
@@ -86,7 +87,8 @@ impl Job {
     }
 
     fn launched(&self, out: &str) -> Result<Command> {
-        let args = [&["launch", "-n", "2", "--"].map(str::to_owned)[..], &self.args(out)].concat();
+        let (launch, tcp) = (["launch", "-n", "2", "--"], ["--transport", "tcp"]);
+        let args = [&launch.map(str::to_owned)[..], &self.args(out), &tcp.map(str::to_owned)[..]].concat();
         self.farflung(&args)
     }
 

@@ -7,7 +7,7 @@ mod laws;
 use std::io::Write;
 
 use anyhow::{Context, Result, bail, ensure};
-use farflung::comm::{Cancel, Communicator};
+use farflung::comm::Cancel;
 use farflung::{base, comm};
 
 use crate::harness::{Bench, Mark, Options, Report};
@@ -39,7 +39,7 @@ pub(crate) fn child(args: &[String], out: &mut dyn Write) -> Result<()> {
 
 #[cfg(feature = "mpi")]
 fn over_mpi(law: &Law, rank: u32, size: u32) -> Result<Found> {
-    Ok(law.hold(Communicator::new(comm::mpi::join(rank, size)?), Among::Processes)?)
+    Ok(law.hold(comm::Communicator::new(comm::mpi::join(rank, size)?), Among::Processes)?)
 }
 
 #[cfg(not(feature = "mpi"))]
