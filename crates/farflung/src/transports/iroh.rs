@@ -10,6 +10,7 @@ pub const IROH: TransportMethod = TransportMethod {
     name: "iroh",
     summary: "QUIC through routers, over --relay where need be; with a ticket (in builds with --features iroh)",
     simulated: false,
+    fixed: Some("with iroh all ranks of a job start together: members come and leave over sockets"),
     ends: Ends::Processes(meet),
 };
 

@@ -22,7 +22,6 @@ use crate::train::report::Report;
 use crate::train::run::{Watch, run_job};
 use crate::train::sizes;
 use crate::train::trainer::check_pipelines;
-use crate::transports::IROH;
 use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
 
 /// Refuses settings with which members cannot come and leave.
@@ -37,11 +36,6 @@ fn check(config: &TrainConfig) -> Result<()> {
     if let Some(topology) = &config.topology {
         let expected = "none: members come with their own links";
         return wrong("topology", topology.display().to_string(), expected);
-    }
-    if config.transport == TransportKind::of(&IROH) {
-        let expected =
-            "tcp: members come and leave over sockets; with iroh all ranks of a job start together";
-        return wrong("transport", IROH.name.to_owned(), expected);
     }
     if config.workers > 1 {
         let expected = "1: each member is one worker, and a machine may join several times";
