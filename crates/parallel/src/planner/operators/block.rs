@@ -160,7 +160,7 @@ impl Maker<'_> {
         name: &str,
         ways: &[Cuts],
         cost: impl Fn(Cuts) -> Nanos,
-        held: Held<impl Fn(Cuts) -> u64>,
+        held: &Held<impl Fn(Cuts) -> u64>,
     ) -> Shaped {
         let inner_or_whole = |cut: Cut| if cut == Cut::Inner { Cut::Columns } else { Cut::Whole };
         let takes = |cuts: Cuts| cuts.map(|cut| if cut == Cut::Rows { cut } else { inner_or_whole(cut) });
@@ -199,7 +199,7 @@ impl Maker<'_> {
     fn layouts(&self, name: &str) -> Shaped {
         let ways = self.ways(&[Cut::Whole, Cut::Rows, Cut::Columns]);
         let held = Held { weights: |_| 0, kept: 0, same_layout: true };
-        self.shaped(name, &ways, |_| Nanos::ZERO, held)
+        self.shaped(name, &ways, |_| Nanos::ZERO, &held)
     }
 
     fn norm(&self, name: &str) -> Shaped {
@@ -211,7 +211,7 @@ impl Maker<'_> {
         // What went in, its mean and its deviation.
         let held =
             Held { weights: |_| 2 * self.shape.width * F32, kept: self.shape.width + 2, same_layout: false };
-        self.shaped(name, &self.ways(&[Cut::Whole, Cut::Rows]), average, held)
+        self.shaped(name, &self.ways(&[Cut::Whole, Cut::Rows]), average, &held)
     }
 
     /// Tokens times a matrix of `inner` by `columns`. Columns that belong to heads are cut between heads alone.
@@ -246,7 +246,7 @@ impl Maker<'_> {
                 .saturating_add(collective(1))
         };
         let weights = |cuts: Cuts| local(cuts, columns, Cut::Columns) * local(cuts, inner, Cut::Inner) * F32;
-        self.shaped(name, &ways, cost, Held { weights, kept, same_layout: false })
+        self.shaped(name, &ways, cost, &Held { weights, kept, same_layout: false })
     }
 
     fn attention(&self) -> Shaped {
