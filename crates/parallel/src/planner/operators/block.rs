@@ -259,7 +259,7 @@ impl Maker<'_> {
             "attention",
             &ways,
             cost,
-            Held { weights: |_| 0, kept: 3 * width + heads, same_layout: true },
+            &Held { weights: |_| 0, kept: 3 * width + heads, same_layout: true },
         )
     }
 
