@@ -72,6 +72,13 @@ fn errors_are_json_where_the_log_is() {
     assert_eq!(object_of_cause["error"], "failed to read /no/such/file");
     assert!(object_of_cause["causes"][0].as_str().unwrap().contains("No such file"), "{object_of_cause}");
 
+    let unknown = farflung("plan spott --log-format json");
+    let said = object(&unknown)["error"].to_string();
+    assert!(
+        said.contains("there is no shipped topology `spott` (known: ") && said.contains("spot,"),
+        "{said}"
+    );
+
     for (args, error) in [
         ("train --log-format json --stepz 3", "unexpected argument '--stepz' found"),
         ("--log-format=json fly", "unrecognized subcommand 'fly'"),
@@ -79,7 +86,6 @@ fn errors_are_json_where_the_log_is() {
             "train --log-format json --topology two-regions --workers 4",
             "`topology` is 8 ranks in two-regions, expected 4, the number of workers: --workers 8 for all of them",
         ),
-        ("plan spott --log-format json", "there is no shipped topology `spott` (known: "),
         ("--log-format json", "'farflung' requires a subcommand"),
         ("--log-format json compress", "a command is missing"),
         ("--log-format json train --codec topk:0", "\"topk:0\" selects nothing"),

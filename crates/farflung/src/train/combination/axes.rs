@@ -10,7 +10,7 @@ use farflung_tensor::Precision;
 use crate::TrainConfig;
 use crate::config::choice::{OptimizerKind, SamplingKind, SyncKind, TransportName};
 use crate::config::value::Setting;
-use crate::transports::IROH;
+use crate::transports::{IROH, MPI};
 
 /// An axis: a setting of which a run has one value.
 #[derive(Debug)]
@@ -132,8 +132,9 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "transport",
-        // Without iroh: it carries what tcp carries, but its processes need keys. `bench nat` tests it.
-        values: || words(TransportName::all().filter(|row| row.name != IROH.name)),
+        // Without iroh and mpi: they carry what tcp carries, but processes need keys, or mpirun. Benches `nat` and
+        // `engines` test them.
+        values: || words(TransportName::all().filter(|row| ![IROH.name, MPI.name].contains(&row.name))),
         set: |config, value| config.transport = read(value),
     },
 ];
