@@ -32,6 +32,7 @@ const LEFT_OUT: &[(&str, &str)] = &[
     ("failure", "deadlines of real processes, which tests beside it would miss"),
     ("gemm", "decided by the clock"),
     ("host-join", "real processes for minutes, and the binary beside it"),
+    ("halos", "trains for minutes"),
     ("gossip", "trains for half a minute"),
     ("gossip-packed", "trains for half a minute"),
     ("async", "trains for half a minute"),
