@@ -38,9 +38,10 @@ fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Resu
         .into_iter()
         .map(|mesh| Ok((mesh, LayerCuts::new(facts, devices, mesh)?)))
         .collect::<Result<_>>()?;
+    let least = Least::of(facts);
     let failed = RefCell::new(None);
     let stage = |range: Range<usize>, mesh: Submesh, left: usize| {
-        let found = stage_cuts(facts, devices, &layers[&mesh], range, mesh, left);
+        let found = stage_cuts(facts, devices, &least, &layers[&mesh], range, mesh, left);
         found.unwrap_or_else(|error| {
             failed.replace(Some(error));
             None
@@ -72,6 +73,24 @@ fn cut_operators(facts: &Facts, devices: &EqualDevices, size: &AlpaSize) -> Resu
     Ok(Planned { stages, modelled })
 }
 
+/// What every layer has at least: what the first and last one have more is tables and the head.
+struct Least {
+    state: u64,
+    activations: u64,
+    operations: u64,
+}
+
+impl Least {
+    fn of(facts: &Facts) -> Self {
+        let layers = || facts.layers.iter();
+        Self {
+            state: layers().map(|layer| layer.state.0).min().unwrap_or(0),
+            activations: layers().map(|layer| layer.activations.0).min().unwrap_or(0),
+            operations: layers().map(|layer| layer.operations).min().unwrap_or(0),
+        }
+    }
+}
+
 /// A stage on a submesh.
 struct StageCuts {
     sharding: Sharding,
@@ -87,6 +106,7 @@ struct StageCuts {
 fn stage_cuts(
     facts: &Facts,
     devices: &EqualDevices,
+    least: &Least,
     layer: &LayerCuts,
     range: Range<usize>,
     mesh: Submesh,
@@ -94,20 +114,17 @@ fn stage_cuts(
 ) -> Result<Option<StageCuts>, ParallelError> {
     let (count, all) = (range.len() as u64, mesh.size());
     let (state, activations) = facts.held(range.clone());
-    let besides = |sum: u64, of: &dyn Fn(usize) -> u64| {
-        let least = (0..facts.layers.len()).map(of).min().unwrap_or(0);
-        sum.saturating_sub(least.saturating_mul(count))
-    };
+    let besides = |sum: u64, least: u64| sum.saturating_sub(least.saturating_mul(count));
     let under_way = (left as u64).min(u64::from(facts.microbatches));
-    let other_state = besides(state.0, &|at| facts.layers[at].state.0);
-    let other_activations = besides(activations.0, &|at| facts.layers[at].activations.0);
+    let other_state = besides(state.0, least.state);
+    let other_activations = besides(activations.0, least.activations);
     let others = other_state.saturating_add(other_activations.saturating_mul(under_way)) / u64::from(all);
     let Some(room) = devices.memory.0.checked_sub(others) else { return Ok(None) };
     let limit =
         MemoryLimit { copies: STATE_COPIES, microbatches: under_way, bytes: Bytes(room / count.max(1)) };
     let Some(sharding) = layer.within(&limit)? else { return Ok(None) };
     let operations = facts.operations(range);
-    let rest = shared(besides(operations, &|at| facts.layers[at].operations), devices.flops, all);
+    let rest = shared(besides(operations, least.operations), devices.flops, all);
     let time = Nanos(sharding.cost.0.saturating_mul(count)).saturating_add(rest);
     Ok(Some(StageCuts { sharding, time }))
 }
