@@ -122,8 +122,8 @@ const OF_DEVICES: [&str; 3] = ["device-parity", "device-train", "gpu"];
 /// The benches with rows of MPI.
 const OF_MPI: [&str; 2] = ["engines", "transports"];
 
-/// The features that the named benches are built with, and those of the flags `built`. `has_mpi` is asked where MPI
-/// matters.
+/// The features that the named benches are built with, and those of the flags `built`. `has_mpi` is asked where
+/// MPI matters.
 fn features(args: &[String], built: &[String], has_mpi: impl Fn() -> bool) -> Vec<String> {
     let names = |benches: &[&str]| args.iter().any(|a| benches.contains(&a.as_str()));
     let flag = |name: &str| built.iter().any(|flag| flag == name);

@@ -33,8 +33,8 @@ impl Counts {
         count
     }
 
-    /// The tag that gives way for `tag`, and its frames: where there are too many, an older one of the same kind, else
-    /// any.
+    /// The tag that gives way for `tag`, and its frames: where there are too many, an older one of the same
+    /// kind, else any.
     fn forget_for(&mut self, tag: Tag) -> Option<Credit> {
         if self.0.len() <= COUNTED || self.0.contains_key(&tag) {
             return None;
@@ -53,7 +53,8 @@ impl Counts {
 
     /// Adds one that was taken, and returns the credits that are to be sent now: one for every eight.
     pub(crate) fn taken(&mut self, tag: Tag) -> impl Iterator<Item = Credit> + use<> {
-        // No collective uses a tag again. Other tags stay: whoever sends waits for what was taken of them.
+        // Collectives never reuse a tag, so a forgotten one needs no credit. The sender of a message waits for
+        // credits of its tag, so those are sent before the tag is forgotten.
         let forgotten = self.forget_for(tag).filter(|old| old.tag.channel != Channel::Collective);
         let is_credit = *self.add(tag) >= CREDIT;
         if is_credit {
@@ -90,7 +91,7 @@ mod tests {
         let next = tag(Channel::Collective, COUNTED as u32);
         assert_eq!(counts.forget_for(next), Some(Credit { tag: tag(Channel::Collective, 0), frames: 2 }));
         counts.add(next);
-        // A message's tag that goes is told of with all that was taken of it, so that its sender gets its credit.
+        // A message's tag that is forgotten gives its sender credit for all frames taken.
         let told: Vec<Credit> = counts.taken(tag(Channel::User, 9)).collect();
         assert_eq!(told, [Credit { tag: tag(Channel::User, 1), frames: 2 }]);
         assert_eq!(counts.0.len(), COUNTED + 1);

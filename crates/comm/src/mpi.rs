@@ -1,12 +1,12 @@
-//! Endpoints in processes that `mpirun` has started, over the MPI that the machine has: its point-to-point messages
-//! under our own collectives, so that the bits are those of any other transport.
+//! Endpoints in processes that `mpirun` has started, over the MPI that the machine has: its point-to-point
+//! messages under our own collectives, so that the bits are those of any other transport.
 //!
-//! MPI is used by one thread at a time (`MPI_THREAD_SERIALIZED`, a lock), and no call blocks but those that begin and
-//! end it: those are made on a thread of their own, which also moves what is on its way while nobody waits here. MPI has
-//! no file that could be polled, so whoever waits looks again and again, less and less often. Frames have our own
-//! header, and two of MPI's tags: one for headers with short payloads, one for long payloads.
+//! A lock lets one thread at a time call MPI (`MPI_THREAD_SERIALIZED`). Only `MPI_Init` and `MPI_Finalize` block:
+//! a thread of its own calls them, and progresses unfinished messages while no other thread waits. MPI has no file
+//! descriptor to poll, so a waiting thread tests in a loop, with growing pauses. Frames have our own header and use
+//! two MPI tags: one for headers with short payloads, one for long payloads.
 //!
-//! MPI ends all processes when one is lost, so nobody leaves or joins: `shrink` and `admit` are refused.
+//! MPI ends all processes when one is lost, so `shrink` and `admit` return an error: members cannot change.
 
 mod life;
 mod messages;
@@ -35,8 +35,8 @@ const LOOKS: u32 = 64;
 const PAUSE: Duration = Duration::from_micros(500);
 /// Frames taken of one peer before the next has its turn.
 const TURN: usize = 4;
-/// For how long an endpoint that closes waits for the others to do so too. Where that is too short, [`leave`] ends
-/// MPI.
+/// For how long an endpoint that closes waits for the others to do so too. Where that is too short, [`leave`]
+/// ends MPI.
 const PARTING: Nanos = Nanos::from_millis(2000);
 
 /// An endpoint of a network of processes of one MPI job.
@@ -92,13 +92,13 @@ fn missing(reason: impl Into<String>) -> CommError {
     CommError::Mpi { reason: reason.into(), advice }
 }
 
-/// Begins MPI, as the rank of a job that `mpirun` has given this process; it has to be `rank` of `size`. Once all
-/// endpoints are dropped, MPI ends as soon as all other processes have closed theirs as well; a process that does not
-/// wait for that calls [`leave`] at its end.
+/// Begins MPI, as the rank of a job that `mpirun` has given this process; it has to be `rank` of `size`. Once
+/// all endpoints are dropped, MPI ends as soon as all other processes have closed theirs as well; a process
+/// that does not wait for that calls [`leave`] at its end.
 ///
 /// # Errors
-/// [`CommError::Mpi`] if the rank or the size is another, MPI has begun in this process before, or admits calls of one
-/// thread only.
+/// [`CommError::Mpi`] if the rank or the size is another, MPI has begun in this process before, or admits calls
+/// of one thread only.
 pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
     let (beginning, found) = life::begin()?;
     if (found.rank, found.size) != (rank, size) {
@@ -132,9 +132,9 @@ pub fn join(rank: u32, size: u32) -> Result<Arc<Mpi>, CommError> {
     Ok(Arc::new(Endpoint::new(PeerId(rank), MpiDriver(job), inbox, pool)))
 }
 
-/// Ends MPI in a process that is about to exit with this code, where [`join`] has begun it and it has not ended yet.
-/// With code 0 this waits for all other processes to close their endpoints. With any other, the job is ended
-/// (`MPI_Abort`) unless they have.
+/// Ends MPI in a process that is about to exit with this code, where [`join`] has begun it and it has not ended
+/// yet. With code 0 this waits for all other processes to close their endpoints. With any other, the job is
+/// ended (`MPI_Abort`) unless they have.
 pub fn leave(code: u8) {
     let Some(job) = JOB.get() else { return };
     job.say_goodbye();
@@ -251,7 +251,7 @@ impl Job {
         }
     }
 
-    /// Moves what is on its way until MPI is to end, while nobody else does.
+    /// Progresses unfinished messages until MPI is to end, while no other thread does.
     fn keep(&self) {
         loop {
             {

@@ -85,8 +85,8 @@ impl TransportMethod {
     }
 }
 
-/// To be called by a process that is about to exit with this code: ends what has to end in all processes of a job
-/// together, which is MPI.
+/// To be called by a process that is about to exit with this code: ends what has to end in all processes of a
+/// job together, which is MPI.
 pub fn leave(code: u8) {
     mpi::leave(code);
 }

@@ -111,7 +111,8 @@ fn gossip_does_what_plain_loops_do() {
     }
 }
 
-/// Push-sum as its paper writes it, in f64: numerators and weights are pushed, and parameters are their quotient.
+/// Push-sum as its paper writes it, in f64: numerators and weights are pushed, and parameters are their
+/// quotient.
 #[test]
 fn push_sum_does_what_plain_loops_do() {
     for (ranks, weights) in [1, 2, 3, 5].into_iter().flat_map(|n| [(n, &[1.0; 5][..n]), (n, unequal(n))]) {

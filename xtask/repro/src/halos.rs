@@ -19,10 +19,11 @@ const MACHINES: &str = "two-regions-straggler";
 /// The straggler's steps in the time of one step of the others.
 const SLOW: f64 = 1.0 / 3.0;
 
-/// The least tokens an hour over f32's. With the defaults of `--sync halos` 14.2 were measured on the virtual clock.
+/// The least tokens an hour over f32's. With the defaults of `--sync halos` 14.2 were measured on the virtual
+/// clock.
 const FASTER: f64 = 12.0;
-/// The most that the loss may be above f32's, in percent: the target. Over three seeds -0.85 was measured with the
-/// defaults, with a standard deviation of 0.26, so that these stay.
+/// The most that the loss may be above f32's, in percent: the target. Over three seeds -0.85 was measured with
+/// the defaults, with a standard deviation of 0.26, so that these stay.
 const ABOVE: f64 = 0.0;
 /// The least tokens an hour over those of servers on one level, where 1.27 was measured.
 const OVER_ONE_LEVEL: f64 = 1.1;

@@ -1,5 +1,5 @@
-//! Every method and recipe: what it is where it degenerates, over each transport, from a checkpoint, and without a
-//! member.
+//! Every method and recipe: what it is where it degenerates, over each transport, from a checkpoint, and
+//! without a member.
 
 mod missing;
 mod weighted;

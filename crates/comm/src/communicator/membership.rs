@@ -32,8 +32,8 @@ impl Communicator {
     /// After a cancellation nobody is lost: all go on, with the same numbers, under a new epoch.
     ///
     /// # Errors
-    /// [`CommError::Ended`] if this endpoint itself is what is lost, [`CommError::Cancelled`] if this was cancelled;
-    /// [`CommError::Fixed`] over MPI, unless all ranks are left.
+    /// [`CommError::Ended`] if this endpoint is the one that was lost; [`CommError::Cancelled`] if this call was
+    /// cancelled; [`CommError::Fixed`] over MPI, unless no rank is lost.
     pub fn shrink(&self) -> Result<Self, CommError> {
         let fixed = self.transport.fixed().map(|reason| CommError::Fixed { op: "shrink", reason });
         let members = &self.group.members;

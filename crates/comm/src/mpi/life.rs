@@ -76,8 +76,8 @@ fn begin_here() -> Result<(Universe, Found), CommError> {
     let all = universe.world();
     let near = all.split_shared(all.rank()).size();
     let number = |n: i32| u32::try_from(n).unwrap_or(0);
-    // SAFETY: MPI has begun with enough threads. It ends when the job is over, which drops its world first; this is the
-    // only one, since MPI begins once.
+    // SAFETY: MPI has begun with enough threads. It ends when the job is over, which drops its world first;
+    // this is the only one, since MPI begins once.
     let world = unsafe { World::begun() };
     let found =
         Found { rank: number(all.rank()), size: number(all.size()), near: number(near) as usize, world };

@@ -1,4 +1,4 @@
-//! MPI's messages: a buffer on its way to a process or from it. It knows no frame's header.
+//! MPI's messages: a buffer on its way to a process or from it. It does not depend on the format of frames.
 #![expect(
     unsafe_code,
     reason = "MPI is a C library, and its requests use memory beyond the call that starts them"
@@ -18,7 +18,8 @@ pub(super) struct World(());
 
 impl World {
     /// # Safety
-    /// MPI has begun, with `MPI_THREAD_SERIALIZED` at least; it ends after this is dropped, and there is no other.
+    /// MPI has begun, with `MPI_THREAD_SERIALIZED` at least; it ends after this is dropped, and there is no
+    /// other.
     pub(super) unsafe fn begun() -> Self {
         Self(())
     }
@@ -68,8 +69,8 @@ pub(super) struct Transfer {
     buffer: Option<Buffer>,
 }
 
-// SAFETY: MPI's requests may be used by any thread, one at a time: MPI has begun with `MPI_THREAD_SERIALIZED` at least,
-// and whoever uses a transfer has the `World`, which is behind a lock.
+// SAFETY: MPI's requests may be used by any thread, one at a time: MPI has begun with `MPI_THREAD_SERIALIZED`
+// at least, and whoever uses a transfer has the `World`, which is behind a lock.
 unsafe impl Send for Transfer {}
 
 /// A buffer is a frame, or shorter.
@@ -84,9 +85,9 @@ impl Transfer {
         let bytes = buffer.bytes();
         let at = bytes.as_ptr().cast::<c_void>();
         let (to, lane) = (to.0.cast_signed(), lane as c_int);
-        // SAFETY: MPI has begun and not ended, and the rank is one of its own. The bytes stay where they are and as they
-        // are until the request is over: the buffer is handed back only then, and is not freed before. Errors end
-        // the job, so that the request was written.
+        // SAFETY: MPI has begun and not ended, and the rank is one of its own. The bytes stay where they are
+        // and as they are until the request is over: the buffer is handed back only then, and is not freed
+        // before. Errors end the job, so that the request was written.
         let request = unsafe {
             let world = ffi::RSMPI_COMM_WORLD;
             ffi::MPI_Isend(at, count(bytes), ffi::RSMPI_UINT8_T, to, lane, world, request.as_mut_ptr());
@@ -110,14 +111,14 @@ impl Transfer {
         Self { request, buffer: Some(buffer) }
     }
 
-    /// The buffer, and how many bytes were received into it, once it is over; this lets MPI go on. None before that,
-    /// and after it was handed back.
+    /// The buffer, and how many bytes were received into it, once it is over; this lets MPI go on. None before
+    /// that, and after it was handed back.
     pub(super) fn poll(&mut self, _: &World) -> Option<(Buffer, usize)> {
         self.buffer.as_ref()?;
         let (mut over, mut length) = (0, 0);
         let mut status = MaybeUninit::uninit();
-        // SAFETY: MPI has begun and not ended; the request is not over, or the buffer would have been handed back.
-        // Where it is over now, the status was written.
+        // SAFETY: MPI has begun and not ended; the request is not over, or the buffer would have been handed
+        // back. Where it is over now, the status was written.
         unsafe {
             ffi::MPI_Test(&raw mut self.request, &raw mut over, status.as_mut_ptr());
             if over == 0 {

@@ -1,6 +1,6 @@
-//! The contract of every transport, by laws: what ranks get does not depend on what carries it, and neither does how
-//! they fail. The tests of this crate and the bench `transports` both include this file; each has `base` and `comm`
-//! in scope beside it.
+//! The contract of every transport, by laws: what ranks get does not depend on what carries it, and neither
+//! does how they fail. The tests of this crate and the bench `transports` both include this file; each has
+//! `base` and `comm` in scope beside it.
 #![allow(dead_code, reason = "each suite uses its part")]
 
 use std::fmt;

@@ -60,8 +60,8 @@ pub fn step_memory(job: &Job) -> Result<Vec<StepMemory>> {
     of_plan(&job.plan, &job.model, &job.config, &job.machines()?, windows)
 }
 
-/// What each rank of a plan holds on the machines of a topology file, with the default optimizer and the default
-/// number of steps, each over samples of its own.
+/// What each rank of a plan holds on the machines of a topology file, with the default optimizer and the
+/// default number of steps, each over samples of its own.
 ///
 /// Errors: as [`step_memory`]; a machine that the file does not have.
 pub fn planned_memory(plan: &Plan, model: &GptConfig, cluster: &Cluster) -> Result<Vec<StepMemory>> {

@@ -11,8 +11,8 @@ pub const MPI: TransportMethod = TransportMethod {
     ends: Ends::Processes(meet),
 };
 
-/// Variables of which every starter of MPI's processes sets one: OpenMPI's `mpirun`, PMI (MPICH, Intel MPI, Slurm's
-/// `srun --mpi=pmi2`), and `PMIx`.
+/// Variables of which every starter of MPI's processes sets one: OpenMPI's `mpirun`, PMI (MPICH, Intel MPI,
+/// Slurm's `srun --mpi=pmi2`), and `PMIx`.
 #[cfg(feature = "mpi")]
 const STARTED: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"];
 
@@ -56,8 +56,8 @@ fn meet(_: &super::Meeting) -> crate::Result<farflung_comm::Communicator> {
     })
 }
 
-/// Ends MPI in a process that is about to exit with this code, where it is in use: 0 waits for the others, any other ends
-/// the job unless they have left as well.
+/// Ends MPI in a process that is about to exit with this code, where it is in use: 0 waits for the others, any
+/// other ends the job unless they have left as well.
 pub(super) fn leave(code: u8) {
     #[cfg(feature = "mpi")]
     farflung_comm::mpi::leave(code);

@@ -43,8 +43,8 @@ pub const SHIFT_ONE: SyncMethod = SyncMethod {
 
 /// [`Gossip`] on exponential graphs.
 ///
-/// Source: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training". With equal
-/// weights it is [`SGP`](super::SGP), whose push-sum weights then stay what they are.
+/// Source: Ying et al. 2021, "Exponential graph is provably efficient for decentralized deep training". With
+/// equal weights it is [`SGP`](super::SGP), whose push-sum weights then stay what they are.
 pub const EXPONENTIAL: SyncMethod = SyncMethod {
     name: "exponential",
     summary: "as d-psgd, from the worker 1, 2, 4 and so on before in turn",

@@ -29,23 +29,23 @@ pub const SGP: SyncMethod = SyncMethod {
     build: |s| Ok(Box::new(PushSum::new(s, Graph::Exponential)?)),
 };
 
-/// A copy has parameters `z` and a push-sum weight `m`. After a step it keeps an equal part of `m` and `m z` and
-/// sends one to each whom the graph says. Columns of that matrix sum to 1, rows need not, so that the sums over all
-/// copies of `m` and of `m z` stay what they are. What arrives has the next step's time; then
+/// A copy has parameters `z` and a push-sum weight `m`. After a step it keeps an equal part of `m` and `m z`
+/// and sends one to each whom the graph says. Columns of that matrix sum to 1, rows need not, so that the sums
+/// over all copies of `m` and of `m z` stay what they are. What arrives has the next step's time; then
 ///
 /// ```text
 /// m_i' = kept m_i + sum over arrived m_j
 /// z_i  = (kept m_i z_i + sum over arrived m_j z_j - w_i step_i) / m_i'      z: as they were sent
 /// ```
 ///
-/// Weights `m` begin as a copy's part of the tokens, `w`, so that all come to the mean by tokens. They are whole
-/// numbers of parts of a total that nobody loses, to the last: a copy in `n` has at most `2^23 / n` parts of its equal
-/// share, and `w` is rounded to these. A message has `4 + 4 P` bytes for `P` parameters.
+/// Weights `m` begin as a copy's part of the tokens, `w`, so that all come to the mean by tokens. They are
+/// whole numbers of parts of a total that nobody loses, to the last: a copy in `n` has at most `2^23 / n` parts
+/// of its equal share, and `w` is rounded to these. A message has `4 + 4 P` bytes for `P` parameters.
 ///
 /// The model of the run is the mean of `z` by `m`, which all take after the last step.
 ///
-/// Source: Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", Alg. 1. Differs: what is
-/// sent is what the step began with, as in its overlapped form, and copies count by their tokens.
+/// Source: Assran et al. 2019, "Stochastic Gradient Push for Distributed Deep Learning", Alg. 1. Differs: what
+/// is sent is what the step began with, as in its overlapped form, and copies count by their tokens.
 #[derive(Debug)]
 pub struct PushSum {
     graph: Graph,

@@ -186,7 +186,8 @@ mod tests {
 
     #[test]
     fn what_was_done_before_members_changed_counts_as_it_was_done() {
-        // Three replicas, of which the second is lost after step 3; then the first of those that are left after 5.
+        // Three replicas, of which the second is lost after step 3; then the first of those that are left after
+        // 5.
         let first = LocalSteps::new(4, vec![4, 4, 2], vec![1, 3, 2]);
         let second = LocalSteps::new(4, vec![4, 4], vec![5, 7]).after(3, &first, &[Some(0), Some(2)], 0);
         assert!(second.is_sound());

@@ -134,8 +134,8 @@ struct Alone {
     grads: BTreeMap<String, Vec<f32>>,
 }
 
-/// Where steps are local, parameters after the round are the others' mean by tokens, and so are the moments of Adam
-/// where the method averages these.
+/// Where steps are local, parameters after the round are the others' mean by tokens, and so are the moments of
+/// Adam where the method averages these.
 fn mean_of_others(
     report: &mut Report<'_>,
     (base, shared): (&Job, &Shared<'_>),

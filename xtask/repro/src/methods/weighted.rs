@@ -11,8 +11,8 @@ use super::{ROUNDED, STEPS, Shared, UNEVEN, ends, timed};
 use crate::harness::{Mark, Report};
 use crate::workers::{Over, again, on_all, relative_l2};
 
-/// After one step of plain SGD, what the replicas of these have in common is the mean by tokens, which is the step
-/// of ddp.
+/// After one step of plain SGD, what the replicas of these have in common is the mean by tokens, which is the
+/// step of ddp.
 const BY_TOKENS: [&str; 19] = [
     "--sync diloco --outer-lr 1 --outer-momentum 0",
     "--sync des-loc",
@@ -56,7 +56,8 @@ fn trained(base: &Job, shared: &Shared<'_>, flags: &str, steps: u64) -> Result<V
 
 /// Rows of replicas with unequal numbers of tokens.
 pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<()> {
-    // All rows of the table are here, but for those of which more is asked below, and what others are compared with.
+    // All rows of the table are here, but for those of which more is asked below, and what others are compared
+    // with.
     let others = [EAGER.name, DECOUPLED.name, ZERO_ONE.name, DDP.name];
     for row in METHODS.iter().filter(|row| !others.contains(&row.name)) {
         let own = format!("--sync {} ", row.name);
@@ -82,8 +83,8 @@ pub(super) fn rows(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> 
 
 /// Methods whose first step is no mean by tokens, against plain loops over what each replica comes to alone.
 ///
-/// Decoupled `DiLoCo` counts tokens times tokens of a step, as in its paper. With eager updates a replica takes its
-/// own part of its own change at once, and of the others' nothing yet; their mean is by tokens.
+/// Decoupled `DiLoCo` counts tokens times tokens of a step, as in its paper. With eager updates a replica takes
+/// its own part of its own change at once, and of the others' nothing yet; their mean is by tokens.
 fn by_loops(report: &mut Report<'_>, base: &Job, shared: &Shared<'_>) -> Result<()> {
     let local = uneven(base, shared, &format!("--sync diloco --sync-every 900 {PLAIN}"), 2)?;
     let alone = on_all(&local, |rank| {

@@ -132,8 +132,8 @@ pub const AXES: &[Axis] = &[
     },
     Axis {
         name: "transport",
-        // Without iroh and mpi: they carry what tcp carries, but processes need keys, or mpirun. Benches `nat` and
-        // `engines` test them.
+        // Without iroh and mpi: they carry what tcp carries, but processes need keys, or mpirun. Benches `nat`
+        // and `engines` test them.
         values: || words(TransportName::all().filter(|row| ![IROH.name, MPI.name].contains(&row.name))),
         set: |config, value| config.transport = read(value),
     },

@@ -16,8 +16,8 @@ use crate::{Error, Result};
 impl Trainer {
     /// Whether members can come and leave with what it trains by.
     ///
-    /// Errors: [`Error::Setting`] for pipelines whose parts do not all stand behind the same step, and for a method that does not
-    /// go on without a member, with its reason: see [`SyncMethod::missing`].
+    /// Errors: [`Error::Setting`] for pipelines whose parts do not all stand behind the same step, and for a
+    /// method that does not go on without a member, with its reason: see [`SyncMethod::missing`].
     pub(in crate::train) fn check_elastic(&self, job: &Job) -> Result<()> {
         if job.pipelines.is_some() {
             return check_pipelines(&job.plan);
