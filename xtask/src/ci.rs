@@ -155,7 +155,7 @@ fn iroh() -> Result<()> {
     let mut lints = shell::cargo(&["clippy"]);
     shell::run(lints.args(with).args(["--all-targets", "--", "-D", "warnings"]))?;
     let mut tests = shell::cargo(&["test"]);
-    shell::run(tests.args(with).args(["--test", "iroh", "--test", "contract", "--test", "quic"]))
+    shell::run(tests.args(with).args(["--test", "it", "--", "iroh::", "contract::", "quic::"]))
 }
 
 fn mpi() -> Result<()> {
@@ -163,7 +163,7 @@ fn mpi() -> Result<()> {
     let selection = ["--package", "farflung-comm", "--package", "farflung", "--features", "farflung/mpi"];
     let mut clippy = shell::cargo(&["clippy", "--all-targets"]);
     shell::run(clippy.args(selection).args(["--", "-D", "warnings"]))?;
-    let mut test = shell::cargo(&["test", "--lib", "--test", "mpi", "mpi"]);
+    let mut test = shell::cargo(&["test", "--lib", "--test", "it", "mpi"]);
     shell::run(test.args(selection))?;
     bench::check_mpi()
 }

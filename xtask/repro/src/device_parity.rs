@@ -14,7 +14,7 @@ use farflung::{TrainConfig, base, tensor};
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, again, config, farthest, job, on_all, relative_l2};
 
-#[path = "../../../crates/tensor/tests/parity/mod.rs"]
+#[path = "../../../crates/tensor/tests/it/parity/mod.rs"]
 mod parity;
 
 pub(crate) const BENCH: Bench = Bench {

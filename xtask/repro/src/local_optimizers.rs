@@ -10,7 +10,7 @@ use farflung::{TrainConfig, optim, tensor};
 use crate::harness::{Bench, Mark, Options, Report};
 use crate::workers::{Over, again, config, job, on_all};
 
-#[path = "../../../crates/optim/tests/trajectories/mod.rs"]
+#[path = "../../../crates/optim/tests/it/trajectories/mod.rs"]
 mod trajectories;
 
 use trajectories::{MOST, STEPS, chains, errors};

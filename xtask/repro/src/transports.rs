@@ -1,7 +1,7 @@
 //! One contract for every transport: what ranks get does not depend on what carries it, and neither does how they
 //! fail.
 
-#[path = "../../../crates/comm/tests/laws/mod.rs"]
+#[path = "../../../crates/comm/tests/it/laws/mod.rs"]
 mod laws;
 
 use std::io::Write;

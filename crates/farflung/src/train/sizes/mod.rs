@@ -25,7 +25,7 @@ pub(super) use buckets::averaging;
 use need::{Need, RankGroup, size};
 use order::Pipeline;
 
-/// A run is refused if four fifths of its estimate exceed the available memory. `tests/sizes.rs` holds
+/// A run is refused if four fifths of its estimate exceed the available memory. `tests/it/sizes.rs` holds
 /// estimates below 1.25 times the measured peak (1.15 was the most, 0.80 the least), so that a run that fits
 /// is not refused.
 const SLACK: (u128, u128) = (4, 5);

@@ -1,7 +1,7 @@
 //! Estimates the host memory that a run needs, split by purpose. It is a pure function of the settings and the
 //! model's shape; its own memory use does not depend on their values.
 //!
-//! `tests/sizes.rs` compares the estimates with the measured peaks of whole runs.
+//! `tests/it/sizes.rs` compares the estimates with the measured peaks of whole runs.
 
 use std::ops::Range;
 

@@ -1,0 +1,28 @@
+//! The tests of this crate from outside: one program, since each program of tests links all crates anew.
+
+mod cancellation;
+mod certificates;
+mod coded;
+mod common;
+mod contract;
+mod gate;
+mod iroh;
+mod laws;
+mod membership;
+mod mpi;
+mod order;
+mod pace;
+mod path;
+mod recording;
+mod rest_of_mpi;
+mod secure;
+mod service;
+mod shared_memory;
+mod steps;
+mod store;
+mod tcp;
+mod trace;
+mod virtual_time;
+
+use farflung_base as base;
+use farflung_comm as comm;

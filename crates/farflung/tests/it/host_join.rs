@@ -1,0 +1,334 @@
+//! `farflung host`, `join` and `status` as processes: members are killed, frozen and stopped, the host
+//! included, and whoever may go on does, with the bits of all.
+
+#![cfg(unix)]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+
+use crate::child::{send, wait_until, wait_until_or};
+use crate::tiny::{Run, farflung};
+use rustix::process::Signal;
+
+/// A process of a test, which does not outlive it.
+struct Member {
+    name: &'static str,
+    process: Option<Child>,
+    /// Where what it says goes: a pipe that nobody reads is full in the end.
+    at: PathBuf,
+}
+
+impl Member {
+    fn send(&self, signal: Signal) {
+        send(self.process.as_ref().unwrap().id(), signal);
+    }
+
+    /// Waits for its end.
+    fn ends(mut self) -> Output {
+        let status = self.process.take().unwrap().wait().unwrap();
+        Output { status, stdout: fs::read(self.at.join("out.txt")).unwrap(), stderr: self.stderr() }
+    }
+
+    fn stderr(&self) -> Vec<u8> {
+        fs::read(self.at.join("err.txt")).unwrap()
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        if let Some(mut process) = self.process.take() {
+            let _ = process.kill();
+            let _ = process.wait();
+        }
+    }
+}
+
+/// `farflung` as a machine of its own.
+fn on(run: &Run, machine: &str) -> Command {
+    let mut command = farflung();
+    command.env("FARFLUNG_HOME", run.at(&format!("home-{machine}"))).current_dir(run.at(""));
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Starts it, for as long as the test.
+fn start(run: &Run, name: &'static str, mut command: Command) -> Member {
+    let at = run.at(&format!("home-{name}"));
+    fs::create_dir_all(&at).unwrap();
+    let file = |name| fs::File::create(at.join(name)).unwrap();
+    command.stdout(file("out.txt")).stderr(file("err.txt"));
+    Member { name, process: Some(command.spawn().unwrap()), at }
+}
+
+fn host(run: &Run, more: &str) -> Member {
+    let deadline = if more.contains("--deadline") { "" } else { "--deadline 2s" };
+    let args = format!("--listen 127.0.0.1:0 {deadline} --eval-every 100000 --eval-batches 1 {more}");
+    let mut command = on(run, "host");
+    command.arg("host").args(run.flags(&args));
+    let mut host = start(run, "host", command);
+    wait_until("the ticket", || {
+        let ended = host.process.as_mut().unwrap().try_wait().unwrap();
+        assert!(ended.is_none(), "{}", String::from_utf8_lossy(&host.stderr()));
+        run.at("host/run.ticket").exists().then_some(())
+    });
+    host
+}
+
+fn join(run: &Run, name: &'static str, ticket: &str, more: &[&str]) -> Member {
+    let mut command = on(run, name);
+    command.args([
+        "join",
+        "--listen",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+        "--ticket-file",
+        ticket,
+        "--out",
+        name,
+    ]);
+    command.args(["--data", run.at("text.txt").to_str().unwrap()]).args(more);
+    start(run, name, command)
+}
+
+/// Waits until a member has told of a change after which there are so many.
+fn members(run: &Run, member: &Member, count: usize) {
+    let path = run.at(member.name).join("events.jsonl");
+    let events = || fs::read_to_string(&path).unwrap_or_default();
+    let last = |text: &str| {
+        let mut changes = text.lines().filter(|line| line.contains("\"event\":\"members\""));
+        changes.next_back().is_some_and(|line| line.contains(&format!("\"members\":{count},")))
+    };
+    let what = || {
+        let said = String::from_utf8_lossy(&member.stderr()).into_owned();
+        format!("{count} members of {}:\n{}\n{said}", member.name, events())
+    };
+    wait_until_or(what, || last(&events()).then_some(()));
+}
+
+/// Waits until a newcomer has trained.
+fn trains(run: &Run, member: &Member) {
+    let path = run.at(member.name).join("metrics.jsonl");
+    wait_until("its first step", || fs::metadata(&path).is_ok_and(|m| m.len() > 0).then_some(()));
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn said_by(member: &Member) -> String {
+    String::from_utf8_lossy(&member.stderr()).into_owned()
+}
+
+/// The weights that a member has saved, by step.
+fn saved(run: &Run, member: &Member) -> BTreeMap<String, PathBuf> {
+    let entries = fs::read_dir(run.at(member.name)).unwrap().map(|entry| entry.unwrap());
+    let steps = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("step-"));
+    let weights = |step: fs::DirEntry| (step.file_name().to_string_lossy().into_owned(), step.path());
+    steps.map(weights).map(|(step, path)| (step, path.join("model.safetensors"))).collect()
+}
+
+#[test]
+fn members_come_at_once_freeze_wake_and_leave_while_the_others_train() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    members(&run, &host, 3);
+    let status = on(&run, "eye").args(["status", "--ticket-file", "host/run.ticket"]).output().unwrap();
+    let status = String::from_utf8_lossy(&status.stdout).into_owned();
+    assert!(status.contains(" of 1000000\n") && status.contains(" (answers)\n"), "{status}");
+    // Frozen, and awake again.
+    a.send(Signal::STOP);
+    members(&run, &host, 2);
+    a.send(Signal::CONT);
+    members(&run, &host, 3);
+    // So does the host, once the others know of that.
+    members(&run, &b, 3);
+    host.send(Signal::STOP);
+    members(&run, &b, 2);
+    host.send(Signal::CONT);
+    members(&run, &b, 3);
+    // In peace, with a checkpoint.
+    a.send(Signal::INT);
+    let left = a.ends();
+    assert_eq!(left.status.code(), Some(130), "{}", said(&left));
+    assert!(said(&left).contains("is saved in a/step-"), "{}", said(&left));
+    members(&run, &host, 2);
+    // By a notice that its machine is about to be taken away.
+    let c = join(&run, "c", "host/run.ticket", &["--notice-file", "notice", "--notice-every", "20ms"]);
+    members(&run, &host, 3);
+    fs::write(run.at("notice"), "").unwrap();
+    let left = c.ends();
+    assert_eq!(left.status.code(), Some(143), "{}", said(&left));
+    assert!(said(&left).contains("notice is there: leaves after this step"), "{}", said(&left));
+    members(&run, &host, 2);
+    // Without a word. The tie-breaker has been another one since the host was given up.
+    members(&run, &b, 2);
+    host.send(Signal::KILL);
+    members(&run, &b, 1);
+    b.send(Signal::INT);
+    let ended = b.ends();
+    assert_eq!(ended.status.code(), Some(130), "{}", said(&ended));
+}
+
+/// Long before the deadline: whoever is merely slow would have said that it is there.
+#[test]
+fn a_frozen_member_is_noticed_when_a_step_takes_longer_than_those_before() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --deadline 1h");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    members(&run, &host, 3);
+    trains(&run, &a);
+    trains(&run, &b);
+    a.send(Signal::STOP);
+    members(&run, &host, 2);
+    let events = fs::read_to_string(run.at("host/events.jsonl")).unwrap();
+    let lost: serde_json::Value = serde_json::from_str(events.lines().last().unwrap()).unwrap();
+    assert!(lost["took_ms"].as_u64().unwrap() < 60_000, "{lost}");
+    assert!(
+        said_by(&b).contains("does not answer: the step is ended")
+            || said_by(&host).contains("does not answer")
+    );
+    a.send(Signal::CONT);
+    members(&run, &host, 3);
+}
+
+/// One that wakes just when it is given up, or just before: either it is still a member or it comes back.
+#[test]
+fn a_member_that_stops_for_a_moment_does_not_hold_up_the_run() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --deadline 1h");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    trains(&run, &a);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    trains(&run, &b);
+    let steps = || fs::read_to_string(run.at("host/metrics.jsonl")).unwrap().lines().count();
+    for pause in [1_900, 2_300, 2_600, 2_900, 3_300] {
+        a.send(Signal::STOP);
+        std::thread::sleep(std::time::Duration::from_millis(pause));
+        a.send(Signal::CONT);
+        let before = steps();
+        let what = || format!("steps after a pause of {pause} ms: {}\n{}", said_by(&host), said_by(&b));
+        wait_until_or(what, || (steps() > before + 20).then_some(()));
+        wait_until_or(what, || {
+            let status =
+                on(&run, "eye").args(["status", "--ticket-file", "host/run.ticket"]).output().unwrap();
+            let text = String::from_utf8_lossy(&status.stdout).into_owned();
+            (text.matches("127.0.0.1:").count() == 3).then_some(())
+        });
+    }
+}
+
+#[test]
+fn the_host_may_go_while_the_others_are_more_than_half() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --checkpoint-every 20 --keep-last 0");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    trains(&run, &a);
+    let b = join(&run, "b", "host/run.ticket", &[]);
+    trains(&run, &b);
+    host.send(Signal::KILL);
+    members(&run, &b, 2);
+    // The host's folder knows that the run goes on.
+    let again = on(&run, "host").arg("host").args(run.flags("--steps 9 --out host --resume auto")).output();
+    let again = again.unwrap();
+    assert_eq!(again.status.code(), Some(2), "{}", said(&again));
+    assert!(said(&again).contains("the run of this folder goes on"), "{}", said(&again));
+    // And a newcomer comes in by another member's ticket.
+    let c = join(&run, "c", "b/run.ticket", &[]);
+    trains(&run, &c);
+    // All have the same bits after the same step.
+    let common = || {
+        let [a, b, c] = [&a, &b, &c].map(|member| saved(&run, member));
+        let step = a.keys().rev().find(|step| b.contains_key(*step) && c.contains_key(*step))?;
+        Some([&a, &b, &c].map(|saved| fs::read(&saved[step]).unwrap()))
+    };
+    let [of_a, of_b, of_c] = wait_until("a step of all three", common);
+    assert!(of_a == of_b && of_b == of_c, "the members' weights differ");
+}
+
+#[test]
+fn half_of_the_members_without_the_tie_breaker_save_and_end() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    trains(&run, &a);
+    host.send(Signal::KILL);
+    let ended = a.ends();
+    assert_eq!(ended.status.code(), Some(75), "{}", said(&ended));
+    let text = said(&ended);
+    assert!(text.contains("no majority: 1 of 2 members are heard from, without the tie-breaker"), "{text}");
+    assert!(text.contains("is saved in a/step-"), "{text}");
+}
+
+#[test]
+fn whoever_does_not_belong_is_refused_and_the_run_goes_on() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host");
+    let refused = |member: Member, code: i32, reason: &str| {
+        let ended = member.ends();
+        assert_eq!(ended.status.code(), Some(code), "{}", said(&ended));
+        assert!(said(&ended).contains(reason), "{reason}: {}", said(&ended));
+    };
+    let ticket = fs::read_to_string(run.at("host/run.ticket")).unwrap();
+    fs::write(run.at("short.ticket"), &ticket[..ticket.len() / 2]).unwrap();
+    refused(join(&run, "a", "short.ticket", &[]), 2, "ticket");
+    fs::write(run.at("other.txt"), "another text ".repeat(400)).unwrap();
+    refused(join(&run, "b", "host/run.ticket", &["--data", "other.txt"]), 2, "data");
+    // The right address, and another host's key.
+    let show =
+        on(&run, "other").args(["ticket", "--show", "--ticket-file", "host/run.ticket"]).output().unwrap();
+    let shown = String::from_utf8_lossy(&show.stdout).into_owned();
+    let at = shown.split_whitespace().find(|word| word.starts_with("127.0.0.1:")).unwrap();
+    let made = on(&run, "other").args(["ticket", "--address", at, "--out", "other.ticket"]).output().unwrap();
+    assert!(made.status.success(), "{}", said(&made));
+    refused(join(&run, "d", "other.ticket", &[]), 2, "key");
+    // Two hosts for one folder.
+    let second = on(&run, "host").arg("host").args(run.flags("--steps 5 --out host --resume auto")).output();
+    let second = second.unwrap();
+    assert!(!second.status.success());
+    assert!(said(&second).contains("host is in use by another run"), "{}", said(&second));
+    let good = join(&run, "c", "host/run.ticket", &[]);
+    members(&run, &host, 2);
+    drop(good);
+    members(&run, &host, 1);
+}
+
+/// Two pipelines of two: whoever is lost, the other pipeline goes on, and a newcomer completes the second again.
+#[test]
+fn members_form_pipelines_that_survive_a_loss() {
+    let run = Run::new();
+    let settings = "--steps 1000000 --out host --stages 2 --microbatches 2 --checkpoint-every 20";
+    let host = host(&run, settings);
+    let names = ["a", "b", "c"];
+    let mut others: Vec<Member> = names.iter().map(|name| join(&run, name, "host/run.ticket", &[])).collect();
+    members(&run, &host, 4);
+    let steps = || fs::read_to_string(run.at("host/metrics.jsonl")).unwrap_or_default().lines().count();
+    let goes_on = |host: &Member, for_steps: usize| {
+        let before = steps();
+        wait_until_or(|| said_by(host), || (steps() > before + for_steps).then_some(()));
+    };
+    goes_on(&host, 5);
+    let plan = || fs::read_to_string(run.at("host/plan.toml")).unwrap();
+    assert!(plan().contains("data=2,pipeline=2"), "{}", plan());
+    others.remove(2).send(Signal::KILL);
+    // Whoever is left without a part tells of nothing before it has one again, the host as any other.
+    let tells = |name: &str| {
+        let events = fs::read_to_string(run.at(name).join("events.jsonl")).unwrap_or_default();
+        events.contains("\"members\":3,\"came\":[],\"went\":[")
+    };
+    wait_until_or(|| said_by(&host), || ["host", "a", "b"].iter().any(|name| tells(name)).then_some(()));
+    let d = join(&run, "d", "host/run.ticket", &[]);
+    // It has a part as soon as it is there: with four, nobody is without one.
+    let steps_of_d = || fs::read_to_string(run.at("d/metrics.jsonl")).unwrap_or_default().lines().count();
+    wait_until_or(|| said_by(&d), || (steps_of_d() > 0).then_some(()));
+    members(&run, &host, 4);
+    goes_on(&host, 5);
+    assert!(plan().contains("data=2,pipeline=2"), "{}", plan());
+    drop(d);
+}

@@ -1,0 +1,157 @@
+//! Jobs of one machine whose processes come and go.
+
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
+use std::cell::RefCell;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::child::{send, wait_until_or};
+use crate::tiny::{Run, farflung};
+use farflung::launch::{Elastic, Start};
+use farflung::{Error, Signal, Stop};
+use rustix::process::Signal as SystemSignal;
+
+fn elastic(least: usize, most: usize, restarts: u32) -> Elastic {
+    Elastic { least, most, restarts, grace: Duration::from_millis(300) }
+}
+
+/// Runs shells, and tells which were started by whom.
+fn shells(
+    job: &Elastic,
+    stop: &Stop,
+    script: impl Fn(usize) -> String,
+) -> (farflung::Result<()>, Vec<Start>) {
+    let started = RefCell::new(Vec::new());
+    let ended = job.run(stop, |start| {
+        started.borrow_mut().push(start.clone());
+        let mut command = Command::new("/bin/sh");
+        command.arg("-c").arg(script(started.borrow().len() - 1));
+        Ok(Some(command))
+    });
+    (ended, started.into_inner())
+}
+
+#[test]
+fn one_that_fails_is_started_again_and_the_others_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let done = folder.path().join("done").display().to_string();
+    // The second fails at once; the others wait until it has been there again.
+    let script = |nth| match nth {
+        1 => "exit 75".to_owned(),
+        3 => format!("echo > {done}"),
+        _ => format!("while ! test -e {done}; do sleep 0.02; done"),
+    };
+    let (ended, started) = shells(&elastic(2, 3, 1), &Stop::manual(), script);
+    ended.unwrap();
+    let members: Vec<_> = started.iter().map(|start| (start.member, start.running.len())).collect();
+    assert_eq!(members, [(0, 0), (1, 1), (2, 2), (1, 2)]);
+}
+
+#[test]
+fn with_fewer_than_the_least_the_job_ends() {
+    let script = |nth| if nth == 0 { "exec sleep 60" } else { "exit 1" }.to_owned();
+    let (ended, started) = shells(&elastic(2, 2, 2), &Stop::manual(), script);
+    match ended {
+        Err(error @ Error::Child { rank: 1, .. }) => assert_eq!(error.exit_code(), 75),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(started.len(), 4);
+}
+
+/// Nobody could join whom.
+#[test]
+fn where_all_are_lost_the_job_ends_however_many_restarts_there_are() {
+    let (ended, started) = shells(&elastic(1, 3, 100), &Stop::manual(), |_| "sleep 0.2; exit 75".to_owned());
+    assert_eq!((ended.unwrap_err().exit_code(), started.len()), (75, 3));
+}
+
+#[test]
+fn what_was_started_wrongly_is_not_started_again() {
+    let (ended, started) = shells(&elastic(1, 1, 5), &Stop::manual(), |_| "exit 2".to_owned());
+    assert_eq!((ended.unwrap_err().exit_code(), started.len()), (2, 1));
+}
+
+#[test]
+fn a_signal_ends_all_and_nothing_is_started_again() {
+    let stop = Stop::manual();
+    stop.request(Signal::Interrupt);
+    let (ended, started) = shells(&elastic(1, 2, 5), &stop, |_| "exec sleep 60".to_owned());
+    assert!(matches!(ended, Err(Error::Stopped(Signal::Interrupt))), "{ended:?}");
+    assert_eq!(started.len(), 2);
+}
+
+/// How many members a member last told of.
+fn members(folder: &Path) -> Option<u64> {
+    let text = fs::read_to_string(folder.join("events.jsonl")).ok()?;
+    let mut events = text.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    events.rfind(|event| event["event"] == "members")?["members"].as_u64()
+}
+
+/// A process that this one has started, with these words on its command line.
+fn child_of(parent: u32, words: &str) -> Option<u32> {
+    let processes =
+        fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    processes.filter_map(|name| name.parse::<u32>().ok()).find(|id| {
+        let read = |file: &str| fs::read_to_string(format!("/proc/{id}/{file}")).unwrap_or_default();
+        // Behind the name in brackets stand the state and the parent.
+        let parents = read("stat")
+            .rsplit(") ")
+            .next()
+            .is_some_and(|rest| rest.split(' ').nth(1).is_some_and(|number| number == parent.to_string()));
+        parents && read("cmdline").contains(words)
+    })
+}
+
+#[test]
+fn a_run_of_processes_goes_on_while_they_are_killed() {
+    let run = Run::new();
+    let said = fs::File::create(run.at("said.txt")).unwrap();
+    let mut command = farflung();
+    command.env("FARFLUNG_HOME", run.at("home")).current_dir(run.at(""));
+    command.args(["launch", "--elastic", "2:3", "--restarts", "2", "--", "host"]);
+    let flags = "--listen 127.0.0.1:0 --deadline 5s --steps 1000000 --eval-every 100000 --out run";
+    command.args(run.flags(flags)).stdin(Stdio::null()).stdout(Stdio::null()).stderr(said);
+    let mut launcher = command.spawn().unwrap();
+    let says = || fs::read_to_string(run.at("said.txt")).unwrap_or_default();
+    let wait = |folder: &Path, count: u64| {
+        wait_until_or(says, || (members(folder) == Some(count)).then_some(()));
+    };
+    let host = run.at("run");
+    wait(&host, 3);
+    let process = |words: &str| child_of(launcher.id(), words).unwrap();
+    send(process("run/members/1"), SystemSignal::KILL);
+    wait(&host, 2);
+    wait(&host, 3);
+    // The host itself comes back as a member that joins by another one's ticket.
+    send(process("farflung\0host"), SystemSignal::KILL);
+    let other = run.at("run/members/2");
+    wait(&other, 2);
+    wait(&other, 3);
+    wait_until_or(says, || run.at("run/members/0/metrics.jsonl").exists().then_some(()));
+    send(launcher.id(), SystemSignal::INT);
+    let ended = launcher.wait().unwrap();
+    assert_eq!(ended.code(), Some(130), "{}", says());
+    let text = says();
+    assert!(text.contains("it is started again, restart 1 of 2"), "{text}");
+}
+
+#[test]
+fn other_commands_are_refused() {
+    let run = Run::new();
+    let refused = |args: &[&str], reason: &str| {
+        let output = farflung().current_dir(run.at("")).args(args).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains(reason), "{said}");
+    };
+    refused(&["launch", "--elastic", "2:3", "--", "train"], "`host` with its flags");
+    refused(&["launch", "--elastic", "2:3", "--", "host"], "`host --out DIR`");
+    refused(&["launch", "--elastic", "2:3", "--", "host", "--stepz", "3"], "--stepz");
+    assert!(!run.at("run").exists());
+    refused(&["launch", "--elastic", "3:2", "--", "host"], "the smaller first");
+    refused(&["launch", "--elastic", "1:2", "-n", "2", "--", "host"], "cannot be used with");
+}

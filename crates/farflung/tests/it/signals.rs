@@ -1,0 +1,133 @@
+//! Signals as a terminal or a scheduler sends them, against this test's own binary as the process that gets them.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::env;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use farflung::Stop;
+use farflung::comm::{Communicator, ReduceOp, memory};
+use rustix::process::{Pid, Signal, kill_process};
+
+const ROLE: &str = "FARFLUNG_TEST_ROLE";
+
+/// Not a test by itself: the process that the tests below signal. It prints what it sees and ends on SIGTERM's flag.
+#[test]
+fn a_process_that_waits() {
+    if env::var_os(ROLE).is_none() {
+        return;
+    }
+    let stop = Stop::install().unwrap();
+    println!("ready");
+    for _ in 0..1000 {
+        thread::sleep(Duration::from_millis(10));
+        if let Some(signal) = stop.take() {
+            println!("saw {signal}");
+        }
+    }
+}
+
+/// Not a test by itself: a rank that waits for one that never sends.
+#[test]
+fn a_rank_that_waits() {
+    if env::var_os(ROLE).is_none() {
+        return;
+    }
+    let stop = Stop::install().unwrap();
+    let ranks: Vec<_> = memory::cluster(2).into_iter().map(|rank| Communicator::new(rank)).collect();
+    println!("ready");
+    let mean = |comm: &Communicator| comm.all_reduce(&mut [1.0_f32], ReduceOp::Mean);
+    let error = mean(&stop.tie(ranks[0].clone())).unwrap_err();
+    let told = mean(&ranks[1]).unwrap_err();
+    println!("{} {error}, {told}", stop.cancelled().unwrap());
+    thread::sleep(Duration::from_mins(1));
+}
+
+#[test]
+fn the_second_ends_what_waits_for_other_ranks_and_tells_them() {
+    let (mut child, mut expect) = start("signals::a_rank_that_waits");
+    send(&child, Signal::INT);
+    thread::sleep(Duration::from_millis(400));
+    assert_eq!(child.try_wait().unwrap(), None);
+    send(&child, Signal::INT);
+    expect("SIGINT all_reduce was cancelled, all_reduce: peer 0 cancelled it");
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+}
+
+/// Starts a test above as a process of its own, and gives what waits for a line of its output.
+fn start(test: &str) -> (Child, impl FnMut(&str)) {
+    start_by(Command::new(env::current_exe().unwrap()), &[], test)
+}
+
+/// The same by a shell, whose arguments before the program are `shell`.
+fn start_by(mut program: Command, shell: &[&str], test: &str) -> (Child, impl FnMut(&str)) {
+    if !shell.is_empty() {
+        program.args(shell).arg(env::current_exe().unwrap());
+    }
+    let mut child = program
+        .args(["--exact", test, "--nocapture"])
+        .env(ROLE, "waits")
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mut expect = move |text: &str| assert!(lines.any(|l| l.unwrap().ends_with(text)), "no line `{text}`");
+    expect("ready");
+    (child, expect)
+}
+
+fn send(child: &Child, signal: Signal) {
+    kill_process(Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap(), signal).unwrap();
+}
+
+#[test]
+fn the_first_asks_and_the_second_ends_at_once() {
+    let (mut child, mut expect) = start("signals::a_process_that_waits");
+    send(&child, Signal::INT);
+    expect("saw SIGINT");
+    thread::sleep(Duration::from_millis(400));
+    send(&child, Signal::TERM);
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+}
+
+#[test]
+fn a_hangup_asks_as_sigterm_does() {
+    let (mut child, mut expect) = start("signals::a_process_that_waits");
+    send(&child, Signal::HUP);
+    expect("saw SIGHUP");
+    thread::sleep(Duration::from_millis(400));
+    send(&child, Signal::HUP);
+    assert_eq!(child.wait().unwrap().code(), Some(129));
+}
+
+#[test]
+fn a_hangup_that_was_ignored_at_the_start_stays_ignored() {
+    let ignoring = Command::new("/bin/sh");
+    let (mut child, mut expect) =
+        start_by(ignoring, &["-c", "trap '' HUP; exec \"$0\" \"$@\""], "signals::a_process_that_waits");
+    for _ in 0..2 {
+        send(&child, Signal::HUP);
+        thread::sleep(Duration::from_millis(400));
+    }
+    send(&child, Signal::TERM);
+    // The second hangup would have ended it.
+    expect("saw SIGTERM");
+    thread::sleep(Duration::from_millis(400));
+    send(&child, Signal::INT);
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+}
+
+#[test]
+fn one_that_comes_twice_in_a_moment_is_one() {
+    let (mut child, mut expect) = start("signals::a_process_that_waits");
+    send(&child, Signal::TERM);
+    expect("saw SIGTERM");
+    send(&child, Signal::TERM);
+    thread::sleep(Duration::from_millis(200));
+    assert_eq!(child.try_wait().unwrap(), None);
+    child.kill().unwrap();
+    child.wait().unwrap();
+}

@@ -1,0 +1,25 @@
+//! The tests of this crate from outside: one program, since each program of tests links all crates anew.
+
+mod asynchronous;
+mod average;
+mod chain;
+mod delayed;
+mod density;
+mod des_loc;
+mod device;
+mod forms;
+mod gossip;
+mod halos;
+mod local;
+mod model_average;
+mod momentum_averages;
+mod onebit_lamb;
+mod rounds;
+mod signs;
+mod synchronise;
+mod too_large;
+mod trajectories;
+mod zero_one;
+
+use farflung_optim as optim;
+use farflung_tensor as tensor;

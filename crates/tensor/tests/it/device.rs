@@ -1,0 +1,148 @@
+//! The wgpu backend against the cpu backend: every op, in shapes that fit no tile; what a device says when it is used wrongly.
+//! It runs on whatever adapter comes first, in CI on a software rasteriser.
+#![cfg(feature = "wgpu")]
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use crate::parity::{cases, distance, same};
+use farflung_tensor::{Device, Op, Precision, TensorError};
+
+/// One test at a time: threads that wait for the same device spin, and take its processor away where it is software.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[test]
+fn every_op_gives_what_the_cpu_gives_and_the_same_twice() {
+    let _alone = alone();
+    let (cpu, gpu) = (Device::cpu(1).unwrap(), Device::wgpu(0).unwrap());
+    let mut wrong = Vec::new();
+    for case in cases(1).into_iter().chain(cases(2)) {
+        let expected = case.run(&cpu).unwrap();
+        let found = case.run(&gpu).unwrap();
+        let off = distance(&found, &expected);
+        let bad = if case.exact { !same(&found, &expected) } else { off.is_nan() || off > 1e-5 };
+        if bad {
+            wrong.push(format!("{} {}: off by {off:e}", case.op, case.what));
+        }
+        if !same(&case.run(&gpu).unwrap(), &found) {
+            wrong.push(format!("{} {}: not the same twice", case.op, case.what));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn products_in_16_bits_are_what_the_cpu_gives_in_them_and_near_those_in_32() {
+    let _alone = alone();
+    let (cpu, gpu) = (Device::cpu(1).unwrap(), Device::wgpu(0).unwrap());
+    let mut wrong = Vec::new();
+    for case in cases(3).into_iter().filter(|case| case.op == "matmul") {
+        let exact = case.run(&cpu).unwrap();
+        for (precision, most) in [(Precision::Bf16, 2e-2), (Precision::F16, 2e-3)] {
+            let found = case.run(&gpu.with_precision(precision)).unwrap();
+            let expected = case.run(&cpu.with_precision(precision)).unwrap();
+            let (off, lost) = (distance(&found, &expected), distance(&found, &exact));
+            if off.is_nan() || off > 1e-5 || lost.is_nan() || lost > most || lost == 0.0 {
+                wrong.push(format!("{precision} {}: off by {off:e}, {lost:e} from f32", case.what));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn bytes_go_up_and_come_down_at_any_offset() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    let bytes: Vec<u8> = (0..1000_u32).map(|i| (i * 7 % 251) as u8).collect();
+    for (start, len) in [(0, 1000), (1, 1), (3, 2), (255, 258), (256, 4), (511, 489)] {
+        let mut t = gpu.tensor(&bytes, 1000).unwrap();
+        assert_eq!(t.view().part(start, len).unwrap().to_vec::<u8>().unwrap(), bytes[start..start + len]);
+        t.view_mut().part(start, len).unwrap().write(&vec![255_u8; len]).unwrap();
+        let mut expected = bytes.clone();
+        expected[start..start + len].fill(255);
+        assert_eq!(t.to_vec::<u8>().unwrap(), expected, "{start} {len}");
+    }
+}
+
+#[test]
+fn what_is_on_its_way_is_what_was_there_when_it_was_asked_for() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    let mut t = gpu.tensor(&[1.0_f32; 70], 70).unwrap();
+    let mut coming = Vec::new();
+    for step in 2..10_u8 {
+        coming.push(t.view().part(3, 65).unwrap().start_to_vec::<f32>());
+        gpu.run(Op::Fill { value: f32::from(step), y: t.view_mut() }).unwrap();
+    }
+    // Its buffer serves another, which is written before anybody waited.
+    drop(t);
+    gpu.tensor(&[-1.0_f32; 70], 70).unwrap();
+    for (step, values) in (1..9_u8).zip(coming) {
+        assert_eq!(values.wait().unwrap(), [f32::from(step); 65]);
+    }
+    let t = gpu.tensor(&[5_u8; 9], 9).unwrap();
+    let mut coming = t.start_to_vec::<u8>();
+    let bytes = loop {
+        match Pin::new(&mut coming).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(bytes) => break bytes,
+            Poll::Pending => std::thread::yield_now(),
+        }
+    };
+    assert_eq!(bytes.unwrap(), [5; 9]);
+    assert!(t.start_to_vec::<f32>().wait().is_err());
+}
+
+#[test]
+fn an_id_beyond_its_table_is_named_at_the_fence_and_only_once() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    let (table, positions) = (gpu.zeros([5, 4]).unwrap(), gpu.zeros([3, 4]).unwrap());
+    let tokens = gpu.tensor(&[1_u32, 5, 9], [1, 3]).unwrap();
+    let mut y = gpu.zeros([1, 3, 4]).unwrap();
+    gpu.run(Op::Embed {
+        tokens: tokens.view(),
+        start: 0,
+        tokens_table: table.view(),
+        positions_table: positions.view(),
+        y: y.view_mut(),
+    })
+    .unwrap();
+    assert_eq!(
+        gpu.fence().unwrap_err(),
+        TensorError::IdOutOfRange { op: "embed", id: 5, position: 1, bound: 5 }
+    );
+    gpu.fence().unwrap();
+}
+
+#[test]
+fn devices_that_are_not_there_and_buffers_that_do_not_fit_say_so() {
+    let _alone = alone();
+    let error = Device::wgpu(1000).unwrap_err().to_string();
+    assert!(error.contains("wgpu:1000") && error.contains("adapters"), "{error}");
+    let gpu = Device::wgpu(0).unwrap();
+    let error = gpu.zeros(1 << 44).unwrap_err();
+    assert!(matches!(error, TensorError::OutOfMemory { bytes, .. } if bytes == 4 << 44), "{error}");
+    // Nothing broke.
+    assert_eq!(gpu.zeros(3).unwrap().to_vec::<f32>().unwrap(), [0.0; 3]);
+}
+
+#[test]
+fn a_step_that_repeats_allocates_nothing() {
+    let _alone = alone();
+    let gpu = Device::wgpu(0).unwrap();
+    let mut held = Vec::new();
+    for _ in 0..3 {
+        for case in cases(3) {
+            case.run(&gpu).unwrap();
+        }
+        held.push(gpu.memory().0);
+    }
+    assert_eq!(held[1], held[2]);
+    assert_eq!(gpu.memory().1, held[2]);
+}
