@@ -22,16 +22,16 @@ const WORKERS: f64 = 8.0;
 /// Arms in which all wait for the straggler.
 const WAITING: [&Arm; 2] = [&arms::F32, &arms::DILOCO_10];
 /// Arms in which nobody does.
-const FREE: [&Arm; 8] = [
+const FREE: [&Arm; 6] = [
     &arms::DILOCO_BY_SPEED,
     &arms::ASYNC,
     &arms::ASYNC_INT8,
-    &arms::ASYNC_PLAIN,
-    &arms::PARAMETER_SERVER,
     &arms::BOUNDED_STALE,
     &arms::DECOUPLED,
     &arms::ASYNC_AVERAGE,
 ];
+/// More of them, which `--long` runs: close kin of the others.
+const KIN: [&Arm; 2] = [&arms::ASYNC_PLAIN, &arms::PARAMETER_SERVER];
 
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // Those that wait have a third of the steps, so that all have the same time.
@@ -54,10 +54,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     let mut best = f64::INFINITY;
     let mut said = Vec::new();
     let (mut averaged, mut plain) = (None, None);
-    let all = WAITING.iter().map(|arm| (*arm, &waiting)).chain(FREE.iter().map(|arm| (*arm, &free)));
+    let kin = KIN.iter().filter(|_| options.long);
+    let all = WAITING.iter().map(|arm| (*arm, &waiting));
+    let all = all.chain(FREE.iter().chain(kin).map(|arm| (*arm, &free)));
     for (arm, lab) in all {
         let name = arm.name;
-        let by_speed = FREE.iter().any(|free| free.name == name);
+        let by_speed = FREE.iter().chain(&KIN).any(|free| free.name == name);
         let rate = if by_speed { Mark::AtLeast(LEAST * bound) } else { Mark::None };
         let judged = by_speed && !options.quick && name != arms::PARAMETER_SERVER.name;
         let most = if name == arms::ASYNC_AVERAGE.name { AVERAGED_MOST } else { 0.0 };

@@ -13,7 +13,7 @@ use crate::harness::{Bench, Mark, Options, Report};
 use crate::lab::resolved;
 use crate::machine::now;
 use crate::peers::Peers;
-use crate::workers::{Over, again, job};
+use crate::workers::{Over, again, job, on_all};
 
 pub(crate) const BENCH: Bench = Bench {
     name: "wan-step",
@@ -32,6 +32,12 @@ const DELAY: Nanos = Nanos::from_millis(10);
 const MOST: f64 = 1.1;
 /// Steps before those that count.
 const WARM: u64 = 2;
+/// Seconds of the wall clock after which losses are compared.
+const EQUAL: f64 = 60.0;
+/// The method whose loss is compared.
+const COMPARED: &str = "a step late, int4";
+/// The most that its held-out loss may be of what f32 has after as many steps as PyTorch's fastest hook takes.
+const LOSS_MOST: f64 = 0.9;
 
 /// What is trained; each worker has one thread.
 const MODEL: &str = "--model baby --context 256 --batch 8 --workers 2 --threads 1 --codec none \
@@ -132,8 +138,22 @@ fn steps(job: &Job, count: u64) -> Result<Took> {
     })
 }
 
+/// The held-out loss after the steps that fit into [`EQUAL`] seconds. No clock decides it: workers are threads that share
+/// memory.
+fn loss_then(job: &Job, base: &str, flags: &str, step: f64) -> Result<f64> {
+    let steps = (EQUAL / step) as u64;
+    let config = resolved(&format!("{flags} --seed {} --steps {steps}", job.config.seed), base)?;
+    let losses = on_all(&again(job, config, Over::Memory), |trainer| {
+        for _ in 0..steps {
+            trainer.step(false)?;
+        }
+        Ok(trainer.evaluate()?)
+    })?;
+    losses.first().copied().context("there are two workers")
+}
+
 fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
-    let (base, count) = if options.quick { (QUICK, 4) } else { (MODEL, 12) };
+    let (base, count) = if options.quick { (QUICK, 4) } else { (MODEL, 8) };
     let first = job(config(base, "", report.seed(), count)?, Over::Tcp)?;
     let measure =
         |flags: &str| steps(&again(&first, config(base, flags, first.config.seed, count)?, Over::Tcp), count);
@@ -141,8 +161,12 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
     // Meets after the last step alone, which does not come.
     let compute = measure("--sync diloco --sync-every 900")?.step;
     report.row("computing alone: step", compute * 1e3, "ms", Mark::None)?;
+    let mut compared = None;
     for (name, flags, late) in METHODS {
         let Took { step, sent } = measure(flags)?;
+        if name == COMPARED {
+            compared = Some((flags, step));
+        }
         let wire = sent * 8.0 / RATE.0 as f64;
         report.row(&format!("{name}: step"), step * 1e3, "ms", Mark::None)?;
         report.row(&format!("{name}: sent a step"), sent, "B", Mark::None)?;
@@ -157,7 +181,21 @@ fn run(report: &mut Report<'_>, options: &Options) -> Result<()> {
         let metric = format!("{name}: step over that of PyTorch's fastest hook");
         report.ratio(&metric, step * 1e3, theirs.fastest(), ahead)?;
     }
-    Ok(())
+    let Some(((flags, step), hook)) = compared.zip(theirs.fastest()).filter(|_| !options.quick) else {
+        return Ok(());
+    };
+    // A hook that loses nothing has the loss of f32, and no hook has a lower one.
+    let plain = loss_then(&first, base, "", hook / 1e3)?;
+    let late = loss_then(&first, base, flags, step)?;
+    let then = format!("after {EQUAL} s");
+    report.row(
+        &format!("f32 in the steps of PyTorch's fastest hook: held-out loss {then}"),
+        plain,
+        "nats",
+        Mark::None,
+    )?;
+    report.row(&format!("{COMPARED}: held-out loss {then}"), late, "nats", Mark::None)?;
+    report.row(&format!("{COMPARED}: that loss over f32's"), late / plain, "x", Mark::AtMost(LOSS_MOST))
 }
 
 #[cfg(test)]
