@@ -341,6 +341,13 @@ impl Asked {
         &self.members
     }
 
+    /// Whether members of this machine are reached through shared memory: what members say beside may decide it.
+    #[must_use]
+    pub fn with_shared_memory(mut self, shared_memory: SharedMemory) -> Self {
+        self.config.shared_memory = shared_memory;
+        self
+    }
+
     /// Listens, and connects to all members. A member that does not answer is left out: whoever decides on
     /// members sees whom this process [has reached](Gate::connected).
     ///

@@ -99,7 +99,7 @@ pub(super) const fn pace(config: &TrainConfig) -> Pace {
 
 /// Whether processes of one machine share memory: where nothing else is said, unless a rate is to be kept, which
 /// only sockets do.
-fn shared_memory(config: &TrainConfig) -> SharedMemory {
+pub(super) fn shared_memory(config: &TrainConfig) -> SharedMemory {
     match config.transport {
         TransportKind::Auto if pace(config) == Pace::default() => SharedMemory::WherePossible,
         _ => SharedMemory::Never,

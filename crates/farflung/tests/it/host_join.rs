@@ -9,7 +9,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
-use crate::child::{send, wait_until, wait_until_or};
+use crate::child::{send, shares_with, wait_until, wait_until_or};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
@@ -22,8 +22,12 @@ struct Member {
 }
 
 impl Member {
+    fn id(&self) -> u32 {
+        self.process.as_ref().unwrap().id()
+    }
+
     fn send(&self, signal: Signal) {
-        send(self.process.as_ref().unwrap().id(), signal);
+        send(self.id(), signal);
     }
 
     /// Waits for its end.
@@ -232,6 +236,8 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     trains(&run, &a);
     let b = join(&run, "b", "host/run.ticket", &[]);
     trains(&run, &b);
+    let together = [&host, &a, &b].map(Member::id);
+    wait_until("shared memory", || together.iter().all(|&id| shares_with(id) == 2).then_some(()));
     host.send(Signal::KILL);
     members(&run, &b, 2);
     // The host's folder knows that the run goes on.
@@ -250,6 +256,15 @@ fn the_host_may_go_while_the_others_are_more_than_half() {
     };
     let [of_a, of_b, of_c] = wait_until("a step of all three", common);
     assert!(of_a == of_b && of_b == of_c, "the members' weights differ");
+}
+
+#[test]
+fn sockets_alone_carry_what_members_say_where_the_run_says_so() {
+    let run = Run::new();
+    let host = host(&run, "--steps 1000000 --out host --transport tcp");
+    let a = join(&run, "a", "host/run.ticket", &[]);
+    trains(&run, &a);
+    assert_eq!([&host, &a].map(|member| shares_with(member.id())), [0, 0]);
 }
 
 #[test]

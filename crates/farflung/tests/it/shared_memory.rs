@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::{Child, Stdio};
 
-use crate::child::{send, wait_until};
+use crate::child::{send, shares_with, wait_until};
 use crate::tiny::{Run, farflung};
 use rustix::process::Signal;
 
@@ -22,11 +22,7 @@ fn launch(run: &Run, args: &str, ranks: usize, out: &Path) -> Child {
 fn ranks_that_share(launched: u32, others: usize) -> Option<Vec<u32>> {
     let children = fs::read_to_string(format!("/proc/{launched}/task/{launched}/children")).ok()?;
     let ids: Vec<u32> = children.split_whitespace().map(|id| id.parse().unwrap()).collect();
-    let share = |id: &u32| {
-        let maps = fs::read_to_string(format!("/proc/{id}/maps")).unwrap_or_default();
-        maps.lines().filter(|line| line.contains("memfd:farflung")).count() == others
-    };
-    ids.iter().all(share).then_some(ids)
+    ids.iter().all(|&id| shares_with(id) == others).then_some(ids)
 }
 
 #[test]
@@ -73,4 +69,15 @@ fn a_killed_rank_is_noticed_and_nothing_is_left_behind() {
         .filter(|entry| entry.file_name().to_string_lossy().starts_with("farflung"))
         .collect();
     assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn a_run_that_members_join_does_not_take_shared_memory_alone() {
+    let run = Run::new();
+    let mut host = farflung();
+    host.arg("host").args(run.flags("--steps 1 --transport shared-memory"));
+    let output = host.output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(said.contains("others may come from elsewhere"), "{said}");
 }

@@ -16,12 +16,13 @@ use super::welcome::Welcome;
 use crate::config::choice::{Resume, TransportKind};
 use crate::train::claim::Claim;
 use crate::train::job::{Job, plan_of};
-use crate::train::links::{Seat, pace, seat};
+use crate::train::links::{Seat, pace, seat, shared_memory};
 use crate::train::planned;
 use crate::train::report::Report;
 use crate::train::run::{Watch, run_job};
 use crate::train::sizes;
 use crate::train::trainer::check_pipelines;
+use crate::transports::SHARED_MEMORY;
 use crate::{Error, Existing, Result, RunDir, Stop, TrainArgs, TrainConfig, model_name};
 
 /// Refuses settings with which members cannot come and leave.
@@ -47,8 +48,13 @@ fn check(config: &TrainConfig) -> Result<()> {
 /// Refuses a transport whose members are those that it began with.
 fn check_transport(transport: TransportKind) -> Result<()> {
     let TransportKind::Named(row) = transport else { return Ok(()) };
-    let Some(reason) = row.fixed else { return Ok(()) };
-    let expected = format!("another, since {reason}");
+    let expected = match row.fixed {
+        Some(reason) => format!("another, since {reason}"),
+        None if row.name == SHARED_MEMORY.name => {
+            "auto: members of one machine share memory, and others may come from elsewhere".to_owned()
+        }
+        None => return Ok(()),
+    };
     Err(Error::Setting { field: "transport", value: row.to_string(), expected })
 }
 
@@ -109,6 +115,9 @@ pub fn host(
     if let Some(former) = former.filter(|_| before.is_some()) {
         kept::is_over(folder, former, watch)?;
     }
+    let mut gate = gate.clone();
+    gate.shared_memory = shared_memory(&job.config);
+    let gate = &gate;
     let opened = Arc::new(Gate::found(gate)?);
     opened.transport().keep_pace(pace(&job.config))?;
     let welcome = Welcome::of(&job);
@@ -179,7 +188,7 @@ fn come_in(
         job.out = Some(folder.path().to_owned());
         watch
             .note(&format!("{} of the run's members are told of: connecting to them", asked.members().len()));
-        let opened = Arc::new(asked.join()?);
+        let opened = Arc::new(asked.with_shared_memory(shared_memory(&job.config)).join()?);
         opened.transport().keep_pace(pace(&job.config))?;
         let welcome = Welcome { status: None, ..welcome };
         opened.set_welcome(welcome.to_bytes())?;
