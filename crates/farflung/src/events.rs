@@ -54,6 +54,19 @@ pub enum What {
         /// The failure that was seen here; none where members came or left in peace.
         reason: Option<String>,
     },
+    /// A step failed although all members answered: they do it again under a new view.
+    Repeated {
+        /// The number of the view.
+        epoch: u64,
+        /// How often the step has failed so.
+        times: u32,
+        /// How long they wait for each other now, in milliseconds.
+        deadline_ms: u64,
+        /// From the failure to the next attempt, in milliseconds of the run's clock.
+        took_ms: u64,
+        /// The failure that was seen here.
+        reason: Option<String>,
+    },
     /// Members have other shares of a step: they follow their speed.
     Shares {
         /// Microbatches of each member in a step, by rank.

@@ -15,6 +15,7 @@ mod meet;
 mod pieces;
 mod pipelines;
 mod place;
+mod repeats;
 mod run;
 mod seats;
 mod share;

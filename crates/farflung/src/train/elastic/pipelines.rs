@@ -6,7 +6,7 @@ use farflung_comm::Cancel;
 use farflung_parallel::membership::View;
 
 use super::change::{Changed, Member, start, tied};
-use super::decide::suspect;
+use super::repeats::Repeats;
 use super::spare::Waited;
 use super::team::{Brings, Formed, Team, form, tell_all};
 use crate::train::job::Job;
@@ -56,6 +56,7 @@ impl Member<'_> {
             donors: placed.moved.1,
             caught_up: trainer.progress() != stood,
             lost_sequences: 0,
+            repeated: self.repeats.times(stood.step),
             lost_steps: placed.lost_steps,
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
             took: trainer.comm().now().saturating_sub(begun),
@@ -83,6 +84,8 @@ impl Member<'_> {
         mut view: View,
     ) -> Result<Placed> {
         loop {
+            let step = trainer.as_deref().map_or(0, Trainer::steps_done);
+            let job = &Job { doublings: self.repeats.doublings(), ..job.clone() };
             let formed = self.try_pipelines((job, last), trainer.as_deref_mut(), &view);
             view = match formed {
                 Ok(Some(placed)) => return Ok(placed),
@@ -91,7 +94,9 @@ impl Member<'_> {
                     tracing::info!(
                         "this member is a spare: it has no part of the model until somebody is lost or comes"
                     );
-                    match self.place.wait_as_spare(&team, job)? {
+                    let waited = self.place.wait_as_spare(&team, job)?;
+                    self.repeats = Repeats::default();
+                    match waited {
                         Waited::View(view) => view,
                         Waited::Over => return Err(Error::OverForSpare),
                     }
@@ -105,7 +110,7 @@ impl Member<'_> {
                         }
                         None => None,
                     };
-                    self.place.after_loss(suspect(&error), Vec::new(), start)?
+                    self.next_view(&error, Vec::new(), (step, start))?
                 }
                 Err(error) => return Err(error),
             };
@@ -134,7 +139,7 @@ impl Member<'_> {
             let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
             let brings = Brings { job, last, team: self.team.as_ref(), held };
             let formed = form(view, &all, brings)?;
-            let comm = formed.team.split(job.config.deadline, formed.moved.0)?;
+            let comm = formed.team.split(job.deadline(), formed.moved.0)?;
             Ok((formed, comm))
         })();
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
