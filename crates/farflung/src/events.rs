@@ -49,6 +49,9 @@ pub enum What {
         /// Steps that were done and are lost, since nobody is left who has all of the model after them.
         #[serde(default)]
         lost_steps: u64,
+        /// Whether they went on from their checkpoints, since nobody had all of the model in memory.
+        #[serde(default)]
+        from_checkpoints: bool,
         /// From the beginning of the change to the next step, in milliseconds of the run's clock.
         took_ms: u64,
         /// The failure that was seen here; none where members came or left in peace.

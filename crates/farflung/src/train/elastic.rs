@@ -17,6 +17,7 @@ mod pipelines;
 mod place;
 mod repeats;
 mod run;
+mod saved;
 mod seats;
 mod share;
 mod spare;

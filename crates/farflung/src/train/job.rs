@@ -7,7 +7,7 @@ use farflung_base::{Algorithm, Nanos, Topology};
 use farflung_comm::Cancel;
 use farflung_compress::AverageSpec;
 use farflung_optim::AverageConfig;
-use farflung_parallel::{Cluster, LocalSteps, Plan};
+use farflung_parallel::{Cluster, LocalSteps, Plan, membership};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
 use serde::{Deserialize, Serialize};
@@ -56,6 +56,8 @@ pub struct Job {
     pub pipelines: Option<Arc<TrainConfig>>,
     /// Ends the steps of a plan whose members are about to change.
     pub change: Option<Cancel>,
+    /// The view of the members that form its pipelines.
+    pub view: Option<membership::Place>,
     /// How often ranks wait twice as long for each other as the settings say.
     pub doublings: u32,
     /// The machines and links of `--topology`.
@@ -121,6 +123,7 @@ impl Job {
             elastic: false,
             pipelines: None,
             change: None,
+            view: None,
             doublings: 0,
             cluster,
             rates,

@@ -179,6 +179,7 @@ mod tests {
             went: went.into(),
             lost_sequences: 0,
             lost_steps: 0,
+            from_checkpoints: false,
             took_ms: 2_140,
             reason: reason.map(str::to_owned),
         };

@@ -1,6 +1,7 @@
 //! Going over to another view: after a step at which some member asked for it, and after a loss.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_comm::Communicator;
@@ -53,6 +54,8 @@ pub struct Changed {
     pub repeated: u32,
     /// Steps that were done and are lost: nobody is left who has all of the model after them.
     pub lost_steps: u64,
+    /// Whether they go on from their checkpoints: nobody has all of the model in memory.
+    pub from_checkpoints: bool,
     /// Of members in pipelines: how many pipelines there are now, of how many stages, and members without a part.
     pub pipelines: Option<(u32, u32, usize)>,
     /// From its beginning to its end, by the transport's clock.
@@ -97,6 +100,9 @@ impl fmt::Display for Changed {
                 if spares > 0 { write!(f, ", and {spares} without a part") } else { Ok(()) }
             }
         }?;
+        if self.from_checkpoints {
+            write!(f, "; from the checkpoints of step {step}")?;
+        }
         match self.lost_steps {
             0 => Ok(()),
             n => write!(f, "; {n} steps are lost"),
@@ -130,6 +136,7 @@ impl Changed {
             went: numbers(&self.went),
             lost_sequences: self.lost_sequences,
             lost_steps: self.lost_steps,
+            from_checkpoints: self.from_checkpoints,
             took_ms,
             reason: self.reason.clone(),
         }
@@ -152,6 +159,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) team: Option<Team>,
     /// What it keeps of its part and of another's, to go back to.
     pub(super) copies: Copies,
+    /// Where it keeps its checkpoints.
+    pub(super) folder: Option<PathBuf>,
     /// How often it has tried its last step again.
     pub(super) repeats: Repeats,
 }
@@ -266,6 +275,7 @@ impl Member<'_> {
                         lost_sequences: if reason.is_some() { sequences } else { 0 },
                         repeated: self.repeats.times(stood.step),
                         lost_steps: 0,
+                        from_checkpoints: false,
                         pipelines: None,
                         members: now.len(),
                         step: trainer.steps_done(),

@@ -23,6 +23,7 @@ struct Placed {
     counted: Counted,
     moved: (u64, usize),
     lost_steps: u64,
+    from_checkpoints: bool,
 }
 
 impl Member<'_> {
@@ -58,6 +59,7 @@ impl Member<'_> {
             lost_sequences: 0,
             repeated: self.repeats.times(stood.step),
             lost_steps: placed.lost_steps,
+            from_checkpoints: placed.from_checkpoints,
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
             took: trainer.comm().now().saturating_sub(begun),
         })
@@ -137,20 +139,22 @@ impl Member<'_> {
             }
             let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
             let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
-            let brings = Brings { job, last, team: self.team.as_ref(), held };
+            let folder = self.folder.as_deref();
+            let brings = Brings { job, last, team: self.team.as_ref(), held, folder };
             let formed = form(view, &all, brings)?;
             let comm = formed.team.split(job.deadline(), formed.moved.0)?;
             Ok((formed, comm))
         })();
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
-        let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps } = formed;
+        let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps, from_checkpoints } =
+            formed;
         let works = team.rank().is_some();
         self.team = Some(team);
         self.copies.begin_anew(counted.step);
         if !works {
             return Ok(None);
         }
-        next.change = Some(change);
+        (next.change, next.view) = (Some(change), Some(view.place()));
         let made = (|| {
             let comm = links::seat(&next, comm.clone(), self.simulated)?;
             let get = |name: &str| tensors.get(name).map(Vec::as_slice);
@@ -162,7 +166,7 @@ impl Member<'_> {
             Ok(trainer)
         })();
         let trainer = made.inspect_err(|_: &Error| comm.abort())?;
-        Ok(Some(Placed { job: next, trainer, last, counted, moved, lost_steps }))
+        Ok(Some(Placed { job: next, trainer, last, counted, moved, lost_steps, from_checkpoints }))
     }
 }
 

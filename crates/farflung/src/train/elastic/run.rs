@@ -62,6 +62,7 @@ pub(in crate::train) fn work(
         watchman,
         team,
         copies: Copies::default(),
+        folder: run.as_ref().map(|run| run.path().to_owned()),
         repeats: Repeats::default(),
     };
     let (mut trainer, shared_last) = if founds {
@@ -146,7 +147,7 @@ fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
     let change = Cancel::new();
     place.keeper().ends(view.epoch, change.clone());
     let team = Team::founded(view, comm.clone().with_other_cancel(&change), job);
-    job.change = Some(change);
+    (job.change, job.view) = (Some(change), Some(view.place()));
     Some(team)
 }
 
