@@ -45,7 +45,7 @@ pub enum Error {
     },
     /// Nobody is left who has some of the model: its holders were lost, and nobody has a copy.
     #[error(
-        "{tensor} of the model is lost with its member, and no other member holds it: the run can go on from checkpoints"
+        "{tensor} of the model is lost with its member: no other member holds it, or can read a checkpoint of it"
     )]
     PartLost {
         /// The first tensor that is missing.

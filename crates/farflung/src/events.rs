@@ -49,9 +49,25 @@ pub enum What {
         /// Steps that were done and are lost, since nobody is left who has all of the model after them.
         #[serde(default)]
         lost_steps: u64,
+        /// Whether they went on from their checkpoints, since nobody had all of the model in memory.
+        #[serde(default)]
+        from_checkpoints: bool,
         /// From the beginning of the change to the next step, in milliseconds of the run's clock.
         took_ms: u64,
         /// The failure that was seen here; none where members came or left in peace.
+        reason: Option<String>,
+    },
+    /// A step failed although all members answered: they do it again under a new view.
+    Repeated {
+        /// The number of the view.
+        epoch: u64,
+        /// How often the step has failed so.
+        times: u32,
+        /// How long they wait for each other now, in milliseconds.
+        deadline_ms: u64,
+        /// From the failure to the next attempt, in milliseconds of the run's clock.
+        took_ms: u64,
+        /// The failure that was seen here.
         reason: Option<String>,
     },
     /// Members have other shares of a step: they follow their speed.

@@ -157,7 +157,7 @@ pub fn latest(run: &Path) -> Result<Option<Checkpoint>> {
 }
 
 /// The steps of all whole checkpoints in a run's folder, oldest first.
-fn list(run: &Path) -> Result<Vec<u64>> {
+pub(crate) fn list(run: &Path) -> Result<Vec<u64>> {
     let mut steps: Vec<u64> =
         names(run)?.iter().filter_map(|n| n.strip_prefix("step-")?.parse().ok()).collect();
     steps.sort_unstable();

@@ -10,6 +10,7 @@
 mod choose;
 mod compare;
 mod lost;
+mod pieces;
 mod samples;
 mod source;
 
@@ -18,6 +19,7 @@ use std::path::{Path, PathBuf};
 
 use farflung_base::Rank;
 use farflung_comm::Communicator;
+use farflung_parallel::membership::Place;
 use farflung_zoo::weights::{Dtype, TensorData, TensorView, config_text, write_tensors_to};
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +30,7 @@ use super::together::together;
 use super::trainer::Trainer;
 use crate::config::shared::Fact;
 use crate::{Error, Packing, Result, RunDir, run_dir};
+pub(super) use pieces::{Saved, saved};
 pub(super) use source::{Residuals, Source};
 
 /// What a run has used up to a step, summed over its resumes.
@@ -65,6 +68,9 @@ struct Record {
     /// Where the numbers of its steps and microbatches begin, in a run whose members come and leave.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     base: Option<Base>,
+    /// The view in which it was saved, in a run whose members form pipelines.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    view: Option<Place>,
     /// Ranks that did not answer when it was saved: they may be behind, and take their state from the others.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     absent: Vec<u32>,
@@ -78,6 +84,10 @@ pub(super) fn folder(out: &Path, rank: Rank) -> PathBuf {
 const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const SAMPLES: &str = "samples.safetensors";
+/// What the names of an optimizer's states begin with.
+pub(super) const CHAIN: &str = "chain.";
+/// The name of the loss scale among a rank's states.
+pub(super) const LOSS_SCALE: &str = "loss_scale";
 const TRAINER: &str = "trainer.json";
 const SETTINGS: &str = "settings.toml";
 const PLAN: &str = "plan.toml";
@@ -169,6 +179,7 @@ fn save_common(
         rounds,
         totals,
         base: job.elastic.then(|| Base { step, microbatches: job.microbatches_after(step) }),
+        view: job.view,
         absent: absent.iter().map(|rank| rank.0).collect(),
     };
     let text = serde_json::to_vec_pretty(&record).expect("numbers and names have no way to fail");

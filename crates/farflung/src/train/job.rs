@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use farflung_base::{Algorithm, Topology};
+use farflung_base::{Algorithm, Nanos, Topology};
 use farflung_comm::Cancel;
 use farflung_compress::AverageSpec;
 use farflung_optim::AverageConfig;
-use farflung_parallel::{Cluster, LocalSteps, Plan};
+use farflung_parallel::{Cluster, LocalSteps, Plan, membership};
 use farflung_tensor::{Device, DeviceName, TensorError};
 use farflung_zoo::config::PRESETS;
 use serde::{Deserialize, Serialize};
@@ -56,6 +56,10 @@ pub struct Job {
     pub pipelines: Option<Arc<TrainConfig>>,
     /// Ends the steps of a plan whose members are about to change.
     pub change: Option<Cancel>,
+    /// The view of the members that form its pipelines.
+    pub view: Option<membership::Place>,
+    /// How often ranks wait twice as long for each other as the settings say.
+    pub doublings: u32,
     /// The machines and links of `--topology`.
     pub cluster: Option<Cluster>,
     /// Operations a second of each rank's machine, on the virtual clock.
@@ -119,6 +123,8 @@ impl Job {
             elastic: false,
             pipelines: None,
             change: None,
+            view: None,
+            doublings: 0,
             cluster,
             rates,
             tokenizer,
@@ -163,6 +169,12 @@ impl Job {
         let world = plan.ranks() as usize;
         let shards = shards_of(&config, &plan, &self.training, self.model.context)?;
         Ok(Self { config, plan, since_members_changed: None, rates, shards, world, ..self.clone() })
+    }
+
+    /// How long ranks wait for each other.
+    #[must_use]
+    pub fn deadline(&self) -> Nanos {
+        Nanos(self.config.deadline.0.saturating_mul(1 << self.doublings.min(32)))
     }
 
     /// The job under another plan from a step on that this one has reached.

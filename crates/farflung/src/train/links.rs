@@ -184,7 +184,7 @@ fn prepared(job: &Job, mut comm: Communicator, declared: Option<&Topology>) -> R
     if let Some(topology) = declared {
         comm = comm.with_topology(topology.clone())?;
     }
-    Ok(comm.with_algorithm(job.plain_algorithm()).with_deadline(job.config.deadline))
+    Ok(comm.with_algorithm(job.plain_algorithm()).with_deadline(job.deadline()))
 }
 
 /// The same for members that were decided on while the run was under way.

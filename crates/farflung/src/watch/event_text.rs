@@ -96,6 +96,10 @@ impl EventLine {
                 1 => "gradients overflowed: computed again".to_owned(),
                 times => format!("gradients overflowed: computed again {times} times"),
             },
+            "repeated" => {
+                let deadline = self.count("deadline_ms").unwrap_or(0) as f64 / 1e3;
+                format!("all members answer: the step is done again, with a deadline of {deadline} s")
+            }
             "shares" => self.shares_text(),
             "lost" => format!("lost: {}", self.text_of("peer").unwrap_or("a peer")),
             "named" => format!("wrong values: {reason}"),
@@ -175,6 +179,7 @@ mod tests {
             went: went.into(),
             lost_sequences: 0,
             lost_steps: 0,
+            from_checkpoints: false,
             took_ms: 2_140,
             reason: reason.map(str::to_owned),
         };

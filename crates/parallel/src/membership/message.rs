@@ -90,6 +90,11 @@ pub enum Message {
         /// The newcomer.
         member: Member,
     },
+    /// A step has failed although the sender hears all members: it asks for a view of the same.
+    Repeat {
+        /// The sender's view.
+        at: Place,
+    },
 }
 
 impl Message {
@@ -112,7 +117,8 @@ impl Message {
             | Self::Accepted { at, .. }
             | Self::Suspects { at, .. }
             | Self::Leaving { at }
-            | Self::Newcomer { at, .. } => Some(*at),
+            | Self::Newcomer { at, .. }
+            | Self::Repeat { at } => Some(*at),
             Self::Decided { .. } | Self::Stale { .. } => None,
         }
     }

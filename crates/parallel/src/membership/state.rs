@@ -52,6 +52,8 @@ pub struct State {
     pub(super) silent: BTreeSet<MemberId>,
     pub(super) leaving: BTreeSet<MemberId>,
     pub(super) ready: BTreeMap<MemberId, Member>,
+    /// Members that ask for a view of the same members.
+    pub(super) repeats: BTreeSet<MemberId>,
     pub(super) suspicions: BTreeMap<MemberId, Suspicion>,
     /// Members that have not said that they have the view.
     pub(super) untold: Round,
@@ -151,6 +153,7 @@ impl State {
             silent: BTreeSet::new(),
             leaving: BTreeSet::new(),
             ready: BTreeMap::new(),
+            repeats: BTreeSet::new(),
             suspicions: BTreeMap::new(),
             untold: Round::default(),
             former: Round::default(),
@@ -230,6 +233,11 @@ impl State {
     /// Members that are not given up, this one included.
     pub(super) fn heard(&self) -> BTreeSet<MemberId> {
         self.view().map(|view| &view.ids() - &self.silent).unwrap_or_default()
+    }
+
+    /// Whether all members ask for a view of the same members.
+    pub(super) fn all_ask_to_repeat(&self) -> bool {
+        self.view().is_some_and(|view| view.ids().is_subset(&self.repeats))
     }
 
     /// Whether these may decide.

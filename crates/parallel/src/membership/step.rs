@@ -56,6 +56,12 @@ impl Step<'_> {
                 }
             }
             Event::Ready(member) => self.ready(member),
+            Event::Repeat => {
+                if self.view().is_some() {
+                    self.state.repeats.insert(self.state.me.id);
+                    self.announce_now();
+                }
+            }
             Event::Admit => {
                 self.pass_on_newcomers();
                 return true;
@@ -137,6 +143,9 @@ impl Step<'_> {
                 self.state.leaving.insert(from);
             }
             Message::Newcomer { member, .. } => self.ready(member),
+            Message::Repeat { .. } => {
+                self.state.repeats.insert(from);
+            }
             Message::Decided { .. } | Message::Stale { .. } => {}
         }
     }

@@ -4,6 +4,7 @@ mod agreement;
 mod changes;
 mod churn;
 mod deciding;
+mod repeating;
 mod wire;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

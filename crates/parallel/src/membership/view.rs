@@ -96,9 +96,6 @@ pub enum ViewFault {
         /// The parent that the view names.
         found: Digest,
     },
-    /// The same members as before.
-    #[error("a view that changes nothing")]
-    Unchanged,
     /// Members leave and others come.
     #[error("a view that removes {0} and admits newcomers")]
     RemovesAndAdmits(MemberId),
@@ -234,6 +231,12 @@ impl View {
         (members.len() > self.members.len()).then(|| self.next(members, start)).flatten()
     }
 
+    /// The next view with the same members, for a step that is done again. `None` where it has no members.
+    #[must_use]
+    pub fn again(&self, start: Start) -> Option<Self> {
+        self.next(self.members.clone(), start)
+    }
+
     /// The next epoch's view of these members, which are sorted.
     fn next(&self, members: Vec<Member>, start: Start) -> Option<Self> {
         let tie_breaker = self.next_tie_breaker(&members)?;
@@ -282,7 +285,8 @@ impl View {
         if ids.contains(&self.tie_breaker) { Ok(()) } else { Err(ViewFault::TieBreaker(self.tie_breaker)) }
     }
 
-    /// Whether it may follow `old`: the next epoch, either without some of its members or with newcomers.
+    /// Whether it may follow `old`: the next epoch, without some of its members, with newcomers, or with the same
+    /// members.
     ///
     /// Errors: the rule that is broken.
     pub fn follows(&self, old: &Self) -> Result<(), ViewFault> {
@@ -298,7 +302,6 @@ impl View {
         let newcomers: Vec<&Member> = newcomers.collect();
         let removed = old.members.iter().find(|member| !self.members.contains(member));
         match (removed, newcomers.len()) {
-            (None, 0) => return Err(ViewFault::Unchanged),
             (Some(removed), 1..) => return Err(ViewFault::RemovesAndAdmits(removed.id)),
             (None, newcomers) if newcomers > old.members.len() => {
                 return Err(ViewFault::TooManyNewcomers { newcomers, members: old.members.len() });

@@ -1,13 +1,13 @@
 //! What a checkpoint holds, read back: one rank's own, or those of all ranks of a run that was cut in another way.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use farflung_tensor::ParamLayout;
 use farflung_zoo::{GptConfig, Stage};
 use safetensors::SafeTensors;
 
-use super::{MODEL, OPTIMIZER, Record, SAMPLES, SETTINGS, TRAINER};
+use super::{CHAIN, LOSS_SCALE, MODEL, OPTIMIZER, Record, SAMPLES, SETTINGS, TRAINER};
 use crate::{Checkpoint, Error, Result, finite};
 
 /// The files of one checkpoint, in memory.
@@ -194,6 +194,27 @@ impl Source {
     /// A state by its whole name.
     pub(in super::super) fn state(&self, name: &str) -> Option<&[f32]> {
         self.states.get(name).map(Vec::as_slice)
+    }
+
+    /// The loss scale.
+    pub(super) fn loss_scale(&self) -> &[f32] {
+        self.state(LOSS_SCALE).unwrap_or_default()
+    }
+
+    /// Tensors of which it has the values and all of the optimizer's states, and how many states these are. They follow the
+    /// values in the order of their names.
+    pub(super) fn tensors(&self) -> (usize, BTreeMap<String, Vec<f32>>) {
+        let kind = |name: &String| Some(name.strip_prefix(CHAIN)?.split_once('/')?.0.to_owned());
+        let kinds: BTreeSet<String> = self.states.keys().filter_map(kind).collect();
+        let whole = |(name, (_, values)): (&String, &(Vec<usize>, Vec<f32>))| {
+            let mut all = values.clone();
+            for kind in &kinds {
+                let state = self.state(&format!("{CHAIN}{kind}/{name}"))?;
+                all.extend(Some(state).filter(|state| state.len() == values.len())?);
+            }
+            Some((name.clone(), all))
+        };
+        (kinds.len(), self.weights.iter().filter_map(whole).collect())
     }
 
     /// A state of an optimizer as a flat buffer of a layout, put together tensor by tensor: ranks with stages write each

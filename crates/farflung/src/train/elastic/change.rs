@@ -1,6 +1,7 @@
 //! Going over to another view: after a step at which some member asked for it, and after a loss.
 
 use std::fmt;
+use std::path::PathBuf;
 
 use farflung_base::{Bytes, Nanos, PeerId};
 use farflung_comm::Communicator;
@@ -10,15 +11,16 @@ use farflung_parallel::plan::Digest;
 
 use super::balance::Balance;
 use super::copies::Copies;
-use super::decide::suspect;
+use super::decide::{Loss, suspect};
 use super::measure::measured;
 use super::place::Place;
+use super::repeats::Repeats;
 use super::share::Shared;
 use super::status::Teller;
 use super::team::Team;
 use super::view::{Brings, stand};
 use super::watchman::Watchman;
-use crate::events::causes;
+use crate::events::{What, causes};
 use crate::train::job::Job;
 use crate::train::links;
 use crate::train::steps::Last;
@@ -48,8 +50,12 @@ pub struct Changed {
     pub caught_up: bool,
     /// Sequences of those that were lost, in local steps that no average has.
     pub lost_sequences: u64,
+    /// How often the step in flight has failed although all members answered.
+    pub repeated: u32,
     /// Steps that were done and are lost: nobody is left who has all of the model after them.
     pub lost_steps: u64,
+    /// Whether they go on from their checkpoints: nobody has all of the model in memory.
+    pub from_checkpoints: bool,
     /// Of members in pipelines: how many pipelines there are now, of how many stages, and members without a part.
     pub pipelines: Option<(u32, u32, usize)>,
     /// From its beginning to its end, by the transport's clock.
@@ -64,6 +70,12 @@ impl fmt::Display for Changed {
             names.join(", ")
         };
         let mut parts = Vec::new();
+        if self.is_repeat() {
+            parts.push(format!(
+                "all members answer, and the step is done again (attempt {})",
+                self.repeated + 1
+            ));
+        }
         if !went.is_empty() {
             parts.push(format!("{} {}", names(went), if reason.is_some() { "lost" } else { "left" }));
         }
@@ -88,6 +100,9 @@ impl fmt::Display for Changed {
                 if spares > 0 { write!(f, ", and {spares} without a part") } else { Ok(()) }
             }
         }?;
+        if self.from_checkpoints {
+            write!(f, "; from the checkpoints of step {step}")?;
+        }
         match self.lost_steps {
             0 => Ok(()),
             n => write!(f, "; {n} steps are lost"),
@@ -95,6 +110,35 @@ impl fmt::Display for Changed {
         match self.lost_sequences {
             0 => Ok(()),
             n => write!(f, "; {n} sequences are lost"),
+        }
+    }
+}
+
+impl Changed {
+    /// Whether the members are the same as before, and only try again.
+    fn is_repeat(&self) -> bool {
+        self.repeated > 0 && self.came.is_empty() && self.went.is_empty()
+    }
+
+    /// What `events.jsonl` says of it, where ranks now wait for each other as long as `deadline`.
+    pub(super) fn event(&self, deadline: Nanos) -> What {
+        let millis = |time: Nanos| time.0 / 1_000_000;
+        let took_ms = millis(self.took);
+        if self.is_repeat() {
+            let (epoch, times, reason) = (self.epoch, self.repeated, self.reason.clone());
+            return What::Repeated { epoch, times, deadline_ms: millis(deadline), took_ms, reason };
+        }
+        let numbers = |peers: &[PeerId]| peers.iter().map(|peer| peer.0).collect();
+        What::Members {
+            epoch: self.epoch,
+            members: self.members,
+            came: numbers(&self.came),
+            went: numbers(&self.went),
+            lost_sequences: self.lost_sequences,
+            lost_steps: self.lost_steps,
+            from_checkpoints: self.from_checkpoints,
+            took_ms,
+            reason: self.reason.clone(),
         }
     }
 }
@@ -115,6 +159,10 @@ pub(in crate::train) struct Member<'a> {
     pub(super) team: Option<Team>,
     /// What it keeps of its part and of another's, to go back to.
     pub(super) copies: Copies,
+    /// Where it keeps its checkpoints.
+    pub(super) folder: Option<PathBuf>,
+    /// How often it has tried its last step again.
+    pub(super) repeats: Repeats,
 }
 
 impl Member<'_> {
@@ -137,7 +185,10 @@ impl Member<'_> {
         let working = self.working();
         match self.place.between_steps((trainer.comm(), &working), leaves, start) {
             Ok(None) => Ok(None),
-            Ok(Some(view)) => self.go_over((job, last), trainer, view, (begun, None)).map(Some),
+            Ok(Some(view)) => {
+                self.repeats = Repeats::default();
+                self.go_over((job, last), trainer, view, (begun, None)).map(Some)
+            }
             Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, &error).map(Some),
             Err(error) => Err(error),
         }
@@ -160,8 +211,24 @@ impl Member<'_> {
         trainer.drop_step();
         let start = start(self.place, job, trainer)?;
         let silent = self.watchman.as_ref().map_or_else(Vec::new, Watchman::given_up);
-        let view = self.place.after_loss(suspect(error), silent, start)?;
+        let view = self.next_view(error, silent, (trainer.steps_done(), start))?;
         self.go_over((job, last), trainer, view, (begun, reason))
+    }
+
+    /// What the members decide on after the step behind so many has failed on this rank.
+    ///
+    /// Errors: as [`Member::after_loss`].
+    pub(super) fn next_view(
+        &mut self,
+        error: &Error,
+        silent: Vec<MemberId>,
+        (step, start): (u64, Option<Start>),
+    ) -> Result<View> {
+        let before = self.place.view().cloned();
+        let loss = Loss { suspect: suspect(error), silent, again: self.repeats.may(step) };
+        let view = self.place.after_loss(loss, start)?;
+        self.repeats.follows(step, before.as_ref(), &view);
+        Ok(view)
     }
 
     /// Those that take steps, by their ranks.
@@ -188,6 +255,7 @@ impl Member<'_> {
         let mut view = view;
         loop {
             let epoch = view.epoch;
+            job.doublings = self.repeats.doublings();
             match self.try_view((&mut *job, &mut *last), trainer, &view, &before) {
                 Ok(shared) => {
                     let now = slots(self.place.view());
@@ -205,7 +273,9 @@ impl Member<'_> {
                         went,
                         caught_up: trainer.progress() != stood,
                         lost_sequences: if reason.is_some() { sequences } else { 0 },
+                        repeated: self.repeats.times(stood.step),
                         lost_steps: 0,
+                        from_checkpoints: false,
                         pipelines: None,
                         members: now.len(),
                         step: trainer.steps_done(),
@@ -218,7 +288,7 @@ impl Member<'_> {
                 Err(error) if Self::survives(&error) => {
                     trainer.drop_step();
                     let start = start(self.place, job, trainer)?;
-                    view = self.place.after_loss(suspect(&error), Vec::new(), start)?;
+                    view = self.next_view(&error, Vec::new(), (trainer.steps_done(), start))?;
                 }
                 Err(error) => return Err(error),
             }
@@ -302,7 +372,8 @@ impl Member<'_> {
                 }
                 Err(error) if Self::survives(&error) => {
                     comm.abort();
-                    view = self.place.after_loss(suspect(&error), Vec::new(), None)?;
+                    view = self.next_view(&error, Vec::new(), (0, None))?;
+                    job.doublings = self.repeats.doublings();
                 }
                 Err(error) => return Err(error),
             }
@@ -348,5 +419,5 @@ fn slots(view: Option<&View>) -> Vec<u32> {
 }
 
 pub(super) fn tied(job: &Job, comm: Communicator) -> Communicator {
-    job.stop.tie(comm.with_deadline(job.config.deadline))
+    job.stop.tie(comm.with_deadline(job.deadline()))
 }

@@ -37,6 +37,16 @@ pub(super) fn suspect(error: &Error) -> Option<PeerId> {
     }
 }
 
+/// What a failure says of the other members.
+pub(super) struct Loss {
+    /// Whom this rank has waited for in vain.
+    pub(super) suspect: Option<PeerId>,
+    /// Those that it has found silent.
+    pub(super) silent: Vec<MemberId>,
+    /// Whether the same members may try again where all of them answer.
+    pub(super) again: bool,
+}
+
 /// Asking the others whether they are there.
 struct RollCall {
     at: Nanos,
@@ -65,12 +75,12 @@ impl Place {
     fn decide(
         &mut self,
         events: Vec<Event>,
-        suspect: Option<PeerId>,
+        (suspect, again): (Option<PeerId>, bool),
         patience: Nanos,
     ) -> Result<Option<View>> {
         self.renew();
         self.keeper().awaited = true;
-        let decided = self.wait_for_outcome(events, suspect, patience);
+        let decided = self.wait_for_outcome(events, (suspect, again), patience);
         self.keeper().awaited = false;
         decided
     }
@@ -78,7 +88,7 @@ impl Place {
     fn wait_for_outcome(
         &mut self,
         events: Vec<Event>,
-        mut suspect: Option<PeerId>,
+        (mut suspect, mut again): (Option<PeerId>, bool),
         patience: Nanos,
     ) -> Result<Option<View>> {
         let mut told: Vec<MemberId> = Vec::new();
@@ -89,6 +99,8 @@ impl Place {
             self.tell(happened)?;
         }
         let until = self.transport().now().saturating_add(patience);
+        // Whoever kept this rank waiting is named then.
+        let mut names = Nanos::ZERO;
         let mut calling = RollCall { at: self.transport().now(), asked: self.others() };
         let mut _asking = self.ping(&calling.asked);
         loop {
@@ -112,10 +124,17 @@ impl Place {
                 if is_over {
                     silent.extend(&unheard);
                 }
-                // All answer, and yet one of them kept this rank waiting for as long as may be.
-                let named = suspect.take().and_then(|peer| self.name(peer));
-                let nobody = silent.is_empty() && told.is_empty();
-                silent.extend(named.filter(|_| nobody));
+                let nobody = !silent.iter().chain(&told).any(|id| self.is_named(id));
+                if nobody && again {
+                    // All answer: they try again, once all have come to ask for it.
+                    again = false;
+                    names = now.saturating_add(self.deadline.saturating_add(self.deadline));
+                    self.tell(Event::Repeat)?;
+                } else if now >= names {
+                    // All answer, and yet one of them kept this rank waiting for as long as may be.
+                    let named = suspect.take().and_then(|peer| self.name(peer));
+                    silent.extend(named.filter(|_| nobody));
+                }
             }
             if is_over {
                 calling = RollCall { at: now, asked: self.others() };
@@ -136,22 +155,18 @@ impl Place {
         }
     }
 
-    /// The next view after a failure, by which this rank suspects one member or has found some silent.
+    /// The next view after a failure. Where all members answer it has the same ones, if these may try again.
     ///
     /// Errors: as [`Place::decide`].
-    pub(in crate::train) fn after_loss(
-        &mut self,
-        suspect: Option<PeerId>,
-        silent: Vec<MemberId>,
-        start: Option<Start>,
-    ) -> Result<View> {
+    pub(super) fn after_loss(&mut self, loss: Loss, start: Option<Start>) -> Result<View> {
+        let Loss { suspect, silent, again } = loss;
         let mut events: Vec<Event> = start.map(Event::Starts).into_iter().collect();
         let lost = self.lost();
         events.extend(silent.into_iter().filter(|id| !lost.contains(id)).map(Event::Silent));
         events.extend(lost.into_iter().map(Event::Silent));
         // Two members that are cut from each other only are told apart after as long again.
         let patience = Nanos(self.deadline.0.saturating_mul(4));
-        self.decide(events, suspect, patience)?.ok_or_else(|| Error::NoMajority {
+        self.decide(events, (suspect, again), patience)?.ok_or_else(|| Error::NoMajority {
             reason: format!("the members did not agree on who goes on within {patience}"),
             left: None,
         })
@@ -194,7 +209,7 @@ impl Place {
         let first = comm.rank().0 == 0;
         let _telling = if first { self.tell_agreed(working, &events) } else { Vec::new() };
         let events = start(self)?.map(Event::Starts).into_iter().chain(events).collect();
-        let view = self.decide(events, None, self.deadline)?;
+        let view = self.decide(events, (None, false), self.deadline)?;
         if view.is_some() {
             self.pause = Nanos::ZERO;
         }

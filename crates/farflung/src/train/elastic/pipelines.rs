@@ -6,7 +6,7 @@ use farflung_comm::Cancel;
 use farflung_parallel::membership::View;
 
 use super::change::{Changed, Member, start, tied};
-use super::decide::suspect;
+use super::repeats::Repeats;
 use super::spare::Waited;
 use super::team::{Brings, Formed, Team, form, tell_all};
 use crate::train::job::Job;
@@ -23,6 +23,7 @@ struct Placed {
     counted: Counted,
     moved: (u64, usize),
     lost_steps: u64,
+    from_checkpoints: bool,
 }
 
 impl Member<'_> {
@@ -56,7 +57,9 @@ impl Member<'_> {
             donors: placed.moved.1,
             caught_up: trainer.progress() != stood,
             lost_sequences: 0,
+            repeated: self.repeats.times(stood.step),
             lost_steps: placed.lost_steps,
+            from_checkpoints: placed.from_checkpoints,
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
             took: trainer.comm().now().saturating_sub(begun),
         })
@@ -83,6 +86,8 @@ impl Member<'_> {
         mut view: View,
     ) -> Result<Placed> {
         loop {
+            let step = trainer.as_deref().map_or(0, Trainer::steps_done);
+            let job = &Job { doublings: self.repeats.doublings(), ..job.clone() };
             let formed = self.try_pipelines((job, last), trainer.as_deref_mut(), &view);
             view = match formed {
                 Ok(Some(placed)) => return Ok(placed),
@@ -91,7 +96,9 @@ impl Member<'_> {
                     tracing::info!(
                         "this member is a spare: it has no part of the model until somebody is lost or comes"
                     );
-                    match self.place.wait_as_spare(&team, job)? {
+                    let waited = self.place.wait_as_spare(&team, job)?;
+                    self.repeats = Repeats::default();
+                    match waited {
                         Waited::View(view) => view,
                         Waited::Over => return Err(Error::OverForSpare),
                     }
@@ -105,7 +112,7 @@ impl Member<'_> {
                         }
                         None => None,
                     };
-                    self.place.after_loss(suspect(&error), Vec::new(), start)?
+                    self.next_view(&error, Vec::new(), (step, start))?
                 }
                 Err(error) => return Err(error),
             };
@@ -132,20 +139,22 @@ impl Member<'_> {
             }
             let live = trainer.as_deref().map(|trainer| trainer.pieces(job)).transpose()?;
             let held: Vec<Pieces> = live.into_iter().chain(self.copies.kept().cloned()).collect();
-            let brings = Brings { job, last, team: self.team.as_ref(), held };
+            let folder = self.folder.as_deref();
+            let brings = Brings { job, last, team: self.team.as_ref(), held, folder };
             let formed = form(view, &all, brings)?;
-            let comm = formed.team.split(job.config.deadline, formed.moved.0)?;
+            let comm = formed.team.split(job.deadline(), formed.moved.0)?;
             Ok((formed, comm))
         })();
         let (formed, comm) = done.inspect_err(|_: &Error| all.abort())?;
-        let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps } = formed;
+        let Formed { team, job: mut next, last, counted, tensors, moved, lost_steps, from_checkpoints } =
+            formed;
         let works = team.rank().is_some();
         self.team = Some(team);
         self.copies.begin_anew(counted.step);
         if !works {
             return Ok(None);
         }
-        next.change = Some(change);
+        (next.change, next.view) = (Some(change), Some(view.place()));
         let made = (|| {
             let comm = links::seat(&next, comm.clone(), self.simulated)?;
             let get = |name: &str| tensors.get(name).map(Vec::as_slice);
@@ -157,7 +166,7 @@ impl Member<'_> {
             Ok(trainer)
         })();
         let trainer = made.inspect_err(|_: &Error| comm.abort())?;
-        Ok(Some(Placed { job: next, trainer, last, counted, moved, lost_steps }))
+        Ok(Some(Placed { job: next, trainer, last, counted, moved, lost_steps, from_checkpoints }))
     }
 }
 

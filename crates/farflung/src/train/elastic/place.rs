@@ -146,6 +146,11 @@ impl Place {
         Ok(now >= self.pause && (!self.newcomers().is_empty() || !self.lost_members().is_empty()))
     }
 
+    /// Whether the view in force has a member of this name.
+    pub(super) fn is_named(&self, id: &MemberId) -> bool {
+        self.view().is_some_and(|view| view.has(id))
+    }
+
     /// Members of the view whose connections are gone.
     pub(super) fn lost_members(&mut self) -> Vec<MemberId> {
         let lost = self.lost();

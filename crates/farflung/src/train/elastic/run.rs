@@ -11,6 +11,7 @@ use super::change::{Changed, Member};
 use super::copies::Copies;
 use super::kept;
 use super::place::Place;
+use super::repeats::Repeats;
 use super::status::Teller;
 use super::team::Team;
 use super::watchman::Watchman;
@@ -61,6 +62,8 @@ pub(in crate::train) fn work(
         watchman,
         team,
         copies: Copies::default(),
+        folder: run.as_ref().map(|run| run.path().to_owned()),
+        repeats: Repeats::default(),
     };
     let (mut trainer, shared_last) = if founds {
         let comm = match &member.team {
@@ -144,7 +147,7 @@ fn founded(job: &mut Job, place: &Place, comm: &Communicator) -> Option<Team> {
     let change = Cancel::new();
     place.keeper().ends(view.epoch, change.clone());
     let team = Team::founded(view, comm.clone().with_other_cancel(&change), job);
-    job.change = Some(change);
+    (job.change, job.view) = (Some(change), Some(view.place()));
     Some(team)
 }
 
@@ -296,7 +299,9 @@ fn note(
     events: &mut EventLog,
     changed: &Changed,
 ) -> Result<()> {
-    if steps.record.rows.last().is_some_and(|row| row.step < changed.step) || changed.caught_up {
+    let behind = || steps.record.rows.last().is_some_and(|row| row.step < changed.step);
+    // A step that waits for its average has its row behind that.
+    if changed.caught_up || !trainer.is_unmet() && behind() {
         // Of steps that this rank took from others it knows no losses.
         steps.record.rows.truncate(steps.record.told);
     }
@@ -310,18 +315,7 @@ fn note(
     }
     let text = changed.to_string();
     member.teller.changed(text.clone(), changed.took);
-    let numbers = |peers: &[farflung_base::PeerId]| peers.iter().map(|peer| peer.0).collect();
-    let what = What::Members {
-        epoch: changed.epoch,
-        members: changed.members,
-        came: numbers(&changed.came),
-        went: numbers(&changed.went),
-        lost_sequences: changed.lost_sequences,
-        lost_steps: changed.lost_steps,
-        took_ms: changed.took.0 / 1_000_000,
-        reason: changed.reason.clone(),
-    };
-    tell_new_plan(trainer, steps, events, (&text, what))?;
+    tell_new_plan(trainer, steps, events, (&text, changed.event(steps.job.deadline())))?;
     steps.run.map_or(Ok(()), |run| {
         let addresses = member.place.arrivals.addresses().into_iter();
         let me = member.place.transport().me();

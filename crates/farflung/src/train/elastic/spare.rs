@@ -3,7 +3,7 @@
 use farflung_base::Nanos;
 use farflung_parallel::membership::{Event, Start, View};
 
-use super::decide::{LOOK, stopped};
+use super::decide::{LOOK, Loss, stopped};
 use super::keeper::Outcome;
 use super::place::Place;
 use super::team::Team;
@@ -74,7 +74,9 @@ impl Place {
                     Ok(_) => Ok(Waited::Over),
                     Err(error) => {
                         tracing::debug!(%error, "who leads does not say any more when the run is over");
-                        self.after_loss(None, Vec::new(), None).map(Waited::View)
+                        // It may be as well that the others' step has failed: they say whether they try again.
+                        let loss = Loss { suspect: None, silent: Vec::new(), again: true };
+                        self.after_loss(loss, None).map(Waited::View)
                     }
                 };
             }

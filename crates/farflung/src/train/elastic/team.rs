@@ -5,6 +5,7 @@
 //! spare: a member without a part.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_comm::Communicator;
@@ -15,6 +16,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::pieces::{exchange, hashes};
+use super::saved::{self, Whole};
 use crate::train::job::{Base, Job};
 use crate::train::planned;
 use crate::train::steps::Last;
@@ -100,10 +102,21 @@ struct Standing {
     held: Vec<Held>,
 }
 
-#[derive(Debug, Serialize, Deserialize)]
-struct Held {
-    counted: Counted,
+/// Values that a member has.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Held {
+    pub(super) counted: Counted,
     names: BTreeSet<String>,
+}
+
+impl Held {
+    pub(super) fn of(pieces: &Pieces) -> Self {
+        Self { counted: pieces.counted.clone(), names: pieces.names() }
+    }
+
+    pub(super) fn holding(&self, member: usize) -> Holding {
+        Holding { member, step: self.counted.step, names: self.names.clone() }
+    }
 }
 
 /// What a member brings into a view.
@@ -114,6 +127,8 @@ pub(super) struct Brings<'a> {
     pub(super) team: Option<&'a Team>,
     /// Its values, the newest first, and copies from before.
     pub(super) held: Vec<Pieces>,
+    /// Where it keeps its checkpoints.
+    pub(super) folder: Option<&'a Path>,
 }
 
 /// Where a view's members go on.
@@ -129,6 +144,8 @@ pub(super) struct Formed {
     pub(super) moved: (u64, usize),
     /// Steps that were done and are lost, since nobody is left who has all of the model after them.
     pub(super) lost_steps: u64,
+    /// Whether they go on from their checkpoints.
+    pub(super) from_checkpoints: bool,
 }
 
 /// Tells all members something, and gives what they told.
@@ -151,14 +168,14 @@ fn wished(job: &Job) -> Result<&TrainConfig> {
 ///
 /// Errors: a member that is lost meanwhile; [`Error::PartLost`] where nobody is left who has some of the model.
 pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Result<Formed> {
-    let Brings { job, last, team, held } = brings;
+    let Brings { job, last, team, held, folder } = brings;
     let works = team.filter(|team| team.rank().is_some());
     let mine = Standing {
         made: works.map(|team| team.epoch),
         plan: job.plan.to_string(),
         ranks: works.map_or_else(Vec::new, Team::slots),
         last,
-        held: held.iter().map(|held| Held { counted: held.counted.clone(), names: held.names() }).collect(),
+        held: held.iter().map(Held::of).collect(),
     };
     let told: Vec<Standing> = tell_all(all, &mine)?;
     // Plans are those of the newest view that any member has reached.
@@ -183,8 +200,7 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     (next.failure, next.departure) = (None, None);
 
     let holding = |(member, told): (usize, &Standing)| {
-        let of = |held: &Held| Holding { member, step: held.counted.step, names: held.names.clone() };
-        told.held.iter().map(of).collect::<Vec<_>>()
+        told.held.iter().map(|held| held.holding(member)).collect::<Vec<_>>()
     };
     let holdings: Vec<Holding> = told.iter().enumerate().flat_map(holding).collect();
     let by_position = needs(&next)?;
@@ -196,18 +212,21 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     };
     let by_position: Vec<Vec<Needed>> = by_position.iter().map(needed).collect();
     let whole: Vec<Needed> = by_position.concat();
-    let step = newest_whole(&holdings, &whole);
-    let step = step.map_err(|tensor| Error::PartLost { tensor: tensor.to_owned() })?;
-    let counted = all_counted().find(|counted| counted.step == step).ok_or_else(|| wrong("is at no step"))?;
-    let done = all_counted().map(|counted| counted.step).max().unwrap_or(step);
+    let done = all_counted().map(|counted| counted.step).max().unwrap_or(0);
+    let in_memory = newest_whole(&holdings, &whole);
+    let (from, from_checkpoints) = match in_memory {
+        Ok(step) => (in_memory_at(step, &told, (holdings, held))?, false),
+        Err(tensor) => {
+            let lost = || Error::PartLost { tensor: tensor.to_owned() };
+            (saved::newest(all, (folder, job), &whole, done)?.ok_or_else(lost)?, true)
+        }
+    };
+    let Whole { holdings, held: Held { counted, .. }, own } = from;
+    let step = counted.step;
     let place = |(rank, &member): (usize, &usize)| (member, &by_position[rank % by_position.len()][..]);
     let places: Vec<(usize, &[Needed])> = team.lineup.ranks.iter().enumerate().map(place).collect();
     let moving = moves(&holdings, step, &places);
 
-    let own = held.into_iter().filter(|held| held.counted.step == step).reduce(|mut all, held| {
-        all.tensors.extend(held.tensors);
-        all
-    });
     let told_hashes = hashes(all, own.as_ref(), &moving)?;
     let came = exchange(all, own.as_ref(), &moving, &told_hashes)?;
     let mut tensors = own.map_or_else(BTreeMap::new, |own| own.tensors);
@@ -218,12 +237,28 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
     Ok(Formed {
         job: next,
         last: reference.last.up_to(step),
-        counted: counted.clone(),
+        counted,
         tensors,
         moved,
         lost_steps: done.saturating_sub(step),
+        from_checkpoints,
         team,
     })
+}
+
+/// A step of which members have all of the model in memory.
+fn in_memory_at(
+    step: u64,
+    told: &[Standing],
+    (holdings, held): (Vec<Holding>, Vec<Pieces>),
+) -> Result<Whole> {
+    let at_step = told.iter().flat_map(|told| &told.held).find(|held| held.counted.step == step);
+    let at_step = at_step.ok_or_else(|| wrong("is at no step"))?.clone();
+    let own = held.into_iter().filter(|held| held.counted.step == step).reduce(|mut all, held| {
+        all.tensors.extend(held.tensors);
+        all
+    });
+    Ok(Whole { holdings, held: at_step, own })
 }
 
 /// The plan of a team: what the settings give for so many pipelines of so many stages, with the averages and machines of

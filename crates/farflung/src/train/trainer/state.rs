@@ -11,16 +11,13 @@ use super::{Trainer, by_number, named};
 use crate::Result;
 use crate::config::choice::StoreKind;
 use crate::train::boundary::{Boundaries, Stores};
-use crate::train::checkpoint::{Counters, Named, Residuals, Source};
+use crate::train::checkpoint::{CHAIN, Counters, LOSS_SCALE, Named, Residuals, Source};
 use crate::train::executor::Executor;
 use crate::train::job::Job;
 use crate::train::part::{Part, copy};
 
 /// The name of a replica's own parameters among a rank's states.
 const OWN: &str = "own";
-
-/// The name of the loss scale among a rank's states.
-const LOSS_SCALE: &str = "loss_scale";
 
 impl Trainer {
     /// First layer of each part that the rank holds, and the one behind its last.
@@ -100,7 +97,7 @@ impl Trainer {
     /// Optimizer states by tensor, the loss scale, and residuals.
     pub(in crate::train) fn states(&self) -> Result<Vec<Named>> {
         let mut states = self.tensors(|part| {
-            let chain = part.chain.states().map(|(name, state)| (format!("chain.{name}/"), state));
+            let chain = part.chain.states().map(|(name, state)| (format!("{CHAIN}{name}/"), state));
             let sync = part.sync.iter().flat_map(|sync| sync.states());
             let own_states = part.sync.iter().flat_map(|sync| sync.own_states());
             let sync = sync.chain(own_states).map(|(name, state)| (format!("outer.{name}/"), state));
@@ -196,7 +193,7 @@ fn restore_chain(part: &mut Part, layout: &ParamLayout, from: &Source, updates: 
     let states: BTreeMap<String, Vec<f32>> = part
         .chain
         .states()
-        .filter_map(|(name, _)| Some((name.to_owned(), from.flat(&format!("chain.{name}"), layout)?)))
+        .filter_map(|(name, _)| Some((name.to_owned(), from.flat(&format!("{CHAIN}{name}"), layout)?)))
         .collect();
     Ok(part.chain.restore(updates, |name| states.get(name).map(Vec::as_slice))?)
 }

@@ -125,6 +125,7 @@ fn members_that_come_and_go_are_followed_and_their_time_is_counted() {
         went: went.into(),
         lost_sequences: 0,
         lost_steps: 0,
+        from_checkpoints: false,
         took_ms,
         reason: (!went.is_empty()).then(|| "silent".to_owned()),
     };
@@ -226,6 +227,7 @@ fn memory_is_bounded_whatever_is_told() {
             went,
             lost_sequences: 0,
             lost_steps: 0,
+            from_checkpoints: false,
             took_ms: 1,
             reason: None,
         };

@@ -62,6 +62,8 @@ pub struct FaultsOutcome {
     pub leaves: u32,
     /// Members that stopped because they had no majority.
     pub stops: u32,
+    /// How often members asked to do a step again under the same members.
+    pub repeats: u32,
     /// Events that processes took up.
     pub steps: u64,
     /// Whether enough members live after healing to go on.
@@ -302,6 +304,7 @@ impl Storm {
                     self.world.step(one, Event::Silent(other));
                 }
             }
+            88..92 => self.repeat(one, &running),
             _ => {
                 let delay = [50, 200, 2_000][self.world.draw.below(3) as usize];
                 self.world.weather = Weather {
@@ -309,6 +312,18 @@ impl Storm {
                     twice: [0, 10, 50][self.world.draw.below(3) as usize],
                     delay: Nanos::from_millis(delay),
                 };
+            }
+        }
+    }
+
+    /// A step fails although all are heard: some of the members of a view, or all, ask to do it again.
+    fn repeat(&mut self, one: MemberId, running: &[MemberId]) {
+        let Some(view) = self.world.view(one) else { return };
+        let of = view.ids();
+        self.outcome.repeats += 1;
+        for &who in running.iter().filter(|who| of.contains(who)) {
+            if self.world.draw.percent(95) {
+                self.world.step(who, Event::Repeat);
             }
         }
     }

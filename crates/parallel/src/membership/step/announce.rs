@@ -33,21 +33,25 @@ impl Step<'_> {
         self.state.announcement = Some(Retry::due(self.now));
     }
 
-    /// Says whom this member has given up and whether it leaves, to all: also to those that it does not hear.
+    /// Says whom this member has given up, whether it leaves, and whether it asks for the same members, to all: also to those that it does not hear.
     pub(super) fn announce(&mut self) {
         let (Some(at), Some(retry)) = (self.place(), self.state.announcement) else { return };
         if !retry.is_due(self.now) {
             return;
         }
+        let repeats = self.state.repeats.contains(&self.state.me.id);
         let (silent, leaving) = (self.state.silent.clone(), self.state.leaving.contains(&self.state.me.id));
         for id in self.state.others() {
             self.send(id, Message::Suspects { at, silent: silent.clone() });
             if leaving {
                 self.send(id, Message::Leaving { at });
             }
+            if repeats {
+                self.send(id, Message::Repeat { at });
+            }
         }
         // Taking back is said once: what is not repeated is forgotten.
-        let more = leaving || !silent.is_empty();
+        let more = leaving || !silent.is_empty() || repeats;
         self.state.announcement = more.then(|| retry.again(self.now, &self.state.settings));
     }
 

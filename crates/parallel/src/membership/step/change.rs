@@ -81,6 +81,7 @@ impl Step<'_> {
         state.leaving.retain(|id| ids.contains(id));
         state.ready.retain(|_, new| !view.members.iter().any(|m| m.id == new.id && m.slot == new.slot));
         state.suspicions.clear();
+        state.repeats.clear();
         state.untold = Round::default();
         state.announcement = None;
         state.alone_since = None;

@@ -54,7 +54,7 @@ impl Step<'_> {
     }
 
     /// The next view as things stand: removals first; leaves and admissions only at a commit, or beside
-    /// removals.
+    /// removals. Where a step has failed and nobody is lost, the same members.
     fn wanted(&self, at_commit: bool) -> Option<View> {
         let view = self.view()?;
         let mut remove = self.lost();
@@ -65,11 +65,12 @@ impl Step<'_> {
             // All others go first.
             remove.remove(&self.state.me.id);
         }
-        if remove.is_empty() && at_commit {
-            let ready: Vec<Member> = self.state.ready.values().copied().collect();
-            return view.with(&ready, self.state.start);
+        if !remove.is_empty() {
+            return view.without(&remove, self.state.start);
         }
-        view.without(&remove, self.state.start)
+        let ready: Vec<Member> = self.state.ready.values().copied().collect();
+        let grown = at_commit.then(|| view.with(&ready, self.state.start)).flatten();
+        grown.or_else(|| self.state.all_ask_to_repeat().then(|| view.again(self.state.start)).flatten())
     }
 
     /// Members that are given up, and those whose machine asks to join anew.

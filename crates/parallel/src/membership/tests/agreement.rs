@@ -24,10 +24,20 @@ fn one_view_of_each_epoch_and_all_go_on_after_healing() {
             sum.newcomers += outcome.newcomers;
             sum.leaves += outcome.leaves;
             sum.stops += outcome.stops;
+            sum.repeats += outcome.repeats;
         }
         // The trials must not be so hard that nothing follows from them, nor so easy.
         assert!(can_go_on >= 30, "{members} members: {can_go_on} of 60");
-        let counts = [sum.views, sum.cuts, sum.crashes, sum.restarts, sum.newcomers, sum.leaves, sum.stops];
+        let counts = [
+            sum.views,
+            sum.cuts,
+            sum.crashes,
+            sum.restarts,
+            sum.newcomers,
+            sum.leaves,
+            sum.stops,
+            sum.repeats,
+        ];
         assert!(counts.iter().all(|&count| count > 10), "{members} members: {counts:?}");
     }
 }

@@ -48,6 +48,7 @@ fn messages_are_read_back_and_their_sizes_are_bounded() {
         Message::Suspects { at, silent },
         Message::Leaving { at },
         Message::Newcomer { at, member: member(4) },
+        Message::Repeat { at },
     ];
     for message in messages {
         let bytes = postcard::to_stdvec(&message).unwrap();

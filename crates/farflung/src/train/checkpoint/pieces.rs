@@ -1,0 +1,50 @@
+//! What a checkpoint of a member in pipelines holds, tensor by tensor, for any rank of any plan of the same run.
+
+use std::path::Path;
+
+use farflung_parallel::membership::Place;
+
+use super::super::job::Job;
+use super::super::meet::model_facts;
+use super::super::trainer::{Counted, Pieces};
+use super::Record;
+use super::source::{Files, Residuals, Source};
+use crate::{Checkpoint, Result};
+
+/// What one checkpoint holds.
+#[derive(Debug, Clone, PartialEq)]
+pub(in super::super) struct Saved {
+    /// The view in which it was saved: the checkpoints of one step in one view are parts of one model.
+    pub(in super::super) view: Place,
+    pub(in super::super) pieces: Pieces,
+}
+
+/// Reads the checkpoint of any member of a run of pipelines; `None` where it is one of another run.
+///
+/// Errors: a checkpoint that is damaged.
+pub(in super::super) fn saved(path: &Path, job: &Job) -> Result<Option<Saved>> {
+    let files = Files::read(&Checkpoint::open(path)?)?;
+    let record = files.record.clone();
+    let Some((view, base)) = record.view.zip(record.base).filter(|_| is_of(&record, job)) else {
+        return Ok(None);
+    };
+    let source = Source::new(job.model, vec![files], Residuals::None)?;
+    let (states, tensors) = source.tensors();
+    let counted = Counted {
+        step: record.step,
+        // One with each step: pipelines whose members come and leave have a flush.
+        updates: record.step,
+        rounds: record.rounds,
+        microbatches: base.microbatches,
+        scale: source.loss_scale().to_vec(),
+        states,
+    };
+    Ok(Some(Saved { view, pieces: Pieces { counted, tensors } }))
+}
+
+fn is_of(record: &Record, job: &Job) -> bool {
+    record.model == model_facts(job)
+        && record.seed == job.config.seed
+        && record.sync == job.plan.outermost().method
+        && (job.config.own_data || record.data_hash == job.hash)
+}

@@ -1,0 +1,212 @@
+//! A pipeline that loses a part of which nobody has a copy in memory goes on from the checkpoints that its members can read.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use farflung::comm::Transport;
+use farflung::comm::simulated::{Faults, cluster_with};
+use farflung::config::choice::LrScheduleKind;
+use farflung::events::{self, What};
+use farflung::train::{Job, Report, Watch, elastic, run_seats};
+use farflung::{Error, Existing, Result, RunDir, StepMetrics, Stop, TrainConfig};
+use farflung_base::{Link, Nanos, PeerId, Topology};
+
+const STEPS: u64 = 12;
+const STAGES: usize = 2;
+/// Two stages, and a spare that comes first of all.
+const MEMBERS: usize = 3;
+/// The last checkpoint before the loss, and the step in which that is.
+const SAVED: u64 = 6;
+const LOSS: u64 = 9;
+
+/// A job of small steps in a pipeline of two, which is saved every three steps and copied nowhere.
+fn job(folder: &Path) -> Job {
+    let data = folder.join("text.txt");
+    fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
+    let config = TrainConfig {
+        layers: Some(2),
+        heads: Some(2),
+        dim: Some(8),
+        context: Some(8),
+        batch: 1,
+        microbatches: Some(2),
+        steps: STEPS,
+        warmup: 0,
+        lr_schedule: LrScheduleKind::Constant,
+        stages: STAGES,
+        workers: STAGES,
+        threads: 1,
+        eval_every: 2,
+        eval_batches: 1,
+        sample_tokens: 0,
+        checkpoint_every: 3,
+        copy_share: 0.0,
+        codec: "none".parse().unwrap(),
+        deadline: Nanos::from_millis(2000),
+        data: Some(data),
+        ..TrainConfig::default()
+    };
+    Job { elastic: true, ..Job::new(config, STAGES, Stop::manual()).unwrap() }
+}
+
+#[derive(Default)]
+struct Notes {
+    notes: Vec<String>,
+    /// A file in which a bit changes before the loss.
+    damages: Option<PathBuf>,
+}
+
+impl Watch for Notes {
+    fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
+        if let Some(path) = self.damages.take_if(|_| metrics.step == LOSS - 1) {
+            let mut bytes = fs::read(&path).unwrap();
+            *bytes.last_mut().unwrap() ^= 1;
+            fs::write(&path, bytes).unwrap();
+        }
+    }
+    fn note(&mut self, note: &str) {
+        self.notes.push(note.to_owned());
+    }
+}
+
+type Ended = Result<Option<Report>>;
+
+/// Folders on one disk, as `launch --elastic` has them.
+fn shared(run: &Path) -> Vec<PathBuf> {
+    let others = (1..MEMBERS).map(|member| run.join("members").join(member.to_string()));
+    std::iter::once(run.to_owned()).chain(others).collect()
+}
+
+/// What becomes of the members with these folders, of which the last one is a spare if it comes at all, and what is said.
+fn run(job: &Job, folders: &[PathBuf], spare: bool, faults: &Faults) -> (Vec<Ended>, Vec<String>) {
+    watched(job, folders, (spare, faults), Notes::default())
+}
+
+fn watched(
+    job: &Job,
+    folders: &[PathBuf],
+    (spare, faults): (bool, &Faults),
+    mut notes: Notes,
+) -> (Vec<Ended>, Vec<String>) {
+    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
+    let ends = cluster_with(&Topology::uniform(MEMBERS, link), faults);
+    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
+    let come = [(PeerId(STAGES as u32), Nanos(1))];
+    let mut seats = elastic::seats(job, ends, if spare { &come } else { &[] }, true).unwrap();
+    for (seat, folder) in seats.iter_mut().zip(folders) {
+        let own = RunDir::open(folder, Existing::Continue).unwrap();
+        seat.place = seat.place.take().map(|place| place.saves_in(own));
+    }
+    let ended = run_seats(job, seats, &mut notes);
+    assert!(notes.damages.is_none(), "the file was not damaged");
+    (ended, notes.notes)
+}
+
+/// The report of the one member that has the whole model at the end.
+fn report(ended: &[Ended]) -> &Report {
+    ended.iter().flatten().flatten().next().unwrap_or_else(|| {
+        let errors: Vec<String> = ended.iter().map(|e| format!("{:?}", e.as_ref().err())).collect();
+        unreachable!("nobody ends with a report: {errors:?}")
+    })
+}
+
+fn losses(report: &Report) -> Vec<f64> {
+    report.rows.iter().map(|row| row.train_loss).collect()
+}
+
+/// What the changes of members in a folder's record say: steps lost, and whether checkpoints were read.
+fn changes(folder: &Path) -> Vec<(u64, bool)> {
+    let told = events::read(&folder.join(events::EVENTS)).unwrap();
+    let change = |event: events::Event| match event.what {
+        What::Members { lost_steps, from_checkpoints, .. } => Some((lost_steps, from_checkpoints)),
+        _ => None,
+    };
+    told.into_iter().filter_map(change).collect()
+}
+
+/// A run without a loss, and the moment in which a rank is to be lost: in the middle of a step.
+struct Undisturbed {
+    hash: String,
+    losses: Vec<f64>,
+    loss: Nanos,
+}
+
+impl Undisturbed {
+    fn new(spare: bool) -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let (ended, _) = run(&job(root.path()), &shared(&root.path().join("run")), spare, &Faults::new());
+        let report = report(&ended);
+        let time = |step: u64| report.rows[step as usize - 1].time_s * 1e9;
+        let loss = Nanos(f64::midpoint(time(LOSS - 1), time(LOSS)) as u64);
+        Self { hash: report.hash.clone(), losses: losses(report), loss }
+    }
+
+    fn without(&self, rank: u32) -> Faults {
+        Faults::new().at(self.loss).crash(PeerId(rank))
+    }
+}
+
+#[test]
+fn a_lost_part_comes_from_the_checkpoints_on_a_shared_disk() {
+    let calm = Undisturbed::new(true);
+    for rank in 0..STAGES as u32 {
+        let root = tempfile::tempdir().unwrap();
+        let folders = shared(&root.path().join("run"));
+        let (ended, notes) = run(&job(root.path()), &folders, true, &calm.without(rank));
+        for (n, ended) in ended.iter().enumerate().filter(|(n, _)| *n != rank as usize) {
+            assert!(ended.is_ok(), "{rank} is lost: {n}: {:?}", ended.as_ref().err());
+        }
+        let left = report(&ended);
+        assert_eq!(left.hash, calm.hash, "{rank} is lost");
+        // The steps since that checkpoint are lost, and done again.
+        let lost = LOSS - 1 - SAVED;
+        let told = changes(&folders[1 - rank as usize]);
+        assert!(told.contains(&(lost, true)), "{told:?}");
+        if rank == 1 {
+            let note = format!("from the checkpoints of step {SAVED}; {lost} steps are lost");
+            assert!(notes.iter().any(|said| said.contains(&note)), "{notes:?}");
+            assert_eq!(losses(left), calm.losses);
+        }
+    }
+}
+
+#[test]
+fn without_a_spare_who_is_left_goes_on_alone() {
+    let calm = Undisturbed::new(false);
+    let root = tempfile::tempdir().unwrap();
+    let (ended, _) = run(&job(root.path()), &shared(&root.path().join("run")), false, &calm.without(1));
+    let left = report(&ended);
+    assert_eq!((left.workers, left.rows.len() as u64), (1, STEPS));
+    for (found, expected) in losses(left).iter().zip(&calm.losses) {
+        assert!((found - expected).abs() < 1e-4, "{found} {expected}");
+    }
+}
+
+#[test]
+fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
+    let calm = Undisturbed::new(true);
+    let root = tempfile::tempdir().unwrap();
+    let (job, folders) = (job(root.path()), shared(&root.path().join("run")));
+    let damages = Some(folders[1].join(format!("step-{SAVED:08}/optimizer.safetensors")));
+    let notes = Notes { damages, ..Notes::default() };
+    let (ended, notes) = watched(&job, &folders, (true, &calm.without(1)), notes);
+    assert_eq!(report(&ended).hash, calm.hash);
+    let before = format!("from the checkpoints of step {};", SAVED - job.config.checkpoint_every);
+    assert!(notes.iter().any(|said| said.contains(&before)), "{notes:?}");
+}
+
+#[test]
+fn a_part_that_no_member_can_read_is_lost() {
+    let calm = Undisturbed::new(true);
+    let root = tempfile::tempdir().unwrap();
+    // Each on a disk of its own.
+    let folders: Vec<PathBuf> = (0..MEMBERS).map(|n| root.path().join(format!("disk-{n}"))).collect();
+    let (ended, _) = run(&job(root.path()), &folders, true, &calm.without(1));
+    for n in [0, 2] {
+        let error = ended[n].as_ref().unwrap_err();
+        assert!(matches!(error, Error::PartLost { .. }) && error.exit_code() == 75, "{n}: {error}");
+    }
+}

@@ -1,0 +1,151 @@
+//! A step that takes longer than the deadline although nobody is silent: the same members try again.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use farflung::comm::Transport;
+use farflung::comm::simulated::{Faults, cluster_with};
+use farflung::config::choice::{BalanceKind, LrScheduleKind, SyncKind};
+use farflung::events::{self, What};
+use farflung::optim::sync::DILOCO;
+use farflung::train::{Job, Quiet, Report, elastic, run_seats};
+use farflung::{Existing, Result, RunDir, Stop, TrainConfig};
+use farflung_base::{Link, Nanos, Topology};
+
+const STEPS: u64 = 6;
+const MEMBERS: usize = 3;
+
+/// Three machines, of which the last one computes a microbatch of eight tokens in so many milliseconds, and the others
+/// in a tenth of a second.
+fn job(folder: &Path, slow_ms: u32, deadline_ms: u64, config: TrainConfig) -> Job {
+    let data = folder.join("text.txt");
+    std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
+    let device = |(n, ms): (usize, u32)| {
+        let speed = 8000 / ms;
+        format!("[[device]]\nname = \"m{n}\"\ntokens_per_second = {speed}\nmemory = \"8GB\"\n")
+    };
+    let devices: String = [100, 100, slow_ms].into_iter().enumerate().map(device).collect();
+    let topology = folder.join("machines.toml");
+    std::fs::write(&topology, format!("default = \"1gbit,1ms\"\n{devices}")).unwrap();
+    let config = TrainConfig {
+        layers: Some(3),
+        heads: Some(2),
+        dim: Some(8),
+        context: Some(8),
+        batch: 1,
+        steps: STEPS,
+        warmup: 0,
+        lr_schedule: LrScheduleKind::Constant,
+        workers: MEMBERS,
+        threads: 1,
+        eval_every: 100,
+        eval_batches: 1,
+        sample_tokens: 0,
+        codec: "none".parse().unwrap(),
+        balance: BalanceKind::Equal,
+        deadline: Nanos::from_millis(deadline_ms),
+        topology: Some(topology),
+        data: Some(data),
+        ..config
+    };
+    Job { elastic: true, ..Job::new(config, MEMBERS, Stop::manual()).unwrap() }
+}
+
+type Ended = Result<Option<Report>>;
+
+/// What becomes of each member, and what the first one's record tells.
+fn run(job: &Job, folder: &Path) -> (Vec<Ended>, Vec<What>) {
+    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
+    let ends = cluster_with(&Topology::uniform(MEMBERS, link), &Faults::new());
+    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
+    let mut seats = elastic::seats(job, ends, &[], true).unwrap();
+    for (n, seat) in seats.iter_mut().enumerate() {
+        let own = RunDir::open(&folder.join(format!("member-{n}")), Existing::Refuse).unwrap();
+        seat.place = seat.place.take().map(|place| place.saves_in(own));
+    }
+    let results = run_seats(job, seats, &mut Quiet);
+    let told = events::read(&folder.join("member-0").join(events::EVENTS)).unwrap_or_default();
+    (results, told.into_iter().map(|event| event.what).collect())
+}
+
+fn reports(ended: &[Ended]) -> Vec<&Report> {
+    let all = ended.iter().map(|ended| ended.as_ref().map_err(ToString::to_string));
+    all.map(|ended| ended.unwrap().as_ref().unwrap()).collect()
+}
+
+/// The steps of a report, with their losses.
+fn losses(report: &Report) -> Vec<(u64, f64)> {
+    report.rows.iter().map(|row| (row.step, row.train_loss)).collect()
+}
+
+/// How often the step was done again, with which deadline.
+fn repeats(told: &[What]) -> Vec<(u32, u64)> {
+    let of = |what: &What| match what {
+        What::Repeated { times, deadline_ms, .. } => Some((*times, *deadline_ms)),
+        _ => None,
+    };
+    told.iter().filter_map(of).collect()
+}
+
+#[test]
+fn a_step_that_times_out_while_all_answer_is_done_again_by_the_same_members() {
+    let diloco = TrainConfig { sync: SyncKind::of(&DILOCO), sync_every: 2, ..TrainConfig::default() };
+    // A round of two steps is two seconds, and all but the last average is tried twice.
+    let cases = [(TrainConfig::default(), vec![(1, 1000)]), (diloco, vec![(1, 1000), (1, 2000)])];
+    for (config, expected) in cases {
+        let folder = tempfile::tempdir().unwrap();
+        let calm = job(folder.path(), 1000, 60_000, config.clone());
+        let (calm, told) = run(&calm, &folder.path().join("calm"));
+        assert_eq!(repeats(&told), []);
+        // The slow member's second is more than the others wait for it.
+        let short = job(folder.path(), 1000, 500, config);
+        let (short, told) = run(&short, &folder.path().join("short"));
+        let (calm, short) = (reports(&calm), reports(&short));
+        assert_eq!(short.len(), MEMBERS);
+        for report in &short {
+            assert_eq!((report.hash.as_str(), report.workers), (calm[0].hash.as_str(), MEMBERS));
+            assert_eq!(losses(report), losses(calm[0]));
+        }
+        assert_eq!(repeats(&told), expected, "{told:?}");
+        assert!(!told.iter().any(|what| matches!(what, What::Members { .. })), "{told:?}");
+    }
+}
+
+#[test]
+fn a_member_that_keeps_the_others_waiting_again_and_again_is_given_up() {
+    let folder = tempfile::tempdir().unwrap();
+    // A step takes it longer than eight times the deadline.
+    let job = job(folder.path(), 8000, 500, TrainConfig::default());
+    let (ended, told) = run(&job, folder.path());
+    assert_eq!(ended[2].as_ref().unwrap_err().exit_code(), 75);
+    let left: Vec<&Report> =
+        ended[..2].iter().map(|ended| ended.as_ref().unwrap().as_ref().unwrap()).collect();
+    assert_eq!((left[0].workers, &left[0].hash), (2, &left[1].hash));
+    assert!(told.iter().any(|what| matches!(what, What::Members { went, .. } if *went == [2])), "{told:?}");
+}
+
+#[test]
+fn a_pipeline_does_a_step_again_that_timed_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipeline = || TrainConfig { stages: MEMBERS, microbatches: Some(3), ..TrainConfig::default() };
+    let ended = |deadline_ms, name: &str| {
+        // The last stage computes for 0.75 s of a microbatch, and the first one waits for it to come back.
+        run(&job(folder.path(), 900, deadline_ms, pipeline()), &folder.path().join(name))
+    };
+    let (calm, _) = ended(60_000, "calm");
+    let (short, told) = ended(600, "short");
+    for result in short.iter().chain(&calm) {
+        assert!(result.is_ok(), "{:?}", result.as_ref().err());
+    }
+    // One rank has the whole model at the end.
+    let whole = |ended: &[Ended]| {
+        let report = ended.iter().flatten().flatten().next().unwrap();
+        (report.hash.clone(), losses(report), report.workers)
+    };
+    assert_eq!(whole(&short), whole(&calm));
+    let repeats = repeats(&told);
+    assert!(!repeats.is_empty() && repeats.iter().all(|(times, _)| *times <= 3), "{repeats:?}");
+    assert!(!told.iter().any(|what| matches!(what, What::Members { .. })), "{told:?}");
+}
