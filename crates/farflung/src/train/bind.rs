@@ -94,12 +94,11 @@ impl ReplicaSchedule {
             ScheduleSource::Text(_) | ScheduleSource::Pools(_) => None,
         };
         // Ranks of a pool are as fast as they are, and an order says which of them does what.
-        let stages = match placement.is_pooled() {
-            true => (0..placement.stages())
-                .map(StageId)
-                .map(|stage| own_cost(stage, &placement))
-                .collect::<Result<_>>()?,
-            false => stages,
+        let stages = if placement.is_pooled() {
+            let all = (0..placement.stages()).map(StageId);
+            all.map(|stage| own_cost(stage, &placement)).collect::<Result<_>>()?
+        } else {
+            stages
         };
         let between = |part: u32| {
             let link = link(placement.rank(StageId(part)), placement.rank(StageId(part + 1)));

@@ -148,14 +148,11 @@ struct PoolsEntry {
 impl PoolsEntry {
     fn pools(self) -> Pools {
         // Lengths are compared by the check; here no more is made than the text has room for.
-        match self.rates.is_empty() {
-            true if self.sizes.iter().map(|&size| u64::from(size)).sum::<u64>()
-                <= u64::from(Mesh::MAX_RANKS) =>
-            {
-                Pools::equal(self.sizes)
-            }
-            _ => Pools { sizes: self.sizes, rates: self.rates },
+        let ranks = self.sizes.iter().map(|&size| u64::from(size)).sum::<u64>();
+        if self.rates.is_empty() && ranks <= u64::from(Mesh::MAX_RANKS) {
+            return Pools::equal(self.sizes);
         }
+        Pools { sizes: self.sizes, rates: self.rates }
     }
 }
 

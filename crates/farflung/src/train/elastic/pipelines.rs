@@ -58,6 +58,7 @@ impl Member<'_> {
             lost_sequences: 0,
             lost_steps: placed.lost_steps,
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
+            pools: job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone()),
             took: trainer.comm().now().saturating_sub(begun),
         })
     }
