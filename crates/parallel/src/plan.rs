@@ -17,7 +17,9 @@ use std::fmt;
 
 use farflung_base::{Algorithm, Precision};
 
-use crate::pipeline::{Method, Updates, VersionSync};
+use farflung_base::Rank;
+
+use crate::pipeline::{Method, Pools, Updates, VersionSync};
 use crate::{Axis, Mesh, ParallelError};
 
 pub use difference::{Difference, Digest};
@@ -131,6 +133,8 @@ pub enum ScheduleSource {
     Named(Method),
     /// The author's own lists, in the notation of [`ComputeOrder`](crate::pipeline::ComputeOrder).
     Text(String),
+    /// A list schedule over stages that are pools of ranks.
+    Pools(Pools),
 }
 
 /// The codecs of one boundary of a pipeline, by name; `none` is plain f32.
@@ -150,6 +154,9 @@ impl Default for BoundaryCodecs {
 
 /// The name of plain f32 among codecs.
 pub const NO_CODEC: &str = "none";
+
+/// The name of the schedule over pools of ranks.
+pub const POOLS: &str = "pools";
 
 /// How some replicas stay one model.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -207,10 +214,26 @@ impl Plan {
         self.mesh.along(Axis::Data)
     }
 
+    /// The pools of ranks that stages are, where they are.
+    #[must_use]
+    pub const fn pools(&self) -> Option<&Pools> {
+        match &self.pipeline.schedule {
+            ScheduleSource::Pools(pools) => Some(pools),
+            _ => None,
+        }
+    }
+
     /// Ranks of a pipeline.
     #[must_use]
     pub fn stages(&self) -> u32 {
         self.mesh.along(Axis::Pipeline)
+    }
+
+    /// Which parts of the model a rank holds, as a number: its rank in its pipeline, or its pool.
+    #[must_use]
+    pub fn place(&self, rank: Rank) -> u32 {
+        let position = rank.0 % self.stages();
+        self.pools().and_then(|pools| pools.stage_of(position)).unwrap_or(position)
     }
 
     /// Number of ranks.
@@ -271,7 +294,7 @@ impl Plan {
     pub fn updates(&self) -> Updates {
         match self.pipeline.schedule {
             ScheduleSource::Named(method) => method.updates(self.stages(), self.pipeline.version_sync),
-            ScheduleSource::Text(_) => Updates::Flush,
+            ScheduleSource::Text(_) | ScheduleSource::Pools(_) => Updates::Flush,
         }
     }
 }
@@ -281,6 +304,7 @@ impl fmt::Display for ScheduleSource {
         match self {
             Self::Named(method) => f.pad(method.name()),
             Self::Text(_) => f.pad("own"),
+            Self::Pools(_) => f.pad(POOLS),
         }
     }
 }

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 
 use farflung::parallel::pipeline::{
     BackwardOrder, Boundary, CollectivePrices, Comparison, ComputeOrder, Lowering, Method, PipelineCost,
-    Schedule, Settings, StageCost, json, millis, simulate,
+    Pools, Schedule, Settings, StageCost, json, millis, simulate,
 };
-use farflung::parallel::{ParallelError, Timeline, render};
+use farflung::parallel::plan::POOLS;
+use farflung::parallel::{Mesh, ParallelError, Timeline, render};
 use farflung::train::read_schedule;
 use farflung::{Error, Result};
 use farflung_base::{Bandwidth, Bytes, Link, Nanos};
@@ -27,6 +28,12 @@ pub(crate) struct ScheduleCommand {
     /// Ranks.
     #[arg(long, short = 'p', value_name = "P", default_value_t = 4)]
     stages: u32,
+    /// Ranks of each stage, such as 1,2, for the schedule `pools`.
+    #[arg(long, value_name = "N,N", value_delimiter = ',', conflicts_with = "stages", requires = "name")]
+    pools: Vec<u32>,
+    /// How fast each rank of the pools is beside the others of its pool; equally fast unless told.
+    #[arg(long, value_name = "N,N", value_delimiter = ',', requires = "pools")]
+    pool_rates: Vec<u32>,
     /// Microbatches of one step.
     #[arg(long, short = 'm', value_name = "M", default_value_t = 8)]
     microbatches: u32,
@@ -61,8 +68,8 @@ pub(crate) struct ScheduleCommand {
     /// Warm-up slope of 1f1b-mu; without it, the least that hides the link.
     #[arg(long, value_name = "N")]
     mu: Option<u32>,
-    /// Microbatches that a rank may hold, for 1f1b-mu, zb-auto, varuna and compare; without it, P for zb-auto and
-    /// varuna, and no limit for the others.
+    /// Microbatches that a rank may hold, for 1f1b-mu, zb-auto, varuna, pools and compare; without it, P for zb-auto
+    /// and varuna, as many as keep ranks busy for pools, and no limit for the others.
     #[arg(long, value_name = "N")]
     memory: Option<u32>,
     /// Run gpipe's backwards from the first microbatch to the last.
@@ -113,6 +120,7 @@ fn help() -> String {
   farflung schedule zbv -p 4 -m 8 --cost 1,1.2,0.8,0.5 --format json
   farflung schedule 1f1b -p 3 -m 6 --cost 1,1,1,2:2,2,2,0.5:1,1,1,0 --format svg > out.svg
   farflung schedule compare -p 8 -m 32 --cost 1,1,1,0.5 --memory 8
+  farflung schedule pools --pools 1,2 --pool-rates 1,2,1 -m 6
   farflung schedule --file mine.txt --format lowered
 
 Schedules:\n"
@@ -120,6 +128,8 @@ Schedules:\n"
     for method in Method::ALL {
         let _ = writeln!(text, "  {method:<14} {}", method.summary());
     }
+    let pools = "Stages are pools of ranks (--pools): a list schedule over each microbatch's way. After Ryabinin et al. 2023.";
+    let _ = writeln!(text, "  {POOLS:<14} {pools}");
     text
 }
 
@@ -237,8 +247,33 @@ impl ScheduleCommand {
         if let Some(path) = &self.file {
             return read_schedule(path);
         }
+        let refuse = |value: &str, expected: String| {
+            Err(Error::Setting { field: "pools", value: value.to_owned(), expected })
+        };
+        match (self.name.as_deref() == Some(POOLS), self.pools()) {
+            (true, Some(pools)) => {
+                let Settings { cost, hop, memory, .. } = self.settings();
+                return pools.order(self.microbatches, &cost, hop, memory).map_err(Error::schedule);
+            }
+            (true, None) => {
+                return refuse("missing", "the ranks of each stage, such as --pools 1,2".to_owned());
+            }
+            (false, Some(_)) => {
+                return refuse("given", format!("nothing with another schedule than {POOLS}"));
+            }
+            (false, None) => {}
+        }
         let method: Method = self.name.as_deref().unwrap_or_default().parse().map_err(Error::schedule)?;
         method.order(&self.settings()).map_err(Error::schedule)
+    }
+
+    /// The pools of ranks that were asked for.
+    fn pools(&self) -> Option<Pools> {
+        let ranks = self.pools.iter().map(|&n| u64::from(n)).sum::<u64>();
+        (!self.pools.is_empty()).then(|| match &self.pool_rates[..] {
+            [] if ranks <= u64::from(Mesh::MAX_RANKS) => Pools::equal(self.pools.clone()),
+            rates => Pools { sizes: self.pools.clone(), rates: rates.to_vec() },
+        })
     }
 
     /// What joins a stage and the next: nothing is sent but time, a byte a nanosecond.
@@ -254,6 +289,9 @@ impl ScheduleCommand {
             cost.stages = self.cost.0.iter().map(|(stage, _)| *stage).collect();
             let between = &self.cost.0[..self.cost.0.len() - 1];
             cost.boundaries = between.iter().map(|(_, hop)| self.boundary(*hop)).collect();
+        }
+        if let Some(pools) = self.pools().filter(|_| self.name.as_deref() == Some(POOLS)) {
+            cost.stages = pools.own_costs(order.placement(), &cost.stages);
         }
         cost.overlap_percent = self.overlap;
         cost

@@ -15,6 +15,7 @@ pub(crate) mod nearest;
 pub mod notes;
 mod optimizer;
 pub mod plan;
+pub mod pools;
 pub mod recipe;
 mod resolve;
 pub mod shared;
@@ -47,6 +48,7 @@ use choice::{
 };
 use given::Given;
 use local_steps::LocalStepsKind;
+use pools::Numbers;
 use shared::Own;
 use validate::check;
 use value::Setting;
@@ -180,6 +182,7 @@ macro_rules! settings {
                 let mut config = Self { $($($name: resolve!(args.$name $(, $default)?),)+)+ given };
                 config.min_lr = min_lr.unwrap_or(config.lr / LR_OVER_MIN_LR);
                 own.fill(&mut config);
+                config.take_pools();
                 if sync.is_none() {
                     config.take_sync_of_row();
                 }
@@ -437,6 +440,12 @@ settings! {
         /// the default four make two with --stages 2. A step takes batch x microbatches x replicas sequences:
         /// with the default 2 P microbatches, twice as many as the same workers take without stages.
         stages: usize, "P", 1usize;
+        /// Ranks of each stage, such as 1,2: stages are pools of ranks, and each microbatch passes one rank of each
+        /// pool, by their speeds in turn. One copy of the model on as many workers; a pool's ranks average its part.
+        pools: Numbers, "N,N";
+        /// How fast each rank of the pools is beside the others of its pool, such as 1,4,2; unless told by the
+        /// machines' speeds of --topology.
+        pool_rates: Numbers, "N,N";
         /// The pipeline's schedule; the list is below.
         schedule: Method, "NAME", Method::OneFOneB;
         /// A schedule of your own instead of --schedule, as `farflung schedule --file` reads it.
@@ -454,7 +463,7 @@ settings! {
         /// in the host's memory for their backward passes, so that a GPU holds less. Nothing changes where a
         /// processor computes.
         offload: usize, "LAYERS", 0_usize;
-        /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna.
+        /// Activations that a rank may hold, for the schedules that can be limited: 1f1b-mu, zb-auto, varuna, pools.
         memory: usize, "N";
         /// Tokens of which terapipe's slices are whole multiples, a divisor of the context: their lengths are
         /// chosen so that the pipeline takes least; unless told an eighth of the context.

@@ -233,8 +233,11 @@ impl TrainConfig {
         notes.idle(!remembers, &["boundary-store"], "no boundary's codec remembers samples");
         let order = "`schedule-file` sets the order";
         notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
+        let pooled = self.pools.is_some();
+        let order = "`pools` sets the order";
+        notes.idle(pooled, &["schedule", "chunks", "slice-grain", "version-sync"], order);
         let method = self.schedule;
-        let limited = method.is_limited();
+        let limited = pooled || method.is_limited();
         notes.idle(!limited, &["memory"], &format!("`schedule` {method} has no limit on memory"));
         let sliced = method.slices();
         notes.idle(!sliced, &["slice-grain"], &format!("`schedule` {method} does not slice sequences"));
@@ -303,7 +306,10 @@ impl TrainConfig {
 
     /// Whether no two ranks hold the same part of the model; false if a schedule file decides that.
     fn averages_nothing(&self, world: usize) -> bool {
-        let copies = self.schedule.copies() > 1;
+        let copies = match self.pools() {
+            Some(pools) => pools.fewest() > 1,
+            None => self.schedule.copies() > 1,
+        };
         self.stages > 1 && world <= self.stages && !copies && self.schedule_file.is_none()
     }
 
@@ -311,6 +317,9 @@ impl TrainConfig {
     fn layers_of_a_part(&self, layers: usize) -> usize {
         let chunks = match (self.chunks, self.schedule) {
             _ if self.stages == 1 => 1,
+            _ if self.pools.is_some() => {
+                return layers.div_ceil(self.pools().map_or(1, |pools| pools.sizes.len()));
+            }
             (_, method) if method.copies() > 1 => 1,
             (chunks, method) => chunks.unwrap_or(method.default_chunks() as usize),
         };

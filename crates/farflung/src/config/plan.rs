@@ -4,6 +4,7 @@ use farflung_parallel::pipeline::Method;
 use farflung_parallel::{Plan, ScheduleSource};
 
 use super::local_steps::LocalStepsKind;
+use super::pools::Numbers;
 use super::{TrainArgs, TrainConfig, dashed};
 use crate::{Error, Result};
 
@@ -22,6 +23,8 @@ pub const DECIDED: &[&str] = &[
     "overlap",
     "algorithm",
     "stages",
+    "pools",
+    "pool_rates",
     "schedule",
     "schedule_file",
     "microbatches",
@@ -72,8 +75,10 @@ impl TrainConfig {
         self.precision = plan.precision;
         self.schedule = match &plan.pipeline.schedule {
             ScheduleSource::Named(method) => *method,
-            ScheduleSource::Text(_) => Method::OneFOneB,
+            ScheduleSource::Text(_) | ScheduleSource::Pools(_) => Method::OneFOneB,
         };
+        self.pools = plan.pools().map(|pools| Numbers(pools.sizes.clone()));
+        self.pool_rates = plan.pools().map(|pools| Numbers(pools.rates.clone()));
         self.schedule_file = None;
         self.version_sync = plan.pipeline.version_sync;
         // Where boundaries differ, the first stands for all; the plan's names were checked.

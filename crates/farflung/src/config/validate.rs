@@ -69,6 +69,7 @@ impl TrainConfig {
                 (microbatches == self.accumulate, "the same as `accumulate`, which is its other name");
             check("microbatches", &microbatches, good, expected)?;
         }
+        self.validate_pools()?;
         self.validate_sync()?;
         self.validate_optimizer()?;
         check("top-p", &self.top_p, self.top_p > 0.0 && self.top_p <= 1.0, "more than 0 and at most 1")?;

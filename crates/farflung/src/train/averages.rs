@@ -1,7 +1,7 @@
 //! How averages go over the links: the form in which a codec's bytes are reduced, chosen by price and written
 //! into the plan.
 
-use farflung_base::{Algorithm, Nanos, Rank, StageId, Topology};
+use farflung_base::{Algorithm, Nanos, Rank, Topology};
 use farflung_comm::{CodedAllReduce as _, CodedBuffer, Communicator};
 use farflung_compress::{AverageSpec, CodecSpec};
 use farflung_optim::AverageConfig;
@@ -79,16 +79,14 @@ pub(super) fn overlaps(plan: &Plan) -> bool {
     SyncMethod::by_name(&plan.outermost().method).is_some_and(|method| method.overlaps)
 }
 
-/// The ranks that hold a part of the model, in order: of all replicas, and of both copies of the model.
+/// The ranks that hold a part of the model, in order: of all replicas, and of all copies of the model.
 pub(super) fn holders(plan: &Plan, placement: &Placement, part: u32) -> Vec<Rank> {
-    let of_replica = |replica: u32, copy: u32| {
-        let stage = StageId(copy * placement.depth() + part);
-        Rank(replica * placement.ranks() + placement.rank(stage).0)
+    let of_pipeline = placement.holders(part);
+    let of_replica = |replica: u32| {
+        let first = replica * placement.ranks();
+        of_pipeline.iter().map(move |rank| Rank(first + rank.0))
     };
-    let copies = |replica: u32| (0..placement.copies()).map(move |copy| of_replica(replica, copy));
-    let mut holders: Vec<Rank> = (0..plan.replicas()).flat_map(copies).collect();
-    holders.sort_unstable();
-    holders
+    (0..plan.replicas()).flat_map(of_replica).collect()
 }
 
 /// The regions of the two-level form as ranks of the holders of a part, one for each replica.

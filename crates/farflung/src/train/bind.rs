@@ -54,8 +54,12 @@ impl ReplicaSchedule {
             let (from, to) = (Rank(first + from.0), Rank(first + to.0));
             Link { bandwidth: topology.rate(from, to), latency: topology.link(from, to).latency }
         };
-        // The links of neighbours stand for all of them: no schedule depends on more.
-        let links: Vec<Link> = (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect();
+        // The links of neighbours stand for all of them: no schedule depends on more. Of pools all that microbatches
+        // may cross.
+        let links: Vec<Link> = match plan.pools() {
+            Some(pools) => pools.neighbours().map(|(from, to)| link(from, to)).collect(),
+            None => (1..ranks).map(|r| link(Rank(r - 1), Rank(r))).collect(),
+        };
         // The first direction of the first boundary stands for all, too.
         let slices = positions(&plan.pipeline.slices, model.context);
         let crossing =
@@ -80,10 +84,21 @@ impl ReplicaSchedule {
             .zip(0..)
             .map(|(part, i)| work.stage_cost(part, rate(i)))
             .collect::<Result<_>>()?;
+        let own_cost = |stage: StageId, placement: &Placement| {
+            let rate = rates[(first + placement.rank(stage).0) as usize];
+            work.stage_cost(&plan.parts[placement.part(stage) as usize], rate)
+        };
         let order = plan.order_with(count, &stages, hop).map_err(Error::schedule)?;
         let arrivals = match plan.pipeline.schedule {
             ScheduleSource::Named(method) => method.arrivals(&plan.settings(count, &stages, hop)),
-            ScheduleSource::Text(_) => None,
+            ScheduleSource::Text(_) | ScheduleSource::Pools(_) => None,
+        };
+        // Ranks of a pool are as fast as they are, and an order says which of them does what.
+        let stages = if placement.is_pooled() {
+            let all = (0..placement.stages()).map(StageId);
+            all.map(|stage| own_cost(stage, &placement)).collect::<Result<_>>()?
+        } else {
+            stages
         };
         let between = |part: u32| {
             let link = link(placement.rank(StageId(part)), placement.rank(StageId(part + 1)));
@@ -143,7 +158,7 @@ impl ReplicaSchedule {
         }
     }
 
-    /// Forwards alone, on the same ranks: each stage all microbatches, those of two copies in turns.
+    /// Forwards alone, on the same ranks: each stage all microbatches, those of several copies in turns.
     ///
     /// Errors: none that a placement of a method has.
     pub(super) fn forwards(&self, microbatches: u32) -> Result<Schedule> {
@@ -153,9 +168,14 @@ impl ReplicaSchedule {
             let op = |stage: StageId| {
                 let copy = stage.0 / placement.depth();
                 let mine = (0..microbatches).filter(move |m| m % placement.copies() == copy);
-                mine.map(move |m| Op::Run(Action::forward(stage.0, m)))
+                mine.map(move |m| Action::forward(stage.0, m))
             };
-            stages.flat_map(op).collect()
+            let mut actions: Vec<Action> = stages.flat_map(op).collect();
+            if placement.is_pooled() {
+                // A rank's microbatches of all ways come in the order in which the ranks before it have them.
+                actions.sort_by_key(|action| action.microbatch);
+            }
+            actions.into_iter().map(Op::Run).collect()
         };
         let lists = (0..placement.ranks()).map(Rank).map(list).collect();
         let order = ComputeOrder::new(placement.clone(), microbatches, 1, lists).map_err(Error::schedule)?;

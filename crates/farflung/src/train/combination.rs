@@ -11,7 +11,7 @@ use farflung_compress::link::LinkSpec;
 use farflung_optim::local::{Averages, LocalMethod};
 use farflung_optim::sync::SyncMethod;
 use farflung_parallel::pipeline::{ComputeOrder, Method};
-use farflung_parallel::plan::NO_CODEC;
+use farflung_parallel::plan::{NO_CODEC, POOLS};
 use farflung_parallel::{Level, Plan, ScheduleSource};
 use farflung_tensor::Precision;
 
@@ -54,6 +54,8 @@ struct Order {
     copies: bool,
     /// Whether all updates wait for the end of a step.
     flushes: bool,
+    /// Whether stages are pools of ranks.
+    pooled: bool,
 }
 
 impl Order {
@@ -63,12 +65,17 @@ impl Order {
             idle: refusal(method),
             copies: method.copies() > 1,
             flushes: method.is_synchronous(),
+            pooled: false,
         }
     }
 
     fn own(text: &str) -> Self {
         let copies = text.parse::<ComputeOrder>().is_ok_and(|order| order.placement().copies() > 1);
-        Self { name: "own".to_owned(), idle: None, copies, flushes: true }
+        Self { name: "own".to_owned(), idle: None, copies, flushes: true, pooled: false }
+    }
+
+    fn pools() -> Self {
+        Self { name: POOLS.to_owned(), idle: None, copies: true, flushes: true, pooled: true }
     }
 }
 
@@ -82,7 +89,10 @@ impl Choices {
             levels: vec![level(config, replicas)],
             sync: Some(config.sync.row()),
             optimizer: config.optimizer.row(),
-            schedule: (config.stages > 1 && named).then(|| Order::named(config.schedule)),
+            schedule: match &config.pools {
+                Some(_) => Some(Order::pools()),
+                None => (config.stages > 1 && named).then(|| Order::named(config.schedule)),
+            },
             forward: boundary(config.boundary),
             backward: boundary(config.boundary_backward),
             precision: config.precision,
@@ -100,6 +110,7 @@ impl Choices {
             _ if plan.stages() == 1 => None,
             ScheduleSource::Named(method) => Some(Order::named(*method)),
             ScheduleSource::Text(text) => Some(Order::own(text)),
+            ScheduleSource::Pools(_) => Some(Order::pools()),
         };
         Self {
             levels: plan.levels.clone(),
@@ -281,6 +292,14 @@ const RULES: &[Rule] = &[
         },
     },
     Rule {
+        axes: ["boundary", "schedule"],
+        refuses: |choices| unvisited("boundary", &choices.forward, choices),
+    },
+    Rule {
+        axes: ["boundary-backward", "schedule"],
+        refuses: |choices| unvisited("boundary-backward", &choices.backward, choices),
+    },
+    Rule {
         axes: ["boundary", "sampling"],
         refuses: |choices| unnumbered(&choices.forward, choices.sampling),
     },
@@ -289,6 +308,14 @@ const RULES: &[Rule] = &[
         refuses: |choices| unnumbered(&choices.backward, choices.sampling),
     },
 ];
+
+/// Samples that pass other ranks when they come again, for a codec that remembers them.
+fn unvisited(field: &'static str, specs: &[LinkSpec], choices: &Choices) -> Option<Refusal> {
+    let order = choices.schedule.as_ref().filter(|order| order.pooled)?;
+    let spec = specs.iter().find(|spec| spec.remembers())?;
+    let why = "a sample that comes again passes other ranks, which do not remember it";
+    Some(refuse(field, spec, format!("a codec without memory with {}: {why}", order.name)))
+}
 
 /// Samples that never come again, for a codec that remembers them.
 fn unnumbered(specs: &[LinkSpec], sampling: SamplingKind) -> Option<Refusal> {

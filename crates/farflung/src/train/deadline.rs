@@ -141,8 +141,9 @@ fn payload(codec: CodecSpec, values: usize) -> Bytes {
 /// receiver may begin later than the sender: ranks begin behind a barrier.
 fn message(job: &Job, topology: &Topology) -> Option<Slowest> {
     let (plan, model) = (&job.plan, &job.model);
-    // Of slices and of a schedule of the user's own it is not known here what goes where.
-    if !plan.pipeline.slices.is_empty() || matches!(plan.pipeline.schedule, ScheduleSource::Text(_)) {
+    // Of slices, of pools and of a schedule of the user's own it is not known here what goes where.
+    let elsewhere = !matches!(plan.pipeline.schedule, ScheduleSource::Named(_));
+    if !plan.pipeline.slices.is_empty() || elsewhere {
         return None;
     }
     let bytes = Bytes((plan.batch as usize * model.context * model.dim * size_of::<f32>()) as u64);

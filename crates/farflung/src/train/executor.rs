@@ -61,6 +61,7 @@ pub(super) struct Executor {
     pub(super) placement: Placement,
     pub(super) updates: Updates,
     pub(super) microbatches: u32,
+    /// By the first stage of the placement that each part is: see [`Placement::home`].
     pub(super) parts: BTreeMap<StageId, Part>,
     pub(super) tied: Tied,
     pub(super) sampler: Sampler,
@@ -142,7 +143,9 @@ impl Executor {
     /// What an action of a training pass is modelled to take. Evaluation takes no modelled time.
     fn cost(&self, action: Action) -> StageCost {
         match self.pass {
-            Pass::Training { .. } => self.parts[&action.stage].costs[usize::from(action.slice)],
+            Pass::Training { .. } => {
+                self.parts[&self.placement.home(action.stage)].costs[usize::from(action.slice)]
+            }
             Pass::Evaluation => StageCost::default(),
         }
     }
@@ -187,13 +190,15 @@ impl Executor {
     }
 
     fn tokens(&self, action: Action, ids: &[u32]) -> Result<Tensor> {
-        Ok(self.parts[&action.stage].stage.tokens(ids, self.positions(action.slice).len())?)
+        Ok(self.parts[&self.placement.home(action.stage)]
+            .stage
+            .tokens(ids, self.positions(action.slice).len())?)
     }
 
     /// Runs the forward of an action's tokens on its stage.
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
         let (targets, start) = (self.targets(action)?, self.positions(action.slice).start);
-        let part = &self.parts[&action.stage];
+        let part = &self.parts[&self.placement.home(action.stage)];
         let sliced = self.pass != Pass::Evaluation && self.slices.len() > 1;
         let carried = match self.carried.entry((action.stage, action.microbatch)) {
             Entry::Vacant(entry) if sliced => {
@@ -230,7 +235,7 @@ impl Executor {
         if self.pass == Pass::Evaluation {
             return Ok(output);
         }
-        let part = &self.parts[&stage];
+        let part = &self.parts[&self.placement.home(stage)];
         let saved = match part.recompute {
             Recompute::Full if again => None,
             recompute => {
@@ -251,7 +256,7 @@ impl Executor {
         self.comm.advance(self.cost(action).recompute);
         if let Some(saved) = &mut held.saved {
             let carried = self.carried.get_mut(&(action.stage, action.microbatch));
-            self.parts[&action.stage].recompute(held.version, input, saved, carried)?;
+            self.parts[&self.placement.home(action.stage)].recompute(held.version, input, saved, carried)?;
         } else {
             held.saved = Some(self.pass_on(action, held.version, input)?.1);
         }
@@ -269,7 +274,8 @@ impl Executor {
         }
         self.comm.advance(self.cost(action).time(kind));
         let carried = self.carried.get_mut(&(stage, microbatch));
-        let dx = self.parts[&stage].backward_input(held.version, &mut saved, dy, carried)?;
+        let dx =
+            self.parts[&self.placement.home(stage)].backward_input(held.version, &mut saved, dy, carried)?;
         if slice == 0 {
             self.carried.remove(&(stage, microbatch));
         }
@@ -292,7 +298,8 @@ impl Executor {
     ) -> Result<Option<Tensor>> {
         let Action { stage, microbatch, .. } = action;
         let cost = self.cost(action);
-        let part = self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages");
+        let home = self.placement.home(stage);
+        let part = self.parts.get_mut(&home).expect("the schedule gives a rank its own stages");
         let comm = &self.comm;
         if self.placement.depth() > 1 {
             comm.advance(cost.backward());
@@ -307,7 +314,8 @@ impl Executor {
     }
 
     fn part(&mut self, stage: StageId) -> &mut Part {
-        self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages")
+        let home = self.placement.home(stage);
+        self.parts.get_mut(&home).expect("the schedule gives a rank its own stages")
     }
 
     fn take(&mut self, action: Action) -> Held {
@@ -417,7 +425,7 @@ impl Worker for Executor {
     fn shift(&mut self, kind: LoweredKind, stage: StageId, _: u32, _: u16) -> Result<()> {
         match kind {
             LoweredKind::Reduce => self.part(stage).reduce(),
-            LoweredKind::ReduceTied => self.tied.start(&self.parts[&stage]),
+            LoweredKind::ReduceTied => self.tied.start(&self.parts[&self.placement.home(stage)]),
             // Nothing else is asked for when the schedule is lowered.
             _ => Ok(()),
         }

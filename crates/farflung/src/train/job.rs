@@ -433,6 +433,7 @@ impl Decided {
         averages::resolve(&mut plan, model, &config, cluster.as_ref())?;
         let rates = costs::rates(&config, model, &plan, cluster.as_ref());
         if config.plan.is_none() {
+            planned::set_pool_rates(&mut plan, &config, &rates);
             planned::set_local_steps(&mut plan, &config, &rates)?;
         }
         planned::check_warmup(&config, &plan.outermost().steps)?;

@@ -122,7 +122,8 @@ fn of_rank(
 
     let model_bytes = dry.elements() * F32;
     let placement = schedule.placement();
-    let holders = plan.replicas() as usize * placement.copies() as usize;
+    let of_part = |stage| placement.holders(placement.part(stage)).len();
+    let holders = plan.replicas() as usize * placement.homes_of(position).map(of_part).max().unwrap_or(1);
     let mut optimizer = begun - 2 * weights;
     let operands = device.operands();
     let operands = (operands.packed * config.threads.max(1) + operands.rounded) as u64;

@@ -8,7 +8,7 @@ use farflung_base::{Link, Nanos, Rank};
 use farflung_compress::AverageSpec;
 use farflung_compress::link::LinkSpec;
 use farflung_optim::sync::SyncMethod;
-use farflung_parallel::pipeline::{ComputeOrder, Method, Updates, slice_tokens};
+use farflung_parallel::pipeline::{ComputeOrder, Method, Pools, Updates, slice_tokens};
 use farflung_parallel::plan::{NO_CODEC, even_parts};
 use farflung_parallel::{
     BoundaryCodecs, Cluster, Level, ParallelError, Part, Pipeline, Plan, PlannedModel, Recompute,
@@ -63,9 +63,15 @@ pub(super) fn from_settings(
     let own = config.schedule_file.as_deref().filter(|_| config.stages > 1).map(read_schedule).transpose()?;
     let (stages, count) = (small("stages", config.stages)?, small("microbatches", microbatches(config))?);
     let replicas = small("workers", world)? / stages;
-    let method = if config.stages == 1 { Method::OneFOneB } else { config.schedule };
-    let chunks = config.chunks.filter(|_| config.stages > 1).map(|n| small("chunks", n)).transpose()?;
+    let pools = config.pools();
+    let method = if config.stages == 1 || pools.is_some() { Method::OneFOneB } else { config.schedule };
+    let chunks = config
+        .chunks
+        .filter(|_| config.stages > 1 && pools.is_none())
+        .map(|n| small("chunks", n))
+        .transpose()?;
     let parts = match (&own, method) {
+        _ if pools.is_some() => pools.as_ref().map_or(1, Pools::stages),
         (Some(own), _) => own.placement().depth(),
         (None, method) if method.copies() > 1 => stages,
         (None, _) => stages.saturating_mul(chunks.unwrap_or(method.default_chunks())),
@@ -83,9 +89,10 @@ pub(super) fn from_settings(
         let offload = u32::try_from(config.offload).unwrap_or(u32::MAX).min(count - recompute.of(count));
         Part { layers, recompute, offload }
     };
-    let schedule = match &own {
-        Some(own) => ScheduleSource::Text(own.to_string()),
-        None => ScheduleSource::Named(method),
+    let schedule = match (&own, pools) {
+        (_, Some(pools)) => ScheduleSource::Pools(pools),
+        (Some(own), None) => ScheduleSource::Text(own.to_string()),
+        (None, None) => ScheduleSource::Named(method),
     };
     let slices = match (&own, method) {
         (Some(own), _) => even(model.context, own.slices().into())?,
@@ -114,6 +121,15 @@ pub(super) fn from_settings(
     };
     plan.check().map_err(in_settings)?;
     Ok(plan)
+}
+
+/// Writes into a plan how fast the ranks of its pools are beside each other, by the rates of their machines.
+pub(super) fn set_pool_rates(plan: &mut Plan, config: &TrainConfig, rates: &[f64]) {
+    if let ScheduleSource::Pools(pools) = &mut plan.pipeline.schedule
+        && config.pool_rates.is_none()
+    {
+        pools.rates = Pools::whole_rates(rates);
+    }
 }
 
 /// Writes into a plan how many local steps each replica takes, by the rates of the ranks' machines.
@@ -221,8 +237,11 @@ pub(super) fn level(config: &TrainConfig, replicas: u32) -> Level {
     }
 }
 
-/// Whether a pipeline of these settings holds the model twice.
+/// Whether a pipeline of these settings holds parts of the model more than once.
 fn has_copies(config: &TrainConfig) -> bool {
+    if let Some(pools) = config.pools() {
+        return pools.fewest() > 1;
+    }
     config.stages > 1 && config.schedule.copies() > 1
 }
 
@@ -231,14 +250,30 @@ fn machines(world: usize, cluster: Option<&Cluster>) -> Vec<String> {
     cluster.map_or_else(|| (0..world).map(|rank| format!("worker.{rank}")).collect(), Cluster::rank_names)
 }
 
+/// Whether the ranks of pools are those of the run, and have work.
+pub(super) fn check_pools(config: &TrainConfig, pools: &Pools, world: usize) -> Result<()> {
+    let (ranks, fewest, microbatches) = (pools.ranks(), pools.fewest(), microbatches(config));
+    if world != ranks as usize {
+        return Err(refuse("workers", world, format!("{ranks}, the ranks of `pools`: they are one copy")));
+    }
+    if microbatches < fewest as usize {
+        let expected = format!("at least {fewest}, so that each rank of the largest pool has one");
+        return Err(refuse("microbatches", microbatches, expected));
+    }
+    Ok(())
+}
+
 /// Whether the settings go together.
 fn check(config: &TrainConfig, world: usize) -> Result<()> {
     let (method, stages) = (config.schedule, config.stages);
     if !world.is_multiple_of(stages) {
         return Err(refuse("workers", world, format!("a multiple of the {stages} stages")));
     }
-    let named = config.schedule_file.is_none() && stages > 1;
     let microbatches = microbatches(config);
+    if let Some(pools) = config.pools() {
+        return check_pools(config, &pools, world);
+    }
+    let named = config.schedule_file.is_none() && stages > 1;
     match method.updates(small("stages", stages)?, config.version_sync) {
         Updates::TwoVersions { every } if named && !microbatches.is_multiple_of(every as usize) => {
             let expected = format!("for {method} a multiple of the {stages} stages: as many make one update");

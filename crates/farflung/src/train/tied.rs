@@ -24,11 +24,16 @@ pub(super) enum Tied {
     Across(Across),
 }
 
-/// One of two ranks that hold a user each.
+/// One of the ranks that hold a user each: two, or in pools of ranks one of the smaller pool with those of the larger
+/// that it exchanges with.
 #[derive(Debug)]
 pub(super) struct Across {
-    /// The two ranks.
-    pub(super) pair: Communicator,
+    /// These ranks.
+    pub(super) group: Communicator,
+    /// Those of them that take this one's gradients.
+    pub(super) to: Vec<Rank>,
+    /// The one of them whose gradients this one takes.
+    pub(super) from: Rank,
     /// This one's stage.
     pub(super) stage: StageId,
     /// Whether the gradients are those of one rank alone, so that they may leave before any mean is there.
@@ -43,7 +48,46 @@ pub(super) struct Across {
 pub(super) struct Exchange {
     mine: Vec<f32>,
     theirs: Pending<Result<Vec<u8>, CommError>>,
-    sent: Pending<Result<(), CommError>>,
+    sent: Vec<Pending<Result<(), CommError>>>,
+}
+
+/// The users of a token table that exchange its gradients, in a placement with [`Tie::Across`](farflung_parallel::pipeline::Tie).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Exchanging {
+    /// The ranks, in order.
+    pub(super) ranks: Vec<Rank>,
+    /// Who sends to whom.
+    pub(super) ways: Vec<(Rank, Rank)>,
+}
+
+impl Exchanging {
+    /// All groups of a placement. Each rank of the smaller of the two pools is in one group, with its share of the larger
+    /// pool: its gradients go to all of these, and the first of them sends its own back. All ranks of a pool have the same
+    /// gradients by then, so that each rank has one of both users.
+    pub(super) fn of(placement: &Placement) -> Vec<Self> {
+        let (first, last) = (placement.holders(0), placement.holders(placement.depth() - 1));
+        let (few, many) = if first.len() <= last.len() { (first, last) } else { (last, first) };
+        let group = |(i, &one): (usize, &Rank)| {
+            let others: Vec<Rank> = many.iter().skip(i).step_by(few.len()).copied().collect();
+            let back = others.first().map(|&other| (other, one));
+            let mut ranks: Vec<Rank> = others.iter().copied().chain([one]).collect();
+            ranks.sort_unstable();
+            Self { ranks, ways: others.into_iter().map(|other| (one, other)).chain(back).collect() }
+        };
+        few.iter().enumerate().map(group).collect()
+    }
+
+    /// Where a rank of the group stands in it.
+    pub(super) fn place(&self, rank: Rank) -> Rank {
+        Rank(self.ranks.iter().take_while(|&&other| other < rank).count() as u32)
+    }
+
+    /// Those that a rank sends to, and the one that it takes from, by their places.
+    pub(super) fn partners(&self, rank: Rank) -> (Vec<Rank>, Rank) {
+        let to = self.ways.iter().filter(|(from, _)| *from == rank).map(|&(_, to)| self.place(to)).collect();
+        let from = self.ways.iter().find(|(_, to)| *to == rank).map_or(rank, |&(from, _)| from);
+        (to, self.place(from))
+    }
 }
 
 impl Exchange {
@@ -55,7 +99,7 @@ impl Exchange {
             problem: "is not as long as the table",
         })?;
         sum.iter_mut().zip(theirs).for_each(|(sum, theirs)| *sum += theirs);
-        sent.wait()?;
+        sent.into_iter().try_for_each(Pending::wait)?;
         Ok(sum)
     }
 }
@@ -63,11 +107,11 @@ impl Exchange {
 impl Across {
     fn start(&mut self, part: &Part) -> Result<Exchange> {
         let mine = table(part)?;
-        let (other, tag) = (Rank(1 - self.pair.rank().0), self.round);
+        let tag = self.round;
         self.round = self.round.wrapping_add(1);
-        let bytes = mine.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let sent = self.pair.start_send(other, tag, bytes);
-        Ok(Exchange { mine, theirs: self.pair.start_recv(other, tag), sent })
+        let bytes: Vec<u8> = mine.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let sent = self.to.iter().map(|&other| self.group.start_send(other, tag, bytes.clone())).collect();
+        Ok(Exchange { mine, theirs: self.group.start_recv(self.from, tag), sent })
     }
 }
 
@@ -163,14 +207,16 @@ impl Tied {
                 let part = parts.get_mut(&across.stage).expect("the table's user is on this rank");
                 let range = part.table();
                 let Some(buffer) = buffer(part) else { return Ok(()) };
-                let (other, tag) = (Rank(1 - across.pair.rank().0), across.round);
+                let tag = across.round;
                 across.round = across.round.wrapping_add(1);
                 if placement.is_first(across.stage) {
                     let values = buffer.view().part(range.start, range.len())?.to_vec::<f32>()?;
-                    let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-                    return Ok(across.pair.start_send(other, tag, bytes).wait()?);
+                    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+                    let send = |&other: &Rank| across.group.start_send(other, tag, bytes.clone());
+                    let sent: Vec<_> = across.to.iter().map(send).collect();
+                    return Ok(sent.into_iter().try_for_each(Pending::wait)?);
                 }
-                let bytes = across.pair.recv(other, tag)?;
+                let bytes = across.group.recv(across.from, tag)?;
                 let values = floats(&bytes, range.len()).ok_or_else(|| Error::Message {
                     message: "the token table's average".to_owned(),
                     problem: "is not as long as the table",
@@ -191,4 +237,33 @@ fn write(parts: &mut BTreeMap<StageId, Part>, stage: StageId, sum: &[f32]) -> Re
     let part = parts.get_mut(&stage).expect("the table's users are on this rank");
     let range = part.table();
     Ok(part.grads.view_mut().part(range.start, range.len())?.write(sum)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_user_of_the_table_hears_one_of_the_others() {
+        // By route: the first stage's ranks, the second's.
+        for (first, last) in [(1, 1), (1, 3), (2, 2), (2, 5), (3, 1), (4, 3)] {
+            let ways = |i: u32| [Rank(i % first), Rank(first + i % last)];
+            let placement = Placement::new((0..first * last).flat_map(ways).collect(), first * last).unwrap();
+            let groups = Exchanging::of(&placement);
+            assert_eq!(groups.len() as u32, first.min(last));
+            let mut all: Vec<Rank> = groups.iter().flat_map(|group| group.ranks.clone()).collect();
+            all.sort_unstable();
+            assert_eq!(all, (0..first + last).map(Rank).collect::<Vec<_>>());
+            for group in &groups {
+                for &rank in &group.ranks {
+                    let (to, from) = group.partners(rank);
+                    let other = group.ranks[from.index()];
+                    assert_ne!(other.0 < first, rank.0 < first, "{first} {last}: {rank:?} takes {other:?}'s");
+                    // Whoever takes is sent to.
+                    assert!(group.partners(other).0.contains(&group.place(rank)));
+                    assert!(to.iter().all(|to| (group.ranks[to.index()].0 < first) != (rank.0 < first)));
+                }
+            }
+        }
+    }
 }

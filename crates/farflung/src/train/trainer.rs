@@ -421,10 +421,10 @@ impl Trainer {
         }
         // The table is the same in all pipelines now, and its two users in each may differ: on one rank they
         // take the same updates on the same device.
-        if let Tied::Across(Across { pair, stage, .. }) = tied {
+        if let Tied::Across(Across { group, stage, .. }) = tied {
             let part = parts.get_mut(stage).expect("it is this rank's user of the table");
             let table = part.table();
-            comparison.mend(pair, &mut part.params, table)?;
+            comparison.mend(group, &mut part.params, table)?;
         }
         let found = comparison.done()?;
         if found.distance > 0.0 {

@@ -91,9 +91,16 @@ impl Who {
         };
         let stages = plan.stages() as usize;
         let mut links = Vec::new();
-        for stage in 0..stages {
-            let holders: Vec<usize> = here.iter().copied().filter(|rank| rank % stages == stage).collect();
+        for place in 0..stages as u32 {
+            let holds = |rank: &usize| plan.place(Rank(*rank as u32)) == place;
+            let holders: Vec<usize> = here.iter().copied().filter(holds).collect();
             links.extend(ring(&holders).into_iter().map(|(a, b)| self.link(a, b, Carries::Averages)));
+        }
+        if let Some(pools) = plan.pools() {
+            let pairs = pools.neighbours().map(|(from, to)| (from.index(), to.index()));
+            let there = pairs.filter(|(from, to)| here.contains(from) && here.contains(to));
+            links.extend(there.map(|(a, b)| self.link(a, b, Carries::Activations)));
+            return links;
         }
         let next =
             |&rank: &usize| (rank % stages + 1 < stages && rank + 1 < members.len()).then_some(rank + 1);
@@ -149,7 +156,7 @@ fn planned(plan: &Plan) -> Vec<MemberFacts> {
             name: cut(name),
             rank: Some(rank),
             replica: Some(replica),
-            stage: Some(rank % stages),
+            stage: Some(plan.place(Rank(rank))),
             share: microbatches.filter(|_| all > 0).map(|&m| f64::from(m) / all as f64),
             ..MemberFacts::default()
         }

@@ -40,7 +40,7 @@ impl<'a> Ways<'a> {
         for part in 0..depth {
             ways.head.push(head);
             ways.tail.push(tail);
-            let stage = &cost.stages[part as usize];
+            let stage = cost.least(part);
             if part + 1 == depth {
                 ways.turn = head + stage.forward + stage.input;
             } else if order.slices() == 1 {
@@ -76,7 +76,7 @@ impl<'a> Ways<'a> {
         let slices = u64::from(self.order.slices());
         let (mut needed, mut weights) = (Nanos::ZERO, Nanos::ZERO);
         for action in self.order.lists()[rank.index()].iter().flat_map(super::Op::actions) {
-            let stage = &self.cost.stages[self.part(action.stage)];
+            let stage = self.cost.stage(action.stage);
             let part = |time: Nanos| Nanos(time.0 / slices);
             match action.kind {
                 ComputeKind::BackwardWeight => weights += part(stage.weight),
@@ -128,16 +128,16 @@ impl<'a> Ways<'a> {
         let back = if self.order.is_forward_only() {
             Nanos::ZERO
         } else {
-            self.cost.stages[last].input + self.tail[last]
+            self.cost.least(last as u32).input + self.tail[last]
         };
         match message.content {
             Content::Activation => {
-                let onward = self.head[last] + self.cost.stages[last].forward - self.head[to];
-                (self.head[from] + self.cost.stages[from].forward, latency + onward + back)
+                let onward = self.head[last] + self.cost.least(last as u32).forward - self.head[to];
+                (self.head[from] + self.cost.least(from as u32).forward, latency + onward + back)
             }
             Content::Gradient => {
                 let before = self.turn + (self.tail[last] - self.tail[from]);
-                (before, latency + self.cost.stages[to].input + self.tail[to])
+                (before, latency + self.cost.least(to as u32).input + self.tail[to])
             }
         }
     }

@@ -111,7 +111,7 @@ impl SliceShare {
 /// What a pipeline takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PipelineCost {
-    /// By stage of one copy of the model.
+    /// By stage of one copy of the model; or of all copies, where ranks that hold the same part are unequally fast.
     pub stages: Vec<StageCost>,
     /// By the stage before the boundary: one fewer than stages.
     pub boundaries: Vec<Boundary>,
@@ -140,8 +140,10 @@ impl PipelineCost {
     pub fn check(&self, order: &ComputeOrder) -> Result<(), ParallelError> {
         let depth = order.placement().depth() as usize;
         let slices = usize::from(order.slices());
+        let all = order.placement().stages() as usize;
+        let stages = if self.stages.len() == all { all } else { depth };
         let lists = [
-            ("cost.stages", self.stages.len(), depth),
+            ("cost.stages", self.stages.len(), stages),
             ("cost.boundaries", self.boundaries.len(), depth - 1),
             ("cost.slices", if self.slices.is_empty() { slices } else { self.slices.len() }, slices),
         ];
@@ -158,10 +160,9 @@ impl PipelineCost {
             if self.slices.is_empty() { vec![SliceShare::EQUAL; slices] } else { self.slices.clone() };
         let tokens: Vec<u64> = shares.iter().map(|share| share.tokens).collect();
         let times: Vec<u64> = shares.iter().map(|share| share.time).collect();
-        let depth = order.placement().depth();
         let mut stages = vec![StageCost::default(); order.placement().stages() as usize * slices];
         for (i, parts) in stages.chunks_mut(slices).enumerate() {
-            let whole = self.stages[i % depth as usize];
+            let whole = self.stages[i % self.stages.len()];
             if let [only] = parts {
                 *only = whole;
                 continue;
@@ -191,9 +192,21 @@ impl PipelineCost {
         Ok(self.table(order).stages)
     }
 
+    /// What a stage of any copy of the model takes for a whole microbatch.
+    pub(super) fn stage(&self, stage: StageId) -> &StageCost {
+        &self.stages[stage.index() % self.stages.len()]
+    }
+
+    /// The least that a part takes in any copy of the model, for times that no order can do without.
+    pub(super) fn least(&self, part: u32) -> StageCost {
+        let depth = self.boundaries.len() + 1;
+        let copies = self.stages.iter().skip(part as usize).step_by(depth);
+        copies.copied().reduce(|a, b| if b.forward < a.forward { b } else { a }).unwrap_or_default()
+    }
+
     /// The boundary that `action` of `stage` sends over: ahead for a forward, back for a backward.
     pub(super) fn boundary(&self, stage: StageId, kind: ComputeKind) -> &Boundary {
-        let part = stage.index() % self.stages.len();
+        let part = stage.index() % (self.boundaries.len() + 1);
         &self.boundaries[if kind == ComputeKind::Forward { part } else { part - 1 }]
     }
 }

@@ -96,7 +96,7 @@ impl<'a> List<'a> {
         let trains = !own_steps && !self.order.is_forward_only();
         let mut unfinished: BTreeMap<_, u32> = BTreeMap::new();
         for action in self.ops.iter().flat_map(Op::actions).filter(|a| a.releases()) {
-            *unfinished.entry(action.stage).or_default() += 1;
+            *unfinished.entry(placement.home(action.stage)).or_default() += 1;
         }
         for (at, (op, before)) in self.ops.iter().zip(before).enumerate() {
             self.out.extend(before);
@@ -107,10 +107,11 @@ impl<'a> List<'a> {
                 let message = Message::made_by(action, placement).filter(|m| m.wire(placement).is_some());
                 self.out.extend(message.map(|m| m.send()));
                 if trains && action.releases() {
-                    let left = unfinished.entry(action.stage).or_default();
+                    let stage = placement.home(action.stage);
+                    let left = unfinished.entry(stage).or_default();
                     *left -= 1;
                     let last = *left == 0;
-                    self.after_backward(action, last);
+                    self.after_backward(Action { stage, ..action }, last);
                 }
             }
             self.out.extend(offloads.get(&at));
@@ -118,7 +119,7 @@ impl<'a> List<'a> {
         }
         if trains && self.order.updates() == Updates::Flush {
             let last = self.order.microbatches() - 1;
-            for stage in placement.stages_of(self.rank) {
+            for stage in placement.homes_of(self.rank) {
                 // A copy of the model that saw no microbatch steps too: with the gradients of the other.
                 let step = Action::new(ComputeKind::Step, stage.0, last);
                 self.out.push(Lowered::Compute(step.into()));

@@ -105,6 +105,37 @@ impl Placement {
         self.rank_of.iter().zip(0..).filter(move |(r, _)| **r == rank).map(|(_, stage)| StageId(stage))
     }
 
+    /// The stage under which its rank keeps the part of the model that `stage` is: the first of that part there. Where the
+    /// ways of microbatches part, a rank's part belongs to several copies of the model, and there is one of it.
+    #[must_use]
+    pub fn home(&self, stage: StageId) -> StageId {
+        let (rank, part) = (self.rank(stage), self.part(stage));
+        let of_part = (part..self.stages()).step_by(self.depth() as usize).map(StageId);
+        of_part.take(stage.index() + 1).find(|&other| self.rank(other) == rank).unwrap_or(stage)
+    }
+
+    /// The stages under which a rank keeps its parts: each part once.
+    pub fn homes_of(&self, rank: Rank) -> impl Iterator<Item = StageId> {
+        self.stages_of(rank).filter(|&stage| self.home(stage) == stage)
+    }
+
+    /// The ranks that hold a part of the model, each once, in order.
+    #[must_use]
+    pub fn holders(&self, part: u32) -> Vec<Rank> {
+        let of_part = (part..self.stages()).step_by(self.depth() as usize).map(StageId);
+        let mut ranks: Vec<Rank> = of_part.map(|stage| self.rank(stage)).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+
+    /// Whether stages are pools of ranks: there are several ways through the ranks, and a rank holds one part. A method
+    /// that sends microbatches both ways gives each rank the two users of the token table together.
+    #[must_use]
+    pub fn is_pooled(&self) -> bool {
+        self.copies > 1 && self.tie() == Tie::Across
+    }
+
     /// Which part of the model a stage is: the same in every copy.
     #[must_use]
     pub fn part(&self, stage: StageId) -> u32 {
@@ -192,6 +223,20 @@ mod tests {
         assert_eq!(both.next(StageId(4)), Some(StageId(5)));
         let vee = Placement::wave(4, 2);
         assert_eq!(vee.next(StageId(3)), Some(StageId(4)));
+    }
+
+    #[test]
+    fn a_part_of_several_copies_is_kept_once() {
+        // Rank 0 has the first stage of both ways, ranks 1 and 2 have one second stage each.
+        let pools = Placement::new([0, 1, 0, 2].map(Rank).to_vec(), 2).unwrap();
+        assert_eq!(pools.homes_of(Rank(0)).collect::<Vec<_>>(), [StageId(0)]);
+        assert_eq!((pools.home(StageId(2)), pools.home(StageId(3))), (StageId(0), StageId(3)));
+        assert_eq!((pools.holders(0), pools.holders(1)), (vec![Rank(0)], vec![Rank(1), Rank(2)]));
+        assert!(pools.is_pooled() && pools.tie() == Tie::Across);
+        let both = Placement::both_ways(4);
+        assert!((0..8).map(StageId).all(|stage| both.home(stage) == stage) && !both.is_pooled());
+        let two_by_two = Placement::new([0, 2, 1, 3].map(Rank).to_vec(), 2).unwrap();
+        assert!(two_by_two.is_pooled() && !Placement::looped(4, 2).is_pooled());
     }
 
     #[test]

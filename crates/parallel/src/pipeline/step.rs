@@ -187,7 +187,7 @@ impl Marks {
                 match entry {
                     Lowered::Compute(op) if ops.get(next) == Some(&op) => next += 1,
                     Lowered::Compute(Op::Run(Action { kind: ComputeKind::Step, stage, .. })) => {
-                        let StageCost { step, .. } = cost.stages[placement.part(stage) as usize];
+                        let StageCost { step, .. } = *cost.stage(stage);
                         if flush { marks.steps[rank] += step } else { pause(step) }
                     }
                     Lowered::Move { kind: LoweredKind::Gather, stage, .. } => {
@@ -217,6 +217,7 @@ impl Marks {
         prices: &CollectivePrices,
     ) -> Vec<Reduction> {
         let placement = schedule.order().placement();
+        let pooled = placement.is_pooled();
         let mut line = Line { free: vec![Nanos::ZERO; schedule.lists().len()], done: Vec::new() };
         let of = |kind| {
             // Those that take part, update by update: all holders of a part, or the tied weights' two users in a copy.
@@ -225,7 +226,12 @@ impl Marks {
             for &(rank, _, stage, after) in self.gradients.iter().filter(|mark| mark.1 == kind) {
                 let update = updates.entry(stage).or_default();
                 let parts = (placement.part(stage), stage.0 / placement.depth());
-                let group = if kind == LoweredKind::Reduce { parts.0 } else { parts.1 };
+                let group = match kind {
+                    LoweredKind::Reduce => parts.0,
+                    // All that hold the tied weights take part, whichever way they are passed on.
+                    _ if pooled => 0,
+                    _ => parts.1,
+                };
                 let ready = after.checked_sub(1).map_or(Nanos::ZERO, |op| compute.slots(rank)[op].end);
                 let slot = Slot::default();
                 groups.entry((*update, group)).or_default().push(Reduction {

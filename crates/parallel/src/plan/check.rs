@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use farflung_base::{Algorithm, Nanos};
 
 use super::{Level, NO_CODEC, Part, Plan, Recompute, ScheduleSource};
-use crate::pipeline::{ComputeOrder, Settings, StageCost, Tie, Updates};
+use crate::pipeline::{ComputeOrder, Pools, PoolsFault, Settings, StageCost, Tie, Updates};
 use crate::{Axis, ParallelError};
 
 /// The refusal of a field.
@@ -114,6 +114,9 @@ impl Plan {
 
     fn check_schedule(&self) -> Result<(), ParallelError> {
         let slices = &self.pipeline.slices;
+        if let ScheduleSource::Pools(pools) = &self.pipeline.schedule {
+            self.check_pools(pools)?;
+        }
         if let Some(i) = slices.iter().position(|&len| len == 0) {
             return Err(refuse(format!("pipeline.slices[{i}]"), 0, "at least 1 token"));
         }
@@ -144,6 +147,33 @@ impl Plan {
             )?;
         }
         Ok(())
+    }
+
+    /// Whether pools fit the plan: before an order is made, whose routes are as many as the sizes say.
+    fn check_pools(&self, pools: &Pools) -> Result<(), ParallelError> {
+        if let Some(PoolsFault { field, expected }) = pools.fault() {
+            let value = if field == "sizes" { &pools.sizes } else { &pools.rates };
+            return Err(refuse(format!("pools.{field}"), format!("{value:?}"), expected));
+        }
+        let expected = "data=1: the ranks of a pool are its replicas";
+        ensure(self.replicas() == 1, "mesh", &self.mesh, expected)?;
+        let (sum, ranks) = (pools.ranks(), self.stages());
+        let expected = format!("{ranks} ranks together, as the mesh has");
+        ensure(sum == ranks, "pools.sizes", format!("{:?}", pools.sizes), expected)?;
+        let expected = format!("{}, one for each pool", pools.stages());
+        ensure(
+            self.parts.len() == pools.sizes.len(),
+            "part",
+            format!("given {} times", self.parts.len()),
+            expected,
+        )?;
+        let (count, fewest) = (self.microbatches[0], pools.fewest());
+        let expected = format!("at least {fewest}, so that each rank of the largest pool has one");
+        ensure(count >= fewest, "microbatches[0]", count, expected)?;
+        let none = "nothing with pools of ranks";
+        ensure(self.pipeline.chunks.is_none(), "pipeline.chunks", "given", none)?;
+        ensure(self.pipeline.slices.is_empty(), "pipeline.slices", "given", none)?;
+        ensure(self.pipeline.memory != Some(0), "pipeline.memory", 0, "at least 1")
     }
 
     fn outermost_checked(&self) -> Result<&Level, ParallelError> {
@@ -260,6 +290,7 @@ impl Plan {
                 self.check_own(&order, microbatches)?;
                 Ok(order)
             }
+            ScheduleSource::Pools(pools) => pools.order(microbatches, cost, hop, self.pipeline.memory),
         }
     }
 

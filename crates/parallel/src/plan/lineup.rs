@@ -15,12 +15,16 @@ pub struct Stood {
 ///
 /// With fewer members than the run's pipelines should have stages, all of them form one pipeline of as many stages as
 /// there are members, so that the model is cut anew. With more, there are as many whole pipelines as there can be, and
-/// the others are spares: members that hold no part until somebody is lost or others come.
+/// the others are spares: members that hold no part until somebody is lost or others come. Or, where a pipeline is not
+/// whole, each stage is the pool of all that hold its part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lineup {
-    /// Ranks of a pipeline.
+    /// Stages of a pipeline.
     pub stages: u32,
-    /// The member at each rank of the plan: rank `replica * stages + position`. Numbers count the members of the view.
+    /// Members of each stage, where stages are pools of members; empty where pipelines are whole.
+    pub pools: Vec<u32>,
+    /// The member at each rank of the plan: rank `replica * stages + position`, or pool by pool. Numbers count the members
+    /// of the view.
     pub ranks: Vec<usize>,
     /// The others, in the view's order.
     pub spares: Vec<usize>,
@@ -63,7 +67,55 @@ impl Lineup {
         }
         let mut spares: Vec<usize> = rest.collect();
         spares.sort_unstable();
-        Self { stages, ranks: places.into_iter().flatten().collect(), spares }
+        Self { stages, pools: Vec::new(), ranks: places.into_iter().flatten().collect(), spares }
+    }
+
+    /// As [`Lineup::new`], but all that hold a part go on with it where whole pipelines would leave some of them out:
+    /// each stage is a pool of members then, which share its microbatches. Members without a part fill the places of
+    /// those that are lost. It ends as soon as there are members enough for whole pipelines, and does not begin where the
+    /// smallest pool would be smaller than the number of whole pipelines.
+    ///
+    /// Source: Gandhi et al. 2024, "ReCycle": microbatches of a lost worker go to those that hold the same stage.
+    ///
+    /// ```
+    /// use farflung_parallel::plan::{Lineup, Stood};
+    ///
+    /// // Two pipelines of two have lost one: the three that are left go on, and no part moves.
+    /// let at = |replica, position| Some(Stood { replica, position });
+    /// let next = Lineup::rerouted(&[at(0, 0), at(0, 1), at(1, 1)], 2, 2);
+    /// assert_eq!((next.pools, next.ranks, next.spares), (vec![1, 2], vec![0, 1, 2], vec![]));
+    /// ```
+    #[must_use]
+    pub fn rerouted(members: &[Option<Stood>], before: u32, stages: u32) -> Self {
+        let whole = Self::new(members, before, stages);
+        if before != stages || stages < 2 || whole.spares.is_empty() {
+            return whole;
+        }
+        let mut order: Vec<(Stood, usize)> =
+            members.iter().zip(0..).filter_map(|(stood, member)| Some(((*stood)?, member))).collect();
+        order.sort_unstable();
+        let mut pools: Vec<Vec<usize>> = vec![Vec::new(); stages as usize];
+        for (Stood { position, .. }, member) in order {
+            match pools.get_mut(position as usize) {
+                Some(pool) => pool.push(member),
+                None => return whole,
+            }
+        }
+        let most = pools.iter().map(Vec::len).max().unwrap_or(0);
+        let mut spares = Vec::new();
+        for member in (0..members.len()).filter(|&member| members[member].is_none()) {
+            match pools.iter_mut().min_by_key(|pool| pool.len()).filter(|pool| pool.len() < most) {
+                Some(pool) => pool.push(member),
+                None => spares.push(member),
+            }
+        }
+        let fewest = pools.iter().map(Vec::len).min().unwrap_or(0);
+        if fewest == most || fewest < whole.replicas() {
+            // Nobody is left out by whole pipelines, or more of them can be made of those that hold another part.
+            return whole;
+        }
+        let sizes = pools.iter().map(|pool| pool.len() as u32).collect();
+        Self { stages, pools: sizes, ranks: pools.concat(), spares }
     }
 
     /// The rank of a member; `None` of a spare.
@@ -76,13 +128,34 @@ impl Lineup {
     #[must_use]
     pub fn stands(&self, member: usize) -> Option<Stood> {
         let rank = self.rank_of(member)?;
-        Some(Stood { replica: rank / self.stages, position: rank % self.stages })
+        if self.pools.is_empty() {
+            return Some(Stood { replica: rank / self.stages, position: rank % self.stages });
+        }
+        Stood::in_pools(&self.pools, rank)
     }
 
-    /// Number of pipelines.
+    /// Number of pipelines that are whole.
     #[must_use]
-    pub const fn replicas(&self) -> usize {
-        self.ranks.len() / self.stages as usize
+    pub fn replicas(&self) -> usize {
+        match self.pools.iter().min() {
+            Some(&fewest) => fewest as usize,
+            None => self.ranks.len() / self.stages as usize,
+        }
+    }
+}
+
+impl Stood {
+    /// Where a rank of pools of these sizes stands: the stage is its position.
+    #[must_use]
+    pub fn in_pools(pools: &[u32], rank: u32) -> Option<Self> {
+        let mut first = 0_u32;
+        for (&size, position) in pools.iter().zip(0..) {
+            if rank.checked_sub(first)? < size {
+                return Some(Self { replica: rank - first, position });
+            }
+            first = first.saturating_add(size);
+        }
+        None
     }
 }
 
@@ -274,6 +347,54 @@ mod tests {
     }
 
     #[test]
+    fn whoever_holds_a_part_goes_on_with_it_where_a_pipeline_is_broken() {
+        for lost in 0..12 {
+            let mut members = whole(3, 4);
+            members.remove(lost);
+            let next = Lineup::rerouted(&members, 4, 4);
+            let sizes: Vec<u32> = (0..4).map(|stage| 3 - u32::from(stage == lost as u32 % 4)).collect();
+            assert_eq!((&next.pools, next.spares.len()), (&sizes, 0));
+            for (member, stood) in members.iter().enumerate() {
+                let now = next.stands(member).unwrap();
+                assert_eq!(now.position, stood.unwrap().position, "no part moves");
+            }
+            // A newcomer makes all pipelines whole again, and only it takes a part.
+            let mut now: Vec<Option<Stood>> = (0..11).map(|member| next.stands(member)).collect();
+            now.push(None);
+            let again = Lineup::rerouted(&now, 4, 4);
+            assert_eq!((again.pools.len(), again.replicas(), again.spares.len()), (0, 3, 0));
+            for (member, stood) in now.iter().enumerate().take(11) {
+                assert_eq!(again.stands(member).unwrap().position, stood.unwrap().position);
+            }
+        }
+    }
+
+    #[test]
+    fn spares_fill_holes_and_parts_that_are_lost_are_not_rerouted() {
+        // A spare takes the place of the lost one: both pipelines are whole.
+        let members = [Some(stood(0, 0)), Some(stood(0, 1)), Some(stood(1, 1)), None];
+        assert_eq!(Lineup::rerouted(&members, 2, 2), Lineup::new(&members, 2, 2));
+        // Two are lost and one spare is there.
+        let mut three = whole(3, 2);
+        three.remove(4);
+        three.remove(2);
+        three.push(None);
+        let next = Lineup::rerouted(&three, 2, 2);
+        assert_eq!((next.pools, next.spares), (vec![2, 3], vec![]));
+        // One is left of the first stage and four of the second: one of these makes a second pipeline.
+        let mut five: Vec<Option<Stood>> = (0..4).map(|replica| Some(stood(replica, 1))).collect();
+        five.push(Some(stood(0, 0)));
+        assert_eq!(Lineup::rerouted(&five, 2, 2).replicas(), 2);
+        // Nobody is left of a part: the model is cut or filled as without pools.
+        let members = [Some(stood(0, 1)), Some(stood(1, 1)), Some(stood(2, 1))];
+        assert_eq!(Lineup::rerouted(&members, 2, 2), Lineup::new(&members, 2, 2));
+        // Another cut than before, or newcomers alone that are left over.
+        let members = [Some(stood(0, 0)), Some(stood(0, 1)), None];
+        assert!(Lineup::rerouted(&members, 2, 2).pools.is_empty());
+        assert!(Lineup::rerouted(&whole(3, 1), 1, 2).pools.is_empty());
+    }
+
+    #[test]
     fn every_member_has_one_place() {
         for members in 1..14 {
             for stages in 1..6 {
@@ -287,6 +408,12 @@ mod tests {
                     assert_eq!(found, (0..members as usize).collect::<Vec<_>>());
                     assert_eq!(next.ranks.len() % next.stages as usize, 0);
                     assert!(next.spares.len() < next.stages as usize);
+                    let next = Lineup::rerouted(&all, stages, stages);
+                    let mut found: Vec<usize> = next.ranks.iter().chain(&next.spares).copied().collect();
+                    found.sort_unstable();
+                    assert_eq!(found, (0..members as usize).collect::<Vec<_>>());
+                    let sizes = next.pools.iter().sum::<u32>() as usize;
+                    assert!(next.pools.is_empty() || sizes == next.ranks.len() && !next.pools.contains(&0));
                 }
             }
         }

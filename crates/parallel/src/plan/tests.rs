@@ -34,6 +34,69 @@ fn the_canonical_text() {
     insta::assert_snapshot!(plan().to_string());
 }
 
+/// One rank for the first stage, three for the second.
+fn pooled() -> Plan {
+    let pools = Pools { sizes: vec![1, 3], rates: vec![1, 4, 2, 1] };
+    Plan {
+        mesh: Plan::mesh_of(1, 4).unwrap(),
+        microbatches: vec![7],
+        pipeline: Pipeline { schedule: ScheduleSource::Pools(pools), ..Pipeline::default() },
+        ..plan()
+    }
+}
+
+#[test]
+fn pools_are_in_the_text_and_in_the_digest() {
+    let plan = pooled();
+    plan.check().unwrap();
+    let text = plan.to_string();
+    assert!(
+        text.contains("schedule = \"pools\"")
+            && text.contains("[pools]\nsizes = [1, 3]\nrates = [1, 4, 2, 1]")
+    );
+    assert_eq!(text.parse::<Plan>().unwrap(), plan);
+    let equal: Plan = text.replace("rates = [1, 4, 2, 1]\n", "").parse().unwrap();
+    assert_eq!(equal.pools(), Some(&Pools::equal(vec![1, 3])));
+    assert_ne!(equal.digest(), plan.digest());
+    assert_eq!(plan.differences(&equal)[0].to_string(), "`pools.rates` is [1, 4, 2, 1] and [1, 1, 1, 1]");
+    // A section without the schedule, and the schedule without a section.
+    for wrong in [
+        text.replace("\"pools\"", "\"gpipe\""),
+        text.replace("[pools]\nsizes = [1, 3]\nrates = [1, 4, 2, 1]", ""),
+    ] {
+        let error = wrong.parse::<Plan>().unwrap_err().to_string();
+        assert!(error.contains("pipeline.schedule") && error.contains("[pools]"), "{error}");
+    }
+}
+
+#[test]
+fn pools_that_do_not_fit_the_plan_are_refused() {
+    let refused = |change: fn(&mut Plan)| {
+        let mut plan = pooled();
+        change(&mut plan);
+        plan.check().unwrap_err().to_string()
+    };
+    fn pools(plan: &mut Plan, sizes: &[u32], rates: &[u32]) {
+        plan.pipeline.schedule =
+            ScheduleSource::Pools(Pools { sizes: sizes.to_vec(), rates: rates.to_vec() });
+    }
+    let found = [
+        refused(|p| pools(p, &[1, 2], &[1; 3])),
+        refused(|p| pools(p, &[1, 2, 1], &[1; 4])),
+        refused(|p| pools(p, &[4, 0], &[1; 4])),
+        refused(|p| pools(p, &[u32::MAX, u32::MAX], &[1; 4])),
+        refused(|p| pools(p, &[1, 3], &[1, 1, 1, 0])),
+        refused(|p| p.microbatches = vec![2]),
+        refused(|p| p.pipeline.chunks = Some(1)),
+        refused(|p| p.pipeline.slices = vec![1, 1]),
+    ];
+    let fields = ["pools.sizes", "part", "pools.sizes", "pools.rates", "pools.rates", "microbatches[0]"];
+    let fields = fields.iter().chain(&["pipeline.chunks", "pipeline.slices"]);
+    for (error, field) in found.iter().zip(fields) {
+        assert!(error.starts_with(&format!("plan: `{field}` is")), "{field}: {error}");
+    }
+}
+
 #[test]
 fn sequences_are_numbered_replica_by_replica() {
     let plan = plan();

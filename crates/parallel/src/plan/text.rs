@@ -8,9 +8,11 @@ use farflung_base::{Algorithm, Precision};
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 
-use super::{BoundaryCodecs, Level, NO_CODEC, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource};
+use super::{
+    BoundaryCodecs, Level, NO_CODEC, POOLS, Part, Pipeline, Plan, PlannedModel, Recompute, ScheduleSource,
+};
 use crate::cluster::quantity::{MemoryText, bytes};
-use crate::pipeline::{Method, VersionSync};
+use crate::pipeline::{Method, Pools, VersionSync};
 use crate::{Mesh, ParallelError};
 
 /// A value that is written as text, so that its error carries the place in the file.
@@ -101,6 +103,7 @@ struct File {
     part: Vec<PartEntry>,
     #[serde(default)]
     pipeline: PipelineEntry,
+    pools: Option<PoolsEntry>,
     #[serde(default)]
     boundary: Vec<BoundaryEntry>,
     level: Vec<LevelEntry>,
@@ -132,6 +135,25 @@ struct PipelineEntry {
     version_sync: Option<Text<VersionSync>>,
     #[serde(default)]
     slices: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PoolsEntry {
+    sizes: Vec<u32>,
+    #[serde(default)]
+    rates: Vec<u32>,
+}
+
+impl PoolsEntry {
+    fn pools(self) -> Pools {
+        // Lengths are compared by the check; here no more is made than the text has room for.
+        let ranks = self.sizes.iter().map(|&size| u64::from(size)).sum::<u64>();
+        if self.rates.is_empty() && ranks <= u64::from(Mesh::MAX_RANKS) {
+            return Pools::equal(self.sizes);
+        }
+        Pools { sizes: self.sizes, rates: self.rates }
+    }
 }
 
 #[derive(Deserialize)]
@@ -212,10 +234,20 @@ impl File {
         };
         let unless_told = Pipeline::default();
         let pipeline = Pipeline {
-            schedule: match self.pipeline.schedule {
-                None => unless_told.schedule,
-                Some(text) if text.contains(':') => ScheduleSource::Text(text),
-                Some(name) => ScheduleSource::Named(name.parse::<Method>()?),
+            schedule: match (self.pipeline.schedule, self.pools.map(PoolsEntry::pools)) {
+                (None, None) => unless_told.schedule,
+                (None, Some(pools)) => ScheduleSource::Pools(pools),
+                (Some(name), Some(pools)) if name == POOLS => ScheduleSource::Pools(pools),
+                (Some(name), pools) if pools.is_some() || name == POOLS => {
+                    let expected = format!("{POOLS}, and a section [pools], or neither");
+                    return Err(ParallelError::Plan {
+                        field: "pipeline.schedule".to_owned(),
+                        value: name,
+                        expected,
+                    });
+                }
+                (Some(text), _) if text.contains(':') => ScheduleSource::Text(text),
+                (Some(name), _) => ScheduleSource::Named(name.parse::<Method>()?),
             },
             chunks: self.pipeline.chunks,
             memory: self.pipeline.memory,
@@ -269,6 +301,7 @@ impl Display for Plan {
         match &pipeline.schedule {
             ScheduleSource::Named(method) => writeln!(f, "schedule = \"{method}\"")?,
             ScheduleSource::Text(text) => writeln!(f, "schedule = {}", quoted(text))?,
+            ScheduleSource::Pools(_) => writeln!(f, "schedule = \"{POOLS}\"")?,
         }
         for (name, value) in [("chunks", pipeline.chunks), ("memory", pipeline.memory)] {
             if let Some(value) = value {
@@ -276,6 +309,9 @@ impl Display for Plan {
             }
         }
         writeln!(f, "version_sync = \"{}\"\nslices = {:?}", pipeline.version_sync.name(), pipeline.slices)?;
+        if let ScheduleSource::Pools(Pools { sizes, rates }) = &pipeline.schedule {
+            writeln!(f, "\n[pools]\nsizes = {sizes:?}\nrates = {rates:?}")?;
+        }
         for Part { layers, recompute, offload } in &self.parts {
             writeln!(f, "\n[[part]]\nlayers = \"{}..{}\"", layers.start, layers.end)?;
             writeln!(f, "recompute = \"{recompute}\"\noffload = {offload}")?;

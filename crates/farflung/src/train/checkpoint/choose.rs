@@ -74,8 +74,8 @@ pub(super) fn source(trainer: &Trainer, job: &Job, run: &RunDir) -> Result<Optio
                 _ => Ok(None),
             };
             let files = together(comm, files)?;
-            let per_pipeline = job.plan.stages();
-            let shared = lost::share(comm, agreed, per_pipeline, files, matches!(own, Own::NotYet))?;
+            let place = |rank| job.plan.place(rank);
+            let shared = lost::share(comm, agreed, place, files, matches!(own, Own::NotYet))?;
             let Some(lost::Shared { files, notes, residuals }) = shared else { return Ok(None) };
             let source = together(comm, Source::new(job.model, vec![files], residuals))?;
             Ok(Some(Chosen { source, notes }))

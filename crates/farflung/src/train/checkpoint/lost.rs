@@ -34,14 +34,14 @@ struct Pair {
 }
 
 /// Gives each rank its files of a step: its own, or for those that have none another's. `None` where a rank had
-/// not got as far as its first checkpoint and no other rank has its parts: all begin anew. `per_pipeline` ranks
-/// hold one copy of the model. A collective.
+/// not got as far as its first checkpoint and no other rank has its parts: all begin anew. Ranks of which `place` is the
+/// same hold the same parts. A collective.
 ///
 /// Errors: [`Error::NoCopy`] on all ranks, for a rank whose state nobody else holds.
 pub(super) fn share(
     comm: &Communicator,
     step: u64,
-    per_pipeline: u32,
+    place: impl Fn(Rank) -> u32,
     mine: Option<Files>,
     not_yet: bool,
 ) -> Result<Option<Shared>> {
@@ -53,7 +53,7 @@ pub(super) fn share(
     let states = tell(comm, state)?;
     let mut pairs = Vec::new();
     for (to, &state) in (0..).map(Rank).zip(&states).filter(|(_, state)| **state != HAS) {
-        let alike = |from: &Rank| from.0 % per_pipeline == to.0 % per_pipeline;
+        let alike = |from: &Rank| place(*from) == place(to);
         match (0..states.len() as u32).map(Rank).find(|from| alike(from) && states[from.index()] == HAS) {
             Some(from) => pairs.push(Pair { to, from }),
             None if state == NOT_YET => return Ok(None),

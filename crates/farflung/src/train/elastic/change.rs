@@ -58,6 +58,8 @@ pub struct Changed {
     pub from_checkpoints: bool,
     /// Of members in pipelines: how many pipelines there are now, of how many stages, and members without a part.
     pub pipelines: Option<(u32, u32, usize)>,
+    /// Members of each stage, where a pipeline is not whole and stages are pools of members; else empty.
+    pub pools: Vec<u32>,
     /// From its beginning to its end, by the transport's clock.
     pub took: Nanos,
 }
@@ -96,7 +98,11 @@ impl fmt::Display for Changed {
             None => Ok(()),
             Some((count, stages, spares)) => {
                 let plural = if count == 1 { "" } else { "s" };
-                write!(f, "; {count} pipeline{plural} of {stages}")?;
+                let sizes: Vec<String> = self.pools.iter().map(u32::to_string).collect();
+                match &sizes[..] {
+                    [] => write!(f, "; {count} pipeline{plural} of {stages}"),
+                    _ => write!(f, "; stages of {} members, re-routed", sizes.join(", ")),
+                }?;
                 if spares > 0 { write!(f, ", and {spares} without a part") } else { Ok(()) }
             }
         }?;
@@ -277,6 +283,7 @@ impl Member<'_> {
                         lost_steps: 0,
                         from_checkpoints: false,
                         pipelines: None,
+                        pools: Vec::new(),
                         members: now.len(),
                         step: trainer.steps_done(),
                         reason,

@@ -14,6 +14,7 @@ use super::seats::{first_view, settings};
 use super::status::Status;
 use super::welcome::Welcome;
 use crate::config::choice::{Resume, TransportKind};
+use crate::config::value::Setting as _;
 use crate::train::claim::Claim;
 use crate::train::job::{Job, plan_of};
 use crate::train::links::{Seat, pace, seat, shared_memory};
@@ -37,6 +38,10 @@ fn check(config: &TrainConfig) -> Result<()> {
     if let Some(topology) = &config.topology {
         let expected = "none: members come with their own links";
         return wrong("topology", topology.display().to_string(), expected);
+    }
+    if let Some(pools) = &config.pools {
+        let expected = "none: members that hold the same part form pools by themselves, see `stages`";
+        return wrong("pools", pools.value().to_string(), expected);
     }
     if config.workers > 1 {
         let expected = "1: each member is one worker, and a machine may join several times";

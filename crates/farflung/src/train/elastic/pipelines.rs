@@ -61,6 +61,7 @@ impl Member<'_> {
             lost_steps: placed.lost_steps,
             from_checkpoints: placed.from_checkpoints,
             pipelines: Some((job.plan.replicas(), job.plan.stages(), spares)),
+            pools: job.plan.pools().map_or_else(Vec::new, |pools| pools.sizes.clone()),
             took: trainer.comm().now().saturating_sub(begun),
         })
     }

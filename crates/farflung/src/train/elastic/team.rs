@@ -1,7 +1,8 @@
 //! Members in pipelines: who of a view takes which place, the plan for them, and what each of them lacks of its part.
 //!
 //! All members of a new view tell each other what they hold: the places follow by [`Lineup::new`], the step by
-//! [`newest_whole`], what moves by [`moves`], all of them pure functions of what was told. Whoever is left over is a
+//! [`newest_whole`], what moves by [`moves`], all of them pure functions of what was told. Where a pipeline has lost a rank
+//! that nobody replaces, stages are pools of those that hold their part ([`Lineup::rerouted`]). Whoever is left over is a
 //! spare: a member without a part.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,12 +12,15 @@ use farflung_base::{Bandwidth, Bytes, Link, Nanos, Rank};
 use farflung_comm::Communicator;
 use farflung_parallel::Plan;
 use farflung_parallel::membership::{MemberId, View};
+use farflung_parallel::pipeline::Pools;
 use farflung_parallel::plan::{Holding, Lineup, Needed, Stood, moves, newest_whole};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::pieces::{exchange, hashes};
 use super::saved::{self, Whole};
+use crate::config::pools::Numbers;
+use crate::train::combination;
 use crate::train::job::{Base, Job};
 use crate::train::planned;
 use crate::train::steps::Last;
@@ -49,7 +53,8 @@ impl Team {
     /// The members with which a run begins: each is the rank of its number.
     pub(super) fn founded(view: &View, all: Communicator, job: &Job) -> Self {
         let ranks = (0..view.members.len()).collect();
-        Self::new(view, all, Lineup { stages: job.plan.stages(), ranks, spares: Vec::new() })
+        let (stages, spares) = (job.plan.stages(), Vec::new());
+        Self::new(view, all, Lineup { stages, pools: Vec::new(), ranks, spares })
     }
 
     /// This member's rank in the plan; none of a spare.
@@ -187,14 +192,21 @@ pub(super) fn form(view: &View, all: &Communicator, brings: Brings<'_>) -> Resul
         .map(|(member, told)| {
             let same = told.made == reference.made;
             let rank = reference.ranks.iter().position(|&slot| slot == member.slot).filter(|_| same)? as u32;
-            Some(Stood { replica: rank / before.stages(), position: rank % before.stages() })
+            stood_in(&before, rank)
         })
         .collect();
     let wished = wished(job)?;
     let stages = u32::try_from(wished.stages).unwrap_or(u32::MAX);
-    let lineup = Lineup::new(&stood, before.stages(), stages);
-    let team = Team::new(view, all.clone(), lineup);
-    let plan = plan_for(job, &team, (&before, &reference.ranks))?;
+    let cut = before.pools().map_or(before.stages(), Pools::stages);
+    let whole = || Lineup::new(&stood, cut, stages);
+    let lineup = if can_be_rerouted(wished) { Lineup::rerouted(&stood, cut, stages) } else { whole() };
+    let mut team = Team::new(view, all.clone(), lineup);
+    let mut plan = plan_for(job, &team, (&before, &reference.ranks))?;
+    if plan.pools().is_some() && combination::check(wished, &plan).is_err() {
+        // What does not go with pools trains in whole pipelines alone.
+        team = Team::new(view, all.clone(), whole());
+        plan = plan_for(job, &team, (&before, &reference.ranks))?;
+    }
     let mut next = job.with_plan(plan)?;
     // Placed failures and departures are of ranks as they were.
     (next.failure, next.departure) = (None, None);
@@ -261,15 +273,37 @@ fn in_memory_at(
     Ok(Whole { holdings, held: at_step, own })
 }
 
+/// Where a rank of a plan stands.
+fn stood_in(plan: &Plan, rank: u32) -> Option<Stood> {
+    match plan.pools() {
+        Some(pools) => Stood::in_pools(&pools.sizes, rank),
+        None => Some(Stood { replica: rank / plan.stages(), position: rank % plan.stages() }),
+    }
+}
+
+/// Whether pipelines of these settings can be re-routed: each rank holds one part, and microbatches pass it whole.
+fn can_be_rerouted(wished: &TrainConfig) -> bool {
+    let method = wished.schedule;
+    let parts = wished.chunks.unwrap_or(method.default_chunks() as usize);
+    wished.schedule_file.is_none() && method.copies() == 1 && parts == 1 && !method.slices()
+}
+
 /// The plan of a team: what the settings give for so many pipelines of so many stages, with the averages and machines of
 /// the plan before. A pure function.
 fn plan_for(job: &Job, team: &Team, (before, ranks): (&Plan, &[u32])) -> Result<Plan> {
     let wished = wished(job)?;
     let (stages, workers) = (team.lineup.stages as usize, team.lineup.ranks.len());
+    let pools = &team.lineup.pools;
     let settings = TrainConfig {
-        stages,
+        stages: if pools.is_empty() { stages } else { workers },
         workers,
-        microbatches: Some(planned::microbatches(wished)),
+        pools: (!pools.is_empty()).then(|| Numbers(pools.clone())),
+        // Pools take what the pipelines took together: no sequence of a step is left out.
+        microbatches: Some(if pools.is_empty() {
+            planned::microbatches(wished)
+        } else {
+            usize::try_from(before.all_microbatches()).unwrap_or(usize::MAX)
+        }),
         accumulate: 1,
         ..wished.clone()
     };

@@ -52,7 +52,7 @@ impl<'a> DryRun<'a> {
     ) -> Result<Self> {
         let placement = schedule.placement();
         let mut parts = BTreeMap::new();
-        for stage in placement.stages_of(position) {
+        for stage in placement.homes_of(position) {
             parts.insert(stage, part(plan, model, config, schedule, stage, device)?);
         }
         Ok(Self {
@@ -118,7 +118,7 @@ impl<'a> DryRun<'a> {
 
     fn tokens(&self, action: Action) -> Result<Tensor> {
         let len = self.schedule.slices[usize::from(action.slice)].len();
-        Ok(self.parts[&action.stage].stage.tokens(&vec![0; self.batch * len], len)?)
+        Ok(self.parts[&self.placement.home(action.stage)].stage.tokens(&vec![0; self.batch * len], len)?)
     }
 
     fn input(&self, action: Action, hidden: Option<Tensor>) -> Result<Input> {
@@ -131,7 +131,7 @@ impl<'a> DryRun<'a> {
     fn pass_on(&mut self, action: Action, version: u32, input: Input) -> Result<(Output, Saved)> {
         let targets = self.placement.is_last(action.stage).then(|| self.tokens(action)).transpose()?;
         let start = self.schedule.slices[usize::from(action.slice)].start;
-        let part = &self.parts[&action.stage];
+        let part = &self.parts[&self.placement.home(action.stage)];
         let key = (action.stage, action.microbatch);
         if self.schedule.slices.len() > 1 && !self.carried.contains_key(&key) {
             self.carried.insert(key, part.stage.slices(self.batch)?);
@@ -153,7 +153,7 @@ impl<'a> DryRun<'a> {
             Output::Hidden(y) => Some(y),
             Output::Losses(_) => None,
         };
-        let part = &self.parts[&stage];
+        let part = &self.parts[&self.placement.home(stage)];
         let saved = match part.recompute {
             Recompute::Full if again => None,
             recompute => {
@@ -172,7 +172,7 @@ impl<'a> DryRun<'a> {
         let input = self.input(action, held.input.take())?;
         if let Some(saved) = &mut held.saved {
             let carried = self.carried.get_mut(&(action.stage, action.microbatch));
-            self.parts[&action.stage].recompute(held.version, input, saved, carried)?;
+            self.parts[&self.placement.home(action.stage)].recompute(held.version, input, saved, carried)?;
         } else {
             held.saved = Some(self.pass_on(action, held.version, input)?.1);
         }
@@ -188,7 +188,8 @@ impl<'a> DryRun<'a> {
             return self.part(stage).backward(held.version, saved, dy, |_| {}, Leaving::Later);
         }
         let carried = self.carried.get_mut(&(stage, microbatch));
-        let dx = self.parts[&stage].backward_input(held.version, &mut saved, dy, carried)?;
+        let dx =
+            self.parts[&self.placement.home(stage)].backward_input(held.version, &mut saved, dy, carried)?;
         if slice == 0 {
             self.carried.remove(&(stage, microbatch));
         }
@@ -213,7 +214,8 @@ impl<'a> DryRun<'a> {
     }
 
     fn part(&mut self, stage: StageId) -> &mut Part {
-        self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages")
+        let home = self.placement.home(stage);
+        self.parts.get_mut(&home).expect("the schedule gives a rank its own stages")
     }
 
     fn take(&mut self, action: Action) -> Held {

@@ -18,6 +18,7 @@ use crate::train::averages;
 use crate::train::bind::ReplicaSchedule;
 use crate::train::boundary;
 use crate::train::costs::Machines;
+use crate::train::tied::Exchanging;
 
 /// Which operation of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -136,13 +137,15 @@ impl<'a> Operations<'a> {
                 self.parts[part as usize].buckets[bucket][exchange].clone()
             }
             Key::Table { replica, .. } | Key::TakenTable { replica } => {
-                let rank = |stage| self.rank(schedule, replica, StageId(stage));
-                let (first, last) = (rank(0), rank(depth - 1));
+                let first = replica * self.plan.stages();
                 let bytes = Bytes((self.model.vocab * self.model.dim * size_of::<f32>()) as u64);
-                match key {
-                    Key::Table { .. } => both_ways(first, last, bytes),
-                    _ => message_operation(first, last, bytes),
+                let mut ways: Vec<(Rank, Rank)> =
+                    Exchanging::of(schedule.placement()).into_iter().flat_map(|group| group.ways).collect();
+                if let Key::TakenTable { .. } = key {
+                    // Of both users' averages the first's counts.
+                    ways.retain(|(from, _)| schedule.placement().homes_of(*from).any(|s| s.0 % depth == 0));
                 }
+                messages(ways.into_iter().map(|(a, b)| (Rank(first + a.0), Rank(first + b.0))), bytes)
             }
             Key::Vote(Some(replica)) => {
                 let ranks = self.plan.stages();
@@ -183,17 +186,21 @@ fn average(plan: &Plan, spec: AverageSpec, values: usize, holders: &Topology) ->
     Ok(operation_coded(&level.algorithm.coded_programs(&buffer)?, values, &payload))
 }
 
-/// Both send each other as much.
-fn both_ways(a: Rank, b: Rank, bytes: Bytes) -> Operation {
-    let mut there = message_operation(a, b, bytes);
-    let back = message_operation(b, a, bytes);
-    for (rank, side) in back.sides {
-        let mine = &mut there.sides.get_mut(&rank).expect("the same two").lanes[0][0];
-        let theirs = side.lanes.into_iter().flatten();
-        for turn in theirs {
-            mine.sends.extend(turn.sends);
-            mine.receives.extend(turn.receives);
+/// Messages of so many bytes at once, each from a rank to another.
+fn messages(ways: impl Iterator<Item = (Rank, Rank)>, bytes: Bytes) -> Operation {
+    let mut ways = ways.map(|(from, to)| message_operation(from, to, bytes));
+    let Some(mut all) = ways.next() else { return Operation::default() };
+    for way in ways {
+        for (rank, side) in way.sides {
+            let Some(mine) = all.sides.get_mut(&rank) else {
+                all.sides.insert(rank, side);
+                continue;
+            };
+            for turn in side.lanes.into_iter().flatten() {
+                mine.lanes[0][0].sends.extend(turn.sends);
+                mine.lanes[0][0].receives.extend(turn.receives);
+            }
         }
     }
-    there
+    all
 }

@@ -77,10 +77,10 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
     ) -> Result<Self> {
         let placement = schedule.placement();
         let user = |stage: &StageId| placement.is_first(*stage) || placement.is_last(*stage);
-        let table = placement.stages_of(position).find(user).filter(|_| placement.tie() == Tie::Across);
+        let table = placement.homes_of(position).find(user).filter(|_| placement.tie() == Tie::Across);
         Ok(Self {
             costs: schedule.cost.by_slice(schedule.schedule.order())?,
-            parts: placement.stages_of(position).map(|stage| (stage, PartState::default())).collect(),
+            parts: placement.homes_of(position).map(|stage| (stage, PartState::default())).collect(),
             last: last_backwards(schedule, position),
             each_step: averages::each_step(operations.plan),
             table,
@@ -135,7 +135,8 @@ impl<'a, 'b, 'o> Recorder<'a, 'b, 'o> {
     }
 
     fn state(&mut self, stage: StageId) -> &mut PartState {
-        self.parts.get_mut(&stage).expect("the schedule gives a rank its own stages")
+        let home = self.placement().home(stage);
+        self.parts.get_mut(&home).expect("the schedule gives a rank its own stages")
     }
 
     fn cost(&self, action: Action) -> StageCost {
@@ -350,7 +351,8 @@ impl Worker for Recorder<'_, '_, '_> {
                 }
             }
             LoweredKind::ReduceTied => {
-                let early = self.operations.plan.replicas() == 1 || !self.each_step;
+                let alone = self.operations.plan.replicas() == 1 && !self.placement().is_pooled();
+                let early = alone || !self.each_step;
                 if early && self.table.is_some() {
                     let begun = self.begin_table()?;
                     self.begun_table = Some(begun);

@@ -101,8 +101,10 @@ pub(super) fn pipeline(
     let layers = cut(model.layers as u32, depth)?;
     let blocks = |stage: StageId| layers[placement.part(stage) as usize].len();
     let position = |rank| {
-        let mut position = Position { copies: placement.copies(), gathers: true, ..Position::default() };
-        for stage in placement.stages_of(rank) {
+        let of_part = |stage| placement.holders(placement.part(stage)).len() as u32;
+        let copies = placement.homes_of(rank).map(of_part).max().unwrap_or(1);
+        let mut position = Position { copies, gathers: true, ..Position::default() };
+        for stage in placement.homes_of(rank) {
             let part = placement.part(stage);
             let (first, last) = (placement.is_first(stage), placement.is_last(stage));
             let size = parameters(model, blocks(stage), first, last);

@@ -1,10 +1,10 @@
 //! Derives from a pipeline's settings what each of its ranks holds, without making orders that are too long.
 
-use farflung_base::Rank;
-use farflung_parallel::pipeline::{ComputeOrder, Method, Settings, Updates};
+use farflung_base::{Nanos, Rank};
+use farflung_parallel::pipeline::{ComputeOrder, Method, Settings, StageCost, Updates};
 use farflung_zoo::GptConfig;
 
-use super::super::planned::{microbatches, read_schedule};
+use super::super::planned::{check_pools, microbatches, read_schedule};
 use super::held::{self, Position};
 use crate::{Error, Result, TrainConfig};
 use farflung_parallel::Recompute;
@@ -50,6 +50,19 @@ impl Pipeline {
             let order = again(read_schedule(path)?);
             let step = order.actions().count() as u128;
             let depth = order.placement().depth().into();
+            return Ok(Self { positions: held::pipeline(config, model, &order)?, step, depth });
+        }
+        if let Some(pools) = config.pools() {
+            check_pools(config, &pools, world)?;
+            let all = number("microbatches", microbatches(config))?;
+            let memory = config.memory.map(|n| number("memory", n)).transpose()?;
+            // What a rank holds does not grow with the step.
+            let few =
+                all.min((MOST_CELLS / u128::from(pools.ranks()).pow(2).max(1)) as u32).max(pools.fewest());
+            let order = pools.order(few.min(all), &[StageCost::UNIT], Nanos::ZERO, memory);
+            let order = again(order.map_err(Error::schedule)?);
+            let step = order.actions().count() as u128 * u128::from(all) / u128::from(few.min(all).max(1));
+            let depth = pools.stages().into();
             return Ok(Self { positions: held::pipeline(config, model, &order)?, step, depth });
         }
         let method = config.schedule;

@@ -25,7 +25,7 @@ use crate::train::part::{Part, Parts};
 use crate::train::repeat;
 use crate::train::resync::Resync;
 use crate::train::spent::Spent;
-use crate::train::tied::{Across, Tied};
+use crate::train::tied::{Across, Exchanging, Tied};
 use crate::{Result, TrainConfig};
 
 impl Trainer {
@@ -49,7 +49,8 @@ impl Trainer {
         let [messages, comm] = tied(job, comm);
         let device = plain.with_interrupt(&interrupt);
         let holders = groups(job, &comm, &placement, position)?;
-        let tied = tie(&comm, &placement, plan.replicas() == 1 || !each_step, position)?;
+        let early = !placement.is_pooled() && (plan.replicas() == 1 || !each_step);
+        let tied = tie(&comm, &placement, early, position)?;
         let voters = if each_step { comm.clone() } else { comm.split(replica, rank)? };
         let copies = !holders.is_empty() || placement.tie() == Tie::Across;
         let resync = Resync::new(job, &comm, device.name(), copies)?;
@@ -58,14 +59,16 @@ impl Trainer {
             _ => u64::from(schedule.microbatches() / schedule.per_update()),
         };
         let mut parts = BTreeMap::new();
-        for stage in placement.stages_of(position) {
+        for stage in placement.homes_of(position) {
             let group = holders.get(&placement.part(stage));
             let part = build_part(job, &schedule, (stage, replica), (&device, &plain), group, updates)?;
             parts.insert(stage, part);
         }
 
         let (sampler, evaluation) = (job.sampler(replica as usize)?, job.evaluation(replica as usize)?);
-        let group = if each_step { plan.replicas() * placement.copies() } else { 1 };
+        // Pools have unequally many ranks: each part weighs by its own number (`build_part`).
+        let group =
+            if each_step && !placement.is_pooled() { plan.replicas() * placement.copies() } else { 1 };
         let microbatches = match (schedule.updates(), each_step) {
             (Updates::Flush, true) => plan.all_microbatches(),
             (Updates::Flush, false) => u64::from(schedule.microbatches()),
@@ -211,8 +214,13 @@ fn build_part(
         recompute,
         offload,
         shares_table,
-        // Where gradients are averaged in each step, losses are weighted by the tokens of all.
-        weight: if job.averages_each_step() { 1.0 } else { job.plan.weight(replica) },
+        // Where gradients are averaged in each step, losses are weighted by the tokens of all. What a pool's ranks have
+        // adds up to the gradient, and the mean of them is taken.
+        weight: match job.averages_each_step() {
+            true if placement.is_pooled() => placement.holders(number as u32).len() as f64,
+            true => 1.0,
+            false => job.plan.weight(replica),
+        },
     })
 }
 
@@ -237,15 +245,16 @@ fn synchroniser(
     let method = SyncMethod::by_name(&level.method).expect("the plan's names were checked");
     let local = job.plan.local_steps();
     let period = u64::from(local.period());
+    let mut average = job.average_config()?;
+    if job.plan.pools().is_some() && group.size() == 1 {
+        // A pool of one rank counts rounds as the others do, and what it does not send loses nothing.
+        average.codec = AverageConfig::default().codec;
+    }
     Ok((method.build)(SyncSettings {
         comm: averages::in_regions(group.clone(), &job.plan)?,
         device,
         layout: model.layout(),
-        average: AverageConfig {
-            warmup: warmup.plain,
-            density_warmup: warmup.density,
-            ..job.average_config()?
-        },
+        average: AverageConfig { warmup: warmup.plain, density_warmup: warmup.density, ..average },
         every: level.every.into(),
         moments: job.config.moments(),
         outer_lr: job.config.outer_lr,
@@ -316,14 +325,23 @@ fn groups(
 /// they may leave before any mean is there.
 fn tie(comm: &Communicator, placement: &Placement, early: bool, position: Rank) -> Result<Tied> {
     let user = |&stage: &StageId| placement.is_first(stage) || placement.is_last(stage);
-    let mine = placement.stages_of(position).find(user);
+    let mine = placement.homes_of(position).find(user);
     Ok(match placement.tie() {
         Tie::Whole => Tied::No,
         Tie::Local => mine.map_or(Tied::No, |_| Tied::Here),
         Tie::Across => {
             let replica = comm.rank().0 / placement.ranks();
-            let pair = comm.split(mine.map_or(0, |_| 1 + replica), comm.rank().0)?;
-            mine.map_or(Tied::No, |stage| Tied::Across(Across { pair, stage, early, round: 0, begun: None }))
+            let groups = Exchanging::of(placement);
+            let at = groups.iter().position(|group| group.ranks.contains(&position));
+            let color = at.map_or(0, |at| 1 + replica * groups.len() as u32 + at as u32);
+            let group = comm.split(color, comm.rank().0)?;
+            match (mine, at) {
+                (Some(stage), Some(at)) => {
+                    let (to, from) = groups[at].partners(position);
+                    Tied::Across(Across { group, to, from, stage, early, round: 0, begun: None })
+                }
+                _ => Tied::No,
+            }
         }
     })
 }

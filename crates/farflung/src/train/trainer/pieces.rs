@@ -102,7 +102,7 @@ pub(in crate::train) fn needs(job: &Job) -> Result<Vec<BTreeMap<String, usize>>>
     };
     let of_rank = |placement: &Placement, rank| {
         let mut tensors = BTreeMap::new();
-        for stage in placement.stages_of(rank) {
+        for stage in placement.homes_of(rank) {
             tensors.extend(names_of(holds(stage)?.layout()));
         }
         Ok(tensors)

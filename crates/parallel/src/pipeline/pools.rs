@@ -1,0 +1,321 @@
+//! Stages that are pools of ranks: unequally many for each stage, of unequal speeds.
+
+use farflung_base::{Nanos, Rank, StageId};
+
+use super::routed::{Hop, RankTimes, Routed};
+use super::{ComputeOrder, Placement, StageCost};
+use crate::ParallelError;
+use crate::swarm::{PeerRate, Wiring};
+
+/// A pipeline in which each stage is held by a pool of ranks. A microbatch passes one rank of each pool.
+///
+/// Ranks count pool by pool: with sizes 1 and 2, rank 0 holds the first stage, ranks 1 and 2 hold the second.
+///
+/// ```
+/// use farflung_parallel::pipeline::Pools;
+///
+/// let pools = Pools { sizes: vec![1, 3], rates: vec![1, 4, 2, 1] };
+/// let second: Vec<u32> = pools.routes(7)?.iter().map(|route| route[1].0).collect();
+/// assert_eq!(second, [1, 2, 3, 1, 1, 2, 1]);
+/// # Ok::<(), farflung_parallel::ParallelError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pools {
+    /// Ranks of each stage.
+    pub sizes: Vec<u32>,
+    /// How fast each rank is beside the others of its pool: microbatches in the same time.
+    pub rates: Vec<u32>,
+}
+
+/// What has no sense in [`Pools`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PoolsFault {
+    /// `sizes` or `rates`.
+    pub field: &'static str,
+    /// What it had to be.
+    pub expected: String,
+}
+
+impl Pools {
+    /// The highest rate.
+    pub const MOST: u32 = 1_000_000;
+
+    /// Pools whose ranks are equally fast.
+    #[must_use]
+    pub fn equal(sizes: Vec<u32>) -> Self {
+        let ranks = sizes.iter().sum::<u32>();
+        Self { sizes, rates: vec![1; ranks as usize] }
+    }
+
+    /// Number of stages.
+    #[must_use]
+    pub const fn stages(&self) -> u32 {
+        self.sizes.len() as u32
+    }
+
+    /// Number of ranks, as the sizes have it.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        self.sizes.iter().fold(0, |sum, &size| sum.saturating_add(size))
+    }
+
+    /// The first rank of each pool.
+    #[must_use]
+    pub fn firsts(&self) -> Vec<u32> {
+        let mut next = 0_u32;
+        let first = |&size: &u32| {
+            let first = next;
+            next = first.saturating_add(size);
+            first
+        };
+        self.sizes.iter().map(first).collect()
+    }
+
+    /// The stage that a rank holds.
+    #[must_use]
+    pub fn stage_of(&self, rank: u32) -> Option<u32> {
+        let firsts = self.firsts();
+        (rank < self.ranks()).then(|| firsts.iter().filter(|&&first| first <= rank).count() as u32 - 1)
+    }
+
+    /// The fewest microbatches of a step: with fewer a rank of the largest pool would have none.
+    #[must_use]
+    pub fn fewest(&self) -> u32 {
+        self.sizes.iter().copied().max().unwrap_or(1)
+    }
+
+    /// Relative rates as whole numbers: all 1 where they are equal, else thousandths of the fastest.
+    #[must_use]
+    pub fn whole_rates(speeds: &[f64]) -> Vec<u32> {
+        let fastest = speeds.iter().copied().fold(0.0_f64, f64::max);
+        if fastest <= 0.0 || speeds.iter().all(|speed| speed.total_cmp(&speeds[0]).is_eq()) {
+            return vec![1; speeds.len()];
+        }
+        speeds.iter().map(|speed| ((1000.0 * speed / fastest).round() as u32).max(1)).collect()
+    }
+
+    /// The first thing that cannot be, if any.
+    #[must_use]
+    pub fn fault(&self) -> Option<PoolsFault> {
+        let fault = |field, expected: &str| Some(PoolsFault { field, expected: expected.to_owned() });
+        if self.sizes.len() < 2 {
+            return fault("sizes", "two pools or more, one for each stage of the pipeline");
+        }
+        if self.sizes.contains(&0) {
+            return fault(
+                "sizes",
+                "at least one rank in each pool: a stage that nobody holds stops the pipeline",
+            );
+        }
+        if self.rates.len() != self.ranks() as usize {
+            let expected = format!("{} numbers, one for each rank of the pools", self.ranks());
+            return fault("rates", &expected);
+        }
+        if self.rates.iter().any(|&rate| rate == 0 || rate > Self::MOST) {
+            return fault("rates", "numbers from 1 to 1000000");
+        }
+        None
+    }
+
+    /// The rank that each microbatch of a step passes at each stage: in each pool by interleaved weighted round robin over
+    /// the rates. Every rank has a microbatch if there are [`Pools::fewest`].
+    ///
+    /// Source: Ryabinin et al. 2023, "SWARM", algorithm 1. Differs: all of a step is decided before it begins, as part of
+    /// the plan, so that each microbatch counts once whoever is late.
+    ///
+    /// Errors: [`ParallelError::Plan`] for [`Pools::fault`].
+    pub fn routes(&self, microbatches: u32) -> Result<Vec<Vec<Rank>>, ParallelError> {
+        if let Some(PoolsFault { field, expected }) = self.fault() {
+            let value = format!("{:?}", if field == "sizes" { &self.sizes } else { &self.rates });
+            return Err(ParallelError::Plan { field: format!("pools.{field}"), value, expected });
+        }
+        let mut routes = vec![Vec::with_capacity(self.sizes.len()); microbatches as usize];
+        for (first, &size) in self.firsts().into_iter().zip(&self.sizes) {
+            let mut wiring = Wiring::default();
+            for &rate in &self.rates[first as usize..][..size as usize] {
+                wiring.join(PeerRate::new(rate.into()))?;
+            }
+            for route in &mut routes {
+                let peer = wiring.forward(1.0).expect("no peer is banned");
+                route.push(Rank(first + peer as u32));
+            }
+        }
+        Ok(routes)
+    }
+
+    /// The order of a step's work: a list schedule over the routes.
+    ///
+    /// `cost` is what each stage takes on the slowest rank of its pool, or one cost for all; `hop` what a message takes. A
+    /// rank holds at most `memory` microbatches; unless told as many as keep the ranks of its stage and of those behind it
+    /// busy, messages' way included, shared out by its microbatches.
+    ///
+    /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`]; those of [`ComputeOrder::new`].
+    pub fn order(
+        &self,
+        microbatches: u32,
+        cost: &[StageCost],
+        hop: Nanos,
+        memory: Option<u32>,
+    ) -> Result<ComputeOrder, ParallelError> {
+        let routes = self.routes(microbatches)?;
+        let stages = self.sizes.len();
+        let cost: Vec<StageCost> = match cost {
+            [one] => vec![*one; stages],
+            each if each.len() == stages => each.to_vec(),
+            each => {
+                return Err(ParallelError::PerStage { what: "cost", given: each.len(), stages });
+            }
+        };
+        let times = self.times(&cost);
+        let held = memory.map_or_else(|| self.held(&routes, &times, hop), |most| vec![most; times.len()]);
+        let hops = vec![Hop { activation: hop, gradient: hop }; stages - 1];
+        Routed { routes: &routes, times: &times, hops: &hops, held: &held }.order()
+    }
+
+    /// Pairs of ranks of which the first may hand microbatches to the second.
+    pub fn neighbours(&self) -> impl Iterator<Item = (Rank, Rank)> {
+        let pools: Vec<_> = self.pools().collect();
+        (1..pools.len()).flat_map(move |next| {
+            let (from, to) = (pools[next - 1].clone(), pools[next].clone());
+            from.flat_map(move |a| to.clone().map(move |b| (Rank(a as u32), Rank(b as u32))))
+        })
+    }
+
+    /// What each stage of a placement over these pools takes on its own rank, where `cost` is what it takes on the slowest.
+    #[must_use]
+    pub fn own_costs(&self, placement: &Placement, cost: &[StageCost]) -> Vec<StageCost> {
+        let times = self.times(cost);
+        let own = |stage: StageId| {
+            let RankTimes { forward, input, weight } = times[placement.rank(stage).index()];
+            StageCost { forward, input, weight, ..cost[placement.part(stage) as usize] }
+        };
+        (0..placement.stages()).map(StageId).map(own).collect()
+    }
+
+    fn pools(&self) -> impl Iterator<Item = std::ops::Range<usize>> {
+        self.firsts()
+            .into_iter()
+            .zip(&self.sizes)
+            .map(|(first, &size)| first as usize..(first + size) as usize)
+    }
+
+    /// What each rank takes, where a stage's cost is that on the slowest rank of the pool.
+    fn times(&self, cost: &[StageCost]) -> Vec<RankTimes> {
+        let of_pool = |(pool, cost): (std::ops::Range<usize>, &StageCost)| {
+            let rates = &self.rates[pool];
+            let slowest = rates.iter().copied().min().unwrap_or(1);
+            let cost = *cost;
+            let of_rank = move |&rate: &u32| {
+                let own =
+                    |time: Nanos| Nanos((u128::from(time.0) * u128::from(slowest) / u128::from(rate)) as u64);
+                RankTimes { forward: own(cost.forward), input: own(cost.input), weight: own(cost.weight) }
+            };
+            rates.iter().map(of_rank).collect::<Vec<_>>()
+        };
+        self.pools().zip(cost).flat_map(of_pool).collect()
+    }
+
+    /// Microbatches that each rank may hold.
+    fn held(&self, routes: &[Vec<Rank>], times: &[RankTimes], hop: Nanos) -> Vec<u32> {
+        let mut counts = vec![0_u128; times.len()];
+        for rank in routes.iter().flatten() {
+            counts[rank.index()] += 1;
+        }
+        let all = routes.len().max(1) as u128;
+        // The time of a microbatch in the slowest pool, its work shared out by the routes.
+        let busy = |rank: usize| {
+            let RankTimes { forward, input, weight } = times[rank];
+            counts[rank] * u128::from(forward.saturating_add(input).saturating_add(weight).0)
+        };
+        let each = ((0..times.len()).map(busy).max().unwrap_or(0) / all).max(1);
+        let mut held = Vec::with_capacity(times.len());
+        for (stage, pool) in self.pools().enumerate() {
+            let behind: u128 = self.sizes[stage..].iter().map(|&size| u128::from(size)).sum();
+            let way = 2 * u128::from(hop.0) * (self.sizes.len() - 1 - stage) as u128;
+            let lanes = (behind + way.div_ceil(each)).min(all);
+            let of_rank = |rank: usize| (lanes * counts[rank]).div_ceil(all).max(1) as u32;
+            held.extend(pool.map(of_rank));
+        }
+        held
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pipeline::{Boundary, ComputeKind, Method, PipelineCost, Settings, peaks, simulate};
+
+    fn pools(sizes: &[u32], rates: &[u32]) -> Pools {
+        Pools { sizes: sizes.to_vec(), rates: rates.to_vec() }
+    }
+
+    #[test]
+    fn each_microbatch_passes_one_rank_of_each_pool_by_rate() {
+        let pools = pools(&[2, 3], &[3, 1, 4, 2, 1]);
+        let order = pools.order(28, &[StageCost::UNIT], Nanos::ZERO, None).unwrap();
+        let mut counts = [0; 5];
+        for (rank, action) in order.actions().filter(|(_, action)| action.kind == ComputeKind::Forward) {
+            assert_eq!(order.placement().part(action.stage), pools.stage_of(rank.0).unwrap());
+            counts[rank.index()] += 1;
+        }
+        assert_eq!(counts, [21, 7, 16, 8, 4]);
+        assert_eq!((pools.stage_of(1), pools.stage_of(2), pools.stage_of(5)), (Some(0), Some(1), None));
+    }
+
+    #[test]
+    fn pools_of_one_rank_take_no_longer_than_1f1b() {
+        for (stages, microbatches) in [(2, 4), (3, 8), (4, 8), (4, 3)] {
+            let pools = Pools::equal(vec![1; stages as usize]);
+            let base = Method::OneFOneB.order(&Settings::new(stages, microbatches)).unwrap();
+            let cost = PipelineCost::uniform(&base, StageCost::UNIT, Boundary::latency(Nanos::ZERO));
+            let order = pools.order(microbatches, &[StageCost::UNIT], Nanos::ZERO, None).unwrap();
+            let (mine, theirs) = (simulate(&order, &cost).unwrap(), simulate(&base, &cost).unwrap());
+            assert!(mine.makespan() <= theirs.makespan(), "{stages} {microbatches}");
+            assert!(peaks(&order).iter().zip(peaks(&base)).all(|(mine, theirs)| *mine <= theirs));
+        }
+    }
+
+    #[test]
+    fn a_rank_holds_no_more_than_it_may() {
+        let pools = pools(&[1, 2, 1], &[1, 1, 1, 1]);
+        for memory in 1..5 {
+            let order = pools.order(12, &[StageCost::UNIT], Nanos(500_000), Some(memory)).unwrap();
+            assert!(peaks(&order).iter().all(|&peak| peak <= memory), "{memory}");
+        }
+    }
+
+    #[test]
+    fn more_ranks_of_the_slow_stage_make_a_step_shorter() {
+        let slow = StageCost { forward: Nanos(3_000_000), input: Nanos(3_000_000), ..StageCost::UNIT };
+        let cost = [StageCost::UNIT, slow];
+        let makespan = |sizes: &[u32]| {
+            let order = Pools::equal(sizes.to_vec()).order(16, &cost, Nanos::ZERO, None).unwrap();
+            let cost = PipelineCost {
+                stages: cost.to_vec(),
+                ..PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(Nanos::ZERO))
+            };
+            simulate(&order, &cost).unwrap().makespan()
+        };
+        let (one, two) = (makespan(&[1, 1]), makespan(&[1, 2]));
+        // 16 microbatches of 7 ms, or of 3.5 ms with two.
+        assert!(one.0 >= 112_000_000 && two.0 < 66_000_000, "{one} {two}");
+    }
+
+    #[test]
+    fn what_cannot_be_is_named() {
+        let fault = |sizes: &[u32], rates: &[u32]| pools(sizes, rates).routes(4).unwrap_err().to_string();
+        assert!(fault(&[3], &[1; 3]).contains("pools.sizes"));
+        assert!(fault(&[1, 0], &[1]).contains("a stage that nobody holds"));
+        assert!(fault(&[1, 2], &[1, 1]).contains("3 numbers"));
+        assert!(fault(&[1, 2], &[1, 0, 1]).contains("pools.rates"));
+        assert!(fault(&[u32::MAX, u32::MAX], &[1]).contains("pools.rates"));
+        let order = Pools::equal(vec![1, 3]).order(2, &[StageCost::UNIT], Nanos::ZERO, None);
+        assert!(order.is_err(), "a rank without work");
+    }
+
+    #[test]
+    fn rates_are_whole_numbers() {
+        assert_eq!(Pools::whole_rates(&[5e10, 5e10]), [1, 1]);
+        assert_eq!(Pools::whole_rates(&[1e12, 5e11, 1.0]), [1000, 500, 1]);
+    }
+}
