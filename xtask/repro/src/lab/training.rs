@@ -74,6 +74,7 @@ fn watch(rank: &mut Trainer, steps: u64) -> Result<Seen> {
     let (mut points, mut payload, mut wire) = (Vec::new(), 0_u64, 0_u64);
     let (mut clock, mut evaluated) = (Nanos::ZERO, 0);
     let mut votes = BTreeMap::<usize, u64>::new();
+    let mut evaluating = Vec::new();
     for step in 1..=steps {
         let (begun, before) = (rank.comm().now(), rank.comm().stats().sent);
         let done = rank.step(false)?;
@@ -87,16 +88,26 @@ fn watch(rank: &mut Trainer, steps: u64) -> Result<Seen> {
         let due = (step - evaluated) * EVALUATIONS >= steps && done.synced == Synced::Yes;
         if due || step == steps {
             evaluated = step;
+            let before = rank.comm().stats().sent.payload.0;
             let loss = rank.evaluate()?;
+            evaluating.push(rank.comm().stats().sent.payload.0 - before);
             points.push(Point { step, sent: wire as f64, seconds: clock.as_secs_f64(), loss });
         }
     }
+    payload += left_meanwhile(&evaluating);
     let mut voting = 0;
     for (losses, times) in votes {
         voting += times * vote_bytes(rank, losses)?;
     }
     rank.comm().barrier()?;
     Ok(Seen { points, payload: payload.saturating_sub(voting) as f64 })
+}
+
+/// Bytes of steps that left while the model was evaluated, from all that left in each evaluation. After the last step nothing
+/// is under way, so the last evaluation sends what is its own.
+fn left_meanwhile(evaluating: &[u64]) -> u64 {
+    let own = evaluating.last().copied().unwrap_or(0);
+    evaluating.iter().map(|sent| sent.saturating_sub(own)).sum()
 }
 
 /// Whether ranks told each other their losses in this step.

@@ -5,7 +5,7 @@ use super::*;
 use std::path::Path;
 
 /// Settings that change a run whatever the others are.
-const ALWAYS: [&str; 39] = [
+const ALWAYS: [&str; 41] = [
     "plan",
     "layers",
     "heads",
@@ -33,6 +33,8 @@ const ALWAYS: [&str; 39] = [
     "topology",
     "transport",
     "stages",
+    "pools",
+    "pool-rates",
     "microbatches",
     "recompute",
     "device",
