@@ -1,4 +1,5 @@
-//! Members without a part are missed by no step: whoever works at rank 0 asks them from time to time whether they are there.
+//! Members without a part are missed by no step: whoever works at rank 0 asks them from time to time whether
+//! they are there.
 
 use farflung_base::{Nanos, PeerId, Pending};
 use farflung_comm::CommError;
