@@ -8,6 +8,7 @@ mod balance;
 mod change;
 mod copies;
 mod decide;
+mod idle;
 mod keeper;
 mod kept;
 mod measure;

@@ -19,6 +19,7 @@ mod members_checkpoints;
 mod members_in_pipelines;
 mod members_repeat;
 mod members_rerouted;
+mod members_spares;
 mod mpi;
 mod observe_refused;
 mod otlp;

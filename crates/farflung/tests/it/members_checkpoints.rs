@@ -1,4 +1,5 @@
-//! A pipeline that loses a part of which nobody has a copy in memory goes on from the checkpoints that its members can read.
+//! A pipeline that loses a part of which nobody has a copy in memory goes on from the checkpoints that its
+//! members can read.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -80,7 +81,8 @@ fn shared(run: &Path) -> Vec<PathBuf> {
     std::iter::once(run.to_owned()).chain(others).collect()
 }
 
-/// What becomes of the members with these folders, of which the last one is a spare if it comes at all, and what is said.
+/// What becomes of the members with these folders, of which the last one is a spare if it comes at all, and
+/// what is said.
 fn run(job: &Job, folders: &[PathBuf], spare: bool, faults: &Faults) -> (Vec<Ended>, Vec<String>) {
     watched(job, folders, (spare, faults), Notes::default())
 }

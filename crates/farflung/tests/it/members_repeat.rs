@@ -17,8 +17,8 @@ use farflung_base::{Link, Nanos, Topology};
 const STEPS: u64 = 6;
 const MEMBERS: usize = 3;
 
-/// Three machines, of which the last one computes a microbatch of eight tokens in so many milliseconds, and the others
-/// in a tenth of a second.
+/// Three machines, of which the last one computes a microbatch of eight tokens in so many milliseconds, and the
+/// others in a tenth of a second.
 fn job(folder: &Path, slow_ms: u32, deadline_ms: u64, config: TrainConfig) -> Job {
     let data = folder.join("text.txt");
     std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();

@@ -29,8 +29,8 @@ pub enum Event {
     Ready(Member),
     /// A step was committed: leaves and admissions may be proposed now.
     Admit,
-    /// A step has failed although this member hears all others: it asks for a view of the same members, under which the
-    /// step is done again. There is one once all of them ask for it.
+    /// A step has failed although this member hears all others: it asks for a view of the same members, under
+    /// which the step is done again. There is one once all of them ask for it.
     Repeat,
     /// What the views that this member proposes from now on say about the run.
     Starts(Start),

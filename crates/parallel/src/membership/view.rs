@@ -285,8 +285,8 @@ impl View {
         if ids.contains(&self.tie_breaker) { Ok(()) } else { Err(ViewFault::TieBreaker(self.tie_breaker)) }
     }
 
-    /// Whether it may follow `old`: the next epoch, without some of its members, with newcomers, or with the same
-    /// members.
+    /// Whether it may follow `old`: the next epoch, without some of its members, with newcomers, or with the
+    /// same members.
     ///
     /// Errors: the rule that is broken.
     pub fn follows(&self, old: &Self) -> Result<(), ViewFault> {

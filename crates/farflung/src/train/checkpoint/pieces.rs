@@ -1,4 +1,5 @@
-//! What a checkpoint of a member in pipelines holds, tensor by tensor, for any rank of any plan of the same run.
+//! What a checkpoint of a member in pipelines holds, tensor by tensor, for any rank of any plan of the same
+//! run.
 
 use std::path::Path;
 

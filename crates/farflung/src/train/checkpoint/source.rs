@@ -201,8 +201,8 @@ impl Source {
         self.state(LOSS_SCALE).unwrap_or_default()
     }
 
-    /// Tensors of which it has the values and all of the optimizer's states, and how many states these are. They follow the
-    /// values in the order of their names.
+    /// Tensors of which it has the values and all of the optimizer's states, and how many states these are.
+    /// They follow the values in the order of their names.
     pub(super) fn tensors(&self) -> (usize, BTreeMap<String, Vec<f32>>) {
         let kind = |name: &String| Some(name.strip_prefix(CHAIN)?.split_once('/')?.0.to_owned());
         let kinds: BTreeSet<String> = self.states.keys().filter_map(kind).collect();

@@ -11,7 +11,8 @@ use farflung_parallel::plan::Digest;
 
 use super::balance::Balance;
 use super::copies::Copies;
-use super::decide::{Loss, suspect};
+use super::decide::{Loss, Next, suspect};
+use super::idle::Idle;
 use super::measure::measured;
 use super::place::Place;
 use super::repeats::Repeats;
@@ -165,6 +166,8 @@ pub(in crate::train) struct Member<'a> {
     pub(super) team: Option<Team>,
     /// What it keeps of its part and of another's, to go back to.
     pub(super) copies: Copies,
+    /// Asks members without a part whether they are there.
+    pub(super) idle: Idle,
     /// Where it keeps its checkpoints.
     pub(super) folder: Option<PathBuf>,
     /// How often it has tried its last step again.
@@ -172,6 +175,12 @@ pub(in crate::train) struct Member<'a> {
 }
 
 impl Member<'_> {
+    /// Whether members should change, as far as is known here. To be asked between two steps.
+    pub(in crate::train) fn wants_change(&mut self) -> Result<bool> {
+        let wants = self.place.wants_change()?;
+        Ok(wants || !self.idle.look(self.place, self.team.as_ref()).is_empty())
+    }
+
     /// Whether a failure is that of another member, so that the others may go on.
     pub(in crate::train) fn survives(error: &Error) -> bool {
         error.is_interruption()
@@ -189,11 +198,12 @@ impl Member<'_> {
         let begun = trainer.comm().now();
         let start = |place: &mut Place| start(place, job, trainer);
         let working = self.working();
-        match self.place.between_steps((trainer.comm(), &working), leaves, start) {
+        let silent = self.idle.look(self.place, self.team.as_ref()).to_vec();
+        match self.place.between_steps((trainer.comm(), &working), (leaves, &silent), start) {
             Ok(None) => Ok(None),
-            Ok(Some(view)) => {
+            Ok(Some(Next { view, reason })) => {
                 self.repeats = Repeats::default();
-                self.go_over((job, last), trainer, view, (begun, None)).map(Some)
+                self.go_over((job, last), trainer, view, (begun, reason)).map(Some)
             }
             Err(error) if Self::survives(&error) => self.after_loss((job, last), trainer, &error).map(Some),
             Err(error) => Err(error),

@@ -1,6 +1,8 @@
 //! How members agree on the next view: what they have seen goes to the rules, and they wait for what these
 //! decide.
 
+use std::collections::BTreeSet;
+
 use farflung_base::{Nanos, PeerId};
 use farflung_comm::Communicator;
 use farflung_parallel::membership::{Event, Member, MemberId, Reason, Start, View};
@@ -25,6 +27,8 @@ const PAUSE: Nanos = Nanos::from_millis(1000);
 #[derive(Debug, Serialize, Deserialize)]
 struct Standing {
     leaves: bool,
+    /// Names of members without a part that do not answer.
+    silent: Vec<[u8; 32]>,
     /// Number and name of each newcomer that is connected here.
     here: Vec<(u32, [u8; 32])>,
 }
@@ -35,6 +39,13 @@ pub(super) fn suspect(error: &Error) -> Option<PeerId> {
         Error::PeerLost { peer, .. } if evidence(error) != Evidence::Secondary => Some(*peer),
         _ => None,
     }
+}
+
+/// What members agree on between two steps.
+pub(super) struct Next {
+    pub(super) view: View,
+    /// Why, where somebody does not answer.
+    pub(super) reason: Option<String>,
 }
 
 /// What a failure says of the other members.
@@ -55,7 +66,7 @@ struct RollCall {
 
 impl Place {
     /// How long a question whether somebody is there stays open.
-    fn roll_call(&self) -> Nanos {
+    pub(super) fn roll_call(&self) -> Nanos {
         ROLL_CALL.min(self.deadline)
     }
 
@@ -176,22 +187,27 @@ impl Place {
     /// together over their `comm`, in which they are `working`. `None` where there is nothing to change after all.
     ///
     /// Errors: as [`Place::decide`]; a member that is lost meanwhile.
-    pub(in crate::train) fn between_steps(
+    pub(super) fn between_steps(
         &mut self,
         (comm, working): (&Communicator, &[MemberId]),
-        leaves: bool,
+        (leaves, silent): (bool, &[MemberId]),
         start: impl FnOnce(&mut Self) -> Result<Option<Start>>,
-    ) -> Result<Option<View>> {
+    ) -> Result<Option<Next>> {
         self.renew();
         let here = self.newcomers().iter().map(|peer| (peer.peer.0, peer.id.0)).collect();
-        let mine = postcard::to_stdvec(&Standing { leaves, here }).expect("numbers are plain data");
+        let silent = silent.iter().map(|id| id.0).collect();
+        let mine = postcard::to_stdvec(&Standing { leaves, silent, here }).expect("numbers are plain data");
         let told = comm.all_gather_bytes(mine)?;
         let told: Vec<Standing> = told.iter().filter_map(|bytes| postcard::from_bytes(bytes).ok()).collect();
         let leaving = working.iter().zip(&told).filter(|(_, told)| told.leaves);
         let mut events: Vec<Event> = leaving.map(|(&id, _)| Event::Leave(id)).collect();
         // Members that take no part in steps are missed by nobody else.
-        let members: Vec<MemberId> = self.lost_members();
-        events.extend(members.into_iter().filter(|id| !working.contains(id)).map(Event::Silent));
+        let quiet: BTreeSet<MemberId> =
+            told.iter().flat_map(|told| &told.silent).map(|id| MemberId(*id)).collect();
+        let reason = (!quiet.is_empty()).then(|| "a member without a part does not answer".to_owned());
+        let idle: BTreeSet<MemberId> = self.lost_members().into_iter().chain(quiet).collect();
+        let idle = idle.into_iter().filter(|id| self.is_named(id) && !working.contains(id));
+        events.extend(idle.map(Event::Silent));
         if events.is_empty()
             && let Some((first, others)) = told.split_first()
         {
@@ -213,7 +229,7 @@ impl Place {
         if view.is_some() {
             self.pause = Nanos::ZERO;
         }
-        Ok(view)
+        Ok(view.map(|view| Next { view, reason }))
     }
 
     /// On a virtual clock, a newcomer has nothing to do before it is there.

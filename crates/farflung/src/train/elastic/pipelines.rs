@@ -152,6 +152,7 @@ impl Member<'_> {
         let works = team.rank().is_some();
         self.team = Some(team);
         self.copies.begin_anew(counted.step);
+        self.idle.begin_anew();
         if !works {
             return Ok(None);
         }

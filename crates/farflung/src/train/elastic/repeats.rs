@@ -1,6 +1,6 @@
-//! A step that fails although all members answer, on a link that has become slow or since one of them computes for long: it
-//! is done again by the same members under a new view, a bounded number of times, and they wait twice as long for each
-//! other from then on.
+//! A step that fails although all members answer, on a link that has become slow or since one of them computes
+//! for long: it is done again by the same members under a new view, a bounded number of times, and they wait
+//! twice as long for each other from then on.
 
 use farflung_parallel::membership::View;
 
@@ -22,7 +22,8 @@ impl Repeats {
         if self.step == step { self.times } else { 0 }
     }
 
-    /// How often the deadline has doubled. It stays so until members change: what was too slow once may be so again.
+    /// How often the deadline has doubled. It stays so until members change: what was too slow once may be so
+    /// again.
     pub(super) const fn doublings(self) -> u32 {
         self.doublings
     }

@@ -9,6 +9,7 @@ use farflung_parallel::plan::Advice;
 use super::balance::{Balance, Reshared};
 use super::change::{Changed, Member};
 use super::copies::Copies;
+use super::idle::Idle;
 use super::kept;
 use super::place::Place;
 use super::repeats::Repeats;
@@ -62,6 +63,7 @@ pub(in crate::train) fn work(
         watchman,
         team,
         copies: Copies::default(),
+        idle: Idle::default(),
         folder: run.as_ref().map(|run| run.path().to_owned()),
         repeats: Repeats::default(),
     };
@@ -171,7 +173,7 @@ fn train(
     // The average behind the last step is owed, too.
     while trainer.steps_done() < steps.job.config.steps || trainer.is_unmet() {
         let leaves = leaving(&steps.job, trainer);
-        trainer.ask_for_change(member.place.wants_change()? || leaves.is_some());
+        trainer.ask_for_change(member.wants_change()? || leaves.is_some());
         let next = match member.watched(trainer, |trainer| steps.step(trainer, events, kept)) {
             Ok(next) => next,
             Err(error) => {

@@ -1,5 +1,5 @@
-//! The newest step of a pipeline that the checkpoints of its members hold together, where a part is lost and nobody has a
-//! copy in memory: each member reads its own folder and those beside it.
+//! The newest step of a pipeline that the checkpoints of its members hold together, where a part is lost and
+//! nobody has a copy in memory: each member reads its own folder and those beside it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -40,8 +40,8 @@ struct Readable {
     held: Held,
 }
 
-/// The newest step up to `newest` of which the members' checkpoints hold all tensors that are `needed`; `None` where they do
-/// not. All members call it, each with its own folder.
+/// The newest step up to `newest` of which the members' checkpoints hold all tensors that are `needed`; `None`
+/// where they do not. All members call it, each with its own folder.
 ///
 /// Errors: a member that is lost meanwhile.
 pub(super) fn newest(
@@ -86,7 +86,8 @@ pub(super) fn newest(
     Ok(None)
 }
 
-/// A member's folder, and those of others on the same disk: that of the one that began the run, and those in `members` of it.
+/// A member's folder, and those of others on the same disk: that of the one that began the run, and those in
+/// `members` of it.
 fn beside(folder: &Path) -> Vec<PathBuf> {
     let parent = folder.parent().filter(|parent| parent.file_name().is_some_and(|name| name == MEMBERS));
     let first = parent.and_then(Path::parent).unwrap_or(folder);
@@ -140,7 +141,7 @@ mod tests {
         }
         // A folder elsewhere has nothing beside it.
         let alone = root.path().join("alone");
-        assert_eq!(beside(&alone), [alone.clone()]);
+        assert_eq!(beside(&alone), std::slice::from_ref(&alone));
         assert_eq!(steps(&[alone]), BTreeMap::new());
     }
 }

@@ -33,7 +33,8 @@ impl Step<'_> {
         self.state.announcement = Some(Retry::due(self.now));
     }
 
-    /// Says whom this member has given up, whether it leaves, and whether it asks for the same members, to all: also to those that it does not hear.
+    /// Says whom this member has given up, whether it leaves, and whether it asks for the same members, to all:
+    /// also to those that it does not hear.
     pub(super) fn announce(&mut self) {
         let (Some(at), Some(retry)) = (self.place(), self.state.announcement) else { return };
         if !retry.is_due(self.now) {

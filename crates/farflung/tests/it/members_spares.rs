@@ -1,0 +1,96 @@
+//! A spare of a run of pipelines that freezes is missed by no step, and given up all the same.
+
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::path::Path;
+use std::sync::Arc;
+
+use farflung::comm::Transport;
+use farflung::comm::simulated::{Faults, cluster_with};
+use farflung::config::choice::LrScheduleKind;
+use farflung::train::{Job, Report, Watch, elastic, run_seats};
+use farflung::{Result, StepMetrics, Stop, TrainConfig};
+use farflung_base::{Link, Nanos, PeerId, Topology};
+
+const STAGES: usize = 2;
+const SPARE: u32 = 2;
+/// How long members wait for each other, and for an answer.
+const DEADLINE: Nanos = Nanos::from_millis(100);
+
+fn job(folder: &Path) -> Job {
+    let data = folder.join("text.txt");
+    std::fs::write(&data, "the quick brown fox ".repeat(500)).unwrap();
+    let config = TrainConfig {
+        layers: Some(2),
+        heads: Some(2),
+        dim: Some(8),
+        context: Some(8),
+        batch: 1,
+        microbatches: Some(2),
+        steps: 200,
+        warmup: 0,
+        lr_schedule: LrScheduleKind::Constant,
+        stages: STAGES,
+        workers: STAGES,
+        threads: 1,
+        eval_every: 1000,
+        eval_batches: 1,
+        sample_tokens: 0,
+        copy_share: 0.0,
+        codec: "none".parse().unwrap(),
+        deadline: DEADLINE,
+        data: Some(data),
+        ..TrainConfig::default()
+    };
+    Job { elastic: true, ..Job::new(config, STAGES, Stop::manual()).unwrap() }
+}
+
+/// What a run says, and when each step was done.
+#[derive(Default)]
+struct Told {
+    notes: Vec<(f64, String)>,
+    time_s: f64,
+}
+
+impl Watch for Told {
+    fn step(&mut self, metrics: &StepMetrics, _: Option<f64>) {
+        self.time_s = metrics.time_s;
+    }
+    fn note(&mut self, note: &str) {
+        self.notes.push((self.time_s, note.to_owned()));
+    }
+}
+
+type Ended = Result<Option<Report>>;
+
+fn run(faults: &Faults) -> (Vec<Ended>, Told) {
+    let folder = tempfile::tempdir().unwrap();
+    let job = job(folder.path());
+    let link = Link { latency: Nanos::from_millis(1), ..job.config.link };
+    let ends = cluster_with(&Topology::uniform(STAGES + 1, link), faults);
+    let ends = ends.into_iter().map(|end| end as Arc<dyn Transport>).collect();
+    let seats = elastic::seats(&job, ends, &[(PeerId(SPARE), Nanos(1))], true).unwrap();
+    let mut told = Told::default();
+    let ended = run_seats(&job, seats, &mut told);
+    (ended, told)
+}
+
+fn hash(ended: &Ended) -> &str {
+    &ended.as_ref().unwrap().as_ref().unwrap().hash
+}
+
+#[test]
+fn a_frozen_spare_is_noticed_although_no_step_waits_for_it() {
+    let (calm, told) = run(&Faults::new());
+    assert!(told.notes.iter().any(|(_, note)| note.contains("and 1 without a part")), "{:?}", told.notes);
+    assert!(!told.notes.iter().any(|(_, note)| note.contains("lost")), "it answers: {:?}", told.notes);
+    let frozen = Nanos::from_millis(500);
+    let faults = Faults::new().at(frozen).freeze(PeerId(SPARE), Nanos::from_millis(3_600_000));
+    let (ended, told) = run(&faults);
+    let lost = told.notes.iter().find(|(_, note)| note.contains("member 2 lost; 2 members go on"));
+    let (at, _) = lost.unwrap_or_else(|| unreachable!("{:?}", told.notes));
+    // Asked within six answers' time, and silent for two; a step more on each side.
+    let noticed = at - frozen.as_secs_f64();
+    assert!((0.0..9.0 * DEADLINE.as_secs_f64()).contains(&noticed), "{noticed}");
+    assert_eq!(hash(&ended[0]), hash(&calm[0]));
+}
