@@ -15,6 +15,7 @@ Usage: cargo xtask tidy
 
   - a Rust file under crates/ or xtask/ begins with `//!` and has at most 600 lines;
   - no stub, no skipped test, no debugging macro, no tab, no blank at a line's end;
+  - no comment line beyond column 112, which the formatter leaves alone;
   - no file named after nothing (utils, helpers, misc);
   - every crate has a README.md with a code block; the licences are there;
   - only the workspace's manifest states a rust-version;
@@ -27,6 +28,9 @@ Examples:
 ";
 
 const MAX_LINES: usize = 600;
+
+/// The width of rustfmt.toml, for comments.
+const MAX_COLUMNS: usize = 112;
 
 /// Words that never pass in Rust source. Split here, so that this file passes too.
 const STUBS: &[&str] = &[
@@ -150,6 +154,10 @@ fn in_line(path: &str, name: &str, is_rust: bool, content: &str) -> Vec<String> 
         if content.ends_with(char::is_whitespace) {
             found.push("blanks at the end of the line".to_owned());
         }
+        let columns = content.chars().count();
+        if content.trim_start().starts_with("//") && columns > MAX_COLUMNS {
+            found.push(format!("a comment of {columns} columns, at most {MAX_COLUMNS}"));
+        }
     }
     if name == "Cargo.toml" && path != "Cargo.toml" && content.replace(' ', "").starts_with("rust-version=") {
         found.push("rust-version belongs to the workspace's manifest alone".to_owned());
@@ -193,6 +201,14 @@ mod tests {
         assert_eq!(found("crates/base/src/id.rs", "use std::fmt;\n"), expected);
         assert_eq!(found("crates/base/src/id.rs", "#![doc = \"x\"]\n"), expected);
         assert!(found("examples/a/src/main.rs", "fn main() {}\n").is_empty());
+    }
+
+    #[test]
+    fn long_comments_are_found() {
+        let comment = |width: usize| format!("//! Docs.\n    // {}\n", "x".repeat(width - 7));
+        assert!(found("crates/base/src/id.rs", &comment(112)).is_empty());
+        let expected = ["crates/base/src/id.rs:2: a comment of 113 columns, at most 112"];
+        assert_eq!(found("crates/base/src/id.rs", &comment(113)), expected);
     }
 
     #[test]
