@@ -5,7 +5,9 @@ use super::*;
 use std::path::Path;
 
 /// Settings that change a run whatever the others are.
-const ALWAYS: [&str; 39] = [
+const ALWAYS: [&str; 41] = [
+    "pools",
+    "pool-rates",
     "plan",
     "layers",
     "heads",
@@ -308,6 +310,12 @@ const CASES: &[Case] = &[
         4,
         true,
         "`schedule-file`, `chunks`, `memory`, `slice-grain`, `version-sync` change nothing: `stages` is 1",
+    ),
+    (
+        "pools = '1,2'\nschedule = 'gpipe'\nchunks = 2\nslice-grain = 8",
+        3,
+        true,
+        "`schedule`, `chunks`, `slice-grain` change nothing: `pools` sets the order",
     ),
     (
         "stages = 4\nschedule-file = 'f'\nschedule = 'gpipe'",
