@@ -128,6 +128,7 @@ mod soak;
 mod split_brain;
 mod strangers;
 mod streaming;
+mod swarm;
 mod swarm_rebalance;
 mod uneven;
 mod uneven_plan;
@@ -226,6 +227,7 @@ pub const BENCHES: &[Bench] = &[
     memory_table::BENCH,
     plan_run::BENCH,
     plan_scale::BENCH,
+    swarm::BENCH,
     swarm_rebalance::BENCH,
     arithmetic::BENCH,
     dtfm_cost::BENCH,

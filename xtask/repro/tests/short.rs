@@ -122,6 +122,7 @@ short! {
     soak: "soak",
     split_brain: "split-brain",
     theory: "theory",
+    swarm: "swarm",
     swarm_rebalance: "swarm-rebalance",
     uneven: "uneven",
     uneven_plan: "uneven-plan",

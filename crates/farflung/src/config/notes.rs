@@ -235,12 +235,16 @@ impl TrainConfig {
         notes.idle(file, &["schedule", "chunks", "memory", "slice-grain"], order);
         let pooled = self.pools.is_some();
         let order = "`pools` sets the order";
-        notes.idle(pooled, &["schedule", "chunks", "slice-grain", "version-sync"], order);
+        notes.idle(pooled, &["schedule", "chunks", "slice-grain"], order);
         let method = self.schedule;
         let limited = pooled || method.is_limited();
         notes.idle(!limited, &["memory"], &format!("`schedule` {method} has no limit on memory"));
         let sliced = method.slices();
-        notes.idle(!sliced, &["slice-grain"], &format!("`schedule` {method} does not slice sequences"));
+        notes.idle(
+            !sliced && !pooled,
+            &["slice-grain"],
+            &format!("`schedule` {method} does not slice sequences"),
+        );
         let versions = file || method.stashes();
         notes.idle(
             !versions,

@@ -147,7 +147,8 @@ impl Pools {
     ///
     /// `cost` is what each stage takes on the slowest rank of its pool, or one cost for all; `hop` what a message takes. A
     /// rank holds at most `memory` microbatches; unless told as many as keep the ranks of its stage and of those behind it
-    /// busy, messages' way included, shared out by its microbatches.
+    /// busy, messages' way included, shared out by its microbatches. Where a pool's ranks are unequally fast it is twice as
+    /// many: microbatches do not come back in the order in which they left.
     ///
     /// Errors: those of [`Pools::routes`]; [`ParallelError::PerStage`]; those of [`ComputeOrder::new`].
     pub fn order(
@@ -228,11 +229,13 @@ impl Pools {
             counts[rank] * u128::from(forward.saturating_add(input).saturating_add(weight).0)
         };
         let each = ((0..times.len()).map(busy).max().unwrap_or(0) / all).max(1);
+        let is_uneven = self.pools().any(|pool| times[pool].windows(2).any(|pair| pair[0] != pair[1]));
+        let waiting = if is_uneven { 2 } else { 1 };
         let mut held = Vec::with_capacity(times.len());
         for (stage, pool) in self.pools().enumerate() {
             let behind: u128 = self.sizes[stage..].iter().map(|&size| u128::from(size)).sum();
             let way = 2 * u128::from(hop.0) * (self.sizes.len() - 1 - stage) as u128;
-            let lanes = (behind + way.div_ceil(each)).min(all);
+            let lanes = (waiting * behind + way.div_ceil(each)).min(all);
             let of_rank = |rank: usize| (lanes * counts[rank]).div_ceil(all).max(1) as u32;
             held.extend(pool.map(of_rank));
         }
@@ -299,6 +302,32 @@ mod tests {
         let (one, two) = (makespan(&[1, 1]), makespan(&[1, 2]));
         // 16 microbatches of 7 ms, or of 3.5 ms with two.
         assert!(one.0 >= 112_000_000 && two.0 < 66_000_000, "{one} {two}");
+    }
+
+    /// Six machines of unequal speed in their best pools: the slowest pool hardly waits.
+    #[test]
+    fn unequal_ranks_keep_the_slowest_pool_busy() {
+        let pools = pools(&[1, 2, 3], &[4, 3, 1, 2, 2, 1]);
+        let quarter = StageCost {
+            forward: Nanos(250_000),
+            input: Nanos(250_000),
+            weight: Nanos(250_000),
+            ..StageCost::UNIT
+        };
+        let cost = [quarter, StageCost::UNIT, StageCost::UNIT];
+        let hop = Nanos(370_000);
+        for (microbatches, share) in [(24, 0.9), (66, 0.94), (132, 0.98)] {
+            let order = pools.order(microbatches, &cost, hop, None).unwrap();
+            let cost = PipelineCost {
+                stages: pools.own_costs(order.placement(), &cost),
+                ..PipelineCost::uniform(&order, StageCost::UNIT, Boundary::latency(hop))
+            };
+            let took = simulate(&order, &cost).unwrap().makespan();
+            // Pools of four microbatches in three milliseconds.
+            let bound = f64::from(microbatches) * 0.75e6;
+            assert!(bound / took.0 as f64 >= share, "{microbatches}: {took}");
+            assert!(peaks(&order).iter().all(|&peak| peak <= 16), "{:?}", peaks(&order));
+        }
     }
 
     #[test]

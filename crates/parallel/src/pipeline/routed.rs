@@ -37,8 +37,7 @@ pub(crate) struct Hop {
 
 impl Routed<'_> {
     /// Each rank does what is ready first, and of that gradients before forwards, since other ranks wait for them.
-    /// Backwards are split: `I` as soon as its gradient is there, `W` where nothing else could begin meanwhile, or
-    /// where the rank holds all that it may.
+    /// Backwards are split: `I` as soon as its gradient is there, `W` where the rank would stand still otherwise.
     ///
     /// Nobody waits for ever: a rank that holds all that it may has handed these microbatches on, and the last stage
     /// never waits for another with the gradient of what it has.
@@ -125,10 +124,9 @@ impl<'a> Walk<'a> {
             .then(|| first(&worker.forwards, Turn::Forward))
             .flatten();
         let head = [first(&worker.gradients, Turn::Gradient), forward].into_iter().flatten().min();
-        let weight = worker.weights.front().copied().filter(|_| {
-            let end = worker.free.saturating_add(self.made_of.times[rank].weight);
-            head.is_none_or(|head| end <= head.start)
-        });
+        // Rather than standing still, also where what comes next then begins a little later.
+        let idle = head.is_none_or(|head| head.start > worker.free);
+        let weight = worker.weights.front().copied().filter(|_| idle);
         weight.map(|microbatch| Next { start: worker.free, kind: Turn::Weight, microbatch }).or(head)
     }
 

@@ -69,6 +69,10 @@ fn pools_are_in_the_text_and_in_the_digest() {
     }
 }
 
+fn pools(plan: &mut Plan, sizes: &[u32], rates: &[u32]) {
+    plan.pipeline.schedule = ScheduleSource::Pools(Pools { sizes: sizes.to_vec(), rates: rates.to_vec() });
+}
+
 #[test]
 fn pools_that_do_not_fit_the_plan_are_refused() {
     let refused = |change: fn(&mut Plan)| {
@@ -76,10 +80,6 @@ fn pools_that_do_not_fit_the_plan_are_refused() {
         change(&mut plan);
         plan.check().unwrap_err().to_string()
     };
-    fn pools(plan: &mut Plan, sizes: &[u32], rates: &[u32]) {
-        plan.pipeline.schedule =
-            ScheduleSource::Pools(Pools { sizes: sizes.to_vec(), rates: rates.to_vec() });
-    }
     let found = [
         refused(|p| pools(p, &[1, 2], &[1; 3])),
         refused(|p| pools(p, &[1, 2, 1], &[1; 4])),
